@@ -14,7 +14,7 @@ from lmcache_core.lookup import Holder
 from lmcache_core.lookup.messages import LookupAnswer
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import PeerFigures, TierFigures
-from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
+from lmcache_core.p2p.messages import MAX_COUNTED_PEERS
 from lmcache_core.p2p.pull import PulledBytes
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend

@@ -16,13 +16,14 @@ from lmcache_core.p2p import (
     TierFigures,
     parse_distributed_url,
 )
-from lmcache_core.p2p.figures import (
+from lmcache_core.p2p.messages import (
+    MAX_CHUNKS_PER_TRANSFER,
     MAX_COUNTED_LABELS,
     MAX_COUNTED_PEERS,
+    MAX_HOLDERS_PER_CHUNK,
     MAX_LABEL_CHARS,
     MAX_TIERS,
 )
-from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, MAX_HOLDERS_PER_CHUNK
 from pydantic import (
     AfterValidator,
     BaseModel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from lmcache_core.p2p import PeerFigures
-from lmcache_core.p2p.figures import MAX_COUNT, MAX_COUNTED_PEERS, bounded, tier_figures
+from lmcache_core.p2p.messages import MAX_COUNT, MAX_COUNTED_PEERS, bounded, tier_figures
 from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lmcache_core.lookup import LookupClient
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import PeerPool
@@ -9,7 +11,7 @@ from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
-from lmcache_core.storage.remote.members import LookupLocator
+from lmcache_core.storage.remote.members import locate_by_lookup
 from lmcache_core.storage.tiers import (
     HotSpec,
     PeersSpec,
@@ -62,7 +64,7 @@ def build_sidecar_tiers(
             token=token,
             serde=settings.remote_serde,
             tls=tls,
-            locate=None if clients is None else LookupLocator(clients[0]),
+            locate=None if clients is None else partial(locate_by_lookup, clients[0]),
         )
     return build_tiers(
         TiersSpec(

@@ -245,12 +245,12 @@ async def test_one_that_moves_to_another_address_keeps_its_chunks() -> None:
         await made.put(KEYS)
         moved = made.stores["s-0"]
         async with serving(Server(), name="s-0") as elsewhere:
-            elsewhere._service.store.chunks.update(moved.chunks)  # type: ignore[attr-defined]
+            elsewhere.store.chunks.update(moved.chunks)  # type: ignore[attr-defined]
             await made.stop("s-0")
             made.addresses["s-0"] = ServerAddress("127.0.0.1", elsewhere.port, "s-0")
             await made.members.refresh()
             assert await made.got(KEYS) == payloads(KEYS)
-            elsewhere._service.store.chunks.clear()  # type: ignore[attr-defined]
+            elsewhere.store.chunks.clear()  # type: ignore[attr-defined]
 
 
 async def test_lookup_is_asked_before_anybody_else() -> None:

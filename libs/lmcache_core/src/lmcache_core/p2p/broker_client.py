@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import httpx
 
 from lmcache_core.p2p.distributed_url import parse_distributed_url
-from lmcache_core.p2p.figures import PeerFigures
 from lmcache_core.p2p.messages import (
     CHUNK_ID_BYTES,
     MAX_CHUNKS_PER_TRANSFER,
@@ -22,6 +21,7 @@ from lmcache_core.p2p.messages import (
     HeldBy,
     Lease,
     Peer,
+    PeerFigures,
     PeersResponse,
     PeerStatus,
     PullsRequest,
@@ -29,13 +29,12 @@ from lmcache_core.p2p.messages import (
     RenewResponse,
     TransferRequest,
     TransferResponse,
-    WireAssignment,
 )
 from lmcache_core.security import ShownToken, validate_instance_id
 from lmcache_core.wire.json_http import JsonHttpClient
 
 
-class BrokerClient:
+class BrokerClient(JsonHttpClient):
     """Talks to one broker. The constructor does no I/O; `open` and `close` belong to the owner.
 
     Args:
@@ -58,17 +57,7 @@ class BrokerClient:
         transport: httpx.AsyncBaseTransport | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._http = JsonHttpClient(
-            "broker", base_url, token, timeout_s, transport=transport, tls=tls
-        )
-
-    async def open(self) -> None:
-        """Make the connection pool. Connects to nothing yet."""
-        await self._http.open()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._http.close()
+        super().__init__("broker", base_url, token, timeout_s, transport=transport, tls=tls)
 
     async def register(
         self,
@@ -89,24 +78,24 @@ class BrokerClient:
             ttl_ms: The lease asked for, None for none in particular; the broker may grant another.
             draining: The peer wants no new pulls.
             drain: How far it is on its way to its end.
-            figures: What it has done and holds; brokers that are too old pass it over.
+            figures: What it has done and holds; brokers that are too old ignore it.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        load = min(max(load, 0.0), 1.0)
-        topology = (peer.kind, peer.zone, peer.node)
         body = AnnounceRequest(
             peer.incarnation,
             peer.distributed_url,
-            *topology,
-            load,
+            peer.kind,
+            peer.zone,
+            peer.node,
+            min(max(load, 0.0), 1.0),
             ttl_ms,
             draining,
             drain,
             figures,
         )
-        return self._http.decode(await self._http.call("PUT", _peer_path(peer.id), body), Lease)
+        return self.decode(await self.call("PUT", _peer_path(peer.id), body), Lease)
 
     async def deregister(self, instance_id: str) -> None:
         """End a peer's lease; none is fine too.
@@ -114,16 +103,16 @@ class BrokerClient:
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        await self._http.call("DELETE", _peer_path(instance_id), absent_ok=True)
+        await self.call("DELETE", _peer_path(instance_id), absent_ok=True)
 
     async def drain(self, instance_id: str) -> None:
-        """Let a peer get no new pulls. Needs the role `admin`; a peer drains itself with
+        """Send a peer no new pulls. Needs the role `admin`; a peer drains itself with
         `register(draining=True)`.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        await self._http.call("POST", f"{_peer_path(instance_id)}:drain")
+        await self.call("POST", f"{_peer_path(instance_id)}:drain")
 
     async def peers(self) -> list[PeerStatus]:
         """List the live peers that this token may see.
@@ -131,7 +120,7 @@ class BrokerClient:
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        return self._http.decode(await self._http.call("GET", "/v1/peers"), PeersResponse).peers
+        return self.decode(await self.call("GET", "/v1/peers"), PeersResponse).peers
 
     async def transfers(
         self,
@@ -166,36 +155,36 @@ class BrokerClient:
         if not asked:
             return []
         body = TransferRequest(validate_instance_id(requester), named, wait_ms)
-        answer = self._http.decode(
-            await self._http.call("POST", "/v1/transfers", body), TransferResponse
-        )
-        return [self._take(assignment, requester, asked) for assignment in answer.assignments]
+        answer = self.decode(await self.call("POST", "/v1/transfers", body), TransferResponse)
+        for assignment in answer.assignments:
+            self._check(assignment, requester, asked)
+        return answer.assignments
 
     async def renew(self, requester: str, pull: str) -> Renewal | None:
-        """Let a pull go on for the life of another ticket.
+        """Prolong a pull by the life of another ticket.
 
         Args:
             requester: Who pulls.
             pull: `Assignment.pull`.
 
         Returns:
-            The new ticket; None where the broker does not know the pull, thinks it has gone on for
-            too long, or is too old to renew any.
+            The new ticket; None where the broker does not know the pull, thinks it has lasted too
+            long, or is too old to renew any.
 
         Raises:
             UnavailableError: The broker did not answer, or refused, or answered something else than
                 it was asked.
         """
         body = PullsRequest(validate_instance_id(requester), [pull])
-        answer = self._http.decode(
-            await self._http.call("POST", "/v1/transfers:renew", body, absent_ok=True),
+        answer = self.decode(
+            await self.call("POST", "/v1/transfers:renew", body, absent_ok=True),
             RenewResponse,
         )
         return next((renewal for renewal in answer.renewed if renewal.pull == pull), None)
 
     async def done(self, requester: str, pulls: Sequence[str]) -> None:
         """Say that pulls are over, so that others need not wait for the ends of their tickets. A
-        broker that is too old passes it over.
+        broker that is too old ignores it.
 
         Args:
             requester: Who pulled.
@@ -207,40 +196,28 @@ class BrokerClient:
         """
         told = [pull for pull in pulls if pull][:MAX_CHUNKS_PER_TRANSFER]
         if told:
-            await self._http.call(
+            await self.call(
                 "POST",
                 "/v1/transfers:done",
                 PullsRequest(validate_instance_id(requester), told),
                 absent_ok=True,
             )
 
-    def _take(
-        self, wire: WireAssignment, requester: str, asked: dict[str, list[str]]
-    ) -> Assignment:
-        """Check one assignment against what was asked. Takes its chunks out of `asked`, so that
-        a second mention fails.
+    def _check(self, assignment: Assignment, requester: str, asked: dict[str, list[str]]) -> None:
+        """Check an assignment against what was asked. Takes its chunks out of `asked`, so that a
+        second mention fails.
         """
         try:
-            parse_distributed_url(wire.distributed_url)
+            parse_distributed_url(assignment.distributed_url)
         except ValueError as exc:
-            raise self._http.unusable(str(exc)) from exc
-        if wire.instance == requester:
-            raise self._http.unusable("it assigns the requester to itself")
-        for chunk_id in wire.chunk_ids:
-            if wire.instance not in asked.pop(chunk_id, ()):
-                raise self._http.unusable(
+            raise self.unusable(str(exc)) from exc
+        if assignment.instance == requester:
+            raise self.unusable("it assigns the requester to itself")
+        for chunk_id in assignment.chunk_ids:
+            if assignment.instance not in asked.pop(chunk_id, ()):
+                raise self.unusable(
                     "it assigns a chunk twice, unasked, or to one who does not hold it"
                 )
-        chunk_ids = tuple(bytes.fromhex(chunk_id) for chunk_id in wire.chunk_ids)
-        return Assignment(
-            wire.instance,
-            wire.distributed_url,
-            chunk_ids,
-            wire.ticket,
-            wire.expires_ms,
-            wire.pull,
-            wire.ttl_ms,
-        )
 
 
 def _peer_path(instance_id: str) -> str:

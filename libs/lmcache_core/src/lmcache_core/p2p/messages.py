@@ -1,14 +1,14 @@
-"""What instances and broker tell each other (see `docs/protocols.md`, p2p_broker)."""
+"""The JSON between instances and broker (see `docs/protocols.md`, p2p_broker)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
 from lmcache_core.names import validate_instance_id
 from lmcache_core.p2p.distributed_url import parse_distributed_url
-from lmcache_core.p2p.figures import PeerFigures
 
 PeerKind = Literal["sidecar", "storage"]
 
@@ -17,6 +17,13 @@ MAX_HOLDERS_PER_CHUNK: Final = 16
 MAX_COPIES_PER_LEASE: Final = 64
 MAX_PEERS_PER_LISTING: Final = 65536
 CHUNK_ID_BYTES: Final = 16
+MAX_TIERS: Final = 16
+MAX_COUNTED_LABELS: Final = 32
+"""Names in one table: tiers, reasons of misses."""
+MAX_COUNTED_PEERS: Final = 64
+MAX_LABEL_CHARS: Final = 253
+MAX_COUNT: Final = (1 << 53) - 1
+"""Larger numbers are not the same in every JSON."""
 
 _ShortText = Annotated[str, msgspec.Meta(max_length=300)]
 _PullText = Annotated[str, msgspec.Meta(max_length=64)]
@@ -27,8 +34,8 @@ _PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """An instance that serves chunks. What it says of itself; who it belongs to, the broker reads
-    from its token.
+    """An instance that serves chunks, as it describes itself; the broker reads its tenant from its
+    token.
 
     Attributes:
         id: The instance's id, unique in its tenant.
@@ -77,7 +84,7 @@ class DrainReport(msgspec.Struct, frozen=True):
 
 
 class CopyOrder(msgspec.Struct, frozen=True):
-    """The broker's wish that an instance gives a copy of a chunk (32 hex digits) to a peer."""
+    """The broker's request that an instance copies a chunk (32 hex digits) to a peer."""
 
     chunk_id: _ChunkIdText
     instance: _ShortText
@@ -122,27 +129,72 @@ class Assignment(msgspec.Struct, frozen=True):
     Attributes:
         instance: Who serves.
         distributed_url: Where.
-        chunk_ids: What, 16 bytes each, in the order of the request.
+        chunk_ids: What, 32 hex digits each, in the order of the request.
         ticket: What to show to the serving instance. A secret until it expires.
         expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: What to call the pull by when it goes on or is over; empty when the broker is too old
-            to be told.
+        pull: Names the pull when it is renewed or over; empty when the broker is too old for that.
         ttl_ms: Life of the ticket from now; 0 when the broker is too old to renew it.
     """
 
-    instance: str
-    distributed_url: str
-    chunk_ids: tuple[bytes, ...]
-    ticket: str
-    expires_ms: int
-    pull: str = ""
-    ttl_ms: int = 0
+    instance: _ShortText
+    distributed_url: _ShortText
+    chunk_ids: Annotated[
+        list[_ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)
+    ]
+    ticket: _TicketText
+    expires_ms: _PositiveMs
+    pull: _PullText = ""
+    ttl_ms: _Count = 0
 
     def __repr__(self) -> str:
         return (
             f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r},"
             f" num_chunks={len(self.chunk_ids)})"
         )
+
+
+class TierFigures(msgspec.Struct, frozen=True):
+    """How full one tier is.
+
+    Attributes:
+        name: The tier's.
+        num_chunks: Chunks that it holds.
+        used_bytes: What they take.
+        capacity_bytes: What it may take; 0 where that is not known here.
+    """
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
+    num_chunks: _Count
+    used_bytes: _Count
+    capacity_bytes: _Count
+
+
+class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Counts since the instance's start, and what it holds now, for people who look at the
+    cluster: only which pod may be ended at the least loss is decided by it. All may be left out.
+
+    Attributes:
+        requested_chunks: Chunks that engines wanted.
+        loaded_chunks: Chunks that they got, by the tier that had them.
+        loaded_bytes: Bytes of these.
+        missed_chunks: Chunks that they did not get, by reason.
+        stored_chunks: Chunks that engines stored.
+        stored_bytes: Bytes of these.
+        pulled_bytes: Bytes that came from peers, by the peer's id.
+        tiers: How full its own tiers are.
+        sole_bytes: Bytes of chunks that no other peer holds, as far as it knows; None where it does
+            not.
+    """
+
+    requested_chunks: _Count = 0
+    loaded_chunks: dict[str, _Count] = {}
+    loaded_bytes: dict[str, _Count] = {}
+    missed_chunks: dict[str, _Count] = {}
+    stored_chunks: _Count = 0
+    stored_bytes: _Count = 0
+    pulled_bytes: dict[str, _Count] = {}
+    tiers: tuple[TierFigures, ...] = ()
+    sole_bytes: _Count | None = None
 
 
 class AnnounceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -192,26 +244,12 @@ class PullsRequest(msgspec.Struct, frozen=True):
     pulls: list[str]
 
 
-class WireAssignment(msgspec.Struct, frozen=True):
-    """An assignment in JSON, chunk ids as hex digits."""
-
-    instance: _ShortText
-    distributed_url: _ShortText
-    chunk_ids: Annotated[
-        list[_ChunkIdText], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_PER_TRANSFER)
-    ]
-    ticket: _TicketText
-    expires_ms: _PositiveMs
-    pull: _PullText = ""
-    ttl_ms: _Count = 0
-
-
 class Renewal(msgspec.Struct, frozen=True):
-    """A pull that goes on.
+    """A pull that is prolonged.
 
     Attributes:
         pull: Its `Assignment.pull`.
-        ticket: In the place of the one before. A secret until it expires.
+        ticket: Replaces the one before. A secret until it expires.
         expires_ms: End of the ticket, Unix time in milliseconds.
         ttl_ms: Life of the ticket from now.
     """
@@ -236,10 +274,37 @@ class RenewResponse(msgspec.Struct, frozen=True):
 class TransferResponse(msgspec.Struct, frozen=True):
     """Answer to `POST /v1/transfers`; what is unassigned is what no assignment names."""
 
-    assignments: Annotated[list[WireAssignment], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
+    assignments: Annotated[list[Assignment], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
 
 
 class PeersResponse(msgspec.Struct, frozen=True):
     """Answer to `GET /v1/peers`."""
 
     peers: Annotated[list[PeerStatus], msgspec.Meta(max_length=MAX_PEERS_PER_LISTING)]
+
+
+def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> dict[str, int]:
+    """Return the largest of these counts, at most so many, with names that a heartbeat may hold."""
+    named = (
+        (name, min(count, MAX_COUNT))
+        for name, count in counts.items()
+        if 0 < len(name) <= MAX_LABEL_CHARS
+    )
+    return dict(sorted(named, key=lambda entry: (-entry[1], entry[0]))[:max_names])
+
+
+def tier_figures(stats: Mapping[str, Mapping[str, int]]) -> tuple[TierFigures, ...]:
+    """Return how full tiers are, for a heartbeat.
+
+    Args:
+        stats: `StorageBackend.stats` of each, by its name.
+    """
+    return tuple(
+        TierFigures(
+            name,
+            figures.get("num_chunks", 0),
+            figures.get("used_bytes", 0),
+            figures.get("capacity_bytes", 0),
+        )
+        for name, figures in list(stats.items())[:MAX_TIERS]
+    )

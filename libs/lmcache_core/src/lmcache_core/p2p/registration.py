@@ -12,8 +12,7 @@ from typing import Final, Protocol
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p.broker_client import BrokerClient
-from lmcache_core.p2p.figures import PeerFigures
-from lmcache_core.p2p.messages import CopyOrder, DrainReport, Lease, Peer
+from lmcache_core.p2p.messages import CopyOrder, DrainReport, Lease, Peer, PeerFigures
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def _idle() -> float:
 
 
 class LeaseListener(Protocol):
-    """Heeds what the broker wishes of an instance, and says how far that is. Called on the loop,
+    """Follows what the broker asks of an instance, and reports how far that is. Called on the loop;
     must not block.
     """
 
@@ -60,7 +59,7 @@ class PeerRegistration:
         load: Called before each renewal; 0 (idle) to 1 (full).
         ttl_ms: The lease to ask for; None: the broker's `default_lease_ttl_ms`. It is renewed three
             times within the lease that it grants.
-        listener: Heeds the broker's wishes.
+        listener: Follows the broker's requests.
         figures: Called before each renewal, on the loop: what the instance has done and holds.
     """
 
@@ -94,7 +93,7 @@ class PeerRegistration:
 
     @property
     def draining(self) -> bool:
-        """Whether this instance gets no new pulls, by its own wish or the broker's."""
+        """Whether this instance gets no new pulls, by its own decision or the broker's."""
         return self._draining
 
     async def open(self) -> None:
@@ -120,8 +119,8 @@ class PeerRegistration:
             logger.info("peer %s leaves its lease to run out: %s", self._peer.id, exc)
 
     async def _beat(self) -> None:
-        """Wait until a renewal is due, then renew. Waiting comes first so that a failure which
-        we did not expect waits too.
+        """Wait until a renewal is due, then renew. Waiting comes first, so that an unexpected
+        failure is not retried at once.
         """
         with contextlib.suppress(TimeoutError):
             interval_s = (

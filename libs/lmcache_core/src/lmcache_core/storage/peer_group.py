@@ -9,6 +9,7 @@ import logging
 import ssl
 import time
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,7 @@ from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import Locate
-from lmcache_core.storage.remote.members import LookupLocator
+from lmcache_core.storage.remote.members import locate_by_lookup
 from lmcache_core.storage.served import EncodingStore, LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire.server import LmServer
@@ -95,7 +96,7 @@ class PeerGroup:
         """Return what tells which server of a remote tier holds what; it is unavailable while the
         engine is closed.
         """
-        return LookupLocator(self._lookup)
+        return partial(locate_by_lookup, self._lookup)
 
     def make_tier(self) -> P2PBackend:
         """Return a new tier that reads from peers."""

@@ -43,7 +43,7 @@ class Accepts:
 
     @classmethod
     def said_by(cls, capabilities: Iterable[str]) -> Accepts:
-        """What a client's capabilities say."""
+        """Return what a client's capabilities say."""
         names = frozenset(capabilities)
         return cls(
             LOSSY in names,
@@ -53,7 +53,7 @@ class Accepts:
         )
 
     def capabilities(self) -> tuple[str, ...]:
-        """As a client says it, the same order every time."""
+        """Return the capabilities that say it, in the same order every time."""
         names = ([LOSSY] if self.lossy else []) + [
             SERDE_PREFIX + serde for serde in sorted(self.serdes)
         ]

@@ -19,7 +19,7 @@ from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Arrival, Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
-from lmcache_core.wire.incoming import Received, payload_is_whole
+from lmcache_core.wire.incoming import Received, verified
 from lmcache_core.wire.messages import (
     Contains,
     ContainsOk,
@@ -217,7 +217,12 @@ class LmClient:
                 keys, question, FrameType.GET_END, deadline, allocate
             ) as call:
                 while isinstance(item := await connection.next_item(call), Arrival):
-                    results[item.index] = await self._verified(keys[item.index], item.record)
+                    record: Received | Result = item.record
+                    if isinstance(record, Received):
+                        key = keys[item.index]
+                        about = (record.header, record.head, record.memory)
+                        record = await verified(key, *about, self._options.tier)
+                    results[item.index] = record
                 assert isinstance(item, GetEnd), "nothing else ends a GET"
                 try:
                     rest = _take_misses(item, results, prefix_only)
@@ -233,19 +238,6 @@ class LmClient:
             release_all(results)
             raise
         return [Miss(rest) if result is None else result for result in results], is_complete
-
-    async def _verified(self, key: ChunkKey, record: Received | Miss) -> Result:
-        if isinstance(record, Miss):
-            return record
-        is_whole = False
-        try:
-            is_whole = await payload_is_whole(record.header, record.memory.byte_array)
-        finally:
-            if not is_whole:
-                record.memory.ref_count_down()
-        if not is_whole:
-            return Miss(MissReason.CORRUPT)
-        return Chunk(key, record.header, record.head, record.memory, self._options.tier)
 
     async def put(self, chunks: Sequence[Chunk], timeout_s: float | None = None) -> list[bool]:
         """Store chunks (borrowed), several on their way at once. True: the server has the whole,

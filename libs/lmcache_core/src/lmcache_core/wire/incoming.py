@@ -6,15 +6,17 @@ import asyncio
 from dataclasses import dataclass
 
 from lmcache_core.errors import RecordError
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import (
     PREFIX_BYTES,
     Allocate,
+    Chunk,
     Miss,
     MissReason,
     RecordHeader,
     RecordReason,
+    Result,
     decode_head,
     decode_prefix,
     verify_payload,
@@ -56,6 +58,21 @@ async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
     except RecordError:
         return False
     return True
+
+
+async def verified(
+    key: ChunkKey, header: RecordHeader, head: bytes, memory: MemoryObj, tier: str
+) -> Result:
+    """Return the chunk whose payload is in `memory`, or a miss if it is damaged. The reference on
+    `memory` passes to the chunk, or is given back.
+    """
+    is_whole = False
+    try:
+        is_whole = await payload_is_whole(header, memory.byte_array)
+    finally:
+        if not is_whole:
+            memory.ref_count_down()
+    return Chunk(key, header, head, memory, tier) if is_whole else Miss(MissReason.CORRUPT)
 
 
 class IncomingRecord:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
@@ -19,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmcache_core._typing import override
 from lmcache_core.concurrency import cancel_and_join
-from lmcache_core.errors import ConfigError, RecordError, UnavailableError
+from lmcache_core.errors import ConfigError, RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
     PREFIX_BYTES,
@@ -55,7 +54,7 @@ TTL_OPTION = "ttl_s"
 
 
 def create(url: str, options: RemoteOptions) -> RedisBackend:
-    """The backend for a `redis://`, `rediss://` or `redis-sentinel://` URL.
+    """Return the backend for a `redis://`, `rediss://` or `redis-sentinel://` URL.
 
     Raises:
         ConfigError: It is not one.
@@ -101,6 +100,8 @@ class RedisBackend(RemoteBackend):
         sentinels: Clients that find Redis for `client`; closed with this tier.
     """
 
+    failures = (RedisError, OSError)
+
     def __init__(
         self,
         client: redis.Redis,
@@ -108,22 +109,22 @@ class RedisBackend(RemoteBackend):
         ttl_s: int = 0,
         sentinels: Sequence[redis.Redis] = (),
     ) -> None:
-        super().__init__()
+        super().__init__("redis")
+        self._timeout_s = timeout_s
         self._client = client
         self._sentinels = sentinels
-        self._timeout_s = timeout_s
         self._ttl_s = ttl_s
         self._record_bytes = ASSUMED_RECORD_BYTES
 
     async def close(self) -> None:
         """End the connections."""
-        async with self._mapped():
+        async with self._mapped(self._timeout_s):
             for client in (self._client, *self._sentinels):
                 await client.aclose(close_connection_pool=True)
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        async with self._mapped():
+        async with self._mapped(self._timeout_s):
             return [
                 bool(found)
                 for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])
@@ -140,12 +141,10 @@ class RedisBackend(RemoteBackend):
         """
 
         async def read(results: list[Result | None]) -> None:
-            async with self._mapped():
+            async with self._mapped(self._timeout_s):
                 await self._get(keys, allocate, results)
 
-        answered = await self._collect(len(keys), timeout_s, read)
-        self._failed_reads += answered.count(Miss(MissReason.UNAVAILABLE))
-        return answered
+        return await self._collect(len(keys), timeout_s, read)
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -164,14 +163,14 @@ class RedisBackend(RemoteBackend):
             stored[i] = not isinstance(answer, ResponseError)
 
         if requests:
-            async with self._mapped():
+            async with self._mapped(self._timeout_s):
                 await exchange(self._client, requests, lambda: MAX_AHEAD, note)
         self._stored_chunks += sum(stored)
         return stored
 
     @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        async with self._mapped():
+        async with self._mapped(self._timeout_s):
             return sum(
                 int(count)
                 for count in await self._pipelined([("UNLINK", _name(key)) for key in keys])
@@ -186,7 +185,7 @@ class RedisBackend(RemoteBackend):
         num_removed = 0
         cursor = -1
         while cursor:
-            async with self._mapped():
+            async with self._mapped(self._timeout_s):
                 cursor, names = await self._client.scan(
                     max(cursor, 0), match=pattern, count=BATCH_KEYS
                 )
@@ -252,16 +251,6 @@ class RedisBackend(RemoteBackend):
                 pipeline.execute_command(*command)
             answers += await pipeline.execute()
         return answers
-
-    @asynccontextmanager
-    async def _mapped(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-        except TimeoutError as exc:
-            raise UnavailableError(f"redis: no answer within {self._timeout_s} s") from exc
-        except (RedisError, OSError) as exc:
-            raise UnavailableError(f"redis: {exc}") from exc
 
 
 def _connection_options(timeout_s: float) -> dict[str, Any]:
