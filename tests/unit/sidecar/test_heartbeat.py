@@ -167,7 +167,7 @@ def test_of_many_peers_those_that_sent_last_are_told() -> None:
     for i in range(MAX_COUNTED_PEERS + 2):
         pulled.add(f"p{i}", 1)
         pulled.add("often", 1)
-    found = pulled.snapshot()
+    found = pulled
     assert len(found) == MAX_COUNTED_PEERS
     assert found["often"] == MAX_COUNTED_PEERS + 2
     assert "p0" not in found

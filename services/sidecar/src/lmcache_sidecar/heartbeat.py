@@ -44,9 +44,7 @@ def heartbeat_figures(
         missed_chunks=by_label(metrics.MISSED_CHUNKS_TOTAL),
         stored_chunks=min(values.get((metrics.STORED_CHUNKS_TOTAL, ""), 0), MAX_COUNT),
         stored_bytes=min(values.get((metrics.STORED_BYTES_TOTAL, ""), 0), MAX_COUNT),
-        pulled_bytes=(
-            {} if tiers.pulled is None else bounded(tiers.pulled.snapshot(), MAX_COUNTED_PEERS)
-        ),
+        pulled_bytes=(bounded(tiers.pulled or {}, MAX_COUNTED_PEERS)),
         tiers=tier_figures({tier.name: tier.stats() for tier in tiers.local}),
         sole_bytes=exclusive_bytes,
     )

@@ -23,7 +23,7 @@ from tests.suites.backend_suite import Arena, payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 TIMEOUT_S = 5.0
-NUM_WRITERS = 4
+NUM_WRITERS = 3
 WRITER = """
 import asyncio, sys
 from pathlib import Path
@@ -33,7 +33,7 @@ from tests.suites.chunks import make_chunk, make_payload
 async def main(root):
     backend = create_remote_backend(f"file://{root}", timeout_s=60)
     await backend.open()
-    for turn in range(20):
+    for turn in range(10):
         chunks = [make_chunk(i, payload=make_payload(i, 50_000)) for i in range(8)]
         assert all(await backend.batched_put(chunks))
         await backend.batched_remove([chunk.key for chunk in chunks[turn % 2 :: 2]])
@@ -283,8 +283,15 @@ async def test_foreign_things_in_the_place_of_a_record_are_misses(tier, tmp_path
     path.parent.unlink()
 
 
-@pytest.mark.parametrize("operation", ["create", "write", "rename"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("operation", "code"),
+    [
+        ("create", errno.EROFS),
+        ("write", errno.ENOSPC),
+        ("write", errno.EDQUOT),
+        ("rename", errno.EACCES),
+    ],
+)
 async def test_a_directory_that_takes_no_more_keeps_serving_and_is_tried_again(
     tier, files, operation, code
 ):
@@ -295,7 +302,7 @@ async def test_a_directory_that_takes_no_more_keeps_serving_and_is_tried_again(
     assert await tier.batched_put([make_chunk("a")]) == [False]
     files.failing.clear()
     assert await get(tier, "before", "a") == [make_payload("before"), MissReason.NEVER_STORED]
-    assert await tier.batched_put([make_chunk("a")]) == [False], "it is left alone for a while"
+    assert await tier.batched_put([make_chunk("a")]) == [False], "it is not asked for a while"
     now[0] += MIN_PAUSE_S
     assert await tier.batched_put([make_chunk("a")]) == [True]
 
@@ -368,7 +375,7 @@ async def test_what_came_in_time_is_kept(tier, files, arena):
         files.may_read.clear()  # the head has been read, the payload does not come
         return arena(num_bytes)
 
-    results = await tier.batched_get([make_key("never"), make_key("a")], allocate, timeout_s=0.1)
+    results = await tier.batched_get([make_key("never"), make_key("a")], allocate, timeout_s=0.5)
     assert results == [Miss(MissReason.NEVER_STORED), Miss(MissReason.DEADLINE)]
     files.may_read.set()
     async with asyncio.timeout(60):

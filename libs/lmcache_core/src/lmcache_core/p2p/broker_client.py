@@ -9,27 +9,9 @@ from collections.abc import Sequence
 
 import httpx
 
+from lmcache_core.p2p import messages as m
 from lmcache_core.p2p.distributed_url import parse_distributed_url
-from lmcache_core.p2p.messages import (
-    CHUNK_ID_BYTES,
-    MAX_CHUNKS_PER_TRANSFER,
-    MAX_HOLDERS_PER_CHUNK,
-    AnnounceRequest,
-    Assignment,
-    ChunkHolders,
-    DrainReport,
-    HeldBy,
-    Lease,
-    Peer,
-    PeerFigures,
-    PeersResponse,
-    PeerStatus,
-    PullsRequest,
-    Renewal,
-    RenewResponse,
-    TransferRequest,
-    TransferResponse,
-)
+from lmcache_core.p2p.messages import Assignment, HeldBy, Peer
 from lmcache_core.security import ShownToken, validate_instance_id
 from lmcache_core.wire.json_http import JsonHttpClient
 
@@ -66,9 +48,9 @@ class BrokerClient(JsonHttpClient):
         load: float,
         ttl_ms: int | None,
         draining: bool = False,
-        drain: DrainReport | None = None,
-        figures: PeerFigures | None = None,
-    ) -> Lease:
+        drain: m.DrainReport | None = None,
+        figures: m.PeerFigures | None = None,
+    ) -> m.Lease:
         """Announce a peer, or renew its lease: the same call, which a broker that has forgotten
         everything takes as well.
 
@@ -83,7 +65,7 @@ class BrokerClient(JsonHttpClient):
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        body = AnnounceRequest(
+        body = m.AnnounceRequest(
             peer.incarnation,
             peer.distributed_url,
             peer.kind,
@@ -95,7 +77,7 @@ class BrokerClient(JsonHttpClient):
             drain,
             figures,
         )
-        return self.decode(await self.call("PUT", _peer_path(peer.id), body), Lease)
+        return self.decode(await self.call("PUT", _peer_path(peer.id), body), m.Lease)
 
     async def deregister(self, instance_id: str) -> None:
         """End a peer's lease; none is fine too.
@@ -114,13 +96,13 @@ class BrokerClient(JsonHttpClient):
         """
         await self.call("POST", f"{_peer_path(instance_id)}:drain")
 
-    async def peers(self) -> list[PeerStatus]:
+    async def peers(self) -> list[m.PeerStatus]:
         """List the live peers that this token may see.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        return self.decode(await self.call("GET", "/v1/peers"), PeersResponse).peers
+        return self.decode(await self.call("GET", "/v1/peers"), m.PeersResponse).peers
 
     async def transfers(
         self,
@@ -148,19 +130,19 @@ class BrokerClient(JsonHttpClient):
                 it was asked.
         """
         named = [
-            _holders_of(chunk_id, holders[:MAX_HOLDERS_PER_CHUNK])
-            for chunk_id, holders in chunks[:MAX_CHUNKS_PER_TRANSFER]
+            _holders_of(chunk_id, holders[: m.MAX_HOLDERS_PER_CHUNK])
+            for chunk_id, holders in chunks[: m.MAX_CHUNKS_PER_TRANSFER]
         ]
         asked = {chunk.chunk_id: chunk.holders for chunk in named}
         if not asked:
             return []
-        body = TransferRequest(validate_instance_id(requester), named, wait_ms)
-        answer = self.decode(await self.call("POST", "/v1/transfers", body), TransferResponse)
+        body = m.TransferRequest(validate_instance_id(requester), named, wait_ms)
+        answer = self.decode(await self.call("POST", "/v1/transfers", body), m.TransferResponse)
         for assignment in answer.assignments:
             self._check(assignment, requester, asked)
         return answer.assignments
 
-    async def renew(self, requester: str, pull: str) -> Renewal | None:
+    async def renew(self, requester: str, pull: str) -> m.Renewal | None:
         """Prolong a pull by the life of another ticket.
 
         Args:
@@ -175,10 +157,10 @@ class BrokerClient(JsonHttpClient):
             UnavailableError: The broker did not answer, or refused, or answered something else than
                 it was asked.
         """
-        body = PullsRequest(validate_instance_id(requester), [pull])
+        body = m.PullsRequest(validate_instance_id(requester), [pull])
         answer = self.decode(
             await self.call("POST", "/v1/transfers:renew", body, absent_ok=True),
-            RenewResponse,
+            m.RenewResponse,
         )
         return next((renewal for renewal in answer.renewed if renewal.pull == pull), None)
 
@@ -194,12 +176,12 @@ class BrokerClient(JsonHttpClient):
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        told = [pull for pull in pulls if pull][:MAX_CHUNKS_PER_TRANSFER]
+        told = [pull for pull in pulls if pull][: m.MAX_CHUNKS_PER_TRANSFER]
         if told:
             await self.call(
                 "POST",
                 "/v1/transfers:done",
-                PullsRequest(validate_instance_id(requester), told),
+                m.PullsRequest(validate_instance_id(requester), told),
                 absent_ok=True,
             )
 
@@ -224,9 +206,9 @@ def _peer_path(instance_id: str) -> str:
     return f"/v1/peers/{validate_instance_id(instance_id)}"
 
 
-def _holders_of(chunk_id: bytes, holders: Sequence[str | HeldBy]) -> ChunkHolders:
-    if len(chunk_id) != CHUNK_ID_BYTES:
-        raise ValueError(f"a chunk id has {CHUNK_ID_BYTES} bytes, not {len(chunk_id)}")
+def _holders_of(chunk_id: bytes, holders: Sequence[str | HeldBy]) -> m.ChunkHolders:
+    if len(chunk_id) != m.CHUNK_ID_BYTES:
+        raise ValueError(f"a chunk id has {m.CHUNK_ID_BYTES} bytes, not {len(chunk_id)}")
     ids = [holder if isinstance(holder, str) else holder.instance for holder in holders]
     tiers = [holder.tier for holder in holders if not isinstance(holder, str)]
-    return ChunkHolders(chunk_id.hex(), ids, tiers if len(tiers) == len(ids) else [])
+    return m.ChunkHolders(chunk_id.hex(), ids, tiers if len(tiers) == len(ids) else [])

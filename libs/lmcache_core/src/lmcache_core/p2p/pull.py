@@ -109,7 +109,7 @@ class Hedging:
 
 @dataclass(slots=True)
 class PullFigures:
-    """What pulls came to.
+    """Results of pulls.
 
     Attributes:
         pulls: Peers that were asked.
@@ -136,21 +136,14 @@ class PullFigures:
     corrupt_chunks: int = 0
 
 
-class PulledBytes:
+class PulledBytes(OrderedDict[str, int]):
     """Bytes that came, by the peer that sent them; of the peers that sent something last."""
-
-    def __init__(self) -> None:
-        self._by_peer: OrderedDict[str, int] = OrderedDict()
 
     def add(self, peer_id: str, num_bytes: int) -> None:
         """Count what a peer has sent."""
-        self._by_peer[peer_id] = self._by_peer.pop(peer_id, 0) + num_bytes
-        if len(self._by_peer) > MAX_COUNTED_PEERS:
-            self._by_peer.popitem(last=False)
-
-    def snapshot(self) -> dict[str, int]:
-        """Return bytes by the peer's id."""
-        return dict(self._by_peer)
+        self[peer_id] = self.pop(peer_id, 0) + num_bytes
+        if len(self) > MAX_COUNTED_PEERS:
+            self.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +205,7 @@ class PeerPull:
         deadline: On the loop's clock.
 
     Attributes:
-        granted: What the broker calls the pulls that it has granted; it is to be told when they are
+        granted: Names of the pulls that the broker has granted; report them as done when they are
             over.
     """
 
@@ -445,6 +438,6 @@ _NEVER_STORED: Final = Miss(MissReason.NEVER_STORED)
 _PEER_IS_GONE: Final = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 _DAMAGED: Final = frozenset({MissReason.CORRUPT, MissReason.IDENTITY})
 _SAYS_LITTLE: Final = _PEER_IS_GONE | {MissReason.NEVER_STORED}
-"""What any other reason replaces: that the second holder is away says less than why the first
+"""Reasons that any other one replaces: that the second holder is away says less than why the first
 did not serve.
 """

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p.broker_client import BrokerClient
-from lmcache_core.p2p.messages import CopyOrder, DrainReport, Lease, Peer, PeerFigures
+from lmcache_core.p2p.messages import CopyOrder, DrainReport, Peer, PeerFigures
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,6 @@ DRAINING_INTERVAL_S: Final = 1.0
 """Between two renewals of an instance that drains, so that its progress can be seen."""
 
 _MIN_PAUSE_S: Final = 0.05
-
-
-def _idle() -> float:
-    return 0.0
 
 
 class LeaseListener(Protocol):
@@ -61,13 +57,16 @@ class PeerRegistration:
             times within the lease that it grants.
         listener: Follows the broker's requests.
         figures: Called before each renewal, on the loop: what the instance has done and holds.
+
+    Attributes:
+        draining: Whether this instance gets no new pulls, by its own decision or the broker's.
     """
 
     def __init__(
         self,
         client: BrokerClient,
         peer: Peer,
-        load: Callable[[], float] = _idle,
+        load: Callable[[], float] = lambda: 0.0,
         *,
         ttl_ms: int | None = None,
         listener: LeaseListener | None = None,
@@ -81,7 +80,7 @@ class PeerRegistration:
         self._figures = figures
         self._interval_s = 0.0
         self._lease_ends = 0.0
-        self._draining = False
+        self.draining = False
         self._reachable: bool | None = None
         self._wake = asyncio.Event()
         self._supervisor = TaskSupervisor("p2p-registration", max_tasks=1)
@@ -91,18 +90,13 @@ class PeerRegistration:
         """Whether the last lease that the broker granted is still running."""
         return time.monotonic() < self._lease_ends
 
-    @property
-    def draining(self) -> bool:
-        """Whether this instance gets no new pulls, by its own decision or the broker's."""
-        return self._draining
-
     async def open(self) -> None:
         """Begin to register. Returns at once."""
         self._supervisor.repeat("lease", self._beat, interval_s=_MIN_PAUSE_S)
 
     def drain(self) -> None:
         """Ask for no new pulls, now and for the rest of this incarnation."""
-        self._draining = True
+        self.draining = True
         self._wake.set()
 
     async def close(self) -> None:
@@ -124,7 +118,7 @@ class PeerRegistration:
         """
         with contextlib.suppress(TimeoutError):
             interval_s = (
-                min(self._interval_s, DRAINING_INTERVAL_S) if self._draining else self._interval_s
+                min(self._interval_s, DRAINING_INTERVAL_S) if self.draining else self._interval_s
             )
             async with asyncio.timeout(max(0.0, interval_s - _MIN_PAUSE_S)):
                 await self._wake.wait()
@@ -137,32 +131,27 @@ class PeerRegistration:
     async def _renew(self) -> None:
         asked_at = time.monotonic()
         try:
-            lease = await self._register()
+            lease = await self._client.register(
+                self._peer,
+                load=self._load(),
+                ttl_ms=self._ttl_ms,
+                draining=self.draining,
+                drain=None if self._listener is None else self._listener.drain_report(),
+                figures=None if self._figures is None else self._figures(),
+            )
         except UnavailableError as exc:
             self._note(False, str(exc))
             return
         self._lease_ends = asked_at + lease.ttl_ms / 1000
         self._interval_s = lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
-        is_wish = lease.draining and not self._draining
-        self._draining = self._draining or lease.draining
+        is_wish = lease.draining and not self.draining
+        self.draining = self.draining or lease.draining
         if self._listener is not None:
             if is_wish:
                 self._listener.drain_wanted()
             if lease.copies:
                 self._listener.copies_wanted(lease.copies)
         self._note(True, f"the broker grants a lease of {lease.ttl_ms} ms")
-
-    async def _register(self) -> Lease:
-        report = None if self._listener is None else self._listener.drain_report()
-        figures = None if self._figures is None else self._figures()
-        return await self._client.register(
-            self._peer,
-            load=self._load(),
-            ttl_ms=self._ttl_ms,
-            draining=self._draining,
-            drain=report,
-            figures=figures,
-        )
 
     def _note(self, reachable: bool, detail: str) -> None:
         """Log changes only: a broker that is away for an hour is one line."""

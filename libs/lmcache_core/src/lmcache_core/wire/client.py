@@ -9,43 +9,32 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from lmcache_core.concurrency.supervisor import cancel_and_join
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
+from lmcache_core.wire import messages as m
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Arrival, Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
 from lmcache_core.wire.incoming import Received, verified
-from lmcache_core.wire.messages import (
-    Contains,
-    ContainsOk,
-    Get,
-    GetEnd,
-    HandoverChunk,
-    Held,
-    Message,
-    NameRun,
-    Ping,
-    Put,
-    PutOk,
-    Remove,
-    RemoveOk,
-)
+from lmcache_core.wire.messages import Message, NameRun
 from lmcache_core.wire.stream import FrameStream
 
 DEFAULT_PORT = 65432
 
 Announce = Callable[[Chunk], Message]
 Question = Callable[[list[NameRun]], Message]
+A = TypeVar("A", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """How a client behaves.
+    """Options of a client.
 
     Attributes:
         timeout_s: Deadline of a call that names none.
@@ -126,36 +115,25 @@ class LmClient:
     async def ping(self, timeout_s: float | None = None) -> None:
         """Ask for a sign of life."""
         deadline = self._deadline(timeout_s)
-        await self._ask(
-            await self._connect(deadline), (), lambda _: Ping(), FrameType.PONG, deadline
-        )
+        await self._ask(await self._connect(deadline), (), lambda _: m.Ping(), m.Pong, deadline)
 
     async def contains(
         self, keys: Sequence[ChunkKey], timeout_s: float | None = None
     ) -> list[bool]:
         """Return which of them the server has now."""
-        return await self._ask_for(keys, Contains, timeout_s)
+        return await self._ask_for(keys, m.Contains, timeout_s)
 
     async def holds(
         self, tenant: str, keys: Sequence[ChunkKey], timeout_s: float | None = None
     ) -> list[bool]:
         """Like `contains`, of that tenant's chunks. Needs the capability HELD."""
-        return await self._ask_for(keys, lambda names: Held(tenant, names), timeout_s)
+        return await self._ask_for(keys, lambda names: m.Held(tenant, names), timeout_s)
 
     async def _ask_for(
         self, keys: Sequence[ChunkKey], question: Question, timeout_s: float | None
     ) -> list[bool]:
-        deadline = self._deadline(timeout_s)
-        present: list[bool] = []
-        while len(present) < len(keys):
-            connection = await self._connect(deadline)
-            batch = keys[len(present) : len(present) + connection.max_batch]
-            answer = await self._ask(connection, batch, question, FrameType.CONTAINS_OK, deadline)
-            if not isinstance(answer, ContainsOk) or len(answer.present) != len(batch):
-                connection.abort()
-                raise ProtocolError(f"{self._name} did not answer with one boolean a key")
-            present += answer.present
-        return present
+        answers = await self._ask_in_batches(keys, question, m.ContainsOk, timeout_s)
+        return [is_there for answer in answers for is_there in answer.present]
 
     async def get(
         self,
@@ -211,7 +189,7 @@ class LmClient:
         """Send one GET; return a result a key, and whether the server gave its whole answer."""
         results: list[Result | None] = [None] * len(keys)
         rest, is_complete = MissReason.UNAVAILABLE, False
-        question = partial(Get, prefix_only=prefix_only, ticket=ticket)
+        question = partial(m.Get, prefix_only=prefix_only, ticket=ticket)
         try:
             async with connection.calling(
                 keys, question, FrameType.GET_END, deadline, allocate
@@ -223,7 +201,7 @@ class LmClient:
                         about = (record.header, record.head, record.memory)
                         record = await verified(key, *about, self._options.tier)
                     results[item.index] = record
-                assert isinstance(item, GetEnd), "nothing else ends a GET"
+                assert isinstance(item, m.GetEnd), "nothing else ends a GET"
                 try:
                     rest = _take_misses(item, results, prefix_only)
                 except UnavailableError:
@@ -243,7 +221,7 @@ class LmClient:
         """Store chunks (borrowed), several on their way at once. True: the server has the whole,
         verified chunk.
         """
-        return await self._push(chunks, lambda chunk: Put(), timeout_s)
+        return await self._push(chunks, lambda chunk: m.Put(), timeout_s)
 
     async def hand_over(
         self, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float | None = None
@@ -259,22 +237,14 @@ class LmClient:
 
         def announce(chunk: Chunk) -> Message:
             age_s = 0.0 if chunk.stored_at is None else max(0.0, time.time() - chunk.stored_at)
-            return HandoverChunk(chunk.key.tenant, int(age_s * 1000), may_evict)
+            return m.HandoverChunk(chunk.key.tenant, int(age_s * 1000), may_evict)
 
         return await self._push(chunks, announce, timeout_s)
 
     async def remove(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> int:
         """Forget chunks and return how many were there."""
-        deadline = self._deadline(timeout_s)
-        num_removed = 0
-        at = 0
-        while at < len(keys):
-            connection = await self._connect(deadline)
-            batch = keys[at : at + connection.max_batch]
-            answer = await self._ask(connection, batch, Remove, FrameType.REMOVE_OK, deadline)
-            num_removed += answer.count if isinstance(answer, RemoveOk) else 0
-            at += len(batch)
-        return num_removed
+        answers = await self._ask_in_batches(keys, m.Remove, m.RemoveOk, timeout_s)
+        return sum(answer.count for answer in answers)
 
     async def close(self) -> None:
         """End the connection; later calls fail. Idempotent."""
@@ -287,7 +257,7 @@ class LmClient:
     async def _push(
         self, chunks: Sequence[Chunk], announce: Announce, timeout_s: float | None
     ) -> list[bool]:
-        """Send chunks (borrowed), each behind the message that `announce` makes."""
+        """Send chunks (borrowed), each after the message that `announce` makes."""
         deadline = self._deadline(timeout_s)
         connection = await self._connect(deadline)
         unanswered: deque[Call] = deque()
@@ -296,7 +266,7 @@ class LmClient:
         async def take_answer() -> None:
             answer = await connection.next_item(unanswered[0])
             unanswered.popleft()
-            stored.append(isinstance(answer, PutOk) and answer.stored)
+            stored.append(isinstance(answer, m.PutOk) and answer.stored)
 
         try:
             async with asyncio.timeout_at(deadline):
@@ -322,22 +292,44 @@ class LmClient:
             raise
         return stored
 
+    async def _ask_in_batches(
+        self,
+        keys: Sequence[ChunkKey],
+        question: Question,
+        kind: type[A],
+        timeout_s: float | None,
+    ) -> list[A]:
+        """Ask one question about all keys, as many at once as the server takes."""
+        deadline = self._deadline(timeout_s)
+        answers: list[A] = []
+        num_asked = 0
+        while num_asked < len(keys):
+            connection = await self._connect(deadline)
+            batch = keys[num_asked : num_asked + connection.max_batch]
+            answer = await self._ask(connection, batch, question, kind, deadline)
+            if isinstance(answer, m.ContainsOk) and len(answer.present) != len(batch):
+                connection.abort()
+                raise ProtocolError(f"{self._name} did not answer with one boolean a key")
+            answers.append(answer)
+            num_asked += len(batch)
+        return answers
+
     async def _ask(
         self,
         connection: ClientConnection,
         keys: Sequence[ChunkKey],
         question: Question,
-        answer: FrameType,
+        kind: type[A],
         deadline: float,
-    ) -> Message:
+    ) -> A:
         """Ask one question about keys, at most `connection.max_batch`."""
         try:
-            async with connection.calling(keys, question, answer, deadline) as call:
-                item = await connection.next_item(call)
+            async with connection.calling(keys, question, kind.frame_type, deadline) as call:
+                answer = await connection.next_item(call)
         except TimeoutError:
-            raise UnavailableError(f"{self._name}: no {answer.name} in time") from None
-        assert isinstance(item, Message), "only GET is answered by chunks"
-        return item
+            raise UnavailableError(f"{self._name}: no {kind.frame_type.name} in time") from None
+        assert isinstance(answer, kind), "the connection lets no other one pass"
+        return answer
 
     async def _connect(self, deadline: float) -> ClientConnection:
         """Return the connection. All callers wait for one attempt, which continues when they
@@ -428,7 +420,7 @@ class _NotConnectedYetError(UnavailableError):
     """The caller's deadline passed before the connection was open."""
 
 
-def _take_misses(end: GetEnd, results: list[Result | None], prefix_only: bool) -> MissReason:
+def _take_misses(end: m.GetEnd, results: list[Result | None], prefix_only: bool) -> MissReason:
     """Note the misses that GET_END names; return the reason that stands for the other keys.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The client's side of one connection: which call waits for which frame."""
+"""The client's side of one connection: matches frames that arrive to the calls that wait."""
 
 from __future__ import annotations
 
@@ -19,24 +19,12 @@ from lmcache_core.errors import (
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Miss
 from lmcache_core.telemetry.request_context import carried
+from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import CONTEXT
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.lanes import LaneNumbers, runs_of
-from lmcache_core.wire.messages import (
-    MAX_BATCH_KEYS,
-    VERSION_MAX,
-    VERSION_MIN,
-    ChunkHead,
-    Context,
-    ErrorCode,
-    ErrorMessage,
-    Hello,
-    HelloOk,
-    Message,
-    NameRun,
-    build_frame,
-)
+from lmcache_core.wire.messages import Message, NameRun
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -58,7 +46,7 @@ _HELLO_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a CHUNK frame brought for the key of that index."""
+    """The content of a CHUNK frame for the key of that index."""
 
     index: int
     record: Received | Miss
@@ -150,20 +138,20 @@ class ClientConnection:
             UnavailableError: The connection ended, or the server is busy.
         """
         await self._stream.send_message(
-            _HELLO_ID, Hello(VERSION_MIN, VERSION_MAX, list(capabilities), token, client)
+            _HELLO_ID, m.Hello(m.VERSION_MIN, m.VERSION_MAX, list(capabilities), token, client)
         )
         header = await self._stream.read_header()
         if header.type not in (FrameType.HELLO_OK, FrameType.ERROR):
             raise ProtocolError(f"{self._name} answered HELLO with {header.type.name}")
         answer = await self._stream.read_message(header)
-        if not isinstance(answer, HelloOk):
+        if not isinstance(answer, m.HelloOk):
             raise self._refusal(answer)
-        if not VERSION_MIN <= answer.version <= VERSION_MAX:
+        if not m.VERSION_MIN <= answer.version <= m.VERSION_MAX:
             raise VersionError(
-                f"{self._name} chose version {answer.version}; this client speaks {VERSION_MIN} to"
-                f" {VERSION_MAX}"
+                f"{self._name} chose version {answer.version}; this client speaks"
+                f" {m.VERSION_MIN} to {m.VERSION_MAX}"
             )
-        self.max_batch = min(answer.max_batch, MAX_BATCH_KEYS)
+        self.max_batch = min(answer.max_batch, m.MAX_BATCH_KEYS)
         self.server = answer.server
         self.capabilities = frozenset(answer.capabilities)
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
@@ -249,7 +237,7 @@ class ClientConnection:
         preface = b""
         own = carried()
         if own is not None and CONTEXT in self.capabilities:
-            preface = build_frame(call.correlation_id, Context(own.request_id, own.traceparent))
+            preface = m.build_frame(call.correlation_id, m.Context(own.request_id, own.traceparent))
         try:
             await self._stream.send_message(call.correlation_id, message, *blob, preface=preface)
         except BaseException:
@@ -269,7 +257,7 @@ class ClientConnection:
         item = await call.items.get()
         if isinstance(item, LMCacheError):
             raise UnavailableError(f"{self._name}: {item}") from item
-        if isinstance(item, ErrorMessage):
+        if isinstance(item, m.ErrorMessage):
             raise self._refusal(item)
         return item
 
@@ -332,16 +320,16 @@ class ClientConnection:
             self._calls.clear()
 
     async def _take(self, header: FrameHeader, message: Message) -> None:
-        if isinstance(message, ErrorMessage) and header.correlation_id == 0:
+        if isinstance(message, m.ErrorMessage) and header.correlation_id == 0:
             raise ProtocolError(
                 f"the server closed the connection: {message.code}: {message.message}"
             )
         call = self._calls.get(header.correlation_id)
         if call is None:
             raise ProtocolError(
-                f"{header.type.name} for request {header.correlation_id}, which does not wait"
+                f"{header.type.name} for request {header.correlation_id}, which is not open"
             )
-        if isinstance(message, ChunkHead):
+        if isinstance(message, m.ChunkHead):
             await self._take_chunk(call, message.index, header.blob_bytes)
             return
         if header.type not in (call.answer, FrameType.ERROR):
@@ -366,9 +354,9 @@ class ClientConnection:
             call.items.put_nowait(Arrival(index, record))
 
     def _refusal(self, answer: Message) -> LMCacheError:
-        if not isinstance(answer, ErrorMessage):
+        if not isinstance(answer, m.ErrorMessage):
             return ProtocolError(f"{self._name} sent {answer.frame_type.name} unasked")
         text = f"{self._name}: {answer.code}: {answer.message}"
-        if answer.code == ErrorCode.AUTHENTICATION:
+        if answer.code == m.ErrorCode.AUTHENTICATION:
             return AuthenticationError(text)
-        return VersionError(text) if answer.code == ErrorCode.VERSION else UnavailableError(text)
+        return VersionError(text) if answer.code == m.ErrorCode.VERSION else UnavailableError(text)

@@ -44,7 +44,7 @@ MAX_CAPABILITIES = 32
 MAX_ERROR_CHARS = 512
 MAX_AGE_MS = (1 << 53) - 1
 ANY_SERVER = "lmcache"
-"""What a server calls itself that has no name of its own."""
+"""The name in HELLO_OK of a server that was given none."""
 MAX_NAMES = 4096
 """Names, extents or tickets in one frame about the arena, but for STAGE."""
 MAX_CHAINS = 16
@@ -86,7 +86,7 @@ _StagedRun = tuple[
 
 
 class ErrorCode(StrEnum):
-    """What an ERROR frame is about."""
+    """The cause that an ERROR frame names."""
 
     VERSION = "version"
     AUTHENTICATION = "authentication"
@@ -112,7 +112,7 @@ class StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What a process that connects to a sidecar is: for status pages and layout checks.
+    """A process that connects to a sidecar: for status pages and layout checks.
 
     Attributes:
         name: Names the engine, the same for all of its processes.
@@ -132,7 +132,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ArenaInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Where a sidecar's arena is and how it is to be used.
+    """Where a sidecar's arena is and how to use it.
 
     Attributes:
         path: The file that is mapped.

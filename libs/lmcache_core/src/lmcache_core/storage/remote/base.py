@@ -1,4 +1,4 @@
-"""What remote tiers share: options, figures, and the check of a record that came as bytes."""
+"""The common part of remote tiers: options, figures, and the check of a record read as bytes."""
 
 from __future__ import annotations
 

@@ -166,9 +166,7 @@ class FileBackend(RemoteBackend):
             )
 
     async def _read(self, found: FoundRecord, memory: MemoryObj) -> Result:
-        """Hands `found` and `memory` over to a thread, which lives on when nobody waits for it
-        any more.
-        """
+        """Pass `found` and `memory` to a thread, which finishes even if this is cancelled."""
 
         def give_back(reading: Future[Result] | None) -> None:
             if reading is None or reading.cancelled():
@@ -214,7 +212,7 @@ MAX_STALE_FILES = 1024
 _TAKES_NO_MORE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 )
-"""What a write may be answered by a directory that can be read all the same."""
+"""Errors of a write to a directory that can still be read."""
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -259,7 +257,7 @@ class SharedDirectory:
         self._backoff = WriteBackoff()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which chunks have a file.
+        """Return which chunks have a file.
 
         Raises:
             OSError: The directory is not there, or does not answer.
@@ -270,7 +268,7 @@ class SharedDirectory:
         return found
 
     def find(self, key: ChunkKey) -> FoundRecord | Miss:
-        """The record of that chunk, open; or why there is none.
+        """Return the record of that chunk, open; or why there is none.
 
         Raises:
             OSError: The directory is not there.
@@ -356,7 +354,7 @@ class SharedDirectory:
         return True
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Remove the files of chunks; how many there were.
+        """Remove the files of chunks; return how many there were.
 
         Raises:
             OSError: One of them cannot be removed.
@@ -371,7 +369,7 @@ class SharedDirectory:
         return len(present)
 
     def clear(self, tenant: str | None = None) -> int:
-        """Remove every record (of that tenant); how many there were.
+        """Remove every record (of that tenant); return how many there were.
 
         Raises:
             OSError: The directory cannot be read, or one of them cannot be removed.
@@ -383,7 +381,7 @@ class SharedDirectory:
         return num_removed
 
     def remove_stale(self) -> None:
-        """Remove what writers that died have left. Never raises `OSError`: others may be at it
+        """Remove what dead writers have left. Never raises `OSError`: others may be removing it
         too.
         """
         with contextlib.suppress(OSError):
@@ -428,7 +426,7 @@ class SharedDirectory:
         return head, header, payload_bytes
 
     def _holds(self, path: Path, chunk: Chunk) -> bool:
-        """Whether a record lies there that the new one would not improve."""
+        """Return whether the file holds a record that the new one would not improve."""
         try:
             fd = self._files.open(path)
         except OSError:
@@ -474,7 +472,7 @@ class SharedDirectory:
         return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
 
     def _error_of(self, key: ChunkKey, path: Path) -> str:
-        """What is wrong with a record, read as a whole into memory of its own; nothing if it is
+        """Return what is wrong with a record, read as a whole into separate memory; "" if it is
         whole.
         """
         with opened(self._files, path) as fd:

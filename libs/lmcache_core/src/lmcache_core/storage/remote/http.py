@@ -267,7 +267,7 @@ def _check(response: httpx.Response, also: int = 200) -> None:
 
 
 async def _bounded_body(response: httpx.Response) -> bytes:
-    """The body, read to its end, so that the connection can be used again."""
+    """Return the body, read to its end, so that the connection can be used again."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece

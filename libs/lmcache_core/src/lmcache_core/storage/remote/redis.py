@@ -148,9 +148,7 @@ class RedisBackend(RemoteBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks. A value that Redis refuses (out of memory,
-        read-only) is False.
-        """
+        """Keep chunks. A value that Redis refuses (out of memory, read-only) is False."""
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         stored = [False] * len(chunks)
         await seal_all(chunks)
@@ -178,9 +176,7 @@ class RedisBackend(RemoteBackend):
 
     @override
     async def clear(self, tenant: str | None = None) -> int:
-        """Forget everything. Walks the whole key space; each step has the deadline of a
-        call.
-        """
+        """Forget everything. Walks the whole key space; each step has the deadline of a call."""
         pattern = f"{KEY_PREFIX}:*" if tenant is None else f"{KEY_PREFIX}:{tenant}:*"
         num_removed = 0
         cursor = -1
@@ -229,7 +225,9 @@ class RedisBackend(RemoteBackend):
             i = again[at]
             if not isinstance(value, bytes):
                 return  # deleted or replaced by another
-            if await asyncio.to_thread(_is_damaged_again, value, suspected[i], keys[i]):
+            if await asyncio.to_thread(
+                lambda: payload_digest(value) == suspected[i] and is_damaged(value, keys[i])
+            ):
                 damaged.append(_name(keys[i]))
             else:
                 logger.warning("value read in two ways, left: key=%s", _name(keys[i]))
@@ -243,7 +241,7 @@ class RedisBackend(RemoteBackend):
             await self._client.unlink(*damaged)
 
     async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answers to commands that travel together."""
+        """Return the answers to commands that travel together."""
         answers: list[Any] = []
         for begin in range(0, len(commands), BATCH_KEYS):
             pipeline = self._client.pipeline(transaction=False)
@@ -298,14 +296,8 @@ def _name(key: ChunkKey) -> str:
     return f"{KEY_PREFIX}:{key.tenant}:{key.key.to_url()}"
 
 
-def _is_damaged_again(record: bytes, digest: bytes, key: ChunkKey) -> bool:
-    return payload_digest(record) == digest and is_damaged(record, key)
-
-
 def _is_of_another_version(record: bytes) -> bool:
-    """Whether a refused record is good to a reader of a later version, and so not ours to
-    delete.
-    """
+    """Return whether a refused record is of a later version, whose readers can still use it."""
     try:
         decode_head(record[: decode_prefix(record[:PREFIX_BYTES]).head_bytes])
     except RecordError as exc:
@@ -316,7 +308,7 @@ def _is_of_another_version(record: bytes) -> bool:
 MAX_AHEAD = 256
 """Requests without an answer, at most."""
 SLICE_BYTES = 1 << 20
-"""What is copied and handed to the event loop at once: large enough, and still in the
+"""Bytes that are copied and handed to the event loop at once: large enough, and still in the
 processor's cache when it is sent.
 """
 
@@ -331,8 +323,7 @@ async def exchange(
     on_answer: OnAnswer,
 ) -> None:
     """Send requests over one connection and hand each answer over as it comes: one round trip
-    altogether, and no more answers in memory than the one that is read and the one that is being
-    dealt with.
+    altogether, and no more answers in memory than the one being read and the one being handled.
 
     A connection that was lost before anything was answered is replaced once; requests are therefore
     such as may be sent twice.
@@ -350,35 +341,48 @@ async def exchange(
     pool = client.connection_pool
     for is_last in (False, True):
         connection = await pool.get_connection()  # type: ignore[no-untyped-call]
-        dealing = _Dealing(on_answer)
+        answers = _Answers(on_answer)
         try:
-            await _run(connection, requests, num_ahead, dealing)
+            num_sent = 0
+            for i in range(len(requests)):
+                most = i + min(max(num_ahead(), 1), MAX_AHEAD)
+                while num_sent < min(most, len(requests)):
+                    for piece in _slices(requests[num_sent]):
+                        await connection.send_packed_command([piece], check_health=False)
+                    num_sent += 1
+                try:
+                    answer = await connection.read_response(disable_decoding=True)
+                except ResponseError as exc:
+                    answer = exc
+                await answers.take(answer)
+                del answer
+            await answers.join()
             return
         except LostConnectionError:
-            if is_last or dealing.num_answers:
+            if is_last or answers.num_taken:
                 raise
         finally:
             try:
-                await dealing.close()
+                await answers.close()
             finally:  # also when a second deadline passes meanwhile: the pool has few connections
-                if dealing.num_answers < len(requests):
+                if answers.num_taken < len(requests):
                     # What else comes on it would answer a later question.
                     await connection.disconnect(nowait=True)
                 await pool.release(connection)
 
 
-class _Dealing:
-    """Handles answers one at a time while the next one is being read."""
+class _Answers:
+    """Handle one answer while the next one is being read."""
 
     def __init__(self, on_answer: OnAnswer) -> None:
         self._on_answer = on_answer
         self._task: asyncio.Future[None] | None = None
-        self.num_answers = 0
+        self.num_taken = 0
 
     async def take(self, answer: Any) -> None:
         await self.join()
-        self._task = asyncio.ensure_future(self._on_answer(self.num_answers, answer))
-        self.num_answers += 1
+        self._task = asyncio.ensure_future(self._on_answer(self.num_taken, answer))
+        self.num_taken += 1
 
     async def join(self) -> None:
         task, self._task = self._task, None
@@ -393,26 +397,8 @@ class _Dealing:
             await cancel_and_join([self._task])
 
 
-async def _run(
-    connection: Any, requests: Sequence[Request], num_ahead: Callable[[], int], dealing: _Dealing
-) -> None:
-    num_sent = 0
-    for i in range(len(requests)):
-        while num_sent < len(requests) and num_sent - i < min(max(num_ahead(), 1), MAX_AHEAD):
-            for piece in _slices(requests[num_sent]):
-                await connection.send_packed_command([piece], check_health=False)
-            num_sent += 1
-        try:
-            answer = await connection.read_response(disable_decoding=True)
-        except ResponseError as exc:
-            answer = exc
-        await dealing.take(answer)
-        del answer
-    await dealing.join()
-
-
 def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request:
-    """A command in Redis' protocol; a sequence of buffers is one word, and none of them is
+    """Return a command in Redis' protocol; a sequence of buffers is one word, and none of them is
     copied.
     """
     request: list[bytes | memoryview] = [b"*%d\r\n" % len(words)]
@@ -429,7 +415,7 @@ def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request
 
 
 def _slices(request: Request) -> Iterator[bytes]:
-    """The bytes of a request: what is small put together, what is large cut into slices.
+    """Yield the bytes of a request: small parts put together, large ones cut into slices.
 
     Copies, the only ones that we make: the event loop may hold on to what it sends when the caller
     has given the memory back.

@@ -19,8 +19,8 @@ from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.sealing import seal_all
 
 MAX_FURTHER_CHOICES = 3
-"""Servers beside its home that are asked for a chunk: those where it would be if its home were
-not there, or had not been.
+"""Servers besides its home that are asked for a chunk: those where it would be if its home did not
+exist, or had not existed.
 """
 LOCATE_TIMEOUT_S = 0.25
 
@@ -264,12 +264,12 @@ MAX_REMEMBERED = 65536
 T = TypeVar("T")
 Servers = Mapping[str, Member]
 Places = Mapping[str, Sequence[int]]
-"""Which of some chunks are a matter of which server: their numbers by its name."""
+"""The chunks that concern each server: their numbers by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers(Generic[T]):
-    """What came of a round of questions.
+    """The results of asking several servers.
 
     Attributes:
         by_name: Answers, by server.
@@ -335,7 +335,7 @@ def best_places(keys: Sequence[ChunkKey], found: Mapping[str, Sequence[int]]) ->
 
 
 class Remembered:
-    """Where chunks are that are not at home, as far as they have been seen."""
+    """Remembers where chunks were seen that are not at home."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[ChunkKey, str] = OrderedDict()
