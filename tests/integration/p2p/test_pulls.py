@@ -10,6 +10,7 @@ import pytest
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 
 from tests.fixtures.peers import Town, town
+from tests.fixtures.wire import until
 from tests.suites.chunks import make_key, make_payload
 
 NAMES = [f"chunk-{i}" for i in range(40)]
@@ -113,9 +114,7 @@ async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -
     await world.add("a", NAMES, bytes_per_s=200_000)
     await world.add("b", NAMES, load=0.9)
     pulling = asyncio.create_task(world.pull(NAMES, ["a", "b"], timeout_s=30.0))
-    async with asyncio.timeout(60):
-        while world.proxies["a"].num_passed < 20_000:
-            await asyncio.sleep(0.005)
+    await until(lambda: world.proxies["a"].num_passed >= 20_000)
     await world.proxies["a"].close()
     assert taken(await pulling) == ALL
     figures = world.parts.figures
@@ -128,9 +127,7 @@ async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -
 async def test_without_another_holder_the_rest_is_a_miss(world: Town) -> None:
     await world.add("a", NAMES, bytes_per_s=200_000)
     pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
-    async with asyncio.timeout(60):
-        while world.parts.figures.pulled_chunks < 4:
-            await asyncio.sleep(0.005)
+    await until(lambda: world.parts.figures.pulled_chunks >= 4)
     await world.proxies["a"].close()
     found = taken(await pulling)
     assert 4 <= found.count(None) < len(NAMES)
@@ -167,9 +164,7 @@ async def test_damaged_records_come_from_the_next_holder(world: Town) -> None:
 async def test_a_read_that_is_broken_off_gives_everything_back(world: Town) -> None:
     await world.add("a", NAMES, bytes_per_s=200_000)
     pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
-    async with asyncio.timeout(60):
-        while world.parts.figures.pulled_chunks < 4:
-            await asyncio.sleep(0.005)
+    await until(lambda: world.parts.figures.pulled_chunks >= 4)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pulling

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
 
@@ -22,7 +22,7 @@ from lmcache_core.wire.messages import ErrorMessage, HandoverChunk, Held, Ping, 
 from lmcache_core.wire.served import HandoverLog, HandoverNote, ServerLimits
 from lmcache_core.wire.server import LmServer
 
-from tests.fixtures.wire import MemoryStore, RawConnection, connected
+from tests.fixtures.wire import MemoryStore, RawConnection, connected, until
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
@@ -69,12 +69,6 @@ async def giver(server: LmServer, token: str = "admin") -> AsyncIterator[LmClien
     client = LmClient("127.0.0.1", server.port, token, ClientOptions(hands_over=True))
     yield client
     await client.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def chunk_of(name: object, tenant: str, age_s: float | None = None) -> Chunk:

@@ -24,6 +24,7 @@ from tests.fixtures.wire import (
     connected,
     keys_of,
     serving,
+    until,
 )
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
@@ -262,9 +263,7 @@ async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() ->
                     correlation_id, messages.Get([(None, make_key(1).key.canonical())], False, None)
                 )
             chunk = next(iter(store.chunks.values()))
-            async with asyncio.timeout(60):
-                while chunk.memory.get_ref_count() > 1:
-                    await asyncio.sleep(0.02)
+            await until(lambda: chunk.memory.get_ref_count() <= 1)
             raw.reader._transport.resume_reading()  # type: ignore[attr-defined]
             assert await raw.is_closed()
         await honest.ping()

@@ -1,7 +1,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from lmcache_core.p2p import (
     PeerFigures,
     PeerRegistration,
 )
+
+from tests.fixtures.wire import until
 
 PEER = Peer(id="a", incarnation=1, distributed_url="lm://10.0.0.1:65433")
 
@@ -72,12 +74,6 @@ async def opened(broker: BrokerClient, **options: Any) -> PeerRegistration:
     registration = PeerRegistration(broker, PEER, **{"ttl_ms": 150, **options})
     await registration.open()
     return registration
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_open_registers_renews_and_close_ends_the_lease() -> None:

@@ -19,6 +19,7 @@ from lmcache_core.storage.disk.backoff import MIN_PAUSE_S, WriteBackoff
 from lmcache_core.storage.remote import RemoteOptions
 from lmcache_core.storage.remote.file import GROWING_S, STALE_S, FileBackend
 
+from tests.fixtures.wire import until
 from tests.suites.backend_suite import Arena, payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
@@ -317,9 +318,7 @@ async def test_a_write_that_fails_otherwise_says_that_the_tier_is_in_trouble(
         await tier.batched_put(chunks)
     for chunk in chunks:
         chunk.release()
-    async with asyncio.timeout(60):
-        while arena.allocator.used_bytes:
-            await asyncio.sleep(0.01)
+    await until(lambda: not arena.allocator.used_bytes)
 
 
 @pytest.mark.parametrize("operation", ["open", "read"])
@@ -378,9 +377,7 @@ async def test_what_came_in_time_is_kept(tier, files, arena):
     results = await tier.batched_get([make_key("never"), make_key("a")], allocate, timeout_s=0.5)
     assert results == [Miss(MissReason.NEVER_STORED), Miss(MissReason.DEADLINE)]
     files.may_read.set()
-    async with asyncio.timeout(60):
-        while arena.allocator.used_bytes:
-            await asyncio.sleep(0.01)
+    await until(lambda: not arena.allocator.used_bytes)
 
 
 async def test_what_dead_writers_left_is_cleared_away_and_what_others_write_is_not(tmp_path):
@@ -391,9 +388,7 @@ async def test_what_dead_writers_left_is_cleared_away_and_what_others_write_is_n
     make_old(old, STALE_S + 60)
     tier = FileBackend(tmp_path, RemoteOptions())
     await tier.open()
-    async with asyncio.timeout(60):
-        while old.exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not old.exists())
     await tier.close()
     assert young.exists()
 

@@ -20,7 +20,7 @@ from lmcache_core.wire.messages import ErrorCode, ErrorMessage
 from lmcache_core.wire.stream import FrameStream
 
 from tests.fixtures.compat import listening
-from tests.fixtures.wire import MemoryStore, RawConnection, connected, serving
+from tests.fixtures.wire import MemoryStore, RawConnection, connected, serving, until
 
 BUSY = ErrorMessage(ErrorCode.BUSY.value, "too many connections")
 
@@ -61,9 +61,7 @@ class Listening:
         )
 
     async def until_idle(self) -> None:
-        async with asyncio.timeout(60):
-            while self.listener.num_connections:
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.listener.num_connections)
 
 
 @asynccontextmanager
@@ -129,9 +127,7 @@ async def test_those_who_are_told_goodbye_take_no_place_of_others() -> None:
         assert await heard(first) == b"!"
         for _ in range(4):  # nobody reads what they are told
             await many.enter_async_context(connected(made.listener.port))
-        async with asyncio.timeout(60):
-            while len(made.turned_away) < 4:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(made.turned_away) >= 4)
         first.writer.close()
         await made.until_idle()
         async with connected(made.listener.port) as next_one:
