@@ -117,8 +117,8 @@ async def test_a_broker_that_is_away_is_one_line_and_heals(
     await registration.close()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
     assert [record.getMessage() for record in caplog.records][:2] == [
-        "peer a: away",
-        "peer a: the broker grants a lease of 300 ms",
+        "broker unavailable, retrying: peer=a error=away",
+        "lease granted: peer=a ttl_ms=300",
     ]
 
 

@@ -401,7 +401,7 @@ class PeerPull:
             )
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
             self._parts.log.log(
-                logging.WARNING, "peer %s failed: %s", race.assignment.instance, exc
+                logging.WARNING, "pull failed: peer=%s error=%s", race.assignment.instance, exc
             )
             return [Miss(MissReason.UNAVAILABLE)] * len(places)
 

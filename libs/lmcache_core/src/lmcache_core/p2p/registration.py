@@ -110,7 +110,7 @@ class PeerRegistration:
         try:
             await self._client.deregister(self._peer.id)
         except UnavailableError as exc:
-            logger.info("peer %s leaves its lease to run out: %s", self._peer.id, exc)
+            logger.info("lease not ended, it expires: peer=%s error=%s", self._peer.id, exc)
 
     async def _beat(self) -> None:
         """Wait until a renewal is due, then renew. Waiting comes first, so that an unexpected
@@ -140,7 +140,10 @@ class PeerRegistration:
                 figures=None if self._figures is None else self._figures(),
             )
         except UnavailableError as exc:
-            self._note(False, str(exc))
+            # Only changes are logged: a broker that is away for an hour is one line.
+            if self._reachable is not False:
+                logger.warning("broker unavailable, retrying: peer=%s error=%s", self._peer.id, exc)
+            self._reachable = False
             return
         self._lease_ends = asked_at + lease.ttl_ms / 1000
         self._interval_s = lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
@@ -151,12 +154,6 @@ class PeerRegistration:
                 self._listener.drain_wanted()
             if lease.copies:
                 self._listener.copies_wanted(lease.copies)
-        self._note(True, f"the broker grants a lease of {lease.ttl_ms} ms")
-
-    def _note(self, reachable: bool, detail: str) -> None:
-        """Log changes only: a broker that is away for an hour is one line."""
-        if reachable != self._reachable:
-            self._reachable = reachable
-            logger.log(
-                logging.INFO if reachable else logging.WARNING, "peer %s: %s", self._peer.id, detail
-            )
+        if not self._reachable:
+            logger.info("lease granted: peer=%s ttl_ms=%d", self._peer.id, lease.ttl_ms)
+        self._reachable = True

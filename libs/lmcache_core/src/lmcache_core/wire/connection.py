@@ -311,7 +311,7 @@ class ClientConnection:
         except (ProtocolError, UnavailableError) as exc:
             cause = exc
         except Exception:
-            logger.exception("reader of %s failed", self._name)
+            logger.exception("reading answers failed: server=%s", self._name)
             raise
         finally:
             self._stream.abort()
