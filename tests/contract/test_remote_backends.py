@@ -169,7 +169,7 @@ class TestRedis(RemoteSuite):
             return False
 
         await backend.batched_put([make_chunk("a")])
-        monkeypatch.setattr("lmcache_core.storage.remote.base.payload_is_whole", never_whole)
+        monkeypatch.setattr("lmcache_core.wire.incoming.payload_is_whole", never_whole)
         assert await backend.batched_get([make_key("a")], Arena()) == [Miss(MissReason.UNAVAILABLE)]
         assert await backend.batched_contains([make_key("a")]) == [True]
 

@@ -90,8 +90,8 @@ async def test_pulls_are_assigned_with_tickets_that_the_serving_peer_takes(
         ]
         assignments = {pull.instance: pull for pull in await client.transfers("me", wanted)}
         assert {name: pull.chunk_ids for name, pull in assignments.items()} == {
-            "a": (CHUNKS[0], CHUNKS[3]),
-            "b": (CHUNKS[1],),
+            "a": [CHUNKS[0].hex(), CHUNKS[3].hex()],
+            "b": [CHUNKS[1].hex()],
         }
         assert assignments["a"].distributed_url == "lm://10.0.0.1:65433"
         ticket = TicketVerifier(KEYS, "a").verify(assignments["a"].ticket)

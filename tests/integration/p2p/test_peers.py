@@ -80,8 +80,6 @@ def smooth_kv() -> KVCaches:
         ("lossless", "lossless", True, True),
         ("cachegen", "cachegen:low", True, False),
         ("cachegen", "lossless", False, True),
-        ("lossless", "naive", False, True),
-        ("naive", "cachegen", False, True),
     ],
 )
 def test_peers_encode_for_those_who_can_take_it(

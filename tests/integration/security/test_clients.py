@@ -14,7 +14,7 @@ from lmcache_core.memory import ArenaAllocator, HostMemoryAllocator
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import PeerPool, peer_client
 from lmcache_core.record import Chunk, Result
-from lmcache_core.security import ClientTls, TokenFile
+from lmcache_core.security import ClientTls, Principal, TokenFile
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.remote import create_remote_backend
@@ -24,7 +24,7 @@ from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.guarded_services import TOKENS, Guarded, secure
 from tests.fixtures.tls import Authority, client_tls, server_tls
-from tests.fixtures.wire import Arena, MemoryStore, Tenant, anyone
+from tests.fixtures.wire import Arena, MemoryStore, anyone, client_in
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
@@ -147,9 +147,9 @@ async def test_a_peer_that_does_not_encrypt_is_shown_no_token_where_others_do(
     authority = Authority(tmp_path)
     shown: dict[str, str | None] = {}
 
-    def remember(scheme: str, token: str | None) -> Tenant:
+    def remember(scheme: str, token: str | None) -> Principal:
         shown[scheme] = token
-        return Tenant("default")
+        return client_in("default")
 
     context = client_tls(authority).context
     options = ClientOptions(tls=ClientTls(context, "peer.example", only_encrypted))

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.record import Chunk
-from lmcache_core.security import ClientTls
+from lmcache_core.security import ClientTls, Principal
 from lmcache_core.security.watched_files import LOOK_INTERVAL_S
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.served import ServerLimits
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.tls import Authority, client_tls, server_tls
-from tests.fixtures.wire import Arena, MemoryStore, Tenant
+from tests.fixtures.wire import Arena, MemoryStore, client_in
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SIZES = (0, 1, 4096, 70_000, (1 << 20) + 1, 9_000_000)
@@ -31,7 +31,7 @@ async def serving(
     tls: ssl.SSLContext | None, store: MemoryStore | None = None, **limits: object
 ) -> AsyncIterator[LmServer]:
     kept = store or MemoryStore()
-    server = LmServer(kept, lambda token: Tenant("default"), limits=ServerLimits(**limits))  # type: ignore[arg-type]
+    server = LmServer(kept, lambda token: client_in("default"), limits=ServerLimits(**limits))  # type: ignore[arg-type]
     await server.open(tls)
     try:
         yield server
@@ -217,10 +217,10 @@ async def test_handshakes_above_the_bound_end_at_once_and_others_are_served(tmp_
 async def test_a_standing_connection_ends_with_its_token() -> None:
     owners: dict[str | None, str] = {"good": "acme"}
 
-    def authenticate(token: str | None) -> Tenant:
+    def authenticate(token: str | None) -> Principal:
         if token not in owners:
             raise AuthenticationError("the token is unknown")
-        return Tenant(owners[token])
+        return client_in(owners[token])
 
     server = LmServer(MemoryStore(), authenticate, limits=ServerLimits(reauthenticate_s=0.1))
     await server.open()
@@ -260,7 +260,7 @@ async def test_close_does_not_wait_for_a_client_that_never_begins_its_handshake(
     tmp_path: Path,
 ) -> None:
     server = LmServer(
-        MemoryStore(), lambda token: Tenant("default"), limits=ServerLimits(hello_timeout_s=3600)
+        MemoryStore(), lambda token: client_in("default"), limits=ServerLimits(hello_timeout_s=3600)
     )
     await server.open(server_tls(Authority(tmp_path).sign("server")))
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
 
 import pytest
-from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.errors import AuthenticationError, CapacityError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.security import Ticket
 from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import Arena, MemoryStore, by_token, client_of, keys_of, serving
@@ -64,15 +64,7 @@ async def test_prefix_only_stops_at_the_first_that_is_missing() -> None:
             MissReason.NEVER_STORED
         ] * 4
         results = await client.get(keys_of(*range(7)), arena)
-        assert [isinstance(take(r), bytes) for r in results] == [
-            True,
-            True,
-            True,
-            False,
-            True,
-            True,
-            True,
-        ]
+        assert [isinstance(take(r), bytes) for r in results] == [True] * 3 + [False] + [True] * 3
     arena.check_empty()
 
 
@@ -129,15 +121,18 @@ async def test_a_slow_request_does_not_hold_up_others() -> None:
     async with serving(store) as server, client_of(server.port) as client:
         slow = asyncio.create_task(client.contains(keys_of(1)))
         await asyncio.sleep(0.02)
-        await client.ping(timeout_s=1)
+        await client.ping(timeout_s=30)
         assert not slow.done()
         store.gate.set()
         assert await slow == [False]
 
 
-async def test_no_memory_is_a_miss_and_the_connection_goes_on() -> None:
-    store, arena = MemoryStore(), Arena(64 << 10)
+async def test_no_memory_on_either_side_is_said_and_the_connection_stays() -> None:
     large = make_chunk("large", payload=make_payload("large", 300_000))
+    async with serving(MemoryStore(64 << 10)) as server, client_of(server.port) as client:
+        assert await client.put([make_chunk(1), large, make_chunk(2)]) == [True, False, True]
+        assert await client.contains([make_key(1), large.key, make_key(2)]) == [True, False, True]
+    store, arena = MemoryStore(), Arena(64 << 10)
     async with serving(store) as server, client_of(server.port) as client:
         await client.put([make_chunk(1), large, make_chunk(2)])
         results = await client.get([make_key(1), large.key, make_key(2)], arena)
@@ -151,12 +146,21 @@ async def test_no_memory_is_a_miss_and_the_connection_goes_on() -> None:
     arena.check_empty()
 
 
-async def test_a_server_without_room_says_so_and_the_connection_goes_on() -> None:
-    store = MemoryStore(64 << 10)
-    large = make_chunk("large", payload=make_payload("large", 300_000))
-    async with serving(store) as server, client_of(server.port) as client:
-        assert await client.put([make_chunk(1), large, make_chunk(2)]) == [True, False, True]
-        assert await client.contains([make_key(1), large.key, make_key(2)]) == [True, False, True]
+async def test_a_put_above_the_rate_gives_its_memory_back_at_once() -> None:
+    """Else a client that asks too often holds the server's memory for as long as it stays."""
+
+    def admit(tenant: str) -> None:
+        raise CapacityError("asks too often")
+
+    store = MemoryStore()
+    async with (
+        serving(store, ServerLimits(admit=admit)) as server,
+        client_of(server.port) as client,
+    ):
+        with pytest.raises(UnavailableError, match="asks too often"):
+            await client.put([make_chunk(1)])
+        await store.arena.until_empty()
+        assert client.is_connected
 
 
 async def test_a_deadline_is_kept_and_gives_everything_back() -> None:
@@ -172,7 +176,7 @@ async def test_a_deadline_is_kept_and_gives_everything_back() -> None:
             await client.contains(keys_of(1), timeout_s=0.1)
         with pytest.raises(UnavailableError):
             await client.put([make_chunk(3)], timeout_s=0.1)
-        assert asyncio.get_running_loop().time() - began < 2
+        assert asyncio.get_running_loop().time() - began < 20
         store.gate.set()
         assert [take(r) for r in await client.get(keys_of(1), arena)] == [make_payload(1)]
     await arena.until_empty()
@@ -194,7 +198,7 @@ async def test_a_late_answer_is_drained_and_the_connection_lives() -> None:
     arena.check_empty()
 
 
-@pytest.mark.parametrize("num_steps", [*range(12), 20, 40, 80])
+@pytest.mark.parametrize("num_steps", [*range(0, 12, 2), 20, 40, 80])
 async def test_a_cancelled_get_gives_its_memory_back_and_the_connection_lives(
     num_steps: int,
 ) -> None:
@@ -253,17 +257,11 @@ async def test_tenants_are_those_of_their_tokens() -> None:
                 await nobody.ping()
 
 
-@dataclass(frozen=True)
-class FakeTicket:
-    tenant: str
-    requester: str
-
-
-def verify(ticket: str) -> FakeTicket:
+def verify(ticket: str) -> Ticket:
     tenant, _, requester = ticket.partition("/")
     if tenant == "forged":
         raise AuthenticationError("the ticket's code is wrong")
-    return FakeTicket(tenant, requester)
+    return Ticket("key", "here", requester, tenant, 0)
 
 
 async def test_a_ticket_opens_get_and_nothing_else() -> None:
@@ -300,15 +298,16 @@ async def test_a_client_that_cannot_connect_waits_before_it_tries_again() -> Non
     store = MemoryStore()
     async with serving(store) as server:
         port = server.port
-    async with client_of(port, backoff_initial_s=0.2, backoff_cap_s=0.2) as client:
+    async with client_of(port, backoff_initial_s=1.0, backoff_cap_s=1.0) as client:
         with pytest.raises(UnavailableError):
             await client.ping()
-        with pytest.raises(UnavailableError, match="next try in"):
+        with pytest.raises(UnavailableError, match="next try in") as caught:
             await client.ping()
-        await asyncio.sleep(0.25)
-        with pytest.raises(UnavailableError) as caught:
-            await client.ping()
-        assert "next try" not in str(caught.value)
+        async with asyncio.timeout(60):
+            while "next try" in str(caught.value):
+                await asyncio.sleep(0.05)
+                with pytest.raises(UnavailableError) as caught:
+                    await client.ping()
 
 
 async def test_a_closing_server_answers_what_is_underway() -> None:
@@ -366,38 +365,32 @@ async def test_a_bug_in_the_store_ends_the_connection_and_not_the_server(
     assert "KeyError" in caplog.text
 
 
-async def test_a_closed_client_stays_closed() -> None:
-    async with serving(MemoryStore()) as server, client_of(server.port) as client:
-        await client.ping()
-        await client.close()
-        await client.close()
-        with pytest.raises(UnavailableError):
-            await client.ping()
-
-
 async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
     """A short deadline says something about the caller, nothing about the server: the attempt
     goes on, and no backoff begins.
     """
     store, arena = MemoryStore(), Arena()
     relays: list[asyncio.Task[None]] = []
+    opens = asyncio.Event()
     async with serving(store) as server:
         assert await store.put(make_chunk(1))
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(0.3)
+            await opens.wait()
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", server.port)
             await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
 
         slow = await asyncio.start_server(
             lambda *ends: relays.append(asyncio.create_task(relay(*ends))), "127.0.0.1", 0
         )
-        async with slow, client_of(slow.sockets[0].getsockname()[1]) as client:
+        port = slow.sockets[0].getsockname()[1]
+        async with slow, client_of(port, connect_timeout_s=60.0) as client:
             for _ in range(4):
                 assert await client.get([make_key(1)], arena, timeout_s=0.02) == [
                     Miss(MissReason.DEADLINE)
                 ]
-            [result] = await client.get([make_key(1)], arena, timeout_s=5.0)
+            opens.set()
+            [result] = await client.get([make_key(1)], arena, timeout_s=60.0)
             assert take(result) == make_payload(1)
             assert len(relays) == 1
         async with asyncio.timeout(9):
@@ -422,6 +415,9 @@ async def test_a_client_that_is_closed_while_it_connects() -> None:
         await client.close()
         with pytest.raises(UnavailableError):
             await getting
+        await client.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            await client.ping()
     async with asyncio.timeout(9):
         await asyncio.gather(*answers)
     assert answers

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -25,166 +24,53 @@ from tests.fixtures.wire import (
     connected,
     keys_of,
     serving,
+    until,
 )
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 QUICK = ServerLimits(
-    hello_timeout_s=0.2, idle_timeout_s=0.3, transfer_timeout_s=0.3, min_bytes_per_s=100 << 20
+    hello_timeout_s=0.4, idle_timeout_s=0.4, transfer_timeout_s=0.4, min_bytes_per_s=100 << 20
 )
 
 LANE = Lane("vllm", "m", 1, 0)
 Attack = Callable[[RawConnection], Awaitable[object]]
 
 
-async def garbage(raw: RawConnection) -> None:
-    await raw.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+def says(
+    *frames: tuple[int, messages.Message],
+    greets: bool = True,
+    context: bool = False,
+    num_answers: int = 0,
+    code: str = "protocol",
+) -> Attack:
+    """Say these frames, after HELLO if `greets`; after so many answers, the server says why it
+    hangs up.
+    """
+
+    async def attack(raw: RawConnection) -> None:
+        if greets:
+            await raw.hello(capabilities=["context"] if context else [])
+        for number, (correlation_id, message) in enumerate(frames):
+            await raw.say(correlation_id, message)
+            if number < num_answers:
+                assert (await raw.read())[1] == messages.Pong()
+        header, message, _ = await raw.read()
+        assert header.correlation_id == 0
+        assert isinstance(message, messages.ErrorMessage)
+        assert message.code == code
+
+    return attack
 
 
-async def no_hello(raw: RawConnection) -> None:
-    await raw.say(1, messages.Ping())
+def sends(*data: bytes, greets: bool = True) -> Attack:
+    """Send these bytes and nothing more."""
 
+    async def attack(raw: RawConnection) -> None:
+        if greets:
+            await raw.hello()
+        await raw.send(*data)
 
-async def unknown_version(raw: RawConnection) -> None:
-    await raw.say(1, messages.Hello(2, 9, [], None, "new"))
-    header, message, _ = await raw.read()
-    assert header.correlation_id == 0
-    assert isinstance(message, messages.ErrorMessage)
-    assert message.code == "version"
-
-
-async def hello_twice(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.say(2, messages.Hello(1, 1, [], None, "again"))
-
-
-async def lane_before_hello(raw: RawConnection) -> None:
-    await raw.say(0, messages.DeclareLane(0, LANE))
-
-
-async def lane_out_of_order(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.say(0, messages.DeclareLane(1, LANE))
-
-
-async def lane_twice(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.say(0, messages.DeclareLane(0, LANE))
-    await raw.say(0, messages.DeclareLane(0, LANE))
-
-
-async def lane_of_long_names(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.say(0, messages.DeclareLane(0, Lane("f", "ä" * 1000, 1, 0)))
-
-
-async def endless_lanes(raw: RawConnection) -> None:
-    await raw.hello()
-    for number in range(messages.MAX_LANES):
-        await raw.say(0, messages.DeclareLane(number, Lane("f", "m", 1, number)))
-    await raw.say(0, messages.DeclareLane(messages.MAX_LANES, LANE))
-
-
-async def lane_between_context_and_request(raw: RawConnection) -> None:
-    await raw.hello(capabilities=["context"])
-    await raw.say(2, messages.Context("r-1", ""))
-    await raw.say(0, messages.DeclareLane(0, LANE))
-    await raw.say(2, messages.Ping())
-
-
-async def servers_frame(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.say(2, messages.Pong())
-
-
-async def old_correlation_id(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.say(5, messages.Ping())
-    assert (await raw.read())[1] == messages.Pong()
-    await raw.say(5, messages.Ping())
-    await until_refused(raw)
-
-
-async def earlier_correlation_id(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.say(5, messages.Ping())
-    assert (await raw.read())[1] == messages.Pong()
-    await raw.say(4, messages.Ping())
-    await until_refused(raw)
-
-
-async def context_of_another_request(raw: RawConnection) -> None:
-    await raw.hello(capabilities=["context"])
-    await raw.say(2, messages.Context("mine", ""))
-    await raw.say(3, messages.Ping())
-    await until_refused(raw)
-
-
-async def context_twice(raw: RawConnection) -> None:
-    await raw.hello(capabilities=["context"])
-    await raw.say(2, messages.Context("mine", ""))
-    await raw.say(2, messages.Context("mine", ""))
-    await until_refused(raw)
-
-
-async def context_of_a_past_request(raw: RawConnection) -> None:
-    await raw.hello(capabilities=["context"])
-    await raw.say(2, messages.Ping())
-    assert (await raw.read())[1] == messages.Pong()
-    await raw.say(2, messages.Context("mine", ""))
-    await until_refused(raw)
-
-
-async def until_refused(raw: RawConnection) -> None:
-    header, message, _ = await raw.read()
-    assert header.correlation_id == 0
-    assert isinstance(message, messages.ErrorMessage)
-    assert message.code == "protocol"
-
-
-async def damaged_header(raw: RawConnection) -> None:
-    await raw.hello()
-    frame = bytearray(build_frame(2, messages.Ping()))
-    frame[9] ^= 1
-    await raw.send(bytes(frame))
-
-
-async def giant_meta(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.send(struct.pack("<4sB3sQIIQ", b"LMF1", 3, bytes(3), 2, 0xFFFFFFFF, 0, 0))
-
-
-async def giant_blob(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.send(struct.pack("<4sB3sQIIQ", b"LMF1", 8, bytes(3), 2, 1, 0, 1 << 63))
-
-
-async def too_many_keys(raw: RawConnection) -> None:
-    await raw.hello()
-    meta = b"\x91\xdc\x10\x00" + b"\xc4\x00" * 4096
-    await raw.send(build_header(FrameHeader(FrameType.CONTAINS, 2, len(meta), 0)), meta)
-
-
-async def meta_that_is_none(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.send(build_header(FrameHeader(FrameType.GET, 2, 8, 0)), b"\xc1" * 8)
-
-
-async def silence(raw: RawConnection) -> None:
-    """Says nothing at all."""
-
-
-async def silence_behind_hello(raw: RawConnection) -> None:
-    await raw.hello()
-
-
-async def half_a_header(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.send(build_frame(2, messages.Ping())[:20])
-
-
-async def half_a_meta(raw: RawConnection) -> None:
-    await raw.hello()
-    await raw.send(build_frame(2, messages.Contains([(None, make_key(1).key.canonical())]))[:-5])
+    return attack
 
 
 async def half_a_blob(raw: RawConnection) -> None:
@@ -208,39 +94,62 @@ async def half_a_frame_and_away(raw: RawConnection) -> None:
     raw.writer.close()
 
 
-ATTACKS = [
-    garbage,
-    no_hello,
-    lane_before_hello,
-    lane_out_of_order,
-    lane_twice,
-    lane_of_long_names,
-    endless_lanes,
-    lane_between_context_and_request,
-    unknown_version,
-    hello_twice,
-    servers_frame,
-    old_correlation_id,
-    earlier_correlation_id,
-    context_of_another_request,
-    context_twice,
-    context_of_a_past_request,
-    damaged_header,
-    giant_meta,
-    giant_blob,
-    too_many_keys,
-    meta_that_is_none,
-    silence,
-    silence_behind_hello,
-    half_a_header,
-    half_a_meta,
-    half_a_blob,
-    drip,
-    half_a_frame_and_away,
-]
+def flipped(frame: bytes, at: int) -> bytes:
+    return frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :]
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def giant(kind: int, num_meta: int, num_blob: int) -> bytes:
+    return struct.pack("<4sB3sQIIQ", b"LMF1", kind, bytes(3), 2, num_meta, 0, num_blob)
+
+
+PING, MINE = messages.Ping(), messages.Context("mine", "")
+FIRST_LANE = (0, messages.DeclareLane(0, LANE))
+MANY_KEYS = b"\x91\xdc\x10\x00" + b"\xc4\x00" * 4096
+ATTACKS: dict[str, Attack] = {
+    "garbage": sends(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3, greets=False),
+    "no hello": says((1, PING), greets=False),
+    "lane before hello": says(FIRST_LANE, greets=False),
+    "lane out of order": says((0, messages.DeclareLane(1, LANE))),
+    "lane twice": says(FIRST_LANE, FIRST_LANE),
+    "lane of long names": says((0, messages.DeclareLane(0, Lane("f", "ä" * 1000, 1, 0)))),
+    "endless lanes": says(
+        *(
+            (0, messages.DeclareLane(number, Lane("f", "m", 1, number)))
+            for number in range(messages.MAX_LANES)
+        ),
+        (0, messages.DeclareLane(messages.MAX_LANES, LANE)),
+    ),
+    "lane between context and request": says((2, MINE), FIRST_LANE, (2, PING), context=True),
+    "unknown version": says(
+        (1, messages.Hello(2, 9, [], None, "new")), greets=False, code="version"
+    ),
+    "hello twice": says((2, messages.Hello(1, 1, [], None, "again"))),
+    "server's frame": says((2, messages.Pong())),
+    "old correlation id": says((5, PING), (5, PING), num_answers=1),
+    "earlier correlation id": says((5, PING), (4, PING), num_answers=1),
+    "context of another request": says((2, MINE), (3, PING), context=True),
+    "context twice": says((2, MINE), (2, MINE), context=True),
+    "context of a past request": says((2, PING), (2, MINE), context=True, num_answers=1),
+    "damaged header": sends(flipped(build_frame(2, PING), 9)),
+    "giant meta": sends(giant(3, 0xFFFFFFFF, 0)),
+    "giant blob": sends(giant(8, 1, 1 << 63)),
+    "too many keys": sends(
+        build_header(FrameHeader(FrameType.CONTAINS, 2, len(MANY_KEYS), 0)), MANY_KEYS
+    ),
+    "meta that is none": sends(build_header(FrameHeader(FrameType.GET, 2, 8, 0)), b"\xc1" * 8),
+    "silence": sends(greets=False),
+    "silence after hello": sends(),
+    "half a header": sends(build_frame(2, PING)[:20]),
+    "half a meta": sends(
+        build_frame(2, messages.Contains([(None, make_key(1).key.canonical())]))[:-5]
+    ),
+    "half a blob": half_a_blob,
+    "drip": drip,
+    "half a frame and away": half_a_frame_and_away,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 async def test_the_connection_ends_and_others_go_on(attack: Attack) -> None:
     store, arena = MemoryStore(), Arena()
     async with serving(store, QUICK) as server, client_of(server.port) as honest:
@@ -249,9 +158,7 @@ async def test_the_connection_ends_and_others_go_on(attack: Attack) -> None:
         async with connected(server.port) as raw:
             with contextlib.suppress(ConnectionError):  # the server may hang up while we still talk
                 await attack(raw)
-            began = time.monotonic()
             assert await raw.is_closed()
-            assert time.monotonic() - began < 3
         [result] = await honest.get(keys_of(1), arena)
         result.release()  # type: ignore[union-attr]
         assert store.arena.allocator.used_bytes == before
@@ -356,9 +263,7 @@ async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() ->
                     correlation_id, messages.Get([(None, make_key(1).key.canonical())], False, None)
                 )
             chunk = next(iter(store.chunks.values()))
-            async with asyncio.timeout(60):
-                while chunk.memory.get_ref_count() > 1:
-                    await asyncio.sleep(0.02)
+            await until(lambda: chunk.memory.get_ref_count() <= 1)
             raw.reader._transport.resume_reading()  # type: ignore[attr-defined]
             assert await raw.is_closed()
         await honest.ping()

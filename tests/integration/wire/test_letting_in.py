@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack
 import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.record import Miss, MissReason
-from lmcache_core.security import Ticket
+from lmcache_core.security import Principal, Ticket
 from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import (
     Arena,
     MemoryStore,
-    Tenant,
     by_token,
+    client_in,
     client_of,
     connected,
     keys_of,
@@ -43,7 +43,7 @@ async def test_too_many_connections_are_turned_away() -> None:
 async def test_clients_that_are_not_let_in_do_not_fill_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def refuse(token: str | None) -> Tenant:
+    def refuse(token: str | None) -> Principal:
         raise AuthenticationError("no")
 
     caplog.set_level("INFO")
@@ -67,9 +67,9 @@ async def test_clients_that_are_not_let_in_do_not_fill_the_log(
 async def test_the_authenticator_sees_the_token() -> None:
     seen: list[str | None] = []
 
-    def remember(token: str | None) -> Tenant:
+    def remember(token: str | None) -> Principal:
         seen.append(token)
-        return Tenant("t")
+        return client_in("t")
 
     async with (
         serving(MemoryStore(), authenticate=remember) as server,

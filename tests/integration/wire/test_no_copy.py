@@ -17,12 +17,10 @@ from lmcache_core.record import Chunk
 from tests.fixtures.wire import MemoryStore, client_of, serving
 from tests.suites.chunks import make_chunk
 
-NUM_CHUNKS = 4
-PAYLOAD_BYTES = 32 << 20
+NUM_CHUNKS = 3
+PAYLOAD_BYTES = 8 << 20
 MAX_EXTRA_BYTES = 512 << 10
-"""Heads, frames, the staging buffers and tasks of both sides: the payloads are 256 times as
-large.
-"""
+"""Heads, frames, the staging buffers and tasks of both sides; one payload is 16 times as large."""
 ASYNCIO_SLICE_BYTES = 1 << 20
 """What asyncio before Python 3.12 copies of a write that the kernel does not take at once: one
 slice of ours.

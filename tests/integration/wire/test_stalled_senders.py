@@ -17,7 +17,7 @@ from lmcache_storage.problems import SlowClientError
 from starlette.requests import Request
 
 from tests.fixtures.compat import PUT, listening, request_bytes
-from tests.fixtures.wire import MemoryStore, connected, serving
+from tests.fixtures.wire import MemoryStore, connected, serving, until
 from tests.suites.chunks import make_chunk, make_key
 
 ANNOUNCED_BYTES = 4 << 20
@@ -40,9 +40,7 @@ async def test_a_stalled_put_over_lm() -> None:
         await raw.hello()
         head, payload = record_of(ANNOUNCED_BYTES)
         await raw.send(build_frame(2, Put(), len(head) + len(payload)), head, payload[:PIECE_BYTES])
-        async with asyncio.timeout(60):
-            while not store.arena.allocator.used_bytes:
-                await asyncio.sleep(0.01)
+        await until(lambda: store.arena.allocator.used_bytes)
         async with asyncio.timeout(BOUND_S):
             assert await raw.is_closed(BOUND_S)
             await store.arena.until_empty()

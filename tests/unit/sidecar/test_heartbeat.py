@@ -14,7 +14,7 @@ from lmcache_core.lookup import Holder
 from lmcache_core.lookup.messages import LookupAnswer
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import PeerFigures, TierFigures
-from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
+from lmcache_core.p2p.messages import MAX_COUNTED_PEERS
 from lmcache_core.p2p.pull import PulledBytes
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -166,7 +166,7 @@ def test_of_many_peers_those_that_sent_last_are_told() -> None:
     for i in range(MAX_COUNTED_PEERS + 2):
         pulled.add(f"p{i}", 1)
         pulled.add("often", 1)
-    found = pulled.snapshot()
+    found = pulled
     assert len(found) == MAX_COUNTED_PEERS
     assert found["often"] == MAX_COUNTED_PEERS + 2
     assert "p0" not in found

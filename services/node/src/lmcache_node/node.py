@@ -21,7 +21,7 @@ from lmcache_core.p2p import (
     TierFigures,
     distributed_url_of,
 )
-from lmcache_core.p2p.figures import tier_figures
+from lmcache_core.p2p.messages import tier_figures
 from lmcache_core.security import ClientTls, TlsFiles, TokenFile, client_context
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
 from lmcache_core.storage.announcer import TierAnnouncer

@@ -11,7 +11,7 @@ from typing import Final
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.p2p import PeerFigures
-from lmcache_core.p2p.figures import MAX_COUNT, MAX_COUNTED_PEERS, bounded, tier_figures
+from lmcache_core.p2p.messages import MAX_COUNT, MAX_COUNTED_PEERS, bounded, tier_figures
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
@@ -57,9 +57,7 @@ def heartbeat_figures(
         missed_chunks=by_label(metrics.MISSED_CHUNKS_TOTAL),
         stored_chunks=min(values.get((metrics.STORED_CHUNKS_TOTAL, ""), 0), MAX_COUNT),
         stored_bytes=min(values.get((metrics.STORED_BYTES_TOTAL, ""), 0), MAX_COUNT),
-        pulled_bytes=(
-            {} if tiers.pulled is None else bounded(tiers.pulled.snapshot(), MAX_COUNTED_PEERS)
-        ),
+        pulled_bytes=(bounded(tiers.pulled or {}, MAX_COUNTED_PEERS)),
         tiers=tier_figures({tier.name: tier.stats() for tier in tiers.local}),
         sole_bytes=exclusive_bytes,
     )

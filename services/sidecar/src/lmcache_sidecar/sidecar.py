@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.storage.codecs import Codecs, create_codecs
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
-from lmcache_core.storage.remote.members import LookupLocator
+from lmcache_core.storage.remote.members import locate_by_lookup
 from lmcache_core.storage.tiers import HotSpec, PeersSpec, RemoteSpec, TiersSpec, build_tiers
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_node.collectors import CodecErrorCollector
@@ -214,7 +215,7 @@ class SidecarNode(Node[SidecarSettings]):
                 token=self.token,
                 serde=settings.remote_serde,
                 tls=self.tls,
-                locate=None if self.lookup is None else LookupLocator(self.lookup),
+                locate=None if self.lookup is None else partial(locate_by_lookup, self.lookup),
             )
         return TiersSpec(
             hot=HotSpec(

@@ -272,7 +272,7 @@ async def test_what_the_receiver_is_not_known_to_hold_is_not_forgotten(
         if why == "says that it is gone":
             made.others["s-1"].denies = True
         elif why == "is of an earlier version":
-            monkeypatch.setattr(LmClient, "answers_held", False)
+            monkeypatch.setattr(LmClient, "capabilities", frozenset({"handover"}))
         else:
             await made.servers["s-1"].close()
         await asyncio.sleep(0.3)

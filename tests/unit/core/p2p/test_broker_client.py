@@ -70,14 +70,6 @@ async def test_register_sends_what_the_protocol_names() -> None:
     await client.close()
 
 
-async def test_without_a_token_no_header_is_sent() -> None:
-    def handler(request: httpx.Request) -> httpx.Response:
-        assert "authorization" not in request.headers
-        return raw(b'{"peers": []}')
-
-    assert await (await opened(handler)).peers() == []
-
-
 async def test_transfers() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         assert msgspec.json.decode(request.content) == {
@@ -90,14 +82,10 @@ async def test_transfers() -> None:
         return granted({"instance": "c", "chunk_ids": [TWO.hex(), ONE.hex()]})(request)
 
     client = await opened(handler)
+    assert await client.transfers("me", []) == [], "nothing is asked"
     assert await client.transfers("me", [(ONE, ["b", "c"]), (TWO, ["c"])]) == [
-        Assignment("c", "lm://10.0.0.2:1", (TWO, ONE), "v1.x.y", 1_700_000_000_000)
+        Assignment("c", "lm://10.0.0.2:1", [TWO.hex(), ONE.hex()], "v1.x.y", 1_700_000_000_000)
     ]
-
-
-async def test_nothing_to_transfer_asks_nobody() -> None:
-    client = BrokerClient(URL, None, 1.0)
-    assert await client.transfers("me", []) == []
 
 
 async def test_a_long_request_is_cut_to_its_bounds() -> None:
@@ -144,6 +132,15 @@ NO_LEASES = [
     b"\xff\xfe",
     b"[" * 5000,
     b'{"x":' + b"[" * 99_999,
+    msgspec.json.encode(
+        {
+            "ttl_ms": 1,
+            "draining": True,
+            "copies": [
+                {"chunk_id": ONE.hex() + "\n", "instance": "b", "distributed_url": "lm://b:1"}
+            ],
+        }
+    ),
 ]
 
 
@@ -154,28 +151,29 @@ async def test_bodies_that_are_no_lease_are_refused(body: bytes) -> None:
         await client.register(PEER, load=0.0, ttl_ms=1000)
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 409, 422, 500, 503])
+@pytest.mark.parametrize("status", [301, 401, 404, 503])
 async def test_a_status_is_a_failure_with_its_reason(status: int) -> None:
     client = await opened(answer({"title": "No", "detail": "not\nyou"}, status))
     with pytest.raises(UnavailableError, match=rf"status {status} 'not\\nyou'"):
         await client.register(PEER, load=0.0, ttl_ms=1000)
 
 
-async def test_a_lease_that_is_gone_is_deregistered() -> None:
-    await (await opened(answer({}, 404))).deregister("a")
-    with pytest.raises(UnavailableError):
-        await (await opened(answer({}, 403))).deregister("a")
-
-
-async def test_drain_names_the_peer() -> None:
+async def test_a_peer_is_deregistered_also_when_it_is_gone_and_drained_by_name() -> None:
     seen: list[str] = []
+    status = 404
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(f"{request.method} {request.url.path}")
-        return raw(b"", 204)
+        return raw(b"", status)
 
-    await (await opened(handler)).drain("a")
-    assert seen == ["POST /v1/peers/a:drain"]
+    client = await opened(handler)
+    await client.deregister("a")
+    status = 403
+    with pytest.raises(UnavailableError):
+        await client.deregister("a")
+    status = 204
+    await client.drain("a")
+    assert seen == ["DELETE /v1/peers/a"] * 2 + ["POST /v1/peers/a:drain"]
 
 
 def all_request_errors(
@@ -245,13 +243,6 @@ def test_bad_base_urls(url: str) -> None:
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("token", ["", "secret\n", "sec ret", "secr\u00e9t", "secret\0"])
-def test_tokens_that_no_header_can_carry(token: str) -> None:
-    with pytest.raises(ConfigError, match="broker token") as error:
-        BrokerClient(URL, token, 1.0)
-    assert "sec" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     "changed", [{"id": "../admin"}, {"distributed_url": "lm://u:p@a:1"}, {"incarnation": -1}]
 )
@@ -262,7 +253,7 @@ def test_bad_peers(changed: dict[str, Any]) -> None:
 
 
 def test_a_ticket_is_not_printed() -> None:
-    assert "v1.x.y" not in repr(Assignment("c", "lm://a:1", (ONE,), "v1.x.y", 1))
+    assert "v1.x.y" not in repr(Assignment("c", "lm://a:1", [ONE.hex()], "v1.x.y", 1))
 
 
 async def test_tiers_and_patience_are_sent_where_they_are_known() -> None:
@@ -346,16 +337,6 @@ async def test_a_drain_is_reported_and_copies_are_read() -> None:
     await client.close()
 
 
-async def test_a_copy_of_what_is_no_chunk_id_is_refused() -> None:
-    copies = [{"chunk_id": ONE.hex() + "\n", "instance": "b", "distributed_url": "lm://b:1"}]
-    client = await opened(
-        lambda _: raw(msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": copies}))
-    )
-    with pytest.raises(UnavailableError, match="unusable answer"):
-        await client.register(PEER, load=0.0, ttl_ms=1)
-    await client.close()
-
-
 async def test_a_pull_is_renewed_where_the_broker_knows_it() -> None:
     seen: list[Any] = []
     known = {"pull": "p", "ticket": "v1.x.y", "expires_ms": 1_700_000_000_000, "ttl_ms": 5_000}
@@ -370,8 +351,5 @@ async def test_a_pull_is_renewed_where_the_broker_knows_it() -> None:
     assert "v1.x.y" not in repr(renewal)
     assert await client.renew("me", "q") is None
     assert seen[0] == ("/v1/transfers:renew", {"requester": "me", "pulls": ["p"]})
-
-
-async def test_a_broker_that_is_too_old_to_renew() -> None:
-    client = await opened(lambda request: raw(b'{"title": "Not Found", "status": 404}', 404))
-    assert await client.renew("me", "p") is None
+    too_old = await opened(lambda request: raw(b'{"title": "Not Found", "status": 404}', 404))
+    assert await too_old.renew("me", "p") is None

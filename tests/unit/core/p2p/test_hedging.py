@@ -3,13 +3,12 @@ from lmcache_core.p2p.pull import (
     MIN_HEDGE_S,
     MIN_SAMPLES,
     UNKNOWN_SHARE,
-    HedgeBudget,
-    PullTimes,
+    Hedging,
 )
 
 
 def test_a_pull_is_late_past_the_p95_of_pulls_of_its_size() -> None:
-    times = PullTimes()
+    times = Hedging()
     for i in range(100):
         times.observe(16, i / 100)  # the last 64 count: 0.36 to 0.99
         times.observe(1, 5.0)
@@ -19,7 +18,7 @@ def test_a_pull_is_late_past_the_p95_of_pulls_of_its_size() -> None:
 
 
 def test_while_little_is_known_it_is_late_after_a_share_of_the_time() -> None:
-    times = PullTimes()
+    times = Hedging()
     for _ in range(MIN_SAMPLES - 1):
         times.observe(4, 0.5)
     assert times.hedge_s(4, 2.0) == 2.0 * UNKNOWN_SHARE
@@ -28,7 +27,7 @@ def test_while_little_is_known_it_is_late_after_a_share_of_the_time() -> None:
 
 
 def test_nothing_is_late_at_once() -> None:
-    times = PullTimes()
+    times = Hedging()
     for _ in range(MIN_SAMPLES):
         times.observe(1, 0.0)
     assert times.hedge_s(1, 1.0) == MIN_HEDGE_S
@@ -36,7 +35,7 @@ def test_nothing_is_late_at_once() -> None:
 
 
 def test_one_pull_in_ten_may_be_doubled_and_a_few_at_once() -> None:
-    budget = HedgeBudget()
+    budget = Hedging()
     assert sum(budget.spend() for _ in range(100)) == MAX_HEDGES_SAVED
     num_doubled = 0
     for _ in range(200):

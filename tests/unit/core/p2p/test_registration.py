@@ -1,7 +1,8 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from lmcache_core.errors import UnavailableError
@@ -15,11 +16,13 @@ from lmcache_core.p2p import (
     PeerRegistration,
 )
 
+from tests.fixtures.wire import until
+
 PEER = Peer(id="a", incarnation=1, distributed_url="lm://10.0.0.1:65433")
 
 
 class FakeBroker(BrokerClient):
-    """A broker in memory that can be away and can forget."""
+    """A broker in memory that can be away, can forget, and can ask for copies."""
 
     def __init__(self) -> None:
         super().__init__("http://broker", None, 1.0)
@@ -32,6 +35,8 @@ class FakeBroker(BrokerClient):
         self.figures: list[PeerFigures | None] = []
         self.drained = False
         self.heeds_wishes = True
+        self.copies: tuple[CopyOrder, ...] = ()
+        self.reports: list[DrainReport | None] = []
 
     async def register(
         self,
@@ -44,13 +49,15 @@ class FakeBroker(BrokerClient):
         figures: PeerFigures | None = None,
     ) -> Lease:
         self.figures.append(figures)
+        self.reports.append(drain)
         self.num_calls += 1
         if self.away:
             raise UnavailableError("away")
         self.loads.append(load)
         self.asked.append(ttl_ms)
         self.known[peer.id] = draining
-        return Lease(self.ttl_ms, (draining and self.heeds_wishes) or self.drained)
+        is_draining = (draining and self.heeds_wishes) or self.drained
+        return Lease(self.ttl_ms, is_draining, self.copies)
 
     async def deregister(self, instance_id: str) -> None:
         if self.away:
@@ -63,10 +70,10 @@ def registered(registration: PeerRegistration) -> bool:
     return registration.registered
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
+async def opened(broker: BrokerClient, **options: Any) -> PeerRegistration:
+    registration = PeerRegistration(broker, PEER, **{"ttl_ms": 150, **options})
+    await registration.open()
+    return registration
 
 
 async def test_open_registers_renews_and_close_ends_the_lease() -> None:
@@ -83,21 +90,13 @@ async def test_open_registers_renews_and_close_ends_the_lease() -> None:
     assert not registered(registration)
 
 
-async def test_a_shorter_lease_than_asked_for_is_renewed_in_time() -> None:
+@pytest.mark.parametrize("ttl_ms", [600_000, None])
+async def test_the_lease_that_is_granted_says_when_it_is_renewed(ttl_ms: int | None) -> None:
     broker = FakeBroker()
-    registration = PeerRegistration(broker, PEER, ttl_ms=600_000)
-    await registration.open()
-    await until(lambda: broker.num_calls >= 3)
-    assert registration.registered
-    await registration.close()
-
-
-async def test_the_broker_decides_where_no_lease_in_particular_is_asked_for() -> None:
-    broker = FakeBroker()
-    registration = PeerRegistration(broker, PEER)
-    await registration.open()
+    registration = await opened(broker, ttl_ms=ttl_ms)
     await until(lambda: len(broker.asked) >= 3)  # so soon only by the lease that it granted
-    assert set(broker.asked) == {None}
+    assert registration.registered
+    assert set(broker.asked) == {ttl_ms}
     await registration.close()
 
 
@@ -107,8 +106,7 @@ async def test_a_broker_that_is_away_is_one_line_and_heals(
     caplog.set_level(logging.INFO, "lmcache_core.p2p")
     broker = FakeBroker()
     broker.away = True
-    registration = PeerRegistration(broker, PEER, ttl_ms=150)
-    await registration.open()
+    registration = await opened(broker)
     await until(lambda: broker.num_calls >= 4)
     assert not registration.registered
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -119,15 +117,14 @@ async def test_a_broker_that_is_away_is_one_line_and_heals(
     await registration.close()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
     assert [record.getMessage() for record in caplog.records][:2] == [
-        "peer a: away",
-        "peer a: the broker grants a lease of 300 ms",
+        "broker unavailable, retrying: peer=a error=away",
+        "lease granted: peer=a ttl_ms=300",
     ]
 
 
 async def test_a_broker_that_forgot_is_told_again_of_the_drain_too() -> None:
     broker = FakeBroker()
-    registration = PeerRegistration(broker, PEER, ttl_ms=150)
-    await registration.open()
+    registration = await opened(broker)
     await until(lambda: "a" in broker.known)
     broker.drained = True
     await until(lambda: registration.draining)
@@ -139,32 +136,28 @@ async def test_a_broker_that_forgot_is_told_again_of_the_drain_too() -> None:
 async def test_figures_are_read_anew_for_each_renewal() -> None:
     broker = FakeBroker()
     counts = itertools.count()
-    registration = PeerRegistration(
-        broker, PEER, ttl_ms=150, figures=lambda: PeerFigures(requested_chunks=next(counts))
-    )
-    await registration.open()
+    registration = await opened(broker, figures=lambda: PeerFigures(requested_chunks=next(counts)))
     await until(lambda: len(broker.figures) >= 3)
     await registration.close()
     assert broker.figures[:3] == [PeerFigures(requested_chunks=i) for i in range(3)]
 
 
-async def test_drain_does_not_wait_for_the_next_renewal() -> None:
-    broker = FakeBroker()
+async def test_an_own_drain_is_told_at_once_and_is_no_wish_of_the_broker() -> None:
+    broker, listener = FakeBroker(), Listener()
     broker.ttl_ms = 600_000
-    registration = PeerRegistration(broker, PEER, ttl_ms=600_000)
-    await registration.open()
+    registration = await opened(broker, ttl_ms=600_000, listener=listener)
     await until(lambda: broker.known == {"a": False})
     registration.drain()
     await until(lambda: broker.known == {"a": True})
     await registration.close()
+    assert listener.num_drains == 0
 
 
 async def test_a_drain_survives_the_answer_to_an_earlier_renewal() -> None:
     """Also that of an older broker, which does not know the wish."""
     broker = FakeBroker()
     broker.heeds_wishes = False
-    registration = PeerRegistration(broker, PEER, ttl_ms=150)
-    await registration.open()
+    registration = await opened(broker)
     await until(lambda: registration.registered)
     registration.drain()
     num_calls = broker.num_calls
@@ -185,16 +178,14 @@ async def test_a_failing_load_reading_is_tried_again() -> None:
             raise RuntimeError("no load yet")
         return 0.5
 
-    registration = PeerRegistration(broker, PEER, load, ttl_ms=150)
-    await registration.open()
+    registration = await opened(broker, load=load)
     await until(lambda: broker.loads == [0.5])
     await registration.close()
 
 
 async def test_close_with_the_broker_away_is_quiet() -> None:
     broker = FakeBroker()
-    registration = PeerRegistration(broker, PEER, ttl_ms=600_000)
-    await registration.open()
+    registration = await opened(broker, ttl_ms=600_000)
     await until(lambda: registration.registered)
     broker.away = True
     await registration.close()
@@ -220,32 +211,10 @@ class Listener:
         return self.report
 
 
-class WishingBroker(FakeBroker):
-    """Asks for copies with each lease, and notes reports."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reports: list[DrainReport | None] = []
-
-    async def register(
-        self,
-        peer: Peer,
-        *,
-        load: float,
-        ttl_ms: int | None,
-        draining: bool = False,
-        drain: DrainReport | None = None,
-        figures: PeerFigures | None = None,
-    ) -> Lease:
-        self.reports.append(drain)
-        lease = await super().register(peer, load=load, ttl_ms=ttl_ms, draining=draining)
-        return Lease(lease.ttl_ms, lease.draining, (CopyOrder("0" * 32, "b", "lm://b:1"),))
-
-
 async def test_what_the_broker_wishes_is_passed_on_and_the_drain_is_reported() -> None:
-    broker, listener = WishingBroker(), Listener()
-    registration = PeerRegistration(broker, PEER, ttl_ms=300, listener=listener)
-    await registration.open()
+    broker, listener = FakeBroker(), Listener()
+    broker.copies = (CopyOrder("0" * 32, "b", "lm://b:1"),)
+    registration = await opened(broker, listener=listener)
     await until(lambda: len(listener.orders) >= 1)
     assert (listener.num_drains, broker.reports[0]) == (0, None)
     broker.drained = True
@@ -257,24 +226,12 @@ async def test_what_the_broker_wishes_is_passed_on_and_the_drain_is_reported() -
     await registration.close()
 
 
-async def test_ones_own_drain_is_no_wish_of_the_broker() -> None:
-    broker, listener = WishingBroker(), Listener()
-    registration = PeerRegistration(broker, PEER, ttl_ms=300, listener=listener)
-    await registration.open()
-    await until(lambda: registered(registration))
-    registration.drain()
-    await until(lambda: broker.known.get("a") is True)
-    await registration.close()
-    assert listener.num_drains == 0
-
-
 @pytest.mark.parametrize("turns", [0, 1, 2])
 async def test_close_ends_right_after_a_drain(turns: int) -> None:
     """Turns of the loop between both: the registration is woken and cancelled at once."""
     broker = FakeBroker()
     broker.ttl_ms = 60_000
-    registration = PeerRegistration(broker, PEER, ttl_ms=60_000)
-    await registration.open()
+    registration = await opened(broker, ttl_ms=60_000)
     await until(lambda: registration.registered)
     await asyncio.sleep(0.1)  # it waits for its next renewal
     registration.drain()

@@ -137,47 +137,49 @@ async def test_all_of_them_are_read(size: int) -> None:
     assert await payloads(data, size, Arena()) == ([make_payload(i) for i in range(3)], False)
 
 
-async def test_nothing_is_nothing() -> None:
-    assert await payloads(b"", 10, Arena()) == ([], False)
+def flipped(record: bytes, at: int) -> bytes:
+    return record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
 
 
-async def test_a_damaged_payload_is_one_miss() -> None:
-    first = bytearray(make_record(0))
-    first[-1] ^= 1
-    assert await payloads(bytes(first) + make_record(1), 600, Arena()) == (
-        [MissReason.CORRUPT, make_payload(1)],
-        False,
-    )
+FIRST, SECOND, THIRD = make_record(0), make_record(1), make_record(2)
+LARGE = make_record(0, make_payload(0, 100_000))
 
 
-@pytest.mark.parametrize("at", [0, 4, 8, 100, 511])
-async def test_behind_a_damaged_head_nothing_is_known(at: int) -> None:
-    second = bytearray(make_record(1))
-    second[at] ^= 1
-    assert await payloads(make_record(0) + bytes(second) + make_record(2), 600, Arena()) == (
-        [make_payload(0)],
-        True,
-    )
-
-
-@pytest.mark.parametrize("length", [1, 23, 24, 500])
-async def test_an_end_within_a_head(length: int) -> None:
-    assert await payloads(make_record(0) + make_record(1)[:length], 600, Arena()) == (
-        [make_payload(0)],
-        True,
-    )
-
-
-async def test_an_end_within_a_payload() -> None:
-    assert await payloads(make_record(0)[:-1], 600, Arena()) == ([MissReason.CORRUPT], True)
-
-
-async def test_without_memory_the_payload_is_passed_over() -> None:
-    large = make_record(0, make_payload(0, 100_000))
-    assert await payloads(large + make_record(1), 5000, Arena(8192)) == (
-        [MissReason.NO_MEMORY, make_payload(1)],
-        False,
-    )
+@pytest.mark.parametrize(
+    ("data", "expected", "is_damaged"),
+    [
+        pytest.param(b"", [], False, id="nothing"),
+        pytest.param(
+            flipped(FIRST, len(FIRST) - 1) + SECOND,
+            [MissReason.CORRUPT, make_payload(1)],
+            False,
+            id="a damaged payload is one miss",
+        ),
+        *(
+            pytest.param(
+                FIRST + flipped(SECOND, at) + THIRD,
+                [make_payload(0)],
+                True,
+                id=f"after a damaged head nothing is known: byte {at}",
+            )
+            for at in (0, 4, 8, 100, 511)
+        ),
+        *(
+            pytest.param(
+                FIRST + SECOND[:length], [make_payload(0)], True, id=f"end in a head: {length}"
+            )
+            for length in (1, 23, 24, 500)
+        ),
+        pytest.param(FIRST[:-1], [MissReason.CORRUPT], True, id="end in a payload"),
+        pytest.param(
+            LARGE + SECOND, [MissReason.NO_MEMORY, make_payload(1)], False, id="without memory"
+        ),
+    ],
+)
+async def test_what_can_be_read_is_read(
+    data: bytes, expected: list[bytes | MissReason], is_damaged: bool
+) -> None:
+    assert await payloads(data, 600, Arena(8192)) == (expected, is_damaged)
 
 
 async def test_a_payload_may_be_skipped() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import xxhash
 from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import Holder, LookupAnswer
-from lmcache_core.storage.remote.members import MAX_QUESTIONS, LookupLocator, Resolver, hosts_of
+from lmcache_core.storage.remote.members import MAX_QUESTIONS, Resolver, hosts_of, locate_by_lookup
 from lmcache_core.storage.remote.rendezvous import home, ranked, score
 
 from tests.suites.chunks import make_key
@@ -115,9 +116,13 @@ class ScriptedLookup:
         )
 
 
+async def located(lookup: ScriptedLookup, keys: Sequence[ChunkKey]) -> list[list[str]]:
+    return await locate_by_lookup(lookup, keys)  # type: ignore[arg-type]
+
+
 async def test_what_is_held_behind_a_gap_is_found() -> None:
     lookup = ScriptedLookup({0, 1, 3, 5, 6})
-    found = await LookupLocator(lookup)(KEYS[:7])
+    found = await located(lookup, KEYS[:7])
     assert [bool(names) for names in found] == [True, True, False, True, False, True, True]
     assert found[0] == ["s-1", "s-2"]
     assert lookup.num_questions == 3
@@ -125,14 +130,14 @@ async def test_what_is_held_behind_a_gap_is_found() -> None:
 
 async def test_questions_are_bounded_and_the_rest_is_not_known() -> None:
     lookup = ScriptedLookup({0, *range(8, 12)})
-    found = await LookupLocator(lookup)(KEYS)
+    found = await located(lookup, KEYS)
     assert [bool(names) for names in found] == [True] + [False] * 11
     assert lookup.num_questions == MAX_QUESTIONS
 
 
 async def test_without_its_index_lookup_knows_nothing() -> None:
-    assert await LookupLocator(ScriptedLookup({0}, degraded=True))(KEYS) == [[] for _ in KEYS]
-    assert await LookupLocator(ScriptedLookup(set()))([]) == []
+    assert await located(ScriptedLookup({0}, degraded=True), KEYS) == [[] for _ in KEYS]
+    assert await located(ScriptedLookup(set()), []) == []
 
 
 GOLDEN = Path(__file__).parents[3] / "contract" / "golden" / "rendezvous.json"

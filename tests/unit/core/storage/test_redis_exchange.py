@@ -122,8 +122,8 @@ async def test_what_came_in_time_is_kept_and_the_connection_is_not_used_again():
 
     arena = Arena()
     client = FakeRedis([make_record(0), None, never])
-    results = await RedisBackend(client, 1.0).batched_get(
-        [make_key(i) for i in range(4)], arena, timeout_s=0.05
+    results = await RedisBackend(client, 60.0).batched_get(
+        [make_key(i) for i in range(4)], arena, timeout_s=0.5
     )
     assert isinstance(results[0], Chunk)
     results[0].release()
@@ -158,8 +158,8 @@ async def test_what_came_in_time_is_kept_also_when_the_tiers_own_deadline_is_the
 
     arena = Arena()
     client = FakeRedis([make_record(0), never])
-    results = await RedisBackend(client, 0.05).batched_get(
-        [make_key(0), make_key(1)], arena, timeout_s=0.05
+    results = await RedisBackend(client, 0.5).batched_get(
+        [make_key(0), make_key(1)], arena, timeout_s=0.5
     )
     assert isinstance(results[0], Chunk)
     results[0].release()

@@ -46,7 +46,7 @@ async def test_schemes(url: str, kind: type) -> None:
 def test_a_directory_may_have_a_name_that_is_not_utf8() -> None:
     backend = create_remote_backend("file:///mnt/kv%FF")
     assert isinstance(backend, FileBackend)
-    assert os.fsencode(backend._root) == b"/mnt/kv\xff"
+    assert os.fsencode(backend.root) == b"/mnt/kv\xff"
     with pytest.raises(ConfigError, match="no directory has such a name"):
         create_remote_backend("file:///mnt/\ud800")
 

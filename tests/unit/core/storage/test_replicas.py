@@ -20,7 +20,7 @@ from lmcache_core.storage.remote.replicas import ReplicatedBackend
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.server import LmServer
 
-from tests.fixtures.wire import MemoryStore, serving
+from tests.fixtures.wire import MemoryStore, serving, until
 from tests.suites.backend_suite import Arena, payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
@@ -245,12 +245,12 @@ async def test_one_that_moves_to_another_address_keeps_its_chunks() -> None:
         await made.put(KEYS)
         moved = made.stores["s-0"]
         async with serving(Server(), name="s-0") as elsewhere:
-            elsewhere._service.store.chunks.update(moved.chunks)  # type: ignore[attr-defined]
+            elsewhere.store.chunks.update(moved.chunks)  # type: ignore[attr-defined]
             await made.stop("s-0")
             made.addresses["s-0"] = ServerAddress("127.0.0.1", elsewhere.port, "s-0")
             await made.members.refresh()
             assert await made.got(KEYS) == payloads(KEYS)
-            elsewhere._service.store.chunks.clear()  # type: ignore[attr-defined]
+            elsewhere.store.chunks.clear()  # type: ignore[attr-defined]
 
 
 async def test_lookup_is_asked_before_anybody_else() -> None:
@@ -299,9 +299,7 @@ async def test_a_cancelled_get_gives_everything_back() -> None:
         await made.put(KEYS)
         made.stores["s-1"].gate = asyncio.Event()
         reading = asyncio.create_task(made.tier.batched_get(KEYS, made.arena))
-        async with asyncio.timeout(60):
-            while not made.arena.allocator.used_bytes:
-                await asyncio.sleep(0.005)
+        await until(lambda: made.arena.allocator.used_bytes)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from lmcache_core.errors import IdentityError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
-from lmcache_core.wire.lanes import DeclaredLanes, KnownLanes
+from lmcache_core.wire.connection import ClientConnection
+from lmcache_core.wire.lanes import KnownLanes
 from lmcache_core.wire.messages import MAX_LANES, DeclareLane, Message
 
 from tests.suites.chunks import make_key
@@ -32,6 +33,10 @@ class Line:
         self.declared.append(message)
 
 
+def naming(line: Line) -> ClientConnection:
+    return ClientConnection(line, "server")  # type: ignore[arg-type]
+
+
 def key(lane: int = 0, chunk_hash: str = HASH, group: str = "") -> ChunkKey:
     return ChunkKey("default", CacheEngineKey("vllm", "m", 1 << 20, lane, chunk_hash, group))
 
@@ -48,7 +53,7 @@ MIXED = [
 @pytest.mark.parametrize("keys", MIXED, ids=range(len(MIXED)))
 async def test_the_server_understands_what_the_client_names(keys: list[ChunkKey]) -> None:
     line = Line()
-    lanes = DeclaredLanes(line)  # type: ignore[arg-type]
+    lanes = naming(line)
     for _ in range(2):
         names = await lanes.names(keys)
         assert line.known.keys(names, "default", len(keys)) == keys
@@ -56,13 +61,13 @@ async def test_the_server_understands_what_the_client_names(keys: list[ChunkKey]
 
 
 async def test_keys_of_one_lane_are_one_run() -> None:
-    names = await DeclaredLanes(Line()).names([make_key(i) for i in range(5)])  # type: ignore[arg-type]
+    names = await naming(Line()).names([make_key(i) for i in range(5)])
     assert [(number, len(data)) for number, data in names] == [(0, 5 * 32)]
 
 
 async def test_a_declaration_that_is_cancelled_is_made_by_the_next_request() -> None:
     line = Line()
-    lanes = DeclaredLanes(line)  # type: ignore[arg-type]
+    lanes = naming(line)
     line.gate.clear()
     calls = [asyncio.ensure_future(lanes.names([key(lane)])) for lane in (0, 1, 1)]
     await asyncio.sleep(0)
@@ -87,5 +92,5 @@ async def test_a_key_that_cannot_be_spelled_is_refused_before_it_is_sent(
 ) -> None:
     line = Line()
     with pytest.raises(IdentityError):
-        await DeclaredLanes(line).names([ChunkKey("default", bad)])  # type: ignore[arg-type]
+        await naming(line).names([ChunkKey("default", bad)])
     assert not line.declared

@@ -20,7 +20,7 @@ from lmcache_core.wire.messages import ErrorCode, ErrorMessage
 from lmcache_core.wire.stream import FrameStream
 
 from tests.fixtures.compat import listening
-from tests.fixtures.wire import MemoryStore, RawConnection, connected, serving
+from tests.fixtures.wire import MemoryStore, RawConnection, connected, serving, until
 
 BUSY = ErrorMessage(ErrorCode.BUSY.value, "too many connections")
 
@@ -61,9 +61,7 @@ class Listening:
         )
 
     async def until_idle(self) -> None:
-        async with asyncio.timeout(60):
-            while self.listener.num_connections:
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.listener.num_connections)
 
 
 @asynccontextmanager
@@ -71,7 +69,7 @@ async def open_listener(
     max_connections: int = 2, goodbye: ErrorMessage | None = BUSY, session: type[Talk] = Talk
 ) -> AsyncIterator[Listening]:
     made = Listening(max_connections, goodbye, session)
-    await made.listener.open("127.0.0.1", 0)
+    await made.listener.listen("127.0.0.1", 0)
     try:
         yield made
     finally:
@@ -129,9 +127,7 @@ async def test_those_who_are_told_goodbye_take_no_place_of_others() -> None:
         assert await heard(first) == b"!"
         for _ in range(4):  # nobody reads what they are told
             await many.enter_async_context(connected(made.listener.port))
-        async with asyncio.timeout(60):
-            while len(made.turned_away) < 4:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(made.turned_away) >= 4)
         first.writer.close()
         await made.until_idle()
         async with connected(made.listener.port) as next_one:
@@ -171,7 +167,7 @@ async def test_the_port_is_known_only_while_it_listens() -> None:
             UnavailableError,
             match=f"test listener cannot listen on 127.0.0.1:{other.listener.port}",
         ):
-            await again.listener.open("127.0.0.1", other.listener.port)
+            await again.listener.listen("127.0.0.1", other.listener.port)
         await again.listener.close()
         port = other.listener.port
         await asyncio.gather(*(other.listener.close() for _ in range(3)))
@@ -183,7 +179,7 @@ async def test_the_port_is_known_only_while_it_listens() -> None:
 
 async def test_a_handshake_that_nobody_goes_on_with_ends() -> None:
     made = Listening(1, None, Talk)
-    await made.listener.open("127.0.0.1", 0, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), 0.2)
+    await made.listener.listen("127.0.0.1", 0, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), 0.2)
     async with connected(made.listener.port) as raw:
         assert await raw.is_closed()
     assert not made.turned_away

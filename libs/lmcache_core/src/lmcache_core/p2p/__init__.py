@@ -9,7 +9,6 @@ from lmcache_core.p2p.distributed_url import (
     is_encrypted,
     parse_distributed_url,
 )
-from lmcache_core.p2p.figures import PeerFigures, TierFigures
 from lmcache_core.p2p.messages import (
     Assignment,
     CopyOrder,
@@ -17,8 +16,10 @@ from lmcache_core.p2p.messages import (
     HeldBy,
     Lease,
     Peer,
+    PeerFigures,
     PeerKind,
     PeerStatus,
+    TierFigures,
 )
 from lmcache_core.p2p.registration import LeaseListener, PeerRegistration
 

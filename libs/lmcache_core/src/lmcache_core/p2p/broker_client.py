@@ -10,33 +10,15 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from lmcache_core.lookup import MAX_HOLDERS_PER_CHUNK
+from lmcache_core.lookup.messages import MAX_HOLDERS_PER_CHUNK
+from lmcache_core.p2p import messages as m
 from lmcache_core.p2p.distributed_url import parse_distributed_url
-from lmcache_core.p2p.figures import PeerFigures
-from lmcache_core.p2p.messages import (
-    CHUNK_ID_BYTES,
-    MAX_CHUNKS_PER_TRANSFER,
-    AnnounceRequest,
-    Assignment,
-    ChunkHolders,
-    DrainReport,
-    HeldBy,
-    Lease,
-    Peer,
-    PeersResponse,
-    PeerStatus,
-    PullsRequest,
-    Renewal,
-    RenewResponse,
-    TransferRequest,
-    TransferResponse,
-    WireAssignment,
-)
+from lmcache_core.p2p.messages import Assignment, HeldBy, Peer
 from lmcache_core.security import ShownToken, validate_instance_id
 from lmcache_core.wire.json_http import JsonHttpClient
 
 
-class BrokerClient:
+class BrokerClient(JsonHttpClient):
     """Talks to one broker. The constructor does no I/O; `open` and `close` belong to the owner.
 
     Args:
@@ -59,17 +41,7 @@ class BrokerClient:
         transport: httpx.AsyncBaseTransport | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._http = JsonHttpClient(
-            "broker", base_url, token, timeout_s, transport=transport, tls=tls
-        )
-
-    async def open(self) -> None:
-        """Make the connection pool. Connects to nothing yet."""
-        await self._http.open()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._http.close()
+        super().__init__("broker", base_url, token, timeout_s, transport=transport, tls=tls)
 
     async def register(
         self,
@@ -78,9 +50,9 @@ class BrokerClient:
         load: float,
         ttl_ms: int | None,
         draining: bool = False,
-        drain: DrainReport | None = None,
-        figures: PeerFigures | None = None,
-    ) -> Lease:
+        drain: m.DrainReport | None = None,
+        figures: m.PeerFigures | None = None,
+    ) -> m.Lease:
         """Announce a peer, or renew its lease: the same call, which a broker that has forgotten
         everything takes as well.
 
@@ -90,12 +62,12 @@ class BrokerClient:
             ttl_ms: The lease asked for, None for none in particular; the broker may grant another.
             draining: The peer wants no new pulls.
             drain: How far it is on its way to its end.
-            figures: What it has done and holds; brokers that are too old pass it over.
+            figures: What it has done and holds; brokers that are too old ignore it.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        body = AnnounceRequest(
+        body = m.AnnounceRequest(
             peer.incarnation,
             peer.distributed_url,
             peer.kind,
@@ -107,7 +79,7 @@ class BrokerClient:
             drain or msgspec.UNSET,
             figures or msgspec.UNSET,
         )
-        return self._http.decode(await self._http.call("PUT", _peer_path(peer.id), body), Lease)
+        return self.decode(await self.call("PUT", _peer_path(peer.id), body), m.Lease)
 
     async def deregister(self, instance_id: str) -> None:
         """End a peer's lease; none is fine too.
@@ -115,24 +87,24 @@ class BrokerClient:
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        await self._http.call("DELETE", _peer_path(instance_id), absent_ok=True)
+        await self.call("DELETE", _peer_path(instance_id), absent_ok=True)
 
     async def drain(self, instance_id: str) -> None:
-        """Let a peer get no new pulls. Needs the role `admin`; a peer drains itself with
+        """Send a peer no new pulls. Needs the role `admin`; a peer drains itself with
         `register(draining=True)`.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        await self._http.call("POST", f"{_peer_path(instance_id)}:drain")
+        await self.call("POST", f"{_peer_path(instance_id)}:drain")
 
-    async def peers(self) -> list[PeerStatus]:
+    async def peers(self) -> list[m.PeerStatus]:
         """List the live peers that this token may see.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        return self._http.decode(await self._http.call("GET", "/v1/peers"), PeersResponse).peers
+        return self.decode(await self.call("GET", "/v1/peers"), m.PeersResponse).peers
 
     async def transfers(
         self,
@@ -161,42 +133,42 @@ class BrokerClient:
         """
         named = [
             _holders_of(chunk_id, holders[:MAX_HOLDERS_PER_CHUNK])
-            for chunk_id, holders in chunks[:MAX_CHUNKS_PER_TRANSFER]
+            for chunk_id, holders in chunks[: m.MAX_CHUNKS_PER_TRANSFER]
         ]
         asked = {chunk.chunk_id: chunk.holders for chunk in named}
         if not asked:
             return []
-        body = TransferRequest(validate_instance_id(requester), named, wait_ms)
-        answer = self._http.decode(
-            await self._http.call("POST", "/v1/transfers", body), TransferResponse
-        )
-        return [self._take(assignment, requester, asked) for assignment in answer.assignments]
+        body = m.TransferRequest(validate_instance_id(requester), named, wait_ms)
+        answer = self.decode(await self.call("POST", "/v1/transfers", body), m.TransferResponse)
+        for assignment in answer.assignments:
+            self._check(assignment, requester, asked)
+        return answer.assignments
 
-    async def renew(self, requester: str, pull: str) -> Renewal | None:
-        """Let a pull go on for the life of another ticket.
+    async def renew(self, requester: str, pull: str) -> m.Renewal | None:
+        """Prolong a pull by the life of another ticket.
 
         Args:
             requester: Who pulls.
             pull: `Assignment.pull`.
 
         Returns:
-            The new ticket; None where the broker does not know the pull, thinks it has gone on for
-            too long, or is too old to renew any.
+            The new ticket; None where the broker does not know the pull, thinks it has lasted too
+            long, or is too old to renew any.
 
         Raises:
             UnavailableError: The broker did not answer, or refused, or answered something else than
                 it was asked.
         """
-        body = PullsRequest(validate_instance_id(requester), [pull])
-        answer = self._http.decode(
-            await self._http.call("POST", "/v1/transfers:renew", body, absent_ok=True),
-            RenewResponse,
+        body = m.PullsRequest(validate_instance_id(requester), [pull])
+        answer = self.decode(
+            await self.call("POST", "/v1/transfers:renew", body, absent_ok=True),
+            m.RenewResponse,
         )
         return next((renewal for renewal in answer.renewed if renewal.pull == pull), None)
 
     async def done(self, requester: str, pulls: Sequence[str]) -> None:
         """Say that pulls are over, so that others need not wait for the ends of their tickets. A
-        broker that is too old passes it over.
+        broker that is too old ignores it.
 
         Args:
             requester: Who pulled.
@@ -206,51 +178,39 @@ class BrokerClient:
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        told = [pull for pull in pulls if pull][:MAX_CHUNKS_PER_TRANSFER]
+        told = [pull for pull in pulls if pull][: m.MAX_CHUNKS_PER_TRANSFER]
         if told:
-            await self._http.call(
+            await self.call(
                 "POST",
                 "/v1/transfers:done",
-                PullsRequest(validate_instance_id(requester), told),
+                m.PullsRequest(validate_instance_id(requester), told),
                 absent_ok=True,
             )
 
-    def _take(
-        self, wire: WireAssignment, requester: str, asked: dict[str, list[str]]
-    ) -> Assignment:
-        """Check one assignment against what was asked. Takes its chunks out of `asked`, so that
-        a second mention fails.
+    def _check(self, assignment: Assignment, requester: str, asked: dict[str, list[str]]) -> None:
+        """Check an assignment against what was asked. Takes its chunks out of `asked`, so that a
+        second mention fails.
         """
         try:
-            parse_distributed_url(wire.distributed_url)
+            parse_distributed_url(assignment.distributed_url)
         except ValueError as exc:
-            raise self._http.unusable(str(exc)) from exc
-        if wire.instance == requester:
-            raise self._http.unusable("it assigns the requester to itself")
-        for chunk_id in wire.chunk_ids:
-            if wire.instance not in asked.pop(chunk_id, ()):
-                raise self._http.unusable(
+            raise self.unusable(str(exc)) from exc
+        if assignment.instance == requester:
+            raise self.unusable("it assigns the requester to itself")
+        for chunk_id in assignment.chunk_ids:
+            if assignment.instance not in asked.pop(chunk_id, ()):
+                raise self.unusable(
                     "it assigns a chunk twice, unasked, or to one who does not hold it"
                 )
-        chunk_ids = tuple(bytes.fromhex(chunk_id) for chunk_id in wire.chunk_ids)
-        return Assignment(
-            wire.instance,
-            wire.distributed_url,
-            chunk_ids,
-            wire.ticket,
-            wire.expires_ms,
-            wire.pull,
-            wire.ttl_ms,
-        )
 
 
 def _peer_path(instance_id: str) -> str:
     return f"/v1/peers/{validate_instance_id(instance_id)}"
 
 
-def _holders_of(chunk_id: bytes, holders: Sequence[str | HeldBy]) -> ChunkHolders:
-    if len(chunk_id) != CHUNK_ID_BYTES:
-        raise ValueError(f"a chunk id has {CHUNK_ID_BYTES} bytes, not {len(chunk_id)}")
+def _holders_of(chunk_id: bytes, holders: Sequence[str | HeldBy]) -> m.ChunkHolders:
+    if len(chunk_id) != m.CHUNK_ID_BYTES:
+        raise ValueError(f"a chunk id has {m.CHUNK_ID_BYTES} bytes, not {len(chunk_id)}")
     ids = [holder if isinstance(holder, str) else holder.instance for holder in holders]
     tiers = [holder.tier for holder in holders if not isinstance(holder, str)]
-    return ChunkHolders(chunk_id.hex(), ids, tiers if len(tiers) == len(ids) else [])
+    return m.ChunkHolders(chunk_id.hex(), ids, tiers if len(tiers) == len(ids) else [])

@@ -6,6 +6,7 @@ Fields that are not known are ignored: a newer peer must be able to register.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
@@ -20,7 +21,6 @@ from lmcache_core.lookup.messages import (
 )
 from lmcache_core.names import validate_instance_id
 from lmcache_core.p2p.distributed_url import parse_distributed_url
-from lmcache_core.p2p.figures import BoundedCount, PeerFigures
 
 PeerKind = Literal["sidecar", "storage"]
 
@@ -29,12 +29,22 @@ MAX_COPIES_PER_LEASE: Final = 64
 MAX_PEERS_PER_LISTING: Final = 65536
 MAX_WAIT_MS: Final = 10_000
 CHUNK_ID_BYTES: Final = 16
+MAX_TIERS: Final = 16
+MAX_COUNTED_LABELS: Final = 32
+"""Names in one table: tiers, reasons of misses."""
+MAX_COUNTED_PEERS: Final = 64
+MAX_LABEL_CHARS: Final = 253
+MAX_COUNT: Final = (1 << 53) - 1
+"""Larger numbers are not the same in every JSON."""
 
 ShortText = Annotated[str, msgspec.Meta(max_length=300)]
 TopologyName = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9._-]{{0,253}}${NO_LINE_END}")]
 TicketText = Annotated[str, msgspec.Meta(max_length=4096)]
 PullId = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_-]{{1,64}}${NO_LINE_END}")]
 PositiveMs = Annotated[int, msgspec.Meta(gt=0, lt=1 << 53)]
+BoundedCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL_CHARS)]
+Counts = Annotated[dict[Label, BoundedCount], msgspec.Meta(max_length=MAX_COUNTED_LABELS)]
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -127,32 +137,46 @@ class Lease(msgspec.Struct, frozen=True):
     copies: Annotated[tuple[CopyOrder, ...], msgspec.Meta(max_length=MAX_COPIES_PER_LEASE)] = ()
 
 
-class Assignment(msgspec.Struct, frozen=True):
-    """One pull that the broker has granted.
+class TierFigures(msgspec.Struct, frozen=True):
+    """How full one tier is.
 
     Attributes:
-        instance: The serving instance.
-        distributed_url: Its address.
-        chunk_ids: 16 bytes each, in the order of the request.
-        ticket: To show to the serving instance. A secret until it expires.
-        expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: Id to renew or end the pull by; empty when the broker is too old for either.
-        ttl_ms: Life of the ticket from now; 0 when the broker is too old to renew it.
+        capacity_bytes: 0 where it is not known.
     """
 
-    instance: str
-    distributed_url: str
-    chunk_ids: tuple[bytes, ...]
-    ticket: str
-    expires_ms: int
-    pull: str = ""
-    ttl_ms: int = 0
+    name: Label
+    num_chunks: BoundedCount
+    used_bytes: BoundedCount
+    capacity_bytes: BoundedCount
 
-    def __repr__(self) -> str:
-        return (
-            f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r},"
-            f" num_chunks={len(self.chunk_ids)})"
-        )
+
+class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Counters of an instance since its start, and what it holds now. All of it is optional.
+
+    Attributes:
+        requested_chunks: Chunks that engines asked for.
+        loaded_chunks: Chunks that engines got, by tier.
+        loaded_bytes: Bytes of these, by tier.
+        missed_chunks: Chunks that engines did not get, by reason.
+        stored_chunks: Chunks that engines stored.
+        stored_bytes: Bytes of these.
+        pulled_bytes: Bytes that came from peers, by the peer's id.
+        tiers: How full its own tiers are.
+        sole_bytes: Bytes of chunks without another holder, as far as the instance knows; null
+            where it does not.
+    """
+
+    requested_chunks: BoundedCount = 0
+    loaded_chunks: Counts = {}
+    loaded_bytes: Counts = {}
+    missed_chunks: Counts = {}
+    stored_chunks: BoundedCount = 0
+    stored_bytes: BoundedCount = 0
+    pulled_bytes: Annotated[
+        dict[Label, BoundedCount], msgspec.Meta(max_length=MAX_COUNTED_PEERS)
+    ] = {}
+    tiers: Annotated[tuple[TierFigures, ...], msgspec.Meta(max_length=MAX_TIERS)] = ()
+    sole_bytes: BoundedCount | None = None
 
 
 class AnnounceRequest(msgspec.Struct, frozen=True):
@@ -228,17 +252,18 @@ class PullsRequest(msgspec.Struct, frozen=True):
     pulls: Annotated[list[PullId], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
 
 
-class WireAssignment(msgspec.Struct, frozen=True):
-    """Chunks that one peer serves.
+class Assignment(msgspec.Struct, frozen=True):
+    """One pull that the broker has granted.
 
     Attributes:
-        instance: The serving peer.
+        instance: The serving instance.
         distributed_url: Its address.
-        chunk_ids: 32 hex digits each.
-        ticket: To show to the serving peer.
+        chunk_ids: 32 hex digits each, in the order of the request.
+        ticket: To show to the serving instance. A secret until it expires.
         expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: Its id in `/v1/transfers:renew` and `/v1/transfers:done`.
-        ttl_ms: Life of the ticket.
+        pull: Its id in `/v1/transfers:renew` and `/v1/transfers:done`; empty when the broker is too
+            old for either.
+        ttl_ms: Life of the ticket from now; 0 when the broker is too old to renew it.
     """
 
     instance: ShortText
@@ -250,6 +275,12 @@ class WireAssignment(msgspec.Struct, frozen=True):
     expires_ms: PositiveMs
     pull: Annotated[str, msgspec.Meta(max_length=64)] = ""
     ttl_ms: BoundedCount = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Assignment(instance={self.instance!r}, distributed_url={self.distributed_url!r},"
+            f" num_chunks={len(self.chunk_ids)})"
+        )
 
 
 class Renewal(msgspec.Struct, frozen=True):
@@ -289,7 +320,7 @@ class TransferResponse(msgspec.Struct, frozen=True):
         busy: Those of them whose live holders are at their bound of pulls.
     """
 
-    assignments: Annotated[list[WireAssignment], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
+    assignments: Annotated[list[Assignment], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
     unassigned: list[str] = []
     busy: list[str] = []
 
@@ -298,3 +329,30 @@ class PeersResponse(msgspec.Struct, frozen=True):
     """The live peers that the caller may see."""
 
     peers: Annotated[list[PeerStatus], msgspec.Meta(max_length=MAX_PEERS_PER_LISTING)]
+
+
+def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> dict[str, int]:
+    """Return the largest of these counts, at most so many, with names that a heartbeat may hold."""
+    named = (
+        (name, min(count, MAX_COUNT))
+        for name, count in counts.items()
+        if 0 < len(name) <= MAX_LABEL_CHARS
+    )
+    return dict(sorted(named, key=lambda entry: (-entry[1], entry[0]))[:max_names])
+
+
+def tier_figures(stats: Mapping[str, Mapping[str, int]]) -> tuple[TierFigures, ...]:
+    """Return how full tiers are.
+
+    Args:
+        stats: `StorageBackend.stats` of each, by its name.
+    """
+    return tuple(
+        TierFigures(
+            name,
+            figures.get("num_chunks", 0),
+            figures.get("used_bytes", 0),
+            figures.get("capacity_bytes", 0),
+        )
+        for name, figures in list(stats.items())[:MAX_TIERS]
+    )

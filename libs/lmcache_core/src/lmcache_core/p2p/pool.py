@@ -15,7 +15,7 @@ from lmcache_core.wire.client import ClientOptions, LmClient
 
 MAX_PEERS: Final = 128
 SUSPECT_S: Final = 2.0
-"""So long a peer that came to a standstill is not asked: a stopped process takes connections and
+"""How long a peer that came to a standstill is not asked: a stopped process takes connections and
 never answers.
 """
 
@@ -25,8 +25,8 @@ def peer_client(distributed_url: str, token: ShownToken, options: ClientOptions)
 
     Args:
         distributed_url: Of the peer.
-        token: What it is shown. Whoever may announce a peer could have it, so that where
-            `options.tls` says so it is shown to those alone whose certificate was checked.
+        token: What it is shown. Anyone who may announce a peer could receive it, so where
+            `options.tls` says so it is shown only to those whose certificate was checked.
         options: Whose `tls` counts for peers that are encrypted; None: who is trusted on this
             machine.
 
@@ -54,6 +54,9 @@ class PeerPool:
         accepts: Which records peers may send.
         tls: Whom to trust and what to show where peers are encrypted; None: who is trusted on this
             machine.
+
+    Attributes:
+        timeout_s: Deadline of a call that names none.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class PeerPool:
         accepts: Accepts = ONLY_LOSSLESS,
         tls: ClientTls | None = None,
     ) -> None:
+        self.timeout_s = timeout_s
         self._options = ClientOptions(
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
@@ -76,11 +80,6 @@ class PeerPool:
         self._clients: OrderedDict[str, LmClient] = OrderedDict()
         self._suspects: OrderedDict[str, float] = OrderedDict()
 
-    @property
-    def timeout_s(self) -> float:
-        """Deadline of a call that names none."""
-        return self._options.timeout_s
-
     async def client(self, distributed_url: str) -> LmClient:
         """Return the client of that peer; connects when first used.
 
@@ -90,7 +89,7 @@ class PeerPool:
         """
         if asyncio.get_running_loop().time() < self._suspects.get(distributed_url, 0.0):
             raise UnavailableError(
-                f"{distributed_url} came to a standstill and is left alone for {SUSPECT_S:g} s"
+                f"{distributed_url} came to a standstill and is not asked again for {SUSPECT_S:g} s"
             )
         client = self._clients.get(distributed_url)
         if client is None:
@@ -104,9 +103,7 @@ class PeerPool:
         return client
 
     async def suspect(self, distributed_url: str) -> None:
-        """Give the connection to a peer up that brings nothing, and leave the peer alone for a
-        while.
-        """
+        """Close the connection to a peer that sends nothing, and do not ask it for a while."""
         self._suspects[distributed_url] = asyncio.get_running_loop().time() + SUSPECT_S
         self._suspects.move_to_end(distributed_url)
         if len(self._suspects) > MAX_PEERS:

@@ -1,12 +1,12 @@
-"""One read from peers: pulled from who the broker names, from a second holder when the first is
-late, from the next when it fails.
+"""One read from peers: pulled from the holder that the broker names, from a second one when the
+first is late, from the next when it fails.
 
     holders ──broker──> assignments ──> race (one peer, some chunks) ──late──> broker again, without
     those asked before
                                              └──failed or stalled──────────> the same
 
-A chunk is there when its whole record has been verified; whatever comes second is given back. Who
-comes second for all of its chunks is broken off.
+A chunk is there when its whole record has been verified; a second copy is given back. A peer that
+is second for all of its chunks is cancelled.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableE
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.p2p.broker_client import BrokerClient
-from lmcache_core.p2p.figures import MAX_COUNTED_PEERS
-from lmcache_core.p2p.messages import Assignment, HeldBy
+from lmcache_core.p2p.messages import MAX_COUNTED_PEERS, Assignment, HeldBy
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.telemetry.sparse_log import SparseLog
@@ -64,10 +63,13 @@ HEDGES_PER_PULL: Final = 0.1
 """A slow network makes all pulls late; asking every peer twice then makes it slower."""
 
 
-class PullTimes:
-    """How long pulls took, by size class: chunks to the power of two."""
+class Hedging:
+    """Decides when a pull is late, from how long pulls of its size class (chunks to the power of
+    two) took, and whether it may be doubled: one in ten over time, a few at once.
+    """
 
     def __init__(self) -> None:
+        self._saved = MAX_HEDGES_SAVED
         self._classes: list[deque[float]] = [
             deque(maxlen=HEDGE_WINDOW) for _ in range(MAX_SIZE_CLASS + 1)
         ]
@@ -90,16 +92,6 @@ class PullTimes:
             return max(MIN_HEDGE_S, left_s * UNKNOWN_SHARE)
         return max(MIN_HEDGE_S, samples[min(len(samples) - 1, int(len(samples) * HEDGE_QUANTILE))])
 
-    def _class_of(self, num_chunks: int) -> deque[float]:
-        return self._classes[min(MAX_SIZE_CLASS, num_chunks.bit_length())]
-
-
-class HedgeBudget:
-    """How many pulls may be doubled: one in ten over time, a few at once."""
-
-    def __init__(self) -> None:
-        self._saved = MAX_HEDGES_SAVED
-
     def earn(self) -> None:
         """Note that a pull begins."""
         self._saved = min(MAX_HEDGES_SAVED, self._saved + HEDGES_PER_PULL)
@@ -111,10 +103,13 @@ class HedgeBudget:
         self._saved -= 1.0
         return True
 
+    def _class_of(self, num_chunks: int) -> deque[float]:
+        return self._classes[min(MAX_SIZE_CLASS, num_chunks.bit_length())]
+
 
 @dataclass(slots=True)
 class PullFigures:
-    """What pulls came to.
+    """Results of pulls.
 
     Attributes:
         pulls: Peers that were asked.
@@ -141,21 +136,14 @@ class PullFigures:
     corrupt_chunks: int = 0
 
 
-class PulledBytes:
+class PulledBytes(OrderedDict[str, int]):
     """Bytes that came, by the peer that sent them; of the peers that sent something last."""
-
-    def __init__(self) -> None:
-        self._by_peer: OrderedDict[str, int] = OrderedDict()
 
     def add(self, peer_id: str, num_bytes: int) -> None:
         """Count what a peer has sent."""
-        self._by_peer[peer_id] = self._by_peer.pop(peer_id, 0) + num_bytes
-        if len(self._by_peer) > MAX_COUNTED_PEERS:
-            self._by_peer.popitem(last=False)
-
-    def snapshot(self) -> dict[str, int]:
-        """Return bytes by the peer's id."""
-        return dict(self._by_peer)
+        self[peer_id] = self.pop(peer_id, 0) + num_bytes
+        if len(self) > MAX_COUNTED_PEERS:
+            self.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +154,7 @@ class PullParts:
         instance: This instance.
         broker: Says who serves.
         peers: Connections.
-        times: How long pulls took.
-        budget: How many may be doubled.
+        hedging: When another peer is asked as well.
         figures: What came of them.
         pulled: The same bytes by peer.
         log: Tells of peers that fail.
@@ -176,8 +163,7 @@ class PullParts:
     instance: str
     broker: BrokerClient
     peers: PeerPool
-    times: PullTimes = field(default_factory=PullTimes)
-    budget: HedgeBudget = field(default_factory=HedgeBudget)
+    hedging: Hedging = field(default_factory=Hedging)
     figures: PullFigures = field(default_factory=PullFigures)
     pulled: PulledBytes = field(default_factory=PulledBytes)
     log: SparseLog = field(default_factory=lambda: SparseLog(logger))
@@ -219,7 +205,7 @@ class PeerPull:
         deadline: On the loop's clock.
 
     Attributes:
-        granted: What the broker calls the pulls that it has granted; it is to be told when they are
+        granted: Names of the pulls that the broker has granted; report them as done when they are
             over.
     """
 
@@ -240,7 +226,7 @@ class PeerPull:
         self._allocate = allocate
         self._deadline = deadline
         self._stall_s = max(0.0, deadline - asyncio.get_running_loop().time()) * STALL_SHARE
-        self._places = {key.key.chunk_id(): i for i, key in enumerate(keys[: len(holders)])}
+        self._places = {key.key.chunk_id().hex(): i for i, key in enumerate(keys[: len(holders)])}
         self._results: list[Result] = [_NEVER_STORED] * len(keys)
         self._races: list[_Race] = []
         self._group = asyncio.TaskGroup()
@@ -274,8 +260,8 @@ class PeerPull:
         return self._results
 
     async def _assigned(self, places: Sequence[int], wait_s: float = 0.0) -> Sequence[Assignment]:
-        """Whom the broker names for these chunks, of those who have not been asked yet; when all
-        are busy, after a wait for one.
+        """Return whom the broker names for these chunks, of the holders that have not been asked
+        yet; when all are busy, after a wait for one.
         """
         asked = {
             i
@@ -310,7 +296,7 @@ class PeerPull:
                 if self._results[i] == _NEVER_STORED:
                     self._results[i] = Miss(MissReason.UNAVAILABLE)  # until there is an answer
             self._parts.figures.pulls += 1
-            self._parts.budget.earn()
+            self._parts.hedging.earn()
             still_open = {i for i in places if not isinstance(self._results[i], Chunk)}
             race = _Race(assignment, assignment.ticket, still_open, len(places), now, now, is_hedge)
             self._races.append(race)
@@ -320,14 +306,14 @@ class PeerPull:
         """Let a peer work; ask another one as well when it is late, instead when it fails."""
         work = race.work = self._group.create_task(self._work(race))
         renewing = self._group.create_task(self._renew(race))
-        hedge_at = race.began + self._parts.times.hedge_s(
+        hedge_at = race.began + self._parts.hedging.hedge_s(
             race.num_chunks, self._deadline - race.began
         )
         while not work.done():
             now = self._now()
             if now >= hedge_at:
                 hedge_at = float("inf")
-                if race.open and self._parts.budget.spend():
+                if race.open and self._parts.hedging.spend():
                     self._group.create_task(self._ask_again(sorted(race.open), is_hedge=True))
             if now >= race.moved + self._stall_s:
                 work.cancel()
@@ -342,9 +328,7 @@ class PeerPull:
         await self._judge(race)
 
     async def _renew(self, race: _Race) -> None:
-        """Until it is broken off: let a pull go on that takes longer than the life of its
-        ticket.
-        """
+        """Renew the ticket of a pull that takes longer than its life, until cancelled."""
         pull, ttl_ms = race.assignment.pull, race.assignment.ttl_ms
         while pull and ttl_ms:
             await asyncio.sleep(max(MIN_RENEWAL_S, ttl_ms / 1000 / RENEWALS_PER_TICKET))
@@ -361,8 +345,8 @@ class PeerPull:
         """Learn from a race that is over, and see to what it has not brought."""
         now, parts = self._now(), self._parts
         if not race.open:
-            late_s = parts.times.hedge_s(race.num_chunks, self._deadline - race.began)
-            parts.times.observe(race.num_chunks, now - race.began)
+            late_s = parts.hedging.hedge_s(race.num_chunks, self._deadline - race.began)
+            parts.hedging.observe(race.num_chunks, now - race.began)
             if race.moved == race.began and now - race.began >= late_s:
                 await parts.peers.suspect(
                     race.assignment.distributed_url
@@ -417,7 +401,7 @@ class PeerPull:
             )
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
             self._parts.log.log(
-                logging.WARNING, "peer %s failed: %s", race.assignment.instance, exc
+                logging.WARNING, "pull failed: peer=%s error=%s", race.assignment.instance, exc
             )
             return [Miss(MissReason.UNAVAILABLE)] * len(places)
 
@@ -454,6 +438,6 @@ _NEVER_STORED: Final = Miss(MissReason.NEVER_STORED)
 _PEER_IS_GONE: Final = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 _DAMAGED: Final = frozenset({MissReason.CORRUPT, MissReason.IDENTITY})
 _SAYS_LITTLE: Final = _PEER_IS_GONE | {MissReason.NEVER_STORED}
-"""What any other reason replaces: that the second holder is away says less than why the first
+"""Reasons that any other one replaces: that the second holder is away says less than why the first
 did not serve.
 """

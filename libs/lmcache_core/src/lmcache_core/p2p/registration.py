@@ -12,8 +12,7 @@ from typing import Final, Protocol
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p.broker_client import BrokerClient
-from lmcache_core.p2p.figures import PeerFigures
-from lmcache_core.p2p.messages import CopyOrder, DrainReport, Lease, Peer
+from lmcache_core.p2p.messages import CopyOrder, DrainReport, Peer, PeerFigures
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +27,8 @@ DRAINING_INTERVAL_S: Final = 1.0
 _MIN_PAUSE_S: Final = 0.05
 
 
-def _idle() -> float:
-    return 0.0
-
-
 class LeaseListener(Protocol):
-    """Heeds what the broker wishes of an instance, and says how far that is. Called on the loop,
+    """Follows what the broker asks of an instance, and reports how far that is. Called on the loop;
     must not block.
     """
 
@@ -60,15 +55,18 @@ class PeerRegistration:
         load: Called before each renewal; 0 (idle) to 1 (full).
         ttl_ms: The lease to ask for; None: the broker's `default_lease_ttl_ms`. It is renewed three
             times within the lease that it grants.
-        listener: Heeds the broker's wishes.
+        listener: Follows the broker's requests.
         figures: Called before each renewal, on the loop: what the instance has done and holds.
+
+    Attributes:
+        draining: Whether this instance gets no new pulls, by its own decision or the broker's.
     """
 
     def __init__(
         self,
         client: BrokerClient,
         peer: Peer,
-        load: Callable[[], float] = _idle,
+        load: Callable[[], float] = lambda: 0.0,
         *,
         ttl_ms: int | None = None,
         listener: LeaseListener | None = None,
@@ -82,7 +80,7 @@ class PeerRegistration:
         self._figures = figures
         self._interval_s = 0.0
         self._lease_ends = 0.0
-        self._draining = False
+        self.draining = False
         self._reachable: bool | None = None
         self._wake = asyncio.Event()
         self._supervisor = TaskSupervisor("p2p-registration", max_tasks=1)
@@ -92,18 +90,13 @@ class PeerRegistration:
         """Whether the last lease that the broker granted is still running."""
         return time.monotonic() < self._lease_ends
 
-    @property
-    def draining(self) -> bool:
-        """Whether this instance gets no new pulls, by its own wish or the broker's."""
-        return self._draining
-
     async def open(self) -> None:
         """Begin to register. Returns at once."""
         self._supervisor.repeat("lease", self._beat, interval_s=_MIN_PAUSE_S)
 
     def drain(self) -> None:
         """Ask for no new pulls, now and for the rest of this incarnation."""
-        self._draining = True
+        self.draining = True
         self._wake.set()
 
     async def close(self) -> None:
@@ -117,15 +110,15 @@ class PeerRegistration:
         try:
             await self._client.deregister(self._peer.id)
         except UnavailableError as exc:
-            logger.info("peer %s leaves its lease to run out: %s", self._peer.id, exc)
+            logger.info("lease not ended, it expires: peer=%s error=%s", self._peer.id, exc)
 
     async def _beat(self) -> None:
-        """Wait until a renewal is due, then renew. Waiting comes first so that a failure which
-        we did not expect waits too.
+        """Wait until a renewal is due, then renew. Waiting comes first, so that an unexpected
+        failure is not retried at once.
         """
         with contextlib.suppress(TimeoutError):
             interval_s = (
-                min(self._interval_s, DRAINING_INTERVAL_S) if self._draining else self._interval_s
+                min(self._interval_s, DRAINING_INTERVAL_S) if self.draining else self._interval_s
             )
             async with asyncio.timeout(max(0.0, interval_s - _MIN_PAUSE_S)):
                 await self._wake.wait()
@@ -138,37 +131,29 @@ class PeerRegistration:
     async def _renew(self) -> None:
         asked_at = time.monotonic()
         try:
-            lease = await self._register()
+            lease = await self._client.register(
+                self._peer,
+                load=self._load(),
+                ttl_ms=self._ttl_ms,
+                draining=self.draining,
+                drain=None if self._listener is None else self._listener.drain_report(),
+                figures=None if self._figures is None else self._figures(),
+            )
         except UnavailableError as exc:
-            self._note(False, str(exc))
+            # Only changes are logged: a broker that is away for an hour is one line.
+            if self._reachable is not False:
+                logger.warning("broker unavailable, retrying: peer=%s error=%s", self._peer.id, exc)
+            self._reachable = False
             return
         self._lease_ends = asked_at + lease.ttl_ms / 1000
         self._interval_s = lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
-        is_wish = lease.draining and not self._draining
-        self._draining = self._draining or lease.draining
+        is_wish = lease.draining and not self.draining
+        self.draining = self.draining or lease.draining
         if self._listener is not None:
             if is_wish:
                 self._listener.drain_wanted()
             if lease.copies:
                 self._listener.copies_wanted(lease.copies)
-        self._note(True, f"the broker grants a lease of {lease.ttl_ms} ms")
-
-    async def _register(self) -> Lease:
-        report = None if self._listener is None else self._listener.drain_report()
-        figures = None if self._figures is None else self._figures()
-        return await self._client.register(
-            self._peer,
-            load=self._load(),
-            ttl_ms=self._ttl_ms,
-            draining=self._draining,
-            drain=report,
-            figures=figures,
-        )
-
-    def _note(self, reachable: bool, detail: str) -> None:
-        """Log changes only: a broker that is away for an hour is one line."""
-        if reachable != self._reachable:
-            self._reachable = reachable
-            logger.log(
-                logging.INFO if reachable else logging.WARNING, "peer %s: %s", self._peer.id, detail
-            )
+        if not self._reachable:
+            logger.info("lease granted: peer=%s ttl_ms=%d", self._peer.id, lease.ttl_ms)
+        self._reachable = True

@@ -9,6 +9,7 @@ import logging
 import ssl
 import time
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,7 @@ from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote import Locate
-from lmcache_core.storage.remote.members import LookupLocator
+from lmcache_core.storage.remote.members import locate_by_lookup
 from lmcache_core.storage.served import EncodingStore, LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire.server import LmServer
@@ -87,7 +88,7 @@ class PeerGroup:
         self._broker = BrokerClient(
             config.broker_url, token, CLIENT_TIMEOUT_S, tls=self._client_tls.context
         )
-        self.locate: Locate = LookupLocator(self._lookup)
+        self.locate: Locate = partial(locate_by_lookup, self._lookup)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exits = AsyncExitStack()
         self._codecs = create_codecs([RAW])

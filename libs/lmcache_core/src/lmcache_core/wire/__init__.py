@@ -34,7 +34,7 @@ first name in it; from then on a run of names is the lane's number and the packe
 A key whose hash is not 32 bytes is spelled in full. The tenant is never named but in HELD and
 HANDOVER: it is the token's, or the ticket's.
 
-States of a connection, at the lm:// server (`session`; what both servers read first is in
+States of a connection, at the lm:// server (`server`; what both servers read first is in
 `requests`):
 
     stranger --HELLO, good token--> served       --token withdrawn, or a frame that breaks a

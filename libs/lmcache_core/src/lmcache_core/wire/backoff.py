@@ -39,12 +39,12 @@ class Backoff:
         return max(0.0, self._not_before - self._clock())
 
     def failed(self) -> None:
-        """A try failed."""
+        """Note that a try failed."""
         longest = min(self._cap_s, self._initial_s * 2 ** min(self._num_failures, _MAX_EXPONENT))
         self._num_failures += 1
         self._not_before = self._clock() + longest * (0.5 + self._jitter() / 2)
 
     def succeeded(self) -> None:
-        """A try succeeded: the next failure begins anew."""
+        """Note that a try succeeded: the next wait is the first one again."""
         self._num_failures = 0
         self._not_before = float("-inf")

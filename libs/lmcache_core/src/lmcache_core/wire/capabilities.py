@@ -10,7 +10,7 @@ from lmcache_core.wire.messages import MAX_CAPABILITIES
 LOSSY = "lossy"
 SERDE_PREFIX = "serde:"
 HANDOVER = "handover"
-"""The client is a server that may end, and hands its chunks over then."""
+"""The client is a server that hands its chunks over before it ends."""
 HELD = "held"
 """The client asks by HELD whether chunks of other tenants are there, before it gives up its own."""
 CONTEXT = "context"
@@ -20,9 +20,9 @@ REJECT = "reject"
 DESCRIBE = "describe"
 """The frames STAGE and DONE with tickets, REJECT, DESCRIBE are understood."""
 ON_DEVICE = "on_device"
-"""The client's KV is on a GPU: where the sidecar leaves it to us, loads are checked by sample."""
+"""The client's KV is on a GPU: where the sidecar allows it, loads are checked by sample."""
 LOCKS = "locks"
-"""The client takes the lock of the sidecar's generation before it maps the arena: else the next
+"""The client locks the sidecar's generation before it maps the arena: otherwise the next
 sidecar cannot know what it writes to.
 """
 SIDECAR_CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
@@ -31,7 +31,7 @@ SIDECAR_CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """Which records a client can take; one without loss and raw it always can.
+    """The records that a client can take; raw lossless ones it always can.
 
     Attributes:
         lossy: Also those that were encoded with loss, raw or not.
@@ -43,7 +43,7 @@ class Accepts:
 
     @classmethod
     def said_by(cls, capabilities: Iterable[str]) -> Accepts:
-        """What a client's capabilities say."""
+        """Return what a client's capabilities say."""
         names = frozenset(capabilities)
         return cls(
             LOSSY in names,
@@ -53,7 +53,7 @@ class Accepts:
         )
 
     def capabilities(self) -> tuple[str, ...]:
-        """As a client says it, the same order every time."""
+        """Return the capabilities that say it, in the same order every time."""
         names = ([LOSSY] if self.lossy else []) + [
             SERDE_PREFIX + serde for serde in sorted(self.serdes)
         ]

@@ -8,43 +8,33 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from lmcache_core.concurrency.supervisor import cancel_and_join
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
+from lmcache_core.wire import messages as m
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Arrival, Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
-from lmcache_core.wire.incoming import Received
-from lmcache_core.wire.messages import (
-    Contains,
-    ContainsOk,
-    Get,
-    GetEnd,
-    HandoverChunk,
-    Held,
-    Message,
-    NameRun,
-    Ping,
-    Put,
-    PutOk,
-    Remove,
-    RemoveOk,
-)
+from lmcache_core.wire.incoming import Received, verified
+from lmcache_core.wire.messages import Message, NameRun
 from lmcache_core.wire.stream import FrameStream
 
 DEFAULT_PORT = 65432
 
 Announce = Callable[[Chunk], Message]
 Question = Callable[[list[NameRun]], Message]
+A = TypeVar("A", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """How a client behaves.
+    """Options of a client.
 
     Attributes:
         timeout_s: Deadline of a call that names none.
@@ -85,6 +75,9 @@ class LmClient:
         port: Its port.
         token: Bearer token, None for none; one from a file is read again for each connection.
         options: How to behave.
+
+    Attributes:
+        server: The name that the server gave when it was last reached; None before.
     """
 
     def __init__(
@@ -105,7 +98,7 @@ class LmClient:
         self._connection: ClientConnection | None = None
         self._attempt: asyncio.Task[ClientConnection] | None = None
         self._is_closed = False
-        self._server: str | None = None
+        self.server: str | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -113,53 +106,34 @@ class LmClient:
         return self._connection is not None and self._connection.is_open
 
     @property
-    def takes_handovers(self) -> bool:
-        """Whether the server that is connected takes chunks of all tenants from us."""
-        return self._connection is not None and HANDOVER in self._connection.capabilities
-
-    @property
-    def answers_held(self) -> bool:
-        """Whether the server that is connected tells us which chunks of any tenant it holds."""
-        return self._connection is not None and HELD in self._connection.capabilities
-
-    @property
-    def server(self) -> str | None:
-        """The name that the server gave when it was last reached; None before."""
-        return self._server
+    def capabilities(self) -> frozenset[str]:
+        """What the server that is connected grants: with HANDOVER it takes chunks of all tenants,
+        with HELD it says which of them it holds.
+        """
+        return frozenset() if self._connection is None else self._connection.capabilities
 
     async def ping(self, timeout_s: float | None = None) -> None:
         """Ask for a sign of life."""
         deadline = self._deadline(timeout_s)
-        await self._ask(
-            await self._connect(deadline), (), lambda _: Ping(), FrameType.PONG, deadline
-        )
+        await self._ask(await self._connect(deadline), (), lambda _: m.Ping(), m.Pong, deadline)
 
     async def contains(
         self, keys: Sequence[ChunkKey], timeout_s: float | None = None
     ) -> list[bool]:
         """Return which of them the server has now."""
-        return await self._ask_for(keys, Contains, timeout_s)
+        return await self._ask_for(keys, m.Contains, timeout_s)
 
     async def holds(
         self, tenant: str, keys: Sequence[ChunkKey], timeout_s: float | None = None
     ) -> list[bool]:
-        """Like `contains`, of that tenant's chunks. Only for a server that `answers_held`."""
-        return await self._ask_for(keys, lambda names: Held(tenant, names), timeout_s)
+        """Like `contains`, of that tenant's chunks. Needs the capability HELD."""
+        return await self._ask_for(keys, lambda names: m.Held(tenant, names), timeout_s)
 
     async def _ask_for(
         self, keys: Sequence[ChunkKey], question: Question, timeout_s: float | None
     ) -> list[bool]:
-        deadline = self._deadline(timeout_s)
-        present: list[bool] = []
-        while len(present) < len(keys):
-            connection = await self._connect(deadline)
-            batch = keys[len(present) : len(present) + connection.max_batch]
-            answer = await self._ask(connection, batch, question, FrameType.CONTAINS_OK, deadline)
-            if not isinstance(answer, ContainsOk) or len(answer.present) != len(batch):
-                connection.abort()
-                raise ProtocolError(f"{self._name} did not answer with one boolean a key")
-            present += answer.present
-        return present
+        answers = await self._ask_in_batches(keys, question, m.ContainsOk, timeout_s)
+        return [is_there for answer in answers for is_there in answer.present]
 
     async def get(
         self,
@@ -190,34 +164,70 @@ class LmClient:
         results: list[Result] = []
         try:
             while len(results) < len(keys):
-                fetch = _Fetch(
-                    connection,
-                    keys[len(results) : len(results) + connection.max_batch],
-                    allocate,
-                    self._options.tier,
+                batch = keys[len(results) : len(results) + connection.max_batch]
+                got, is_complete = await self._fetch(
+                    connection, batch, allocate, prefix_only, ticket, deadline
                 )
-                results += await fetch.run(prefix_only, ticket, deadline)
+                results += got
                 last = results[-1]
-                if isinstance(last, Miss) and (prefix_only or not fetch.is_complete):
+                if isinstance(last, Miss) and (prefix_only or not is_complete):
                     results += [last] * (len(keys) - len(results))
         except BaseException:
-            for result in results:
-                if isinstance(result, Chunk):
-                    result.release()
+            release_all(results)
             raise
         return results
+
+    async def _fetch(
+        self,
+        connection: ClientConnection,
+        keys: Sequence[ChunkKey],
+        allocate: Allocate,
+        prefix_only: bool,
+        ticket: str | None,
+        deadline: float,
+    ) -> tuple[list[Result], bool]:
+        """Send one GET; return a result a key, and whether the server gave its whole answer."""
+        results: list[Result | None] = [None] * len(keys)
+        rest, is_complete = MissReason.UNAVAILABLE, False
+        question = partial(m.Get, prefix_only=prefix_only, ticket=ticket)
+        try:
+            async with connection.calling(
+                keys, question, FrameType.GET_END, deadline, allocate
+            ) as call:
+                while isinstance(item := await connection.next_item(call), Arrival):
+                    record: Received | Result = item.record
+                    if isinstance(record, Received):
+                        key = keys[item.index]
+                        about = (record.header, record.head, record.memory)
+                        record = await verified(key, *about, self._options.tier)
+                    results[item.index] = record
+                assert isinstance(item, m.GetEnd), "nothing else ends a GET"
+                try:
+                    rest = _take_misses(item, results, prefix_only)
+                except UnavailableError:
+                    connection.abort()
+                    raise
+                is_complete = True
+        except TimeoutError:
+            rest = MissReason.DEADLINE
+        except UnavailableError:
+            pass  # the rest are misses
+        except BaseException:
+            release_all(results)
+            raise
+        return [Miss(rest) if result is None else result for result in results], is_complete
 
     async def put(self, chunks: Sequence[Chunk], timeout_s: float | None = None) -> list[bool]:
         """Store chunks (borrowed), several on their way at once. True: the server has the whole,
         verified chunk.
         """
-        return await self._push(chunks, lambda chunk: Put(), timeout_s)
+        return await self._push(chunks, lambda chunk: m.Put(), timeout_s)
 
     async def hand_over(
         self, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float | None = None
     ) -> list[bool]:
-        """Like `put`, each in the namespace of its own tenant and as old as it is. Only for a
-        server that `takes_handovers`.
+        """Like `put`, each in the namespace of its own tenant and as old as it is. Needs the
+        capability HANDOVER.
 
         Args:
             chunks: Borrowed.
@@ -227,22 +237,14 @@ class LmClient:
 
         def announce(chunk: Chunk) -> Message:
             age_s = 0.0 if chunk.stored_at is None else max(0.0, time.time() - chunk.stored_at)
-            return HandoverChunk(chunk.key.tenant, int(age_s * 1000), may_evict)
+            return m.HandoverChunk(chunk.key.tenant, int(age_s * 1000), may_evict)
 
         return await self._push(chunks, announce, timeout_s)
 
     async def remove(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> int:
         """Forget chunks and return how many were there."""
-        deadline = self._deadline(timeout_s)
-        num_removed = 0
-        at = 0
-        while at < len(keys):
-            connection = await self._connect(deadline)
-            batch = keys[at : at + connection.max_batch]
-            answer = await self._ask(connection, batch, Remove, FrameType.REMOVE_OK, deadline)
-            num_removed += answer.count if isinstance(answer, RemoveOk) else 0
-            at += len(batch)
-        return num_removed
+        answers = await self._ask_in_batches(keys, m.Remove, m.RemoveOk, timeout_s)
+        return sum(answer.count for answer in answers)
 
     async def close(self) -> None:
         """End the connection; later calls fail. Idempotent."""
@@ -255,7 +257,7 @@ class LmClient:
     async def _push(
         self, chunks: Sequence[Chunk], announce: Announce, timeout_s: float | None
     ) -> list[bool]:
-        """Send chunks (borrowed), each behind the message that `announce` makes."""
+        """Send chunks (borrowed), each after the message that `announce` makes."""
         deadline = self._deadline(timeout_s)
         connection = await self._connect(deadline)
         unanswered: deque[Call] = deque()
@@ -264,7 +266,7 @@ class LmClient:
         async def take_answer() -> None:
             answer = await connection.next_item(unanswered[0])
             unanswered.popleft()
-            stored.append(isinstance(answer, PutOk) and answer.stored)
+            stored.append(isinstance(answer, m.PutOk) and answer.stored)
 
         try:
             async with asyncio.timeout_at(deadline):
@@ -290,30 +292,44 @@ class LmClient:
             raise
         return stored
 
+    async def _ask_in_batches(
+        self,
+        keys: Sequence[ChunkKey],
+        question: Question,
+        kind: type[A],
+        timeout_s: float | None,
+    ) -> list[A]:
+        """Ask one question about all keys, as many at once as the server takes."""
+        deadline = self._deadline(timeout_s)
+        answers: list[A] = []
+        num_asked = 0
+        while num_asked < len(keys):
+            connection = await self._connect(deadline)
+            batch = keys[num_asked : num_asked + connection.max_batch]
+            answer = await self._ask(connection, batch, question, kind, deadline)
+            if isinstance(answer, m.ContainsOk) and len(answer.present) != len(batch):
+                connection.abort()
+                raise ProtocolError(f"{self._name} did not answer with one boolean a key")
+            answers.append(answer)
+            num_asked += len(batch)
+        return answers
+
     async def _ask(
         self,
         connection: ClientConnection,
         keys: Sequence[ChunkKey],
         question: Question,
-        answer: FrameType,
+        kind: type[A],
         deadline: float,
-    ) -> Message:
+    ) -> A:
         """Ask one question about keys, at most `connection.max_batch`."""
-        call: Call | None = None
         try:
-            async with asyncio.timeout_at(deadline):
-                call = await connection.start(question(await connection.names(keys)), answer)
-                item = await connection.next_item(call)
+            async with connection.calling(keys, question, kind.frame_type, deadline) as call:
+                answer = await connection.next_item(call)
         except TimeoutError:
-            if call is not None:
-                connection.expire(call)
-            raise UnavailableError(f"{self._name}: no {answer.name} in time") from None
-        except BaseException:
-            if call is not None:
-                connection.abandon(call)
-            raise
-        assert isinstance(item, Message), "only GET is answered by chunks"
-        return item
+            raise UnavailableError(f"{self._name}: no {kind.frame_type.name} in time") from None
+        assert isinstance(answer, kind), "the connection lets no other one pass"
+        return answer
 
     async def _connect(self, deadline: float) -> ClientConnection:
         """Return the connection. All callers wait for one attempt, which continues when they
@@ -349,23 +365,20 @@ class LmClient:
         if not attempt.cancelled():
             attempt.exception()  # retrieved, since all callers may have left
 
-    async def _open_stream(self) -> FrameStream:
-        loop, tls = asyncio.get_running_loop(), self._options.tls
-        if tls is None:
-            _, stream = await loop.create_connection(FrameStream, self._host, self._port)
-        else:
-            name = tls.name or self._host
-            _, stream = await loop.create_connection(
-                FrameStream, self._host, self._port, ssl=tls.context, server_hostname=name
-            )
-        return stream
-
     async def _open_connection(self) -> ClientConnection:
         await self._drop_connection()
         connection: ClientConnection | None = None
+        stream: FrameStream | None = None
+        tls = self._options.tls
         try:
             async with asyncio.timeout(self._options.connect_timeout_s):
-                stream = await self._open_stream()
+                _, stream = await asyncio.get_running_loop().create_connection(
+                    FrameStream,
+                    self._host,
+                    self._port,
+                    ssl=None if tls is None else tls.context,
+                    server_hostname=None if tls is None else tls.name or self._host,
+                )
                 connection = ClientConnection(stream, self._name)
                 capabilities = [
                     *self._options.accepts.capabilities(),
@@ -382,19 +395,14 @@ class LmClient:
                 raise UnavailableError(
                     f"{self._name}: {exc or 'could not be reached in time'}"
                 ) from exc
-            if (
-                isinstance(exc, UnavailableError)
-                and connection is not None
-                and not connection.was_answered
-            ):
-                tls = self._options.tls
+            if isinstance(exc, UnavailableError) and stream and not stream.num_received:
                 raise UnavailableError(
                     f"{self._name}: {exc}{why_silent(None if tls is None else tls.context)}"
                 ) from exc
             raise
         self._backoff.succeeded()
         self._connection = connection
-        self._server = connection.server
+        self.server = connection.server
         return connection
 
     async def _drop_connection(self) -> None:
@@ -412,111 +420,25 @@ class _NotConnectedYetError(UnavailableError):
     """The caller's deadline passed before the connection was open."""
 
 
-class _Fetch:
-    """One GET: collects what arrives, verifies it, and says why the rest is missing.
+def _take_misses(end: m.GetEnd, results: list[Result | None], prefix_only: bool) -> MissReason:
+    """Note the misses that GET_END names; return the reason that stands for the other keys.
 
-    Args:
-        connection: Open.
-        keys: At most `connection.max_batch`.
-        allocate: Where payloads go.
-        tier: Name that the chunks carry.
+    Raises:
+        UnavailableError: It breaks the protocol.
     """
-
-    def __init__(
-        self, connection: ClientConnection, keys: Sequence[ChunkKey], allocate: Allocate, tier: str
-    ) -> None:
-        self._connection = connection
-        self._keys = keys
-        self._allocate = allocate
-        self._tier = tier
-        self._results: list[Result | None] = [None] * len(keys)
-        self.is_complete = False
-
-    async def run(self, prefix_only: bool, ticket: str | None, deadline: float) -> list[Result]:
-        """Ask, and collect until the answer is complete, the deadline passes or the connection is
-        lost.
-
-        Args:
-            prefix_only: Stop at the first that is missing.
-            ticket: A broker's ticket.
-            deadline: Time of the event loop.
-
-        Returns:
-            One result a key; the caller owns the chunks. `is_complete` tells whether the server
-            gave its whole answer.
-
-        Raises:
-            AuthenticationError: The server refused.
-        """
-        call: Call | None = None
-        rest = MissReason.UNAVAILABLE
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = Get(await self._connection.names(self._keys), prefix_only, ticket)
-                keys = [k.key for k in self._keys]
-                call = await self._connection.start(
-                    message, FrameType.GET_END, keys=keys, allocate=self._allocate
-                )
-                rest = await self._collect(call, prefix_only)
-                self.is_complete = True
-        except TimeoutError:
-            rest = MissReason.DEADLINE
-            if call is not None:
-                self._connection.expire(call)
-        except UnavailableError:
-            if call is not None:
-                self._connection.abandon(call)
-        except BaseException:
-            if call is not None:
-                self._connection.abandon(call)
-            self._release()
-            raise
-        return [Miss(rest) if result is None else result for result in self._results]
-
-    async def _collect(self, call: Call, prefix_only: bool) -> MissReason:
-        """Fill in results until GET_END; the reason that stands for the keys it does not name."""
-        while True:
-            item = await self._connection.next_item(call)
-            if isinstance(item, Arrival):
-                self._results[item.index] = await self._verified(item.index, item.record)
-            elif isinstance(item, GetEnd):
-                return self._finish(item, prefix_only)
-
-    async def _verified(self, index: int, record: Received | Miss) -> Result:
-        if isinstance(record, Miss):
-            return record
-        try:
-            is_whole = await record.verify()
-        except BaseException:
-            record.memory.ref_count_down()
-            raise
-        if not is_whole:
-            record.memory.ref_count_down()
-            return Miss(MissReason.CORRUPT)
-        return Chunk(self._keys[index], record.header, record.head, record.memory, self._tier)
-
-    def _finish(self, end: GetEnd, prefix_only: bool) -> MissReason:
-        reasons = [_reason(text) for _, text in end.misses]
-        for (index, _), reason in zip(end.misses, reasons, strict=True):
-            if index >= len(self._results) or self._results[index] is not None:
-                raise self._broken(
-                    f"it names key {index}, which is answered already or was not asked for"
-                )
-            self._results[index] = Miss(reason)
-        if prefix_only and reasons:
-            return reasons[0]
-        if None in self._results:
-            raise self._broken("it leaves a key unanswered")
-        return MissReason.UNAVAILABLE
-
-    def _broken(self, why: str) -> UnavailableError:
-        self._connection.abort()
-        return UnavailableError(f"GET_END breaks the protocol: {why}")
-
-    def _release(self) -> None:
-        for result in self._results:
-            if isinstance(result, Chunk):
-                result.release()
+    reasons = [_reason(text) for _, text in end.misses]
+    for (index, _), reason in zip(end.misses, reasons, strict=True):
+        if index >= len(results) or results[index] is not None:
+            raise UnavailableError(
+                f"GET_END breaks the protocol: it names key {index}, which is answered already or"
+                " was not asked for"
+            )
+        results[index] = Miss(reason)
+    if prefix_only and reasons:
+        return reasons[0]
+    if None in results:
+        raise UnavailableError("GET_END breaks the protocol: it leaves a key unanswered")
+    return MissReason.UNAVAILABLE
 
 
 def _reason(text: str) -> MissReason:

@@ -1,10 +1,11 @@
-"""The client's side of one connection: which call waits for which frame."""
+"""The client's side of one connection: matches frames that arrive to the calls that wait."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from lmcache_core.concurrency import cancel_and_join
@@ -18,24 +19,12 @@ from lmcache_core.errors import (
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Miss
 from lmcache_core.telemetry.request_context import carried
+from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import CONTEXT
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
-from lmcache_core.wire.lanes import DeclaredLanes
-from lmcache_core.wire.messages import (
-    MAX_BATCH_KEYS,
-    VERSION_MAX,
-    VERSION_MIN,
-    ChunkHead,
-    Context,
-    ErrorCode,
-    ErrorMessage,
-    Hello,
-    HelloOk,
-    Message,
-    NameRun,
-    build_frame,
-)
+from lmcache_core.wire.lanes import LaneNumbers, runs_of
+from lmcache_core.wire.messages import Message, NameRun
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -57,7 +46,7 @@ _HELLO_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a CHUNK frame brought for the key of that index."""
+    """The content of a CHUNK frame for the key of that index."""
 
     index: int
     record: Received | Miss
@@ -118,7 +107,8 @@ class ClientConnection:
     def __init__(self, stream: FrameStream, name: str) -> None:
         self._stream = stream
         self._name = name
-        self._lanes = DeclaredLanes(stream)
+        self._lanes = LaneNumbers()
+        self._declaring = asyncio.Lock()
         self._calls: dict[int, Call] = {}
         self._last_id = _HELLO_ID
         self._current: FrameHeader | None = None
@@ -132,11 +122,6 @@ class ClientConnection:
     def is_open(self) -> bool:
         """Whether requests can be sent."""
         return self._stream.is_open and self._reader is not None and not self._reader.done()
-
-    @property
-    def was_answered(self) -> bool:
-        """Whether anything has come from the server."""
-        return self._stream.num_received > 0
 
     async def greet(self, token: str | None, client: str, capabilities: Sequence[str] = ()) -> None:
         """Exchange HELLO and start the reader.
@@ -153,27 +138,81 @@ class ClientConnection:
             UnavailableError: The connection ended, or the server is busy.
         """
         await self._stream.send_message(
-            _HELLO_ID, Hello(VERSION_MIN, VERSION_MAX, list(capabilities), token, client)
+            _HELLO_ID, m.Hello(m.VERSION_MIN, m.VERSION_MAX, list(capabilities), token, client)
         )
         header = await self._stream.read_header()
         if header.type not in (FrameType.HELLO_OK, FrameType.ERROR):
             raise ProtocolError(f"{self._name} answered HELLO with {header.type.name}")
         answer = await self._stream.read_message(header)
-        if not isinstance(answer, HelloOk):
+        if not isinstance(answer, m.HelloOk):
             raise self._refusal(answer)
-        if not VERSION_MIN <= answer.version <= VERSION_MAX:
+        if not m.VERSION_MIN <= answer.version <= m.VERSION_MAX:
             raise VersionError(
-                f"{self._name} chose version {answer.version}; this client speaks {VERSION_MIN} to"
-                f" {VERSION_MAX}"
+                f"{self._name} chose version {answer.version}; this client speaks"
+                f" {m.VERSION_MIN} to {m.VERSION_MAX}"
             )
-        self.max_batch = min(answer.max_batch, MAX_BATCH_KEYS)
+        self.max_batch = min(answer.max_batch, m.MAX_BATCH_KEYS)
         self.server = answer.server
         self.capabilities = frozenset(answer.capabilities)
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
 
+    @asynccontextmanager
+    async def calling(
+        self,
+        keys: Sequence[ChunkKey],
+        question: Callable[[list[NameRun]], Message],
+        answer: FrameType,
+        deadline: float,
+        allocate: Allocate | None = None,
+    ) -> AsyncIterator[Call]:
+        """Ask one question about keys; the answer must be taken inside, by `next_item`. Left by an
+        error, the call is given up.
+
+        Args:
+            keys: At most `max_batch`.
+            question: Makes the request of the keys as they are named on this connection.
+            answer: Type of the frame that ends the answer.
+            deadline: Time of the event loop.
+            allocate: For GET, where payloads go.
+
+        Raises:
+            UnavailableError: As `start`.
+            TimeoutError: The deadline has passed.
+        """
+        call: Call | None = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                asked = () if allocate is None else [key.key for key in keys]
+                message = question(await self.names(keys))
+                call = await self.start(message, answer, keys=asked, allocate=allocate)
+                yield call
+        except TimeoutError:
+            if call is not None:
+                self.expire(call)
+            raise
+        except BaseException:
+            if call is not None:
+                self.abandon(call)
+            raise
+
     async def names(self, keys: Sequence[ChunkKey]) -> list[NameRun]:
-        """Return keys as a request on this connection names them; see `DeclaredLanes.names`."""
-        return await self._lanes.names(keys)
+        """Return the keys as a request names them, after declaring the lanes that are new here.
+
+        Raises:
+            IdentityError: A key cannot be spelled.
+            UnavailableError: The connection is lost.
+        """
+        runs = runs_of(key.key for key in keys)
+        for lane, _ in runs:
+            if lane is not None and self._lanes.declaration(lane) is not None:
+                # One at a time: numbers must arrive in order, and one counts only when its frame
+                # is sent.
+                async with self._declaring:
+                    declared = self._lanes.declaration(lane)
+                    if declared is not None:
+                        await self._stream.send_message(0, declared)
+                        self._lanes.add(declared)
+        return self._lanes.names(runs)
 
     async def start(
         self,
@@ -183,7 +222,7 @@ class ClientConnection:
         keys: Sequence[CacheEngineKey] = (),
         allocate: Allocate | None = None,
     ) -> Call:
-        """Send a request. The caller ends the call with `finish` or `abandon`.
+        """Send a request. The caller takes its whole answer, or ends it by `abandon` or `expire`.
 
         Raises:
             UnavailableError: The connection is lost, or too many requests were never answered.
@@ -195,21 +234,18 @@ class ClientConnection:
         call = Call(self._last_id, answer, keys, allocate)
         call.received_before = self._stream.num_received
         self._calls[call.correlation_id] = call
+        preface = b""
+        own = carried()
+        if own is not None and CONTEXT in self.capabilities:
+            preface = m.build_frame(call.correlation_id, m.Context(own.request_id, own.traceparent))
         try:
-            await self._stream.send_message(
-                call.correlation_id, message, *blob, preface=self._preface(call.correlation_id)
-            )
+            await self._stream.send_message(call.correlation_id, message, *blob, preface=preface)
         except BaseException:
-            self._forget_unsent(call)
+            # It was cancelled before its first byte; after that byte the stream has been aborted.
+            call.release()
+            self._calls.pop(call.correlation_id, None)
             raise
         return call
-
-    def _preface(self, correlation_id: int) -> bytes:
-        """Return the CONTEXT frame of a request, where one is known and the server heeds it."""
-        own = carried()
-        if own is None or CONTEXT not in self.capabilities:
-            return b""
-        return build_frame(correlation_id, Context(own.request_id, own.traceparent))
 
     async def next_item(self, call: Call) -> Arrival | Message:
         """Return what comes next for that call.
@@ -221,13 +257,13 @@ class ClientConnection:
         item = await call.items.get()
         if isinstance(item, LMCacheError):
             raise UnavailableError(f"{self._name}: {item}") from item
-        if isinstance(item, ErrorMessage):
+        if isinstance(item, m.ErrorMessage):
             raise self._refusal(item)
         return item
 
     def abandon(self, call: Call) -> None:
-        """Give the memory of a call back that has no waiter any more; frames still to come for it
-        are drained.
+        """Give back the memory of a call whose waiter has left; frames still to come for it are
+        drained.
         """
         call.abandoned = True
         call.release()
@@ -275,7 +311,7 @@ class ClientConnection:
         except (ProtocolError, UnavailableError) as exc:
             cause = exc
         except Exception:
-            logger.exception("reader of %s failed", self._name)
+            logger.exception("reading answers failed: server=%s", self._name)
             raise
         finally:
             self._stream.abort()
@@ -284,16 +320,16 @@ class ClientConnection:
             self._calls.clear()
 
     async def _take(self, header: FrameHeader, message: Message) -> None:
-        if isinstance(message, ErrorMessage) and header.correlation_id == 0:
+        if isinstance(message, m.ErrorMessage) and header.correlation_id == 0:
             raise ProtocolError(
                 f"the server closed the connection: {message.code}: {message.message}"
             )
         call = self._calls.get(header.correlation_id)
         if call is None:
             raise ProtocolError(
-                f"{header.type.name} for request {header.correlation_id}, which does not wait"
+                f"{header.type.name} for request {header.correlation_id}, which is not open"
             )
-        if isinstance(message, ChunkHead):
+        if isinstance(message, m.ChunkHead):
             await self._take_chunk(call, message.index, header.blob_bytes)
             return
         if header.type not in (call.answer, FrameType.ERROR):
@@ -317,17 +353,10 @@ class ClientConnection:
         if not call.abandoned:
             call.items.put_nowait(Arrival(index, record))
 
-    def _forget_unsent(self, call: Call) -> None:
-        """Forget a request that was cancelled before its first byte; after that byte the stream
-        has been aborted.
-        """
-        call.release()
-        self._calls.pop(call.correlation_id, None)
-
     def _refusal(self, answer: Message) -> LMCacheError:
-        if not isinstance(answer, ErrorMessage):
+        if not isinstance(answer, m.ErrorMessage):
             return ProtocolError(f"{self._name} sent {answer.frame_type.name} unasked")
         text = f"{self._name}: {answer.code}: {answer.message}"
-        if answer.code == ErrorCode.AUTHENTICATION:
+        if answer.code == m.ErrorCode.AUTHENTICATION:
             return AuthenticationError(text)
-        return VersionError(text) if answer.code == ErrorCode.VERSION else UnavailableError(text)
+        return VersionError(text) if answer.code == m.ErrorCode.VERSION else UnavailableError(text)

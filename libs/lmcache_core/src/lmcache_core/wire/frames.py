@@ -93,7 +93,7 @@ class FrameHeader(NamedTuple):
 
 
 def build_header(header: FrameHeader) -> bytes:
-    """The 32 bytes of a header.
+    """Return the 32 bytes of a header.
 
     Raises:
         ProtocolError: A field is out of bounds.

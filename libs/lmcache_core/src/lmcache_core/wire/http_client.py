@@ -1,4 +1,4 @@
-"""What every HTTP client of a service of ours has: its token, its trust, its connections."""
+"""The HTTP clients of this project's services: their token, trust and connections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BearerAuth(httpx.Auth):
         self._token = token
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Add the token as it is now."""
+        """Add the current token."""
         text = token_text(self._token)
         if text is not None:
             request.headers["Authorization"] = f"Bearer {text}"
@@ -93,23 +93,17 @@ def http_client(
 
 async def _prepare(request: httpx.Request) -> None:
     """Name the request that this one serves, and guard the TLS handshake that it may need."""
-    request.extensions["trace"] = _Handshake().trace
+    connected: Any = None
+
+    async def trace(event: str, info: dict[str, Any]) -> None:
+        # httpx closes the connection of a handshake that fails, but not of one that is cancelled.
+        nonlocal connected
+        if event == "connection.connect_tcp.complete":
+            connected = info["return_value"]
+        elif event == "connection.start_tls.failed" and connected is not None:
+            await connected.aclose()
+
+    request.extensions["trace"] = trace
     own = carried()
     if own is not None:
         request.headers.update(own.headers())
-
-
-class _Handshake:
-    """Closes the connection of a TLS handshake that is cut off. httpx does so after an error, but
-    not after a cancellation.
-    """
-
-    def __init__(self) -> None:
-        self._connected: Any = None
-
-    async def trace(self, event: str, info: dict[str, Any]) -> None:
-        """Watch the events that httpx reports of a request."""
-        if event == "connection.connect_tcp.complete":
-            self._connected = info["return_value"]
-        elif event == "connection.start_tls.failed" and self._connected is not None:
-            await self._connected.aclose()

@@ -6,16 +6,17 @@ import asyncio
 from dataclasses import dataclass
 
 from lmcache_core.errors import RecordError
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import (
     PREFIX_BYTES,
     Allocate,
+    Chunk,
     Miss,
     MissReason,
     RecordHeader,
-    RecordPrefix,
     RecordReason,
+    Result,
     decode_head,
     decode_prefix,
     verify_payload,
@@ -27,35 +28,56 @@ INLINE_VERIFY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole record whose payload has not been verified yet. Whoever holds it owns a reference
-    on `memory`.
+    """A whole record whose payload has not been verified yet. The holder owns a reference on
+    `memory`.
     """
 
     header: RecordHeader
     head: bytes
     memory: MemoryObj
 
-    async def verify(self) -> bool:
-        """Whether the payload has the digest that the header names. Large ones are read in a
-        thread.
 
-        Cancelled, the thread may still read memory that was given back meanwhile: it writes
-        nothing, and nobody asks for its result.
-        """
-        payload = self.memory.byte_array
-        try:
-            if len(payload) <= INLINE_VERIFY_BYTES:
-                verify_payload(self.header, payload)
-            else:
-                await asyncio.to_thread(verify_payload, self.header, payload)
-        except RecordError:
-            return False
-        return True
+def miss_for(error: RecordError) -> Miss:
+    """Return the miss that a refused record is."""
+    return Miss(
+        MissReason.IDENTITY if error.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT
+    )
+
+
+async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
+    """Return whether the payload has the digest that its header names.
+
+    Large payloads are read in a thread. When this is cancelled, the thread may still read memory
+    that has been given back since: it writes nothing, and its result is dropped.
+    """
+    try:
+        if len(payload) <= INLINE_VERIFY_BYTES:
+            verify_payload(header, payload)
+        else:
+            await asyncio.to_thread(verify_payload, header, payload)
+    except RecordError:
+        return False
+    return True
+
+
+async def verified(
+    key: ChunkKey, header: RecordHeader, head: bytes, memory: MemoryObj, tier: str
+) -> Result:
+    """Return the chunk whose payload is in `memory`, or a miss if it is damaged. The reference on
+    `memory` passes to the chunk, or is given back.
+    """
+    is_whole = False
+    try:
+        is_whole = await payload_is_whole(header, memory.byte_array)
+    finally:
+        if not is_whole:
+            memory.ref_count_down()
+    return Chunk(key, header, head, memory, tier) if is_whole else Miss(MissReason.CORRUPT)
 
 
 class IncomingRecord:
-    """Receives the record in the blob of one frame. Whatever is wrong with the record, the blob is
-    consumed to its end.
+    """Receive the record in the blob of one frame. The blob is consumed to its end, even when the
+    record is damaged.
 
     Args:
         stream: Stands at the first byte of the blob.
@@ -83,12 +105,17 @@ class IncomingRecord:
             UnavailableError: The connection ended.
         """
         try:
-            head, header, payload_bytes = await self._receive_head(expected)
+            if self._num_left < PREFIX_BYTES:
+                raise RecordError(RecordReason.SHORT, f"a blob of {self._num_left} bytes")
+            head = await self._read(PREFIX_BYTES)
+            prefix = decode_prefix(head)
+            if prefix.head_bytes + prefix.payload_bytes != PREFIX_BYTES + self._num_left:
+                raise RecordError(RecordReason.BOUNDS, "the record does not fill its blob")
+            head += await self._read(prefix.head_bytes - PREFIX_BYTES)
+            header, payload_bytes = decode_head(head, expected)
         except RecordError as exc:
             await self._stream.discard(self._num_left)
-            return Miss(
-                MissReason.IDENTITY if exc.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT
-            )
+            return miss_for(exc)
         memory = None if self._dropped else self._allocate(payload_bytes)
         if memory is None:
             await self._stream.discard(self._num_left)
@@ -105,32 +132,15 @@ class IncomingRecord:
         return Received(header, head, memory)
 
     def drop(self) -> None:
-        """Give the memory back now; what is still to come is read and thrown away."""
+        """Give the memory back now; the rest of the blob is read and thrown away."""
         self._dropped = True
         self._stream.forget_target()
         if self._memory is not None:
             self._memory.ref_count_down()
             self._memory = None
 
-    async def _receive_head(
-        self, expected: CacheEngineKey | None
-    ) -> tuple[bytes, RecordHeader, int]:
-        if self._num_left < PREFIX_BYTES:
-            raise RecordError(RecordReason.SHORT, f"a blob of {self._num_left} bytes")
-        prefix_bytes = await self._read(PREFIX_BYTES)
-        prefix = decode_prefix(prefix_bytes)
-        if prefix.head_bytes + prefix.payload_bytes != PREFIX_BYTES + self._num_left:
-            raise RecordError(RecordReason.BOUNDS, "the record does not fill its blob")
-        head = prefix_bytes + await self._read(_rest_of_head(prefix))
-        header, payload_bytes = decode_head(head, expected)
-        return head, header, payload_bytes
-
     async def _read(self, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
         await self._stream.readinto(memoryview(data))
         self._num_left -= num_bytes
         return bytes(data)
-
-
-def _rest_of_head(prefix: RecordPrefix) -> int:
-    return prefix.head_bytes - PREFIX_BYTES

@@ -74,7 +74,7 @@ class JsonHttpClient:
         self._auth = BearerAuth(token, service)
         self._name = f"{service} {check_base_url(service, base_url)}"
         self._base_url = base_url.rstrip("/")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._transport = transport
         self._tls = context_for(base_url, tls)
         self._client: httpx.AsyncClient | None = None
@@ -87,7 +87,7 @@ class JsonHttpClient:
         self._client = http_client(
             self._base_url,
             self._auth,
-            self._timeout_s,
+            self.timeout_s,
             self._tls,
             httpx.Limits(max_connections=MAX_CONNECTIONS),
             self._transport,
@@ -150,7 +150,7 @@ class JsonHttpClient:
             method: HTTP method.
             path: Below the base URL.
             content: The body, None for none.
-            headers: Beside those of every call, or instead of them.
+            headers: In addition to those of every call, or in their place.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
@@ -158,7 +158,7 @@ class JsonHttpClient:
         """
         if self._client is None:
             raise UnavailableError(f"{self._name}: the client is not open")
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 for attempt in range(MAX_ATTEMPTS):
@@ -183,13 +183,8 @@ class JsonHttpClient:
         self._was_answered = True
         return Reply(response.status_code, response.headers.get("content-type", ""), data)
 
-    @property
-    def timeout_s(self) -> float:
-        """The limit on each call that names none."""
-        return self._timeout_s
-
     def refused(self, reply: Reply) -> UnavailableError:
-        """The error for an answer that is a refusal, with the reason that it gives."""
+        """Return the error for an answer that is a refusal, with the reason that it gives."""
         return UnavailableError(
             f"{self._name}: status {reply.status} {_reason(reply.data)}".rstrip()
         )
@@ -206,7 +201,7 @@ class JsonHttpClient:
             raise self.unusable(str(exc)) from exc
 
     def unusable(self, why: str) -> UnavailableError:
-        """The error for an answer that makes no sense."""
+        """Return the error for an answer that makes no sense."""
         return UnavailableError(f"{self._name}: unusable answer: {why}")
 
     async def _read(self, response: httpx.Response) -> bytes:
@@ -221,7 +216,7 @@ class JsonHttpClient:
 
 
 def check_base_url(service: str, base_url: str) -> str:
-    """`base_url` itself. Errors do not repeat it: what is wrong with it may be a password."""
+    """Return `base_url` if it is one. Errors do not repeat it: it may hold a password."""
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as exc:
@@ -241,7 +236,7 @@ def check_base_url(service: str, base_url: str) -> str:
 
 
 def _reason(data: bytes) -> str:
-    """What a problem document says, quoted and short: it goes into logs."""
+    """Return what a problem document says, quoted and short: it goes into logs."""
     try:
         problem = msgspec.json.decode(data, type=_Problem)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 
 from lmcache_core.errors import IdentityError, ProtocolError
 from lmcache_core.keys import CHUNK_HASH_BYTES, CacheEngineKey, ChunkKey, Lane
 from lmcache_core.wire.messages import MAX_LANES, DeclareLane, NameRun
-from lmcache_core.wire.stream import FrameStream
 
 
 class LaneNumbers:
@@ -67,38 +65,6 @@ def runs_of(keys: Iterable[CacheEngineKey]) -> list[tuple[Lane | None, bytes]]:
         else:
             runs.append((lane, bytearray(packed)))
     return [(lane, bytes(data)) for lane, data in runs]
-
-
-class DeclaredLanes:
-    """Names keys on an asynchronous connection, and declares a lane before the first name in it.
-
-    Args:
-        stream: The connection.
-    """
-
-    def __init__(self, stream: FrameStream) -> None:
-        self._stream = stream
-        self._numbers = LaneNumbers()
-        self._declaring = asyncio.Lock()
-
-    async def names(self, keys: Sequence[ChunkKey]) -> list[NameRun]:
-        """Return the keys as a request names them, in order.
-
-        Raises:
-            IdentityError: A key cannot be spelled.
-            UnavailableError: The connection is lost.
-        """
-        runs = runs_of(key.key for key in keys)
-        for lane, _ in runs:
-            if lane is not None and self._numbers.declaration(lane) is not None:
-                # One at a time: numbers must arrive in order, and one counts only when its frame
-                # is sent.
-                async with self._declaring:
-                    declared = self._numbers.declaration(lane)
-                    if declared is not None:
-                        await self._stream.send_message(0, declared)
-                        self._numbers.add(declared)
-        return self._numbers.names(runs)
 
 
 class KnownLanes:

@@ -33,13 +33,16 @@ class FrameListener:
 
     Args:
         name: Who listens, for errors and for the names of tasks.
-        max_connections: Served at once. As many more may be told goodbye; further ones are closed
-            without a word.
+        max_connections: Served at once. As many more may be told why not; further ones are
+            closed unheard.
         begin: Makes the session of a connection.
-        turned_away: Is told of connections that are too many.
-        goodbye: What these are told; None closes them without a word.
+        turned_away: Called for each connection that is too many.
+        goodbye: What is sent to these; None closes them unheard.
         max_strangers: Connections at once that have not been `let_in`; the oldest gives place to a
             further one. 0: every connection is let in at once.
+
+    Attributes:
+        sessions: Of the connections that are served now.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class FrameListener:
         self._turned_away = turned_away
         self._goodbye = goodbye
         self._server: asyncio.Server | None = None
-        self._sessions: set[FrameSession] = set()
+        self.sessions: set[FrameSession] = set()
         self._max_strangers = max_strangers
         self._strangers: dict[FrameStream, None] = {}  # the oldest first
         self._served: set[FrameStream] = set()
@@ -82,11 +85,6 @@ class FrameListener:
         """Connections that are open now, but for those that are told goodbye."""
         return len(self._served) + len(self._strangers)
 
-    @property
-    def sessions(self) -> list[FrameSession]:
-        """Sessions of the connections that are served now."""
-        return list(self._sessions)
-
     def let_in(self, stream: FrameStream) -> bool:
         """Give a stranger a place among those that are served; False: there is none."""
         if stream in self._strangers:
@@ -97,7 +95,7 @@ class FrameListener:
             self._served.add(stream)
         return True
 
-    async def open(
+    async def listen(
         self,
         host: str,
         port: int,
@@ -132,7 +130,7 @@ class FrameListener:
             raise UnavailableError(f"{self._name} cannot listen on {host}:{port}: {exc}") from exc
         return self._server.sockets
 
-    async def open_unix(self, path: Path) -> None:
+    async def listen_unix(self, path: Path) -> None:
         """Listen on a Unix socket.
 
         Raises:
@@ -150,7 +148,7 @@ class FrameListener:
         self._is_closing = True
         if self._server is not None:
             await stop_listening(self._server)
-        for session in list(self._sessions):
+        for session in list(self.sessions):
             session.drain()
         left = [*self._served, *self._strangers, *self._leaving]
         await self._tasks.close(drain_s)
@@ -193,11 +191,11 @@ class FrameListener:
 
     async def _serve(self, stream: FrameStream) -> None:
         session = self._begin(stream)
-        self._sessions.add(session)
+        self.sessions.add(session)
         try:
             await session.run()
         finally:
-            self._sessions.discard(session)
+            self.sessions.discard(session)
             self._served.discard(stream)
             self._strangers.pop(stream, None)
 

@@ -44,7 +44,7 @@ MAX_CAPABILITIES = 32
 MAX_ERROR_CHARS = 512
 MAX_AGE_MS = (1 << 53) - 1
 ANY_SERVER = "lmcache"
-"""What a server calls itself that has no name of its own."""
+"""The name in HELLO_OK of a server that was given none."""
 MAX_NAMES = 4096
 """Names, extents or tickets in one frame about the arena, but for STAGE."""
 MAX_CHAINS = 16
@@ -86,7 +86,7 @@ _StagedRun = tuple[
 
 
 class ErrorCode(StrEnum):
-    """What an ERROR frame is about."""
+    """The cause that an ERROR frame names."""
 
     VERSION = "version"
     AUTHENTICATION = "authentication"
@@ -98,13 +98,21 @@ class ErrorCode(StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """What every frame's meta has in common: the type of frame that carries it."""
+    """The meta of a frame. Fields that a later version adds are ignored.
+
+    Attributes:
+        frame_type: Type of the frame that carries it.
+    """
 
     frame_type: ClassVar[FrameType]
 
 
+class StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
+    """The meta of a frame of the agreed version: a field too many is refused."""
+
+
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What a process that connects to a sidecar is: for status pages and layout checks.
+    """A process that connects to a sidecar: for status pages and layout checks.
 
     Attributes:
         name: Names the engine, the same for all of its processes.
@@ -124,7 +132,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ArenaInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Where a sidecar's arena is and how it is to be used.
+    """Where a sidecar's arena is and how to use it.
 
     Attributes:
         path: The file that is mapped.
@@ -141,7 +149,7 @@ class ArenaInfo(msgspec.Struct, frozen=True, array_like=True):
     salt: _Text
 
 
-class Hello(Message, frozen=True, array_like=True):
+class Hello(Message, frozen=True):
     """Opens a connection.
 
     Attributes:
@@ -162,7 +170,7 @@ class Hello(Message, frozen=True, array_like=True):
     engine: EngineInfo | None = None
 
 
-class HelloOk(Message, frozen=True, array_like=True):
+class HelloOk(Message, frozen=True):
     """Accepts a connection.
 
     Attributes:
@@ -181,21 +189,21 @@ class HelloOk(Message, frozen=True, array_like=True):
     arena: ArenaInfo | None = None
 
 
-class Contains(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Contains(StrictMessage, frozen=True):
     """Asks which chunks are there."""
 
     frame_type = FrameType.CONTAINS
     names: _NameRuns
 
 
-class ContainsOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ContainsOk(StrictMessage, frozen=True):
     """Answers CONTAINS, HELD, LOOKUP and COMMIT, in the order of the names or extents."""
 
     frame_type = FrameType.CONTAINS_OK
     present: Annotated[list[bool], Meta(max_length=MAX_NAMES)]
 
 
-class Get(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Get(StrictMessage, frozen=True):
     """Asks for chunks.
 
     Attributes:
@@ -210,27 +218,27 @@ class Get(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     ticket: Annotated[str, Meta(max_length=MAX_TICKET_CHARS)] | None
 
 
-class ChunkHead(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ChunkHead(StrictMessage, frozen=True):
     """Announces the record in the blob: the answer to the key of that index."""
 
     frame_type = FrameType.CHUNK
     index: _Index
 
 
-class GetEnd(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class GetEnd(StrictMessage, frozen=True):
     """Ends the answer to GET: `(index, reason)` of what was not sent."""
 
     frame_type = FrameType.GET_END
     misses: Annotated[list[tuple[_Index, _Name]], Meta(max_length=MAX_BATCH_KEYS)]
 
 
-class Put(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Put(StrictMessage, frozen=True):
     """Announces the record in the blob, to be kept."""
 
     frame_type = FrameType.PUT
 
 
-class HandoverChunk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class HandoverChunk(StrictMessage, frozen=True):
     """Announces the record in the blob, which a server that ends hands over to another one.
     Answered by PUT_OK.
 
@@ -246,7 +254,7 @@ class HandoverChunk(Message, frozen=True, array_like=True, forbid_unknown_fields
     may_evict: bool
 
 
-class Held(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Held(StrictMessage, frozen=True):
     """Asks which chunks of a tenant are there to stay. Answered by CONTAINS_OK.
 
     Attributes:
@@ -259,7 +267,7 @@ class Held(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     names: _NameRuns
 
 
-class PutOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PutOk(StrictMessage, frozen=True):
     """Answers PUT and HANDOVER: whether the store holds the chunk now and, if not, why."""
 
     frame_type = FrameType.PUT_OK
@@ -267,33 +275,33 @@ class PutOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     reason: _Name
 
 
-class Remove(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Remove(StrictMessage, frozen=True):
     """Asks to forget chunks."""
 
     frame_type = FrameType.REMOVE
     names: _NameRuns
 
 
-class RemoveOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RemoveOk(StrictMessage, frozen=True):
     """Answers REMOVE: how many were there."""
 
     frame_type = FrameType.REMOVE_OK
     count: Annotated[int, Meta(ge=0, le=MAX_BATCH_KEYS)]
 
 
-class Ping(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Ping(StrictMessage, frozen=True):
     """Asks for a sign of life."""
 
     frame_type = FrameType.PING
 
 
-class Pong(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Pong(StrictMessage, frozen=True):
     """Answers PING."""
 
     frame_type = FrameType.PONG
 
 
-class DeclareLane(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class DeclareLane(StrictMessage, frozen=True):
     """Gives a lane a number, for the names of later requests of this connection. No answer.
 
     Attributes:
@@ -306,7 +314,7 @@ class DeclareLane(Message, frozen=True, array_like=True, forbid_unknown_fields=T
     lane: Lane
 
 
-class Context(Message, frozen=True, array_like=True):
+class Context(Message, frozen=True):
     """Whose request the next frame is, for logs and traces. It has no answer; sent to servers that
     heed the capability `context`.
 
@@ -320,7 +328,7 @@ class Context(Message, frozen=True, array_like=True):
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)]
 
 
-class ErrorMessage(Message, frozen=True, array_like=True):
+class ErrorMessage(Message, frozen=True):
     """Refuses a request, or with correlation id 0 the connection.
 
     Attributes:
@@ -353,7 +361,7 @@ class ErrorMessage(Message, frozen=True, array_like=True):
         return cls(code.value, str(exc)[:MAX_ERROR_CHARS])
 
 
-class ReserveExtents(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ReserveExtents(StrictMessage, frozen=True):
     """Asks for arena memory for chunks to be stored. Answered by EXTENTS.
 
     Attributes:
@@ -384,7 +392,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     head: _Head = b""
 
 
-class Extents(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Extents(StrictMessage, frozen=True):
     """Answers RESERVE: for each chunk memory to fill, or why there is none. Answers LOAD: the
     longest prefix of the chunks, then why the next one is missing, if one is.
     """
@@ -393,7 +401,7 @@ class Extents(Message, frozen=True, array_like=True, forbid_unknown_fields=True)
     items: Annotated[tuple[Extent | _Text, ...], Meta(max_length=MAX_NAMES)]
 
 
-class Commit(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Commit(StrictMessage, frozen=True):
     """Says that extents are filled: `(id, head)` each; the head names the chunk. The extents are
     not the client's any more. Answered by CONTAINS_OK: whether each chunk is visible now.
     """
@@ -402,7 +410,7 @@ class Commit(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     items: Annotated[tuple[tuple[_Count, _Head], ...], Meta(max_length=MAX_NAMES)]
 
 
-class LoadExtents(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class LoadExtents(StrictMessage, frozen=True):
     """Asks to bring chunks into the arena and to keep them there until DONE. Answered by EXTENTS.
 
     Attributes:
@@ -418,7 +426,7 @@ class LoadExtents(Message, frozen=True, array_like=True, forbid_unknown_fields=T
     recompute_us: _RecomputeTime
 
 
-class Stage(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Stage(StrictMessage, frozen=True):
     """Asks what of these chunks is in the arena for all ranks, held for the ticket from now on; the
     rest begins to be lifted. Answered by PROMISE. Capability `stage`.
 
@@ -441,7 +449,7 @@ class Stage(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     recompute_us: _RecomputeTime
 
 
-class Promise(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Promise(StrictMessage, frozen=True):
     """Answers STAGE: for each chain one byte a chunk (`StagedFrom`; 0: not there). `is_ready`:
     nothing more will come.
     """
@@ -451,7 +459,7 @@ class Promise(Message, frozen=True, array_like=True, forbid_unknown_fields=True)
     tiers: Annotated[tuple[bytes, ...], Meta(max_length=MAX_CHAINS)]
 
 
-class DoneWith(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class DoneWith(StrictMessage, frozen=True):
     """Gives back extents, filled or not, and what tickets hold. Answered by OK."""
 
     frame_type = FrameType.DONE
@@ -459,13 +467,13 @@ class DoneWith(Message, frozen=True, array_like=True, forbid_unknown_fields=True
     tickets: Annotated[tuple[_TicketName, ...], Meta(max_length=MAX_NAMES)] = ()
 
 
-class Ok(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Ok(StrictMessage, frozen=True):
     """Answers DONE, REJECT, DESCRIBE and PREFETCH."""
 
     frame_type = FrameType.OK
 
 
-class Reject(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Reject(StrictMessage, frozen=True):
     """Says that the bytes of these loaded chunks do not have their digests: the sidecar is to look
     for itself. The extents stay. Answered by OK. Capability `reject`.
     """
@@ -474,7 +482,7 @@ class Reject(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     extents: _Handles
 
 
-class Describe(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Describe(StrictMessage, frozen=True):
     """Says how this client names KV, so that the sidecar's admin can name chunks of token ids.
     Answered by OK. Capability `describe`.
     """
@@ -488,7 +496,7 @@ class Describe(Message, frozen=True, array_like=True, forbid_unknown_fields=True
     groups: Annotated[tuple[_Text, ...], Meta(min_length=1, max_length=MAX_CHAINS)]
 
 
-class Lookup(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Lookup(StrictMessage, frozen=True):
     """Asks which chunks are cached in these tiers ([]: in any). Answered by CONTAINS_OK.
 
     A tier that has not answered after `deadline_ms`, or after the sidecar's own limit, has nothing.
@@ -500,61 +508,30 @@ class Lookup(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     deadline_ms: _Deadline
 
 
-class Prefetch(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Prefetch(StrictMessage, frozen=True):
     """Asks to lift these chunks into the arena in the background. Answered by OK."""
 
     frame_type = FrameType.PREFETCH
     names: _ManyRuns
 
 
-class Stats(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Stats(StrictMessage, frozen=True):
     """Asks for the sidecar's figures."""
 
     frame_type = FrameType.STATS
 
 
-class StatsOk(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+class StatsOk(StrictMessage, frozen=True):
     """Answers STATS: figures by tier."""
 
     frame_type = FrameType.STATS_OK
     stats: dict[str, dict[str, int]]
 
 
-_MESSAGES: tuple[type[Message], ...] = (
-    Hello,
-    HelloOk,
-    Contains,
-    ContainsOk,
-    Get,
-    ChunkHead,
-    GetEnd,
-    Put,
-    PutOk,
-    Remove,
-    RemoveOk,
-    Ping,
-    Pong,
-    ErrorMessage,
-    HandoverChunk,
-    Context,
-    Held,
-    DeclareLane,
-    ReserveExtents,
-    Extents,
-    Commit,
-    LoadExtents,
-    Stage,
-    Promise,
-    DoneWith,
-    Ok,
-    Reject,
-    Describe,
-    Lookup,
-    Stats,
-    StatsOk,
-    Prefetch,
+_KINDS = [kind for base in (Message, StrictMessage) for kind in base.__subclasses__()]
+_DECODERS = MappingProxyType(
+    {kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _KINDS if kind is not StrictMessage}
 )
-_DECODERS = MappingProxyType({kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _MESSAGES})
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -580,7 +557,7 @@ def check_chains(chains: Sequence[ChunkChain]) -> None:
 
 
 def build_frame(correlation_id: int, message: Message, blob_bytes: int = 0) -> bytes:
-    """Everything of a frame but its blob.
+    """Return everything of a frame but its blob.
 
     Raises:
         ProtocolError: A bound would be broken.

@@ -1,4 +1,4 @@
-"""What a server reads first of every connection, over TCP and over the sidecar's socket: HELLO, the
+"""The start of every connection and request, over TCP and over the sidecar's socket: HELLO, the
 order of requests, the lanes and contexts that come before them.
 """
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Final, Protocol, runtime_checkable
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Chunk, Result
+from lmcache_core.security import Principal, Ticket
 from lmcache_core.security.handshakes import MAX_HANDSHAKES
-from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import MAX_BLOB_BYTES
 from lmcache_core.wire.messages import MAX_BATCH_KEYS
+
+NOTE_INTERVAL_S: Final = 60.0
+MAX_NOTED_TENANTS: Final = 16
 
 
 class ServedStore(Protocol):
@@ -22,8 +26,8 @@ class ServedStore(Protocol):
     """
 
     def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        """Memory for a payload on its way in, one reference owned by the caller; None when there is
-        no room.
+        """Return memory for a payload on its way in, one reference owned by the caller; None
+        without room.
 
         Args:
             num_bytes: As announced; perhaps more than ever comes.
@@ -31,11 +35,11 @@ class ServedStore(Protocol):
         """
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of them are there."""
+        """Return which of them are there."""
 
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        """Chunks, a reference each owned by the caller, or why they are missing. Called with at
-        most `get_batch` keys.
+        """Return chunks, a reference each owned by the caller, or why they are missing. Called with
+        at most `get_batch` keys.
         """
 
     async def put(self, chunk: Chunk) -> bool:
@@ -44,7 +48,7 @@ class ServedStore(Protocol):
         """
 
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; the number that were there."""
+        """Forget chunks; return how many were there."""
 
 
 @runtime_checkable
@@ -55,10 +59,10 @@ class AdaptsToClients(Protocol):
 
     @property
     def offers(self) -> Accepts:
-        """All that a client may be served if it can take it."""
+        """Return all that a client may be served if it can take it."""
 
     def for_client(self, accepts: Accepts) -> ServedStore:
-        """The same store, as a client sees it that can take these records."""
+        """Return the same store as a client that takes these records sees it."""
 
 
 @runtime_checkable
@@ -68,44 +72,15 @@ class TakesHandovers(Protocol):
     """
 
     def stays(self, key: ChunkKey) -> bool:
-        """Whether it will keep that chunk if it has it: to a server that ends, what another one
+        """Return whether it will keep that chunk if it has it: to a server that ends, what another
         is about to lose is as good as lost.
         """
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a record of that size can be kept without giving up another."""
+        """Return whether a record of that size can be kept without evicting another."""
 
     async def take_over(self, chunk: Chunk) -> bool:
-        """Like `ServedStore.put`, for a chunk that has been stored elsewhere at its `stored_at`."""
-
-
-@runtime_checkable
-class HasRole(Protocol):
-    """Ability: an authenticated caller that may be more than a client."""
-
-    @property
-    def role(self) -> str:
-        """`admin`, `storage`, or less."""
-
-
-class HasTenant(Protocol):
-    """An authenticated caller, for example a `Principal`."""
-
-    @property
-    def tenant(self) -> str:
-        """Namespace of all that the caller stores and reads."""
-
-
-class PullTicket(Protocol):
-    """A verified ticket, for example a `Ticket`."""
-
-    @property
-    def tenant(self) -> str:
-        """The only namespace that may be read."""
-
-    @property
-    def requester(self) -> str:
-        """Name that the client gives in its HELLO."""
+        """Keep a chunk, as `ServedStore.put`, that was stored elsewhere at its `stored_at`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +88,7 @@ class HandoverNote:
     """What a connection has handed over since the last such note.
 
     Attributes:
-        caller: Who did; None: somebody without a token.
+        caller: Whose token was shown; None: no token was.
         client: Address and port of the other side.
         tenants: Whose chunks, or some of them.
         num_chunks: Chunks that were kept.
@@ -121,7 +96,7 @@ class HandoverNote:
         num_refused: Chunks that were not.
     """
 
-    caller: HasTenant | None
+    caller: Principal | None
     client: str
     tenants: tuple[str, ...]
     num_chunks: int
@@ -129,10 +104,60 @@ class HandoverNote:
     num_refused: int
 
 
-Authenticate = Callable[[str | None], HasTenant]
+Authenticate = Callable[[str | None], Principal]
 Admit = Callable[[str], None]
-VerifyTicket = Callable[[str], PullTicket]
+VerifyTicket = Callable[[str], Ticket]
 NoteHandovers = Callable[[HandoverNote], None]
+
+
+@dataclass(slots=True)
+class HandoverLog:
+    """Count what one connection hands over: a server that ends hands over thousands of chunks. The
+    first chunk is noted at once, what follows once a minute, the rest at the end.
+
+    Attributes:
+        note: Takes the notes; None drops them.
+        client: Address and port of the other side.
+        clock: Seconds that never go back.
+    """
+
+    note: NoteHandovers | None
+    client: str
+    clock: Callable[[], float] = time.monotonic
+    _caller: Principal | None = None
+    _tenants: set[str] = field(default_factory=set)
+    _num_chunks: int = 0
+    _num_bytes: int = 0
+    _num_refused: int = 0
+    _flushed_at: float = float("-inf")
+
+    def add(self, caller: Principal | None, tenant: str, num_bytes: int, is_kept: bool) -> None:
+        """Count a chunk.
+
+        Args:
+            caller: Whose connection it came by, as known now.
+            tenant: In whose namespace it was to be put.
+            num_bytes: Of its payload.
+            is_kept: Whether it was.
+        """
+        self._caller = caller
+        if len(self._tenants) < MAX_NOTED_TENANTS:
+            self._tenants.add(tenant)
+        self._num_chunks += is_kept
+        self._num_bytes += num_bytes * is_kept
+        self._num_refused += not is_kept
+        if self.clock() - self._flushed_at >= NOTE_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Note what has been counted since the last note."""
+        if self.note is not None and self._num_chunks + self._num_refused:
+            counts = (self._num_chunks, self._num_bytes, self._num_refused)
+            tenants = tuple(sorted(self._tenants))
+            self.note(HandoverNote(self._caller, self.client, tenants, *counts))
+        self._flushed_at = self.clock()
+        self._tenants.clear()
+        self._num_chunks = self._num_bytes = self._num_refused = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +178,11 @@ class ServerLimits:
         transfer_timeout_s: For the rest of a frame, read or written, plus the time that
             `min_bytes_per_s` gives it.
         min_bytes_per_s: Slowest transfer of a blob.
-        reauthenticate_s: How old the knowledge may be of who is behind a token when a request is
-            served.
+        reauthenticate_s: How long an authenticated token may serve requests before it is checked
+            again.
         admit: Takes one request of a tenant's, or raises `CapacityError`; None: as many as come.
         pace_s: Longest time that a HANDOVER waits to be admitted; what is refused may be lost.
-        note_handovers: Is told of what connections hand over, for an audit; None: nobody is.
+        note_handovers: Takes notes of what connections hand over, for an audit; None drops them.
     """
 
     max_connections: int = 256
@@ -177,27 +202,5 @@ class ServerLimits:
     note_handovers: NoteHandovers | None = None
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Longest time that a frame with a blob of that size may take."""
+        """Return the longest time that a frame with a blob of that size may take."""
         return self.transfer_timeout_s + num_bytes / self.min_bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class LmService:
-    """What the sessions of one lm:// server share.
-
-    Attributes:
-        store: Where chunks are; may be one that `AdaptsToClients`.
-        authenticate: Maps HELLO's token to who it belongs to, or raises `AuthenticationError`.
-        verify_ticket: Checks the ticket of a GET; with it, a connection without a good token may
-            still GET.
-        limits: Bounds.
-        name: What HELLO_OK calls this server.
-        log: For lines that clients can cause as often as they like.
-    """
-
-    store: ServedStore
-    authenticate: Authenticate
-    verify_ticket: VerifyTicket | None
-    limits: ServerLimits
-    name: str
-    log: SparseLog

@@ -1,34 +1,71 @@
-"""A server of the lm:// protocol."""
+"""A server of the lm:// protocol: its listener, and the session of each connection, which reads
+frames in order and answers requests concurrently.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import math
 import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
+from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.errors import (
+    AuthenticationError,
+    CapacityError,
+    LMCacheError,
+    ProtocolError,
+    UnavailableError,
+)
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import Chunk, Miss, MissReason, release_all
+from lmcache_core.security import Principal, speaks_for_all_tenants
 from lmcache_core.security.handshakes import BoundedContext
+from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.telemetry.tracing import Tracer
+from lmcache_core.wire import messages
+from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, Accepts
+from lmcache_core.wire.frames import WITH_RECORD, FrameHeader, FrameType
+from lmcache_core.wire.incoming import IncomingRecord, Received, payload_is_whole
 from lmcache_core.wire.listener import FrameListener
-from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage
+from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage, Message
+from lmcache_core.wire.requests import RequestReader
 from lmcache_core.wire.served import (
+    AdaptsToClients,
     Authenticate,
-    LmService,
+    HandoverLog,
     ServedStore,
     ServerLimits,
+    TakesHandovers,
     VerifyTicket,
 )
-from lmcache_core.wire.session import LmSession
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
 
+TIER = "lm"
+PACE_PAUSE_S = 0.02
 
-class LmServer:
-    """Listens for lm:// connections and serves a store to them.
+_REQUESTS = WITH_RECORD | {
+    FrameType.CONTAINS,
+    FrameType.GET,
+    FrameType.REMOVE,
+    FrameType.PING,
+    FrameType.HELD,
+}
+
+
+class LmServer(FrameListener):
+    """Listen for lm:// connections and serve a store to them.
 
     Args:
-        store: What is served.
+        store: What is served; may be one that `AdaptsToClients` or `TakesHandovers`.
         authenticate: Maps HELLO's token to its owner, for example `TokenTable.authenticate`.
         host: Where to listen.
         port: 0 takes a free one; see `port`.
@@ -36,6 +73,10 @@ class LmServer:
             without a token may GET by ticket.
         limits: Bounds of what clients can do.
         name: What HELLO_OK calls this server: clients of several servers tell them apart by it.
+
+    Attributes:
+        log: For lines that clients can cause as often as they like.
+        tracer: Traces requests; None: they are not traced.
     """
 
     def __init__(
@@ -48,66 +89,399 @@ class LmServer:
         limits: ServerLimits | None = None,
         name: str = ANY_SERVER,
     ) -> None:
-        limits = limits or ServerLimits()
-        self._service = LmService(
-            store, authenticate, verify_ticket, limits, name, SparseLog(logger)
-        )
-        self._tracer: Tracer | None = None
-        self._host = host
-        self._wanted_port = port
-        busy = ErrorMessage(ErrorCode.BUSY.value, "too many connections")
-        self._listener = FrameListener(
+        self.store = store
+        self.authenticate = authenticate
+        self.verify_ticket = verify_ticket
+        self.limits = limits or ServerLimits()
+        self.name = name
+        self.log = SparseLog(logger)
+        self.tracer: Tracer | None = None
+        self._address = (host, port)
+        super().__init__(
             "lm server",
-            limits.max_connections,
-            self._begin,
+            self.limits.max_connections,
+            partial(LmSession, self),
             self._turned_away,
-            busy,
-            limits.max_strangers,
+            ErrorMessage(ErrorCode.BUSY.value, "too many connections"),
+            self.limits.max_strangers,
         )
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on. Only while it is open."""
-        return self._listener.port
-
-    @property
-    def num_connections(self) -> int:
-        """Connections that are served now."""
-        return self._listener.num_connections
 
     async def open(self, tls: ssl.SSLContext | None = None, tracer: Tracer | None = None) -> None:
         """Listen.
 
         Args:
             tls: Encrypts every connection, as `server_context` makes it; None: none is.
-            tracer: Traces requests; None: nobody does.
+            tracer: Traces requests.
 
         Raises:
             UnavailableError: The address cannot be bound.
         """
-        limits = self._service.limits
-        self._tracer = tracer
+        self.tracer = tracer
         if tls is None:
-            await self._listener.open(self._host, self._wanted_port)
+            await self.listen(*self._address)
         else:
-            bounded = BoundedContext(tls, limits.max_handshakes, limits.hello_timeout_s)
-            await self._listener.open(
-                self._host, self._wanted_port, bounded, limits.hello_timeout_s
-            )
-
-    async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what
-        is left. Idempotent.
-        """
-        await self._listener.close(drain_s)
-
-    def _begin(self, stream: FrameStream) -> LmSession:
-        return LmSession(
-            stream, self._service, partial(self._listener.let_in, stream), self._tracer
-        )
+            handshake_s = self.limits.hello_timeout_s
+            bounded = BoundedContext(tls, self.limits.max_handshakes, handshake_s)
+            await self.listen(*self._address, bounded, handshake_s)
 
     def _turned_away(self, stream: FrameStream) -> None:
         message = "lm connection turned away, too many are open: client=%s num_connections=%d"
-        self._service.log.log(
-            logging.WARNING, message, stream.peer(), self._listener.num_connections
+        self.log.log(logging.WARNING, message, stream.peer(), self.num_connections)
+
+
+class LmSession:
+    """Serve one connection.
+
+    Args:
+        server: Whose connection it is.
+        stream: The connection.
+    """
+
+    def __init__(self, server: LmServer, stream: FrameStream) -> None:
+        self._server = server
+        self._stream = stream
+        self._limits = server.limits
+        self._store = server.store  # as this client sees it, from HELLO on
+        # Twice, since requests that end are still counted there.
+        self._requests = TaskSupervisor("lm-session", 2 * self._limits.max_in_flight)
+        self._free_slots = asyncio.Semaphore(self._limits.max_in_flight)
+        self._num_underway = 0
+        self._reader = RequestReader(_REQUESTS, self._next_header, self._read_message)
+        self._arrived: dict[int, Received | Miss] = {}
+        self._handovers: TakesHandovers | None = None
+        self._departing: TakesHandovers | None = None  # the store, to a client that may end
+        self._handed_over = HandoverLog(self._limits.note_handovers, stream.peer())
+        self._caller: Principal | None = None
+        self._token: str | None = None
+        self._check_again_at = math.inf
+        self._client = ""
+        self._is_draining = False
+
+    async def run(self) -> None:
+        """Serve until the client leaves, breaks the protocol or falls silent. Gives everything
+        back.
+        """
+        try:
+            await self._greet()
+            await self._serve()
+            await self._requests.close(self._limits.transfer_timeout_s)
+        except CapacityError as exc:
+            await self._stream.say_goodbye(ErrorMessage.about(exc))
+        except (ProtocolError, AuthenticationError) as exc:
+            message = "lm connection refused: client=%s reason=%s"
+            self._server.log.log(logging.INFO, message, self._stream.peer(), exc)
+            await self._stream.say_goodbye(ErrorMessage.about(exc))
+        except (UnavailableError, TimeoutError) as exc:
+            logger.debug("lm connection ended: client=%s reason=%s", self._stream.peer(), exc)
+        finally:
+            await self._requests.close()
+            for correlation_id in list(self._arrived):
+                self._drop_record(correlation_id)
+            self._handed_over.flush()
+            await self._stream.end()
+
+    def drain(self) -> None:
+        """Take no more requests; the connection ends when those underway are answered."""
+        self._is_draining = True
+        if not self._num_underway:
+            self._stream.close()
+
+    async def _greet(self) -> None:
+        server = self._server
+        async with asyncio.timeout(self._limits.hello_timeout_s):
+            header = await self._stream.read_header()
+            hello, version = await self._reader.hello(header)
+        self._client = hello.client
+        try:
+            caller = server.authenticate(hello.token)
+            self._require_place()
+            self._caller, self._token = caller, hello.token
+            self._check_again_at = time.monotonic() + self._limits.reauthenticate_s
+        except AuthenticationError:
+            if server.verify_ticket is None or hello.token is not None:
+                raise
+        offered = {CONTEXT}
+        if (
+            self._caller is not None
+            and HANDOVER in hello.capabilities
+            and isinstance(server.store, TakesHandovers)
+        ):
+            # A server that may end is answered only what it can rely on, whatever its role.
+            self._departing = server.store
+            if speaks_for_all_tenants(self._caller.role):
+                self._handovers = server.store
+                offered |= {HANDOVER, HELD}
+        if isinstance(server.store, AdaptsToClients):
+            self._store = server.store.for_client(Accepts.said_by(hello.capabilities))
+            offered.update(server.store.offers.capabilities())
+        agreed = [name for name in dict.fromkeys(hello.capabilities) if name in offered]
+        await self._send(
+            header.correlation_id,
+            messages.HelloOk(version, agreed, server.name, self._limits.max_batch),
         )
+
+    def _require_place(self) -> None:
+        if not self._server.let_in(self._stream):
+            raise CapacityError("too many connections")
+
+    async def _serve(self) -> None:
+        limits = self._limits
+        while True:
+            await self._free_slots.acquire()
+            header = await self._reader.next()
+            if header is None:
+                return
+            self._check_token()
+            if header.blob_bytes > limits.max_blob_bytes:
+                raise ProtocolError(
+                    f"a blob of {header.blob_bytes} bytes; the limit is {limits.max_blob_bytes}"
+                )
+            async with self._stream.paced(limits.transfer_s):
+                message = await self._stream.read_message(header)
+                if header.type in WITH_RECORD:
+                    await self._receive_record(header, message)
+            carried, tracer = self._reader.carried, self._server.tracer
+            work: AbstractContextManager[None] = nullcontext()
+            if carried is not None or tracer is not None:
+                work = _traced(f"lm {header.type.name}", carried, tracer)
+            answer = self._answer(header.correlation_id, message, work)
+            if not self._requests.start(header.type.name, answer):
+                raise UnavailableError("this session takes no more requests")
+            self._num_underway += 1
+
+    def _check_token(self) -> None:
+        """Check that the token is still the caller's: it may have been withdrawn, or given to
+        another, since HELLO.
+
+        Raises:
+            AuthenticationError: It has.
+        """
+        now = time.monotonic()
+        if self._caller is None or now < self._check_again_at:
+            return
+        self._check_again_at = now + self._limits.reauthenticate_s
+        caller = self._server.authenticate(self._token)
+        is_less = self._handovers is not None and not speaks_for_all_tenants(caller.role)
+        if caller.tenant != self._caller.tenant or is_less:
+            raise AuthenticationError(
+                "the token belongs to another tenant or role now; connect again"
+            )
+
+    async def _read_message(self, header: FrameHeader) -> Message:
+        async with asyncio.timeout(self._limits.transfer_s(0)):
+            return await self._stream.read_message(header)
+
+    async def _next_header(self) -> FrameHeader | None:
+        """Return the next frame's header; None when the session takes no more."""
+        while not self._is_draining:
+            try:
+                async with asyncio.timeout(self._limits.idle_timeout_s):
+                    header = await self._stream.read_header()
+            except TimeoutError:
+                if not self._num_underway or self._stream.num_staged:
+                    raise
+            else:
+                return header
+        return None
+
+    async def _receive_record(self, header: FrameHeader, message: Message) -> None:
+        """Take the record of a PUT or HANDOVER off the stream. It is in `_arrived` until its
+        request has been answered.
+        """
+        if isinstance(message, messages.HandoverChunk) and self._handovers is None:
+            self._handed_over.add(self._caller, message.tenant, 0, False)
+            if self._caller is not None:
+                raise ProtocolError(
+                    "HANDOVER, which this server has not said to take from this client"
+                )
+        if self._caller is None:
+            await self._stream.discard(header.blob_bytes)  # `_answer` refuses the request
+            return
+        tenant, refusal = self._caller.tenant, None
+        if isinstance(message, messages.HandoverChunk) and self._handovers is not None:
+            if not await self._admitted(tenant):
+                refusal = MissReason.UNAVAILABLE
+            elif not message.may_evict and not self._handovers.has_room(header.blob_bytes):
+                refusal = MissReason.NO_MEMORY
+            tenant = message.tenant
+        if refusal is not None:
+            await self._stream.discard(header.blob_bytes)
+            self._arrived[header.correlation_id] = Miss(refusal)
+            return
+        allocate = partial(self._store.allocate, tenant=tenant)
+        record = IncomingRecord(self._stream, header.blob_bytes, allocate)
+        self._arrived[header.correlation_id] = await record.receive(None)
+
+    async def _admitted(self, tenant: str) -> bool:
+        """Return whether a chunk that is handed over is admitted. Waits for that: its sender may
+        end before it can try again.
+        """
+        admit = self._limits.admit
+        deadline = time.monotonic() + self._limits.pace_s
+        while admit is not None:
+            try:
+                admit(tenant)
+            except CapacityError:
+                if time.monotonic() >= deadline:
+                    return False
+                await asyncio.sleep(PACE_PAUSE_S)
+            else:
+                break
+        return True
+
+    def _drop_record(self, correlation_id: int) -> None:
+        record = self._arrived.pop(correlation_id, None)
+        if isinstance(record, Received):
+            record.memory.ref_count_down()
+
+    async def _answer(
+        self, correlation_id: int, message: Message, work: AbstractContextManager[None]
+    ) -> None:
+        try:
+            with work:
+                await self._send(correlation_id, await self._answer_to(correlation_id, message))
+        except LMCacheError as exc:
+            if self._stream.is_open:
+                with contextlib.suppress(UnavailableError, TimeoutError):
+                    await self._send(correlation_id, ErrorMessage.about(exc))
+        except TimeoutError:
+            self._stream.abort()
+        except Exception:
+            self._stream.abort()
+            raise
+        finally:
+            self._drop_record(correlation_id)
+            self._free_slots.release()
+            self._num_underway -= 1
+            if self._is_draining and not self._num_underway:
+                self._stream.close()
+
+    async def _answer_to(self, correlation_id: int, message: Message) -> Message:
+        """Serve a request; return the frame that ends its answer."""
+        match message:
+            case messages.Ping():
+                return messages.Pong()
+            case messages.Contains() | messages.Held():
+                return messages.ContainsOk(await self._present(self._keys(message)))
+            case messages.Get():
+                keys = self._keys(message)
+                return await self._send_chunks(correlation_id, keys, message.prefix_only)
+            case messages.Remove():
+                return messages.RemoveOk(await self._store.remove(self._keys(message)))
+            case messages.Put():
+                tenant = self._tenant_for(message)
+                return await self._keep(correlation_id, tenant, None, self._store.put)
+            case messages.HandoverChunk():
+                return await self._take_over(correlation_id, message)
+        raise AssertionError(f"{message.frame_type.name} is no request")
+
+    async def _take_over(
+        self, correlation_id: int, message: messages.HandoverChunk
+    ) -> messages.PutOk:
+        if self._handovers is None:
+            raise AuthenticationError("HANDOVER needs a token with the role storage or admin")
+        record, is_kept = self._arrived[correlation_id], False
+        stored_at = time.time() - message.age_ms / 1000
+        try:
+            answer = await self._keep(
+                correlation_id, message.tenant, stored_at, self._handovers.take_over
+            )
+            is_kept = answer.stored
+        finally:
+            num_bytes = record.memory.get_size() if isinstance(record, Received) else 0
+            self._handed_over.add(self._caller, message.tenant, num_bytes, is_kept)
+        return answer
+
+    async def _keep(
+        self,
+        correlation_id: int,
+        tenant: str,
+        stored_at: float | None,
+        keep: Callable[[Chunk], Awaitable[bool]],
+    ) -> messages.PutOk:
+        """Verify and keep the record that came with a request."""
+        record = self._arrived[correlation_id]
+        if isinstance(record, Miss):
+            return messages.PutOk(False, record.reason.value)
+        if not await payload_is_whole(record.header, record.memory.byte_array):
+            return messages.PutOk(False, MissReason.CORRUPT.value)
+        key = ChunkKey(tenant, record.header.engine_key())
+        chunk = Chunk(key, record.header, record.head, record.memory, TIER)
+        chunk.stored_at = stored_at
+        is_kept = await keep(chunk)
+        return messages.PutOk(is_kept, "" if is_kept else MissReason.NO_MEMORY.value)
+
+    async def _present(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Return which are there; to a server that may end, which are there to stay."""
+        present = await self._store.contains(keys)
+        if (store := self._departing) is not None:
+            return [found and store.stays(key) for key, found in zip(keys, present, strict=True)]
+        return present
+
+    async def _send_chunks(
+        self, correlation_id: int, keys: Sequence[ChunkKey], prefix_only: bool
+    ) -> messages.GetEnd:
+        misses: list[tuple[int, str]] = []
+        size = self._limits.get_batch
+        for begin in range(0, len(keys), size):
+            batch = keys[begin : begin + size]
+            results = await self._store.get(batch)
+            try:
+                for index, (_, result) in enumerate(zip(batch, results, strict=True), begin):
+                    if isinstance(result, Chunk):
+                        head = messages.ChunkHead(index)
+                        blob = (result.head, result.memory.byte_array)
+                        await self._send(correlation_id, head, *blob)
+                    else:
+                        misses.append((index, result.reason.value))
+                        if prefix_only:
+                            break
+            finally:
+                release_all(results)
+            if prefix_only and misses:
+                break
+        return messages.GetEnd(misses)
+
+    def _keys(
+        self, message: messages.Contains | messages.Held | messages.Get | messages.Remove
+    ) -> list[ChunkKey]:
+        tenant = self._tenant_for(message)
+        return self._reader.lanes.keys(message.names, tenant, self._limits.max_batch)
+
+    def _tenant_for(self, message: Message) -> str:
+        """Return in whose namespace a request is served, and count it against its caller's rate.
+        A ticket counts where the connection has no token, and for GET alone.
+        """
+        if isinstance(message, messages.Held) and self._handovers is None:
+            raise AuthenticationError("HELD needs a token with the role storage or admin")
+        if self._caller is None:
+            tenant = self._tenant_by_ticket(message)
+            self._require_place()
+        else:
+            tenant = self._caller.tenant
+        if self._limits.admit is not None:
+            self._limits.admit(tenant)
+        return message.tenant if isinstance(message, messages.Held) else tenant
+
+    def _tenant_by_ticket(self, message: Message) -> str:
+        verify = self._server.verify_ticket
+        if verify is None or not isinstance(message, messages.Get) or message.ticket is None:
+            raise AuthenticationError(
+                f"{message.frame_type.name} needs a token, or where tickets are taken GET with a"
+                " ticket"
+            )
+        ticket = verify(message.ticket)
+        if ticket.requester != self._client:
+            raise AuthenticationError("the ticket is for another requester")
+        return ticket.tenant
+
+    async def _send(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
+        async with asyncio.timeout(self._limits.transfer_s(sum(map(len, blob)))):
+            await self._stream.send_message(correlation_id, message, *blob)
+
+
+@contextmanager
+def _traced(name: str, carried: Carried | None, tracer: Tracer | None) -> Iterator[None]:
+    with working_for(name, carried, tracer):
+        yield
+        logger.debug("%s is answered", name)

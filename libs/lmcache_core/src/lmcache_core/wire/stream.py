@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import cast
 
+from lmcache_core._typing import override
 from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.frames import HEADER_BYTES, FrameHeader, parse_header
 from lmcache_core.wire.messages import ErrorMessage, Message, build_frame, parse_meta
@@ -26,7 +27,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     A read of more than `STAGED_READ_BYTES` receives from the socket into the memory it was given,
     without a copy but for what was staged before. Short reads go through a staging buffer of
-    `STAGING_BYTES`, so that a header does not cost a system call; while nobody reads and the
+    `STAGING_BYTES`, so that a header does not cost a system call; while there is no reader and the
     staging buffer is full, the socket is not read either.
 
     Works under any asyncio transport: TCP, Unix, TLS.
@@ -55,7 +56,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def num_staged(self) -> int:
-        """Bytes received that nobody has read."""
+        """Bytes received and not read yet."""
         return self._end - self._start
 
     @property
@@ -146,7 +147,7 @@ class FrameStream(asyncio.BufferedProtocol):
     async def send(self, *parts: bytes | memoryview) -> None:
         """Send the parts with nothing between them. Views may be reused when it returns.
 
-        Cancelled before its first byte it does nothing; cancelled behind that, it aborts the
+        Cancelled before its first byte it does nothing; cancelled after that, it aborts the
         connection.
 
         Raises:
@@ -169,7 +170,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 raise
 
     async def until_gone(self) -> None:
-        """Say no more, and drop what comes until the other side has closed the connection."""
+        """Send no more, and drop what comes until the other side has closed the connection."""
         if self.is_open and self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
         with contextlib.suppress(UnavailableError):
@@ -207,21 +208,24 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._transport is not None:
             await self._closed.wait()
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._transport = cast(asyncio.Transport, transport)
         # Writing pauses as soon as anything waits to be sent. TLS counts from its limit on, and at
         # 0 would pause with nothing to wait for.
         is_encrypted = transport.get_extra_info("sslcontext") is not None
         self._transport.set_write_buffer_limits(high=int(is_encrypted))
         sock: socket.socket | None = transport.get_extra_info("socket")
-        if sock is not None:
-            _tune(sock)
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            # No Nagle. Buffer sizes stay the kernel's: naming one turns its tuning off, and was 10
+            # to 30 % slower over loopback.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._on_open is not None:
             self._on_open(self)
 
+    @override
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See `asyncio.BufferedProtocol`: where the next bytes go."""
+        """Return where the next bytes go."""
         if self._num_missing:
             if self._target is not None:
                 return self._target[-self._num_missing :]
@@ -232,8 +236,9 @@ class FrameStream(asyncio.BufferedProtocol):
             self._start, self._end = 0, num_staged
         return self._staging[self._end :]
 
+    @override
     def buffer_updated(self, nbytes: int) -> None:
-        """See `asyncio.BufferedProtocol`: that many bytes have come."""
+        """Note that so many bytes have come."""
         self.num_received += nbytes
         if self._num_missing:
             self._num_missing -= nbytes
@@ -247,21 +252,22 @@ class FrameStream(asyncio.BufferedProtocol):
             self._read_paused = True
             self._transport.pause_reading()
 
+    @override
     def eof_received(self) -> bool:
-        """See `asyncio.BufferedProtocol`: a half-closed connection is a closed one."""
+        """Take a half-closed connection for a closed one."""
         return False
 
+    @override
     def pause_writing(self) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._write_paused = True
 
+    @override
     def resume_writing(self) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._write_paused = False
         _wake(self._writer)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._closed.set()
         self._target = None
         for waiter in (self._reader, self._writer):
@@ -358,11 +364,3 @@ def _lost(cause: Exception | None) -> UnavailableError:
     return UnavailableError(
         f"the connection was lost: {cause}" if cause else "the connection was closed"
     )
-
-
-def _tune(sock: socket.socket) -> None:
-    """No Nagle. Buffer sizes stay the kernel's: naming one turns its tuning off, and was 10 to
-    30 % slower over loopback.
-    """
-    if sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

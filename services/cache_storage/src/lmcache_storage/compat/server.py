@@ -108,7 +108,7 @@ class CompatServer:
         Raises:
             UnavailableError: The address cannot be bound.
         """
-        for listening in await self.listener.open(host, port):
+        for listening in await self.listener.listen(host, port):
             # The kernel ends connections whose other side is gone; those that are accepted take
             # these options over.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

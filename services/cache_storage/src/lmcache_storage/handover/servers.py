@@ -13,6 +13,7 @@ from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.remote import RemoteOptions
 from lmcache_core.storage.remote.lm import client_maker, members_of
 from lmcache_core.storage.remote.members import Member, Members, ServerAddress
+from lmcache_core.wire.capabilities import HANDOVER, HELD
 
 from lmcache_storage.settings import StorageSettings
 
@@ -58,7 +59,7 @@ class OtherServers:
             ProtocolError: Its answer is malformed.
         """
         client = member.client
-        if client.takes_handovers:
+        if HANDOVER in client.capabilities:
             able, stored = list(chunks), await client.hand_over(chunks, may_evict, SEND_TIMEOUT_S)
         else:
             able = [chunk for chunk in chunks if chunk.key.tenant == self.tenant]
@@ -81,7 +82,7 @@ class OtherServers:
             # Whether it can be asked is known once it is connected.
             await client.ping(SEND_TIMEOUT_S)
         for tenant, part in by_tenant.items():
-            if client.answers_held:
+            if HELD in client.capabilities:
                 found |= zip(part, await client.holds(tenant, part, SEND_TIMEOUT_S), strict=True)
             elif tenant == self.tenant:
                 found |= zip(part, await client.contains(part, SEND_TIMEOUT_S), strict=True)

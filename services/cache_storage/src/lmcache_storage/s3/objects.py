@@ -36,7 +36,7 @@ from lmcache_core.record import (
 )
 from lmcache_core.security import TokenFile
 from lmcache_core.storage.disk.layout import record_name
-from lmcache_core.storage.remote.base import miss_for
+from lmcache_core.wire.incoming import miss_for
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 

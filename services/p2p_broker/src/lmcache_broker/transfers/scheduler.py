@@ -21,10 +21,10 @@ from typing import Final
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.p2p.messages import (
     MAX_WAIT_MS,
+    Assignment,
     ChunkHolders,
     Renewal,
     TransferResponse,
-    WireAssignment,
 )
 from lmcache_core.security import Principal, TicketSigner, unix_ms
 
@@ -187,7 +187,7 @@ class TransferScheduler:
         await self._registry.refresh()
         self._registry.book.expire(self._clock())
         find = partial(self._registry.directory.find, principal)
-        pulls: list[WireAssignment] = []
+        pulls: list[Assignment] = []
         unheld: list[str] = []
         full = set(held_back)
         who = Requester(principal.tenant, requester)
@@ -210,7 +210,7 @@ class TransferScheduler:
                 peer, chunk_ids = record.peer, list(choice.by_peer[record.peer.id])
                 ticket, expires_ms = self._sign(who, record)
                 pulls.append(
-                    WireAssignment(
+                    Assignment(
                         peer.id,
                         peer.distributed_url,
                         chunk_ids,

@@ -67,7 +67,7 @@ class SocketServer:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             await self._replace_dead_socket()
-            await self._listener.open_unix(self._path)
+            await self._listener.listen_unix(self._path)
             self._path.chmod(SOCKET_MODE)
             self._inode = self._path.stat().st_ino
         except OSError as exc:

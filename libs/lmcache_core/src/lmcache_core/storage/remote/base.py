@@ -1,13 +1,15 @@
-"""What remote tiers share: options, figures, and the check of a record that came as bytes."""
+"""The common part of remote tiers: options, figures, and the check of a record read as bytes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from lmcache_core._typing import override
-from lmcache_core.errors import RecordError
+from lmcache_core.errors import RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
     PREFIX_BYTES,
@@ -26,14 +28,14 @@ from lmcache_core.record import (
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.incoming import miss_for, verified
 
 REMOTE_TIER = "RemoteBackend"
 DEFAULT_TIMEOUT_S = 2.0
-INLINE_VERIFY_BYTES = 1 << 20
 
 Locate = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[Sequence[str]]]]
-"""Tells the names of the servers that hold each chunk, as far as somebody knows it, such as
-lookup; may raise `UnavailableError`.
+"""Returns the names of the servers known to hold each chunk, such as from lookup; may raise
+`UnavailableError`.
 """
 
 
@@ -61,11 +63,21 @@ class RemoteOptions:
 
 
 class RemoteBackend(StorageBackend):
-    """A remote tier: it counts what it moves; how much a server holds is the server's to say."""
+    """Count what a remote tier moves, and bound its calls. How much a server holds is the server's
+    to say.
+
+    Args:
+        place: What the tier is called in errors.
+
+    Attributes:
+        failures: What the client library raises where the server cannot be reached.
+    """
 
     name = REMOTE_TIER
+    failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
 
-    def __init__(self) -> None:
+    def __init__(self, place: str) -> None:
+        self._place = place
         self._stored_chunks = 0
         self._served_chunks = 0
         self._served_bytes = 0
@@ -94,6 +106,25 @@ class RemoteBackend(StorageBackend):
             "failed_reads": self._failed_reads,
         }
 
+    @asynccontextmanager
+    async def _mapped(self, limit_s: float | None) -> AsyncIterator[None]:
+        """Raise `UnavailableError` for the failures of a call, and when its time is over.
+
+        Args:
+            limit_s: Deadline of the call; None where its client keeps one.
+        """
+        failures: tuple[type[Exception], ...] = (TimeoutError, *self.failures)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                yield
+        except failures as exc:
+            why = f"{type(exc).__name__}: {exc}"
+            if limit.expired():
+                why = f"no answer within {limit_s} s"
+            elif isinstance(exc, OSError) and exc.strerror:
+                why = exc.strerror
+            raise UnavailableError(f"{self._place}: {why}") from exc
+
     async def _collect(
         self,
         num_keys: int,
@@ -120,6 +151,7 @@ class RemoteBackend(StorageBackend):
         missing = Miss(MissReason.DEADLINE if limit.expired() else unanswered)
         answered = [missing if result is None else result for result in results]
         self._count_got(answered)
+        self._failed_reads += answered.count(Miss(MissReason.UNAVAILABLE))
         return answered
 
     def _count_got(self, results: Sequence[Result]) -> None:
@@ -131,28 +163,9 @@ class RemoteBackend(StorageBackend):
                 self._corrupt_chunks += 1
 
 
-def miss_for(error: RecordError) -> Miss:
-    """The miss that a refused record is."""
-    return Miss(
-        MissReason.IDENTITY if error.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT
-    )
-
-
-async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
-    """Whether the payload has the digest that its header names. Large ones are read in a thread."""
-    try:
-        if len(payload) <= INLINE_VERIFY_BYTES:
-            verify_payload(header, payload)
-        else:
-            await asyncio.to_thread(verify_payload, header, payload)
-    except RecordError:
-        return False
-    return True
-
-
 async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) -> Result:
-    """The chunk in a record that was read as a whole, copied into memory and verified there. The
-    caller owns it.
+    """Return the chunk in a record that was read as a whole, copied into memory and verified
+    there. The caller owns it.
     """
     try:
         head, header, payload = _parts_of(record, key)
@@ -161,21 +174,13 @@ async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) ->
     memory = allocate(len(payload))
     if memory is None:
         return Miss(MissReason.NO_MEMORY)
-    try:
-        memory.byte_array[:] = payload
-        is_whole = await payload_is_whole(header, memory.byte_array)
-    except BaseException:
-        memory.ref_count_down()
-        raise
-    if not is_whole:
-        memory.ref_count_down()
-        return Miss(MissReason.CORRUPT)
-    return Chunk(key, header, head, memory, REMOTE_TIER)
+    memory.byte_array[:] = payload
+    return await verified(key, header, head, memory, REMOTE_TIER)
 
 
 def is_damaged(record: bytes, key: ChunkKey) -> bool:
-    """Whether a record that was read as a whole is refused for what it is, wherever it is copied
-    to.
+    """Return whether a record that was read as a whole is refused for what it is, wherever it is
+    copied to.
     """
     try:
         _, header, payload = _parts_of(record, key)

@@ -11,17 +11,16 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from lmcache_core._typing import override
 from lmcache_core.concurrency import run_together
 from lmcache_core.config.options import directory_of_url
-from lmcache_core.errors import ConfigError, RecordError, UnavailableError
+from lmcache_core.errors import ConfigError, RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import (
@@ -46,22 +45,16 @@ from lmcache_core.storage.disk.record_file import (
     read_payload,
     write_record,
 )
-from lmcache_core.storage.remote.base import (
-    REMOTE_TIER,
-    RemoteBackend,
-    RemoteOptions,
-    miss_for,
-)
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteOptions
+from lmcache_core.wire.incoming import miss_for
 
 NUM_THREADS = 8
 """File operations at once: enough to hide a network's delay."""
 CLOSE_WAIT_S = 2.0
 
-T = TypeVar("T")
-
 
 def create(url: str, options: RemoteOptions) -> FileBackend:
-    """The backend for a `file:///directory` URL.
+    """Return the backend for a `file:///directory` URL.
 
     Raises:
         ConfigError: It is not one.
@@ -94,9 +87,9 @@ class FileBackend(RemoteBackend):
     """
 
     def __init__(self, root: Path, options: RemoteOptions, files: DiskFiles | None = None) -> None:
-        super().__init__()
-        self._root = root
+        super().__init__(str(root))
         self._timeout_s = options.timeout_s
+        self.root = root
         self._directory = SharedDirectory(root, files or DiskFiles())
         self._pool = FilePool("lmcache-files", NUM_THREADS)
         self._turns = asyncio.Semaphore(NUM_THREADS)
@@ -115,48 +108,44 @@ class FileBackend(RemoteBackend):
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return which chunks are there. One `stat` a chunk; the records are not read."""
-        return await self._in_time(self._pool.run(self._directory.contains, keys))
+        async with self._mapped(self._timeout_s):
+            return await self._pool.run(self._directory.contains, keys)
 
     @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read chunks. Several files at once, each read straight into
-        memory and verified in a thread.
-        """
+        """Read chunks: several files at once, each straight into memory, verified in a thread."""
         self._pool.check_open()
 
         async def read(results: list[Result | None]) -> None:
-            reads = (self._get(i, key, allocate, results) for i, key in enumerate(keys))
-            await self._in_time(run_together(reads))
+            async with self._mapped(self._timeout_s):
+                await run_together(
+                    self._get(i, key, allocate, results) for i, key in enumerate(keys)
+                )
 
-        answered = await self._collect(len(keys), timeout_s, read, MissReason.UNAVAILABLE)
-        self._failed_reads += answered.count(Miss(MissReason.UNAVAILABLE))
-        return answered
+        return await self._collect(len(keys), timeout_s, read, MissReason.UNAVAILABLE)
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks. False when the directory takes no more, and for a
-        while after that.
-        """
+        """Keep chunks. False when the directory takes no more, and for a while after that."""
         self._pool.check_open()
         kept = [False] * len(chunks)
-        await self._in_time(
-            run_together(self._put(i, chunk, kept) for i, chunk in enumerate(chunks))
-        )
+        async with self._mapped(self._timeout_s):
+            await run_together(self._put(i, chunk, kept) for i, chunk in enumerate(chunks))
         self._stored_chunks += sum(kept)
         return kept
 
     @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        return await self._in_time(self._pool.run(self._directory.remove, keys))
+        async with self._mapped(self._timeout_s):
+            return await self._pool.run(self._directory.remove, keys)
 
     @override
     async def clear(self, tenant: str | None = None) -> int:
-        """Forget everything, for everybody who shares the directory. Walks it, without
-        a deadline.
-        """
-        return await self._mapped(self._pool.run(self._directory.clear, tenant))
+        """Forget everything, for all who share the directory. Walks it, without a deadline."""
+        async with self._mapped(None):
+            return await self._pool.run(self._directory.clear, tenant)
 
     async def _get(
         self, place: int, key: ChunkKey, allocate: Allocate, results: list[Result | None]
@@ -177,9 +166,7 @@ class FileBackend(RemoteBackend):
             )
 
     async def _read(self, found: FoundRecord, memory: MemoryObj) -> Result:
-        """Hands `found` and `memory` over to a thread, which lives on when nobody waits for it
-        any more.
-        """
+        """Pass `found` and `memory` to a thread, which finishes even if this is cancelled."""
 
         def give_back(reading: Future[Result] | None) -> None:
             if reading is None or reading.cancelled():
@@ -205,21 +192,6 @@ class FileBackend(RemoteBackend):
             writing.add_done_callback(lambda _: chunk.release())
             kept[place] = await self._pool.result_of(writing)
 
-    async def _in_time(self, work: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                return await self._mapped(work)
-        except TimeoutError as exc:
-            if not limit.expired():
-                raise
-            raise UnavailableError(f"{self._root}: no answer within {self._timeout_s} s") from exc
-
-    async def _mapped(self, work: Awaitable[T]) -> T:
-        try:
-            return await work
-        except OSError as exc:
-            raise UnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
-
 
 def _close(found: FoundRecord | Miss) -> None:
     if isinstance(found, FoundRecord):
@@ -240,7 +212,7 @@ MAX_STALE_FILES = 1024
 _TAKES_NO_MORE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 )
-"""What a write may be answered by a directory that can be read all the same."""
+"""Errors of a write to a directory that can still be read."""
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -285,7 +257,7 @@ class SharedDirectory:
         self._backoff = WriteBackoff()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which chunks have a file.
+        """Return which chunks have a file.
 
         Raises:
             OSError: The directory is not there, or does not answer.
@@ -296,7 +268,7 @@ class SharedDirectory:
         return found
 
     def find(self, key: ChunkKey) -> FoundRecord | Miss:
-        """The record of that chunk, open; or why there is none.
+        """Return the record of that chunk, open; or why there is none.
 
         Raises:
             OSError: The directory is not there.
@@ -382,7 +354,7 @@ class SharedDirectory:
         return True
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Remove the files of chunks; how many there were.
+        """Remove the files of chunks; return how many there were.
 
         Raises:
             OSError: One of them cannot be removed.
@@ -397,7 +369,7 @@ class SharedDirectory:
         return len(present)
 
     def clear(self, tenant: str | None = None) -> int:
-        """Remove every record (of that tenant); how many there were.
+        """Remove every record (of that tenant); return how many there were.
 
         Raises:
             OSError: The directory cannot be read, or one of them cannot be removed.
@@ -409,7 +381,7 @@ class SharedDirectory:
         return num_removed
 
     def remove_stale(self) -> None:
-        """Remove what writers that died have left. Never raises `OSError`: others may be at it
+        """Remove what dead writers have left. Never raises `OSError`: others may be removing it
         too.
         """
         with contextlib.suppress(OSError):
@@ -454,7 +426,7 @@ class SharedDirectory:
         return head, header, payload_bytes
 
     def _holds(self, path: Path, chunk: Chunk) -> bool:
-        """Whether a record lies there that the new one would not improve."""
+        """Return whether the file holds a record that the new one would not improve."""
         try:
             fd = self._files.open(path)
         except OSError:
@@ -500,7 +472,7 @@ class SharedDirectory:
         return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
 
     def _error_of(self, key: ChunkKey, path: Path) -> str:
-        """What is wrong with a record, read as a whole into memory of its own; nothing if it is
+        """Return what is wrong with a record, read as a whole into separate memory; "" if it is
         whole.
         """
         with opened(self._files, path) as fd:

@@ -29,14 +29,10 @@ from lmcache_core.record import (
     decode_prefix,
 )
 from lmcache_core.storage.byte_gate import ByteGate
-from lmcache_core.storage.remote.base import (
-    REMOTE_TIER,
-    RemoteBackend,
-    RemoteOptions,
-    payload_is_whole,
-)
+from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteOptions
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.http_client import BearerAuth, context_for, http_client
+from lmcache_core.wire.incoming import verified
 
 RECORD_TYPE = "application/vnd.lmcache.record"
 ACCEPT_HEADER = "LMCache-Accept"
@@ -72,7 +68,7 @@ _PRESENT = msgspec.json.Decoder(_Present)
 
 
 def create(url: str, options: RemoteOptions) -> HttpBackend:
-    """The backend for an `http://` or `https://` URL.
+    """Return the backend for an `http://` or `https://` URL.
 
     Raises:
         ConfigError: It is not one, or names several hosts.
@@ -101,13 +97,15 @@ class HttpBackend(RemoteBackend):
         transport: Instead of real connections, for tests.
     """
 
+    failures = (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, ProtocolError)
+
     def __init__(
         self,
         base_url: str,
         options: RemoteOptions,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(base_url)
         self._base_url = base_url
         self._options = options
         self._auth = BearerAuth(options.token, "remote url")
@@ -146,7 +144,7 @@ class HttpBackend(RemoteBackend):
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         present: list[bool] = []
-        async with self._mapped() as client:
+        async with self._calling() as client:
             for begin in range(0, len(keys), BATCH_KEYS):
                 batch = keys[begin : begin + BATCH_KEYS]
                 async with client.stream(
@@ -161,7 +159,7 @@ class HttpBackend(RemoteBackend):
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
         async def read(results: list[Result | None]) -> None:
-            async with self._mapped() as client:
+            async with self._calling() as client:
                 begin = 0
                 while begin < len(keys):
                     end = min(len(keys), begin + (FEW_KEYS if self._are_large else BATCH_KEYS))
@@ -174,7 +172,7 @@ class HttpBackend(RemoteBackend):
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Send one request a chunk, several at once."""
         await seal_all(chunks)
-        async with self._mapped() as client:
+        async with self._calling() as client:
             puts = [asyncio.ensure_future(self._put(client, chunk)) for chunk in chunks]
             try:
                 stored = await asyncio.gather(*puts)
@@ -186,7 +184,7 @@ class HttpBackend(RemoteBackend):
     @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         num_removed = 0
-        async with self._mapped() as client:
+        async with self._calling() as client:
             for key in keys:
                 async with client.stream("DELETE", f"/v1/chunks/{key.key.to_url()}") as response:
                     _check(response, also=404)
@@ -252,18 +250,11 @@ class HttpBackend(RemoteBackend):
             return not is_refused
 
     @asynccontextmanager
-    async def _mapped(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def _calling(self) -> AsyncIterator[httpx.AsyncClient]:
         if self._client is None:
             raise UnavailableError(f"{self._base_url}: this tier is not open")
-        try:
-            async with asyncio.timeout(self._options.timeout_s):
-                yield self._client
-        except TimeoutError as exc:
-            raise UnavailableError(
-                f"{self._base_url}: no answer within {self._options.timeout_s} s"
-            ) from exc
-        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, ProtocolError) as exc:
-            raise UnavailableError(f"{self._base_url}: {type(exc).__name__}: {exc}") from exc
+        async with self._mapped(self._options.timeout_s):
+            yield self._client
 
 
 def _url_keys(keys: Sequence[ChunkKey]) -> dict[str, list[str]]:
@@ -276,7 +267,7 @@ def _check(response: httpx.Response, also: int = 200) -> None:
 
 
 async def _bounded_body(response: httpx.Response) -> bytes:
-    """The body, read to its end, so that the connection can be used again."""
+    """Return the body, read to its end, so that the connection can be used again."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
@@ -364,19 +355,15 @@ class RecordStream:
         if memory is None:
             await self._skip(record.payload_bytes)
             return Miss(MissReason.NO_MEMORY)
-        is_whole = False
         try:
             await self._fill_whole(memory.byte_array)
-            is_whole = await payload_is_whole(record.header, memory.byte_array)
-        except EOFError:
+        except BaseException as exc:
+            memory.ref_count_down()
+            if not isinstance(exc, EOFError):
+                raise
             self.is_damaged = True
-        except BaseException:
-            memory.ref_count_down()
-            raise
-        if not is_whole:
-            memory.ref_count_down()
             return Miss(MissReason.CORRUPT)
-        return Chunk(key, record.header, record.head, memory, REMOTE_TIER)
+        return await verified(key, record.header, record.head, memory, REMOTE_TIER)
 
     async def skip_payload(self) -> None:
         """Read the payload whose head was read last, and drop it."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from lmcache_core._typing import override
-from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
+from lmcache_core.errors import AuthenticationError, ProtocolError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.security import ClientTls, client_context
@@ -27,12 +26,10 @@ from lmcache_core.wire.client import ClientOptions, LmClient
 THIS_MACHINE = "localhost"
 ENCRYPTED_SCHEME = "lm+tls"
 
-T = TypeVar("T")
-
 
 def create(url: str, options: RemoteOptions) -> StorageBackend:
-    """The backend for `lm://host[:port]` or `lm+tls://host[:port]`, or for several hosts with
-    commas.
+    """Return the backend for `lm://host[:port]` or `lm+tls://host[:port]`, or for several hosts
+    with commas.
 
     A host that is a name stands for all the servers that it leads to, found again and again.
 
@@ -46,7 +43,7 @@ def create(url: str, options: RemoteOptions) -> StorageBackend:
 
 
 def members_of(url: str, options: RemoteOptions, hands_over: bool = False) -> Members:
-    """The servers that such a URL leads to, not opened.
+    """Return the servers that such a URL leads to, not opened.
 
     Args:
         url: As of `create`.
@@ -60,7 +57,7 @@ def members_of(url: str, options: RemoteOptions, hands_over: bool = False) -> Me
 
 
 def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> MakeClient:
-    """Makes clients of servers behind such a URL; arguments as of `members_of`."""
+    """Return what makes clients of the servers of such a URL; arguments as of `members_of`."""
     tls = (
         (options.tls or ClientTls(client_context()))
         if url.partition("://")[0] == ENCRYPTED_SCHEME
@@ -89,8 +86,11 @@ class LmBackend(RemoteBackend):
         client: Closed with this tier.
     """
 
+    # To its users a tier that refuses them is one that cannot be reached.
+    failures = (AuthenticationError, ProtocolError)
+
     def __init__(self, client: LmClient) -> None:
-        super().__init__()
+        super().__init__("lm")
         self._client = client
 
     async def close(self) -> None:
@@ -99,31 +99,27 @@ class LmBackend(RemoteBackend):
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await _mapped(self._client.contains(keys))
+        async with self._mapped(None):
+            return await self._client.contains(keys)
 
     @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        results = await _mapped(self._client.get(keys, allocate, timeout_s=timeout_s))
+        async with self._mapped(None):
+            results = await self._client.get(keys, allocate, timeout_s=timeout_s)
         self._count_got(results)
         return results
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         await seal_all(chunks)
-        stored = await _mapped(self._client.put(chunks))
+        async with self._mapped(None):
+            stored = await self._client.put(chunks)
         self._stored_chunks += sum(stored)
         return stored
 
     @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        return await _mapped(self._client.remove(keys))
-
-
-async def _mapped(work: Awaitable[T]) -> T:
-    """To its users a tier that refuses us is one that cannot be reached."""
-    try:
-        return await work
-    except (AuthenticationError, ProtocolError) as exc:
-        raise UnavailableError(str(exc)) from exc
+        async with self._mapped(None):
+            return await self._client.remove(keys)

@@ -10,13 +10,13 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError, LMCacheError, UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.lookup import LookupAnswer
+from lmcache_core.lookup import LookupClient
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.client import DEFAULT_PORT, LmClient
 from lmcache_core.wire.messages import ANY_SERVER
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0
 IMPATIENT_REFRESH_S = 0.5
-"""While a server has not told its name yet, and while nobody can be found."""
+"""While a server has not told its name yet, and while none can be found."""
 GREETING_S = 1.0
 MAX_ADDRESSES = 256
 REST_INITIAL_S = 0.5
@@ -68,8 +68,8 @@ class Member:
 
     @property
     def name(self) -> str | None:
-        """What it calls itself, also while it is away; its address, if it has no name of its
-        own; None: it was never reached.
+        """What it calls itself, even while it is away; its address, if it has no name of its own;
+        None: it was never reached.
         """
         server = self.client.server
         return (
@@ -78,15 +78,15 @@ class Member:
 
     @property
     def is_resting(self) -> bool:
-        """Whether it did not answer lately and is left alone for now."""
+        """Whether it did not answer lately and is not asked for now."""
         return self._rest.wait_s > 0
 
     def answered(self) -> None:
-        """It answered."""
+        """Ask it again from now on: it answered."""
         self._rest.succeeded()
 
     def failed(self) -> None:
-        """It did not answer."""
+        """Do not ask it for a while: it did not answer."""
         if not self.is_resting:
             self._rest.failed()
 
@@ -111,7 +111,7 @@ class Members:
         self._is_found = False
 
     async def open(self) -> None:
-        """Find them, as far as that can be done now, and go on finding them in the background."""
+        """Find them, as far as that can be done now, and keep looking in the background."""
         await self.refresh()
         self._tasks.start("refresh", self._keep_fresh())
 
@@ -121,8 +121,8 @@ class Members:
         await self._close(list(self._by_address))
 
     def by_name(self) -> dict[str, Member]:
-        """Every server that has told its name. One that several addresses lead to is there once,
-        by one that is connected if any is.
+        """Return every server that has told its name. One that several addresses lead to is there
+        once, by one that is connected if any is.
         """
         found: dict[str, Member] = {}
         for member in self._by_address.values():
@@ -195,8 +195,8 @@ _NO_SUCH_HOST = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
 
 def hosts_of(url: str) -> list[ServerAddress]:
-    """Host and port of each host in `lm://host[:port],host[:port],…`; IPv6 addresses stand in
-    brackets.
+    """Return host and port of each host in `lm://host[:port],host[:port],…`; IPv6 addresses stand
+    in brackets.
 
     Raises:
         ConfigError: It is no such URL.
@@ -230,7 +230,7 @@ def hosts_of(url: str) -> list[ServerAddress]:
 
 
 def is_literal(host: str) -> bool:
-    """Whether that is an IP address and no name."""
+    """Return whether that is an IP address and no name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -250,8 +250,8 @@ class Resolver:
         self._last: dict[ServerAddress, Sequence[ServerAddress]] = dict.fromkeys(hosts, ())
 
     async def __call__(self) -> list[ServerAddress]:
-        """The addresses there are now. Those of a name that nobody can tell just now are as they
-        were.
+        """Return the addresses there are now. A name that cannot be resolved just now keeps those
+        it had.
 
         Raises:
             UnavailableError: No name has an address.
@@ -286,43 +286,28 @@ class Resolver:
 
 
 MAX_QUESTIONS = 4
-"""Lookup tells the longest prefix that somebody holds: each chunk that nobody holds costs a
-question.
-"""
+"""Lookup tells the longest prefix that has holders: each chunk without one costs a question."""
 
 
-class KnowsPrefixes(Protocol):
-    """Who is asked: a `LookupClient`."""
-
-    async def lookup(self, chunk_ids: Sequence[bytes]) -> LookupAnswer:
-        """Who holds each chunk of the longest prefix. Raises `UnavailableError`."""
-
-
-class LookupLocator:
-    """A `Locate` that asks the lookup service.
+async def locate_by_lookup(lookup: LookupClient, keys: Sequence[ChunkKey]) -> list[list[str]]:
+    """Return the instances that hold each chunk, none where that is not known.
 
     Args:
-        lookup: Open for as long as this is used.
+        lookup: Open.
+        keys: Names of the chunks.
+
+    Raises:
+        UnavailableError: Lookup did not answer.
     """
-
-    def __init__(self, lookup: KnowsPrefixes) -> None:
-        self._lookup = lookup
-
-    async def __call__(self, keys: Sequence[ChunkKey]) -> list[list[str]]:
-        """Instances that hold each chunk, none where that is not known.
-
-        Raises:
-            UnavailableError: Lookup did not answer.
-        """
-        chunk_ids = [key.key.chunk_id() for key in keys]
-        found: list[list[str]] = []
-        for _ in range(MAX_QUESTIONS):
-            if len(found) >= len(chunk_ids):
-                break
-            answer = await self._lookup.lookup(chunk_ids[len(found) :])
-            if answer.degraded:
-                break
-            found += [[holder.instance for holder in holders] for holders in answer.holders]
-            if len(found) < len(chunk_ids):
-                found.append([])  # the first that nobody holds
-        return found + [[] for _ in range(len(chunk_ids) - len(found))]
+    chunk_ids = [key.key.chunk_id() for key in keys]
+    found: list[list[str]] = []
+    for _ in range(MAX_QUESTIONS):
+        if len(found) >= len(chunk_ids):
+            break
+        answer = await lookup.lookup(chunk_ids[len(found) :])
+        if answer.degraded:
+            break
+        found += [[holder.instance for holder in holders] for holders in answer.holders]
+        if len(found) < len(chunk_ids):
+            found.append([])  # the first that has no holder
+    return found + [[] for _ in range(len(chunk_ids) - len(found))]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
@@ -19,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmcache_core._typing import override
 from lmcache_core.concurrency import cancel_and_join
-from lmcache_core.errors import ConfigError, RecordError, UnavailableError
+from lmcache_core.errors import ConfigError, RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
     PREFIX_BYTES,
@@ -55,7 +54,7 @@ TTL_OPTION = "ttl_s"
 
 
 def create(url: str, options: RemoteOptions) -> RedisBackend:
-    """The backend for a `redis://`, `rediss://` or `redis-sentinel://` URL.
+    """Return the backend for a `redis://`, `rediss://` or `redis-sentinel://` URL.
 
     Raises:
         ConfigError: It is not one.
@@ -101,6 +100,8 @@ class RedisBackend(RemoteBackend):
         sentinels: Clients that find Redis for `client`; closed with this tier.
     """
 
+    failures = (RedisError, OSError)
+
     def __init__(
         self,
         client: redis.Redis,
@@ -108,22 +109,22 @@ class RedisBackend(RemoteBackend):
         ttl_s: int = 0,
         sentinels: Sequence[redis.Redis] = (),
     ) -> None:
-        super().__init__()
+        super().__init__("redis")
+        self._timeout_s = timeout_s
         self._client = client
         self._sentinels = sentinels
-        self._timeout_s = timeout_s
         self._ttl_s = ttl_s
         self._record_bytes = ASSUMED_RECORD_BYTES
 
     async def close(self) -> None:
         """End the connections."""
-        async with self._mapped():
+        async with self._mapped(self._timeout_s):
             for client in (self._client, *self._sentinels):
                 await client.aclose(close_connection_pool=True)
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        async with self._mapped():
+        async with self._mapped(self._timeout_s):
             return [
                 bool(found)
                 for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])
@@ -140,18 +141,14 @@ class RedisBackend(RemoteBackend):
         """
 
         async def read(results: list[Result | None]) -> None:
-            async with self._mapped():
+            async with self._mapped(self._timeout_s):
                 await self._get(keys, allocate, results)
 
-        answered = await self._collect(len(keys), timeout_s, read)
-        self._failed_reads += answered.count(Miss(MissReason.UNAVAILABLE))
-        return answered
+        return await self._collect(len(keys), timeout_s, read)
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks. A value that Redis refuses (out of memory,
-        read-only) is False.
-        """
+        """Keep chunks. A value that Redis refuses (out of memory, read-only) is False."""
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         stored = [False] * len(chunks)
         await seal_all(chunks)
@@ -164,14 +161,14 @@ class RedisBackend(RemoteBackend):
             stored[i] = not isinstance(answer, ResponseError)
 
         if requests:
-            async with self._mapped():
+            async with self._mapped(self._timeout_s):
                 await exchange(self._client, requests, lambda: MAX_AHEAD, note)
         self._stored_chunks += sum(stored)
         return stored
 
     @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        async with self._mapped():
+        async with self._mapped(self._timeout_s):
             return sum(
                 int(count)
                 for count in await self._pipelined([("UNLINK", _name(key)) for key in keys])
@@ -179,14 +176,12 @@ class RedisBackend(RemoteBackend):
 
     @override
     async def clear(self, tenant: str | None = None) -> int:
-        """Forget everything. Walks the whole key space; each step has the deadline of a
-        call.
-        """
+        """Forget everything. Walks the whole key space; each step has the deadline of a call."""
         pattern = f"{KEY_PREFIX}:*" if tenant is None else f"{KEY_PREFIX}:{tenant}:*"
         num_removed = 0
         cursor = -1
         while cursor:
-            async with self._mapped():
+            async with self._mapped(self._timeout_s):
                 cursor, names = await self._client.scan(
                     max(cursor, 0), match=pattern, count=BATCH_KEYS
                 )
@@ -230,7 +225,9 @@ class RedisBackend(RemoteBackend):
             i = again[at]
             if not isinstance(value, bytes):
                 return  # deleted or replaced by another
-            if await asyncio.to_thread(_is_damaged_again, value, suspected[i], keys[i]):
+            if await asyncio.to_thread(
+                lambda: payload_digest(value) == suspected[i] and is_damaged(value, keys[i])
+            ):
                 damaged.append(_name(keys[i]))
             else:
                 logger.warning("value read in two ways, left: key=%s", _name(keys[i]))
@@ -244,7 +241,7 @@ class RedisBackend(RemoteBackend):
             await self._client.unlink(*damaged)
 
     async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answers to commands that travel together."""
+        """Return the answers to commands that travel together."""
         answers: list[Any] = []
         for begin in range(0, len(commands), BATCH_KEYS):
             pipeline = self._client.pipeline(transaction=False)
@@ -252,16 +249,6 @@ class RedisBackend(RemoteBackend):
                 pipeline.execute_command(*command)
             answers += await pipeline.execute()
         return answers
-
-    @asynccontextmanager
-    async def _mapped(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-        except TimeoutError as exc:
-            raise UnavailableError(f"redis: no answer within {self._timeout_s} s") from exc
-        except (RedisError, OSError) as exc:
-            raise UnavailableError(f"redis: {exc}") from exc
 
 
 def _connection_options(timeout_s: float) -> dict[str, Any]:
@@ -309,14 +296,8 @@ def _name(key: ChunkKey) -> str:
     return f"{KEY_PREFIX}:{key.tenant}:{key.key.to_url()}"
 
 
-def _is_damaged_again(record: bytes, digest: bytes, key: ChunkKey) -> bool:
-    return payload_digest(record) == digest and is_damaged(record, key)
-
-
 def _is_of_another_version(record: bytes) -> bool:
-    """Whether a refused record is good to a reader of a later version, and so not ours to
-    delete.
-    """
+    """Return whether a refused record is of a later version, whose readers can still use it."""
     try:
         decode_head(record[: decode_prefix(record[:PREFIX_BYTES]).head_bytes])
     except RecordError as exc:
@@ -327,7 +308,7 @@ def _is_of_another_version(record: bytes) -> bool:
 MAX_AHEAD = 256
 """Requests without an answer, at most."""
 SLICE_BYTES = 1 << 20
-"""What is copied and handed to the event loop at once: large enough, and still in the
+"""Bytes that are copied and handed to the event loop at once: large enough, and still in the
 processor's cache when it is sent.
 """
 
@@ -342,8 +323,7 @@ async def exchange(
     on_answer: OnAnswer,
 ) -> None:
     """Send requests over one connection and hand each answer over as it comes: one round trip
-    altogether, and no more answers in memory than the one that is read and the one that is being
-    dealt with.
+    altogether, and no more answers in memory than the one being read and the one being handled.
 
     A connection that was lost before anything was answered is replaced once; requests are therefore
     such as may be sent twice.
@@ -361,35 +341,48 @@ async def exchange(
     pool = client.connection_pool
     for is_last in (False, True):
         connection = await pool.get_connection()  # type: ignore[no-untyped-call]
-        dealing = _Dealing(on_answer)
+        answers = _Answers(on_answer)
         try:
-            await _run(connection, requests, num_ahead, dealing)
+            num_sent = 0
+            for i in range(len(requests)):
+                most = i + min(max(num_ahead(), 1), MAX_AHEAD)
+                while num_sent < min(most, len(requests)):
+                    for piece in _slices(requests[num_sent]):
+                        await connection.send_packed_command([piece], check_health=False)
+                    num_sent += 1
+                try:
+                    answer = await connection.read_response(disable_decoding=True)
+                except ResponseError as exc:
+                    answer = exc
+                await answers.take(answer)
+                del answer
+            await answers.join()
             return
         except LostConnectionError:
-            if is_last or dealing.num_answers:
+            if is_last or answers.num_taken:
                 raise
         finally:
             try:
-                await dealing.close()
+                await answers.close()
             finally:  # also when a second deadline passes meanwhile: the pool has few connections
-                if dealing.num_answers < len(requests):
+                if answers.num_taken < len(requests):
                     # What else comes on it would answer a later question.
                     await connection.disconnect(nowait=True)
                 await pool.release(connection)
 
 
-class _Dealing:
-    """Handles answers one at a time while the next one is being read."""
+class _Answers:
+    """Handle one answer while the next one is being read."""
 
     def __init__(self, on_answer: OnAnswer) -> None:
         self._on_answer = on_answer
         self._task: asyncio.Future[None] | None = None
-        self.num_answers = 0
+        self.num_taken = 0
 
     async def take(self, answer: Any) -> None:
         await self.join()
-        self._task = asyncio.ensure_future(self._on_answer(self.num_answers, answer))
-        self.num_answers += 1
+        self._task = asyncio.ensure_future(self._on_answer(self.num_taken, answer))
+        self.num_taken += 1
 
     async def join(self) -> None:
         task, self._task = self._task, None
@@ -404,26 +397,8 @@ class _Dealing:
             await cancel_and_join([self._task])
 
 
-async def _run(
-    connection: Any, requests: Sequence[Request], num_ahead: Callable[[], int], dealing: _Dealing
-) -> None:
-    num_sent = 0
-    for i in range(len(requests)):
-        while num_sent < len(requests) and num_sent - i < min(max(num_ahead(), 1), MAX_AHEAD):
-            for piece in _slices(requests[num_sent]):
-                await connection.send_packed_command([piece], check_health=False)
-            num_sent += 1
-        try:
-            answer = await connection.read_response(disable_decoding=True)
-        except ResponseError as exc:
-            answer = exc
-        await dealing.take(answer)
-        del answer
-    await dealing.join()
-
-
 def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request:
-    """A command in Redis' protocol; a sequence of buffers is one word, and none of them is
+    """Return a command in Redis' protocol; a sequence of buffers is one word, and none of them is
     copied.
     """
     request: list[bytes | memoryview] = [b"*%d\r\n" % len(words)]
@@ -440,7 +415,7 @@ def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request
 
 
 def _slices(request: Request) -> Iterator[bytes]:
-    """The bytes of a request: what is small put together, what is large cut into slices.
+    """Yield the bytes of a request: small parts put together, large ones cut into slices.
 
     Copies, the only ones that we make: the event loop may hold on to what it sends when the caller
     has given the memory back.

@@ -13,8 +13,8 @@ import xxhash
 
 
 def ranked(names: Iterable[str], chunk_id: bytes) -> list[str]:
-    """All servers for that chunk, the best first: its home, its second choice, and so on. The same
-    in every process.
+    """Return all servers for a chunk, the best first: its home, its second choice, and so on. The
+    same in every process.
 
     Args:
         names: Of the servers, in any order, each once.
@@ -24,14 +24,14 @@ def ranked(names: Iterable[str], chunk_id: bytes) -> list[str]:
 
 
 def home(names: Sequence[str], chunk_id: bytes) -> str:
-    """The first of `ranked`. There must be a name."""
+    """Return the first of `ranked`. There must be a name."""
     return (
         names[0] if len(names) == 1 else min(names, key=lambda name: (-score(name, chunk_id), name))
     )
 
 
 def score(name: str, chunk_id: bytes) -> int:
-    """How well that server suits that chunk: xxh3-64 over the name in UTF-8, a zero byte and the
+    """Return how well a server suits a chunk: xxh3-64 over the name in UTF-8, a zero byte and the
     chunk id.
     """
     return xxhash.xxh3_64_intdigest(b"%b\0%b" % (name.encode(), chunk_id))

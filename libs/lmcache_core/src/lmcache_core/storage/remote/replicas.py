@@ -19,8 +19,8 @@ from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.sealing import seal_all
 
 MAX_FURTHER_CHOICES = 3
-"""Servers beside its home that are asked for a chunk: those where it would be if its home were
-not there, or had not been.
+"""Servers besides its home that are asked for a chunk: those where it would be if its home did not
+exist, or had not existed.
 """
 LOCATE_TIMEOUT_S = 0.25
 
@@ -51,9 +51,9 @@ class ReplicatedBackend(RemoteBackend):
     """
 
     def __init__(self, members: Members, timeout_s: float, locate: Locate | None = None) -> None:
-        super().__init__()
-        self._members = members
+        super().__init__("lm")
         self._timeout_s = timeout_s
+        self._members = members
         self._locate = locate
         self._seen = Remembered()
         self._num_found_elsewhere = 0
@@ -89,10 +89,26 @@ class ReplicatedBackend(RemoteBackend):
         deadline = now() + (self._timeout_s if timeout_s is None else timeout_s)
         servers = self._servers()
         results: list[Result] = [Miss(MissReason.UNAVAILABLE)] * len(keys)
-        fetch = _Fetch(keys, servers, allocate, deadline, results)
+
+        async def read(name: str, at: Sequence[int]) -> None:
+            left_s = max(0.0, deadline - now())
+            client = servers[name].client
+            got = await client.get([keys[i] for i in at], allocate, timeout_s=left_s)
+            for i, result in zip(at, got, strict=True):
+                results[i] = result
+            if all(isinstance(result, Miss) and result.reason in _IS_SILENCE for result in got):
+                silent.add(name)
+
+        async def fetch(places: Places) -> Answers[None]:
+            answers = await ask(servers, {name: read(name, at) for name, at in places.items()})
+            while silent:
+                servers[silent.pop()].failed()
+            return answers
+
+        silent: set[str] = set()
         try:
             places = self._seen.places(keys, servers)
-            answers = await fetch.run(places)
+            answers = await fetch(places)
             if len(places) == len(servers):  # else others may have what those hold that are silent
                 answers.require_one()
             missing = [
@@ -107,7 +123,7 @@ class ReplicatedBackend(RemoteBackend):
             ).items():
                 elsewhere.setdefault(name, []).append(i)
                 self._seen.note(keys[i], name, servers)
-            await fetch.run(elsewhere)
+            await fetch(elsewhere)
         except BaseException:
             release_all(results)
             raise
@@ -119,8 +135,8 @@ class ReplicatedBackend(RemoteBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks. What its home does not take, since it is full, ends
-        or is away, goes to the second choice.
+        """Keep chunks. What its home does not take, since it is full, ends or is away, goes to
+        the second choice.
         """
         await seal_all(chunks)
         servers = self._servers()
@@ -146,9 +162,7 @@ class ReplicatedBackend(RemoteBackend):
 
     @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks. All servers forget them: a chunk may be at more
-        than one.
-        """
+        """Forget chunks. All servers forget them: a chunk may be at more than one."""
         servers = self._servers()
         there = await whereabouts(
             servers, keys, dict.fromkeys(servers, range(len(keys))), self._timeout_s
@@ -177,7 +191,7 @@ class ReplicatedBackend(RemoteBackend):
         }
 
     def _servers(self) -> Servers:
-        """Those that are asked now; all of them, if none has answered lately."""
+        """Return those that are asked now; all of them, if none has answered lately."""
         known = self._members.by_name()
         if not known:
             raise UnavailableError("no server of this remote tier has been reached yet")
@@ -205,7 +219,7 @@ class ReplicatedBackend(RemoteBackend):
         servers: Servers,
         timeout_s: float,
     ) -> dict[int, str]:
-        """Who else holds these chunks: as is known elsewhere, or else by asking their next
+        """Return who else holds these chunks: as `locate` knows, or else by asking their next
         choices, all at once.
         """
         if not missing or len(servers) == 1 or timeout_s <= 0:
@@ -244,57 +258,18 @@ class ReplicatedBackend(RemoteBackend):
         return found
 
 
-class _Fetch:
-    """Reads chunks of one call into its results; whatever happens, every chunk that came is
-    there.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[ChunkKey],
-        servers: Servers,
-        allocate: Allocate,
-        deadline: float,
-        results: list[Result],
-    ) -> None:
-        self._keys = keys
-        self._servers = servers
-        self._allocate = allocate
-        self._deadline = deadline
-        self._results = results
-
-    async def run(self, places: Places) -> Answers[bool]:
-        """Read them there. An answer tells whether anything came in time."""
-        answers = await ask(
-            self._servers, {name: self._read(name, at) for name, at in places.items()}
-        )
-        for name, is_alive in answers.by_name.items():
-            if not is_alive:
-                self._servers[name].failed()
-        return answers
-
-    async def _read(self, name: str, at: Sequence[int]) -> bool:
-        left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
-        got = await self._servers[name].client.get(
-            [self._keys[i] for i in at], self._allocate, timeout_s=left_s
-        )
-        for i, result in zip(at, got, strict=True):
-            self._results[i] = result
-        return not all(isinstance(result, Miss) and result.reason in _IS_SILENCE for result in got)
-
-
 MAX_REMEMBERED = 65536
 """Chunks that were found elsewhere than at home, whose place is remembered."""
 
 T = TypeVar("T")
 Servers = Mapping[str, Member]
 Places = Mapping[str, Sequence[int]]
-"""Which of some chunks are a matter of which server: their numbers by its name."""
+"""The chunks that concern each server: their numbers by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers(Generic[T]):
-    """What came of a round of questions.
+    """The results of asking several servers.
 
     Attributes:
         by_name: Answers, by server.
@@ -305,7 +280,7 @@ class Answers(Generic[T]):
     failure: UnavailableError | None
 
     def require_one(self) -> Mapping[str, T]:
-        """The answers. Raises `UnavailableError` when everybody was silent who was asked."""
+        """Return the answers. Raises `UnavailableError` if none of those asked has answered."""
         if self.failure is not None and not self.by_name:
             raise self.failure
         return self.by_name
@@ -337,7 +312,7 @@ async def ask(servers: Servers, questions: Mapping[str, Awaitable[T]]) -> Answer
 async def whereabouts(
     servers: Servers, keys: Sequence[ChunkKey], places: Places, timeout_s: float
 ) -> Answers[Sequence[int]]:
-    """Which chunks are where they are asked for: their numbers, by server."""
+    """Return which chunks are where they are asked for: their numbers, by server."""
     questions = {
         name: servers[name].client.contains([keys[i] for i in at], timeout_s)
         for name, at in places.items()
@@ -351,7 +326,7 @@ async def whereabouts(
 
 
 def best_places(keys: Sequence[ChunkKey], found: Mapping[str, Sequence[int]]) -> dict[int, str]:
-    """For each chunk that some server has, the one that suits it best."""
+    """Return, for each chunk that some server has, the server that suits it best."""
     holders: dict[int, list[str]] = {}
     for name, at in found.items():
         for i in at:
@@ -360,13 +335,13 @@ def best_places(keys: Sequence[ChunkKey], found: Mapping[str, Sequence[int]]) ->
 
 
 class Remembered:
-    """Where chunks are that are not at home, as far as they have been seen."""
+    """Remembers where chunks were seen that are not at home."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[ChunkKey, str] = OrderedDict()
 
     def note(self, key: ChunkKey, name: str, servers: Servers) -> None:
-        """A chunk was found there."""
+        """Note that a chunk was found there."""
         if name == home(list(servers), key.key.chunk_id()):
             self._places.pop(key, None)
             return
@@ -376,12 +351,12 @@ class Remembered:
             self._places.popitem(last=False)
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """These are gone, or somewhere else."""
+        """Forget the places of chunks that are gone, or elsewhere now."""
         for key in keys:
             self._places.pop(key, None)
 
     def places(self, keys: Sequence[ChunkKey], servers: Servers) -> dict[str, list[int]]:
-        """Where each chunk is asked for first: where it was seen, or at home."""
+        """Return where each chunk is asked for first: where it was seen, or at home."""
         names = list(servers)
         found: dict[str, list[int]] = {}
         for i, key in enumerate(keys):
@@ -398,7 +373,7 @@ class Remembered:
 def homes(
     keys: Sequence[ChunkKey], which: Iterable[int], names: Sequence[str]
 ) -> dict[str, list[int]]:
-    """The chunks with these numbers, by their homes among these servers."""
+    """Return the chunks with these numbers, by their homes among these servers."""
     found: dict[str, list[int]] = {}
     for i in which:
         found.setdefault(home(names, keys[i].key.chunk_id()), []).append(i)
