@@ -67,7 +67,7 @@ class SeenPeer(PeerStatus, frozen=True, kw_only=True):
     figures: SeenFigures | None
 
 
-class Link(msgspec.Struct, frozen=True):
+class PeerTraffic(msgspec.Struct, frozen=True):
     """Bytes that one peer has pulled from another since the requester's start."""
 
     requester: str
@@ -136,7 +136,7 @@ class Overview(msgspec.Struct, frozen=True):
     is_shared: bool
     num_peers: int
     peers: list[SeenPeer]
-    links: list[Link]
+    links: list[PeerTraffic]
     totals: Work
     interval_s: float
     samples: list[Sample]
@@ -303,7 +303,7 @@ def _seen(record: PeerRecord, now_s: float) -> SeenPeer:
     return SeenPeer(**msgspec.structs.asdict(record.status(now_s)), figures=figures)
 
 
-def _links(records: Iterable[PeerRecord]) -> list[Link]:
+def _links(records: Iterable[PeerRecord]) -> list[PeerTraffic]:
     found = (
         (-num_bytes, record.peer.id, server)
         for record in records
@@ -312,4 +312,4 @@ def _links(records: Iterable[PeerRecord]) -> list[Link]:
         if num_bytes
     )
     strongest = heapq.nsmallest(MAX_SHOWN_LINKS, found)
-    return [Link(requester, server, -less) for less, requester, server in strongest]
+    return [PeerTraffic(requester, server, -less) for less, requester, server in strongest]
