@@ -202,21 +202,24 @@ class Workplace(local):
 
     def run(self, mutant: Mutant, file: Path, tests: list[str], timeout_s: float) -> str:
         """Return the test that killed a mutant, or an empty string."""
-        if not tests:
-            return ""
         target = self.path / file
         original = target.read_text(encoding="utf-8")
-        target.write_text(mutant.source, encoding="utf-8")
-        try:
-            killer = self._first_failure(tests, timeout_s)
-        finally:
-            target.write_text(original, encoding="utf-8")
-        # On a busy machine a test may fail without a mutant too: then it proves nothing.
-        if "::" in killer and self._first_failure([killer], timeout_s):
-            return self.run(
-                mutant, file, [one for one in tests if not killer.startswith(one)], timeout_s
-            )
-        return killer
+
+        def first_failure(source: str, tests: list[str]) -> str:
+            target.write_text(source, encoding="utf-8")
+            try:
+                return self._first_failure(tests, timeout_s)
+            finally:
+                target.write_text(original, encoding="utf-8")
+
+        while tests and (killer := first_failure(mutant.source, tests)):
+            # A test counts that fails with the mutant each time, and passes without it.
+            if "::" not in killer or (
+                first_failure(mutant.source, [killer]) and not first_failure(original, [killer])
+            ):
+                return killer
+            tests = [one for one in tests if not killer.startswith(one)]
+        return ""
 
     def _first_failure(self, tests: list[str], timeout_s: float) -> str:
         sources = [self.path / "kernels/src", self.path]
