@@ -46,5 +46,5 @@ def bytes_under(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, sharing its memory."""
     import torch
 
-    content: memoryview = tensor.view(torch.uint8).numpy().data
-    return content.cast("B")
+    flat: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return flat
