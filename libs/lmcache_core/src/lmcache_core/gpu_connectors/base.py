@@ -56,9 +56,8 @@ class GPUConnectorInterface(ABC):
         """
 
     def checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments that name the same memory, checked here once for many chunks.
-
-        Good for `from_gpu` and `to_gpu` as long as the serving engine's tensors stay.
+        """Return the keyword arguments of `from_gpu` and `to_gpu`, with what one check for all
+        chunks of a call has found.
         """
         return kwargs
 

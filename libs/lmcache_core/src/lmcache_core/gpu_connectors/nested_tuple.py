@@ -44,6 +44,7 @@ class _CheckedKV:
                     " the pair (K, V) of tensors"
                 )
         first = layers[0][0]
+        self.source = kvcaches
         self.shape, self.dtype = first.shape, first.dtype
         self.hidden_dim_size = hidden_dim_size
         if len(self.shape) < 2 or self.shape[1:].numel() != hidden_dim_size:
@@ -108,7 +109,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
 
     @override
     def checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**kwargs, "kvcaches": self._kv(kwargs)}
+        return {**kwargs, "checked_kv": self._kv(kwargs)}
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -161,9 +162,9 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         return torch.Size((2, self.num_layers, num_tokens, self.hidden_dim_size))
 
     def _kv(self, kwargs: dict[str, Any]) -> _CheckedKV:
-        kvcaches = kwargs.get("kvcaches")
-        if isinstance(kvcaches, _CheckedKV):
-            return kvcaches
+        kvcaches, known = kwargs.get("kvcaches"), kwargs.get("checked_kv")
+        if isinstance(known, _CheckedKV) and known.source is kvcaches:
+            return known
         if kvcaches is None:
             raise ValueError("kvcaches is missing: pass the (K, V) tensors of every layer")
         return _CheckedKV(kvcaches, self.num_layers, self.hidden_dim_size)
