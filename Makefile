@@ -17,6 +17,8 @@ FUZZ_SECONDS ?= 60
 # How long `make test-chaos` hurts the cluster; SEED=1 replays a plan
 CHAOS_SECONDS ?= 600
 SEED ?=
+# With LONG=1 `make test` runs every test
+LONG ?=
 # Which release of vLLM `make test-vllm` runs; with SMOKE=1 only the tests that are marked so
 VLLM ?= 0.32.0
 SMOKE ?=
@@ -39,8 +41,8 @@ help: ## Show this list
 demo: $(VENV)/.runtime ## Show the whole system at work on this machine: services, sidecars, engines, one table
 	@$(BIN)/lmcache-demo
 
-test: $(VENV)/.tools ## Run every test: unit, contract, property, integration, chaos, helm
-	@$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.tools ## Run the tests; with LONG=1 also sweeps, soaks and those of the chart
+	@$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder $(if $(LONG),,-m "not long")
 
 # Not listed: the unit and contract tests that need no PyTorch, on another Python: make test-base PYTHON=python3.13
 test-base: $(BASE_HOME)/.ready
@@ -61,7 +63,9 @@ test-page: $(VENV)/.tools
 test-chaos: $(VENV)/.tools ## Hurt a whole cluster for CHAOS_SECONDS=600 and check every answer; SEED=1 replays; rewrites a part of docs/benchmarks.md
 	@$(BIN)/python -m tests.chaos.cluster --report --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))
 
-check: lint types contracts docker-lint helm-check test ## Everything that CI runs
+check: lint types contracts docker-lint ## Everything that CI runs without vLLM, LMCache and a browser
+	@$(BIN)/python tests/helm/tools/fetch_helm.py
+	@$(MAKE) --no-print-directory test LONG=1
 
 bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine and rewrite docs/benchmarks.md
 	@$(BIN)/python -m tests.bench

@@ -16,6 +16,27 @@ from pathlib import Path
 import pytest
 
 MAX_PROCESSES = 4
+TESTS = Path(__file__).parent
+LONG = (
+    "chaos",
+    "contract/rest/test_openapi_documents.py",
+    "helm",
+    "integration/demo",
+    "integration/lookup/test_workers.py",
+    "integration/storage/test_scaling.py",
+    "integration/test_flip_every_byte.py",
+    "integration/test_flip_every_byte_disk.py",
+    "integration/test_tutorial.py",
+    "property/test_engine_linearisable.py",
+    "property/test_engine_model.py",
+    "unit/ctl/certify/test_blend.py",
+    "unit/demo/test_model.py",
+    "unit/demo/test_trainer.py",
+    "unit/kernels",
+)
+"""Sweeps and soaks, more than half of the time of all tests: `make test` leaves them out, `make
+test LONG=1` and CI run them.
+"""
 
 # Processes share the cores already: threads that wait for each other at every operator only take
 # them from the others. Before torch is imported, and for all processes that tests start.
@@ -45,10 +66,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files whose tests may take longest, so that none of them is the last one."""
+    """Mark what is long. Begin with the files whose tests may take longest, so that none of them is
+    the last one.
+    """
     limits_s = defaultdict[Path, float](float)
+    long = [TESTS / place for place in LONG]
     for item in items:
+        if any(item.path.is_relative_to(place) for place in long):
+            item.add_marker(pytest.mark.long)
         mark = item.get_closest_marker("timeout")
         limits_s[item.path] = max(limits_s[item.path], mark.args[0] if mark else 0.0)
     items.sort(key=lambda item: -limits_s[item.path])
@@ -65,7 +92,6 @@ TORCH_PACKAGES = {
     "tokenizers",
     "lmcache_demo",
 }
-TESTS = Path(__file__).parent
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
