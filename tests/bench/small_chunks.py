@@ -1,4 +1,4 @@
-"""What a chunk costs beside its bytes: chunks of 1 KiB, in prompts of 16, kept in host memory."""
+"""What a chunk costs apart from its bytes: 1 KiB chunks in prompts of 16, kept in host memory."""
 
 from __future__ import annotations
 

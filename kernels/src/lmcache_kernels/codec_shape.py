@@ -96,8 +96,8 @@ class CodecShape:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPlanes:
-    """What an encoder writes, and a decoder reads, besides scales and levels. All on one device,
-    contiguous.
+    """What an encoder writes, and a decoder reads, in addition to scales and levels. All on one
+    device, contiguous.
 
     Attributes:
         shifts: int16 `[planes, groups]`: what is subtracted from every value of a group.

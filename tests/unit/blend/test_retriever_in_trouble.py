@@ -123,7 +123,7 @@ def test_whoever_closes_waits_for_what_is_under_way_and_for_nothing_else():
             num_lookups = len(watched.lookups)
             assert request(made, torch.cat(documents)).result(0).k is None
             assert (len(asked), len(watched.lookups)) == (MAX_SEGMENTS_AT_ONCE, num_lookups), (
-                "a closed one asks nobody"
+                "a closed one asks no peer"
             )
         assert not [
             thread for thread in threading.enumerate() if thread.name.startswith("lmcache-blend")

@@ -191,8 +191,8 @@ class SidecarNode(Node[SidecarSettings]):
     def _describe_tiers(self, codecs: Codecs) -> TiersSpec:
         """Return the tiers that the settings name, peers only where lookup and broker are known.
 
-        Each has a codec, since others may have written what lies there: engines are handed nothing
-        that was not asked for.
+        Each has a codec, since others may have written what is stored there: engines are handed
+        nothing that was not asked for.
         """
         settings, owner = self.settings, self.arena_owner
         peers = remote = None

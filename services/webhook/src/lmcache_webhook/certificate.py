@@ -113,7 +113,7 @@ def renew(
 
     Args:
         material: What there is.
-        names: What the certificate is to be good for, the best known first.
+        names: Names that the certificate must cover, the best known first.
         lifetime: See there.
         now: With a time zone.
     """
@@ -420,7 +420,7 @@ def ensure_certificate(store: CertificateStore, names: Sequence[str], lifetime: 
     assert material is not None
     num_told = store.trust(material.authorities)
     if num_told is None:
-        _tell("there is no webhook configuration yet: it is to be told by a later run")
+        _tell("no webhook configuration yet: a later run will update it")
     elif num_told:
         _tell(f"{num_told} webhooks of the configuration now trust the authority")
 

@@ -68,7 +68,7 @@ class AdmissionRequest(BaseModel):
 
 
 class AdmissionQuestion(BaseModel):
-    """The review as it is asked."""
+    """A review request."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -88,7 +88,7 @@ class AdmissionResponse(BaseModel):
 
 
 class AdmissionAnswer(BaseModel):
-    """The review as it is answered."""
+    """A review answer."""
 
     apiVersion: Literal["admission.k8s.io/v1"] = API_VERSION
     kind: Literal["AdmissionReview"] = "AdmissionReview"

@@ -98,7 +98,7 @@ def test_a_tenant_gives_up_its_own_in_its_own_order():
         ledger.add(key, 10)
     ledger.access(mine[0])
     assert list(ledger.victims("mine")) == [mine[1], mine[2], mine[0]]
-    assert list(ledger.victims("nobody")) == []
+    assert list(ledger.victims("unknown")) == []
     assert list(ledger.victims()) == [YOURS, mine[1], mine[2], mine[0]]
 
 

@@ -47,7 +47,7 @@ class ReadLimit:
 
     Attributes:
         deadline: On the loop's clock.
-        recompute_s: What computing one chunk anew costs; None when that is not known.
+        recompute_s: What recomputing one chunk costs; None when that is not known.
     """
 
     deadline: float
@@ -197,7 +197,7 @@ class TierStack:
             timeout_s: Deadline for the whole call; what has not come by then is a miss.
             prefix_only: Give back nothing behind the first miss.
             search_range: Names of the lower tiers that are asked; None means all.
-            recompute_s: What computing one chunk anew costs; the deadline is then at most that, for
+            recompute_s: What recomputing one chunk costs; the deadline is then at most that, for
                 the chunks that are not hot.
 
         Returns:

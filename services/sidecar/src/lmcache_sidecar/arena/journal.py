@@ -56,7 +56,7 @@ more is less than `MAX_JOURNAL_BYTES`.
 MAX_PENDING_ENTRIES = 4096
 LENT_BYTES = 24
 ENTRY_BYTES = 96
-"""What an entry takes in the journal besides the head of its chunk; tenants have short names."""
+"""What an entry takes in the journal without the head of its chunk; tenants have short names."""
 RETRY_S = 30.0
 """Between two attempts to rewrite a journal that had to be given up."""
 _WRITE_ENTRIES = 512

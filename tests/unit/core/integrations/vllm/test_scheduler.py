@@ -288,7 +288,7 @@ def test_requests_may_end_in_every_state(state: str) -> None:
     if state == "loaded":
         side.step_done(WorkerReport(loaded={"r"}), ())
     side.finished(request)
-    assert side.plan_loads() == (), "its blocks are somebody else's"
+    assert side.plan_loads() == (), "its blocks belong to another request"
     if is_async:
         assert store.given_back == [], "a worker may still read what was staged"
         side.step_done(None, ["r"])

@@ -119,7 +119,7 @@ class FilePool:
     async def run(
         self, work: Callable[..., T], *arguments: Any, discard: Callable[[T], object] | None = None
     ) -> T:
-        """Return what `work` gives. When the caller is cancelled, work that has begun goes on.
+        """Return what `work` gives. When the caller is cancelled, work that has begun continues.
 
         Args:
             work: Blocking.

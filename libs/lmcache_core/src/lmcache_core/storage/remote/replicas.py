@@ -19,8 +19,8 @@ from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.sealing import seal_all
 
 MAX_FURTHER_CHOICES = 3
-"""Servers besides its home that are asked for a chunk: those where it would be if its home did not
-exist, or had not existed.
+"""Servers other than its home that are asked for a chunk: those where it would be if its home did
+not exist, or had not existed.
 """
 LOCATE_TIMEOUT_S = 0.25
 
