@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.sidecar import pace as pace_module
 from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question
 from lmcache_core.sidecar.pace import QUICK_S, Pace
 from lmcache_core.telemetry import Counters
@@ -306,6 +307,18 @@ def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
     pace.close()
     pace.took(1.0)
     assert len(probes) == 2
+
+
+def test_an_answer_that_took_very_long_is_not_held_against_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's own start may have held up the thread that waited for it."""
+    monkeypatch.setattr(pace_module, "PROBE_S", MUCH_S)
+    answers = iter([MUCH_S, 0.0])
+    pace = Pace(lambda: next(answers))
+    pace.took(2 * QUICK_S)
+    until(lambda: pace.is_worth(0.0), "it waits before it asks again")
+    pace.close()
 
 
 def test_an_answer_is_timed_when_it_arrives(

@@ -23,7 +23,9 @@ MAX_REST_S = 1.0
 unsteady one costs a few percent at most.
 """
 PROBE_S = 0.25
-"""Between two probes of a sidecar that is late."""
+"""Between two probes of a sidecar that is late, from question to question: one that took longer
+says little about now, and may have waited for this process itself.
+"""
 
 
 class Pace:
@@ -108,6 +110,7 @@ class Pace:
                     self._took_s = 0.0
                     self._thread = None
                     return
+            wait_s = PROBE_S
             if QUICK_S < took_s < math.inf:
                 self._took_s = took_s
-            wait_s = PROBE_S
+                wait_s -= took_s
