@@ -1,0 +1,85 @@
+"""asyncio's own event loop, which waits with the simulation's selector."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from tests.simulation import threads
+from tests.simulation.network import Selector
+
+
+class _Ordered:
+    """Objects whose hash is their number: sets of them have the same order in each run."""
+
+    _num_made = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _Ordered._num_made += 1
+        self._number = _Ordered._num_made
+        super().__init__(*args, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class Task(_Ordered, asyncio.Task[Any]):
+    pass
+
+
+class Future(_Ordered, asyncio.Future[Any]):
+    pass
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """Runs in the thread, and in the virtual time, of a simulated process."""
+
+    def __init__(self) -> None:
+        self.interrupts: Selector = Selector()
+        super().__init__(self.interrupts)
+        self.set_task_factory(lambda loop, coro, **options: Task(coro, loop=loop, **options))
+
+    def time(self) -> float:
+        return threads.kernel.now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return Future(loop=self)
+
+    def _make_self_pipe(self) -> None:
+        pass
+
+    def _close_self_pipe(self) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        self.interrupts.interrupt()
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
+        process = threads.kernel.process
+        assert process is not None
+        process.signals[sig] = lambda: self.call_soon_threadsafe(callback, *args)
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        process = threads.kernel.process
+        assert process is not None
+        return process.signals.pop(sig, None) is not None
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
+        import socket
+
+        await asyncio.sleep(0.0003)
+        return socket.getaddrinfo(host, port, **options)
+
+
+class Policy(asyncio.DefaultEventLoopPolicy):
+    """Makes simulated loops."""
+
+    _loop_factory = SimulatedLoop
+
+
+def install() -> None:
+    """Let asyncio make simulated loops."""
+    asyncio.set_event_loop_policy(Policy())
+    asyncio.SelectorEventLoop = SimulatedLoop  # type: ignore[misc]
+    asyncio.DefaultEventLoopPolicy = Policy  # type: ignore[misc]

@@ -1,0 +1,198 @@
+"""Locks, threads and clocks of Python, on simulated threads and virtual time.
+
+`install` puts them where the standard library has its own, before anything else imports them. So
+asyncio, concurrent.futures, queue, uvicorn, redis-py and httpx run as they are.
+"""
+
+from __future__ import annotations
+
+import _threading_local
+import os
+import queue
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from tests.simulation.kernel import EPOCH_S, CLOCK_READ_S, Kernel, Thread
+
+SWITCH_CHANCE = 0.05
+"""How often taking a free lock lets other threads run first."""
+
+kernel: Kernel
+"""The simulation of this process."""
+
+
+class Lock:
+    """A lock that simulated threads wait for in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._owner: Thread | None = None
+        self._is_locked = False
+        self._waiting: deque[Thread] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        thread = kernel.current
+        if thread is not None and blocking and kernel.random.random() < SWITCH_CHANCE:
+            kernel.sleep(0.0)
+        if not self._is_locked:
+            self._is_locked = True
+            return True
+        if not blocking:
+            return False
+        assert thread is not None, "a lock is held outside of the simulation"
+        deadline = None if timeout < 0 else kernel.now + timeout
+        self._waiting.append(thread)
+        try:
+            while self._is_locked:
+                if not kernel.block(None if deadline is None else deadline - kernel.now):
+                    if self._is_locked:
+                        return False
+                    break
+        finally:
+            self._waiting.remove(thread)
+        self._is_locked = True
+        return True
+
+    def release(self) -> None:
+        if not self._is_locked:
+            raise RuntimeError("release unlocked lock")
+        self._is_locked = False
+        if self._waiting:
+            kernel.wake(self._waiting[0])
+
+    def locked(self) -> bool:
+        return self._is_locked
+
+    def _at_fork_reinit(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class SimulatedThread(threading.Thread):
+    """`threading.Thread` on a simulated thread of the process that starts it."""
+
+    _simulated: Thread | None = None
+    _has_ended = False
+
+    def start(self) -> None:
+        if self._simulated is not None:
+            raise RuntimeError("threads can only be started once")
+        current = kernel.current
+        assert current is not None, "a thread is started outside of the simulation"
+        self._joining: list[Thread] = []
+        self._simulated = kernel.spawn(current.process, self.name, self._run_simulated)
+        threading._active[self._simulated.ident] = self  # type: ignore[attr-defined]
+        self._started.set()  # type: ignore[attr-defined]
+
+    def _run_simulated(self) -> None:
+        assert self._simulated is not None
+        try:
+            self.run()
+        finally:
+            self._has_ended = True
+            threading._active.pop(self._simulated.ident, None)  # type: ignore[attr-defined]
+            for thread in self._joining:
+                kernel.wake(thread)
+
+    def is_alive(self) -> bool:
+        return self._simulated is not None and not self._has_ended
+
+    def join(self, timeout: float | None = None) -> None:
+        if self._simulated is None:
+            raise RuntimeError("cannot join thread before it is started")
+        current = kernel.current
+        assert current is not None
+        deadline = None if timeout is None else kernel.now + timeout
+        while not self._has_ended:
+            self._joining.append(current)
+            try:
+                if not kernel.block(None if deadline is None else deadline - kernel.now):
+                    return
+            finally:
+                self._joining.remove(current)
+
+    @property
+    def ident(self) -> int | None:  # type: ignore[override]
+        return None if self._simulated is None else self._simulated.ident
+
+    native_id = ident  # type: ignore[assignment]
+
+
+def _monotonic() -> float:
+    kernel.now += CLOCK_READ_S
+    return kernel.now
+
+
+def _wall() -> float:
+    process = kernel.process
+    kernel.now += CLOCK_READ_S
+    return EPOCH_S + kernel.now + (0.0 if process is None else process.machine.wall_offset_s)
+
+
+def _ident() -> int:
+    thread = kernel.current
+    return 0 if thread is None else thread.ident
+
+
+def _pid() -> int:
+    process = kernel.process
+    return 1 if process is None else process.pid
+
+
+def _exit(code: int) -> None:
+    process = kernel.process
+    assert process is not None
+    kernel.end_process(process, code)
+
+
+def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
+    return lambda: int(clock() * 1e9)
+
+
+def install(one: Kernel) -> None:
+    """Replace threads, locks, clocks and randomness of this process, for good."""
+    global kernel
+    kernel = one
+    chance = random.Random(one.random.random())
+    threading_: Any = threading
+    threading_.Lock = threading_._allocate_lock = Lock
+    threading_.RLock = threading_._PyRLock
+    threading_._CRLock = None
+    threading_.get_ident = threading_.get_native_id = _ident
+    threading_.local = _threading_local.local
+    _threading_local.RLock = threading_._PyRLock  # type: ignore[attr-defined]
+    main = threading.main_thread()
+    threading_._active = {0: main}
+    threading_.Thread = SimulatedThread
+    queue_: Any = queue
+    queue_.SimpleQueue = queue_._PySimpleQueue
+    queue_.time = _monotonic
+    time.monotonic = time.perf_counter = _monotonic
+    time.monotonic_ns = time.perf_counter_ns = _in_ns(_monotonic)
+    time.time, time.time_ns = _wall, _in_ns(_wall)
+    time.sleep = lambda seconds: kernel.sleep(seconds)
+    threading_._time = _monotonic
+    os.getpid = _pid
+    os._exit = _exit  # type: ignore[assignment]
+    os.urandom = chance.randbytes
+    os.cpu_count = lambda: 4
+    random_: Any = random
+    random_._urandom = chance.randbytes
+    random.seed(chance.random())
+    for name in ("asyncio", "concurrent.futures", "uvicorn", "torch", "httpx"):
+        assert name not in sys.modules, f"{name} was imported before the simulation's clocks"
