@@ -7,6 +7,7 @@ asyncio, concurrent.futures, queue, uvicorn, redis-py and httpx run as they are.
 from __future__ import annotations
 
 import _threading_local
+import importlib
 import os
 import queue
 import random
@@ -37,7 +38,12 @@ class Lock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         thread = kernel.current
-        if thread is not None and blocking and kernel.random.random() < SWITCH_CHANCE:
+        if (
+            thread is not None
+            and blocking
+            and not _num_imports
+            and kernel.random.random() < SWITCH_CHANCE
+        ):
             kernel.sleep(0.0)
         if not self._is_locked:
             self._is_locked = True
@@ -133,6 +139,25 @@ class SimulatedThread(threading.Thread):
     native_id = ident  # type: ignore[assignment]
 
 
+_num_imports = 0
+
+
+def _import_at_once() -> None:
+    """Let no other thread run while a module is imported: it would find half of it."""
+    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    original = bootstrap._find_and_load
+
+    def find_and_load(name: str, import_: Any) -> Any:
+        global _num_imports
+        _num_imports += 1
+        try:
+            return original(name, import_)
+        finally:
+            _num_imports -= 1
+
+    bootstrap._find_and_load = find_and_load
+
+
 def _monotonic() -> float:
     kernel.now += CLOCK_READ_S
     return kernel.now
@@ -194,5 +219,6 @@ def install(one: Kernel) -> None:
     random_: Any = random
     random_._urandom = chance.randbytes
     random.seed(chance.random())
+    _import_at_once()
     for name in ("asyncio", "concurrent.futures", "uvicorn", "torch", "httpx"):
         assert name not in sys.modules, f"{name} was imported before the simulation's clocks"

@@ -1,0 +1,148 @@
+"""The cluster under test: nodes with a sidecar each, storages, a lookup, brokers, Redis."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.kernel import Machine, Process
+from tests.simulation.redis_server import RedisServer
+from tests.simulation.world import World
+
+SIDECARS = tuple(f"node-{i}" for i in range(4))
+STORAGES = tuple(f"storage-{i}" for i in range(2))
+LOOKUPS = ("lookup-0",)
+BROKERS = ("broker-0", "broker-1")
+SERVICES = (*LOOKUPS, *BROKERS, *STORAGES, *SIDECARS)
+REST_PORT, LM_PORT = 8080, 7777
+GB = 1 << 30
+TOKEN = "simulated-token-0123456789"
+
+
+class Cluster:
+    """Starts and stops the services' real code in a world.
+
+    Args:
+        world: Where.
+        chunk_bytes: Size of a chunk, from which all capacities follow.
+    """
+
+    def __init__(self, world: World, chunk_bytes: int) -> None:
+        self.world = world
+        self.chunk_bytes = chunk_bytes
+        self.redis = RedisServer()
+        self.processes: dict[str, Process] = {}
+        self.machines: dict[str, Machine] = {
+            name: world.machine(name) for name in ("redis", *SERVICES)
+        }
+        names = world.network.names
+        for service, members in {
+            "lookup": LOOKUPS,
+            "broker": BROKERS,
+            "storage": STORAGES,
+        }.items():
+            names[service] = [self.machines[one].address for one in members]
+        self._secrets = world.files.root / "secrets"
+        self._write_secrets()
+
+    def start(self, name: str) -> None:
+        """Start a service."""
+        kernel, machine = self.world.kernel, self.machines[name]
+        if name == "redis":
+            self.processes[name] = kernel.start_process(name, machine, self.redis.main)
+            return
+        kind = name.split("-")[0]
+        self.processes[name] = self.world.start_service(
+            name, machine, _mains()[kind], self._settings(kind, name)
+        )
+
+    def start_all(self) -> None:
+        """Start everything."""
+        for name in ("redis", *SERVICES):
+            self.start(name)
+
+    def socket(self, name: str) -> Path:
+        """Where engines reach the sidecar of a node."""
+        return self.world.place(self.machines[name]) / "run" / "sidecar.sock"
+
+    def _write_secrets(self) -> None:
+        self._secrets.mkdir()
+        (self._secrets / "token").write_text(TOKEN)
+        digest = hashlib.sha256(TOKEN.encode()).hexdigest()
+        (self._secrets / "tokens.yaml").write_text(
+            f"tokens:\n  - {{name: pods, tenant: acme, role: admin, token_sha256: {digest}}}\n"
+        )
+        key = base64.b64encode(bytes(range(32))).decode()
+        (self._secrets / "ticket-keys").write_text(f"k1:{key}\n")
+        (self._secrets / "salt").write_text("the-salt-of-acme-0123456789")
+
+    def _settings(self, kind: str, name: str) -> dict[str, object]:
+        place, gb = self.world.place(self.machines[name]), self.chunk_bytes / GB
+        common = {
+            "host": "0.0.0.0",
+            "allow_plaintext": True,
+            "port": REST_PORT,
+            "instance_id": name,
+            "auth_tokens_file": self._secrets / "tokens.yaml",
+        }
+        keys = {"ticket_keys_file": self._secrets / "ticket-keys"}
+        redis = {"redis_url": "redis://redis:6379"}
+        storages = "lm://" + ",".join(f"{one}:{LM_PORT}" for one in STORAGES)
+        node = {
+            "lm_host": "0.0.0.0",
+            "lm_port": LM_PORT,
+            "lookup_url": f"http://lookup:{REST_PORT}",
+            "broker_url": f"http://broker:{REST_PORT}",
+            "service_token_file": self._secrets / "token",
+            "tenant": "acme",
+            "disk_path": place / "disk" / "chunks",
+            "node": name,
+        }
+        own: dict[str, object]
+        match kind:
+            case "lookup":
+                return common | redis
+            case "broker":
+                return common | redis | keys
+            case "storage":
+                own = {
+                    "advertise_url": f"lm://{name}:{LM_PORT}",
+                    "replicas_url": storages,
+                    "memory_gb": 150 * gb,
+                    "disk_gb": 250 * gb,
+                }
+                return common | node | own
+        own = {
+            "distributed_url": f"lm://{name}:{LM_PORT}",
+            "remote_url": storages,
+            "salt_file": self._secrets / "salt",
+            "arena_gb": 70 * gb,
+            "disk_gb": 50 * gb,
+            "socket_path": self.socket(name),
+            "arena_path": place / "shm" / "arena",
+        }
+        return common | node | keys | own
+
+
+def _mains() -> dict[str, Any]:
+    from lmcache_broker.app import create_app as create_broker
+    from lmcache_broker.settings import BrokerSettings
+    from lmcache_lookup.app import create_app as create_lookup
+    from lmcache_lookup.settings import LookupSettings
+    from lmcache_servicekit.runner import run_service
+    from lmcache_sidecar.app import create_app as create_sidecar
+    from lmcache_sidecar.settings import SidecarSettings
+    from lmcache_storage.app import create_app as create_storage
+    from lmcache_storage.settings import StorageSettings
+
+    def main(name: str, settings: Any, create: Any) -> Any:
+        return lambda argv: run_service(name, settings, create, argv)
+
+    return {
+        "lookup": main("lmcache-lookup", LookupSettings, create_lookup),
+        "broker": main("lmcache-broker", BrokerSettings, create_broker),
+        "storage": main("lmcache-storage", StorageSettings, create_storage),
+        "node": main("lmcache-sidecar", SidecarSettings, create_sidecar),
+    }

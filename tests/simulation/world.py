@@ -1,0 +1,143 @@
+"""One simulation: the kernel, the network, the disks, and how processes of the product start."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.simulation import disk, network, threads
+from tests.simulation.kernel import Kernel, Machine, Process
+
+PLACE = Path("/dev/shm/lmcache-simulation")
+UVICORN_TICK_S = 1.0
+
+
+class World:
+    """Installs a simulation in this process, for good; made before the product is imported.
+
+    Args:
+        seed: Decides everything.
+    """
+
+    def __init__(self, seed: int) -> None:
+        for name in ("uvloop", "trio"):
+            sys.modules[name] = None  # type: ignore[assignment]
+        self.kernel = Kernel(seed)
+        threads.install(self.kernel)
+        self.network = network.Network(self.kernel)
+        network.install(self.network)
+        self.files = disk.Files(self.kernel, PLACE / str(seed))
+        disk.install(self.files)
+        from tests.simulation import loop
+
+        loop.install()
+        _install_signals(self.kernel)
+        self.logs: list[str] = []
+        self._install_product()
+        gc.disable()
+
+    def _install_product(self) -> None:
+        import asyncio
+        import logging
+
+        import uvicorn
+        from lmcache_servicekit import runner
+
+        async def main_loop(server: uvicorn.Server) -> None:
+            while not await server.on_tick(0):
+                await asyncio.sleep(UVICORN_TICK_S)
+
+        uvicorn.Server.main_loop = main_loop  # type: ignore[method-assign]
+        runner.configure_logging = lambda *_: None
+        logs, kernel = self.logs, self.kernel
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                name = "outside" if kernel.process is None else kernel.process.name
+                logs.append(
+                    f"{kernel.now:.4f} {name} {record.levelname} {record.name} {self.format(record)}"
+                )
+
+        logging.basicConfig(level=logging.INFO, handlers=[Handler()], force=True)
+
+    def machine(self, name: str) -> Machine:
+        """Add a machine with a disk."""
+        machine = self.network.add_machine(name)
+        self.files.add_machine(machine)
+        return machine
+
+    def place(self, machine: Machine) -> Path:
+        """Return the directory that holds a machine's `disk`, `shm` and `run`."""
+        return self.files.root / machine.name
+
+    def start_service(
+        self,
+        name: str,
+        machine: Machine,
+        main: Callable[[list[str]], int],
+        settings: Mapping[str, object],
+    ) -> Process:
+        """Start a service with its settings in a file."""
+        import yaml
+
+        path = self.place(machine) / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({key: _plain(value) for key, value in settings.items()}))
+        return self.kernel.start_process(name, machine, lambda: main(["--config", str(path)]))
+
+    def signal(self, process: Process, number: int) -> None:
+        """Send a signal."""
+        self.kernel.record(f"signal {process.name} pid={process.pid} {number}")
+        if process.is_dead:
+            return
+        if number == signal.SIGKILL:
+            self.kernel.end_process(process, -number)
+        elif number == signal.SIGSTOP:
+            process.is_paused = True
+        elif number == signal.SIGCONT:
+            process.resume()
+        elif (handler := process.signals.get(number)) is not None:
+            handler()
+        else:
+            self.kernel.end_process(process, -number)
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _install_signals(kernel: Kernel) -> None:
+    default = signal.SIG_DFL
+
+    def handle(number: int, handler: Any) -> Any:
+        process = kernel.process
+        if process is None:
+            return default
+        before = process.signals.get(number, default)
+        if callable(handler):
+            process.signals[number] = lambda: handler(number, None)
+        else:
+            process.signals.pop(number, None)
+        return before
+
+    def raise_signal(number: int) -> None:
+        process = kernel.process
+        assert process is not None
+        handler = process.signals.get(number)
+        if handler is None:
+            kernel.end_process(process, -number)
+        else:
+            handler()
+
+    signal_: Any = signal
+    signal_.signal = handle
+    signal_.raise_signal = raise_signal
+
+
+@contextlib.contextmanager
+def _nothing() -> Any:
+    yield
