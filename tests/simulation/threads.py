@@ -185,6 +185,11 @@ def _exit(code: int) -> None:
     kernel.end_process(process, code)
 
 
+def be_main_thread() -> None:
+    """Make the current simulated thread its process's main thread."""
+    threading._active[_ident()] = threading.main_thread()  # type: ignore[attr-defined]
+
+
 def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
     return lambda: int(clock() * 1e9)
 

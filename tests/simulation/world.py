@@ -87,7 +87,12 @@ class World:
 
         path = self.place(machine) / f"{name}.yaml"
         path.write_text(yaml.safe_dump({key: _plain(value) for key, value in settings.items()}))
-        return self.kernel.start_process(name, machine, lambda: main(["--config", str(path)]))
+
+        def run() -> int:
+            threads.be_main_thread()
+            return main(["--config", str(path)])
+
+        return self.kernel.start_process(name, machine, run)
 
     def signal(self, process: Process, number: int) -> None:
         """Send a signal."""
@@ -101,7 +106,7 @@ class World:
         elif number == signal.SIGCONT:
             process.resume()
         elif (handler := process.signals.get(number)) is not None:
-            handler()
+            self.kernel.spawn(process, f"{process.name}.signal", handler)
         else:
             self.kernel.end_process(process, -number)
 
