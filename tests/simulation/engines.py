@@ -48,7 +48,9 @@ class SimulatedEngine:
                 self.prompt = None
                 continue
             worker.request()
-            time.sleep(dice.expovariate(1 / self.pause_s))
+            until = time.monotonic() + dice.expovariate(1 / self.pause_s)
+            while self.is_working and self.prompt is None and time.monotonic() < until:
+                time.sleep(0.5)
         engine.close()
         return 0
 

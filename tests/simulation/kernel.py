@@ -58,7 +58,7 @@ class Process:
         self.is_dead = False
         self.exit_code: int | None = None
         self.is_paused = False
-        self.signals: dict[int, Callable[[], object]] = {}
+        self.signals: dict[int, Callable[[int, None], object]] = {}
         self.descriptors: dict[int, Any] = {}
         self.max_descriptors = 1024
         self.watchers: list[Thread] = []

@@ -58,7 +58,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
         process = threads.kernel.process
         assert process is not None
-        process.signals[sig] = lambda: self.call_soon_threadsafe(callback, *args)
+        process.signals[sig] = lambda *_: self.call_soon_threadsafe(callback, *args)
 
     def remove_signal_handler(self, sig: int) -> bool:
         process = threads.kernel.process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import signal
 import sys
@@ -106,7 +105,7 @@ class World:
         elif number == signal.SIGCONT:
             process.resume()
         elif (handler := process.signals.get(number)) is not None:
-            self.kernel.spawn(process, f"{process.name}.signal", handler)
+            self.kernel.spawn(process, f"{process.name}.signal", lambda: handler(number, None))
         else:
             self.kernel.end_process(process, -number)
 
@@ -124,7 +123,7 @@ def _install_signals(kernel: Kernel) -> None:
             return default
         before = process.signals.get(number, default)
         if callable(handler):
-            process.signals[number] = lambda: handler(number, None)
+            process.signals[number] = handler
         else:
             process.signals.pop(number, None)
         return before
@@ -136,13 +135,8 @@ def _install_signals(kernel: Kernel) -> None:
         if handler is None:
             kernel.end_process(process, -number)
         else:
-            handler()
+            handler(number, None)
 
     signal_: Any = signal
     signal_.signal = handle
     signal_.raise_signal = raise_signal
-
-
-@contextlib.contextmanager
-def _nothing() -> Any:
-    yield
