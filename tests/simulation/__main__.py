@@ -1,67 +1,95 @@
-"""Run the cluster in a simulation: `python -m tests.simulation --seed 7`."""
+"""Run the whole cluster in one process, in virtual time, from a seed: `make sim SEED=7`."""
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import sys
 
 ADDR_NO_RANDOMIZE = 0x0040000
 FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-end = os._exit
+"""What would make two runs of a seed differ."""
 
 
 def main() -> int:
-    """Run one seed; the exit code is 1 if an invariant was violated."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run one seed; the exit status is 1 if an invariant was violated."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="decides everything")
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual time under faults")
-    parser.add_argument("--logs", action="store_true", help="print what the services log")
+    parser.add_argument("--keep", help="numbers of the faults to keep, with commas; default: all")
+    parser.add_argument("--list", action="store_true", help="print the schedule and end")
     parser.add_argument("--events", action="store_true", help="print the event log")
+    parser.add_argument("--logs", action="store_true", help="print what the services log")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
     options = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in FIXED.items()):
         ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tests.simulation", *sys.argv[1:]],
-            os.environ | FIXED,
-        )
+        command = [sys.executable, "-m", "tests.simulation", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | FIXED)
+    keep = None
+    if options.keep is not None:
+        keep = {int(number) for number in options.keep.split(",") if number}
+    return _run(options, keep)
+
+
+def _run(options: argparse.Namespace, keep: set[int] | None) -> int:
     import time
 
-    import faulthandler
-
-    faulthandler.dump_traceback_later(400, repeat=True)
-    cpu_s = time.process_time
+    processor_s = time.process_time  # before the world has its own clocks
     from tests.simulation.world import World
 
     world = World(options.seed)
-    if options.events:
-        world.kernel.log_lines = []
+    from tests.simulation.faults import draw_schedule, kept
     from tests.simulation.scenario import Scenario
 
-    scenario = Scenario(world, options.seed, options.seconds)
-    begin_s = cpu_s()
+    schedule = kept(draw_schedule(options.seed, options.seconds), keep)
+    if options.list:
+        for fault in schedule:
+            print(f"{fault.number:4} {fault.at_s:8.2f} {fault.kind}")
+        world.files.close()
+        return 0
+    if options.events:
+        world.kernel.log_lines = []
+    scenario = Scenario(world, options.seed, options.seconds, schedule)
+    begin_s = processor_s()
     violations = scenario.run()
-    took_s = cpu_s() - begin_s
-    if options.logs:
-        print("\n".join(world.logs))
-    print("\n".join(world.kernel.log_lines or []))
-    totals = {node: dict(engine.totals) for node, engine in scenario.engines.items()}
-    print(
-        f"seed={options.seed} virtual_s={world.kernel.now:.0f} processor_s={took_s:.1f}"
-        f" speed={world.kernel.now / took_s:.0f} events={world.kernel.num_events}"
-        f" digest={world.kernel.digest} faults={dict(scenario.counts)} engines={totals}"
-    )
+    took_s = processor_s() - begin_s
+    for line in (*(world.kernel.log_lines or ()), *(world.logs if options.logs else ())):
+        print(line)
+    result = {
+        "seed": options.seed,
+        "virtual_s": round(world.kernel.now),
+        "processor_s": round(took_s, 1),
+        "events": world.kernel.num_events,
+        "digest": world.kernel.digest,
+        "faults": dict(scenario.faults.counts),
+        "totals": dict(scenario.totals),
+        "pairs": [[*pair, number] for pair, number in sorted(scenario.pairs.items())],
+        "violations": violations,
+    }
+    world.files.close()
+    if options.json:
+        print(json.dumps(result))
+        return 1 if violations else 0
+    for name, value in result.items():
+        if name not in {"pairs", "violations"}:
+            print(f"{name}: {value}")
+    print(f"speed: {world.kernel.now / took_s:.0f} times real time")
     for text in violations:
         print(f"VIOLATION {text}")
-    world.files.close()
+    if violations:
+        print(f"replay: make sim SEED={options.seed} SECONDS={options.seconds:g}")
     return 1 if violations else 0
 
 
 if __name__ == "__main__":
+    end = os._exit
     try:
         code = main()
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else 2
     except BaseException:
         import traceback
 
@@ -69,4 +97,4 @@ if __name__ == "__main__":
         code = 2
     sys.stdout.flush()
     sys.stderr.flush()
-    end(code)
+    end(code)  # finalisers of killed processes must never run

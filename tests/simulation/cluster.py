@@ -18,6 +18,7 @@ BROKERS = ("broker-0", "broker-1")
 SERVICES = (*LOOKUPS, *BROKERS, *STORAGES, *SIDECARS)
 REST_PORT, LM_PORT = 8080, 7777
 GB = 1 << 30
+_DISK_CHUNKS = {"storage": 250, "node": 50}
 TOKEN = "simulated-token-0123456789"
 
 
@@ -63,6 +64,10 @@ class Cluster:
         for name in ("redis", *SERVICES):
             self.start(name)
 
+    def disk_bytes(self, name: str) -> int:
+        """Return how much the disk tier of a service may take."""
+        return int(self.chunk_bytes * _DISK_CHUNKS[name.split("-")[0]])
+
     def socket(self, name: str) -> Path:
         """Where engines reach the sidecar of a node."""
         return self.world.place(self.machines[name]) / "run" / "sidecar.sock"
@@ -103,7 +108,7 @@ class Cluster:
         own: dict[str, object]
         match kind:
             case "lookup":
-                return common | redis
+                return common | redis | {"sweep_interval_s": 5.0}
             case "broker":
                 return common | redis | keys
             case "storage":
@@ -111,7 +116,7 @@ class Cluster:
                     "advertise_url": f"lm://{name}:{LM_PORT}",
                     "replicas_url": storages,
                     "memory_gb": 150 * gb,
-                    "disk_gb": 250 * gb,
+                    "disk_gb": _DISK_CHUNKS[kind] * gb,
                 }
                 return common | node | own
         own = {
@@ -119,7 +124,7 @@ class Cluster:
             "remote_url": storages,
             "salt_file": self._secrets / "salt",
             "arena_gb": 70 * gb,
-            "disk_gb": 50 * gb,
+            "disk_gb": _DISK_CHUNKS[kind] * gb,
             "socket_path": self.socket(name),
             "arena_path": place / "shm" / "arena",
         }

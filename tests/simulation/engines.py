@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 from tests.simulation.cluster import Cluster
 
@@ -16,45 +18,63 @@ class SimulatedEngine:
         node: Beside which sidecar.
         seed: Of its prompts.
         pause_s: Mean time between two requests.
+        on_call: Called with the name of each call of the engine as it begins.
+
+    Attributes:
+        is_working: Set to False to end it.
+        faults: What went wrong.
+        totals: What it did.
+        prompt: A prompt family to load, and to store if `found` is too little, by request of a
+            check.
+        found: How many tokens of it there were; None: not asked yet.
     """
 
-    def __init__(self, cluster: Cluster, node: str, seed: int, pause_s: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        node: str,
+        seed: int,
+        pause_s: float,
+        on_call: Callable[[str], object],
+    ) -> None:
         self.cluster = cluster
         self.node = node
         self.seed = seed
         self.pause_s = pause_s
+        self.on_call = on_call
         self.is_working = True
         self.faults: list[str] = []
         self.totals: dict[str, int] = {}
         self.prompt: int | None = None
-        """A prompt family to store and to find again, by request of a check."""
         self.found: int | None = None
 
     def main(self) -> int:
         """Serve requests until the process ends."""
         from tests.chaos.cluster.worker import Worker, open_engine, prompt_of
 
+        on_call = self.on_call
+
+        class Counted(Worker):
+            def _timed(self, name: str, call: Any) -> Any:
+                on_call(name)
+                return super()._timed(name, call)
+
         dice = random.Random(self.seed)
         engine = open_engine(str(self.cluster.socket(self.node)))
-        worker = Worker(engine, self.seed)
+        worker = Counted(engine, self.seed)
         worker._faults = self.faults
-        worker._totals = self.totals_of(worker)
+        self.totals = worker._totals
         while self.is_working or self.prompt is not None:
             if self.prompt is not None:
                 tokens = prompt_of(self.prompt, 0, 0, 0)
-                worker.store(tokens)
-                time.sleep(1.0)
-                self.found = worker.retrieve(tokens)
-                self.prompt = None
+                found = worker.retrieve(tokens)
+                if found < len(tokens):
+                    worker.store(tokens)
+                self.prompt, self.found = None, found
                 continue
             worker.request()
             until = time.monotonic() + dice.expovariate(1 / self.pause_s)
             while self.is_working and self.prompt is None and time.monotonic() < until:
-                time.sleep(0.5)
+                time.sleep(2.0)
         engine.close()
         return 0
-
-    def totals_of(self, worker: object) -> dict[str, int]:
-        """Let the worker count here."""
-        self.totals = worker._totals  # type: ignore[attr-defined]
-        return self.totals

@@ -48,6 +48,8 @@ class Process:
         name: For people.
         pid: Unique in a simulation.
         exit_code: None while it runs; negative if it was killed.
+        descriptors: Its open files and sockets.
+        loops: The event loops that it has made.
     """
 
     def __init__(self, kernel: Kernel, name: str, machine: Machine, pid: int) -> None:
@@ -62,6 +64,7 @@ class Process:
         self.descriptors: dict[int, Any] = {}
         self.max_descriptors = 1024
         self.watchers: list[Thread] = []
+        self.loops: list[Any] = []
         self._postponed: list[tuple[Thread, int]] = []
 
     def postpone(self, thread: Thread, epoch: int) -> None:
@@ -149,6 +152,10 @@ class Kernel:
     def process(self) -> Process | None:
         """The process that runs now; None outside of the simulation."""
         return None if self.current is None else self.current.process
+
+    def num_threads(self, process: Process) -> int:
+        """Return how many threads of a process have not ended."""
+        return sum(thread.process is process for thread in self._threads)
 
     def start_process(
         self, name: str, machine: Machine, main: Callable[[], int | None]

@@ -38,6 +38,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.interrupts: Selector = Selector()
         super().__init__(self.interrupts)
+        process = threads.kernel.process
+        if process is not None:
+            process.loops.append(self)
         self.set_task_factory(lambda loop, coro, **options: Task(coro, loop=loop, **options))
 
     def time(self) -> float:

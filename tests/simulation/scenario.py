@@ -1,349 +1,300 @@
-"""One simulated run: engines at work, faults drawn from a seed, invariants, an end in peace."""
+"""One simulated run: engines and operators at work, faults from a schedule, invariants, an end in
+peace.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
-from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
+from tests.simulation.cluster import REST_PORT, SERVICES, SIDECARS, STORAGES, TOKEN, Cluster
 from tests.simulation.engines import SimulatedEngine
+from tests.simulation.faults import Fault, Faults
 from tests.simulation.world import World
 
 CALM_S = 60.0
 """After the last fault, everything works again within this time."""
 END_S = 60.0
-"""A service that is told to end has ended after this time."""
+"""Everything has ended this long after it was told to."""
+FOUND_S = 30.0
+"""A prompt that was stored is found by every node within this time."""
+ENGINE_PAUSE_S = 10.0
+OPERATOR_PAUSE_S = 20.0
+LOOK_S = 10.0
+"""Between two looks at what always holds."""
+ADMIN_BOUND_S = 15.0
+DISK_SLACK = 1.1
+"""A disk tier may take so much more than its limit, for files that are being written."""
+MAX_IDLE = {"descriptors": 64, "threads": 32, "tasks": 96}
+"""What a service without clients has at most."""
+CALLS = {
+    "node": (
+        ("GET", "/v1/status"),
+        ("GET", "/v1/tiers"),
+        ("GET", "/v1/clients"),
+        ("GET", "/v1/chunks"),
+        ("GET", "/v1/pins"),
+        ("GET", "/metrics"),
+        ("POST", "/v1/unpin"),
+        ("POST", "/v1/clear"),
+        ("POST", "/v1/evict"),
+    ),
+    "storage": (
+        ("GET", "/v1/stats"),
+        ("GET", "/v1/chunks"),
+        ("GET", "/metrics"),
+        ("POST", "/v1/admin/clear"),
+        ("POST", "/v1/admin/evict"),
+    ),
+    "lookup": (("GET", "/v1/stats"), ("GET", "/v1/tenants"), ("POST", "/v1/admin/clear")),
+    "broker": (("GET", "/v1/peers"), ("GET", "/v1/overview"), ("GET", "/metrics")),
+}
 
 
 class Scenario:
-    """A run of one seed.
+    """A run of a schedule.
 
     Args:
         world: Installed.
-        seed: Draws which faults there are, how often, and when.
-        hours_s: Virtual seconds of work under faults.
+        seed: Of everything that is not in the schedule.
+        work_s: Virtual seconds of work.
+        schedule: What goes wrong meanwhile.
+
+    Attributes:
+        violations: What must not have happened.
+        pairs: How often each operation began while a kind of fault was under way.
     """
 
-    def __init__(self, world: World, seed: int, work_s: float) -> None:
-        self.world = world
-        self.kernel = world.kernel
-        self.work_s = work_s
-        self.dice = random.Random(f"scenario {seed}")
-        self.violations: list[str] = []
-        self.counts: Counter[str] = Counter()
+    def __init__(
+        self, world: World, seed: int, work_s: float, schedule: Collection[Fault]
+    ) -> None:
         from tests.chaos.cluster.worker import CHUNK_BYTES
 
+        self._world = world
+        self._kernel = world.kernel
+        self._seed = seed
+        self._work_s = work_s
+        self._schedule = schedule
+        self._is_working = True
+        self._is_done = False
         self.cluster = Cluster(world, CHUNK_BYTES)
         self.engines: dict[str, SimulatedEngine] = {}
-        self.expected_deaths: set[int] = set()
-        self.faults: dict[str, Callable[[], None]] = {
-            "kill": self._kill,
-            "stop": self._stop,
-            "restart": self._restart,
-            "power": self._power,
-            "cut": self._cut,
-            "slow link": self._slow_link,
-            "reset": self._reset,
-            "disk full": self._disk_full,
-            "disk error": self._disk_error,
-            "disk hang": self._disk_hang,
-            "disk slow": self._disk_slow,
-            "corrupt": self._corrupt,
-            "descriptors": self._descriptors,
-            "redis": self._redis,
-            "flush": self._flush,
-            "clock": self._clock,
-            "kill engine": self._kill_engine,
-            "stop engine": self._stop_engine,
-        }
-        # Swarm testing: each seed has some kinds of fault and not others.
-        self.enabled = [name for name in self.faults if self.dice.random() < 0.5] or ["kill"]
-        self.pause_s = self.dice.choice([2.0, 5.0, 15.0])
-        world.network.piece_chance = self.dice.choice([0.0, 0.0, 0.1, 0.5])
+        self.faults = Faults(world, self.cluster, self._start_engine, self._complain)
+        self.violations: list[str] = []
+        self.pairs: Counter[tuple[str, str]] = Counter()
+        self.totals: Counter[str] = Counter()
 
     def run(self) -> list[str]:
         """Run; return what went wrong."""
-        operator = self.world.machine("operator")
-        self.kernel.start_process("operator", operator, self._operate)
-        end_s = self.work_s + 4 * CALM_S + END_S + 120
+        self._kernel.start_process("operator", self._world.machine("operator"), self._operate)
+        longest_s = self._work_s + CALM_S + 3 * FOUND_S + (len(SERVICES) + 4) * END_S
         try:
-            self.kernel.run(end_s)
+            self._kernel.run(longest_s)
         except BaseException:
-            self.violations.append(f"a thread failed:\n{traceback.format_exc()}")
+            self._complain(f"a thread failed:\n{traceback.format_exc()}")
         else:
-            if not self.is_done:
-                self.violations.append("the run has not ended")
+            if not self._is_done:
+                self._complain("the run has not ended")
         return self.violations
 
-    is_done = False
-
-    def _note(self, text: str) -> None:
-        self.violations.append(f"{self.kernel.now:.3f} {text}")
-        self.kernel.record(f"violation {text}")
+    def _complain(self, text: str) -> None:
+        self.violations.append(f"{self._kernel.now:.3f} {text}")
+        self._kernel.record(f"violation {text}")
 
     def _operate(self) -> int:
-        sleep = self.kernel.sleep
+        kernel = self._kernel
+        process = kernel.process
+        assert process is not None
         self.cluster.start_all()
-        sleep(3.0)
-        for number, node in enumerate(SIDECARS):
-            self._start_engine(node, number)
-        begin = self.kernel.now
-        while self.kernel.now < begin + self.work_s:
-            sleep(self.dice.expovariate(1 / self.pause_s))
-            name = self.dice.choice(self.enabled)
-            self.counts[name] += 1
-            self.kernel.record(f"fault {name}")
-            self.faults[name]()
-            self._check_alive()
+        kernel.sleep(3.0)
+        for node in SIDECARS:
+            self._start_engine(node)
+        kernel.spawn(process, "admin", self._administrate)
+        kernel.spawn(process, "look", self._look)
+        begin = kernel.now
+        for fault in self._schedule:
+            kernel.sleep(max(0.0, begin + fault.at_s - kernel.now))
+            self.faults.do(fault)
+        kernel.sleep(max(0.0, begin + self._work_s - kernel.now))
+        self._is_working = False
         self._heal()
-        sleep(CALM_S)
-        self._check_alive()
+        kernel.sleep(CALM_S)
         self._check_found()
-        self._end()
-        self.is_done = True
+        for engine in self.engines.values():
+            engine.is_working = False
+        self._await_end([f"engine-{node}" for node in SIDECARS])
+        self._check_idle()
+        for name in reversed(SERVICES):
+            self._world.signal(self.cluster.processes[name], signal.SIGTERM)
+            self._await_end([name])
+        self._check_alive()
+        self._is_done = True
         return 0
 
-    def _start_engine(self, node: str, number: int) -> None:
+    def _start_engine(self, node: str) -> None:
         engine = self.engines.get(node)
-        faults = engine.faults if engine else []
-        self.engines[node] = SimulatedEngine(
-            self.cluster, node, 1000 * len(self.kernel.processes) + number, 5.0
+        if engine is not None:
+            self._collect(engine)
+        number = len(self._kernel.processes)
+        new = SimulatedEngine(
+            self.cluster, node, 1000 * number + self._seed, ENGINE_PAUSE_S, self._count_pairs
         )
-        self.engines[node].faults = faults
         name = f"engine-{node}"
-        self.cluster.processes[name] = self.kernel.start_process(
-            name, self.cluster.machines[node], self.engines[node].main
+        self.engines[node] = new
+        self.cluster.processes[name] = self._kernel.start_process(
+            name, self.cluster.machines[node], new.main
         )
-
-    # --- Faults ----------------------------------------------------------------------------------
-
-    def _later(self, seconds: float, name: str, function: Callable[[], None]) -> None:
-        process = self.kernel.process
-        assert process is not None
-
-        def wait() -> None:
-            self.kernel.sleep(seconds)
-            function()
-
-        self.kernel.spawn(process, name, wait)
-
-    def _signal(self, name: str, number: int) -> None:
-        process = self.cluster.processes[name]
-        self.expected_deaths.add(process.pid)
-        self.world.signal(process, number)
-
-    def _start_again(self, name: str) -> None:
-        if self.cluster.processes[name].is_dead:
-            if name.startswith("engine-"):
-                self._start_engine(name.removeprefix("engine-"), 7)
-            else:
-                self.cluster.start(name)
-
-    def _some(self, names: tuple[str, ...]) -> str:
-        return self.dice.choice([one for one in names if not self.cluster.processes[one].is_dead])
-
-    def _kill(self) -> None:
-        name = self._some(SERVICES)
-        self._signal(name, signal.SIGKILL)
-        self._later(self.dice.uniform(0.1, 20), f"start {name}", lambda: self._start_again(name))
-
-    def _restart(self) -> None:
-        name = self._some(SERVICES)
-        process = self.cluster.processes[name]
-        self._signal(name, signal.SIGTERM)
-
-        def finish() -> None:
-            code = self.kernel.wait_process(process, 40.0)
-            if code is None:
-                self._note(f"{name} did not end within 40 s of SIGTERM")
-                self._signal(name, signal.SIGKILL)
-            self._start_again(name)
-
-        self._later(0.0, f"restart {name}", finish)
-
-    def _stop(self) -> None:
-        name = self._some(SERVICES)
-        process = self.cluster.processes[name]
-        self.world.signal(process, signal.SIGSTOP)
-        self._later(
-            self.dice.uniform(0.1, 30),
-            f"continue {name}",
-            lambda: self.world.signal(process, signal.SIGCONT),
-        )
-
-    def _kill_engine(self) -> None:
-        name = self._some(tuple(f"engine-{node}" for node in SIDECARS))
-        self._signal(name, signal.SIGKILL)
-        self._later(self.dice.uniform(0.1, 5), f"start {name}", lambda: self._start_again(name))
-
-    def _stop_engine(self) -> None:
-        name = self._some(tuple(f"engine-{node}" for node in SIDECARS))
-        process = self.cluster.processes[name]
-        self.engines[name.removeprefix("engine-")].was_stopped = True
-        self.world.signal(process, signal.SIGSTOP)
-        self._later(
-            self.dice.uniform(0.1, 60),
-            f"continue {name}",
-            lambda: self.world.signal(process, signal.SIGCONT),
-        )
-
-    def _power(self) -> None:
-        name = self.dice.choice((*SIDECARS, *STORAGES))
-        machine = self.cluster.machines[name]
-        names = [
-            one for one, process in self.cluster.processes.items() if process.machine is machine
-        ]
-        for one in names:
-            self._signal(one, signal.SIGKILL)
-        self.world.files.lose_power(machine)
-
-        def back() -> None:
-            for one in names:
-                self._start_again(one)
-
-        self._later(self.dice.uniform(1, 20), f"power {name}", back)
-
-    def _pair(self) -> tuple[Any, Any]:
-        one, other = self.dice.sample(["redis", *SERVICES], 2)
-        return self.cluster.machines[one], self.cluster.machines[other]
-
-    def _cut(self) -> None:
-        one, other = self._pair()
-        self.world.network.cut(one, other)
-        self._later(
-            self.dice.uniform(0.1, 30), "mend", lambda: self.world.network.mend(one, other)
-        )
-
-    def _slow_link(self) -> None:
-        link = self.world.network.link(*self._pair())
-        before = link.latency_s, link.bytes_per_s
-        link.latency_s, link.bytes_per_s = (0.01, self.dice.choice([0.05, 0.5, 3.0])), 1e6
-
-        def back() -> None:
-            link.latency_s, link.bytes_per_s = before
-
-        self._later(self.dice.uniform(1, 30), "fast again", back)
-
-    def _reset(self) -> None:
-        pipes = list(self.world.network.connections)
-        if pipes:
-            pipe = self.dice.choice(pipes)
-            for end in (pipe.reader, pipe.writer):
-                if end is not None:
-                    for one in (end.incoming, end.outgoing):
-                        if one is not None:
-                            one.break_off()
-
-    def _disk(self) -> Any:
-        return self.world.files.disks[self.dice.choice((*SIDECARS, *STORAGES))]
-
-    def _disk_full(self) -> None:
-        disk = self._disk()
-        disk.is_full = True
-        self._later(self.dice.uniform(1, 30), "heal", disk.heal)
-
-    def _disk_error(self) -> None:
-        disk = self._disk()
-        disk.error_chance = self.dice.choice([0.01, 0.3, 1.0])
-        disk.error = self.dice.choice([5, 24, 13, 12])
-        self._later(self.dice.uniform(1, 30), "heal", disk.heal)
-
-    def _disk_hang(self) -> None:
-        disk = self._disk()
-        disk.is_hanging = True
-        self._later(self.dice.uniform(1, 60), "heal", disk.heal)
-
-    def _disk_slow(self) -> None:
-        disk = self._disk()
-        disk.slowness = self.dice.choice([10, 1000, 10_000])
-        self._later(self.dice.uniform(1, 30), "heal", disk.heal)
-
-    def _corrupt(self) -> None:
-        self._disk().corrupt(self.dice.choice([1, 10]))
-
-    def _descriptors(self) -> None:
-        name = self._some((*SIDECARS, *STORAGES))
-        process = self.cluster.processes[name]
-        before, process.max_descriptors = process.max_descriptors, len(process.descriptors)
-
-        def back() -> None:
-            process.max_descriptors = before
-
-        self._later(self.dice.uniform(1, 20), "descriptors", back)
-
-    def _redis(self) -> None:
-        self._signal("redis", signal.SIGKILL)
-        self._later(self.dice.uniform(0.1, 20), "redis", lambda: self._start_again("redis"))
-
-    def _flush(self) -> None:
-        self.cluster.redis.flush()
-
-    def _clock(self) -> None:
-        machine = self.cluster.machines[self.dice.choice(SERVICES)]
-        machine.wall_offset_s += self.dice.choice([-3600, -30, 30, 3600])
-
-    # --- Invariants ------------------------------------------------------------------------------
-
-    def _check_alive(self) -> None:
-        for name, process in self.cluster.processes.items():
-            if process.is_dead and process.pid not in self.expected_deaths:
-                self.expected_deaths.add(process.pid)
-                self._note(f"{name} has ended by itself, exit code {process.exit_code}")
-                self._start_again(name)
-        for node, engine in self.engines.items():
-            for fault in engine.faults:
-                self._note(f"engine-{node}: {fault}")
-            engine.faults.clear()
 
     def _heal(self) -> None:
-        """End all faults and start what does not run."""
-        self.kernel.record("heal")
-        network = self.world.network
+        self.faults.heal()
+        network = self._world.network
         for link in network._links.values():
             link.is_cut = False
             link.latency_s, link.bytes_per_s = (50e-6, 400e-6), 1e9
         for pipe in list(network.connections):
             pipe.deliver_later()
-        for disk in self.world.files.disks.values():
+        for disk in self._world.files.disks.values():
             disk.heal()
-        self.kernel.sleep(61.0)  # what is to be continued or started later has been
-        for name, process in list(self.cluster.processes.items()):
-            process.max_descriptors = 1024
-            if process.is_paused:
-                self.world.signal(process, signal.SIGCONT)
-            self._start_again(name)
+
+    def _count_pairs(self, operation: str) -> None:
+        self.totals[operation] += 1
+        for kind, number in self.faults.active.items():
+            if number:
+                self.pairs[kind, operation] += 1
+
+    def _await_end(self, names: list[str]) -> None:
+        for name in names:
+            process = self.cluster.processes[name]
+            self.faults.expected_deaths.add(process.pid)
+            code = self._kernel.wait_process(process, END_S)
+            if code != 0:
+                self._complain(f"{name} ended with {code} at the end of the run")
+
+    # --- An operator's calls ---------------------------------------------------------------------
+
+    def _administrate(self) -> None:
+        dice = random.Random(f"operator {self._seed}")
+        while self._is_working:
+            self._kernel.sleep(dice.expovariate(1 / OPERATOR_PAUSE_S))
+            name = dice.choice(SERVICES)
+            method, path = dice.choice(CALLS[name.split("-")[0]])
+            body = {"num_bytes": 1 << dice.randint(10, 24)} if path.endswith("evict") else None
+            operation = f"{method} {name.split('-')[0]}{path}"
+            self._count_pairs(operation)
+            begin = self._kernel.now
+            status, _ = self._call(name, method, path, body)
+            lasted_s = self._kernel.now - begin
+            self._kernel.record(f"operator {operation} {name} {status}")
+            if status in {404, 405, 422} or status == 500:
+                self._complain(f"{operation} on {name} was answered by {status}")
+            if lasted_s > ADMIN_BOUND_S and not self.faults.active:
+                self._complain(f"{operation} on {name} lasted {lasted_s:.1f} s")
+
+    def _call(
+        self, name: str, method: str, path: str, body: object = None
+    ) -> tuple[int | None, Any]:
+        """Return the status and the body of an answer; None: there was none."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        url = f"http://{name}:{REST_PORT}{path}"
+        try:
+            with httpx.Client(timeout=ADMIN_BOUND_S, verify=False, trust_env=False) as client:
+                answer = client.request(method, url, json=body, headers=headers)
+        except httpx.HTTPError:
+            return None, None
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        return answer.status_code, answer.json() if is_json else answer.text
+
+    # --- Invariants ------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        while self._is_working:
+            self._kernel.sleep(LOOK_S)
+            self._check_alive()
+            self._check_disks()
+
+    def _collect(self, engine: SimulatedEngine) -> None:
+        for fault in engine.faults:
+            self._complain(f"engine-{engine.node}: {fault}")
+        engine.faults.clear()
+        for name, number in engine.totals.items():
+            self.totals[name] += number
+        engine.totals.clear()
+
+    def _check_alive(self) -> None:
+        for name, process in self.cluster.processes.items():
+            if process.is_dead and process.pid not in self.faults.expected_deaths:
+                self.faults.expected_deaths.add(process.pid)
+                self._complain(f"{name} has ended by itself, exit code {process.exit_code}")
+                self.faults.start_again(name)
+        for engine in self.engines.values():
+            self._collect(engine)
+
+    def _check_disks(self) -> None:
+        for name in (*SIDECARS, *STORAGES):
+            limit = self.cluster.disk_bytes(name)
+            used = self._world.files.disks[name].used_bytes()
+            if used > limit * DISK_SLACK:
+                self._complain(f"{name} has {used} bytes on its disk; the limit is {limit}")
 
     def _check_found(self) -> None:
-        """Whatever an engine stores now is found again, by itself and by another node."""
-        for number, engine in enumerate(self.engines.values()):
-            engine.found = None
-            engine.prompt = 50 + number
-        self.kernel.sleep(10.0)
-        for node, engine in self.engines.items():
-            if engine.found is None:
-                self._note(f"engine-{node} does not answer after the faults have ended")
-            elif engine.found < 7 * 32:
-                self._note(f"engine-{node} found {engine.found} of 224 tokens that it had stored")
-        others = list(self.engines.values())
-        for number, engine in enumerate(others):
-            engine.found = None
-            engine.prompt = 50 + (number + 1) % len(others)
-        self.kernel.sleep(10.0)
+        """What one node stores is found by all others within `FOUND_S`."""
+        engines = [self.engines[node] for node in SIDECARS]
+        for shift in range(len(engines)):
+            deadline = self._kernel.now + FOUND_S
+            asked = [
+                (engine, 50 + (number + shift) % len(engines))
+                for number, engine in enumerate(engines)
+            ]
+            while asked and self._kernel.now < deadline:
+                for engine, prompt in asked:
+                    engine.found, engine.prompt = None, prompt
+                self._kernel.sleep(10.0)
+                asked = [one for one in asked if (one[0].found or 0) < 7 * 32]
+            for engine, prompt in asked:
+                self._complain(
+                    f"engine-{engine.node} found {engine.found} of the 224 tokens of prompt {prompt}"
+                )
         self._check_alive()
 
-    def _end(self) -> None:
-        for engine in self.engines.values():
-            engine.is_working = False
-        for name in reversed(self.cluster.processes):
-            if name == "redis":
-                continue
+    def _check_idle(self) -> None:
+        """Without clients, nothing is held for any."""
+        for name in SIDECARS:
+            self._call(name, "POST", "/v1/unpin")
+        self._kernel.sleep(10.0)
+        for name in SERVICES:
             process = self.cluster.processes[name]
-            if not name.startswith("engine-"):
-                self.world.signal(process, signal.SIGTERM)
-            code = self.kernel.wait_process(process, END_S)
-            if code != 0:
-                self._note(f"{name} ended with {code} at the end of the run")
+            have = {
+                "descriptors": len(process.descriptors),
+                "threads": self._kernel.num_threads(process),
+                "tasks": sum(
+                    len(asyncio.all_tasks(loop)) for loop in process.loops if not loop.is_closed()
+                ),
+            }
+            self._kernel.record(f"idle {name} {have}")
+            for what, number in have.items():
+                if number > MAX_IDLE[what]:
+                    self._complain(f"{name} has {number} {what} when idle")
+        for name in SIDECARS:
+            code, status = self._call(name, "GET", "/v1/status")
+            if code != 200:
+                self._complain(f"{name} answers {code} when idle")
+                continue
+            held = {
+                what: status[what]
+                for what in ("num_clients", "reserved_bytes", "held_bytes", "pinned_bytes")
+                if status[what]
+            }
+            if status["arena"]["lent_bytes"]:
+                held["lent_bytes"] = status["arena"]["lent_bytes"]
+            if held or not status["settled"] or status["registered"] is False:
+                self._complain(
+                    f"{name} is not idle: {held} settled={status['settled']}"
+                    f" registered={status['registered']}"
+                )

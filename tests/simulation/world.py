@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import signal
 import sys
@@ -13,7 +14,10 @@ from tests.simulation import disk, network, threads
 from tests.simulation.kernel import Kernel, Machine, Process
 
 PLACE = Path("/dev/shm/lmcache-simulation")
-UVICORN_TICK_S = 1.0
+MIN_REPEAT_S = 5.0
+"""What services repeat more often is repeated this often: most of the events of a cluster without
+requests would be looks at something that has not changed.
+"""
 
 
 class World:
@@ -26,6 +30,10 @@ class World:
     def __init__(self, seed: int) -> None:
         for name in ("uvloop", "trio"):
             sys.modules[name] = None  # type: ignore[assignment]
+        # Paths are the same in each run of a seed, so two of them wait for each other.
+        PLACE.mkdir(exist_ok=True)
+        self._lock = (PLACE / f"{seed}.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.kernel = Kernel(seed)
         threads.install(self.kernel)
         self.network = network.Network(self.kernel)
@@ -44,14 +52,34 @@ class World:
         import asyncio
         import logging
 
+        import ssl
+
         import uvicorn
+        from lmcache_core.concurrency import supervisor
         from lmcache_servicekit import runner
 
         async def main_loop(server: uvicorn.Server) -> None:
-            while not await server.on_tick(0):
-                await asyncio.sleep(UVICORN_TICK_S)
+            # uvicorn looks ten times a second whether a signal has come.
+            server.told_to_exit = asyncio.Event()  # type: ignore[attr-defined]
+            server.loop = asyncio.get_running_loop()  # type: ignore[attr-defined]
+            await server.on_tick(0)
+            while not server.should_exit:
+                await server.told_to_exit.wait()  # type: ignore[attr-defined]
+
+        def told(server: Any, name: str, value: object) -> None:
+            object.__setattr__(server, name, value)
+            if name == "should_exit" and value and hasattr(server, "told_to_exit"):
+                server.loop.call_soon_threadsafe(server.told_to_exit.set)
+
+        repeat = supervisor.TaskSupervisor.repeat
+
+        def repeat_seldom(tasks: Any, name: str, work: Any, interval_s: float) -> bool:
+            return repeat(tasks, name, work, max(interval_s, MIN_REPEAT_S))
 
         uvicorn.Server.main_loop = main_loop  # type: ignore[method-assign]
+        uvicorn.Server.__setattr__ = told  # type: ignore[method-assign, assignment]
+        supervisor.TaskSupervisor.repeat = repeat_seldom  # type: ignore[method-assign]
+        ssl.SSLContext.load_default_certs = lambda *_: None  # type: ignore[method-assign]
         runner.configure_logging = lambda *_: None
         logs, kernel = self.logs, self.kernel
 

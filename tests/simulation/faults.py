@@ -1,0 +1,346 @@
+"""What goes wrong in a simulated run: a schedule that a seed draws, and how each fault is done."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
+from tests.simulation.world import World
+
+ENGINES = tuple(f"engine-{node}" for node in SIDECARS)
+DISKS = (*SIDECARS, *STORAGES)
+STOP_S = 40.0
+"""A service that is told to end has ended after this time, whatever else is wrong."""
+LONGEST_S = 60.0
+"""No fault lasts longer."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a schedule.
+
+    Attributes:
+        number: Its place in the schedule of its seed, by which it can be left out.
+        at_s: When it begins, virtual seconds after the engines have begun.
+        kind: Name of a method of `Faults`, with blanks.
+        seed: Decides its details, whatever else is in the schedule.
+    """
+
+    number: int
+    at_s: float
+    kind: str
+    seed: int
+
+
+def draw_schedule(seed: int, work_s: float) -> list[Fault]:
+    """Draw the faults of a run.
+
+    Each seed has about half of the kinds, so that some runs are free of what hides other faults
+    (swarm testing), and its own frequency.
+
+    Args:
+        seed: Of the run.
+        work_s: For how long faults begin.
+    """
+    dice = random.Random(f"schedule {seed}")
+    kinds = [kind for kind in KINDS if dice.random() < 0.5] or ["kill"]
+    pause_s = dice.choice([2.0, 5.0, 15.0])
+    schedule = []
+    at_s = dice.expovariate(1 / pause_s)
+    while at_s < work_s:
+        schedule.append(
+            Fault(len(schedule), at_s, dice.choice(kinds), dice.getrandbits(32))
+        )
+        at_s += dice.expovariate(1 / pause_s)
+    return schedule
+
+
+class Faults:
+    """Does them.
+
+    Args:
+        world: Where.
+        cluster: To whom.
+        start_engine: Starts the engine of a node.
+        complain: Notes a violation.
+
+    Attributes:
+        active: The kinds that are under way, and how often.
+        counts: How often each kind was done.
+        expected_deaths: Processes that were told to end.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        cluster: Cluster,
+        start_engine: Callable[[str], None],
+        complain: Callable[[str], None],
+    ) -> None:
+        self._world = world
+        self._kernel = world.kernel
+        self._cluster = cluster
+        self._start_engine = start_engine
+        self._complain = complain
+        self._dice = random.Random()
+        self._kind = ""
+        self._undo: dict[int, Callable[[], None]] = {}
+        self.active: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.expected_deaths: set[int] = set()
+
+    def do(self, fault: Fault) -> None:
+        """Begin a fault; it ends by itself."""
+        self._kernel.record(f"fault {fault.number} {fault.kind}")
+        self._dice = random.Random(fault.seed)
+        self._kind = fault.kind
+        self.counts[fault.kind] += 1
+        getattr(self, fault.kind.replace(" ", "_"))()
+
+    def heal(self) -> None:
+        """End all faults now, and start what does not run."""
+        self._kernel.record("heal")
+        for undo in list(self._undo.values()):
+            undo()
+        for name, process in list(self._cluster.processes.items()):
+            if process.is_paused:
+                self._world.signal(process, signal.SIGCONT)
+            self.start_again(name)
+
+    def start_again(self, name: str) -> None:
+        """Start a service or an engine unless it runs."""
+        if not self._cluster.processes[name].is_dead:
+            return
+        if name in ENGINES:
+            self._start_engine(name.removeprefix("engine-"))
+        else:
+            self._cluster.start(name)
+
+    def _for(self, most_s: float, undo: Callable[[], None]) -> None:
+        """Undo a fault later, or at `heal`."""
+        kind, number = self._kind, len(self._undo) + sum(self.counts.values()) * 1000
+        self.active[kind] += 1
+
+        def once() -> None:
+            if self._undo.pop(number, None) is not None:
+                self.active[kind] -= 1
+                undo()
+
+        def wait() -> None:
+            self._kernel.sleep(seconds)
+            once()
+
+        seconds = self._dice.uniform(0.1, most_s)
+        self._undo[number] = once
+        process = self._kernel.process
+        assert process is not None
+        self._kernel.spawn(process, f"end of {kind}", wait)
+
+    def _signal(self, name: str, number: int) -> None:
+        process = self._cluster.processes[name]
+        self.expected_deaths.add(process.pid)
+        self._world.signal(process, number)
+
+    def _pair(self) -> tuple[Any, Any]:
+        one, other = self._dice.sample(["redis", *SERVICES], 2)
+        return self._cluster.machines[one], self._cluster.machines[other]
+
+    def _disk(self) -> Any:
+        return self._world.files.disks[self._dice.choice(DISKS)]
+
+    # --- Processes -------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """SIGKILL to a service."""
+        name = self._dice.choice(SERVICES)
+        self._signal(name, signal.SIGKILL)
+        self._for(20, lambda: self.start_again(name))
+
+    def restart(self) -> None:
+        """SIGTERM to a service, and a start as soon as it has ended."""
+        self._restart([self._dice.choice(SERVICES)])
+
+    def rolling_restart(self) -> None:
+        """One after the other, all services of a kind."""
+        self._restart(list(self._dice.choice((LOOKUPS, BROKERS, STORAGES, SIDECARS))))
+
+    def _restart(self, names: list[str]) -> None:
+        self.active[kind := self._kind] += 1
+
+        def roll() -> None:
+            for name in names:
+                process = self._cluster.processes[name]
+                self._signal(name, signal.SIGTERM)
+                began_s, waited_s = self._kernel.now, 0.0
+                while self._kernel.wait_process(process, 1.0) is None:
+                    # The time in which it could not run does not count.
+                    waited_s += not process.is_paused and not self._is_hanging(process)
+                    if waited_s > STOP_S or self._kernel.now - began_s > 4 * LONGEST_S:
+                        self._complain(f"{name} did not end within {waited_s:.0f} s of SIGTERM")
+                        self._signal(name, signal.SIGKILL)
+                        break
+                self.start_again(name)
+                self._kernel.sleep(2.0)
+            self.active[kind] -= 1
+
+        process = self._kernel.process
+        assert process is not None
+        self._kernel.spawn(process, f"restart {names}", roll)
+
+    def _is_hanging(self, process: Any) -> bool:
+        disk = self._world.files.disks.get(process.machine.name)
+        return disk is not None and disk.is_hanging
+
+    def stop(self) -> None:
+        """SIGSTOP to a service, and SIGCONT."""
+        self._pause(self._dice.choice(SERVICES), 30)
+
+    def stop_engine(self) -> None:
+        """SIGSTOP to an engine, maybe while it writes to the arena; SIGCONT after its sidecar may
+        have given it up.
+        """
+        self._pause(self._dice.choice(ENGINES), LONGEST_S)
+
+    def _pause(self, name: str, most_s: float) -> None:
+        process = self._cluster.processes[name]
+        self._world.signal(process, signal.SIGSTOP)
+        self._for(most_s, lambda: self._world.signal(process, signal.SIGCONT))
+
+    def kill_engine(self) -> None:
+        """SIGKILL to an engine."""
+        name = self._dice.choice(ENGINES)
+        self._signal(name, signal.SIGKILL)
+        self._for(5, lambda: self.start_again(name))
+
+    def descriptors(self) -> None:
+        """Let a service open nothing more."""
+        process = self._cluster.processes[self._dice.choice(DISKS)]
+        before, process.max_descriptors = process.max_descriptors, len(process.descriptors)
+
+        def undo() -> None:
+            process.max_descriptors = before
+
+        self._for(20, undo)
+
+    def power(self) -> None:
+        """Let a machine lose its power."""
+        machine = self._cluster.machines[self._dice.choice(DISKS)]
+        names = [
+            name
+            for name, process in self._cluster.processes.items()
+            if process.machine is machine
+        ]
+        for name in names:
+            self._signal(name, signal.SIGKILL)
+        self._world.files.lose_power(machine)
+
+        def undo() -> None:
+            for name in names:
+                self.start_again(name)
+
+        self._for(20, undo)
+
+    # --- Network ---------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Let no packet pass between two machines."""
+        one, other = self._pair()
+        network = self._world.network
+        network.cut(one, other)
+        self._for(30, lambda: network.mend(one, other))
+
+    def slow_link(self) -> None:
+        """Make the way between two machines long and narrow."""
+        link = self._world.network.link(*self._pair())
+        before = link.latency_s, link.bytes_per_s
+        link.latency_s = (0.01, self._dice.choice([0.05, 0.5, 3.0]))
+        link.bytes_per_s = 1e6
+
+        def undo() -> None:
+            link.latency_s, link.bytes_per_s = before
+
+        self._for(30, undo)
+
+    def reset(self) -> None:
+        """Reset a connection."""
+        pipes = list(self._world.network.connections)
+        if pipes:
+            pipe = self._dice.choice(pipes)
+            for end in (pipe.reader, pipe.writer):
+                for one in (end.incoming, end.outgoing) if end is not None else ():
+                    if one is not None:
+                        one.break_off()
+
+    def pieces(self) -> None:
+        """Let reads return less than has arrived."""
+        network = self._world.network
+        network.piece_chance = self._dice.choice([0.1, 0.5, 0.9])
+
+        def undo() -> None:
+            network.piece_chance = 0.0
+
+        self._for(LONGEST_S, undo)
+
+    # --- Disks -----------------------------------------------------------------------------------
+
+    def disk_full(self) -> None:
+        """ENOSPC."""
+        disk = self._disk()
+        disk.is_full = True
+        self._for(30, disk.heal)
+
+    def disk_error(self) -> None:
+        """EIO, EMFILE, EACCES or ENOMEM, now and then or always."""
+        disk = self._disk()
+        disk.error_chance = self._dice.choice([0.01, 0.3, 1.0])
+        disk.error = self._dice.choice([5, 24, 13, 12])
+        self._for(30, disk.heal)
+
+    def disk_hang(self) -> None:
+        """Let no operation end."""
+        disk = self._disk()
+        disk.is_hanging = True
+        self._for(LONGEST_S, disk.heal)
+
+    def disk_slow(self) -> None:
+        """Let operations take 10 to 10,000 times as long."""
+        disk = self._disk()
+        disk.slowness = self._dice.choice([10, 1000, 10_000])
+        self._for(30, disk.heal)
+
+    def corrupt(self) -> None:
+        """Turn bits on a disk."""
+        self._disk().corrupt(self._dice.choice([1, 10]))
+
+    # --- Redis, clocks ---------------------------------------------------------------------------
+
+    def redis(self) -> None:
+        """SIGKILL to Redis, which keeps nothing."""
+        self._signal("redis", signal.SIGKILL)
+        self._for(20, lambda: self.start_again("redis"))
+
+    def flush(self) -> None:
+        """FLUSHALL."""
+        self._cluster.redis.flush()
+
+    def clock(self) -> None:
+        """Set the wall clock of a machine."""
+        machine = self._cluster.machines[self._dice.choice(SERVICES)]
+        machine.wall_offset_s += self._dice.choice([-3600, -30, 30, 3600])
+
+
+KINDS = tuple(
+    name.replace("_", " ")
+    for name, member in vars(Faults).items()
+    if callable(member) and not name.startswith("_") and name not in {"do", "heal", "start_again"}
+)
+
+
+def kept(schedule: Collection[Fault], numbers: Collection[int] | None) -> list[Fault]:
+    """Return the faults of these numbers; None: all."""
+    return [fault for fault in schedule if numbers is None or fault.number in numbers]
