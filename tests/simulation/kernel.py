@@ -337,4 +337,9 @@ class Kernel:
         sys.set_asyncgen_hooks(*hooks)
         if self._failure is not None:
             raise self._failure
-        self.now = max(self.now, until_s)
+        if self._stops_at == until_s:
+            self.now = max(self.now, until_s)
+
+    def stop(self) -> None:
+        """Let `run` return as soon as the current thread waits."""
+        self._stops_at = -1.0

@@ -1,46 +1,107 @@
-"""A model of Redis: the commands that our scripts and services use, scripts in real Lua 5.1.
+"""A model of Redis 6.2: the commands that our scripts and services use, scripts in real Lua 5.1.
 
-The contract suite of its commands runs against a real Redis too.
+`test_redis_model` sends the same commands to it and to a real server. What the product does not
+use (other commands, options, formats) is refused, so that a new use is seen at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import struct
-from collections.abc import Callable
-from typing import Any
+import inspect
+import math
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import lupa.lua51 as lua51
 
 from tests.simulation import threads
 
+PORT = 6379
+VERSION = b"6.2.14"
+MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
+
 
 class ReplyError(Exception):
-    """An error reply."""
+    """An error reply; its text is Latin-1, one character for a byte."""
 
 
 class Status(bytes):
     """A status reply, such as OK."""
 
 
+class Text(bytes):
+    """A text for people: a verbatim string in RESP3."""
+
+
+class Pairs(list[Any]):
+    """Names and values in turn: a map in RESP3."""
+
+
+class Members(list[Any]):
+    """Members of a set, which has a type of its own in RESP3."""
+
+
+class Hash(dict[bytes, bytes]):
+    """A hash: the order of its fields is that in which they came."""
+
+
+class Set(dict[bytes, bytes]):
+    """A set: its members, with empty values."""
+
+
+class SortedSet(dict[bytes, float]):
+    """A sorted set: the scores of its members."""
+
+
 OK = Status(b"OK")
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+NO_INTEGER = "ERR value is not an integer or out of range"
+NO_ARGUMENTS = "ERR wrong number of arguments for '{}' command"
+NO_SCRIPT = "NOSCRIPT No matching script. Please use EVAL."
+NOT_IN_SCRIPTS = frozenset({"eval", "evalsha", "script"})
+DEFAULT_SCAN_COUNT = 10
 Reply = Any
 Words = list[bytes]
+T = TypeVar("T", bytes, Hash, Set, SortedSet)
 
 
 class Store:
-    """Keys and values; commands are methods of their names in lower case."""
+    """Keys and values; commands are methods of their names in lower case.
 
-    def __init__(self) -> None:
-        self.values: dict[bytes, Any] = {}
-        self.expires_ms: dict[bytes, int] = {}
-        self._scripts: dict[bytes, bytes] = {}
-        self._functions: dict[bytes, Any] = {}
-        self._lua: Any = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        self._set_up_lua()
+    Args:
+        clock: The wall-clock time in seconds, read once for each command.
+        dice: Chooses what Redis chooses at random.
+    """
+
+    def __init__(self, clock: Callable[[], float], dice: random.Random) -> None:
+        self._clock = clock
+        self._dice = dice
+        self._now_s = 0.0
+        self._values: dict[bytes, bytes | Hash | Set | SortedSet] = {}
+        self._ends_ms: dict[bytes, int] = {}
+        self._num_clients = 0
+        self._known: set[str] = set()
+        self._functions: dict[str, Any] = {}
+        self._commands = dict(_commands_of(self))
+        self._lua: Any = lua51.LuaRuntime(
+            encoding=None, register_eval=False, register_builtins=False
+        )
+        self._compile, self._run = self._lua.execute(_PRELUDE, self._call_from_lua)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what a process keeps in its memory alone: scripts, and who it is."""
+        self._known.clear()
+        self._run_id = b"%040x" % self._dice.getrandbits(160)
+
+    def number_client(self) -> int:
+        """Return the number of a new connection."""
+        self._num_clients += 1
+        return self._num_clients
 
     def execute(self, words: Words) -> Reply:
         """Run a command.
@@ -48,235 +109,312 @@ class Store:
         Raises:
             ReplyError: What Redis answers instead.
         """
-        name = words[0].decode().lower()
-        command: Callable[..., Reply] | None = getattr(self, f"do_{name}", None)
-        if command is None:
-            raise ReplyError(f"ERR unknown command '{name}'")
+        self._now_s = self._clock()
+        return self._execute(words)
+
+    def _execute(self, words: Words) -> Reply:
+        name = words[0].decode("latin-1").lower()
+        if name not in self._commands:
+            raise ReplyError(f"ERR unknown command `{name}`, with args beginning with: ")
+        least, most, command = self._commands[name]
+        if not least <= len(words) - 1 <= most:
+            raise ReplyError(NO_ARGUMENTS.format(name))
         return command(*words[1:])
 
+    @property
     def _now_ms(self) -> int:
-        return int(threads._wall() * 1000)
+        return int(self._now_s * 1000)
 
-    def _get(self, key: bytes, kind: type) -> Any:
-        if self.expires_ms.get(key, 1 << 62) <= self._now_ms():
+    def _find(self, key: bytes) -> bytes | Hash | Set | SortedSet | None:
+        end_ms = self._ends_ms.get(key)
+        if end_ms is not None and self._now_ms > end_ms:
             self._drop(key)
-        value = self.values.get(key)
+        return self._values.get(key)
+
+    def _get(self, key: bytes, kind: type[T]) -> T | None:
+        value = self._find(key)
         if value is not None and type(value) is not kind:
             raise ReplyError(WRONG_TYPE)
-        return value
+        return value  # type: ignore[return-value]
 
-    def _make(self, key: bytes, kind: type) -> Any:
+    def _make(self, key: bytes, kind: type[T]) -> T:
         value = self._get(key, kind)
         if value is None:
-            value = self.values[key] = kind()
+            value = self._values[key] = kind()
         return value
 
-    def _drop(self, key: bytes) -> int:
-        self.expires_ms.pop(key, None)
-        return int(self.values.pop(key, None) is not None)
+    def _drop(self, key: bytes) -> None:
+        self._ends_ms.pop(key, None)
+        self._values.pop(key, None)
 
-    def _drop_empty(self, key: bytes) -> None:
-        if not self.values.get(key):
-            self._drop(key)
+    # --- Servers ---------------------------------------------------------------------------------
 
-    # --- Connections -----------------------------------------------------------------------------
+    def do_ping(self, *text: bytes) -> Reply:
+        if len(text) > 1:
+            raise ReplyError(NO_ARGUMENTS.format("ping"))
+        return text[0] if text else Status(b"PONG")
 
-    def do_ping(self) -> Reply:
-        return Status(b"PONG")
-
-    def do_client(self, *_: bytes) -> Reply:
-        return OK
-
-    def do_info(self, *_: bytes) -> Reply:
-        return b"# Server\r\nrun_id:simulated\r\nredis_mode:standalone\r\nrole:master\r\n"
+    def do_info(self, *sections: bytes) -> Reply:
+        if len(sections) > 1:
+            raise ReplyError("ERR syntax error")
+        section = sections[0].lower() if sections else b"default"
+        known = {
+            b"server": (
+                b"# Server\r\nredis_version:%s\r\nredis_mode:standalone\r\nrun_id:%s\r\n"
+                % (VERSION, self._run_id)
+            ),
+            b"replication": b"# Replication\r\nrole:master\r\nconnected_slaves:0\r\n",
+        }
+        if section in (b"default", b"all", b"everything"):
+            return Text(b"\r\n".join(known.values()))
+        return Text(known.get(section, b""))
 
     def do_time(self) -> Reply:
-        micros = int(threads._wall() * 1e6)
+        micros = int(self._now_s * 1e6)
         return [b"%d" % (micros // 1_000_000), b"%d" % (micros % 1_000_000)]
+
+    def do_cluster(self, *_: bytes) -> Reply:
+        raise ReplyError("ERR This instance has cluster support disabled")
+
+    def do_asking(self) -> Reply:
+        return self.do_cluster()
+
+    def do_flushall(self) -> Reply:
+        self._values.clear()
+        self._ends_ms.clear()
+        return OK
 
     # --- Keys ------------------------------------------------------------------------------------
 
     def do_get(self, key: bytes) -> Reply:
         return self._get(key, bytes)
 
-    def do_set(self, key: bytes, value: bytes) -> Reply:
+    def do_set(self, key: bytes, value: bytes, *expiry: bytes) -> Reply:
+        end_ms = None
+        if expiry:
+            unit_ms = {b"ex": 1000, b"px": 1}.get(expiry[0].lower())
+            if unit_ms is None or len(expiry) != 2:
+                raise ReplyError("ERR syntax error")
+            end_ms = self._now_ms + _integer(expiry[1]) * unit_ms
+            if not self._now_ms < end_ms <= MAX_INTEGER:
+                raise ReplyError("ERR invalid expire time in set")
         self._drop(key)
-        self.values[key] = value
+        self._values[key] = value
+        if end_ms is not None:
+            self._ends_ms[key] = end_ms
         return OK
 
-    def do_del(self, *keys: bytes) -> Reply:
-        return sum(self._drop(key) for key in keys)
+    def do_del(self, key: bytes, *keys: bytes) -> Reply:
+        found = [one for one in dict.fromkeys((key, *keys)) if self._find(one) is not None]
+        for one in found:
+            self._drop(one)
+        return len(found)
 
     do_unlink = do_del
 
-    def do_exists(self, *keys: bytes) -> Reply:
-        now_ms = self._now_ms()
-        return sum(
-            key in self.values and self.expires_ms.get(key, 1 << 62) > now_ms for key in keys
-        )
+    def do_exists(self, key: bytes, *keys: bytes) -> Reply:
+        return sum(self._find(one) is not None for one in (key, *keys))
 
     def do_incr(self, key: bytes) -> Reply:
-        number = int(self._get(key, bytes) or b"0") + 1
-        self.values[key] = b"%d" % number
+        number = _sum(_integer(self._get(key, bytes) or b"0"), 1)
+        self._values[key] = b"%d" % number
         return number
 
     def do_pexpire(self, key: bytes, ms: bytes) -> Reply:
-        if key not in self.values:
+        end_ms = self._now_ms + _integer(ms)
+        if end_ms > MAX_INTEGER:
+            raise ReplyError("ERR invalid expire time in pexpire")
+        if self._find(key) is None:
             return 0
-        self.expires_ms[key] = self._now_ms() + int(ms)
+        if end_ms <= self._now_ms:
+            self._drop(key)
+        else:
+            self._ends_ms[key] = end_ms
         return 1
 
     def do_pttl(self, key: bytes) -> Reply:
-        if not self.do_exists(key):
+        if self._find(key) is None:
             return -2
-        return self.expires_ms[key] - self._now_ms() if key in self.expires_ms else -1
+        return self._ends_ms[key] - self._now_ms if key in self._ends_ms else -1
 
     def do_persist(self, key: bytes) -> Reply:
-        return int(self.expires_ms.pop(key, None) is not None)
+        self._find(key)
+        return int(self._ends_ms.pop(key, None) is not None)
+
+    def do_scan(self, cursor: bytes, *options: bytes) -> Reply:
+        begin = _cursor(cursor)
+        end, keys = _page(list(self._values), begin, *_scan_options(options))
+        return [end, [key for key in keys if self._find(key) is not None]]
 
     # --- Hashes ----------------------------------------------------------------------------------
 
-    def do_hset(self, key: bytes, *pairs: bytes) -> Reply:
-        value = self._make(key, dict)
-        before = len(value)
-        value.update(zip(pairs[::2], pairs[1::2], strict=True))
-        return len(value) - before
+    def do_hset(self, key: bytes, field: bytes, value: bytes, *pairs: bytes) -> Reply:
+        if len(pairs) % 2:
+            raise ReplyError(NO_ARGUMENTS.format("hset"))
+        fields = self._make(key, Hash)
+        before = len(fields)
+        fields[field] = value
+        fields.update(zip(pairs[::2], pairs[1::2], strict=True))
+        return len(fields) - before
 
     def do_hget(self, key: bytes, field: bytes) -> Reply:
-        return (self._get(key, dict) or {}).get(field)
+        return self._hash(key).get(field)
 
-    def do_hmget(self, key: bytes, *fields: bytes) -> Reply:
-        value = self._get(key, dict) or {}
-        return [value.get(field) for field in fields]
+    def do_hmget(self, key: bytes, field: bytes, *fields: bytes) -> Reply:
+        value = self._hash(key)
+        return [value.get(one) for one in (field, *fields)]
 
     def do_hgetall(self, key: bytes) -> Reply:
-        return [part for pair in (self._get(key, dict) or {}).items() for part in pair]
+        return Pairs(part for pair in self._hash(key).items() for part in pair)
 
     def do_hkeys(self, key: bytes) -> Reply:
-        return list(self._get(key, dict) or {})
+        return list(self._hash(key))
 
     def do_hlen(self, key: bytes) -> Reply:
-        return len(self._get(key, dict) or {})
+        return len(self._hash(key))
 
     def do_hexists(self, key: bytes, field: bytes) -> Reply:
-        return int(field in (self._get(key, dict) or {}))
+        return int(field in self._hash(key))
 
-    def do_hdel(self, key: bytes, *fields: bytes) -> Reply:
-        value = self._get(key, dict) or {}
-        count = sum(value.pop(field, None) is not None for field in fields)
-        self._drop_empty(key)
-        return count
+    def do_hdel(self, key: bytes, field: bytes, *fields: bytes) -> Reply:
+        return self._remove(key, Hash, (field, *fields))
 
     def do_hincrby(self, key: bytes, field: bytes, by: bytes) -> Reply:
-        value = self._make(key, dict)
-        number = int(value.get(field, b"0")) + int(by)
-        value[field] = b"%d" % number
+        change = _integer(by)
+        before = self._hash(key).get(field, b"0")
+        number = _sum(_integer(before, "ERR hash value is not an integer"), change)
+        self._make(key, Hash)[field] = b"%d" % number
         return number
 
     def do_hrandfield(self, key: bytes) -> Reply:
-        value = self._get(key, dict)
-        return threads.kernel.random.choice(list(value)) if value else None
+        fields = list(self._hash(key))
+        return self._dice.choice(fields) if fields else None
 
-    def do_hscan(self, key: bytes, cursor: bytes, _: bytes, count: bytes) -> Reply:
-        fields = list(self._get(key, dict) or {})
-        end = int(cursor) + int(count)
-        value = self.values.get(key, {})
-        found = [part for field in fields[int(cursor) : end] for part in (field, value[field])]
-        return [b"%d" % (end if end < len(fields) else 0), found]
+    def do_hscan(self, key: bytes, cursor: bytes, *options: bytes) -> Reply:
+        begin = _cursor(cursor)
+        fields = self._hash(key)
+        if not fields:
+            return [b"0", []]
+        end, page = _page(list(fields), begin, *_scan_options(options))
+        return [end, [part for field in page for part in (field, fields[field])]]
+
+    def _hash(self, key: bytes) -> Hash:
+        """Return the hash of a key, for reading: a missing one is empty."""
+        return self._get(key, Hash) or Hash()
+
+    def _remove(self, key: bytes, kind: type[Any], names: Iterable[bytes]) -> int:
+        value = self._get(key, kind) or {}
+        before = len(value)
+        for name in names:
+            value.pop(name, None)
+        if before and not value:
+            self._drop(key)
+        return before - len(value)
 
     # --- Sets ------------------------------------------------------------------------------------
 
-    def do_sadd(self, key: bytes, *members: bytes) -> Reply:
-        return self.do_hset(key, *(part for one in members for part in (one, b"")))
-
-    def do_smembers(self, key: bytes) -> Reply:
-        return self.do_hkeys(key)
-
-    def do_srem(self, key: bytes, *members: bytes) -> Reply:
-        return self.do_hdel(key, *members)
-
-    def do_zadd(self, key: bytes, *pairs: bytes) -> Reply:
-        value = self._make(key, dict)
+    def do_sadd(self, key: bytes, member: bytes, *members: bytes) -> Reply:
+        value = self._make(key, Set)
         before = len(value)
-        for score, member in zip(pairs[::2], pairs[1::2], strict=True):
-            value[member] = float(score)
+        value.update(dict.fromkeys((member, *members), b""))
         return len(value) - before
 
-    def do_zrem(self, key: bytes, *members: bytes) -> Reply:
-        return self.do_hdel(key, *members)
+    def do_smembers(self, key: bytes) -> Reply:
+        return Members(self._get(key, Set) or ())
 
-    def do_zrangebyscore(self, key: bytes, least: bytes, largest: bytes, *limit: bytes) -> Reply:
-        def bound(text: bytes) -> tuple[float, bool]:
-            return float(text.lstrip(b"(")), text.startswith(b"(")
+    def do_srem(self, key: bytes, member: bytes, *members: bytes) -> Reply:
+        return self._remove(key, Set, (member, *members))
 
-        (low, skips_low), (high, skips_high) = bound(least), bound(largest)
+    def do_zadd(self, key: bytes, score: bytes, member: bytes, *pairs: bytes) -> Reply:
+        if len(pairs) % 2:
+            raise ReplyError("ERR syntax error")
+        words = (score, member, *pairs)
+        scores = [_float(word, "ERR value is not a valid float") for word in words[::2]]
+        value = self._make(key, SortedSet)
+        before = len(value)
+        value.update(zip(words[1::2], scores, strict=True))
+        return len(value) - before
+
+    def do_zrem(self, key: bytes, member: bytes, *members: bytes) -> Reply:
+        return self._remove(key, SortedSet, (member, *members))
+
+    def do_zrangebyscore(self, key: bytes, least: bytes, most: bytes, *limit: bytes) -> Reply:
+        begin, count = 0, -1
+        if limit:
+            if len(limit) != 3 or limit[0].lower() != b"limit":
+                raise ReplyError("ERR syntax error")
+            begin, count = _integer(limit[1]), _integer(limit[2])
+        (low, skips_low), (high, skips_high) = _bound(least), _bound(most)
         found = [
             member
             for score, member in sorted(
-                (score, member) for member, score in (self._get(key, dict) or {}).items()
+                (score, member) for member, score in (self._get(key, SortedSet) or {}).items()
             )
             if (score > low if skips_low else score >= low)
             and (score < high if skips_high else score <= high)
         ]
-        if limit:
-            found = found[int(limit[1]) :][: int(limit[2])]
-        return found
+        if begin < 0:
+            return []
+        return found[begin:] if count < 0 else found[begin : begin + count]
 
     # --- Scripts ---------------------------------------------------------------------------------
 
     def do_eval(self, text: bytes, count: bytes, *words: bytes) -> Reply:
-        digest = hashlib.sha1(text).hexdigest().encode()
-        self._scripts[digest] = text
-        return self.do_evalsha(digest, count, *words)
+        num_keys = _num_keys(count, words)
+        digest = hashlib.sha1(text).hexdigest()
+        if digest not in self._functions:
+            compiled = self._compile(text)
+            if isinstance(compiled, tuple):
+                raise ReplyError(
+                    f"ERR Error compiling script (new function): {compiled[1].decode('latin-1')}"
+                )
+            self._functions[digest] = compiled
+        self._known.add(digest)
+        return self._run_script(digest, words[:num_keys], words[num_keys:])
 
     def do_evalsha(self, digest: bytes, count: bytes, *words: bytes) -> Reply:
-        text = self._scripts.get(digest)
-        if text is None:
-            raise ReplyError("NOSCRIPT No matching script. Please use EVAL.")
-        function = self._functions.get(digest)
-        if function is None:
-            function = self._lua.eval(b"function(KEYS, ARGV) " + text + b"\nend")
-            self._functions[digest] = function
-        num = int(count)
+        name = digest.decode("latin-1").lower()
+        if len(name) != 40:
+            raise ReplyError(NO_SCRIPT)
+        num_keys = _num_keys(count, words)
+        if name not in self._known:
+            raise ReplyError(NO_SCRIPT)
+        return self._run_script(name, words[:num_keys], words[num_keys:])
+
+    def do_script(self, action: bytes, *_: bytes) -> Reply:
+        if action.lower() != b"flush":
+            raise ReplyError("ERR Unknown subcommand or wrong number of arguments")
+        self._known.clear()
+        return OK
+
+    def _run_script(self, digest: str, keys: Iterable[bytes], argv: Iterable[bytes]) -> Reply:
+        table = self._lua.table_from
         try:
-            return self._reply_of(function(self._table(words[:num]), self._table(words[num:])))
+            value = self._run(self._functions[digest], table(list(keys)), table(list(argv)))
         except lua51.LuaError as exc:
-            raise ReplyError(f"ERR {exc}".replace("\n", " ")) from exc
+            text = str(exc).partition("\nstack traceback:")[0]
+            raise ReplyError(
+                f"ERR Error running script (call to f_{digest}): @user_script: {text}"
+            ) from exc
+        return self._reply_of(value)
 
-    def _table(self, words: Any) -> Any:
-        return self._lua.table_from(list(words))
-
-    def _set_up_lua(self) -> None:
-        def call(*words: Any) -> Any:
-            return self._lua_of(self.execute([_word(word) for word in words]))
-
-        def protected_call(*words: Any) -> Any:
-            try:
-                return call(*words)
-            except ReplyError as exc:
-                return self._lua.table_from({b"err": str(exc).encode()})
-
-        null = object()
-        globals_ = self._lua.globals()
-        globals_.redis = self._lua.table_from({b"call": call, b"pcall": protected_call})
-        globals_.cjson = self._lua.table_from(
-            {
-                b"encode": lambda value: json.dumps(
-                    self._json_of(value, null), separators=(",", ":")
-                ).encode(),
-                b"decode": lambda text: self._of_json(json.loads(text), null),
-                b"null": null,
-            }
-        )
-        globals_.struct = self._lua.table_from(
-            {
-                b"pack": lambda form, *values: struct.pack(_form(form), *map(int, values)),
-                b"unpack": lambda form, data: (
-                    *struct.unpack_from(_form(form), data),
-                    struct.calcsize(_form(form)) + 1,
-                ),
-            }
-        )
+    def _call_from_lua(self, *words: Any) -> Any:
+        """Run a command of a script, at the script's time; an error is a table."""
+        try:
+            if not words:
+                raise ReplyError("Please specify at least one argument for redis.call()")
+            command = [_word(word) for word in words]
+            name = command[0].decode("latin-1").lower()
+            if name not in self._commands:
+                raise ReplyError("Unknown Redis command called from Lua script")
+            least, most, _ = self._commands[name]
+            if not least <= len(command) - 1 <= most:
+                raise ReplyError("Wrong number of args calling Redis command From Lua script")
+            if name in NOT_IN_SCRIPTS:
+                raise ReplyError("This Redis command is not allowed from scripts")
+            return self._lua_of(self._execute(command))
+        except ReplyError as exc:
+            return self._lua.table_from({b"err": str(exc).encode("latin-1")})
 
     def _lua_of(self, reply: Reply) -> Any:
         if reply is None:
@@ -288,111 +426,534 @@ class Store:
         return reply
 
     def _reply_of(self, value: Any) -> Reply:
-        if value is None or value is False:
-            return None
-        if value is True:
-            return 1
-        if isinstance(value, float):
-            return int(value)
-        if isinstance(value, int | bytes):
+        if isinstance(value, bool):
+            return 1 if value else None
+        if isinstance(value, bytes):
             return value
-        if value[b"err"] is not None:
-            raise ReplyError(value[b"err"].decode())
-        if value[b"ok"] is not None:
-            return Status(value[b"ok"])
-        found = []
+        if isinstance(value, int | float):
+            # What C makes of a number that no integer holds.
+            is_integer = math.isfinite(value) and MIN_INTEGER <= value <= MAX_INTEGER
+            return int(value) if is_integer else MIN_INTEGER
+        if lua51.lua_type(value) != "table":
+            return None
+        if isinstance(error := value[b"err"], bytes):
+            raise ReplyError(error.decode("latin-1"))
+        if isinstance(status := value[b"ok"], bytes):
+            return Status(status)
+        found: list[Reply] = []
         while (one := value[len(found) + 1]) is not None:
-            found.append(self._reply_of(one))
+            try:
+                found.append(self._reply_of(one))
+            except ReplyError as exc:
+                found.append(exc)
         return found
 
-    def _json_of(self, value: Any, null: object) -> Any:
-        if value is null or value is None or isinstance(value, bool):
-            return None if value is null else value
-        if isinstance(value, bytes):
-            return value.decode("latin-1")
-        if isinstance(value, int | float):
-            return int(value) if value == int(value) else value
-        keys = list(value.keys())
-        if keys == list(range(1, len(keys) + 1)):
-            return [self._json_of(value[key], null) for key in keys]
-        return {key.decode(): self._json_of(value[key], null) for key in keys}
 
-    def _of_json(self, value: Any, null: object) -> Any:
-        if value is None:
-            return null
-        if isinstance(value, str):
-            return value.encode("latin-1")
-        if isinstance(value, list):
-            return self._lua.table_from([self._of_json(one, null) for one in value])
-        if isinstance(value, dict):
-            return self._lua.table_from(
-                {key.encode(): self._of_json(one, null) for key, one in value.items()}
-            )
-        return value
+def _commands_of(store: Store) -> Iterable[tuple[str, tuple[int, float, Callable[..., Reply]]]]:
+    """Yield a store's commands, each with the least and the most arguments that it takes."""
+    for name in dir(store):
+        if name.startswith("do_"):
+            command = getattr(store, name)
+            kinds = [one.kind for one in inspect.signature(command).parameters.values()]
+            least = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else least
+            yield name.removeprefix("do_"), (least, most, command)
+
+
+def _integer(word: bytes, error: str = NO_INTEGER) -> int:
+    if not re.fullmatch(rb"0|-?[1-9][0-9]{0,18}", word):
+        raise ReplyError(error)
+    number = int(word)
+    if not MIN_INTEGER <= number <= MAX_INTEGER:
+        raise ReplyError(error)
+    return number
+
+
+def _sum(number: int, change: int) -> int:
+    if not MIN_INTEGER <= number + change <= MAX_INTEGER:
+        raise ReplyError("ERR increment or decrement would overflow")
+    return number + change
+
+
+def _float(word: bytes, error: str) -> float:
+    if not re.fullmatch(rb"[+-]?(inf(inity)?|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", word, re.I):
+        raise ReplyError(error)
+    return float(word)
+
+
+def _bound(word: bytes) -> tuple[float, bool]:
+    """Return an end of a range of scores, and whether the range leaves it out."""
+    return _float(word.removeprefix(b"("), "ERR min or max is not a float"), word[:1] == b"("
+
+
+def _num_keys(count: bytes, words: Iterable[bytes]) -> int:
+    num_keys = _integer(count)
+    if num_keys > len(list(words)):
+        raise ReplyError("ERR Number of keys can't be greater than number of args")
+    if num_keys < 0:
+        raise ReplyError("ERR Number of keys can't be negative")
+    return num_keys
+
+
+def _cursor(word: bytes) -> int:
+    if not re.fullmatch(rb"[0-9]{1,19}", word):
+        raise ReplyError("ERR invalid cursor")
+    return int(word)
+
+
+def _scan_options(options: Iterable[bytes]) -> tuple[int, re.Pattern[bytes] | None]:
+    """Return how many names a page should have, and which names are asked for."""
+    words = list(options)
+    count, pattern = DEFAULT_SCAN_COUNT, None
+    while words:
+        name, *words = words
+        if name.lower() not in (b"count", b"match") or not words:
+            raise ReplyError("ERR syntax error")
+        value, *words = words
+        if name.lower() == b"match":
+            pattern = _pattern(value)
+            continue
+        count = _integer(value)
+        if count < 1:
+            raise ReplyError("ERR syntax error")
+    return count, pattern
+
+
+def _pattern(glob: bytes) -> re.Pattern[bytes]:
+    if re.search(rb"[\[\\]", glob):
+        raise ReplyError("ERR the model knows only * and ? in patterns")
+    return re.compile(
+        re.escape(glob).replace(rb"\*", b".*").replace(rb"\?", b"."), re.DOTALL
+    )
+
+
+def _page(
+    names: list[bytes], begin: int, count: int, pattern: re.Pattern[bytes] | None
+) -> tuple[bytes, list[bytes]]:
+    """Return the next cursor and a page of names.
+
+    A cursor is a hash: what is added or removed between pages lets a walk skip nothing else.
+    """
+    end = 0
+    if begin or len(names) > count:
+        ordered = sorted((zlib.crc32(name) + 1, name) for name in names)
+        ordered = [pair for pair in ordered if pair[0] >= begin]
+        # Names of one hash share a page.
+        if len(ordered) > count:
+            last = ordered[count - 1][0]
+            end = next((at for at, _ in ordered[count:] if at > last), 0)
+        names = [name for at, name in ordered if not end or at < end]
+    if pattern is not None:
+        names = [name for name in names if pattern.fullmatch(name)]
+    return b"%d" % end, names
 
 
 def _word(word: Any) -> bytes:
+    """Return an argument of a script's command."""
     if isinstance(word, bytes):
         return word
-    if isinstance(word, int) or word == int(word):
-        return b"%d" % int(word)
-    return f"{word:.17g}".encode()
+    if isinstance(word, bool) or not isinstance(word, int | float):
+        raise ReplyError("Lua redis() command arguments must be strings or integers")
+    return b"%.17g" % word
 
 
-def _form(form: bytes) -> str:
-    return form.decode().replace("I4", "I").replace("I8", "Q")
+_PRELUDE = rb"""
+local execute = ...
+local loadstring, rawset, globals = loadstring, rawset, _G
+local error, ipairs, pairs, select, tonumber = error, ipairs, pairs, select, tonumber
+local tostring, type, unpack = tostring, type, unpack
+local byte, char, concat, find, floor = string.byte, string.char, table.concat, string.find, math.floor
+local format, gmatch, gsub, huge, match, sub = string.format, string.gmatch, string.gsub, math.huge, string.match, string.sub
+
+redis, cjson, struct = {}, {}, {}
+
+function redis.pcall(...) return execute(...) end
+
+function redis.call(...)
+  local reply = execute(...)
+  if type(reply) == 'table' and reply.err then error(reply.err, 0) end
+  return reply
+end
+
+function redis.error_reply(text) return {err = text} end
+
+function redis.status_reply(text) return {ok = text} end
+
+-- As lua-cjson 2.1, which Redis has.
+
+local MAX_DEPTH = 1000
+local null = newproxy()
+cjson.null = null
+
+local ESCAPES = {
+  ['"'] = '\\"', ['\\'] = '\\\\', ['/'] = '\\/',
+  ['\b'] = '\\b', ['\t'] = '\\t', ['\n'] = '\\n', ['\f'] = '\\f', ['\r'] = '\\r',
+}
+local UNESCAPES = {
+  ['"'] = '"', ['\\'] = '\\', ['/'] = '/', b = '\b', t = '\t', n = '\n', f = '\f', r = '\r',
+}
+
+local function quoted(text)
+  local function escape(one) return ESCAPES[one] or format('\\u%04x', byte(one)) end
+  return '"' .. gsub(text, '[%c"\\/]', escape) .. '"'
+end
+
+local function number_text(number)
+  if number ~= number or number == huge or number == -huge then
+    error('Cannot serialise number: must not be NaN or Inf')
+  end
+  return format('%.14g', number)
+end
+
+-- The length of an array; nil for an object, which an empty table is.
+local function length_of(value)
+  local most, count = 0, 0
+  for key in pairs(value) do
+    if type(key) ~= 'number' or key < 1 or key ~= floor(key) then return nil end
+    if key > most then most = key end
+    count = count + 1
+  end
+  if most > 10 and most > 2 * count then error('Cannot serialise table: excessively sparse array') end
+  return most > 0 and most or nil
+end
+
+local function encoded(value, depth)
+  local kind = type(value)
+  if kind == 'string' then return quoted(value) end
+  if kind == 'number' then return number_text(value) end
+  if kind == 'boolean' then return tostring(value) end
+  if value == nil or value == null then return 'null' end
+  if kind ~= 'table' then error('Cannot serialise ' .. kind .. ': type not supported') end
+  if depth > MAX_DEPTH then error('Cannot serialise, excessive depth (' .. depth .. ')') end
+  local length, parts = length_of(value), {}
+  if length then
+    for i = 1, length do parts[i] = encoded(value[i], depth + 1) end
+    return '[' .. concat(parts, ',') .. ']'
+  end
+  for key, one in pairs(value) do
+    if type(key) == 'number' then
+      key = '"' .. number_text(key) .. '"'
+    elseif type(key) == 'string' then
+      key = quoted(key)
+    else
+      error('Cannot serialise ' .. type(key) .. ': table key must be a number or string')
+    end
+    parts[#parts + 1] = key .. ':' .. encoded(one, depth + 1)
+  end
+  return '{' .. concat(parts, ',') .. '}'
+end
+
+function cjson.encode(...)
+  if select('#', ...) ~= 1 then error("bad argument #1 to 'encode' (expected 1 argument)") end
+  return encoded(..., 1)
+end
+
+local function utf8(code)
+  if code < 0x80 then return char(code) end
+  if code < 0x800 then return char(0xC0 + floor(code / 64), 0x80 + code % 64) end
+  local last, middle = 0x80 + code % 64, 0x80 + floor(code / 64) % 64
+  if code < 0x10000 then return char(0xE0 + floor(code / 4096), middle, last) end
+  return char(0xF0 + floor(code / 262144), 0x80 + floor(code / 4096) % 64, middle, last)
+end
+
+function cjson.decode(text)
+  if type(text) == 'number' then text = tostring(text) end
+  if type(text) ~= 'string' then
+    error("bad argument #1 to 'decode' (string expected, got " .. type(text) .. ')')
+  end
+  local at = 1
+  local read_value
+
+  local function fail(expected)
+    error('Expected ' .. expected .. ' but found invalid token at character ' .. at)
+  end
+
+  -- Goes to the next token and returns its first character, '' at the end.
+  local function peek()
+    at = find(text, '[^ \t\n\r]', at) or #text + 1
+    return sub(text, at, at)
+  end
+
+  local function read_escape()
+    local letter = sub(text, at + 1, at + 1)
+    if letter ~= 'u' then
+      at = at + 2
+      return UNESCAPES[letter] or fail('escape code')
+    end
+    local code = tonumber(match(text, '^%x%x%x%x', at + 2) or fail('four hex digits'), 16)
+    at = at + 6
+    if code < 0xD800 or code > 0xDFFF then return utf8(code) end
+    local low = tonumber(match(text, '^\\u(%x%x%x%x)', at) or fail('surrogate'), 16)
+    if code > 0xDBFF or low < 0xDC00 or low > 0xDFFF then fail('surrogate') end
+    at = at + 6
+    return utf8(0x10000 + (code - 0xD800) * 1024 + low - 0xDC00)
+  end
+
+  local function read_string()
+    local parts = {}
+    at = at + 1
+    while true do
+      local stop = find(text, '["\\%z]', at) or fail('string end')
+      parts[#parts + 1] = sub(text, at, stop - 1)
+      at = stop
+      local mark = sub(text, at, at)
+      if mark == '"' then
+        at = at + 1
+        return concat(parts)
+      end
+      if mark ~= '\\' then fail('string end') end
+      parts[#parts + 1] = read_escape()
+    end
+  end
+
+  local function read_array(depth)
+    local found, length = {}, 0
+    at = at + 1
+    if peek() ~= ']' then
+      while true do
+        length = length + 1
+        found[length] = read_value(depth)
+        local mark = peek()
+        if mark == ']' then break end
+        if mark ~= ',' then fail('comma or array end') end
+        at = at + 1
+      end
+    end
+    at = at + 1
+    return found
+  end
+
+  local function read_object(depth)
+    local found = {}
+    at = at + 1
+    if peek() ~= '}' then
+      while true do
+        if peek() ~= '"' then fail('object key string') end
+        local key = read_string()
+        if peek() ~= ':' then fail('colon') end
+        at = at + 1
+        found[key] = read_value(depth)
+        local mark = peek()
+        if mark == '}' then break end
+        if mark ~= ',' then fail('comma or object end') end
+        at = at + 1
+      end
+    end
+    at = at + 1
+    return found
+  end
+
+  function read_value(depth)
+    local mark = peek()
+    if mark == '"' then return read_string() end
+    if mark == '[' or mark == '{' then
+      if depth >= MAX_DEPTH then error('Found too many nested data structures (' .. depth + 1 .. ')') end
+      return (mark == '[' and read_array or read_object)(depth + 1)
+    end
+    local word = match(text, '^[-+%w.]+', at) or fail('value')
+    at = at + #word
+    if word == 'true' then return true end
+    if word == 'false' then return false end
+    if word == 'null' then return null end
+    return find(word, '^[-+%dINin]') and tonumber(word) or fail('value')
+  end
+
+  local value = read_value(0)
+  if peek() ~= '' then fail('the end') end
+  return value
+end
+
+-- Formats of unsigned integers only.
+local function integers_of(form)
+  local found, is_little = {}, true
+  for option, size in gmatch(form, '(.)(%d*)') do
+    if option == '<' or option == '>' then
+      is_little = option == '<'
+    elseif option == 'I' and (tonumber(size) or 4) <= 8 then
+      found[#found + 1] = {tonumber(size) or 4, is_little}
+    else
+      error("invalid format option '" .. option .. "'")
+    end
+  end
+  return found
+end
+
+function struct.pack(form, ...)
+  local parts = {}
+  for i, integer in ipairs(integers_of(form)) do
+    local size, is_little = integer[1], integer[2]
+    local value = tonumber((select(i, ...)))
+    if not value then error('bad argument #' .. i + 1 .. " to 'pack' (number expected)") end
+    value = value < 0 and -floor(-value) or floor(value)
+    local bytes = {}
+    for at = 1, size do
+      bytes[is_little and at or size + 1 - at] = char(value % 256)
+      value = floor(value / 256)
+    end
+    parts[i] = concat(bytes)
+  end
+  return concat(parts)
+end
+
+function struct.unpack(form, data, begin)
+  local found, at = {}, begin or 1
+  for i, integer in ipairs(integers_of(form)) do
+    local size, is_little = integer[1], integer[2]
+    if at + size - 1 > #data then error("bad argument #2 to 'unpack' (data string too short)") end
+    local high, low = 0, 0  -- summed up apart, so that only the last sum is rounded
+    for place = size, 1, -1 do
+      local one = byte(data, is_little and at + place - 1 or at + size - place)
+      if place > 4 then high = high * 256 + one else low = low * 256 + one end
+    end
+    found[i], at = high * 4294967296 + low, at + size
+  end
+  found[#found + 1] = at
+  return unpack(found)
+end
+
+for _, name in pairs({'dofile', 'io', 'loadfile', 'module', 'newproxy', 'os', 'package', 'python', 'require'}) do
+  globals[name] = nil
+end
+setmetatable(globals, {
+  __index = function(_, name)
+    error("Script attempted to access nonexistent global variable '" .. tostring(name) .. "'", 2)
+  end,
+  __newindex = function() error('Attempt to modify a readonly table', 2) end,
+})
+
+local function run(script, keys, argv)
+  rawset(globals, 'KEYS', keys)
+  rawset(globals, 'ARGV', argv)
+  return (script())
+end
+
+return function(text) return loadstring(text, '@user_script') end, run
+"""  # noqa: E501
 
 
-def encode(reply: Reply) -> bytes:
-    """Return a reply in RESP2."""
+def encode(reply: Reply, protocol: int = 2) -> bytes:
+    """Return a reply in RESP2 or RESP3."""
     if reply is None:
-        return b"$-1\r\n"
+        return b"$-1\r\n" if protocol == 2 else b"_\r\n"
     if isinstance(reply, ReplyError):
-        return b"-%s\r\n" % str(reply).encode()
+        return b"-%s\r\n" % _line(str(reply).encode("latin-1"))
     if isinstance(reply, Status):
-        return b"+%s\r\n" % bytes(reply)
+        return b"+%s\r\n" % _line(reply)
     if isinstance(reply, int):
         return b":%d\r\n" % reply
+    if isinstance(reply, Text) and protocol == 3:
+        return b"=%d\r\ntxt:%s\r\n" % (len(reply) + 4, reply)
     if isinstance(reply, bytes):
         return b"$%d\r\n%s\r\n" % (len(reply), reply)
-    return b"*%d\r\n" % len(reply) + b"".join(map(encode, reply))
+    if isinstance(reply, Pairs) and protocol == 3:
+        head = b"%%%d\r\n" % (len(reply) // 2)
+    else:
+        mark = b"~" if isinstance(reply, Members) and protocol == 3 else b"*"
+        head = b"%s%d\r\n" % (mark, len(reply))
+    return head + b"".join(encode(one, protocol) for one in reply)
 
 
-class _Connection(asyncio.Protocol):
+def _line(text: bytes) -> bytes:
+    return text.replace(b"\r", b" ").replace(b"\n", b" ")
+
+
+class Session:
+    """One client's connection: takes what the client sends, returns what it is to read.
+
+    Args:
+        store: What the commands are for.
+    """
+
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._received = b""
+        self._number = store.number_client()
+        self._protocol = 2
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> bytes:
+        """Run the commands that are complete now, and return their replies."""
+        self._received += data
+        replies, at = [], 0
+        while (found := self._command_at(at)) is not None:
+            words, at = found
+            try:
+                reply = self._answer(words)
+            except ReplyError as exc:
+                reply = exc
+            replies.append(encode(reply, self._protocol))
+        del self._received[:at]
+        return b"".join(replies)
+
+    def _command_at(self, begin: int) -> tuple[Words, int] | None:
+        """Return a command and where the next one begins, or None until it is complete."""
+        data = self._received
+        line_end = data.find(b"\r\n", begin)
+        if line_end < 0:
+            return None
+        assert data[begin] == ord("*"), "clients send arrays"
+        words, at = [], line_end + 2
+        for _ in range(int(data[begin + 1 : line_end])):
+            line_end = data.find(b"\r\n", at)
+            if line_end < 0:
+                return None
+            word, size = line_end + 2, int(data[at + 1 : line_end])
+            at = word + size + 2
+            if at > len(data):
+                return None
+            words.append(bytes(data[word : word + size]))
+        return words, at
+
+    def _answer(self, words: Words) -> Reply:
+        name, *rest = words
+        if name.lower() == b"hello":
+            return self._hello(*rest)
+        if name.lower() == b"client":
+            if not rest:
+                raise ReplyError(NO_ARGUMENTS.format("client"))
+            raise ReplyError(
+                "ERR Unknown subcommand or wrong number of arguments for "
+                f"'{rest[0].decode('latin-1')}'. Try CLIENT HELP."
+            )
+        return self._store.execute(words)
+
+    def _hello(self, version: bytes = b"", *options: bytes) -> Reply:
+        if version:
+            wanted = _integer(version, "ERR Protocol version is not an integer or out of range")
+            if wanted not in (2, 3):
+                raise ReplyError("NOPROTO unsupported protocol version")
+            if options:
+                raise ReplyError(f"ERR Syntax error in HELLO option '{options[0].decode('latin-1')}'")
+            self._protocol = wanted
+        about = {
+            b"server": b"redis",
+            b"version": VERSION,
+            b"proto": self._protocol,
+            b"id": self._number,
+            b"mode": b"standalone",
+            b"role": b"master",
+            b"modules": [],
+        }
+        return Pairs(part for pair in about.items() for part in pair)
+
+
+class Connection(asyncio.Protocol):
+    """Serves one client of a store.
+
+    Args:
+        store: What the commands are for.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._session = Session(store)
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        while (words := self._next_command()) is not None:
-            try:
-                reply = self._store.execute(words)
-            except ReplyError as exc:
-                reply = exc
-            self._transport.write(encode(reply))
-
-    def _next_command(self) -> Words | None:
-        data = self._received
-        line_end = data.find(b"\r\n")
-        if line_end < 0:
-            return None
-        words, at = [], line_end + 2
-        for _ in range(int(data[1:line_end])):
-            line_end = data.find(b"\r\n", at)
-            if line_end < 0:
-                return None
-            begin, size = line_end + 2, int(data[at + 1 : line_end])
-            at = begin + size + 2
-            if at > len(data):
-                return None
-            words.append(data[begin : begin + size])
-        self._received = data[at:]
-        return words
+        replies = self._session.feed(data)
+        if replies:
+            self._transport.write(replies)
 
 
 class RedisServer:
@@ -402,20 +963,20 @@ class RedisServer:
     """
 
     def __init__(self) -> None:
-        self.store = Store()
+        self.store = Store(threads._wall, threads.kernel.random)
 
     def flush(self) -> None:
         """Forget everything but the scripts."""
-        self.store.values.clear()
-        self.store.expires_ms.clear()
+        self.store.do_flushall()
 
     def main(self) -> int:
         """Serve port 6379 until the process ends."""
+        self.store.restart()
         asyncio.run(self._serve())
         return 0
 
     async def _serve(self) -> None:
         listening = await asyncio.get_running_loop().create_server(
-            lambda: _Connection(self.store), "0.0.0.0", 6379
+            lambda: Connection(self.store), "0.0.0.0", PORT
         )
         await listening.serve_forever()

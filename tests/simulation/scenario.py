@@ -134,6 +134,7 @@ class Scenario:
             self._await_end([name])
         self._check_alive()
         self._is_done = True
+        kernel.stop()
         return 0
 
     def _start_engine(self, node: str) -> None:
