@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from lmcache_servicekit.logs import JsonFormatter
 from lmcache_servicekit.runner import run_service
 
 from tests.fixtures.sample_service import SampleSettings, create_app
-from tests.fixtures.service_process import ServiceProcess
+from tests.fixtures.service_process import ServiceProcess, running_service
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -107,6 +108,30 @@ def test_a_process_listens_and_ends_cleanly(
     assert any("listens on 127.0.0.1 port" in line["message"] for line in lines)
     assert "hunter2" not in service.output
     assert "/v1/things" not in service.output
+
+
+def test_without_descriptors_a_service_says_so_once_and_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio's own loop reports each place of the backlog, every second."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "uvloop.py").write_text("raise ImportError")
+    paths = [str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    with running_service(
+        "tests.fixtures.sample_service",
+        tmp_path,
+        {"LMCACHE_SAMPLE_PORT": "0", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    ) as service:
+        num_open = max(map(int, os.listdir(f"/proc/{service.pid}/fd"))) + 1
+        before = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (num_open, before[1]))
+        with socket.create_connection(("127.0.0.1", service.ports["port"])):
+            time.sleep(3.0)
+        assert service.output.count("Too many open files") == 1
+        assert service.output.count("\n") < 30
+        resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
+        answer = httpx.get(f"{service.url}/healthz", trust_env=False, timeout=30.0)
+        assert answer.status_code == 200
 
 
 def test_a_lifespan_that_fails_is_a_failed_start(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.security.handshakes import BoundedContext
+from lmcache_core.wire.listener import limit_accept_errors
 from starlette.types import Message, Receive, Scope, Send
 
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
@@ -195,6 +197,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the lifespan, then listen, then announce."""
+        limit_accept_errors(asyncio.get_running_loop())
         await super().startup(sockets=sockets)
         if self.started:
             self._announce()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.concurrency.supervisor import stop_listening
 from lmcache_core.errors import UnavailableError
+from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.messages import ErrorMessage
 from lmcache_core.wire.stream import FrameStream
+
+logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG: Final = 128
 
@@ -26,6 +31,27 @@ class FrameSession(Protocol):
 
     def drain(self) -> None:
         """Take no more requests; the connection ends when those underway are answered."""
+
+
+OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+def limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
+    """Let a loop that has no descriptor left for new connections log that once a minute.
+
+    asyncio's own loop logs a traceback for each place of the backlog, every second: with a backlog
+    of 2048 a process that is out of descriptors would do nothing else.
+    """
+    sparse = SparseLog(logger)
+
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES and "socket" in context:
+            sparse.log(logging.ERROR, "cannot accept connections, they wait: error=%s", error)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(report)
 
 
 class FrameListener:
@@ -117,6 +143,7 @@ class FrameListener:
             UnavailableError: The address cannot be bound.
         """
         loop = asyncio.get_running_loop()
+        limit_accept_errors(loop)
         try:
             self._server = await loop.create_server(
                 lambda: FrameStream(self._accept),
@@ -137,6 +164,7 @@ class FrameListener:
             OSError: The path cannot be bound.
         """
         loop = asyncio.get_running_loop()
+        limit_accept_errors(loop)
         self._server = await loop.create_unix_server(
             lambda: FrameStream(self._accept), str(path), backlog=LISTEN_BACKLOG
         )
