@@ -53,9 +53,7 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     schedule = []
     at_s = dice.expovariate(1 / pause_s)
     while at_s < work_s:
-        schedule.append(
-            Fault(len(schedule), at_s, dice.choice(kinds), dice.getrandbits(32))
-        )
+        schedule.append(Fault(len(schedule), at_s, dice.choice(kinds), dice.getrandbits(32)))
         at_s += dice.expovariate(1 / pause_s)
     return schedule
 
@@ -231,9 +229,7 @@ class Faults:
         """Let a machine lose its power."""
         machine = self._cluster.machines[self._dice.choice(DISKS)]
         names = [
-            name
-            for name, process in self._cluster.processes.items()
-            if process.machine is machine
+            name for name, process in self._cluster.processes.items() if process.machine is machine
         ]
         for name in names:
             self._signal(name, signal.SIGKILL)

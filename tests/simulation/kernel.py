@@ -157,9 +157,7 @@ class Kernel:
         """Return how many threads of a process have not ended."""
         return sum(thread.process is process for thread in self._threads)
 
-    def start_process(
-        self, name: str, machine: Machine, main: Callable[[], int | None]
-    ) -> Process:
+    def start_process(self, name: str, machine: Machine, main: Callable[[], int | None]) -> Process:
         """Start a process, whose exit code is what `main` returns."""
         process = Process(self, name, machine, 1000 + len(self.processes))
         self.processes.append(process)

@@ -70,9 +70,7 @@ class Scenario:
         pairs: How often each operation began while a kind of fault was under way.
     """
 
-    def __init__(
-        self, world: World, seed: int, work_s: float, schedule: Collection[Fault]
-    ) -> None:
+    def __init__(self, world: World, seed: int, work_s: float, schedule: Collection[Fault]) -> None:
         from tests.chaos.cluster.worker import CHUNK_BYTES
 
         self._world = world
