@@ -207,7 +207,7 @@ class Scenario:
                 answer = client.request(method, url, json=body, headers=headers)
         except httpx.HTTPError:
             return None, None
-        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        is_json = bool(answer.content) and "json" in answer.headers.get("content-type", "")
         return answer.status_code, answer.json() if is_json else answer.text
 
     # --- Invariants ------------------------------------------------------------------------------

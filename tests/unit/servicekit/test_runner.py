@@ -122,7 +122,7 @@ def test_without_descriptors_a_service_says_so_once_and_recovers(
         tmp_path,
         {"LMCACHE_SAMPLE_PORT": "0", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     ) as service:
-        num_open = max(map(int, os.listdir(f"/proc/{service.pid}/fd"))) + 1
+        num_open = max(int(one.name) for one in Path(f"/proc/{service.pid}/fd").iterdir()) + 1
         before = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (num_open, before[1]))
         with socket.create_connection(("127.0.0.1", service.ports["port"])):
