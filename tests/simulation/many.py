@@ -1,0 +1,123 @@
+"""Run many seeds, each in a process of its own; print what they covered; shrink a schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+MAX_PROCESSOR_S = 900.0
+"""A run that takes longer has hung."""
+Result = dict[str, Any]
+
+
+def run_seed(seed: int, seconds: float, keep: Collection[int] | None = None) -> Result:
+    """Run one seed in a process of its own.
+
+    Args:
+        seed: Of the run.
+        seconds: Virtual time under faults.
+        keep: Numbers of the faults to keep; None: all.
+
+    Returns:
+        What `--json` prints; a run that could not be ended has a violation that says so.
+    """
+    command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed)]
+    command += ["--seconds", f"{seconds:g}", "--json"]
+    if keep is not None:
+        command += ["--keep", ",".join(map(str, sorted(keep)))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result: Result = {"seed": seed, "seconds": seconds}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=MAX_PROCESSOR_S
+        )
+    except subprocess.TimeoutExpired:
+        return result | {"violations": [f"the run has not ended in {MAX_PROCESSOR_S:g} s"]}
+    try:
+        return result | json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return result | {"violations": [f"the run crashed: {done.stdout}{done.stderr}"]}
+
+
+def replay(result: Result, keep: Collection[int] | None = None) -> str:
+    """Return the command that repeats a run."""
+    command = f"make sim SEED={result['seed']} SECONDS={result['seconds']:g}"
+    return command if keep is None else f"{command} KEEP={','.join(map(str, sorted(keep)))}"
+
+
+def run_seeds(seeds: Iterable[int], seconds: float, jobs: int) -> list[Result]:
+    """Run seeds side by side; print a line for each, and what is wrong."""
+    results = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for result in pool.map(lambda seed: run_seed(seed, seconds), seeds):
+            results.append(result)
+            num_faults = sum(result.get("faults", {}).values())
+            print(
+                f"seed={result['seed']} virtual_s={result.get('virtual_s', 0)}"
+                f" processor_s={result.get('processor_s', 0)} faults={num_faults}"
+                f" violations={len(result['violations'])}",
+                flush=True,
+            )
+            for text in result["violations"]:
+                print(f"  VIOLATION {text}")
+            if result["violations"]:
+                print(f"  replay: {replay(result)}", flush=True)
+    return results
+
+
+def summary(results: Collection[Result]) -> str:
+    """Return the figures of many runs, and a table of operations that met each kind of fault."""
+    pairs: Counter[tuple[str, str]] = Counter()
+    faults: Counter[str] = Counter()
+    for result in results:
+        faults.update(result.get("faults", {}))
+        for kind, operation, number in result.get("pairs", ()):
+            pairs[kind, operation] += number
+    virtual_s = sum(result.get("virtual_s", 0) for result in results)
+    processor_s = sum(result.get("processor_s", 0) for result in results)
+    operations = sorted({operation for _, operation in pairs})
+    lines = [f"{'':18}{'faults':>8}" + "".join(f"{place:>6}" for place in range(len(operations)))]
+    for kind, number in sorted(faults.items()):
+        cells = "".join(f"{pairs[kind, operation] or '.':>6}" for operation in operations)
+        lines.append(f"{kind:18}{number:>8}{cells}")
+    lines += [f"{place:>6}: {operation}" for place, operation in enumerate(operations)]
+    num_failed = sum(bool(result["violations"]) for result in results)
+    lines.append(
+        f"seeds={len(results)} failed={num_failed} virtual_hours={virtual_s / 3600:.2f}"
+        f" processor_s={processor_s:.0f} speed={virtual_s / max(processor_s, 1e-9):.0f}"
+        f" faults={sum(faults.values())} pairs={len(pairs)}"
+    )
+    return "\n".join(lines)
+
+
+def shrink(
+    numbers: Collection[int], fails: Callable[[Collection[int]], bool]
+) -> list[int]:
+    """Return a part of a schedule that still fails, from which no single fault can be left out.
+
+    Halves, quarters and so on are left out first.
+
+    Args:
+        numbers: Of the faults, with which the run fails.
+        fails: Whether a run with these faults alone fails.
+    """
+    kept = sorted(numbers)
+    size = max(1, len(kept) // 2)
+    while kept:
+        for at in range(0, len(kept), size):
+            rest = kept[:at] + kept[at + size :]
+            if fails(rest):
+                kept = rest
+                size = min(size, max(1, len(kept)))
+                break
+        else:
+            if size == 1:
+                break
+            size //= 2
+    return kept

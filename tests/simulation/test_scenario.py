@@ -1,0 +1,47 @@
+"""Runs of the simulated cluster: a seed repeats, known seeds and a fresh one violate nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+
+import pytest
+
+from tests.simulation.many import replay, run_seed, shrink
+
+SECONDS = 40.0
+
+
+def check(seed: int, seconds: float = SECONDS) -> None:
+    """Fail with the command that repeats the run."""
+    result = run_seed(seed, seconds)
+    assert not result["violations"], "\n".join([replay(result), *result["violations"]])
+
+
+def test_a_seed_repeats_byte_for_byte() -> None:
+    first, again, other = (run_seed(seed, 10.0) for seed in (1, 1, 2))
+    assert not first["violations"]
+    assert first["digest"] == again["digest"] != other["digest"]
+    assert first["events"] == again["events"] > 1000
+    assert first["totals"]["hit"] > 0
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_known_seeds(seed: int) -> None:
+    check(seed)
+
+
+def test_a_fresh_seed() -> None:
+    check(random.SystemRandom().randrange(1 << 31))
+
+
+def test_shrinking_leaves_what_is_needed_for_the_failure() -> None:
+    asked = []
+
+    def fails(keep: Collection[int]) -> bool:
+        asked.append(keep)
+        return {3, 17} <= set(keep)
+
+    assert shrink(range(40), fails) == [3, 17]
+    assert len(asked) < 60
+    assert shrink(range(5), lambda keep: True) == []
