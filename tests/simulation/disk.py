@@ -6,29 +6,66 @@ disk keeps what was synced; what was not may be lost, torn or there, as the seed
 
 from __future__ import annotations
 
+import _pyio  # type: ignore[import-not-found]
 import builtins
+import contextlib
 import errno
 import io
 import os
-import shutil
-from collections.abc import Callable, Sequence
+import stat
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.kernel import Kernel, Machine, Process, Thread
+from tests.simulation.kernel import EPOCH_S, Kernel, Machine, Process, Thread
 
 SECTOR_BYTES = 512
 OPERATION_S = (20e-6, 200e-6)
 """Least and largest time of an operation on a disk that is well."""
+NAMES_LAST_S = 5.0
+"""After this time a change of a directory is on the disk without a sync: the journal's interval."""
+BYTES_LAST_S = 30.0
+"""After this time bytes are on the disk without a sync: the writeback's interval."""
+SHORT_CHANCE = 0.1
+"""How often a write takes only a part."""
 CALLS = (
-    "chmod", "close", "fchmod", "fdatasync", "fstat", "fsync", "ftruncate", "listdir", "lstat",
-    "mkdir", "open", "pread", "preadv", "pwrite", "rename", "replace", "rmdir", "scandir", "stat",
-    "statvfs", "unlink", "write", "writev",
+    "access", "chmod", "chown", "close", "copy_file_range", "dup", "fchmod", "fdatasync", "fstat",
+    "fsync", "ftruncate", "link", "listdir", "lstat", "mkdir", "open", "posix_fadvise",
+    "posix_fallocate", "pread", "preadv", "pwrite", "pwritev", "read", "readlink", "readv",
+    "rename", "replace", "rmdir", "scandir", "sendfile", "stat", "statvfs", "symlink", "sync",
+    "truncate", "unlink", "utime", "write", "writev",
 )  # fmt: skip
 
 
 def _error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
+
+
+@dataclass
+class _Unsynced:
+    """A file that was written and not synced.
+
+    Attributes:
+        since_s: When the first of it was written.
+        before: What the disk holds of it.
+        is_lost: A sync has failed: the system takes its pages for clean, and no later sync writes
+            them.
+    """
+
+    since_s: float
+    before: bytes
+    is_lost: bool = False
+
+
+@dataclass
+class _NameChange:
+    """A change in one or two directories that was not synced."""
+
+    at_s: float
+    folders: tuple[str, ...]
+    undo: Callable[[], None]
 
 
 class Disk:
@@ -37,30 +74,50 @@ class Disk:
     Attributes:
         root: Its directory.
         is_full: Nothing can be written.
+        room_bytes: How much can still be written; None: enough.
         error_chance: How often an operation fails with `error`.
         slowness: Factor on the time of each operation.
+        stall_chance: How often an operation takes `stall_s` longer.
         is_hanging: No operation ends.
     """
 
-    def __init__(self, kernel: Kernel, root: Path) -> None:
+    def __init__(self, kernel: Kernel, root: Path, machine: Machine | None = None) -> None:
         self.root = root
         self.is_full = False
+        self.room_bytes: int | None = None
         self.error_chance = 0.0
         self.error = errno.EIO
         self.slowness = 1.0
+        self.stall_chance = 0.0
+        self.stall_s = 5.0
         self.is_hanging = False
         self._kernel = kernel
+        self._machine = machine
         self._hanging: list[Thread] = []
-        self._unsynced_files: dict[int, str] = {}
-        self._unsynced_names: list[tuple[str, Callable[[], None]]] = []
+        self._unsynced: dict[int, _Unsynced] = {}
+        self._changes: deque[_NameChange] = deque()
+        self._bad_sectors: dict[int, set[int]] = {}
+        self._num_left = 0
+        self._crash: Callable[[], object] | None = None
 
     def heal(self) -> None:
-        """End all faults."""
+        """End all faults; sectors that cannot be read stay so until their file is written."""
         self.is_full = self.is_hanging = False
-        self.error_chance, self.slowness = 0.0, 1.0
+        self.error_chance, self.slowness, self.stall_chance = 0.0, 1.0, 0.0
+        self.room_bytes = None
         for thread in self._hanging:
             self._kernel.wake(thread)
         self._hanging.clear()
+
+    def crash_in(self, num_operations: int, function: Callable[[], object]) -> None:
+        """Call a function right after so many further operations have succeeded.
+
+        Args:
+            num_operations: At least 1.
+            function: Called outside of any process, so that it may kill the one that works on the
+                disk, or cut the power.
+        """
+        self._num_left, self._crash = num_operations, function
 
     def enter(self, writes: bool) -> None:
         """Take the time of an operation, and fail if it fails."""
@@ -73,68 +130,241 @@ class Disk:
             kernel.block(None)
         least, largest = OPERATION_S
         kernel.sleep((least + (largest - least) * kernel.random.random()) * self.slowness)
+        if self.stall_chance and kernel.random.random() < self.stall_chance:
+            kernel.sleep(self.stall_s)
         if self.error_chance and kernel.random.random() < self.error_chance:
             raise _error(self.error)
         if writes and self.is_full:
             raise _error(errno.ENOSPC)
 
-    def wrote(self, fd: int, path: str) -> None:
-        """Remember that a file's content is not synced."""
-        self._unsynced_files[_real.fstat(fd).st_ino] = path
+    def leave(self) -> None:
+        """End an operation that has succeeded."""
+        if self._crash is None or self._kernel.current is None:
+            return
+        self._num_left -= 1
+        if self._num_left <= 0:
+            function, self._crash = self._crash, None
+            self._kernel.call_later(0.0, function)
+            self._kernel.sleep(0.0)  # ends after the call, or never
+
+    # --- What is synced --------------------------------------------------------------------------
+
+    def created(self, fd: int) -> None:
+        """Forget what is known of a file that had the same inode number."""
+        number = _real.fstat(fd).st_ino
+        self._unsynced.pop(number, None)
+        self._bad_sectors.pop(number, None)
+
+    def writes(self, fd: int) -> None:
+        """Remember what the disk holds of a file that is about to be changed."""
+        now_s = self._kernel.now
+        status = _real.fstat(fd)
+        known = self._unsynced.get(status.st_ino)
+        self._bad_sectors.pop(status.st_ino, None)
+        if known is not None and (known.is_lost or now_s - known.since_s < BYTES_LAST_S):
+            return
+        if len(self._unsynced) > 256:
+            self._forget_written_back()
+        self._unsynced[status.st_ino] = _Unsynced(now_s, _content(fd) if status.st_size else b"")
+
+    def wrote(self, fd: int) -> None:
+        """Date a file that was changed, in virtual time."""
+        offset_s = 0.0 if self._machine is None else self._machine.wall_offset_s
+        at_ns = int((EPOCH_S + self._kernel.now + offset_s) * 1e9)
+        _real.utime(fd, ns=(at_ns, at_ns))
+
+    def grant(self, data: bytes) -> bytes:
+        """Return as much of `data` as is written at once.
+
+        Raises:
+            OSError: No room is left.
+        """
+        if len(data) > SECTOR_BYTES and self._kernel.random.random() < SHORT_CHANCE:
+            data = data[: self._kernel.random.randint(1, len(data))]
+        if self.room_bytes is not None and data:
+            if self.room_bytes <= 0:
+                raise _error(errno.ENOSPC)
+            data = data[: self.room_bytes]
+            self.room_bytes -= len(data)
+        return data
 
     def synced(self, fd: int, path: str) -> None:
         """Forget what a sync makes safe: a file's content, or the names in a directory."""
-        self._unsynced_files.pop(_real.fstat(fd).st_ino, None)
-        if os.path.isdir(path):
-            self._unsynced_names = [one for one in self._unsynced_names if one[0] != path]
+        status = _real.fstat(fd)
+        if stat.S_ISDIR(status.st_mode):
+            self._changes = deque(self._lost({path}, lambda: False))
+        elif (known := self._unsynced.get(status.st_ino)) is not None and not known.is_lost:
+            del self._unsynced[status.st_ino]
 
-    def named(self, path: str, undo: Callable[[], None]) -> None:
-        """Remember a change of a directory that is not synced."""
-        self._unsynced_names.append((os.path.dirname(path), undo))
+    def sync_failed(self, fd: int) -> None:
+        """Lose what a failed sync should have written."""
+        known = self._unsynced.get(_real.fstat(fd).st_ino)
+        if known is not None:
+            known.is_lost = True
+
+    def sync_all(self) -> None:
+        """Make everything safe, as `sync` does."""
+        self._unsynced = {one: known for one, known in self._unsynced.items() if known.is_lost}
+        self._changes.clear()
+
+    def named(self, paths: Sequence[str], undo: Callable[[], None]) -> None:
+        """Remember that names were changed; more than one: at once, or not at all."""
+        now_s = self._kernel.now
+        while self._changes and now_s - self._changes[0].at_s > NAMES_LAST_S:
+            self._changes.popleft()
+        folders = tuple(path.rpartition("/")[0] for path in paths)
+        self._changes.append(_NameChange(now_s, folders, undo))
+
+    def spare(self, path: str) -> Callable[[], None]:
+        """Return what brings a file back after it was removed or replaced."""
+        status = _status(path)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return lambda: None
+        with _real_open(path, "rb") as file:
+            content = file.read()
+        unsynced = self._unsynced.get(status.st_ino)
+
+        def restore() -> None:
+            with _real_open(path, "wb") as file:
+                file.write(content)
+            _real.chmod(path, stat.S_IMODE(status.st_mode))
+            _real.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+            if unsynced is not None:
+                self._unsynced[_real.lstat(path).st_ino] = unsynced
+
+        return restore
+
+    def _lost(self, kept: set[str], is_kept: Callable[[], bool]) -> list[_NameChange]:
+        """Return the changes that are not kept: of each directory, the last ones.
+
+        Args:
+            kept: Directories whose changes are kept; changed.
+            is_kept: Whether a change is kept that need not be.
+        """
+        lost = []
+        for change in reversed(self._changes):
+            if not kept.isdisjoint(change.folders) or is_kept():
+                kept.update(change.folders)
+            else:
+                lost.append(change)
+        return lost[::-1]
+
+    def _forget_written_back(self) -> None:
+        now_s = self._kernel.now
+        self._unsynced = {
+            one: known
+            for one, known in self._unsynced.items()
+            if known.is_lost or now_s - known.since_s < BYTES_LAST_S
+        }
+
+    # --- Faults that happen at once --------------------------------------------------------------
 
     def lose_power(self) -> None:
         """Lose some of what was not synced: the last changes of names, and parts of files."""
         random = self._kernel.random
-        kept = random.randint(0, len(self._unsynced_names))
-        for _, undo in reversed(self._unsynced_names[kept:]):
-            undo()
-        for folder, _, names in os.walk(self.root):
-            for name in names:
-                path = os.path.join(folder, name)
-                if _real.lstat(path).st_ino in self._unsynced_files:
-                    self._tear(path)
-        self._unsynced_files.clear()
-        self._unsynced_names.clear()
+        self._forget_written_back()
+        now_s = self._kernel.now
+        while self._changes and now_s - self._changes[0].at_s > NAMES_LAST_S:
+            self._changes.popleft()
+        chance = random.choice([0.0, 0.1, 0.5, 1.0])
+        # Some file systems have one journal for all directories, others write them independently.
+        is_ordered = random.random() < 0.5
+        kept: set[str] = set()
+        lost = self._lost(kept, lambda: (is_ordered and bool(kept)) or random.random() < chance)
+        for change in reversed(lost):
+            with contextlib.suppress(OSError):  # its directory is gone
+                change.undo()
+        if self._unsynced:
+            paths = {_real.lstat(path).st_ino: path for path in _walk(str(self.root))}
+            for number, unsynced in self._unsynced.items():
+                if number in paths:
+                    self._tear(paths[number], unsynced.before)
+        self._unsynced.clear()
+        self._changes.clear()
+        self._crash = None
 
-    def _tear(self, path: str) -> None:
+    def _tear(self, path: str, before: bytes) -> None:
+        """Leave of each sector what was synced, or what was written since."""
         random = self._kernel.random
-        size = _real.lstat(path).st_size
+        status = _real.lstat(path)
+        with _real_open(path, "rb") as file:
+            after = file.read()
+        chance = random.choice([0.0, 0.5, 0.9, 1.0])
+        sizes = sorted((len(before), len(after)))
+        size = random.choice([*sizes, random.randint(*sizes)])
+        data = bytearray(size)
+        for at in range(0, size, SECTOR_BYTES):
+            written = after if random.random() < chance else before
+            end = min(at + SECTOR_BYTES, size, len(written))
+            if at < end:
+                data[at:end] = written[at:end]
         with _real_open(path, "r+b") as file:
-            if random.random() < 0.3:
-                file.truncate(random.randint(0, size))
-                return
-            for at in range(0, size, SECTOR_BYTES):
-                if random.random() < 0.5:
-                    file.seek(at)
-                    file.write(bytes(min(SECTOR_BYTES, size - at)))
+            file.write(data)
+            file.truncate(size)
+        _real.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
-    def corrupt(self, num_sectors: int) -> int:
-        """Turn bits of random sectors of random files; the number of sectors changed."""
+    def used_bytes(self) -> int:
+        """Return how much its files take; asking takes no time."""
+        return sum(int(_real.lstat(path).st_size) for path in _walk(str(self.root)))
+
+    def _some_sectors(self, num_sectors: int) -> Iterator[tuple[str, int, int]]:
+        """Yield random sectors of random files: path, first byte, number of bytes."""
         random = self._kernel.random
-        files = sorted(
-            os.path.join(folder, name) for folder, _, names in os.walk(self.root) for name in names
-        )
+        files = sorted(_walk(str(self.root)))
         for _ in range(num_sectors if files else 0):
             path = random.choice(files)
             size = _real.lstat(path).st_size
             if size:
-                with _real_open(path, "r+b") as file:
-                    at = random.randrange(size)
-                    file.seek(at)
-                    byte = file.read(1)
-                    file.seek(at)
-                    file.write(bytes([byte[0] ^ (1 << random.randrange(8))]))
-        return num_sectors if files else 0
+                at = random.randrange(-(-size // SECTOR_BYTES)) * SECTOR_BYTES
+                yield path, at, min(SECTOR_BYTES, size - at)
+
+    def corrupt(self, num_sectors: int) -> int:
+        """Change random sectors of random files without a trace; the number of sectors changed."""
+        random = self._kernel.random
+        num_changed = 0
+        for path, at, num_bytes in self._some_sectors(num_sectors):
+            status = _real.lstat(path)
+            with _real_open(path, "r+b") as file:
+                file.seek(at)
+                data = bytearray(file.read(num_bytes))
+                kind = random.random()
+                if kind < 0.6:
+                    data[random.randrange(num_bytes)] ^= 1 << random.randrange(8)
+                elif kind < 0.8:
+                    data = bytearray(num_bytes)
+                else:
+                    data = bytearray(random.randbytes(num_bytes))
+                file.seek(at)
+                file.write(data)
+            _real.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+            num_changed += 1
+        return num_changed
+
+    def break_sectors(self, num_sectors: int) -> int:
+        """Let reads of random sectors fail with EIO until their files are written again."""
+        num_broken = 0
+        for path, at, _ in self._some_sectors(num_sectors):
+            bad = self._bad_sectors.setdefault(_real.lstat(path).st_ino, set())
+            bad.add(at // SECTOR_BYTES)
+            num_broken += 1
+        return num_broken
+
+    def reads(self, fd: int, at: int | None, num_bytes: int) -> None:
+        """Fail if a sector cannot be read.
+
+        Args:
+            fd: Of the file.
+            at: First byte; None: where the descriptor is.
+            num_bytes: How many are read.
+        """
+        if self._bad_sectors:
+            bad = self._bad_sectors.get(_real.fstat(fd).st_ino, ())
+            begin = os.lseek(fd, 0, os.SEEK_CUR) if at is None else at
+            if any(
+                begin < (one + 1) * SECTOR_BYTES and one * SECTOR_BYTES < begin + num_bytes
+                for one in bad
+            ):
+                raise _error(errno.EIO)
 
 
 class Descriptor:
@@ -144,9 +374,11 @@ class Descriptor:
         self.fd = fd
         self.path = path
         self.disk = disk
+        _all_open[fd] = self
 
     def process_ended(self) -> None:
         """Close it."""
+        _all_open.pop(self.fd, None)
         _real.close(self.fd)
 
 
@@ -162,34 +394,44 @@ class Files:
         self.root = root
         self.disks: dict[str, Disk] = {}
         self._kernel = kernel
-        shutil.rmtree(root, ignore_errors=True)
+        _remove_tree(str(root))
         root.mkdir(parents=True)
+        self._prefix = f"{root}/"
 
     def add_machine(self, machine: Machine) -> Path:
         """Make a machine's directories `disk`, `shm` and `run`; return where they are."""
         place = self.root / machine.name
         for name in ("disk", "shm", "run"):
             (place / name).mkdir(parents=True)
-        self.disks[machine.name] = Disk(self._kernel, place / "disk")
+        self.disks[machine.name] = Disk(self._kernel, place / "disk", machine)
         return place
 
     def lose_power(self, machine: Machine) -> None:
-        """Forget the machine's memory, and what its disk has not synced."""
+        """Forget the machine's memory, and what its disk has not synced. All its processes are
+        dead already.
+        """
+        for process in self._kernel.processes:
+            assert process.is_dead or process.machine is not machine, f"{process.name} runs"
         for name in ("shm", "run"):
-            shutil.rmtree(self.root / machine.name / name)
-            (self.root / machine.name / name).mkdir()
+            place = str(self.root / machine.name / name)
+            _remove_tree(place)
+            _real.mkdir(place)
         self.disks[machine.name].lose_power()
+
+    def has(self, path: str) -> bool:
+        """Return whether a path is of a simulated machine."""
+        return path.startswith(self._prefix)
 
     def disk_of(self, path: str) -> Disk | None:
         """Return the disk that a path is on; None for memory and for what is not simulated."""
-        for disk in self.disks.values():
-            if path.startswith(str(disk.root)):
-                return disk
-        return None
+        if not path.startswith(self._prefix):
+            return None
+        machine, _, below = path[len(self._prefix) :].partition("/")
+        return self.disks.get(machine) if below.partition("/")[0] == "disk" else None
 
     def close(self) -> None:
         """Remove everything."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        _remove_tree(str(self.root))
 
 
 class _Real:
@@ -202,163 +444,519 @@ class _Real:
 _originals = {name: getattr(os, name) for name in CALLS}
 _real = _Real()
 _real_open = io.open
+_all_open: dict[int, Descriptor] = {}
 kernel: Kernel
 files: Files
 
 
-def _path_of(target: Any) -> str:
-    return os.fsdecode(target) if isinstance(target, str | bytes | os.PathLike) else ""
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return _real.lstat(path)  # type: ignore[no-any-return]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _content(fd: int) -> bytes:
+    with _real_open(f"/proc/self/fd/{fd}", "rb") as file:
+        return file.read()
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Yield the files below, in the order of their names; this takes no virtual time."""
+    with _real.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(entry.path)
+        else:
+            yield entry.path
+
+
+def _remove_tree(path: str) -> None:
+    status = _status(path)
+    if status is None:
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        _real.unlink(path)
+        return
+    for name in _real.listdir(path):
+        _remove_tree(f"{path}/{name}")
+    _real.rmdir(path)
+
+
+def _path_of(target: Any, dir_fd: int | None = None) -> str:
+    if not isinstance(target, str | bytes | os.PathLike):
+        return ""
+    name = os.fsdecode(target)
+    if dir_fd is not None and not name.startswith("/"):
+        folder = _opened(dir_fd)
+        name = f"{folder.path}/{name}" if folder is not None else ""
+    return os.path.normpath(name) if "/." in name or name.endswith("/") else name
 
 
 def _opened(fd: int) -> Descriptor | None:
     process = kernel.process
-    found = None if process is None else process.descriptors.get(fd)
-    return found if isinstance(found, Descriptor) else None
+    if process is None:
+        return None
+    found = process.descriptors.get(fd)
+    if isinstance(found, Descriptor):
+        return found
+    if fd in _all_open:  # another process's: this one has closed its own of that number
+        raise _error(errno.EBADF)
+    return None
 
 
-def _room(process: Process) -> None:
+def _check_descriptors(process: Process) -> None:
     if len(process.descriptors) >= process.max_descriptors:
         raise _error(errno.EMFILE)
 
 
+# --- Descriptors ---------------------------------------------------------------------------------
+
+
 def _open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-    name = _path_of(path)
+    name = _path_of(path, dir_fd)
     process = kernel.process
-    if process is None or not name.startswith(str(files.root)):
+    if process is None or not files.has(name):
         return int(_real.open(path, flags, mode, dir_fd=dir_fd))
-    _room(process)
+    _check_descriptors(process)
     disk = files.disk_of(name)
-    creates = bool(flags & os.O_CREAT) and not os.path.lexists(name)
-    if disk is not None:
-        disk.enter(creates)
-    fd = int(_real.open(path, flags, mode, dir_fd=dir_fd))
+    if disk is None:
+        fd = int(_real.open(name, flags, mode))
+        process.descriptors[fd] = Descriptor(fd, name, None)
+        return fd
+    disk.enter(bool(flags & os.O_CREAT) and _status(name) is None)
+    creates = bool(flags & os.O_CREAT) and _status(name) is None
+    fd = int(_real.open(name, flags & ~os.O_TRUNC, mode))
     process.descriptors[fd] = Descriptor(fd, name, disk)
-    if creates and disk is not None:
-        disk.named(name, lambda: _gone(name))
-        disk.wrote(fd, name)
+    if creates:
+        disk.created(fd)
+        disk.named([name], lambda: _real.unlink(name))
+    if creates or flags & os.O_TRUNC:
+        disk.writes(fd)
+        if flags & os.O_TRUNC:
+            _real.ftruncate(fd, 0)
+        disk.wrote(fd)
+    disk.leave()
     return fd
-
-
-def _gone(path: str) -> None:
-    if os.path.lexists(path):
-        _real.unlink(path)
 
 
 def _close(fd: int) -> None:
     process = kernel.process
     if process is not None and fd in process.descriptors:
-        found = process.descriptors.pop(fd)
+        found = process.descriptors[fd]
         if not isinstance(found, Descriptor):
             found.close()
             return
+        del process.descriptors[fd]
+        del _all_open[fd]
+    else:
+        _opened(fd)
     _real.close(fd)
 
 
-def _on_descriptor(name: str, writes: bool) -> Callable[..., Any]:
-    def call(fd: int, *args: Any) -> Any:
+def _dup(fd: int) -> int:
+    opened = _opened(fd)
+    if opened is None:
+        return int(_real.dup(fd))
+    process = kernel.process
+    assert process is not None
+    _check_descriptors(process)
+    copy = int(_real.dup(fd))
+    process.descriptors[copy] = Descriptor(copy, opened.path, opened.disk)
+    return copy
+
+
+def _on_descriptor(
+    name: str, changes: bool = False, needs_room: bool = False
+) -> Callable[..., Any]:
+    """Return a call whose first argument is a descriptor."""
+    original = _originals[name]
+
+    def call(fd: int, *args: Any, **options: Any) -> Any:
         opened = _opened(fd)
         if opened is None or opened.disk is None:
-            return _originals[name](fd, *args)
-        opened.disk.enter(writes)
-        done = _originals[name](fd, *args)
-        if writes:
-            opened.disk.wrote(fd, opened.path)
-        elif name in ("fsync", "fdatasync"):
-            opened.disk.synced(fd, opened.path)
+            return original(fd, *args, **options)
+        disk = opened.disk
+        disk.enter(needs_room)
+        if changes:
+            disk.writes(fd)
+        done = original(fd, *args, **options)
+        if changes:
+            disk.wrote(fd)
+        disk.leave()
         return done
 
     return call
 
 
-def _on_path(name: str, writes: bool) -> Callable[..., Any]:
-    def call(path: Any = ".", *args: Any, **options: Any) -> Any:
-        if isinstance(path, int):
-            return _on_descriptor(name, writes)(path, *args)
-        disk = files.disk_of(_path_of(path))
-        if disk is not None:
-            disk.enter(writes)
-        return _originals[name](path, *args, **options)
+def _reading(name: str, has_place: bool) -> Callable[..., Any]:
+    """Return a call that reads: a number of bytes, or into buffers."""
+    original = _originals[name]
+
+    def call(fd: int, what: Any, *args: Any) -> Any:
+        opened = _opened(fd)
+        if opened is None or opened.disk is None:
+            return original(fd, what, *args)
+        opened.disk.enter(False)
+        num_bytes = what if isinstance(what, int) else sum(memoryview(one).nbytes for one in what)
+        opened.disk.reads(fd, args[0] if has_place else None, num_bytes)
+        done = original(fd, what, *args)
+        opened.disk.leave()
+        return done
 
     return call
 
 
-def _writev(fd: int, buffers: Sequence[Any]) -> int:
-    opened = _opened(fd)
-    if opened is None or opened.disk is None:
-        return int(_real.writev(fd, buffers))
-    opened.disk.enter(True)
-    data = b"".join(buffers)
-    if len(data) > 1 and kernel.random.random() < 0.1:
-        data = data[: kernel.random.randint(1, len(data))]  # as where a signal comes in between
-    opened.disk.wrote(fd, opened.path)
-    return int(_real.write(fd, data))
+def _writing(name: str, one_name: str, has_place: bool) -> Callable[..., Any]:
+    """Return a call that writes a buffer, or buffers."""
+    original = _originals[name]
+    write = _originals[one_name]
+
+    def call(fd: int, what: Any, *args: Any) -> int:
+        opened = _opened(fd)
+        if opened is None or opened.disk is None:
+            return int(original(fd, what, *args))
+        disk = opened.disk
+        disk.enter(True)
+        data = disk.grant(bytes(what) if name == one_name else b"".join(what))
+        disk.writes(fd)
+        count = int(write(fd, data, *args[: int(has_place)]))
+        disk.wrote(fd)
+        disk.leave()
+        return count
+
+    return call
 
 
-def _rename(source: Any, target: Any, **options: Any) -> None:
-    old, new = _path_of(source), _path_of(target)
-    disk = files.disk_of(new)
+def _syncing(name: str) -> Callable[[Any], None]:
+    original = _originals[name]
+
+    def call(file: Any) -> None:
+        fd = file if isinstance(file, int) else file.fileno()
+        opened = _opened(fd)
+        if opened is None or opened.disk is None:
+            original(fd)
+            return
+        try:
+            opened.disk.enter(False)
+        except OSError:
+            opened.disk.sync_failed(fd)
+            raise
+        opened.disk.synced(fd, opened.path)
+        opened.disk.leave()
+
+    return call
+
+
+def _sync() -> None:
+    process = kernel.process
+    disk = None if process is None else files.disks.get(process.machine.name)
+    if disk is not None:
+        disk.enter(False)
+        disk.sync_all()
+
+
+def _copy_file_range(
+    src: int, dst: int, count: int, offset_src: int | None = None, offset_dst: int | None = None
+) -> int:
+    data = os.read(src, count) if offset_src is None else os.pread(src, count, offset_src)
+    return os.write(dst, data) if offset_dst is None else os.pwrite(dst, data, offset_dst)
+
+
+def _sendfile(out_fd: int, in_fd: int, offset: int | None, count: int) -> int:
+    if _opened(out_fd) is None:
+        raise _error(errno.EINVAL)  # callers read and send instead
+    return _copy_file_range(in_fd, out_fd, count, offset)
+
+
+# --- Names ---------------------------------------------------------------------------------------
+
+
+def _on_path(name: str) -> Callable[..., Any]:
+    """Return a call whose first argument is a path, or a descriptor."""
+    original = _originals[name]
+    by_descriptor = _on_descriptor(name)
+
+    def call(path: Any = ".", *args: Any, **options: Any) -> Any:
+        if isinstance(path, int):
+            return by_descriptor(path, *args, **options)
+        disk = files.disk_of(_path_of(path, options.get("dir_fd")))
+        if disk is None:
+            return original(path, *args, **options)
+        disk.enter(False)
+        done = original(path, *args, **options)
+        disk.leave()
+        return done
+
+    return call
+
+
+class _Entries:
+    """What `os.scandir` returns."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> _Entries:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())
+
+
+def _listing(name: str) -> Callable[..., Any]:
+    """Return a call that lists a directory, in the order that the seed decides."""
+    original = _originals[name]
+
+    def call(path: Any = ".") -> Any:
+        opened = _opened(path) if isinstance(path, int) else None
+        place = opened.path if opened is not None else _path_of(path)
+        process = kernel.process
+        if process is None or not files.has(place):
+            return original(path)
+        _check_descriptors(process)
+        disk = files.disk_of(place)
+        if disk is not None:
+            disk.enter(False)
+        found = list(original(path))
+        found.sort(key=lambda one: one if isinstance(one, str | bytes) else one.name)
+        kernel.random.shuffle(found)
+        if disk is not None:
+            disk.leave()
+        return found if name == "listdir" else _Entries(found)
+
+    return call
+
+
+def _statvfs(path: Any) -> os.statvfs_result:
+    opened = _opened(path) if isinstance(path, int) else None
+    disk = opened.disk if opened is not None else files.disk_of(_path_of(path))
     if disk is None:
-        _real.replace(source, target, **options)
-        return
+        return _real.statvfs(path)  # type: ignore[no-any-return]
     disk.enter(False)
-    spare = None
-    if os.path.lexists(new) and not os.path.isdir(new):
-        with _real_open(new, "rb") as file:
-            spare = file.read()
-    _real.replace(source, target, **options)
-
-    def undo() -> None:
-        if os.path.lexists(new):
-            _real.replace(new, old)
-        if spare is not None:
-            with _real_open(new, "wb") as file:
-                file.write(spare)
-
-    disk.named(new, undo)
+    _real.statvfs(path)
+    disk.leave()
+    free = 0 if disk.is_full else 1 << 18
+    if disk.room_bytes is not None:
+        free = min(free, disk.room_bytes >> 12)
+    return os.statvfs_result((4096, 4096, 1 << 20, free, free, 1 << 20, 1 << 19, 1 << 19, 0, 255))
 
 
-def _unlink(path: Any, **options: Any) -> None:
-    name = _path_of(path)
+def _mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+    name = _path_of(path, dir_fd)
     disk = files.disk_of(name)
     if disk is None:
-        _real.unlink(path, **options)
+        _real.mkdir(path, mode, dir_fd=dir_fd)
+        return
+    disk.enter(_status(name) is None)
+    _real.mkdir(name, mode)
+    disk.named([name], lambda: _remove_tree(name))
+    disk.leave()
+
+
+def _rmdir(path: Any, *, dir_fd: int | None = None) -> None:
+    name = _path_of(path, dir_fd)
+    disk = files.disk_of(name)
+    if disk is None:
+        _real.rmdir(path, dir_fd=dir_fd)
         return
     disk.enter(False)
-    spare = None
-    if os.path.isfile(name):
-        with _real_open(name, "rb") as file:
-            spare = file.read()
-    _real.unlink(path, **options)
+    status = _status(name)
+    _real.rmdir(name)
+    assert status is not None
+    mode = stat.S_IMODE(status.st_mode)
+    disk.named([name], lambda: _real.mkdir(name, mode))
+    disk.leave()
+
+
+def _truncate(path: Any, length: int) -> None:
+    if isinstance(path, int):
+        os.ftruncate(path, length)
+        return
+    if files.disk_of(_path_of(path)) is None:
+        _real.truncate(path, length)
+        return
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.ftruncate(fd, length)
+    finally:
+        os.close(fd)
+
+
+def _rename(
+    src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+) -> None:
+    old, new = _path_of(src, src_dir_fd), _path_of(dst, dst_dir_fd)
+    disk = files.disk_of(new)
+    if disk is not files.disk_of(old):
+        raise _error(errno.EXDEV)
+    if disk is None:
+        _real.replace(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        return
+    disk.enter(False)
+    restore = disk.spare(new)
+    _real.replace(old, new)
 
     def undo() -> None:
-        if spare is not None and os.path.isdir(os.path.dirname(name)):
-            with _real_open(name, "wb") as file:
-                file.write(spare)
+        with contextlib.suppress(FileNotFoundError):
+            _real.replace(new, old)
+        restore()
 
-    disk.named(name, undo)
+    disk.named([old, new], undo)
+    disk.leave()
+
+
+def _unlink(path: Any, *, dir_fd: int | None = None) -> None:
+    name = _path_of(path, dir_fd)
+    disk = files.disk_of(name)
+    if disk is None:
+        _real.unlink(path, dir_fd=dir_fd)
+        return
+    disk.enter(False)
+    status = _status(name)
+    restore = disk.spare(name)
+    _real.unlink(name)
+    if disk.room_bytes is not None and status is not None and status.st_nlink == 1:
+        disk.room_bytes += status.st_size
+    disk.named([name], restore)
+    disk.leave()
+
+
+def _link(
+    src: Any,
+    dst: Any,
+    *,
+    src_dir_fd: int | None = None,
+    dst_dir_fd: int | None = None,
+    follow_symlinks: bool = True,
+) -> None:
+    old, new = _path_of(src, src_dir_fd), _path_of(dst, dst_dir_fd)
+    disk = files.disk_of(new)
+    if disk is not files.disk_of(old):
+        raise _error(errno.EXDEV)
+    if disk is None:
+        _real.link(
+            src,
+            dst,
+            src_dir_fd=src_dir_fd,
+            dst_dir_fd=dst_dir_fd,
+            follow_symlinks=follow_symlinks,
+        )
+        return
+    disk.enter(True)
+    _real.link(old, new, follow_symlinks=follow_symlinks)
+    disk.named([new], lambda: _real.unlink(new))
+    disk.leave()
+
+
+def _symlink(
+    src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None
+) -> None:
+    name = _path_of(dst, dir_fd)
+    disk = files.disk_of(name)
+    if disk is None:
+        _real.symlink(src, dst, dir_fd=dir_fd)
+        return
+    disk.enter(True)
+    _real.symlink(src, name)
+    disk.named([name], lambda: _real.unlink(name))
+    disk.leave()
+
+
+# --- Files of the io module ----------------------------------------------------------------------
+
+
+class _File(_pyio.FileIO):  # type: ignore[misc]
+    """A file object whose every operation is a call of `os`, and that dies with its process."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._process = kernel.process
+        super().__init__(*args, **options)
+
+    def _has_died(self) -> bool:
+        return self._process is not None and self._process.is_dead
+
+    def write(self, b: Any) -> int:
+        if self._has_died():
+            return memoryview(b).nbytes
+        return int(super().write(b))
+
+    def close(self) -> None:
+        if self._has_died():
+            self._closefd = False  # its number may be another's by now
+        super().close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
 
 
 def _open_file(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-    name = _path_of(file)
-    disk = files.disk_of(name) if name and kernel.process is not None else None
-    if disk is not None:
-        disk.enter(set(mode) & set("wax+") != set())
-    return _real_open(file, mode, *args, **options)
+    is_simulated = kernel.process is not None and (
+        _opened(file) is not None if isinstance(file, int) else files.has(_path_of(file))
+    )
+    return (_pyio.open if is_simulated else _real_open)(file, mode, *args, **options)
 
 
 def install(one: Files) -> None:
     """Replace the file operations of this process, for good."""
     global kernel, files
     kernel, files = one._kernel, one
-    os_: Any = os
-    os_.open, os_.close, os_.writev = _open, _close, _writev
-    os_.rename = os_.replace = _rename
-    os_.unlink = os_.remove = _unlink
-    for name in ("write", "pwrite", "ftruncate"):
-        setattr(os, name, _on_descriptor(name, True))
-    for name in ("fstat", "fsync", "fdatasync", "fchmod", "pread", "preadv"):
-        setattr(os, name, _on_descriptor(name, False))
-    for name in ("stat", "lstat", "listdir", "scandir", "statvfs", "chmod", "rmdir"):
-        setattr(os, name, _on_path(name, False))
-    os.mkdir = _on_path("mkdir", True)
-    io.open = builtins.open = _open_file  # type: ignore[assignment]
+    calls: dict[str, Any] = {
+        "close": _close,
+        "copy_file_range": _copy_file_range,
+        "dup": _dup,
+        "link": _link,
+        "mkdir": _mkdir,
+        "open": _open,
+        "rename": _rename,
+        "replace": _rename,
+        "rmdir": _rmdir,
+        "sendfile": _sendfile,
+        "statvfs": _statvfs,
+        "symlink": _symlink,
+        "sync": _sync,
+        "truncate": _truncate,
+        "unlink": _unlink,
+        "fdatasync": _syncing("fdatasync"),
+        "fsync": _syncing("fsync"),
+        "listdir": _listing("listdir"),
+        "scandir": _listing("scandir"),
+        "read": _reading("read", False),
+        "readv": _reading("readv", False),
+        "pread": _reading("pread", True),
+        "preadv": _reading("preadv", True),
+        "write": _writing("write", "write", False),
+        "writev": _writing("writev", "write", False),
+        "pwrite": _writing("pwrite", "pwrite", True),
+        "pwritev": _writing("pwritev", "pwrite", True),
+        "ftruncate": _on_descriptor("ftruncate", changes=True),
+        "posix_fallocate": _on_descriptor("posix_fallocate", changes=True, needs_room=True),
+        "posix_fadvise": _on_descriptor("posix_fadvise"),
+        "fstat": _on_descriptor("fstat"),
+        "fchmod": _on_descriptor("fchmod"),
+    }
+    for name in ("access", "chmod", "chown", "lstat", "readlink", "stat", "utime"):
+        calls[name] = _on_path(name)
+    assert calls.keys() == _originals.keys()
+    for name, call in calls.items():
+        setattr(os, name, call)
+        for group in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+            if _originals[name] in group:
+                group.add(call)
+    os.remove = _unlink
+    pyio: Any = _pyio
+    pyio.FileIO = _File
+    for name in ("BufferedReader", "BufferedWriter", "BufferedRandom", "TextIOWrapper"):
+        setattr(pyio, name, getattr(io, name))
+    io.open = builtins.open = _open_file

@@ -15,6 +15,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 from tests.simulation.kernel import Kernel, Machine, Process, Thread
@@ -22,7 +23,14 @@ from tests.simulation.kernel import Kernel, Machine, Process, Thread
 FIRST_DESCRIPTOR = 1 << 20
 BUFFER_BYTES = 1 << 18
 """What a connection holds in one direction: sent, and not received yet."""
-CONNECT_TIMEOUT_S = 127.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 120.0
+"""After a packet is lost it is sent again: the pause doubles between these."""
+GIVE_UP_S = 924.6
+"""A connection ends if packets were lost for so long (`tcp_retries2`)."""
+CONNECT_RETRIES = 6
+"""How often a connect that nothing answers is tried again: after 1, 2, 4 … seconds, 127 in all."""
+KEEPALIVE = {socket.TCP_KEEPIDLE: 7200, socket.TCP_KEEPINTVL: 75, socket.TCP_KEEPCNT: 9}
+_KEEPALIVE_OPTIONS = (socket.SO_KEEPALIVE, *KEEPALIVE)
 LOCAL_LATENCY_S = 20e-6
 EPHEMERAL_PORTS = 32768
 
@@ -35,13 +43,27 @@ class Link:
     Attributes:
         latency_s: Least and largest time of a packet.
         bytes_per_s: How fast bytes follow each other.
-        is_cut: Nothing arrives; what is underway waits until the cut is mended.
+        loss: How often a packet is lost.
+        cut_from: Names of the machines whose packets are all lost.
     """
 
-    def __init__(self, latency_s: tuple[float, float], bytes_per_s: float) -> None:
+    def __init__(
+        self, latency_s: tuple[float, float], bytes_per_s: float, names: Iterable[str] = ()
+    ) -> None:
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
-        self.is_cut = False
+        self.loss = 0.0
+        self.cut_from: set[str] = set()
+        self._names = frozenset(names)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing passes, in either direction."""
+        return bool(self._names) and self._names == self.cut_from
+
+    @is_cut.setter
+    def is_cut(self, is_cut: bool) -> None:
+        self.cut_from = set(self._names) if is_cut else set()
 
 
 class Network:
@@ -54,9 +76,11 @@ class Network:
         """What the name service answers: addresses of a name."""
         self.listeners: dict[tuple[str, Any], SimulatedSocket] = {}
         self.connections: dict[Pipe, None] = {}
+        """One direction each, those whose reader is open."""
         self.piece_chance = 0.0
         """How often a read returns only a part of what has arrived."""
         self._links: dict[tuple[str, str], Link] = {}
+        self._without_power: set[str] = set()
         self._num_descriptors = 0
         self._num_ports = 0
 
@@ -75,6 +99,7 @@ class Network:
             self._links[names] = Link(
                 (LOCAL_LATENCY_S / 2, LOCAL_LATENCY_S) if local else (50e-6, 400e-6),
                 4e9 if local else 1e9,
+                names,
             )
         return self._links[names]
 
@@ -82,12 +107,50 @@ class Network:
         """Let nothing pass between two machines."""
         self.link(one, other).is_cut = True
 
+    def cut_one_way(self, source: Machine, target: Machine) -> None:
+        """Let no packet of one machine reach another, whose packets still arrive."""
+        self.link(source, target).cut_from.add(source.name)
+
     def mend(self, one: Machine, other: Machine) -> None:
-        """Let packets pass again, those underway first."""
+        """Let packets pass again: those that were lost arrive when they are sent again."""
         self.link(one, other).is_cut = False
+
+    def lose_power(self, machine: Machine) -> None:
+        """Let a machine vanish: peers of its processes hear nothing, neither now nor when these
+        are killed.
+
+        Called at the instant in which the processes are killed, before or after.
+        """
+        self._without_power.add(machine.name)
+        for process in self.kernel.processes:
+            if process.machine is machine:
+                for one in list(process.descriptors.values()):
+                    if isinstance(one, SimulatedSocket):
+                        one.vanish()
         for pipe in list(self.connections):
-            if {pipe.source, pipe.target} == {one, other}:
-                pipe.deliver_later()
+            if pipe.source is machine:
+                pipe.forget()
+
+    def restore(self, machine: Machine) -> None:
+        """Give a machine its power back. It knows none of its connections: it resets those whose
+        peers still send.
+        """
+        self._without_power.discard(machine.name)
+
+    def passes(self, source: Machine, target: Machine) -> bool:
+        """Return whether a packet that is sent now arrives; draws a chance on a lossy link."""
+        dark = self._without_power
+        if dark and (source.name in dark or target.name in dark):
+            return False
+        link = self.link(source, target)
+        if source.name in link.cut_from:
+            return False
+        return not link.loss or self.kernel.random.random() >= link.loss
+
+    def latency_s(self, source: Machine, target: Machine) -> float:
+        """Draw how long a packet takes."""
+        least, largest = self.link(source, target).latency_s
+        return least + (largest - least) * self.kernel.random.random()
 
     def next_descriptor(self) -> int:
         self._num_descriptors += 1
@@ -110,62 +173,143 @@ class Network:
         raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
 
 
+class Mark(Enum):
+    """A packet without bytes."""
+
+    END = "no more bytes follow"
+    RESET = "the connection is unknown here"
+
+
+Packet = bytes | Mark
+
+
 class Pipe:
-    """One direction of a connection."""
+    """One direction of a connection.
+
+    Bytes take room from when they are sent until they are acknowledged and received.
+    """
 
     def __init__(self, network: Network, source: Machine, target: Machine) -> None:
         self.network = network
         self.source = source
         self.target = target
         self.arrived = bytearray()
-        self.descriptors: deque[list[int]] = deque()
-        self.num_underway = 0
         self.has_ended = False
-        self.is_reset = False
         self.reader: SimulatedSocket | None = None
         self.writer: SimulatedSocket | None = None
-        self._underway: deque[tuple[float, bytes | None]] = deque()
+        self._num_underway = 0
+        self._num_unacknowledged = 0
+        self._underway: deque[tuple[float, Packet]] = deque()
         self._last_at = 0.0
+        # While a packet is lost, those after it wait.
+        self._retry_s = 0.0
+        self._lost_since_s = 0.0
         network.connections[self] = None
 
     @property
     def room(self) -> int:
         """Return how many bytes can be sent now."""
-        return BUFFER_BYTES - self.num_underway - len(self.arrived)
+        return BUFFER_BYTES - self._num_underway - self._num_unacknowledged - len(self.arrived)
 
-    def send(self, data: bytes | None) -> None:
-        """Send bytes, or None for the end of the stream."""
-        kernel = self.network.kernel
-        link = self.network.link(self.source, self.target)
-        least, largest = link.latency_s
-        at = kernel.now + least + (largest - least) * kernel.random.random()
-        if data is not None:
-            at += len(data) / link.bytes_per_s
-            self.num_underway += len(data)
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something was sent and not acknowledged yet."""
+        return bool(self._underway or self._num_unacknowledged)
+
+    def send(self, packet: Packet) -> None:
+        """Send bytes, or that no more follow, or a reset."""
+        kernel, network = self.network.kernel, self.network
+        at = kernel.now + network.latency_s(self.source, self.target)
+        if packet is Mark.RESET and self._retry_s:
+            self.forget()  # a reset does not wait for what is sent again
+        if isinstance(packet, bytes):
+            at += len(packet) / network.link(self.source, self.target).bytes_per_s
+            self._num_underway += len(packet)
         self._last_at = max(self._last_at, at)
-        self._underway.append((self._last_at, data))
-        kernel.call_later(self._last_at - kernel.now, self._deliver)
+        self._underway.append((self._last_at, packet))
+        kernel.call_later(self._last_at - kernel.now, self._arrive)
 
     def deliver_later(self) -> None:
-        """Look again at what is underway: a cut has been mended."""
-        self.network.kernel.call_later(LOCAL_LATENCY_S, self._deliver)
+        """Send again at once what was lost, not only when its time has come."""
+        if self._retry_s:
+            self.network.kernel.call_later(LOCAL_LATENCY_S, self._try)
 
-    def _deliver(self) -> None:
-        kernel = self.network.kernel
-        if self.network.link(self.source, self.target).is_cut:
+    def _arrive(self) -> None:
+        if not self._retry_s:
+            self._try()
+
+    def _try_again(self) -> None:
+        if self._retry_s:
+            self._try()
+
+    def _try(self) -> None:
+        """Deliver what is due; wait if it is lost, or what acknowledges it."""
+        kernel, network = self.network.kernel, self.network
+        is_due = bool(self._underway) and self._underway[0][0] <= kernel.now + 1e-9
+        if not is_due and not self._num_unacknowledged:
+            self._retry_s = 0.0
+            return
+        if not network.passes(self.source, self.target):
+            if self._underway and self._underway[-1][1] is Mark.RESET:
+                self.forget()  # it is not sent again
+            else:
+                self._wait()
+            return
+        if self.reader is None or self.reader.is_closed:
+            self._refuse()
             return
         while self._underway and self._underway[0][0] <= kernel.now + 1e-9:
-            _, data = self._underway.popleft()
-            if data is None:
+            _, packet = self._underway.popleft()
+            if packet is Mark.RESET:
+                self.reader.fail(errno.ECONNRESET)
+                return
+            if packet is Mark.END:
                 self.has_ended = True
-            else:
-                self.num_underway -= len(data)
-                if self.reader is None or self.reader.is_closed:
-                    self.break_off()
-                    return
-                self.arrived += data
-        if self.reader is not None:
-            self.reader.changed()
+                continue
+            self._num_underway -= len(packet)
+            self._num_unacknowledged += len(packet)
+            self.arrived += packet
+        self.reader.heard()
+        self.reader.changed()
+        if self._num_unacknowledged and not network.passes(self.target, self.source):
+            self._wait()
+            return
+        self._num_unacknowledged = 0
+        self._retry_s = 0.0
+        if self.writer is not None:
+            self.writer.heard()
+            self.writer.changed()
+
+    def _wait(self) -> None:
+        """Send again later, unless that was tried for too long."""
+        kernel = self.network.kernel
+        if not self._retry_s:
+            self._retry_s, self._lost_since_s = FIRST_RETRY_S, kernel.now
+        else:
+            self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        limit_s = GIVE_UP_S
+        if self.writer is not None:
+            limit_s = self.writer.option(socket.TCP_USER_TIMEOUT, 0) / 1000 or GIVE_UP_S
+        if kernel.now - self._lost_since_s >= limit_s:
+            self.forget()
+            if self.writer is not None:
+                self.writer.fail(errno.ETIMEDOUT)
+            return
+        kernel.call_later(self._retry_s, self._try_again)
+
+    def _refuse(self) -> None:
+        """Answer with a reset: nothing reads here any more."""
+        network = self.network
+        if any(packet is not Mark.END for _, packet in self._underway) or self._num_unacknowledged:
+            if not network.passes(self.target, self.source):
+                self._wait()
+                return
+            if (writer := self.writer) is not None:
+                network.kernel.call_later(
+                    network.latency_s(self.target, self.source),
+                    lambda: writer.fail(errno.ECONNRESET),
+                )
+        self.forget()
 
     def take(self, num_bytes: int) -> bytes:
         """Receive what has arrived."""
@@ -173,21 +317,24 @@ class Pipe:
             random = self.network.kernel.random
             if random.random() < self.network.piece_chance:
                 num_bytes = random.randint(1, num_bytes)
+        was_full = self.room <= 0
         data = bytes(memoryview(self.arrived)[:num_bytes])
         del self.arrived[: len(data)]
-        if self.writer is not None:
+        if was_full and self.writer is not None:
             self.writer.changed()
         return data
 
+    def forget(self) -> None:
+        """Lose what is underway."""
+        self._underway.clear()
+        self._num_underway = self._num_unacknowledged = 0
+        self._retry_s = 0.0
+
     def break_off(self) -> None:
         """Reset: both ends learn it at once, what is underway is lost."""
-        self.is_reset = True
-        self._underway.clear()
-        self.num_underway = 0
-        self.network.connections.pop(self, None)
         for end in (self.reader, self.writer):
             if end is not None:
-                end.changed()
+                end.fail(errno.ECONNRESET)
 
 
 class SimulatedSocket:
@@ -214,6 +361,8 @@ class SimulatedSocket:
         self.name: Address = "" if self.family == socket.AF_UNIX else ("0.0.0.0", 0)
         self.peer: Address = None
         self.error = 0
+        self.has_failed = False
+        """Whether the connection was reset or given up; `error` says why, once."""
         self.backlog: deque[SimulatedSocket] | None = None
         self.watchers: dict[Any, None] = {}
         self.incoming: Pipe | None = None
@@ -225,6 +374,9 @@ class SimulatedSocket:
         self._key: Any = None
         self._fileno = network.next_descriptor()
         self._process_other: Process | None = None
+        self._options: dict[tuple[int, int], Any] = {}
+        self._heard_s = 0.0
+        self._num_watches = 0
         process.descriptors[self._fileno] = self
 
     # --- What others learn -----------------------------------------------------------------------
@@ -241,21 +393,71 @@ class SimulatedSocket:
         if self._is_connecting:
             return 0
         incoming, outgoing = self.incoming, self.outgoing
-        if incoming is None or outgoing is None or self.error:
+        if incoming is None or outgoing is None or self.error or self.has_failed:
             return selectors.EVENT_READ | selectors.EVENT_WRITE
         mask = 0
-        if incoming.arrived or incoming.has_ended or incoming.is_reset or outgoing.is_reset:
+        if incoming.arrived or incoming.has_ended:
             mask |= selectors.EVENT_READ
-        if outgoing.room > 0 or outgoing.is_reset:
+        if outgoing.room > 0:
             mask |= selectors.EVENT_WRITE
         return mask
 
     @property
     def has_hung_up(self) -> bool:
         """Whether the other end has closed (POLLRDHUP)."""
-        return self.incoming is not None and (
-            self.incoming.has_ended or self.incoming.is_reset or bool(self.error)
-        )
+        return self.incoming is not None and (self.incoming.has_ended or self.has_failed)
+
+    def fail(self, number: int) -> None:
+        """End the connection at this end, with an error."""
+        if self.is_closed or self.has_failed:
+            return
+        self.has_failed, self.error = True, number
+        if self.incoming is not None and self.outgoing is not None:
+            self.outgoing.forget()
+            network.connections.pop(self.incoming, None)
+        self.changed()
+
+    def vanish(self) -> None:
+        """Close without a word to the other end: the machine has no power any more."""
+        self._close(None)
+
+    # --- Whether the other end is there ----------------------------------------------------------
+
+    def heard(self) -> None:
+        """Note that the other end has answered."""
+        self._heard_s = kernel.now
+
+    def keep_alive(self) -> None:
+        """Ask the other end whether it is there when it is silent, if the socket's options say
+        so.
+        """
+        if self.outgoing is None:
+            return
+        self._num_watches += 1
+        if self._options.get((socket.SOL_SOCKET, socket.SO_KEEPALIVE)):
+            self._probe(self._num_watches, 0)
+
+    def _probe(self, watch: int, num_lost: int) -> None:
+        outgoing = self.outgoing
+        if self.is_closed or self.has_failed or outgoing is None or watch != self._num_watches:
+            return
+        idle_s, interval_s = self.option(socket.TCP_KEEPIDLE), self.option(socket.TCP_KEEPINTVL)
+        silent_s = kernel.now - self._heard_s
+        if outgoing.is_waiting:
+            kernel.call_later(idle_s, lambda: self._probe(watch, 0))
+        elif silent_s < idle_s - 1e-6:
+            kernel.call_later(idle_s - silent_s, lambda: self._probe(watch, 0))
+        elif num_lost >= self.option(socket.TCP_KEEPCNT):
+            self.fail(errno.ETIMEDOUT)
+        elif not network.passes(outgoing.source, outgoing.target) or not network.passes(
+            outgoing.target, outgoing.source
+        ):
+            kernel.call_later(interval_s, lambda: self._probe(watch, num_lost + 1))
+        elif outgoing.reader is None or outgoing.reader.is_closed:
+            self.fail(errno.ECONNRESET)
+        else:
+            self.heard()
+            kernel.call_later(idle_s, lambda: self._probe(watch, 0))
 
     def process_ended(self) -> None:
         """Close, since the process is dead: connections with unread bytes are reset."""
@@ -317,20 +519,18 @@ class SimulatedSocket:
             address = os.fspath(address)
             if not os.path.lexists(address):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            self._connect_here(address)
+            return
         machine, key = network.listener(self.machine, address)
         self.peer = address
-        if self.family != socket.AF_UNIX:
-            self.name = (self.machine.address, network.next_port())
+        self.name = (self.machine.address, network.next_port())
         self._is_connecting = True
-        link = network.link(self.machine, machine)
-        largest = link.latency_s[1]
-        kernel.call_later(largest, lambda: self._reach(machine, key, link, 0.0))
+        way_s = network.latency_s(self.machine, machine) + network.latency_s(machine, self.machine)
+        kernel.call_later(way_s, lambda: self._reach(machine, key, 0))
         if self._timeout_s == 0.0:
             raise BlockingIOError(errno.EINPROGRESS, os.strerror(errno.EINPROGRESS))
         self._await(selectors.EVENT_READ | selectors.EVENT_WRITE)
-        if self.error:
-            number, self.error = self.error, 0
-            raise OSError(number, os.strerror(number))
+        self._raise_error()
 
     def connect_ex(self, address: Address) -> int:
         try:
@@ -339,27 +539,49 @@ class SimulatedSocket:
             return exc.errno or errno.EIO
         return 0
 
-    def _reach(self, machine: Machine, key: Any, link: Link, waited_s: float) -> None:
+    def _connect_here(self, path: str) -> None:
+        """Connect to a process of the same machine: at once, or not at all."""
+        kernel.sleep(LOCAL_LATENCY_S)
+        while True:
+            listener = network.listeners.get((self.machine.name, path))
+            if listener is None or listener.backlog is None:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+            if len(listener.backlog) < listener._backlog_size:
+                break
+            if self._timeout_s is not None:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            kernel.sleep(0.01)
+        self.peer = path
+        connect(self, listener)
+        listener.changed()
+
+    def _reach(self, machine: Machine, key: Any, num_tries: int) -> None:
         """Connect to what listens there; packets are sent again while nothing answers."""
         if self.is_closed:
             return
         listener = network.listeners.get((machine.name, key))
-        if link.is_cut and waited_s < CONNECT_TIMEOUT_S:
-            again_s = max(1.0, waited_s)
-            kernel.call_later(again_s, lambda: self._reach(machine, key, link, waited_s + again_s))
-            return
-        self._is_connecting = False
-        if link.is_cut:
-            self.error = errno.ETIMEDOUT
-        elif listener is None or listener.backlog is None:
-            self.error = errno.ECONNREFUSED
-        elif len(listener.backlog) >= listener._backlog_size:
-            self._is_connecting = True
-            kernel.call_later(1.0, lambda: self._reach(machine, key, link, waited_s + 1.0))
-            return
+        answers = network.passes(self.machine, machine) and network.passes(machine, self.machine)
+        is_listening = listener is not None and listener.backlog is not None
+        if answers and listener is not None and listener.backlog is not None:
+            answers = len(listener.backlog) < listener._backlog_size
+        if not answers:
+            pause_s = float(1 << num_tries)
+            if num_tries < CONNECT_RETRIES:
+                kernel.call_later(pause_s, lambda: self._reach(machine, key, num_tries + 1))
+            else:
+                kernel.call_later(pause_s, lambda: self._refused(errno.ETIMEDOUT))
+        elif not is_listening:
+            self._refused(errno.ECONNREFUSED)
         else:
+            assert listener is not None
+            self._is_connecting = False
             connect(self, listener)
             listener.changed()
+            self.changed()
+
+    def _refused(self, number: int) -> None:
+        self._is_connecting = False
+        self.error = number
         self.changed()
 
     # --- Bytes -----------------------------------------------------------------------------------
@@ -367,20 +589,21 @@ class SimulatedSocket:
     def _receive(self, num_bytes: int) -> bytes:
         while True:
             incoming = self.incoming
-            if self.error:
-                number, self.error = self.error, 0
-                raise OSError(number, os.strerror(number))
+            if incoming is not None and incoming.arrived:
+                return incoming.take(num_bytes)
+            self._raise_error()
             if incoming is None:
                 raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-            if incoming.arrived:
-                return incoming.take(num_bytes)
-            if incoming.has_ended:
+            if incoming.has_ended or self.has_failed:
                 return b""
-            if incoming.is_reset:
-                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             self._await(selectors.EVENT_READ)
             if self.is_closed:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def _raise_error(self) -> None:
+        if self.error:
+            number, self.error = self.error, 0
+            raise OSError(number, os.strerror(number))
 
     def recv(self, num_bytes: int, flags: int = 0) -> bytes:
         assert not flags
@@ -396,9 +619,10 @@ class SimulatedSocket:
         view = memoryview(data).cast("B")
         while True:
             outgoing = self.outgoing
+            self._raise_error()
             if outgoing is None:
                 raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-            if outgoing.is_reset or self._has_sent_end:
+            if self.has_failed or self._has_sent_end:
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
             if not view:
                 return 0
@@ -419,18 +643,22 @@ class SimulatedSocket:
         return self.send(b"".join(buffers))
 
     def shutdown(self, how: int) -> None:
-        if self.outgoing is None:
+        if self.outgoing is None or self.has_failed:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
         if how in (socket.SHUT_WR, socket.SHUT_RDWR) and not self._has_sent_end:
             self._has_sent_end = True
-            if not self.outgoing.is_reset:
-                self.outgoing.send(None)
+            self.outgoing.send(Mark.END)
         if how in (socket.SHUT_RD, socket.SHUT_RDWR):
             assert self.incoming is not None
             self.incoming.has_ended = True
             self.changed()
 
     def close(self) -> None:
+        is_unread = self.incoming is not None and bool(self.incoming.arrived)
+        self._close(Mark.RESET if is_unread else Mark.END)
+
+    def _close(self, last: Mark | None) -> None:
+        """Close; `last` is sent to the other end."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -440,13 +668,13 @@ class SimulatedSocket:
             if mine is self:
                 del network.listeners[self.machine.name, self._key]
             for waiting in self.backlog or ():
-                waiting.close()
+                waiting._close(last and Mark.RESET)
         if self.outgoing is not None and self.incoming is not None:
-            if self.incoming.arrived:
-                self.outgoing.break_off()
-            elif not self._has_sent_end and not self.outgoing.is_reset:
-                self.outgoing.send(None)
             network.connections.pop(self.incoming, None)
+            if last is None:
+                self.outgoing.forget()
+            elif not self.has_failed and (last is Mark.RESET or not self._has_sent_end):
+                self.outgoing.send(last)
         self.changed()
 
     def detach(self) -> int:
@@ -469,8 +697,17 @@ class SimulatedSocket:
     def gettimeout(self) -> float | None:
         return self._timeout_s
 
-    def setsockopt(self, *_: Any) -> None:
-        pass
+    def setsockopt(self, level: int, option: int, value: Any, length: int = 0) -> None:
+        self._options[level, option] = value
+        if option in _KEEPALIVE_OPTIONS:
+            self.keep_alive()
+
+    def option(self, number: int, default: float = 0.0) -> float:
+        """Return an option of TCP."""
+        value: float = self._options.get(
+            (socket.IPPROTO_TCP, number), KEEPALIVE.get(number, default)
+        )
+        return value
 
     def getsockopt(self, level: int, option: int, size: int = 0) -> Any:
         if (level, option) == (socket.SOL_SOCKET, socket.SO_ERROR):
@@ -479,7 +716,7 @@ class SimulatedSocket:
         if (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED):
             pid = 0 if self._process_other is None else self._process_other.pid
             return struct.pack("3i", pid, os.getuid(), os.getgid())
-        return 0
+        return self._options.get((level, option), 0)
 
     def getsockname(self) -> Address:
         return self.name
@@ -512,6 +749,7 @@ def connect(client: SimulatedSocket, listener: SimulatedSocket) -> None:
         name=listener.name if listener.family == socket.AF_UNIX else client.peer,
         peer="" if listener.family == socket.AF_UNIX else client.name,
         error=0,
+        has_failed=False,
         backlog=None,
         watchers={},
         _timeout_s=None,
@@ -521,6 +759,9 @@ def connect(client: SimulatedSocket, listener: SimulatedSocket) -> None:
         _key=None,
         _fileno=-1,
         _process_other=client.process,
+        _options=dict(listener._options),
+        _heard_s=kernel.now,
+        _num_watches=0,
     )
     client._process_other = listener.process
     there = Pipe(network, client.machine, listener.machine)
@@ -529,6 +770,9 @@ def connect(client: SimulatedSocket, listener: SimulatedSocket) -> None:
     server.outgoing, server.incoming = back, there
     there.writer, there.reader = client, server
     back.writer, back.reader = server, client
+    client.heard()
+    client.keep_alive()
+    server.keep_alive()
     assert listener.backlog is not None
     listener.backlog.append(server)
 
@@ -646,8 +890,11 @@ class Poll:
     def register(self, fd: Any, eventmask: int = select.POLLIN | select.POLLOUT) -> None:
         self._sockets[fd if isinstance(fd, SimulatedSocket) else _socket_of(fd)] = eventmask
 
+    def unregister(self, fd: Any) -> None:
+        del self._sockets[fd if isinstance(fd, SimulatedSocket) else _socket_of(fd)]
+
     def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
-        deadline = None if timeout is None else kernel.now + timeout / 1000
+        deadline = None if timeout is None or timeout < 0 else kernel.now + timeout / 1000
         waiter = Waiter(kernel.current)
         while not (ready := self._ready()) and (deadline is None or kernel.now < deadline):
             for sock in self._sockets:
@@ -668,8 +915,11 @@ class Poll:
             )
             if sock.has_hung_up:
                 found |= select.POLLRDHUP
-            if found & mask:
-                ready.append((sock._fileno, found & mask))
+            found &= mask
+            if sock.error or sock.has_failed:
+                found |= select.POLLERR | select.POLLHUP  # not to be asked for
+            if found:
+                ready.append((sock._fileno, found))
         return ready
 
 
@@ -711,4 +961,5 @@ def install(one: Network) -> None:
     socket_.gethostname = lambda: (
         "outside" if kernel.process is None else kernel.process.machine.name
     )
-    select.poll = Poll  # type: ignore[assignment]
+    select_: Any = select
+    select_.poll = Poll
