@@ -137,6 +137,10 @@ class Network:
         """
         self._without_power.discard(machine.name)
 
+    def has_power(self, machine: Machine) -> bool:
+        """Return whether a machine has power."""
+        return machine.name not in self._without_power
+
     def passes(self, source: Machine, target: Machine) -> bool:
         """Return whether a packet that is sent now arrives; draws a chance on a lossy link."""
         dark = self._without_power
