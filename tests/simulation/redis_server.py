@@ -13,10 +13,10 @@ import math
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import lupa.lua51 as lua51
+import lupa.lua51 as lua51  # type: ignore[import-untyped]
 
 from tests.simulation import threads
 
@@ -112,7 +112,7 @@ class Store:
         self._now_s = self._clock()
         return self._execute(words)
 
-    def _execute(self, words: Words) -> Reply:
+    def _execute(self, words: Sequence[bytes]) -> Reply:
         name = words[0].decode("latin-1").lower()
         if name not in self._commands:
             raise ReplyError(f"ERR unknown command `{name}`, with args beginning with: ")
@@ -135,7 +135,7 @@ class Store:
         value = self._find(key)
         if value is not None and type(value) is not kind:
             raise ReplyError(WRONG_TYPE)
-        return value  # type: ignore[return-value]
+        return value
 
     def _make(self, key: bytes, kind: type[T]) -> T:
         value = self._get(key, kind)
@@ -216,7 +216,8 @@ class Store:
         return sum(self._find(one) is not None for one in (key, *keys))
 
     def do_incr(self, key: bytes) -> Reply:
-        number = _sum(_integer(self._get(key, bytes) or b"0"), 1)
+        before = self._get(key, bytes)
+        number = _sum(0 if before is None else _integer(before), 1)
         self._values[key] = b"%d" % number
         return number
 
@@ -392,7 +393,7 @@ class Store:
         try:
             value = self._run(self._functions[digest], table(list(keys)), table(list(argv)))
         except lua51.LuaError as exc:
-            text = str(exc).partition("\nstack traceback:")[0]
+            text = str(exc).partition("\nstack traceback:")[0].rstrip("\r\n")
             raise ReplyError(
                 f"ERR Error running script (call to f_{digest}): @user_script: {text}"
             ) from exc
@@ -403,16 +404,17 @@ class Store:
         try:
             if not words:
                 raise ReplyError("Please specify at least one argument for redis.call()")
-            command = [_word(word) for word in words]
-            name = command[0].decode("latin-1").lower()
+            if not all(isinstance(word, bytes) for word in words):
+                raise ReplyError("Lua redis() command arguments must be strings or integers")
+            name = words[0].decode("latin-1").lower()
             if name not in self._commands:
                 raise ReplyError("Unknown Redis command called from Lua script")
             least, most, _ = self._commands[name]
-            if not least <= len(command) - 1 <= most:
+            if not least <= len(words) - 1 <= most:
                 raise ReplyError("Wrong number of args calling Redis command From Lua script")
             if name in NOT_IN_SCRIPTS:
                 raise ReplyError("This Redis command is not allowed from scripts")
-            return self._lua_of(self._execute(command))
+            return self._lua_of(self._execute(words))
         except ReplyError as exc:
             return self._lua.table_from({b"err": str(exc).encode("latin-1")})
 
@@ -522,9 +524,7 @@ def _scan_options(options: Iterable[bytes]) -> tuple[int, re.Pattern[bytes] | No
 def _pattern(glob: bytes) -> re.Pattern[bytes]:
     if re.search(rb"[\[\\]", glob):
         raise ReplyError("ERR the model knows only * and ? in patterns")
-    return re.compile(
-        re.escape(glob).replace(rb"\*", b".*").replace(rb"\?", b"."), re.DOTALL
-    )
+    return re.compile(re.escape(glob).replace(rb"\*", b".*").replace(rb"\?", b"."), re.DOTALL)
 
 
 def _page(
@@ -548,17 +548,8 @@ def _page(
     return b"%d" % end, names
 
 
-def _word(word: Any) -> bytes:
-    """Return an argument of a script's command."""
-    if isinstance(word, bytes):
-        return word
-    if isinstance(word, bool) or not isinstance(word, int | float):
-        raise ReplyError("Lua redis() command arguments must be strings or integers")
-    return b"%.17g" % word
-
-
 _PRELUDE = rb"""
-local execute = ...
+local call_store = ...
 local loadstring, rawset, globals = loadstring, rawset, _G
 local error, ipairs, pairs, select, tonumber = error, ipairs, pairs, select, tonumber
 local tostring, type, unpack = tostring, type, unpack
@@ -566,6 +557,14 @@ local byte, char, concat, find, floor = string.byte, string.char, table.concat, 
 local format, gmatch, gsub, huge, match, sub = string.format, string.gmatch, string.gsub, math.huge, string.match, string.sub
 
 redis, cjson, struct = {}, {}, {}
+
+local function execute(...)
+  local words, count = {...}, select('#', ...)
+  for i = 1, count do
+    if type(words[i]) == 'number' then words[i] = format('%.17g', words[i]) end
+  end
+  return call_store(unpack(words, 1, count))
+end
 
 function redis.pcall(...) return execute(...) end
 
@@ -578,6 +577,9 @@ end
 function redis.error_reply(text) return {err = text} end
 
 function redis.status_reply(text) return {ok = text} end
+
+-- Refuse an argument. Where in the script is left out, as is where in this text.
+local function refuse(text) error(text, 0) end
 
 -- As lua-cjson 2.1, which Redis has.
 
@@ -600,7 +602,7 @@ end
 
 local function number_text(number)
   if number ~= number or number == huge or number == -huge then
-    error('Cannot serialise number: must not be NaN or Inf')
+    refuse('Cannot serialise number: must not be NaN or Inf')
   end
   return format('%.14g', number)
 end
@@ -613,7 +615,7 @@ local function length_of(value)
     if key > most then most = key end
     count = count + 1
   end
-  if most > 10 and most > 2 * count then error('Cannot serialise table: excessively sparse array') end
+  if most > 10 and most > 2 * count then refuse('Cannot serialise table: excessively sparse array') end
   return most > 0 and most or nil
 end
 
@@ -623,8 +625,8 @@ local function encoded(value, depth)
   if kind == 'number' then return number_text(value) end
   if kind == 'boolean' then return tostring(value) end
   if value == nil or value == null then return 'null' end
-  if kind ~= 'table' then error('Cannot serialise ' .. kind .. ': type not supported') end
-  if depth > MAX_DEPTH then error('Cannot serialise, excessive depth (' .. depth .. ')') end
+  if kind ~= 'table' then refuse('Cannot serialise ' .. kind .. ': type not supported') end
+  if depth > MAX_DEPTH then refuse('Cannot serialise, excessive depth (' .. depth .. ')') end
   local length, parts = length_of(value), {}
   if length then
     for i = 1, length do parts[i] = encoded(value[i], depth + 1) end
@@ -636,7 +638,7 @@ local function encoded(value, depth)
     elseif type(key) == 'string' then
       key = quoted(key)
     else
-      error('Cannot serialise ' .. type(key) .. ': table key must be a number or string')
+      refuse('Cannot serialise ' .. type(key) .. ': table key must be a number or string')
     end
     parts[#parts + 1] = key .. ':' .. encoded(one, depth + 1)
   end
@@ -644,7 +646,7 @@ local function encoded(value, depth)
 end
 
 function cjson.encode(...)
-  if select('#', ...) ~= 1 then error("bad argument #1 to 'encode' (expected 1 argument)") end
+  if select('#', ...) ~= 1 then refuse("bad argument #1 to 'encode' (expected 1 argument)") end
   return encoded(..., 1)
 end
 
@@ -659,19 +661,23 @@ end
 function cjson.decode(text)
   if type(text) == 'number' then text = tostring(text) end
   if type(text) ~= 'string' then
-    error("bad argument #1 to 'decode' (string expected, got " .. type(text) .. ')')
+    refuse("bad argument #1 to 'decode' (string expected, got " .. type(text) .. ')')
+  end
+  if find(text, '^%z.') or find(text, '^.%z') then
+    refuse('JSON parser does not support UTF-16 or UTF-32')
   end
   local at = 1
   local read_value
 
   local function fail(expected)
-    error('Expected ' .. expected .. ' but found invalid token at character ' .. at)
+    refuse('Expected ' .. expected .. ' but found invalid token at character ' .. at)
   end
 
-  -- Goes to the next token and returns its first character, '' at the end.
+  -- Goes to the next token and returns its first character, '' at the end, which a zero is.
   local function peek()
     at = find(text, '[^ \t\n\r]', at) or #text + 1
-    return sub(text, at, at)
+    local mark = sub(text, at, at)
+    return mark == '\0' and '' or mark
   end
 
   local function read_escape()
@@ -747,7 +753,7 @@ function cjson.decode(text)
     local mark = peek()
     if mark == '"' then return read_string() end
     if mark == '[' or mark == '{' then
-      if depth >= MAX_DEPTH then error('Found too many nested data structures (' .. depth + 1 .. ')') end
+      if depth >= MAX_DEPTH then refuse('Found too many nested data structures (' .. depth + 1 .. ')') end
       return (mark == '[' and read_array or read_object)(depth + 1)
     end
     local word = match(text, '^[-+%w.]+', at) or fail('value')
@@ -772,7 +778,7 @@ local function integers_of(form)
     elseif option == 'I' and (tonumber(size) or 4) <= 8 then
       found[#found + 1] = {tonumber(size) or 4, is_little}
     else
-      error("invalid format option '" .. option .. "'")
+      refuse("invalid format option '" .. option .. "'")
     end
   end
   return found
@@ -783,7 +789,7 @@ function struct.pack(form, ...)
   for i, integer in ipairs(integers_of(form)) do
     local size, is_little = integer[1], integer[2]
     local value = tonumber((select(i, ...)))
-    if not value then error('bad argument #' .. i + 1 .. " to 'pack' (number expected)") end
+    if not value then refuse('bad argument #' .. i + 1 .. " to 'pack' (number expected)") end
     value = value < 0 and -floor(-value) or floor(value)
     local bytes = {}
     for at = 1, size do
@@ -799,7 +805,7 @@ function struct.unpack(form, data, begin)
   local found, at = {}, begin or 1
   for i, integer in ipairs(integers_of(form)) do
     local size, is_little = integer[1], integer[2]
-    if at + size - 1 > #data then error("bad argument #2 to 'unpack' (data string too short)") end
+    if at + size - 1 > #data then refuse("bad argument #2 to 'unpack' (data string too short)") end
     local high, low = 0, 0  -- summed up apart, so that only the last sum is rounded
     for place = size, 1, -1 do
       local one = byte(data, is_little and at + place - 1 or at + size - place)
@@ -922,7 +928,9 @@ class Session:
             if wanted not in (2, 3):
                 raise ReplyError("NOPROTO unsupported protocol version")
             if options:
-                raise ReplyError(f"ERR Syntax error in HELLO option '{options[0].decode('latin-1')}'")
+                raise ReplyError(
+                    f"ERR Syntax error in HELLO option '{options[0].decode('latin-1')}'"
+                )
             self._protocol = wanted
         about = {
             b"server": b"redis",
