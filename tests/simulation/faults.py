@@ -16,6 +16,7 @@ ENGINES = tuple(f"engine-{node}" for node in SIDECARS)
 DISKS = (*SIDECARS, *STORAGES)
 STOP_S = 40.0
 """A service that is told to end has ended after this time, whatever else is wrong."""
+USUAL_LATENCY_S = (50e-6, 400e-6)
 LONGEST_S = 60.0
 """No fault lasts longer."""
 
@@ -105,6 +106,8 @@ class Faults:
         self._kernel.record("heal")
         for undo in list(self._undo.values()):
             undo()
+        for disk in self._world.files.disks.values():
+            disk.crash_in(1 << 62, lambda: None)
         for name, process in list(self._cluster.processes.items()):
             if process.is_paused:
                 self._world.signal(process, signal.SIGCONT)
@@ -227,17 +230,37 @@ class Faults:
 
     def power(self) -> None:
         """Let a machine lose its power."""
-        machine = self._cluster.machines[self._dice.choice(DISKS)]
+        self._lose_power(self._dice.choice(DISKS))
+
+    def crash(self) -> None:
+        """Let a machine lose its power between two operations of its disk."""
+        name, kind, seed = self._dice.choice(DISKS), self._kind, self._dice.random()
+
+        def lose_power() -> None:
+            self._dice, self._kind = random.Random(seed), kind
+            self._lose_power(name)
+
+        disk = self._world.files.disks[name]
+        disk.crash_in(
+            self._dice.randint(1, 40), lambda: self._kernel.spawn(operator, "crash", lose_power)
+        )
+        operator = self._kernel.process
+        assert operator is not None
+
+    def _lose_power(self, name: str) -> None:
+        machine = self._cluster.machines[name]
         names = [
             name for name, process in self._cluster.processes.items() if process.machine is machine
         ]
-        for name in names:
-            self._signal(name, signal.SIGKILL)
+        self._world.network.lose_power(machine)
+        for one in names:
+            self._signal(one, signal.SIGKILL)
         self._world.files.lose_power(machine)
 
         def undo() -> None:
-            for name in names:
-                self.start_again(name)
+            self._world.network.restore(machine)
+            for one in names:
+                self.start_again(one)
 
         self._for(20, undo)
 
@@ -250,15 +273,31 @@ class Faults:
         network.cut(one, other)
         self._for(30, lambda: network.mend(one, other))
 
+    def cut_one_way(self) -> None:
+        """Let no packet pass in one direction."""
+        source, target = self._pair()
+        network = self._world.network
+        network.cut_one_way(source, target)
+        self._for(30, lambda: network.mend(source, target))
+
+    def lossy_link(self) -> None:
+        """Lose packets, which are sent again."""
+        link = self._world.network.link(*self._pair())
+        link.loss = self._dice.choice([0.01, 0.2, 0.8])
+
+        def undo() -> None:
+            link.loss = 0.0
+
+        self._for(30, undo)
+
     def slow_link(self) -> None:
         """Make the way between two machines long and narrow."""
         link = self._world.network.link(*self._pair())
-        before = link.latency_s, link.bytes_per_s
         link.latency_s = (0.01, self._dice.choice([0.05, 0.5, 3.0]))
         link.bytes_per_s = 1e6
 
         def undo() -> None:
-            link.latency_s, link.bytes_per_s = before
+            link.latency_s, link.bytes_per_s = USUAL_LATENCY_S, 1e9
 
         self._for(30, undo)
 
@@ -308,6 +347,16 @@ class Faults:
         disk = self._disk()
         disk.slowness = self._dice.choice([10, 1000, 10_000])
         self._for(30, disk.heal)
+
+    def disk_stall(self) -> None:
+        """Let some operations take 5 s longer."""
+        disk = self._disk()
+        disk.stall_chance = self._dice.choice([0.01, 0.2])
+        self._for(30, disk.heal)
+
+    def bad_sectors(self) -> None:
+        """Let some sectors be unreadable until they are written."""
+        self._disk().break_sectors(self._dice.choice([1, 10]))
 
     def corrupt(self) -> None:
         """Turn bits on a disk."""

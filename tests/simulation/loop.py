@@ -9,6 +9,9 @@ from typing import Any
 from tests.simulation import threads
 from tests.simulation.network import Selector
 
+MAX_ACCEPTED = 8
+"""Connections that a loop accepts in one turn."""
+
 
 class _Ordered:
     """Objects whose hash is their number: sets of them have the same order in each run."""
@@ -57,6 +60,14 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def _write_to_self(self) -> None:
         self.interrupts.interrupt()
+
+    def _accept_connection(
+        self, protocol_factory: Any, sock: Any, sslcontext: Any = None, server: Any = None,
+        backlog: int = 100, *limits: Any,
+    ) -> None:  # fmt: skip
+        # Without descriptors it would fail once for each place of the backlog.
+        accept = super()._accept_connection  # type: ignore[misc]
+        accept(protocol_factory, sock, sslcontext, server, min(backlog, MAX_ACCEPTED), *limits)
 
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
         process = threads.kernel.process

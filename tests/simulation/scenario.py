@@ -120,7 +120,7 @@ class Scenario:
             self.faults.do(fault)
         kernel.sleep(max(0.0, begin + self._work_s - kernel.now))
         self._is_working = False
-        self._heal()
+        self.faults.heal()
         kernel.sleep(CALM_S)
         self._check_found()
         for engine in self.engines.values():
@@ -148,17 +148,6 @@ class Scenario:
         self.cluster.processes[name] = self._kernel.start_process(
             name, self.cluster.machines[node], new.main
         )
-
-    def _heal(self) -> None:
-        self.faults.heal()
-        network = self._world.network
-        for link in network._links.values():
-            link.is_cut = False
-            link.latency_s, link.bytes_per_s = (50e-6, 400e-6), 1e9
-        for pipe in list(network.connections):
-            pipe.deliver_later()
-        for disk in self._world.files.disks.values():
-            disk.heal()
 
     def _count_pairs(self, operation: str) -> None:
         self.totals[operation] += 1
