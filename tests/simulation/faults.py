@@ -115,7 +115,8 @@ class Faults:
 
     def start_again(self, name: str) -> None:
         """Start a service or an engine unless it runs."""
-        if not self._cluster.processes[name].is_dead:
+        process = self._cluster.processes[name]
+        if not process.is_dead or not self._world.network.has_power(process.machine):
             return
         if name in ENGINES:
             self._start_engine(name.removeprefix("engine-"))

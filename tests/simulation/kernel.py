@@ -90,6 +90,7 @@ class Thread:
         "is_blocked",
         "loop",
         "name",
+        "num_shared_locks",
         "process",
         "was_woken",
     )
@@ -101,6 +102,7 @@ class Thread:
         self.epoch = 0
         self.is_blocked = False
         self.was_woken = False
+        self.num_shared_locks = 0
         self.loop: Any = None
         self.hooks: Any = None
         self.greenlet: greenlet.greenlet

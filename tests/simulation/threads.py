@@ -24,16 +24,23 @@ from tests.simulation.kernel import EPOCH_S, CLOCK_READ_S, Kernel, Thread
 SWITCH_CHANCE = 0.05
 """How often taking a free lock lets other threads run first."""
 
+NUM_CORES = 4
+
 kernel: Kernel
 """The simulation of this process."""
 
 
 class Lock:
-    """A lock that simulated threads wait for in the order in which they came."""
+    """A lock that simulated threads wait for in the order in which they came.
+
+    Real processes have their own copy of a module's locks; simulated ones share them. So whoever
+    holds such a lock goes on until it is released, and a dead process holds none.
+    """
 
     def __init__(self) -> None:
         self._owner: Thread | None = None
         self._is_locked = False
+        self._is_shared = _num_imports > 0 or kernel.current is None
         self._waiting: deque[Thread] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -42,11 +49,12 @@ class Lock:
             thread is not None
             and blocking
             and not _num_imports
+            and not thread.num_shared_locks
             and kernel.random.random() < SWITCH_CHANCE
         ):
             kernel.sleep(0.0)
-        if not self._is_locked:
-            self._is_locked = True
+        if self._is_free:
+            self._take(thread)
             return True
         if not blocking:
             return False
@@ -54,22 +62,41 @@ class Lock:
         deadline = None if timeout < 0 else kernel.now + timeout
         self._waiting.append(thread)
         try:
-            while self._is_locked:
-                if not kernel.block(None if deadline is None else deadline - kernel.now):
-                    if self._is_locked:
-                        return False
-                    break
+            while not self._is_free:
+                left_s = None if deadline is None else deadline - kernel.now
+                if left_s is not None and left_s <= 0:
+                    return False
+                if self._is_shared:  # its owner may die
+                    left_s = min(1.0, left_s or 1.0)
+                kernel.block(left_s)
         finally:
             self._waiting.remove(thread)
-        self._is_locked = True
+        self._take(thread)
         return True
+
+    @property
+    def _is_free(self) -> bool:
+        # A lock may be released by another thread than took it, so death frees shared ones alone.
+        owner = self._owner
+        return not self._is_locked or (
+            self._is_shared and owner is not None and owner.process.is_dead
+        )
+
+    def _take(self, thread: Thread | None) -> None:
+        self._is_locked, self._owner = True, thread
+        if self._is_shared and thread is not None:
+            thread.num_shared_locks += 1
 
     def release(self) -> None:
         if not self._is_locked:
             raise RuntimeError("release unlocked lock")
-        self._is_locked = False
-        if self._waiting:
-            kernel.wake(self._waiting[0])
+        if self._is_shared and self._owner is not None:
+            self._owner.num_shared_locks -= 1
+        self._is_locked, self._owner = False, None
+        for thread in list(self._waiting):
+            kernel.wake(thread)
+            if not self._is_shared:
+                break  # of other processes the first may be dead, or paused
 
     def locked(self) -> bool:
         return self._is_locked
@@ -209,18 +236,22 @@ def install(one: Kernel) -> None:
     main = threading.main_thread()
     threading_._active = {0: main}
     threading_.Thread = SimulatedThread
+    threading_.Timer = None
     queue_: Any = queue
     queue_.SimpleQueue = queue_._PySimpleQueue
     queue_.time = _monotonic
     time.monotonic = time.perf_counter = _monotonic
     time.monotonic_ns = time.perf_counter_ns = _in_ns(_monotonic)
     time.time, time.time_ns = _wall, _in_ns(_wall)
+    time.thread_time = time.process_time = _monotonic
     time.sleep = lambda seconds: kernel.sleep(seconds)
     threading_._time = _monotonic
     os.getpid = _pid
     os._exit = _exit  # type: ignore[assignment]
     os.urandom = chance.randbytes
-    os.cpu_count = lambda: 4
+    os.cpu_count = lambda: NUM_CORES
+    os.sched_getaffinity = lambda pid: set(range(NUM_CORES))
+    os.getloadavg = lambda: (0.5, 0.5, 0.5)
     random_: Any = random
     random_._urandom = chance.randbytes
     random.seed(chance.random())
