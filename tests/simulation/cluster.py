@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import random
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,36 @@ _DISK_CHUNKS = {"storage": 250, "node": 50}
 TOKEN = "simulated-token-0123456789"
 
 
+DRAWN = {
+    "disk_fsync": (False, True),
+    "eviction_policy": ("s3lru", "lru", "s3fifo"),
+    "chunk_ttl_s": (None, None, 60.0),
+    "verify_hot": ("auto", "always"),
+    "accept_handover": (False, True),
+    "arena_recover": (True, True, False),
+    "disk_serde": ("naive", "naive", "lossless"),
+    "remote_serde": ("naive", "naive", "lossless"),
+    "rebalance": (True, False),
+    "hand_over_on_stop": (True, False),
+}
+"""Settings that differ between runs, and between two starts of a service."""
+SIDECAR_SETTINGS = tuple(name for name in DRAWN if name not in {"rebalance", "hand_over_on_stop"})
+STORAGE_SETTINGS = (
+    "disk_fsync", "eviction_policy", "chunk_ttl_s", "rebalance", "hand_over_on_stop"
+)  # fmt: skip
+
+
 class Cluster:
     """Starts and stops the services' real code in a world.
 
     Args:
         world: Where.
         chunk_bytes: Size of a chunk, from which all capacities follow.
+        dice: Draws settings.
     """
 
-    def __init__(self, world: World, chunk_bytes: int) -> None:
+    def __init__(self, world: World, chunk_bytes: int, dice: random.Random) -> None:
+        self._dice = dice
         self.world = world
         self.chunk_bytes = chunk_bytes
         self.redis = RedisServer()
@@ -118,7 +140,7 @@ class Cluster:
                     "memory_gb": 150 * gb,
                     "disk_gb": _DISK_CHUNKS[kind] * gb,
                 }
-                return common | node | own
+                return common | node | own | self._drawn(STORAGE_SETTINGS)
         own = {
             "distributed_url": f"lm://{name}:{LM_PORT}",
             "remote_url": storages,
@@ -128,7 +150,10 @@ class Cluster:
             "socket_path": self.socket(name),
             "arena_path": place / "shm" / "arena",
         }
-        return common | node | keys | own
+        return common | node | keys | own | self._drawn(SIDECAR_SETTINGS)
+
+    def _drawn(self, names: tuple[str, ...]) -> dict[str, object]:
+        return {name: self._dice.choice(DRAWN[name]) for name in names}
 
 
 def _mains() -> dict[str, Any]:

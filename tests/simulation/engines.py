@@ -22,6 +22,7 @@ class SimulatedEngine:
 
     Attributes:
         is_working: Set to False to end it.
+        is_idle: Set to True to let it do nothing but what `prompt` asks for.
         faults: What went wrong.
         totals: What it did.
         prompt: A prompt family to load, and to store if `found` is too little, by request of a
@@ -43,6 +44,7 @@ class SimulatedEngine:
         self.pause_s = pause_s
         self.on_call = on_call
         self.is_working = True
+        self.is_idle = False
         self.faults: list[str] = []
         self.totals: dict[str, int] = {}
         self.prompt: int | None = None
@@ -57,7 +59,15 @@ class SimulatedEngine:
         class Counted(Worker):
             def _timed(self, name: str, call: Any) -> Any:
                 on_call(name)
-                return super()._timed(name, call)
+                paused_s, num_faults = process.paused_s, len(self._faults)
+                result = super()._timed(name, call)
+                if process.paused_s > paused_s:  # it is not the call that took so long
+                    new = self._faults[num_faults:]
+                    self._faults[num_faults:] = [one for one in new if not one.startswith("late")]
+                return result
+
+        process = self.cluster.world.kernel.process
+        assert process is not None
 
         dice = random.Random(self.seed)
         engine = open_engine(str(self.cluster.socket(self.node)))
@@ -72,9 +82,10 @@ class SimulatedEngine:
                     worker.store(tokens)
                 self.prompt, self.found = None, found
                 continue
-            worker.request()
+            if not self.is_idle:
+                worker.request()
             until = time.monotonic() + dice.expovariate(1 / self.pause_s)
             while self.is_working and self.prompt is None and time.monotonic() < until:
-                time.sleep(2.0)
+                time.sleep(min(2.0, self.pause_s))
         engine.close()
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 from collections import Counter
@@ -89,6 +90,7 @@ class Faults:
         self._dice = random.Random()
         self._kind = ""
         self._undo: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count()
         self.active: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.expected_deaths: set[int] = set()
@@ -125,7 +127,7 @@ class Faults:
 
     def _for(self, most_s: float, undo: Callable[[], None]) -> None:
         """Undo a fault later, or at `heal`."""
-        kind, number = self._kind, len(self._undo) + sum(self.counts.values()) * 1000
+        kind, number = self._kind, next(self._numbers)
         self.active[kind] += 1
 
         def once() -> None:
@@ -241,12 +243,12 @@ class Faults:
             self._dice, self._kind = random.Random(seed), kind
             self._lose_power(name)
 
+        operator = self._kernel.process
+        assert operator is not None
         disk = self._world.files.disks[name]
         disk.crash_in(
             self._dice.randint(1, 40), lambda: self._kernel.spawn(operator, "crash", lose_power)
         )
-        operator = self._kernel.process
-        assert operator is not None
 
     def _lose_power(self, name: str) -> None:
         machine = self._cluster.machines[name]

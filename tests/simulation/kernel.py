@@ -50,6 +50,7 @@ class Process:
         exit_code: None while it runs; negative if it was killed.
         descriptors: Its open files and sockets.
         loops: The event loops that it has made.
+        paused_s: For how long it has been paused.
     """
 
     def __init__(self, kernel: Kernel, name: str, machine: Machine, pid: int) -> None:
@@ -65,14 +66,23 @@ class Process:
         self.max_descriptors = 1024
         self.watchers: list[Thread] = []
         self.loops: list[Any] = []
+        self.paused_s = 0.0
+        self._paused_at = 0.0
         self._postponed: list[tuple[Thread, int]] = []
 
     def postpone(self, thread: Thread, epoch: int) -> None:
         """Keep a wake-up until the process is resumed."""
         self._postponed.append((thread, epoch))
 
+    def pause(self) -> None:
+        """Let it run no further, as SIGSTOP does."""
+        if not self.is_paused:
+            self.is_paused, self._paused_at = True, self.kernel.now
+
     def resume(self) -> None:
         """Let a paused process run again, as SIGCONT does."""
+        if self.is_paused:
+            self.paused_s += self.kernel.now - self._paused_at
         self.is_paused = False
         for thread, epoch in self._postponed:
             self.kernel.schedule(thread, epoch, 0.0)

@@ -23,7 +23,7 @@ END_S = 60.0
 """Everything has ended this long after it was told to."""
 FOUND_S = 30.0
 """A prompt that was stored is found by every node within this time."""
-ENGINE_PAUSE_S = 10.0
+ENGINE_PAUSES_S = (3.0, 10.0, 30.0)
 OPERATOR_PAUSE_S = 20.0
 LOOK_S = 10.0
 """Between two looks at what always holds."""
@@ -80,7 +80,9 @@ class Scenario:
         self._schedule = schedule
         self._is_working = True
         self._is_done = False
-        self.cluster = Cluster(world, CHUNK_BYTES)
+        dice = random.Random(f"settings {seed}")
+        self._engine_pause_s = dice.choice(ENGINE_PAUSES_S)
+        self.cluster = Cluster(world, CHUNK_BYTES, dice)
         self.engines: dict[str, SimulatedEngine] = {}
         self.faults = Faults(world, self.cluster, self._start_engine, self._complain)
         self.violations: list[str] = []
@@ -141,7 +143,11 @@ class Scenario:
             self._collect(engine)
         number = len(self._kernel.processes)
         new = SimulatedEngine(
-            self.cluster, node, 1000 * number + self._seed, ENGINE_PAUSE_S, self._count_pairs
+            self.cluster,
+            node,
+            1000 * number + self._seed,
+            self._engine_pause_s,
+            self._count_pairs,
         )
         name = f"engine-{node}"
         self.engines[node] = new
@@ -234,6 +240,8 @@ class Scenario:
     def _check_found(self) -> None:
         """What one node stores is found by all others within `FOUND_S`."""
         engines = [self.engines[node] for node in SIDECARS]
+        for engine in engines:
+            engine.is_idle = True
         for shift in range(len(engines)):
             deadline = self._kernel.now + FOUND_S
             asked = [

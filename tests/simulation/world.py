@@ -129,7 +129,7 @@ class World:
         if number == signal.SIGKILL:
             self.kernel.end_process(process, -number)
         elif number == signal.SIGSTOP:
-            process.is_paused = True
+            process.pause()
         elif number == signal.SIGCONT:
             process.resume()
         elif (handler := process.signals.get(number)) is not None:
