@@ -1,4 +1,4 @@
-"""Engines beside the sidecars: requests that share prefixes, each answer compared with its tokens."""
+"""Engines beside the sidecars: requests share prefixes, each answer is compared with its tokens."""
 
 from __future__ import annotations
 

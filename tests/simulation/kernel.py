@@ -20,7 +20,7 @@ import greenlet
 STEP_S = 20e-6
 """Virtual time that a thread takes between two waits, at least."""
 CLOCK_READ_S = 1e-7
-"""Virtual time that reading a clock takes: a loop that waits for a deadline without sleeping ends."""
+"""Virtual time that reading a clock takes: so a loop without sleep reaches its deadline."""
 EPOCH_S = 1_800_000_000.0
 """Wall-clock time at which each simulation begins."""
 

@@ -255,7 +255,7 @@ class Scenario:
                 asked = [one for one in asked if (one[0].found or 0) < 7 * 32]
             for engine, prompt in asked:
                 self._complain(
-                    f"engine-{engine.node} found {engine.found} of the 224 tokens of prompt {prompt}"
+                    f"engine-{engine.node} found {engine.found} of 224 tokens of prompt {prompt}"
                 )
         self._check_alive()
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from tests.simulation.kernel import EPOCH_S, CLOCK_READ_S, Kernel, Thread
+from tests.simulation.kernel import CLOCK_READ_S, EPOCH_S, Kernel, Thread
 
 SWITCH_CHANCE = 0.05
 """How often taking a free lock lets other threads run first."""

@@ -51,7 +51,6 @@ class World:
     def _install_product(self) -> None:
         import asyncio
         import logging
-
         import ssl
 
         import uvicorn
@@ -87,7 +86,8 @@ class World:
             def emit(self, record: logging.LogRecord) -> None:
                 name = "outside" if kernel.process is None else kernel.process.name
                 logs.append(
-                    f"{kernel.now:.4f} {name} {record.levelname} {record.name} {self.format(record)}"
+                    f"{kernel.now:.4f} {name} {record.levelname} {record.name}"
+                    f" {self.format(record)}"
                 )
 
         logging.basicConfig(level=logging.INFO, handlers=[Handler()], force=True)
