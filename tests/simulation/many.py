@@ -96,9 +96,7 @@ def summary(results: Collection[Result]) -> str:
     return "\n".join(lines)
 
 
-def shrink(
-    numbers: Collection[int], fails: Callable[[Collection[int]], bool]
-) -> list[int]:
+def shrink(numbers: Collection[int], fails: Callable[[Collection[int]], bool]) -> list[int]:
     """Return a part of a schedule that still fails, from which no single fault can be left out.
 
     Halves, quarters and so on are left out first.

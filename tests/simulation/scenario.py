@@ -30,8 +30,8 @@ LOOK_S = 10.0
 ADMIN_BOUND_S = 15.0
 DISK_SLACK = 1.1
 """A disk tier may take so much more than its limit, for files that are being written."""
-MAX_IDLE = {"descriptors": 64, "threads": 32, "tasks": 96}
-"""What a service without clients has at most."""
+MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
+"""What a service without clients has at most; a pool keeps up to 64 connections to Redis."""
 CALLS = {
     "node": (
         ("GET", "/v1/status"),

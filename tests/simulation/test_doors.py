@@ -20,7 +20,9 @@ REPLACED = {
     "select": {"poll", "epoll", "select"},
     "signal": {"signal", "raise_signal"},
     "socket": {"socket", "getaddrinfo", "create_connection", "gethostname"},
-    "threading": {"Condition", "Event", "Lock", "RLock", "Semaphore", "Thread", "Timer", "get_ident"},
+    "threading": {
+        "Condition", "Event", "Lock", "RLock", "Semaphore", "Thread", "Timer", "get_ident", "local",
+    },
     "time": {
         "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "sleep",
         "thread_time", "time", "time_ns",

@@ -10,6 +10,7 @@ import pytest
 from tests.simulation.many import replay, run_seed, shrink
 
 SECONDS = 40.0
+pytestmark = pytest.mark.timeout(600)
 
 
 def check(seed: int, seconds: float = SECONDS) -> None:

@@ -1,4 +1,4 @@
-"""More and longer runs than `make test` has time for; each seed here once found a defect."""
+"""More and longer runs than `make test` has time for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from tests.simulation.test_scenario import check
 
 SECONDS = 300.0
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.parametrize("seed", [2, 4, 5, 6])
