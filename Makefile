@@ -106,7 +106,8 @@ helm-check: $(VENV)/.tools ## The chart: lint, render and validate with Helm 3 a
 	@$(BIN)/python tests/helm/tools/fetch_helm.py
 	@$(BIN)/pytest tests/helm
 
-docker-lint: $(VENV)/.tools ## The images: lint, and run their install steps in clean environments
+# Not listed: the images: lint, and run their install steps in clean environments
+docker-lint: $(VENV)/.tools
 	@$(BIN)/hadolint docker/*.Dockerfile
 	@$(BIN)/pytest -n auto tests/integration/docker_install.py
 
