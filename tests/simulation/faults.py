@@ -222,8 +222,10 @@ class Faults:
         self._for(5, lambda: self.start_again(name))
 
     def descriptors(self) -> None:
-        """Let a service open nothing more."""
+        """Let a service open nothing more; one that is still starting would rightly end."""
         process = self._cluster.processes[self._dice.choice(DISKS)]
+        if self._kernel.now - process.started_s < LONGEST_S:
+            return
         before, process.max_descriptors = process.max_descriptors, len(process.descriptors)
 
         def undo() -> None:

@@ -50,6 +50,7 @@ class Process:
         exit_code: None while it runs; negative if it was killed.
         descriptors: Its open files and sockets.
         loops: The event loops that it has made.
+        started_s: When it began.
         paused_s: For how long it has been paused.
     """
 
@@ -66,6 +67,7 @@ class Process:
         self.max_descriptors = 1024
         self.watchers: list[Thread] = []
         self.loops: list[Any] = []
+        self.started_s = kernel.now
         self.paused_s = 0.0
         self._paused_at = 0.0
         self._postponed: list[tuple[Thread, int]] = []

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection
 
 import pytest
 
-from tests.simulation.many import replay, run_seed, shrink
+from tests.simulation.many import fresh_seeds, replay, run_seed, shrink
 
 SECONDS = 40.0
 pytestmark = pytest.mark.timeout(600)
@@ -32,8 +31,8 @@ def test_known_seeds(seed: int) -> None:
     check(seed)
 
 
-def test_a_fresh_seed() -> None:
-    check(random.SystemRandom().randrange(1 << 31))
+def test_a_seed_of_this_state_of_the_product() -> None:
+    check(fresh_seeds(1)[0])
 
 
 def test_shrinking_leaves_what_is_needed_for_the_failure() -> None:

@@ -154,7 +154,7 @@ def test_a_worker_that_hangs_is_shown_and_does_not_hold_the_others_up(
 def _metrics_or_none(plain: httpx.Client, service: ServiceProcess) -> str | None:
     """None when the kernel gave the connection to the worker that hangs."""
     try:
-        return plain.get(f"{service.url}/metrics", timeout=30.0).text
+        return plain.get(f"{service.url}/metrics", timeout=8.0).text
     except httpx.TimeoutException:
         return None
 
