@@ -22,7 +22,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual time under faults")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="with --hours")
     parser.add_argument("--shrink", action="store_true", help="leave out what need not go wrong")
-    parser.add_argument("--keep", help="numbers of the faults to keep, with commas; default: all")
+    parser.add_argument(
+        "--keep", type=_numbers, help="numbers of the faults to keep, with commas; default: all"
+    )
     parser.add_argument("--list", action="store_true", help="print the schedule and end")
     parser.add_argument("--events", action="store_true", help="print the event log")
     parser.add_argument("--logs", action="store_true", help="print what the services log")
@@ -36,10 +38,16 @@ def main() -> int:
         ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)
         command = [sys.executable, "-m", "tests.simulation", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | FIXED)
-    keep = None
-    if options.keep is not None:
-        keep = {int(number) for number in options.keep.split(",") if number}
-    return _run(options, keep)
+    return _run(options, options.keep)
+
+
+def _numbers(text: str) -> set[int]:
+    try:
+        return {int(number) for number in text.split(",") if number}
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of numbers; give them with commas, such as 3,8"
+        ) from None
 
 
 def _run_hours(options: argparse.Namespace) -> int:
@@ -47,7 +55,7 @@ def _run_hours(options: argparse.Namespace) -> int:
 
     from tests.simulation.many import run_seeds, summary
 
-    # A run goes on for about two minutes after its faults.
+    # A run lasts about two minutes longer than its faults.
     num_seeds = max(1, round(options.hours * 3600 / (options.seconds + 120)))
     first = random.SystemRandom().randrange(1 << 31)
     results = run_seeds(range(first, first + num_seeds), options.seconds, options.jobs)

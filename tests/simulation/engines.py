@@ -1,4 +1,4 @@
-"""Engines beside the sidecars: requests share prefixes, each answer is compared with its tokens."""
+"""Simulated engines. Their requests share prefixes; each hit is compared with what was computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SimulatedEngine:
 
     Args:
         cluster: Where.
-        node: Beside which sidecar.
+        node: The node whose sidecar it uses.
         seed: Of its prompts.
         pause_s: Mean time between two requests.
         on_call: Called with the name of each call of the engine as it begins.

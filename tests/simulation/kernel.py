@@ -38,7 +38,6 @@ class Machine:
         self.name = name
         self.address = address
         self.wall_offset_s = 0.0
-        self.boot_s = 0.0
 
 
 class Process:
@@ -300,7 +299,7 @@ class Kernel:
         else:
             self._enter(following)
             following.greenlet.switch()
-        # Whoever switched here has made this thread the current one.
+        # The thread that switched here has already made this one current.
         if thread.hooks != sys.get_asyncgen_hooks():
             sys.set_asyncgen_hooks(*thread.hooks)
 

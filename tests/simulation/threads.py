@@ -33,8 +33,8 @@ kernel: Kernel
 class Lock:
     """A lock that simulated threads wait for in the order in which they came.
 
-    Real processes have their own copy of a module's locks; simulated ones share them. So whoever
-    holds such a lock goes on until it is released, and a dead process holds none.
+    Each real process has its own copy of a module's locks; simulated processes share one. So a
+    thread that holds such a lock is not interrupted, and the death of a process releases it.
     """
 
     def __init__(self) -> None:

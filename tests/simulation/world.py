@@ -32,8 +32,8 @@ class World:
             sys.modules[name] = None  # type: ignore[assignment]
         # Paths are the same in each run of a seed, so two of them wait for each other.
         PLACE.mkdir(exist_ok=True)
-        self._lock = (PLACE / f"{seed}.lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = (PLACE / "lock").open("w")
+        fcntl.lockf(self._lock, fcntl.LOCK_EX, 1, seed)
         self.kernel = Kernel(seed)
         threads.install(self.kernel)
         self.network = network.Network(self.kernel)
