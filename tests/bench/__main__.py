@@ -23,7 +23,6 @@ from tests.bench import (
     codec_part,
     disk,
     engines,
-    eviction,
     identity,
     limits,
     lm_tier,
@@ -108,7 +107,6 @@ def sections(bench: Bench) -> Sequence[report.Section]:
         report.answers(
             bench.run("lookup and stage", lambda: questions.answer_times(bench.directory))
         ),
-        report.allocations(bench.run("allocations", allocation.allocation_rows)),
         report.chunk_costs(bench.run("small chunks", small_chunks.chunk_costs)),
     ]
     measured = (
@@ -128,15 +126,11 @@ def with_rounds(machine: str) -> str:
 def measure_tiers(bench: Bench, console: Console, machine: str) -> None:
     """The tiers and all that is not a codec."""
     timed = sections(bench)
-    ratios = bench.run("eviction, simulated", lambda: eviction.as_markdown(eviction.measure()))
-    for section in timed:
+    allocations = report.allocations(bench.run("allocations", allocation.allocation_rows))
+    for section in [*timed, allocations]:  # allocations: terminal only
         section.show(console)
-    console.print(ratios)
     report.rewrite(
-        DOCUMENT,
-        "bench",
-        with_rounds(machine),
-        [*(section.as_markdown() for section in timed), ratios],
+        DOCUMENT, "bench", with_rounds(machine), [section.as_markdown() for section in timed]
     )
 
 
