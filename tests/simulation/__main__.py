@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import sys
 
-ADDR_NO_RANDOMIZE = 0x0040000
 FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """What would make two runs of a seed differ."""
 
@@ -35,7 +33,6 @@ def main() -> int:
     if options.shrink:
         return _shrink(options)
     if any(os.environ.get(name) != value for name, value in FIXED.items()):
-        ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)
         command = [sys.executable, "-m", "tests.simulation", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | FIXED)
     return _run(options, options.keep)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+import struct
 import sys
 import traceback
 from collections.abc import Callable
@@ -156,7 +157,7 @@ class Kernel:
 
     @property
     def digest(self) -> str:
-        """Return the digest of the event log so far."""
+        """Return the digest of the event log and of all steps of threads so far."""
         return self._log.copy().hexdigest()
 
     # --- Processes and threads -------------------------------------------------------------------
@@ -305,6 +306,7 @@ class Kernel:
 
     def _enter(self, thread: Thread) -> None:
         self.current = thread
+        self._log.update(struct.pack("dI", self.now, thread.ident))
         thread.is_blocked = False
         self._loops._set_running_loop(thread.loop)
 

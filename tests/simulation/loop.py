@@ -8,30 +8,19 @@ from typing import Any
 
 from tests.simulation import threads
 from tests.simulation.network import Selector
+from tests.simulation.order import OrderedWeakSet, numbered
 
 MAX_ACCEPTED = 8
 """Connections that a loop accepts in one turn."""
 
 
-class _Ordered:
-    """Objects whose hash is their number: sets of them have the same order in each run."""
-
-    _num_made = 0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        _Ordered._num_made += 1
-        self._number = _Ordered._num_made
-        super().__init__(*args, **options)
-
-    def __hash__(self) -> int:
-        return self._number
-
-
-class Task(_Ordered, asyncio.Task[Any]):
+@numbered
+class Task(asyncio.Task[Any]):
     pass
 
 
-class Future(_Ordered, asyncio.Future[Any]):
+@numbered
+class Future(asyncio.Future[Any]):
     pass
 
 
@@ -41,6 +30,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.interrupts: Selector = Selector()
         super().__init__(self.interrupts)
+        self._asyncgens = OrderedWeakSet()
         process = threads.kernel.process
         if process is not None:
             process.loops.append(self)

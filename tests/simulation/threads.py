@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.simulation.kernel import CLOCK_READ_S, EPOCH_S, Kernel, Thread
+from tests.simulation.order import numbered
 
 SWITCH_CHANCE = 0.05
 """How often taking a free lock lets other threads run first."""
@@ -116,6 +117,7 @@ class Lock:
         self.release()
 
 
+@numbered
 class SimulatedThread(threading.Thread):
     """`threading.Thread` on a simulated thread of the process that starts it."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.simulation import disk, network, threads
 from tests.simulation.kernel import Kernel, Machine, Process
+from tests.simulation.order import numbered
 
 PLACE = Path("/dev/shm/lmcache-simulation")
 MIN_REPEAT_S = 5.0
@@ -50,12 +51,22 @@ class World:
 
     def _install_product(self) -> None:
         import asyncio
+        import concurrent.futures
         import logging
         import ssl
 
         import uvicorn
+        from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
+        from lmcache_core.wire.server import LmSession
+        from lmcache_core.wire.stream import FrameStream
         from lmcache_servicekit import runner
+        from lmcache_servicekit.http_protocol import BoundedHttpProtocol
+        from lmcache_sidecar.socket.session import EngineSession
+
+        connections = (BoundedHttpProtocol, FrameStream, LmSession, EngineSession)
+        for one in (*connections, anyio.CancelScope, concurrent.futures.Future):
+            numbered(one)
 
         async def main_loop(server: uvicorn.Server) -> None:
             # uvicorn looks ten times a second whether a signal has come.
