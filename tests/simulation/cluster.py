@@ -23,7 +23,7 @@ _DISK_CHUNKS = {"storage": 250, "node": 50}
 TOKEN = "simulated-token-0123456789"
 
 
-DRAWN = {
+DRAWN: dict[str, tuple[Any, ...]] = {
     "disk_fsync": (False, True),
     "eviction_policy": ("s3lru", "lru", "s3fifo"),
     "chunk_ttl_s": (None, None, 60.0),
@@ -34,11 +34,14 @@ DRAWN = {
     "remote_serde": ("naive", "naive", "lossless"),
     "rebalance": (True, False),
     "hand_over_on_stop": (True, False),
+    "tenant_quota_gb": (None, None, 50),
+    "tenant_disk_quota_gb": (None, None, 40),
 }
-"""Settings that differ between runs, and between two starts of a service."""
+"""Settings that differ between runs, and between two starts of a service; sizes in chunks."""
 SIDECAR_SETTINGS = tuple(name for name in DRAWN if name not in {"rebalance", "hand_over_on_stop"})
 STORAGE_SETTINGS = (
-    "disk_fsync", "eviction_policy", "chunk_ttl_s", "rebalance", "hand_over_on_stop"
+    "disk_fsync", "eviction_policy", "chunk_ttl_s", "rebalance", "hand_over_on_stop",
+    "tenant_quota_gb", "tenant_disk_quota_gb",
 )  # fmt: skip
 
 
@@ -153,7 +156,12 @@ class Cluster:
         return common | node | keys | own | self._drawn(SIDECAR_SETTINGS)
 
     def _drawn(self, names: tuple[str, ...]) -> dict[str, object]:
-        return {name: self._dice.choice(DRAWN[name]) for name in names}
+        drawn = {name: self._dice.choice(DRAWN[name]) for name in names}
+        gb = self.chunk_bytes / GB
+        return {
+            name: value * gb if name.endswith("_gb") and value else value
+            for name, value in drawn.items()
+        }
 
 
 def _mains() -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Faults:
         cluster: To whom.
         start_engine: Starts the engine of a node.
         complain: Notes a violation.
+        call: Sends a request to a service: name, method and path.
 
     Attributes:
         active: The kinds that are under way, and how often.
@@ -81,12 +82,14 @@ class Faults:
         cluster: Cluster,
         start_engine: Callable[[str], None],
         complain: Callable[[str], None],
+        call: Callable[[str, str, str], object],
     ) -> None:
         self._world = world
         self._kernel = world.kernel
         self._cluster = cluster
         self._start_engine = start_engine
         self._complain = complain
+        self._call = call
         self._dice = random.Random()
         self._kind = ""
         self._undo: dict[int, Callable[[], None]] = {}
@@ -173,10 +176,19 @@ class Faults:
         """One after the other, all services of a kind."""
         self._restart(list(self._dice.choice((LOOKUPS, BROKERS, STORAGES, SIDECARS))))
 
-    def _restart(self, names: list[str]) -> None:
+    def scale(self) -> None:
+        """Drain a service, end it, and start it again later."""
+        name = self._dice.choice(DISKS)
+        path = "/v1/drain" if name in SIDECARS else "/v1/admin/drain"
+        self._restart([name], lambda: self._call(name, "POST", path), self._dice.uniform(1, 30))
+
+    def _restart(
+        self, names: list[str], before: Callable[[], object] = lambda: None, away_s: float = 0.0
+    ) -> None:
         self.active[kind := self._kind] += 1
 
         def roll() -> None:
+            before()
             for name in names:
                 process = self._cluster.processes[name]
                 self._signal(name, signal.SIGTERM)
@@ -188,6 +200,7 @@ class Faults:
                         self._complain(f"{name} did not end within {waited_s:.0f} s of SIGTERM")
                         self._signal(name, signal.SIGKILL)
                         break
+                self._kernel.sleep(away_s)
                 self.start_again(name)
                 self._kernel.sleep(2.0)
             self.active[kind] -= 1

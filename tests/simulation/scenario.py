@@ -12,7 +12,15 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from tests.simulation.cluster import REST_PORT, SERVICES, SIDECARS, STORAGES, TOKEN, Cluster
+from tests.simulation.cluster import (
+    GB,
+    REST_PORT,
+    SERVICES,
+    SIDECARS,
+    STORAGES,
+    TOKEN,
+    Cluster,
+)
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.faults import Fault, Faults
 from tests.simulation.world import World
@@ -28,6 +36,7 @@ OPERATOR_PAUSE_S = 20.0
 LOOK_S = 10.0
 """Between two looks at what always holds."""
 ADMIN_BOUND_S = 15.0
+ASKED_CHUNKS = 20
 DISK_SLACK = 1.1
 """A disk tier may take so much more than its limit, for files that are being written."""
 MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
@@ -84,7 +93,7 @@ class Scenario:
         self._engine_pause_s = dice.choice(ENGINE_PAUSES_S)
         self.cluster = Cluster(world, CHUNK_BYTES, dice)
         self.engines: dict[str, SimulatedEngine] = {}
-        self.faults = Faults(world, self.cluster, self._start_engine, self._complain)
+        self.faults = Faults(world, self.cluster, self._start_engine, self._complain, self._call)
         self.violations: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.totals: Counter[str] = Counter()
@@ -92,7 +101,7 @@ class Scenario:
     def run(self) -> list[str]:
         """Run; return what went wrong."""
         self._kernel.start_process("operator", self._world.machine("operator"), self._operate)
-        longest_s = self._work_s + CALM_S + 3 * FOUND_S + (len(SERVICES) + 4) * END_S
+        longest_s = self._work_s + CALM_S + 5 * FOUND_S + (len(SERVICES) + 4) * END_S
         try:
             self._kernel.run(longest_s)
         except BaseException:
@@ -129,6 +138,7 @@ class Scenario:
             engine.is_working = False
         self._await_end([f"engine-{node}" for node in SIDECARS])
         self._check_idle()
+        self._check_index()
         for name in reversed(SERVICES):
             self._world.signal(self.cluster.processes[name], signal.SIGTERM)
             self._await_end([name])
@@ -211,7 +221,7 @@ class Scenario:
         while self._is_working:
             self._kernel.sleep(LOOK_S)
             self._check_alive()
-            self._check_disks()
+            self._check_sizes()
 
     def _collect(self, engine: SimulatedEngine) -> None:
         for fault in engine.faults:
@@ -230,12 +240,24 @@ class Scenario:
         for engine in self.engines.values():
             self._collect(engine)
 
-    def _check_disks(self) -> None:
+    def _check_sizes(self) -> None:
         for name in (*SIDECARS, *STORAGES):
             limit = self.cluster.disk_bytes(name)
             used = self._world.files.disks[name].used_bytes()
             if used > limit * DISK_SLACK:
                 self._complain(f"{name} has {used} bytes on its disk; the limit is {limit}")
+            for tier, quota_gb in self._tiers(name):
+                used = sum(num_bytes for _, num_bytes in tier.held())
+                if quota_gb and used > quota_gb * GB:
+                    self._complain(f"{name} has {used} bytes of a tenant with {quota_gb * GB:.0f}")
+
+    def _tiers(self, name: str) -> list[tuple[Any, float | None]]:
+        """Return the tiers of a node that runs, and the tenant's quota in each."""
+        node = self._world.nodes.get(name)
+        if node is None or self.cluster.processes[name].is_dead:
+            return []
+        quotas = node.settings.tenant_quota_gb, node.settings.tenant_disk_quota_gb
+        return list(zip(node.tiers.local, quotas, strict=False))
 
     def _check_found(self) -> None:
         """What one node stores is found by all others within `FOUND_S`."""
@@ -258,6 +280,35 @@ class Scenario:
                     f"engine-{engine.node} found {engine.found} of 224 tokens of prompt {prompt}"
                 )
         self._check_alive()
+
+    def _check_index(self) -> None:
+        """Lookup names the holders of each chunk, and no others, within `FOUND_S`."""
+        deadline = self._kernel.now + FOUND_S
+        while (wrong := self._wrong_holders()) and self._kernel.now < deadline:
+            self._kernel.sleep(5.0)
+        for text in wrong[:5]:
+            self._complain(text)
+
+    def _wrong_holders(self) -> list[str]:
+        holders: dict[str, set[str]] = {}
+        for name in (*SIDECARS, *STORAGES):
+            for tier, _ in self._tiers(name):
+                for key, _ in tier.held():
+                    holders.setdefault(key.key.chunk_id().hex(), set()).add(name)
+        wrong = []
+        _, stats = self._call("lookup-0", "GET", "/v1/stats")
+        if stats is None or stats["num_chunks"] != len(holders):
+            wrong.append(f"{len(holders)} chunks are held; lookup says {stats}")
+        ids = sorted(holders)
+        for chunk_id in random.Random(self._seed).sample(ids, min(ASKED_CHUNKS, len(ids))):
+            _, answer = self._call("lookup-0", "GET", f"/v1/chunks/{chunk_id}/locations")
+            known = {one["instance"] for one in answer["holders"]} if answer else set()
+            if known != holders[chunk_id]:
+                wrong.append(
+                    f"lookup names {sorted(known)} as holders of {chunk_id}, which"
+                    f" {sorted(holders[chunk_id])} hold"
+                )
+        return wrong
 
     def _check_idle(self) -> None:
         """Without clients, nothing is held for any."""

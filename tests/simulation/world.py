@@ -46,6 +46,8 @@ class World:
         loop.install()
         _install_signals(self.kernel)
         self.logs: list[str] = []
+        self.nodes: dict[str, Any] = {}
+        """The `Node` of each sidecar and storage, by the name of its process."""
         self._install_product()
         gc.disable()
 
@@ -60,6 +62,7 @@ class World:
         from lmcache_core.concurrency import supervisor
         from lmcache_core.wire.server import LmSession
         from lmcache_core.wire.stream import FrameStream
+        from lmcache_node.node import Node
         from lmcache_servicekit import runner
         from lmcache_servicekit.http_protocol import BoundedHttpProtocol
         from lmcache_sidecar.socket.session import EngineSession
@@ -86,12 +89,20 @@ class World:
         def repeat_seldom(tasks: Any, name: str, work: Any, interval_s: float) -> bool:
             return repeat(tasks, name, work, max(interval_s, MIN_REPEAT_S))
 
+        open_node, kernel, nodes = Node.serve, self.kernel, self.nodes
+
+        async def serve(node: Any, *args: Any) -> None:
+            assert kernel.process is not None
+            nodes[kernel.process.name] = node
+            await open_node(node, *args)
+
+        Node.serve = serve  # type: ignore[method-assign]
         uvicorn.Server.main_loop = main_loop  # type: ignore[method-assign]
         uvicorn.Server.__setattr__ = told  # type: ignore[method-assign, assignment]
         supervisor.TaskSupervisor.repeat = repeat_seldom  # type: ignore[method-assign]
         ssl.SSLContext.load_default_certs = lambda *_: None  # type: ignore[method-assign]
         runner.configure_logging = lambda *_: None
-        logs, kernel = self.logs, self.kernel
+        logs = self.logs
 
         class Handler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
