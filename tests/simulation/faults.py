@@ -270,10 +270,16 @@ class Faults:
         names = [
             name for name, process in self._cluster.processes.items() if process.machine is machine
         ]
+        node = self._world.nodes.get(name)
+        held = set() if node is None else set(node.tiers.disk_files._index._entries)
         self._world.network.lose_power(machine)
         for one in names:
             self._signal(one, signal.SIGKILL)
         self._world.files.lose_power(machine)
+        disk, synced = self._world.files.disks[name], self._world.synced.get(name, {})
+        for key in held & synced.keys():
+            if not disk.has(synced[key]):
+                self._complain(f"{name} lost {key.key.to_url()}, which it had synced")
 
         def undo() -> None:
             self._world.network.restore(machine)

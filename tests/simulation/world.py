@@ -48,6 +48,8 @@ class World:
         self.logs: list[str] = []
         self.nodes: dict[str, Any] = {}
         """The `Node` of each sidecar and storage, by the name of its process."""
+        self.synced: dict[str, dict[Any, str]] = {}
+        """By machine: what was written with `disk_fsync`, and the file that it is in."""
         self._install_product()
         gc.disable()
 
@@ -60,6 +62,7 @@ class World:
         import uvicorn
         from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
+        from lmcache_core.storage.disk.store import DiskStore
         from lmcache_core.wire.server import LmSession
         from lmcache_core.wire.stream import FrameStream
         from lmcache_node.node import Node
@@ -96,6 +99,17 @@ class World:
             nodes[kernel.process.name] = node
             await open_node(node, *args)
 
+        write, synced = DiskStore.write, self.synced
+
+        def write_synced(store: Any, chunk: Any) -> bool:
+            is_kept = write(store, chunk)
+            if is_kept and store._fsync:
+                assert kernel.process is not None
+                of_machine = synced.setdefault(kernel.process.machine.name, {})
+                of_machine[chunk.key] = str(store._layout.record(chunk.key))
+            return is_kept
+
+        DiskStore.write = write_synced  # type: ignore[method-assign]
         Node.serve = serve  # type: ignore[method-assign]
         uvicorn.Server.main_loop = main_loop  # type: ignore[method-assign]
         uvicorn.Server.__setattr__ = told  # type: ignore[method-assign, assignment]
