@@ -310,6 +310,7 @@ async def test_a_bucket_that_takes_no_writes_is_read(
             await store(rest, f"{i}")
         refused = await figures(rest)
         assert refused["failed_writes"] + refused["rejected_writes"] == 8
+        assert refused["rejected_writes"] > 0, "a bucket that has refused is not asked each time"
         assert (refused["failed_writes"] > 0, refused["is_failing"], refused["breaker_open"]) == (
             True,
             1,

@@ -120,6 +120,27 @@ def test_processes_that_start_together_read_once(files: list[Path], reads: list[
     assert len(reads) == 5
 
 
+def test_what_another_process_is_reading_is_waited_for(
+    files: list[Path], reads: list[Path], tmp_path: Path
+) -> None:
+    file_digests(files)
+    (lock,) = (tmp_path / "cache" / "lmcache").glob("*.lock")
+    remembered = lock.with_suffix(".json")
+    content = remembered.read_bytes()
+    remembered.unlink()
+    reads.clear()
+    with lock.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        reader = threading.Thread(target=file_digests, args=(files,))
+        reader.start()
+        reader.join(0.5)
+        assert reader.is_alive()
+        remembered.write_bytes(content)
+    reader.join(10)
+    assert not reader.is_alive()
+    assert not reads
+
+
 def test_a_caller_that_must_not_wait_reads_what_another_process_is_reading(
     files: list[Path], reads: list[Path], tmp_path: Path
 ) -> None:
