@@ -19,13 +19,16 @@ MAX_PROCESSOR_S = 900.0
 Result = dict[str, Any]
 
 
-def run_seed(seed: int, seconds: float, keep: Collection[int] | None = None) -> Result:
+def run_seed(
+    seed: int, seconds: float, keep: Collection[int] | None = None, path: str | None = None
+) -> Result:
     """Run one seed in a process of its own.
 
     Args:
         seed: Of the run.
         seconds: Virtual time under faults.
         keep: Numbers of the faults to keep; None: all.
+        path: Where Python finds the product; None: where this process does.
 
     Returns:
         What `--json` prints; a run that could not be ended has a violation that says so.
@@ -34,11 +37,16 @@ def run_seed(seed: int, seconds: float, keep: Collection[int] | None = None) -> 
     command += ["--seconds", f"{seconds:g}", "--json"]
     if keep is not None:
         command += ["--keep", ",".join(map(str, sorted(keep)))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"PYTHONPATH": path or os.pathsep.join(filter(None, sys.path))}
     result: Result = {"seed": seed, "seconds": seconds}
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=MAX_PROCESSOR_S
+            command,
+            env=environment,
+            cwd=ROOT if path is None else path.split(os.pathsep)[0],
+            capture_output=True,
+            text=True,
+            timeout=MAX_PROCESSOR_S,
         )
     except subprocess.TimeoutExpired:
         return result | {"violations": [f"the run has not ended in {MAX_PROCESSOR_S:g} s"]}

@@ -39,6 +39,8 @@ ADMIN_BOUND_S = 15.0
 ASKED_CHUNKS = 20
 DISK_SLACK = 1.1
 """A disk tier may take so much more than its limit, for files that are being written."""
+DAMAGING = ("corrupt", "power", "crash")
+"""Faults after which a file may be damaged."""
 QUOTA_SLACK = 1.02
 """Sizes of chunks in memory include headers that are not kept there."""
 MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
@@ -248,10 +250,22 @@ class Scenario:
             used = self._world.files.disks[name].used_bytes()
             if used > limit * DISK_SLACK:
                 self._complain(f"{name} has {used} bytes on its disk; the limit is {limit}")
+            if not self._is_damaged:
+                num_damaged = self._num_damaged(name)
+                if num_damaged:
+                    self._complain(f"{name} took {num_damaged} intact chunks for damaged")
             for tier, quota_gb in self._tiers(name):
                 used = sum(num_bytes for _, num_bytes in tier.held())
                 if quota_gb and used > quota_gb * GB * QUOTA_SLACK:
                     self._complain(f"{name} has {used} bytes of a tenant with {quota_gb * GB:.0f}")
+
+    @property
+    def _is_damaged(self) -> bool:
+        return any(self.faults.counts[kind] for kind in DAMAGING)
+
+    def _num_damaged(self, name: str) -> int:
+        node = self._world.nodes.get(name)
+        return 0 if node is None else node.tiers.disk_files.stats()["corrupt_chunks"]
 
     def _tiers(self, name: str) -> list[tuple[Any, float | None]]:
         """Return the tiers of a node that runs, and the tenant's quota in each."""

@@ -1,0 +1,257 @@
+"""Put defects into the product, one at a time, and see whether the simulation finds them.
+
+`python -m tests.simulation.defects` lists how long each took to be found. A defect is a change of
+one place; those that the first release had are marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.simulation.many import ROOT, Result, run_seed
+
+SECONDS = 150.0
+"""Virtual time under faults of each run."""
+CORE = "libs/lmcache_core/src/lmcache_core"
+NODE = "services/node/src/lmcache_node"
+SIDECAR = "services/sidecar/src/lmcache_sidecar"
+STORAGE = "services/cache_storage/src/lmcache_storage"
+LOOKUP = "services/lookup/src/lmcache_lookup"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A change of one place.
+
+    Attributes:
+        name: What is wrong then.
+        path: Of the file.
+        before: Text that is there once.
+        after: What replaces it.
+        was_there: Whether the first release had it.
+    """
+
+    name: str
+    path: str
+    before: str
+    after: str
+    was_there: bool = False
+
+
+DEFECTS = (
+    Defect(
+        "calls of tiers have no deadline",
+        f"{CORE}/storage/guard.py",
+        "limit = asyncio.timeout(limit_s)",
+        "limit = asyncio.timeout(None)",
+        was_there=True,
+    ),
+    Defect(
+        "a closed breaker counts no success",
+        f"{CORE}/storage/guard.py",
+        "        self._state = _State.CLOSED\n        self._num_failures = 0",
+        "        self._num_failures = 0",
+    ),
+    Defect(
+        "digests are not compared",
+        f"{CORE}/record/codec.py",
+        "if digest != header.digest:",
+        "if False:",
+    ),
+    Defect(
+        "an error of the disk counts as damage",
+        f"{CORE}/storage/disk/store.py",
+        "if isinstance(exc, OSError) and not is_missing and exc.errno not in NOT_A_FILE:",
+        "if False:",
+        was_there=True,
+    ),
+    Defect(
+        "the name of a synced file is not synced",
+        f"{CORE}/storage/disk/store.py",
+        "        if self._fsync:\n            self._files.sync_directory(path.parent)\n",
+        "",
+    ),
+    Defect(
+        "a disk has no capacity",
+        f"{CORE}/storage/disk/index.py",
+        "self._ledger.used_bytes + self._reserved_bytes + charge > self.capacity_bytes",
+        "False",
+    ),
+    Defect(
+        "tenants have no quota",
+        f"{CORE}/storage/eviction/ledger.py",
+        "return quota is not None and used_bytes + more_bytes > quota",
+        "return False",
+    ),
+    Defect(
+        "chunks that are read are evicted",
+        f"{CORE}/storage/hot.py",
+        "if key == spared or self._chunks[key].memory.get_ref_count() > 1:",
+        "if key == spared:",
+    ),
+    Defect(
+        "what is written keeps its memory",
+        f"{CORE}/storage/write_behind.py",
+        "                for chunk in batch:\n                    self._settle(chunk)\n",
+        "",
+    ),
+    Defect(
+        "removals are not announced",
+        f"{CORE}/lookup/reporter.py",
+        'self._outbox.add(_event("remove", Holding(chunk_id, validate_tier(tier), 0, tenant)))',
+        "pass",
+    ),
+    Defect(
+        "a lost index is not announced again",
+        f"{CORE}/lookup/reporter.py",
+        "        if resync:\n            self._outbox.lose()",
+        "        if resync:\n            pass",
+    ),
+    Defect(
+        "an incarnation follows the clock",
+        f"{CORE}/lookup/reporter.py",
+        "max(time.time_ns(), self._last_incarnation + 1)",
+        "time.time_ns()",
+    ),
+    Defect(
+        "a periodic task ends with its first failure",
+        f"{CORE}/concurrency/supervisor.py",
+        "            await asyncio.sleep(interval_s)\n\n\nasync def cancel_and_join",
+        "                return\n            await asyncio.sleep(interval_s)\n\n\n"
+        "async def cancel_and_join",
+    ),
+    Defect(
+        "reservations outlive their client",
+        f"{SIDECAR}/socket/client_memory.py",
+        "self.release([*self.reservations, *self.pins])",
+        "self.release([*self.pins])",
+    ),
+    Defect(
+        "pins outlive their client",
+        f"{SIDECAR}/socket/client_memory.py",
+        "self.release([*self.reservations, *self.pins])",
+        "self.release([*self.reservations])",
+    ),
+    Defect(
+        "a recovered arena is not checked",
+        f"{SIDECAR}/arena/recovery.py",
+        "        verify_payload(header, memory.byte_array)\n        key =",
+        "        key =",
+    ),
+    Defect(
+        "a drain has no end",
+        f"{NODE}/drain.py",
+        "deadline = now() + self._timeout_s",
+        "deadline = now() + 3600",
+    ),
+    Defect(
+        "a home that lost its chunks is believed to have them",
+        f"{STORAGE}/handover/mover.py",
+        "return [key for key in keys if held[key]]",
+        "return list(keys)",
+        was_there=True,
+    ),
+)
+
+
+class Copy:
+    """A copy of the product with a defect.
+
+    Args:
+        defect: Which.
+
+    Raises:
+        ValueError: The text is not there once.
+    """
+
+    def __init__(self, defect: Defect) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="defect-"))
+        for name in ("libs", "services", "kernels", "tests"):
+            shutil.copytree(
+                ROOT / name, self._folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*")
+            )
+        file = self._folder / defect.path
+        text = file.read_text(encoding="utf-8")
+        if text.count(defect.before) != 1:
+            self.remove()
+            raise ValueError(f"{defect.name}: {defect.before!r} is not once in {defect.path}")
+        file.write_text(text.replace(defect.before, defect.after), encoding="utf-8")
+
+    @property
+    def path(self) -> str:
+        """Where Python finds the product."""
+        packages = [
+            one for where in ("libs", "services") for one in self._folder.glob(f"{where}/*/src")
+        ]
+        return os.pathsep.join(map(str, [self._folder, self._folder / "kernels/src", *packages]))
+
+    def remove(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def find(defect: Defect, limit_s: float, jobs: int) -> tuple[float, Result] | None:
+    """Run seeds until one violates something.
+
+    Args:
+        defect: What to find.
+        limit_s: Real time.
+        jobs: Runs at a time.
+
+    Returns:
+        After how many seconds a run found it, and that run; None: none did.
+    """
+    began, seed = time.monotonic(), 0
+    copy = Copy(defect)
+    running: set[Future[Result]] = set()
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        while time.monotonic() - began < limit_s:
+            while len(running) < jobs:
+                seed += 1
+                running.add(pool.submit(run_seed, seed, SECONDS, path=copy.path))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for one in done:
+                if (result := one.result())["violations"]:
+                    return time.monotonic() - began, result
+        return None
+    finally:
+        pool.shutdown()
+        copy.remove()
+
+
+def main() -> int:
+    """Print a line for each defect; the exit status is 1 if one was not found."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation.defects",
+        description="Put defects into a copy of the product; how soon does a run find each?",
+    )
+    parser.add_argument("--minutes", type=float, default=20.0, help="for each defect")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", help="a part of its name")
+    options = parser.parse_args()
+    chosen = [defect for defect in DEFECTS if options.only is None or options.only in defect.name]
+    num_found = 0
+    for defect in chosen:
+        found = find(defect, 60 * options.minutes, options.jobs)
+        num_found += found is not None
+        if found is None:
+            print(f"not found: {defect.name}", flush=True)
+            continue
+        seconds, result = found
+        print(f"found after {seconds:.0f} s by seed {result['seed']}: {defect.name}")
+        print(f"  {result['violations'][0].splitlines()[0]}", flush=True)
+    print(f"found={num_found} of={len(chosen)}")
+    return 0 if num_found == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
