@@ -29,7 +29,6 @@ LONG = (
     "integration/test_tutorial.py",
     "property/test_engine_linearisable.py",
     "property/test_engine_model.py",
-    "simulation/test_seeds.py",
     "unit/ctl/certify/test_blend.py",
     "unit/demo/test_model.py",
     "unit/demo/test_trainer.py",

@@ -16,9 +16,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=int, help="decides everything")
+    which.add_argument(
+        "--known",
+        action="store_true",
+        help="seeds that failed once, and some that follow from the product's sources",
+    )
     which.add_argument("--hours", type=float, help="virtual time of fresh seeds, side by side")
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual time under faults")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="with --hours")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="with --hours and --known"
+    )
     parser.add_argument("--shrink", action="store_true", help="leave out what need not go wrong")
     parser.add_argument(
         "--keep", type=_numbers, help="numbers of the faults to keep, with commas; default: all"
@@ -28,8 +35,8 @@ def main() -> int:
     parser.add_argument("--logs", action="store_true", help="print what the services log")
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
     options = parser.parse_args()
-    if options.hours is not None:
-        return _run_hours(options)
+    if options.hours is not None or options.known:
+        return _run_many(options)
     if options.shrink:
         return _shrink(options)
     if any(os.environ.get(name) != value for name, value in FIXED.items()):
@@ -47,15 +54,19 @@ def _numbers(text: str) -> set[int]:
         ) from None
 
 
-def _run_hours(options: argparse.Namespace) -> int:
+def _run_many(options: argparse.Namespace) -> int:
     import random
 
-    from tests.simulation.many import run_seeds, summary
+    from tests.simulation.many import KNOWN_SEEDS, NUM_FRESH, fresh_seeds, run_seeds, summary
 
-    # A run lasts about two minutes longer than its faults.
-    num_seeds = max(1, round(options.hours * 3600 / (options.seconds + 120)))
-    first = random.SystemRandom().randrange(1 << 31)
-    results = run_seeds(range(first, first + num_seeds), options.seconds, options.jobs)
+    if options.known:
+        seeds = [*KNOWN_SEEDS, *fresh_seeds(NUM_FRESH)]
+    else:
+        # A run lasts about two minutes longer than its faults.
+        num_seeds = max(1, round(options.hours * 3600 / (options.seconds + 120)))
+        first = random.SystemRandom().randrange(1 << 31)
+        seeds = list(range(first, first + num_seeds))
+    results = run_seeds(seeds, options.seconds, options.jobs)
     print(summary(results))
     return 1 if any(result["violations"] for result in results) else 0
 
