@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 import pytest
 
-from tests.simulation.many import fresh_seeds, replay, run_seed, shrink
+from tests.simulation.defects import DEFECTS, Defect
+from tests.simulation.many import ROOT, fresh_seeds, replay, run_seed, shrink
 
 SECONDS = 40.0
 pytestmark = pytest.mark.timeout(600)
@@ -33,6 +34,12 @@ def test_known_seeds(seed: int) -> None:
 
 def test_a_seed_of_this_state_of_the_product() -> None:
     check(fresh_seeds(1)[0])
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_defect_can_be_put_in(defect: Defect) -> None:
+    assert (ROOT / defect.path).read_text(encoding="utf-8").count(defect.before) == 1
+    assert defect.before != defect.after
 
 
 def test_shrinking_leaves_what_is_needed_for_the_failure() -> None:
