@@ -226,6 +226,9 @@ class Scenario:
             self._kernel.sleep(LOOK_S)
             self._check_alive()
             self._check_sizes()
+            for text in self._world.late_calls:
+                self._complain(text)
+            self._world.late_calls.clear()
 
     def _collect(self, engine: SimulatedEngine) -> None:
         for fault in engine.faults:
@@ -348,6 +351,10 @@ class Scenario:
             for what, number in have.items():
                 if number > MAX_IDLE[what]:
                     self._complain(f"{name} has {number} {what} when idle")
+        for name in (*SIDECARS, *STORAGES):
+            for tier, figures in self._world.nodes[name].stack.stats().items():
+                if figures.get("breaker_open"):
+                    self._complain(f"{name} still bypasses {tier}")
         for name in SIDECARS:
             code, status = self._call(name, "GET", "/v1/status")
             if code != 200:

@@ -15,6 +15,8 @@ from tests.simulation.kernel import Kernel, Machine, Process
 from tests.simulation.order import numbered
 
 PLACE = Path("/dev/shm/lmcache-simulation")
+LATE_S = 5.0
+"""A call of a tier may last so much longer than its limit."""
 MIN_REPEAT_S = 5.0
 """What services repeat more often is repeated this often: most of the events of a cluster without
 requests would be looks at something that has not changed.
@@ -48,6 +50,8 @@ class World:
         self.logs: list[str] = []
         self.nodes: dict[str, Any] = {}
         """The `Node` of each sidecar and storage, by the name of its process."""
+        self.late_calls: list[str] = []
+        """Calls of tiers that lasted longer than their limit."""
         self.synced: dict[str, dict[Any, str]] = {}
         """By machine: what was written with `disk_fsync`, and the file that it is in."""
         self._install_product()
@@ -56,6 +60,7 @@ class World:
     def _install_product(self) -> None:
         import asyncio
         import concurrent.futures
+        import contextlib
         import logging
         import ssl
 
@@ -63,6 +68,7 @@ class World:
         from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
         from lmcache_core.storage.disk.store import DiskStore
+        from lmcache_core.storage.guard import Guard
         from lmcache_core.wire.server import LmSession
         from lmcache_core.wire.stream import FrameStream
         from lmcache_node.node import Node
@@ -99,6 +105,25 @@ class World:
             nodes[kernel.process.name] = node
             await open_node(node, *args)
 
+        attempt, late_calls = Guard._attempt, self.late_calls
+
+        @contextlib.asynccontextmanager
+        async def timed(guard: Any, operation: Any, keys: Any, limit_s: float) -> Any:
+            process = kernel.process
+            assert process is not None
+            began, paused_s = kernel.now, process.paused_s
+            try:
+                async with attempt(guard, operation, keys, limit_s) as one:
+                    yield one
+            finally:
+                seconds = kernel.now - began - (process.paused_s - paused_s)
+                if seconds > limit_s + LATE_S:
+                    late_calls.append(
+                        f"{process.name}: {operation} of {guard.name} lasted {seconds:.1f} s;"
+                        f" its limit is {limit_s:.1f} s"
+                    )
+
+        Guard._attempt = timed  # type: ignore[method-assign, assignment]
         write, synced = DiskStore.write, self.synced
 
         def write_synced(store: Any, chunk: Any) -> bool:
