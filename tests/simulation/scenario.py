@@ -226,9 +226,6 @@ class Scenario:
             self._kernel.sleep(LOOK_S)
             self._check_alive()
             self._check_sizes()
-            for text in self._world.late_calls:
-                self._complain(text)
-            self._world.late_calls.clear()
 
     def _collect(self, engine: SimulatedEngine) -> None:
         for fault in engine.faults:
@@ -246,6 +243,9 @@ class Scenario:
                 self.faults.start_again(name)
         for engine in self.engines.values():
             self._collect(engine)
+        for text in self._world.complaints:
+            self._complain(text)
+        self._world.complaints.clear()
 
     def _check_sizes(self) -> None:
         for name in (*SIDECARS, *STORAGES):

@@ -50,8 +50,8 @@ class World:
         self.logs: list[str] = []
         self.nodes: dict[str, Any] = {}
         """The `Node` of each sidecar and storage, by the name of its process."""
-        self.late_calls: list[str] = []
-        """Calls of tiers that lasted longer than their limit."""
+        self.complaints: list[str] = []
+        """Calls of tiers that lasted longer than their limit, and errors that were logged."""
         self.synced: dict[str, dict[Any, str]] = {}
         """By machine: what was written with `disk_fsync`, and the file that it is in."""
         self._install_product()
@@ -105,7 +105,7 @@ class World:
             nodes[kernel.process.name] = node
             await open_node(node, *args)
 
-        attempt, late_calls = Guard._attempt, self.late_calls
+        attempt, complaints = Guard._attempt, self.complaints
 
         @contextlib.asynccontextmanager
         async def timed(guard: Any, operation: Any, keys: Any, limit_s: float) -> Any:
@@ -118,7 +118,7 @@ class World:
             finally:
                 seconds = kernel.now - began - (process.paused_s - paused_s)
                 if seconds > limit_s + LATE_S:
-                    late_calls.append(
+                    complaints.append(
                         f"{process.name}: {operation} of {guard.name} lasted {seconds:.1f} s;"
                         f" its limit is {limit_s:.1f} s"
                     )
@@ -146,10 +146,10 @@ class World:
         class Handler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 name = "outside" if kernel.process is None else kernel.process.name
-                logs.append(
-                    f"{kernel.now:.4f} {name} {record.levelname} {record.name}"
-                    f" {self.format(record)}"
-                )
+                text = f"{name} {record.levelname} {record.name} {self.format(record)}"
+                logs.append(f"{kernel.now:.4f} {text}")
+                if record.levelno >= logging.ERROR:
+                    complaints.append(text)
 
         logging.basicConfig(level=logging.INFO, handlers=[Handler()], force=True)
 
