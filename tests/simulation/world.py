@@ -51,7 +51,7 @@ class World:
         self.nodes: dict[str, Any] = {}
         """The `Node` of each sidecar and storage, by the name of its process."""
         self.complaints: list[str] = []
-        """Calls of tiers that lasted longer than their limit, and errors that were logged."""
+        """Calls of tiers that lasted longer than their limit, and failures that were logged."""
         self.synced: dict[str, dict[Any, str]] = {}
         """By machine: what was written with `disk_fsync`, and the file that it is in."""
         self._install_product()
@@ -148,7 +148,9 @@ class World:
                 name = "outside" if kernel.process is None else kernel.process.name
                 text = f"{name} {record.levelname} {record.name} {self.format(record)}"
                 logs.append(f"{kernel.now:.4f} {text}")
-                if record.levelno >= logging.ERROR:
+                # The product's own errors say what is wrong around it.
+                is_unexpected = bool(record.exc_info) or record.name == "asyncio"
+                if is_unexpected and record.levelno >= logging.ERROR:
                     complaints.append(text)
 
         logging.basicConfig(level=logging.INFO, handlers=[Handler()], force=True)
