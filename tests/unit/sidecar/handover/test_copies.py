@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.p2p import CopyOrder
-from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.hot import HeldChunk, LocalCPUBackend
 from lmcache_core.telemetry import Counters
 from lmcache_node.drain import NodeDrain
 from lmcache_sidecar import metrics
@@ -44,7 +44,8 @@ class Giver:
         self.tasks = TaskSupervisor("test")
         self.counters = Counters()
         source = PeerSource("a", Broker(), Lookup(), token, 2.0)  # type: ignore[arg-type]
-        chunks = local_chunks(hot or make_hot())
+        self.hot = hot or make_hot()
+        chunks = local_chunks(self.hot)
         drain = NodeDrain(1.0, None, None)  # type: ignore[arg-type]
         self.requests = BrokerRequests(drain, chunks, source.connect, self.tasks, self.counters)
 
@@ -52,6 +53,8 @@ class Giver:
         """Bytes that were copied when all is done."""
         self.requests.copies_wanted(orders)
         await self.tasks.close(5.0)
+        held = [one for one in self.hot.peek_many(KEYS) if isinstance(one, HeldChunk)]
+        assert not any(one.num_holders for one in held), "what was sent is given back"
         return self.counters.value(metrics.COPIED_CHUNKS_TOTAL)
 
 
