@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from lmcache_core._typing import override
@@ -52,31 +52,33 @@ class _KnownChunks:
 
     def find(self, blocks: Sequence[bytes], is_use: bool = True) -> list[CacheEngineKey]:
         """Return the keys of the longest known prefix."""
-        path: list[tuple[str, bytes]] = []
         keys: list[CacheEngineKey] = []
+        before = ""
         with self._lock:
+            known = self._keys.get
             for block in blocks:
-                node = (keys[-1].chunk_hash if keys else "", block)
-                key = self._keys.get(node)
+                key = known((before, block))
                 if key is None:
                     break
-                path.append(node)
                 keys.append(key)
+                before = key.chunk_hash
             if is_use:
-                for node in reversed(path):
-                    self._keys.move_to_end(node)
+                self._use(blocks, keys)
         return keys
 
     def add(self, blocks: Sequence[bytes], keys: Sequence[CacheEngineKey]) -> None:
         """Remember a sequence, as far as there is room, and count a use of it."""
-        befores = ("", *(key.chunk_hash for key in keys))
-        nodes = zip(befores, blocks, keys, strict=False)
         with self._lock:
-            for before, block, key in reversed(list(nodes)):
-                self._keys[before, block] = key
-                self._keys.move_to_end((before, block))
+            self._keys.update(zip(_nodes(blocks, keys), keys, strict=False))
+            self._use(blocks, keys)
             while len(self._keys) > self._max_chunks:
                 self._keys.popitem(last=False)
+
+    def _use(self, blocks: Sequence[bytes], keys: Sequence[CacheEngineKey]) -> None:
+        """Move a path to the end, unless it was the last one used. The lock is held."""
+        if keys != list(islice(reversed(self._keys.values()), len(keys))):
+            for node in reversed(list(_nodes(blocks, keys))):
+                self._keys.move_to_end(node)
 
     def check_integrity(self) -> None:
         """Raises:
@@ -90,6 +92,12 @@ class _KnownChunks:
                 later.add(key.chunk_hash)
             if len(self._keys) > self._max_chunks:
                 raise IntegrityError(f"{len(self._keys)} chunks; at most {self._max_chunks}")
+
+
+def _nodes(blocks: Sequence[bytes], keys: Sequence[CacheEngineKey]) -> Iterator[tuple[str, bytes]]:
+    """Return what each full chunk of a known sequence is found by."""
+    befores = chain(("",), (key.chunk_hash for key in keys))
+    return zip(befores, blocks[: len(keys)], strict=False)
 
 
 class RadixTokenDatabase(TokenDatabase):
