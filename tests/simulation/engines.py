@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from tests.simulation.cluster import Cluster
+from tests.simulation.kernel import Process
+
+
+class Client(Protocol):
+    """What an engine's process does with its cache; see `SimulatedEngine` for faults and totals."""
+
+    def request(self) -> None:
+        """Serve one request, or a few at once."""
+
+    def find(self, family: int) -> int:
+        """Load the first prompt of a family, and store it unless all of it was there.
+
+        Returns:
+            How many tokens were there.
+        """
+
+    def close(self) -> None:
+        """Shut down."""
 
 
 class SimulatedEngine:
@@ -18,6 +37,7 @@ class SimulatedEngine:
         node: The node whose sidecar it uses.
         seed: Of its prompts.
         pause_s: Mean time between two requests.
+        is_vllm: Whether it is vLLM with the connector; otherwise it calls the library.
         on_call: Called with the name of each call of the engine as it begins.
 
     Attributes:
@@ -36,56 +56,73 @@ class SimulatedEngine:
         node: str,
         seed: int,
         pause_s: float,
+        is_vllm: bool,
         on_call: Callable[[str], object],
     ) -> None:
         self.cluster = cluster
         self.node = node
         self.seed = seed
         self.pause_s = pause_s
+        self.is_vllm = is_vllm
         self.on_call = on_call
         self.is_working = True
         self.is_idle = False
         self.faults: list[str] = []
-        self.totals: dict[str, int] = {}
+        self.totals: Counter[str] = Counter()
         self.prompt: int | None = None
         self.found: int | None = None
 
     def main(self) -> int:
         """Serve requests until the process ends."""
-        from tests.chaos.cluster.worker import Worker, open_engine, prompt_of
-
-        on_call = self.on_call
-
-        class Counted(Worker):
-            def _timed(self, name: str, call: Any) -> Any:
-                on_call(name)
-                paused_s, num_faults = process.paused_s, len(self._faults)
-                result = super()._timed(name, call)
-                if process.paused_s > paused_s:  # it is not the call that took so long
-                    new = self._faults[num_faults:]
-                    self._faults[num_faults:] = [one for one in new if not one.startswith("late")]
-                return result
-
         process = self.cluster.world.kernel.process
         assert process is not None
-
         dice = random.Random(self.seed)
-        engine = open_engine(str(self.cluster.socket(self.node)))
-        worker = Counted(engine, self.seed)
-        worker._faults = self.faults
-        self.totals = worker._totals
+        client = self._open(process)
         while self.is_working or self.prompt is not None:
             if self.prompt is not None:
-                tokens = prompt_of(self.prompt, 0, 0, 0)
-                found = worker.retrieve(tokens)
-                if found < len(tokens):
-                    worker.store(tokens)
-                self.prompt, self.found = None, found
+                self.found = client.find(self.prompt)
+                self.prompt = None
                 continue
             if not self.is_idle:
-                worker.request()
+                client.request()
             until = time.monotonic() + dice.expovariate(1 / self.pause_s)
             while self.is_working and self.prompt is None and time.monotonic() < until:
                 time.sleep(min(2.0, self.pause_s))
-        engine.close()
+        client.close()
         return 0
+
+    def _open(self, process: Process) -> Client:
+        if self.is_vllm:
+            from tests.simulation.vllm_engines import VllmClient
+
+            return VllmClient(self, process)
+        return _library_client(self, process)
+
+
+def _library_client(engine: SimulatedEngine, process: Process) -> Client:
+    """Return the worker of the chaos tests."""
+    from tests.chaos.cluster.worker import Worker, open_engine, prompt_of
+
+    class Counted(Worker):
+        def _timed(self, name: str, call: Any) -> Any:
+            engine.on_call(name)
+            paused_s, num_faults = process.paused_s, len(self._faults)
+            result = super()._timed(name, call)
+            if process.paused_s > paused_s:  # it is not the call that took so long
+                new = self._faults[num_faults:]
+                self._faults[num_faults:] = [one for one in new if not one.startswith("late")]
+            return result
+
+        def find(self, family: int) -> int:
+            tokens = prompt_of(family, 0, 0, 0)
+            found = self.retrieve(tokens)
+            if found < len(tokens):
+                self.store(tokens)
+            return found
+
+        def close(self) -> None:
+            self._engine.close()
+
+    worker = Counted(open_engine(str(engine.cluster.socket(engine.node))), engine.seed)
+    worker._faults, worker._totals = engine.faults, engine.totals
+    return worker

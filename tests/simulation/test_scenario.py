@@ -20,14 +20,16 @@ def check(seed: int, seconds: float = SECONDS) -> None:
 
 
 def test_a_seed_repeats_byte_for_byte() -> None:
-    first, again = run_seed(1, 10.0), run_seed(1, 10.0)
+    first, again = run_seed(4, 10.0), run_seed(4, 10.0)
     assert not first["violations"]
     assert first["digest"] == again["digest"]
     assert first["events"] == again["events"] > 1000
     assert first["totals"]["hit"] > 0
+    assert first["totals"]["loaded"] > 0, "by vLLM"
+    assert first["totals"]["retrieve"] > 0, "by the library"
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_known_seeds(seed: int) -> None:
     check(seed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import signal
@@ -60,10 +61,10 @@ class World:
     def _install_product(self) -> None:
         import asyncio
         import concurrent.futures
-        import contextlib
         import logging
         import ssl
 
+        import torch
         import uvicorn
         from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
@@ -76,6 +77,8 @@ class World:
         from lmcache_servicekit.http_protocol import BoundedHttpProtocol
         from lmcache_sidecar.socket.session import EngineSession
 
+        # It belongs to the thread of the operating system, and all threads are that one.
+        torch.inference_mode = _NoMode  # type: ignore[assignment, misc]
         connections = (BoundedHttpProtocol, FrameStream, LmSession, EngineSession)
         for one in (*connections, anyio.CancelScope, concurrent.futures.Future):
             numbered(one)
@@ -199,6 +202,19 @@ class World:
             self.kernel.spawn(process, f"{process.name}.signal", lambda: handler(number, None))
         else:
             self.kernel.end_process(process, -number)
+
+
+class _NoMode(contextlib.ContextDecorator):
+    """Stands for `torch.inference_mode`."""
+
+    def __init__(self, mode: object = True) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _plain(value: object) -> object:

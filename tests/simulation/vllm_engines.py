@@ -1,0 +1,203 @@
+"""vLLM in the simulation: both sides of the connector, and a model of vLLM's scheduler."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from tests.chaos.cluster.worker import (
+    BOUND_S,
+    BRANCH_CHUNKS,
+    CHUNK_SIZE,
+    HEAD_CHUNKS,
+    MAX_TAIL_CHUNKS,
+    NUM_BRANCHES,
+    NUM_FAMILIES,
+    PREFILL_TOKENS_PER_S,
+    TIMEOUT_S,
+    prompt_of,
+)
+from tests.fixtures.fake_vllm import imported_connector
+from tests.fixtures.vllm_engine import Engine, GroupShape, Limits, Request, Shape
+from tests.fixtures.vllm_engine.worlds import beside, make_model
+from tests.simulation.engines import SimulatedEngine
+from tests.simulation.kernel import Process
+
+BLOCK_SIZE = 16
+SHARED_TOKENS = (HEAD_CHUNKS + BRANCH_CHUNKS) * CHUNK_SIZE
+SHAPE = Shape((GroupShape(num_layers=8),), block_size=BLOCK_SIZE, num_blocks=40)
+"""Its memory holds two prompts, so that requests are preempted."""
+LIMITS = Limits(token_budget=128, reserves_whole_prompt=False)
+MAX_AT_ONCE, MAX_NEW_TOKENS = 4, 8
+STEP_S = 0.02
+END_S = 60.0
+"""Requests that are served at once have ended after this time, times when paused left out."""
+CALLS = (
+    "build_connector_meta", "get_num_new_matched_tokens", "get_transfer_results",
+    "handle_preemptions", "on_new_request", "request_finished", "request_finished_all_groups",
+    "start_load_kv", "update_connector_output", "update_state_after_alloc", "wait_for_save",
+)  # fmt: skip
+"""Calls of the connector that are timed."""
+ASKING = ("get_num_new_matched_tokens", "start_load_kv", "wait_for_save")
+"""Those behind which a sidecar is asked."""
+
+
+@functools.cache
+def _connector() -> ModuleType:
+    """Return the connector's module, beside a stand-in for vLLM that stays."""
+    return imported_connector().__enter__()
+
+
+class _Engine(Engine):
+    """An engine whose steps take time."""
+
+    def compute(self, output: SimpleNamespace) -> Mapping[str, str]:
+        spoiled = super().compute(output)
+        time.sleep(STEP_S + output.total_num_scheduled_tokens / PREFILL_TOKENS_PER_S)
+        return spoiled
+
+
+class VllmClient:
+    """An engine process: vLLM's scheduler and its worker.
+
+    Args:
+        engine: Whose; its faults and totals grow.
+        process: Of the simulation.
+    """
+
+    def __init__(self, engine: SimulatedEngine, process: Process) -> None:
+        self._simulated = engine
+        self._process = process
+        self._seed = engine.seed
+        self._dice = random.Random(engine.seed)
+        self._num_tails = 0
+        self._engine = self._open()
+
+    def request(self) -> None:
+        """Serve a few requests at once; the client of some goes away before they end."""
+        dice = self._dice
+        requests = [
+            self._engine.add(self._prompt(), dice.randint(1, MAX_NEW_TOKENS))
+            for _ in range(dice.randint(1, MAX_AT_ONCE))
+        ]
+        aborted = [one for one in requests if dice.random() < 0.1]
+        self._serve(requests, aborted, dice.randint(1, 8))
+        totals = self._simulated.totals
+        for request in requests:
+            if request not in aborted and request.request_id in self._engine.scheduler.tallies:
+                tally = self._engine.tally(request)
+                totals["requests"] += 1
+                totals["wanted"] += SHARED_TOKENS
+                totals["hit"] += min(tally.num_local + tally.num_external, SHARED_TOKENS)
+                totals["loaded"] += tally.num_external
+                totals["preempted"] += request.num_preemptions
+        self._forget(requests, dice.random() < 0.5)
+
+    def find(self, family: int) -> int:
+        """Ask for the first prompt of a family with one token behind it; vLLM stores it."""
+        self._forget((), True)
+        request = self._engine.add([*prompt_of(family, 0, 0, 0).tolist(), 1])
+        self._serve([request], (), 0)
+        tally = self._engine.scheduler.tallies.get(request.request_id)
+        self._forget([request], True)
+        return 0 if tally is None else tally.num_external
+
+    def close(self) -> None:
+        """Check that nothing is left of any request, and shut down."""
+        self._checked("idle", self._engine.check_idle)
+        self._engine.close()
+
+    def _open(self) -> _Engine:
+        cluster, node = self._simulated.cluster, self._simulated.node
+        place = cluster.world.place(cluster.machines[node])
+        options = {
+            "chunk_size": CHUNK_SIZE,
+            "prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
+            "tier_timeout_s": TIMEOUT_S,
+            "load": self._dice.choice(("sync", "async")),
+        }
+        engine = _Engine(
+            _connector(),
+            make_model(place),
+            beside(cluster.socket(node), **options),
+            SHAPE,
+            LIMITS,
+            engine_id=f"engine-{self._seed}",
+        )
+        for connector in (engine.connector, *(worker.connector for worker in engine.workers)):
+            for name in CALLS:
+                setattr(connector, name, self._timed(name, getattr(connector, name)))
+        return engine
+
+    def _prompt(self) -> list[int]:
+        self._num_tails += 1
+        dice = self._dice
+        family = min(int(dice.expovariate(0.25)), NUM_FAMILIES - 1)
+        tail = self._seed * 1_000_000 + self._num_tails
+        num_tail_tokens = dice.randint(1, MAX_TAIL_CHUNKS * CHUNK_SIZE)
+        return prompt_of(family, dice.randrange(NUM_BRANCHES), tail, num_tail_tokens).tolist()
+
+    def _serve(
+        self, requests: Sequence[Request], aborted: Sequence[Request], num_steps: int
+    ) -> None:
+        """Run until all have ended.
+
+        Args:
+            requests: Have been added.
+            aborted: Those whose clients go away.
+            num_steps: After so many steps.
+        """
+
+        def run() -> None:
+            for _ in range(num_steps if aborted else 0):
+                self._engine.step()
+            for request in aborted:
+                self._engine.abort(request)
+            began_s, paused_s = time.monotonic(), self._process.paused_s
+            while self._engine.scheduler.has_requests:
+                if not self._engine.step():
+                    time.sleep(STEP_S)
+                lasted_s = time.monotonic() - began_s - (self._process.paused_s - paused_s)
+                if lasted_s > END_S:
+                    raise AssertionError(f"{len(requests)} requests have not ended in {END_S:g} s")
+
+        if not self._checked("request", run):
+            self._engine.close()
+            self._engine = self._open()
+
+    def _forget(self, requests: Sequence[Request], whole: bool) -> None:
+        """Forget requests that have ended; `whole`: and what vLLM has in its own blocks."""
+        for request in requests:
+            self._engine.model.forget(request)
+            self._engine.scheduler.tallies.pop(request.request_id, None)
+        if whole:
+            self._checked("forget", self._engine.forget)
+
+    def _checked(self, what: str, call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except Exception as exc:
+            self._simulated.faults.append(f"error: {what} raised {type(exc).__name__}: {exc}")
+            return False
+        return True
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            if name in ASKING:
+                self._simulated.on_call(name)
+            began_s, paused_s = time.monotonic(), self._process.paused_s
+            try:
+                return call(*args, **options)
+            finally:
+                lasted_s = time.monotonic() - began_s
+                self._simulated.totals["calls"] += 1
+                if lasted_s > BOUND_S and self._process.paused_s == paused_s:
+                    self._simulated.faults.append(
+                        f"late: {name} lasted {lasted_s:.2f} s, the bound is {BOUND_S} s"
+                    )
+
+        return timed
