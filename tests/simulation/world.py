@@ -131,10 +131,12 @@ class World:
 
         def write_synced(store: Any, chunk: Any) -> bool:
             is_kept = write(store, chunk)
+            assert kernel.process is not None
+            of_machine = synced.setdefault(kernel.process.machine.name, {})
             if is_kept and store._fsync:
-                assert kernel.process is not None
-                of_machine = synced.setdefault(kernel.process.machine.name, {})
                 of_machine[chunk.key] = str(store._layout.record(chunk.key))
+            elif is_kept:
+                of_machine.pop(chunk.key, None)
             return is_kept
 
         DiskStore.write = write_synced  # type: ignore[method-assign]

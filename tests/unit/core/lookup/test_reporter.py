@@ -325,3 +325,16 @@ def test_an_acknowledgement_that_cannot_be_true_loses_everything(next_sequence: 
     outbox.acknowledge(1)
     outbox.acknowledge(next_sequence)
     assert (outbox.needs_resync, outbox.num_unacknowledged) == (True, 0)
+
+
+def test_an_acknowledgement_of_what_was_lost_meanwhile_changes_nothing() -> None:
+    outbox = Outbox(max_pending=2)
+    outbox.begin(1)
+    events = [StoreEvent("store", f"{number:032x}", "hot", number) for number in range(3)]
+    for event in events[:2]:
+        outbox.add(event)
+    assert outbox.batch(8) == (0, events[:2])
+    outbox.add(events[2])
+    assert outbox.needs_resync, "one event too many while the batch is under way"
+    outbox.acknowledge(2)
+    assert (outbox.needs_resync, outbox.num_unacknowledged) == (True, 0)

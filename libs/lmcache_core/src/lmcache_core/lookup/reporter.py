@@ -97,6 +97,7 @@ class Outbox:
         """
         self._announcement.clear()
         self._pending.clear()
+        self._num_sent = 0  # an answer to what is under way acknowledges nothing
         self.needs_resync = True
 
     def begin(self, incarnation: int) -> None:
