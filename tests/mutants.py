@@ -12,6 +12,7 @@ import ast
 import copy
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -176,15 +177,15 @@ def nearest_tests(module: str, modules: dict[str, Module]) -> list[str]:
         str(path.relative_to(ROOT)): Module(path, ROOT).imported(modules)
         for folder in ("unit", "contract", "property", "integration")
         for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))
-        if "vllm" not in path.parts and "releases" not in path.parts
+        if "releases" not in path.parts
     }
     found: list[str] = []
     reached = {module}
     for _ in range(MAX_DISTANCE):
         near = [path for path, used in tests.items() if used & reached and path not in found]
-        # Among equally near files, those in a folder of the module's name tell most.
-        words = set(module.split("."))
-        found += sorted(near, key=lambda path: -len(words & set(Path(path).parts)))
+        # Among equally near files, those whose path has words of the module's name tell most.
+        words = set(re.split(r"\W|_", module))
+        found += sorted(near, key=lambda path: -len(words & set(re.split(r"\W|_", path))))
         reached |= {name for name, used in imports.items() if used & reached}
     return found[:MAX_TEST_FILES]
 
