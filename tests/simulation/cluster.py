@@ -36,13 +36,22 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "hand_over_on_stop": (True, False),
     "tenant_quota_gb": (None, None, 50),
     "tenant_disk_quota_gb": (None, None, 40),
+    "drain_timeout_s": (1.0, 10.0),
+    "peer_serde": ("naive", "naive", "lossless"),
+    "arena_wait_s": (0.0, 0.0, 3.0),
+    "hot_chunk_pulls": (2, 16),
+    "max_pulls_per_peer": (1, 64),
+    "ticket_ttl_ms": (1000, 5000),
 }
 """Settings that differ between runs, and between two starts of a service; sizes in chunks."""
-SIDECAR_SETTINGS = tuple(name for name in DRAWN if name not in {"rebalance", "hand_over_on_stop"})
+BROKER_SETTINGS = ("hot_chunk_pulls", "max_pulls_per_peer", "ticket_ttl_ms")
 STORAGE_SETTINGS = (
     "disk_fsync", "eviction_policy", "chunk_ttl_s", "rebalance", "hand_over_on_stop",
-    "tenant_quota_gb", "tenant_disk_quota_gb",
+    "tenant_quota_gb", "tenant_disk_quota_gb", "drain_timeout_s",
 )  # fmt: skip
+SIDECAR_SETTINGS = tuple(
+    name for name in DRAWN if name not in {"rebalance", "hand_over_on_stop", *BROKER_SETTINGS}
+)
 
 
 class Cluster:
@@ -135,7 +144,7 @@ class Cluster:
             case "lookup":
                 return common | redis | {"sweep_interval_s": 5.0}
             case "broker":
-                return common | redis | keys
+                return common | redis | keys | self._drawn(BROKER_SETTINGS)
             case "storage":
                 own = {
                     "advertise_url": f"lm://{name}:{LM_PORT}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -227,6 +228,30 @@ class Faults:
         process = self._cluster.processes[name]
         self._world.signal(process, signal.SIGSTOP)
         self._for(most_s, lambda: self._world.signal(process, signal.SIGCONT))
+
+    def memory(self) -> None:
+        """Let a machine be short of memory: while it swaps, nothing on it runs."""
+        machine = self._cluster.machines[self._dice.choice(DISKS)]
+        dice, is_over = random.Random(self._dice.random()), threading.Event()
+
+        def swap() -> None:
+            while not is_over.is_set():
+                stopped = [
+                    process
+                    for process in self._cluster.processes.values()
+                    if process.machine is machine and not process.is_paused
+                ]
+                for process in stopped:
+                    self._world.signal(process, signal.SIGSTOP)
+                self._kernel.sleep(dice.uniform(0.05, 1.0))
+                for process in stopped:
+                    self._world.signal(process, signal.SIGCONT)
+                self._kernel.sleep(dice.uniform(0.02, 0.3))
+
+        process = self._kernel.process
+        assert process is not None
+        self._kernel.spawn(process, "swap", swap)
+        self._for(20, is_over.set)
 
     def kill_engine(self) -> None:
         """SIGKILL to an engine."""

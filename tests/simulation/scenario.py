@@ -34,7 +34,7 @@ FOUND_S = 30.0
 ENGINE_PAUSES_S = (3.0, 10.0, 30.0)
 NUM_VLLM = (0, 1, 2, 4)
 """Of the four engines; the others call the library."""
-OPERATOR_PAUSE_S = 20.0
+OPERATOR_PAUSE_S = 10.0
 LOOK_S = 10.0
 """Between two looks at what always holds."""
 ADMIN_BOUND_S = 15.0
@@ -55,6 +55,7 @@ CALLS = {
         ("GET", "/v1/chunks"),
         ("GET", "/v1/pins"),
         ("GET", "/metrics"),
+        ("POST", "/v1/pin"),
         ("POST", "/v1/unpin"),
         ("POST", "/v1/clear"),
         ("POST", "/v1/evict"),
@@ -63,6 +64,7 @@ CALLS = {
         ("GET", "/v1/stats"),
         ("GET", "/v1/chunks"),
         ("GET", "/metrics"),
+        ("POST", "/v1/admin/pin"),
         ("POST", "/v1/admin/clear"),
         ("POST", "/v1/admin/evict"),
     ),
@@ -196,7 +198,7 @@ class Scenario:
             self._kernel.sleep(dice.expovariate(1 / OPERATOR_PAUSE_S))
             name = dice.choice(SERVICES)
             method, path = dice.choice(CALLS[name.split("-")[0]])
-            body = {"num_bytes": 1 << dice.randint(10, 24)} if path.endswith("evict") else None
+            body = self._body(name, path, dice)
             operation = f"{method} {name.split('-')[0]}{path}"
             self._count_pairs(operation)
             begin = self._kernel.now
@@ -207,6 +209,25 @@ class Scenario:
                 self._complain(f"{operation} on {name} was answered by {status}")
             if lasted_s > ADMIN_BOUND_S and not self.faults.active:
                 self._complain(f"{operation} on {name} lasted {lasted_s:.1f} s")
+
+    def _body(self, name: str, path: str, dice: random.Random) -> object:
+        if path.endswith("/evict"):
+            return {"num_bytes": 1 << dice.randint(10, 24)}
+        if not path.endswith("/pin"):
+            return None
+        from lmcache_core.keys import CacheEngineKey
+
+        _, listed = self._call(name, "GET", "/v1/chunks")
+        chunks = listed.get("chunks", []) if isinstance(listed, dict) else []
+        chunks = dice.sample(chunks, min(len(chunks), 8))
+        ttl_s = {"ttl_s": dice.choice((5, 60))}
+        if name in STORAGES:
+            keys = [chunk["key"] for chunk in chunks]
+            return {
+                "keys": keys or [CacheEngineKey("vllm", "none", 1, 0, "0" * 64).to_url()]
+            } | ttl_s
+        hashes = [CacheEngineKey.from_url(key).chunk_hash for key in chunks]
+        return {"chunk_hashes": hashes or ["0" * 64]} | ttl_s
 
     def _call(
         self, name: str, method: str, path: str, body: object = None

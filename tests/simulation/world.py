@@ -130,13 +130,14 @@ class World:
         write, synced = DiskStore.write, self.synced
 
         def write_synced(store: Any, chunk: Any) -> bool:
-            is_kept = write(store, chunk)
             assert kernel.process is not None
             of_machine = synced.setdefault(kernel.process.machine.name, {})
-            if is_kept and store._fsync:
-                of_machine[chunk.key] = str(store._layout.record(chunk.key))
-            elif is_kept:
+            is_new = store._index.wants(chunk.key, chunk.lossy)
+            if is_new:
                 of_machine.pop(chunk.key, None)
+            is_kept = write(store, chunk)
+            if is_kept and is_new and store._fsync:
+                of_machine[chunk.key] = str(store._layout.record(chunk.key))
             return is_kept
 
         DiskStore.write = write_synced  # type: ignore[method-assign]
