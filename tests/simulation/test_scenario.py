@@ -9,7 +9,7 @@ import pytest
 from tests.simulation.defects import DEFECTS, Defect
 from tests.simulation.many import ROOT, fresh_seeds, replay, run_seed, shrink
 
-SECONDS = 40.0
+SECONDS = 20.0
 pytestmark = pytest.mark.timeout(600)
 
 
