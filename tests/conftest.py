@@ -72,9 +72,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     the last one.
     """
     limits_s = defaultdict[Path, float](float)
-    long = [TESTS / place for place in LONG]
+    places = tuple(str(TESTS / place) for place in LONG)
     for item in items:
-        if any(item.path.is_relative_to(place) for place in long):
+        if str(item.path).startswith(places):
             item.add_marker(pytest.mark.long)
         mark = item.get_closest_marker("timeout")
         limits_s[item.path] = max(limits_s[item.path], mark.args[0] if mark else 0.0)

@@ -180,14 +180,11 @@ def reciprocals(frequencies: I64) -> tuple[U32, U32]:
     Source: Granlund and Montgomery, "Division by invariant integers using multiplication", 1994,
         theorem 4.2, with N = 31.
     """
-    multipliers = np.zeros(frequencies.size, np.uint32)
-    shifts = np.zeros(frequencies.size, np.uint32)
-    for i, frequency in enumerate(frequencies.tolist()):
-        if frequency:
-            bits = (frequency - 1).bit_length()
-            multipliers[i] = -(-(1 << (31 + bits)) // frequency)
-            shifts[i] = 31 + bits
-    return multipliers, shifts
+    divisors = np.maximum(frequencies, 1)
+    shifts = 31 + np.frexp(divisors - 1)[1].astype(np.int64)  # 31 and the bits of what is below it
+    multipliers = -(-(1 << shifts) // divisors)
+    is_used = frequencies > 0
+    return (multipliers * is_used).astype(np.uint32), (shifts * is_used).astype(np.uint32)
 
 
 def _bell_rows(levels: int) -> I64:
