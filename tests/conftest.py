@@ -60,10 +60,10 @@ with contextlib.suppress(ModuleNotFoundError):
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no such plugin
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: tests of processes and sockets wait for each other
-    more than they compute.
+    """Two more than there are processors: tests of processes and sockets wait for each other
+    a third of their time.
     """
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 2)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
