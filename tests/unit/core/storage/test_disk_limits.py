@@ -76,6 +76,9 @@ async def test_a_chunk_is_served_for_its_time_then_its_file_goes(disk, clock, re
     assert disk.keys() == []
     assert await get(disk, "a") == [MissReason.EXPIRED]
     await until_gone(tmp_path)
+    async with asyncio.timeout(60):  # it is told behind the file
+        while not removed:
+            await asyncio.sleep(0.01)
     assert removed == [make_key("a")]
     assert await get(disk, "a", "never") == [MissReason.EXPIRED, MissReason.NEVER_STORED]
     figures = disk.stats()
