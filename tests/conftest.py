@@ -20,7 +20,9 @@ TESTS = Path(__file__).parent
 LONG = (
     "chaos",
     "contract/rest/test_openapi_documents.py",
+    "fuzz",
     "helm",
+    "integration/ctl/test_documented.py",
     "integration/demo",
     "integration/lookup/test_workers.py",
     "integration/storage/test_scaling.py",
@@ -60,10 +62,10 @@ with contextlib.suppress(ModuleNotFoundError):
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no such plugin
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are processors: tests of processes and sockets wait for each other
-    a third of their time.
+    """One more than there are processors: tests of processes and sockets wait for each other
+    more than they compute.
     """
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 2)
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
