@@ -620,7 +620,11 @@ class SimulatedSocket:
         return len(data)
 
     def send(self, data: Any, flags: int = 0) -> int:
-        view = memoryview(data).cast("B")
+        # An error keeps this frame, and the caller may want to change its buffer then.
+        with memoryview(data) as whole, whole.cast("B") as view:
+            return self._send(view)
+
+    def _send(self, view: memoryview) -> int:
         while True:
             outgoing = self.outgoing
             self._raise_error()
