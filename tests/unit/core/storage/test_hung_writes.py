@@ -196,7 +196,12 @@ async def test_what_reached_the_disk_although_another_write_hung_is_announced(
     assert len(disk.held()) == 15
     assert told.count(disk.name) == 15
     assert figures(stack)["unkept_writes"] == 1
+    announced_again = asyncio.Event()
+    disk.on_restored = announced_again.set
     files.may_write.set()
+    async with asyncio.timeout(WAIT_S):
+        await announced_again.wait()
+    assert len(disk.held()) == 16
     await stack.close()
 
 

@@ -59,7 +59,8 @@ class DiskBackend(StorageBackend):
         clock: Tells the age of chunks; that of what lies there at the start is the files'.
 
     Attributes:
-        on_restored: Called on the loop whenever chunks are served again that could not be read.
+        on_restored: Called on the loop whenever chunks are served that could not be read before, or
+            whose write had been given up.
 
     Raises:
         ConfigError: The capacity is not positive.
@@ -202,9 +203,10 @@ class DiskBackend(StorageBackend):
             await wait_all(futures)
         except BaseException:
             for future in futures:
-                # one that has begun keeps its chunk's memory until it ends: the disk may still read
-                # it
-                future.cancel()
+                # One that has begun keeps its chunk's memory until it ends: the disk may still read
+                # it.
+                if not future.cancel() and not future.done():
+                    future.add_done_callback(self._written_late)
             raise
         return [not future.cancelled() and future.result() for future in futures]
 
@@ -269,9 +271,19 @@ class DiskBackend(StorageBackend):
             has_restored = False
             with contextlib.suppress(OSError):  # the root itself: logged when it first failed
                 has_restored = await self._pool.run(self._store.look_again)
-            if has_restored and self.on_restored is not None:
-                self.on_restored()
+            if has_restored:
+                self._tell_restored()
             pause_s = max(LOOK_AGAIN_S, (time.monotonic() - began) / LOOK_AGAIN_SHARE)
+
+    def _written_late(self, future: Future[bool]) -> None:
+        """See to it that a chunk is announced whose write was given up and has ended since."""
+        if self._loop is not None and future.exception() is None and future.result():
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+                self._loop.call_soon_threadsafe(self._tell_restored)
+
+    def _tell_restored(self) -> None:
+        if self.on_restored is not None:
+            self.on_restored()
 
     async def _when_loaded(self, work: Callable[[], int]) -> int:
         self._pool.check_open()
