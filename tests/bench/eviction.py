@@ -1,5 +1,5 @@
-"""Hit ratios of the eviction policies on two synthetic traces, beside the optimum. Simulated: no
-bytes move, nothing is timed.
+"""Hit ratios of the eviction policies, of other caches' and of the optimum, on recorded and on
+synthetic traces: `python -m tests.bench.eviction`. Simulated: no bytes move, nothing is timed.
 """
 
 from __future__ import annotations
@@ -8,12 +8,17 @@ import heapq
 import itertools
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.storage.eviction import EvictionPolicy, create_policy
 
+from tests.bench.eviction_peers import ARCPolicy, FIFOPolicy, TinyLFUPolicy
+
+TRACES = Path(__file__).parent / "traces"
+RECORDED = ("conversation", "synthetic", "agents")
 CAPACITY_SHARES = (0.01, 0.05, 0.10, 0.25)
 CHUNK_BYTES = 1 << 20
 NEVER = 1 << 62
@@ -29,25 +34,38 @@ class HitRatios:
     Attributes:
         trace: Name of the trace.
         share: Capacity as a share of the footprint (all different chunks of the trace).
-        by_policy: Hit ratio of each policy: chunks that were hits among all chunks of all requests.
-            A chunk counts as a hit only if all chunks before it in its request do, since without
-            them it is of no use.
-        optimal: Hit ratio of Belady's MIN, which knows the future, on the sequence of single
-            chunks, whatever is missing before them. No policy can reach more, whichever way hits
-            are counted.
+        whole: Hit ratio of each policy: chunks that were hits among all chunks of all requests. A
+            chunk counts as a hit only if all chunks before it in its request do, since without
+            them it is of no use. For MIN, which knows the future, every chunk counts: no policy
+            can reach more.
+        second_half: The same, of the second half of the requests alone.
     """
 
     trace: str
     share: float
-    by_policy: dict[str, float]
-    optimal: float
+    whole: dict[str, float]
+    second_half: dict[str, float]
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "FIFO": FIFOPolicy,
     "LRU": lambda: create_policy("lru"),
+    "ARC": ARCPolicy,
     "S3-FIFO": lambda: create_policy("s3fifo"),
-    "S3-LRU (default)": lambda: create_policy("s3lru"),
+    "W-TinyLFU": TinyLFUPolicy,
+    "adaptive (default)": lambda: create_policy("adaptive"),
 }
+
+
+def recorded_trace(name: str) -> Trace:
+    """Return one of `RECORDED`; traces/README.md says what they are."""
+    trace: Trace = []
+    names = _names()
+    for line in (TRACES / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        back, num_shared, num_new = map(int, line.split())
+        shared = trace[-back][:num_shared] if back else []
+        trace.append(shared + list(itertools.islice(names, num_new)))
+    return trace
 
 
 def chat_trace(seed: int = 1, num_conversations: int = 1000) -> Trace:
@@ -108,18 +126,22 @@ def rag_trace(seed: int = 2, num_requests: int = 2000, num_documents: int = 1000
 
 
 def hit_ratio(trace: Trace, policy: EvictionPolicy, num_slots: int) -> float:
+    """Return the part of all chunks that were hits; see `count_hits`."""
+    return sum(count_hits(trace, policy, num_slots)) / sum(map(len, trace))
+
+
+def count_hits(trace: Trace, policy: EvictionPolicy, num_slots: int) -> list[int]:
     """Play a trace to a tier of so many chunks, in the order in which the host-memory tier reports
-    to its policy.
+    to its policy; return each request's hits.
 
     Each request reads what is held of it (accesses are reported last chunk first), then stores the
     rest: room for all of it is made, head first, and then it is inserted last chunk first.
     """
     held: set[ChunkKey] = set()
-    num_hits = num_asked = 0
+    hits = []
     for request in trace:
         here = [key in held for key in request]
-        num_asked += len(request)
-        num_hits += here.index(False) if False in here else len(request)
+        hits.append(here.index(False) if False in here else len(request))
         for key in reversed(request):
             if key in held:
                 policy.on_access(key)
@@ -131,11 +153,18 @@ def hit_ratio(trace: Trace, policy: EvictionPolicy, num_slots: int) -> float:
         for key in reversed(missing[:num_kept]):
             policy.on_insert(key, CHUNK_BYTES)
             held.add(key)
-    return num_hits / num_asked
+    return hits
 
 
 def optimal_hit_ratio(trace: Trace, num_slots: int) -> float:
-    """Belady's MIN: of what is held and what has just come, give up what is asked for last."""
+    """Return the part of all chunks that were hits; see `count_optimal_hits`."""
+    return sum(count_optimal_hits(trace, num_slots)) / sum(map(len, trace))
+
+
+def count_optimal_hits(trace: Trace, num_slots: int) -> list[int]:
+    """Play a trace to Belady's MIN: of what is held and what has just come, give up what is asked
+    for last. Return each request's hits.
+    """
     asked = [key for request in trace for key in request]
     next_use = [NEVER] * len(asked)
     last: dict[ChunkKey, int] = {}
@@ -144,9 +173,9 @@ def optimal_hit_ratio(trace: Trace, num_slots: int) -> float:
         last[asked[at]] = at
     held: dict[ChunkKey, int] = {}
     latest: list[tuple[int, int]] = []
-    num_hits = 0
+    hits = []
     for at, key in enumerate(asked):
-        num_hits += key in held
+        hits.append(key in held)
         if next_use[at] == NEVER:
             held.pop(key, None)
             continue
@@ -156,37 +185,43 @@ def optimal_hit_ratio(trace: Trace, num_slots: int) -> float:
             when, since = heapq.heappop(latest)
             if held.get(asked[since]) == -when:
                 del held[asked[since]]
-    return num_hits / len(asked)
+    each = iter(hits)
+    return [sum(itertools.islice(each, len(request))) for request in trace]
 
 
-def measure() -> list[HitRatios]:
-    """Every policy on every trace at every capacity; the same figures every time."""
-    rows = []
-    for name, trace in (("chat", chat_trace()), ("RAG", rag_trace())):
+def measure() -> Iterator[HitRatios]:
+    """Yield every policy on every trace at every capacity; the same figures every time."""
+    traces = {name: recorded_trace(name) for name in RECORDED}
+    traces |= {"chat": chat_trace(), "RAG": rag_trace()}
+    for name, trace in traces.items():
         footprint = len({key for request in trace for key in request})
+        half = len(trace) // 2
+        num_asked = sum(map(len, trace)), sum(map(len, trace[half:]))
         for share in CAPACITY_SHARES:
             num_slots = int(share * footprint)
-            by_policy = {
-                label: hit_ratio(trace, make(), num_slots) for label, make in POLICIES.items()
-            }
-            rows.append(HitRatios(name, share, by_policy, optimal_hit_ratio(trace, num_slots)))
-    return rows
+            hits = {label: count_hits(trace, make(), num_slots) for label, make in POLICIES.items()}
+            hits["MIN"] = count_optimal_hits(trace, num_slots)
+            yield HitRatios(
+                name,
+                share,
+                {label: sum(of) / num_asked[0] for label, of in hits.items()},
+                {label: sum(of[half:]) / num_asked[1] for label, of in hits.items()},
+            )
 
 
-def as_markdown(rows: Sequence[HitRatios]) -> str:
-    """A table of the rows."""
-    lines = [
-        f"| trace | capacity, share of all chunks | {' | '.join(POLICIES)} | optimal (Belady) |",
-        f"|---|---:|{'---:|' * (len(POLICIES) + 1)}",
+def head() -> str:
+    """Return the head of the table."""
+    labels = " | ".join(POLICIES)
+    return f"| trace | capacity | {labels} | MIN |\n|---|---:|{'---:|' * (len(POLICIES) + 1)}"
+
+
+def as_markdown(row: HitRatios) -> str:
+    """Return a line of the table: percent of the whole trace / of its second half."""
+    figures = [
+        f"{100 * ratio:.1f} / {100 * row.second_half[label]:.1f}"
+        for label, ratio in row.whole.items()
     ]
-    for row in rows:
-        if row.share == CAPACITY_SHARES[-1]:  # every policy keeps nearly everything
-            continue
-        figures = [f"{row.by_policy[label]:.1%}" for label in POLICIES]
-        lines.append(
-            f"| {row.trace} | {row.share:.0%} | {' | '.join(figures)} | {row.optimal:.1%} |"
-        )
-    return "\n".join(lines)
+    return f"| {row.trace} | {row.share:.0%} | {' | '.join(figures)} |"
 
 
 def _names() -> Iterator[ChunkKey]:
@@ -201,4 +236,6 @@ def _zipf(num: int, exponent: float, rng: random.Random) -> Callable[[], int]:
 
 
 if __name__ == "__main__":
-    print(as_markdown(measure()))
+    print(head())
+    for measured in measure():
+        print(as_markdown(measured), flush=True)

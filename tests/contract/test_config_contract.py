@@ -67,7 +67,7 @@ OURS = [
     ("verify_hot", "always"),
     ("tier_timeout_s", 2.0),
     ("salt", ""),
-    ("eviction_policy", "s3lru"),
+    ("eviction_policy", "adaptive"),
     ("chunk_ttl_s", None),
     ("prefill_tokens_per_s", None),
     ("close_drain_s", 5.0),

@@ -25,7 +25,7 @@ TOKEN = "simulated-token-0123456789"
 
 DRAWN: dict[str, tuple[Any, ...]] = {
     "disk_fsync": (False, True),
-    "eviction_policy": ("s3lru", "lru", "s3fifo"),
+    "eviction_policy": ("adaptive", "lru", "s3fifo"),
     "chunk_ttl_s": (None, None, 60.0),
     "verify_hot": ("auto", "always"),
     "accept_handover": (False, True),

@@ -119,7 +119,7 @@ from lmcache_core.storage.tiers import build_tiers
 from tests.suites.chunks import make_chunk, make_key
 
 config = LMCacheEngineConfig.from_env({"LMCACHE_EVICTION_POLICY": "mru"})
-assert "s3lru, s3fifo, mru, lru" in reference()
+assert "adaptive, s3fifo, mru, lru" in reference()
 
 async def main():
     memory = ArenaAllocator.anonymous(1 << 20)

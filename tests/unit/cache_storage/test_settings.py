@@ -48,7 +48,7 @@ COMPAT = {"LMCACHE_COMPAT_PORT": "65431", "LMCACHE_COMPAT_TENANT": "team-a"}
             {**COMPAT, "LMCACHE_COMPAT_HOST": "0.0.0.0", "AUTH_TOKENS_FILE": "/t.yaml"},
             "lmcache_compat_host='0.0.0.0'.*allow_anonymous",
         ),
-        ({"EVICTION_POLICY": "mru"}, "eviction_policy='mru'.*'s3lru', 's3fifo' or 'lru'"),
+        ({"EVICTION_POLICY": "mru"}, "eviction_policy='mru'.*'adaptive', 's3fifo' or 'lru'"),
         ({"CHUNK_TTL_S": "0"}, "chunk_ttl_s"),
         ({"TENANT_QUOTA_GB": "-1"}, "tenant_quota_gb"),
         ({"TENANT_DISK_QUOTA_GB": "5"}, "there is no disk"),

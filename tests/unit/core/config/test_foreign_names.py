@@ -128,7 +128,7 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
         ({"local_device": "cuda"}, "local_device='cuda': chunks are kept in host memory"),
         (
             {"cache_policy": "LFU"},
-            "cache_policy='LFU': set eviction_policy to s3lru, s3fifo or lru",
+            "cache_policy='LFU': set eviction_policy to adaptive, s3fifo or lru",
         ),
         ({"use_layerwise": True}, "use_layerwise=True: .*set it to false"),
         ({"py_enable_gc": False}, "py_enable_gc=False: .*set it to true"),

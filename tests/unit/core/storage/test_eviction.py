@@ -7,8 +7,9 @@ import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import DEFAULT_POLICY, create_policy
+from lmcache_core.storage.eviction import adaptive as adaptive_module
+from lmcache_core.storage.eviction.adaptive import FIRST_FACTOR, MAX_FACTOR, AdaptivePolicy
 from lmcache_core.storage.eviction.ledger import MAX_RECENT_EVICTIONS, RecentEvictions
-from lmcache_core.storage.eviction.s3lru import S3LRUPolicy
 
 from tests.suites.chunks import make_key
 
@@ -40,13 +41,13 @@ def test_a_declined_victim_counts_as_used_and_comes_once(lru):
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'fifo': must be one of s3lru, s3fifo, lru"):
+    with pytest.raises(ConfigError, match=r"'fifo': must be one of adaptive, s3fifo, lru"):
         create_policy("fifo")
 
 
 def test_the_default_policy():
-    assert isinstance(create_policy(), S3LRUPolicy)
-    assert DEFAULT_POLICY == "s3lru"
+    assert isinstance(create_policy(), AdaptivePolicy)
+    assert DEFAULT_POLICY == "adaptive"
 
 
 def test_reasons_are_remembered_for_the_last_ones_only():
@@ -97,8 +98,8 @@ def pass_through(policy, new, capacity):
 
 
 @pytest.fixture
-def s3lru():
-    return create_policy("s3lru")
+def adaptive():
+    return create_policy("adaptive")
 
 
 @pytest.fixture
@@ -106,17 +107,30 @@ def s3fifo():
     return create_policy("s3fifo")
 
 
-@pytest.fixture(params=["s3lru", "s3fifo"])
+@pytest.fixture(params=["adaptive", "s3fifo"])
 def policy(request):
     return create_policy(request.param)
 
 
-def test_what_was_read_stays_while_others_pass_through(policy):
+def test_what_was_read_stays_while_others_pass_through(s3fifo):
     known = keys("known", 8)
-    insert(policy, *known)
-    read(policy, *known, *known)
-    pass_through(policy, keys("passing", 100), capacity=10)
-    assert set(known) < set(policy.victims())
+    insert(s3fifo, *known)
+    read(s3fifo, *known, *known)
+    pass_through(s3fifo, keys("passing", 100), capacity=10)
+    assert set(known) < set(s3fifo.victims())
+
+
+@pytest.mark.parametrize(("name", "num_hits"), [("lru", 0), ("adaptive", 4), ("s3fifo", 4)])
+def test_what_is_read_again_and_again_stays_although_more_passes_than_there_is_room(name, num_hits):
+    policy, known, held = create_policy(name), keys("known", 4), set()
+    for turn in range(50):
+        hits = held & set(known)
+        read(policy, *hits)
+        for key in [*(set(known) - hits), *keys(f"passing {turn}", 12)]:
+            held.add(key)
+            insert(policy, key)
+            held -= set(evict(policy, max(0, len(held) - 10)))
+    assert len(hits) == num_hits
 
 
 def test_probation_is_first_in_first_out(policy):
@@ -142,13 +156,13 @@ def test_what_comes_back_late_starts_anew(policy):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 10])
-def test_ghosts_never_outweigh_what_is_held(policy, num_bytes):
+def test_ghosts_never_outweigh_what_is_held(s3fifo, num_bytes):
     for key in keys("passing", 500):
-        insert(policy, key, num_bytes=num_bytes)
-        if len(policy) > 5:
-            evict(policy, 1)
-        assert policy._ghosts.num_bytes <= len(policy) * num_bytes
-    assert bool(len(policy._ghosts)) == (num_bytes > 0)
+        insert(s3fifo, key, num_bytes=num_bytes)
+        if len(s3fifo) > 5:
+            evict(s3fifo, 1)
+        assert s3fifo._ghosts.num_bytes <= len(s3fifo) * num_bytes
+    assert bool(len(s3fifo._ghosts)) == (num_bytes > 0)
 
 
 def test_what_is_removed_on_request_leaves_no_ghost(policy):
@@ -175,20 +189,80 @@ def test_what_was_declined_goes_behind_the_others_and_may_be_removed(policy):
     assert evict(policy, 3) == [C, B, A]
 
 
-def test_s3lru_lets_probation_take_a_fifth_of_the_bytes_not_of_the_chunks(s3lru):
-    large, small = keys("large", 2), keys("small", 40)
-    insert(s3lru, *large, num_bytes=1000)
-    read(s3lru, *large)
-    insert(s3lru, *small)
-    assert next(s3lru.victims()) == large[0]  # 400 bytes on probation of 2400
-    insert(s3lru, A, num_bytes=200)
-    assert next(s3lru.victims()) == small[0]  # 600 of 2600
+def test_what_was_never_read_ages_faster_in_bytes_that_were_touched(adaptive):
+    insert(adaptive, A, num_bytes=10)
+    read(adaptive, A)
+    insert(adaptive, B, num_bytes=10)
+    insert(adaptive, C, num_bytes=9)
+    assert next(adaptive.victims()) == A  # 19 bytes ago; 2 * 9 for B
+    insert(adaptive, D, num_bytes=1)
+    assert next(adaptive.victims()) == B  # 2 * 10 for B, 20 for A
 
 
-def test_the_main_queue_of_s3lru_is_in_the_order_of_the_last_access(s3lru):
-    insert(s3lru, A, B, C)
-    read(s3lru, A, B, C, A)
-    assert list(s3lru.victims()) == [B, C, A]
+def test_what_was_read_is_in_the_order_of_the_last_access(adaptive):
+    insert(adaptive, A, B, C)
+    read(adaptive, A, B, C, A)
+    assert list(adaptive.victims()) == [B, C, A]
+
+
+def test_the_factor_follows_what_comes_back(adaptive):
+    held = keys("held", 100)
+    insert(adaptive, *held)
+    read(adaptive, *held[:50])
+    adaptive.on_remove(held[0])
+    assert adaptive.factor == pytest.approx(FIRST_FACTOR)
+    gone = evict(adaptive, 3)
+    assert gone == held[50:53]
+    insert(adaptive, *gone)  # a little more room for new ones had kept them
+    assert adaptive.factor < FIRST_FACTOR
+    factor = adaptive.factor
+    evict(adaptive, 47)
+    gone = evict(adaptive, 3)
+    assert gone == held[1:4]
+    insert(adaptive, *gone)
+    assert adaptive.factor > factor
+
+
+def test_what_comes_back_from_far_teaches_nothing(adaptive):
+    held = keys("held", 20)
+    insert(adaptive, *held)
+    gone = evict(adaptive, 10)
+    insert(adaptive, gone[0])
+    assert adaptive.factor == pytest.approx(FIRST_FACTOR)
+    insert(adaptive, gone[-1])
+    assert adaptive.factor < FIRST_FACTOR
+    assert set(adaptive.coldest_first()[-2:]) == {gone[0], gone[-1]}  # both count as read
+
+
+@pytest.mark.parametrize(("num_read", "limit"), [(0, 1.0), (20, MAX_FACTOR)])
+def test_the_factor_has_limits(adaptive, num_read, limit):
+    insert(adaptive, *keys("held", 20))
+    for turn in range(30):
+        read(adaptive, *adaptive.coldest_first()[:num_read])
+        gone = evict(adaptive, 1)
+        adaptive.on_remove(adaptive.coldest_first()[-1])
+        insert(adaptive, *gone, *keys(f"fresh {turn}", 1))
+    assert adaptive.factor == pytest.approx(limit)
+
+
+def test_evicted_keys_are_remembered_up_to_a_multiple_of_what_is_held(adaptive, monkeypatch):
+    pass_through(adaptive, keys("passing", 500), capacity=10)
+    assert len(adaptive._evicted) == 40
+    assert adaptive._remembered_bytes == 400
+    monkeypatch.setattr(adaptive_module, "MAX_EVICTED", 20)
+    pass_through(adaptive, keys("more", 2), capacity=10)
+    assert len(adaptive._evicted) == 20
+    for key in list(adaptive._evicted):
+        insert(adaptive, key)
+    assert adaptive._remembered_bytes == 0
+
+
+def test_chunks_of_no_bytes_are_bounded_too(adaptive):
+    for key in keys("passing", 100):
+        insert(adaptive, key, num_bytes=0)
+        if len(adaptive) > 5:
+            evict(adaptive, 1)
+    assert len(adaptive._evicted) == 20
 
 
 def test_s3fifo_lets_probation_take_a_tenth_of_the_bytes_not_of_the_chunks(s3fifo):

@@ -29,7 +29,7 @@ def ratios(trace, share):
     }
     return (
         by_policy["LRU"],
-        by_policy["S3-LRU (default)"],
+        by_policy["adaptive (default)"],
         eviction.optimal_hit_ratio(trace, num_slots),
         by_policy,
     )
@@ -68,7 +68,42 @@ def test_the_optimum_is_beladys():
 
 
 def test_the_table_has_a_row_for_each_figure():
-    row = eviction.HitRatios("RAG", 0.05, dict.fromkeys(eviction.POLICIES, 0.5), 0.75)
-    head, _, line = eviction.as_markdown([row]).splitlines()
-    assert head.count("|") == line.count("|")
-    assert line == "| RAG | 5% | 50.0% | 50.0% | 50.0% | 75.0% |"
+    ratios = dict.fromkeys([*eviction.POLICIES, "MIN"], 0.25)
+    line = eviction.as_markdown(eviction.HitRatios("RAG", 0.05, ratios, ratios | {"MIN": 0.5}))
+    assert {row.count("|") for row in [*eviction.head().splitlines(), line]} == {10}
+    assert line.startswith("| RAG | 5% | 25.0 / 25.0 |")
+    assert line.endswith("| 25.0 / 50.0 |")
+
+
+def test_recorded_traces_are_the_ones_that_the_table_names():
+    sizes = {
+        name: (len(trace), len({key for request in trace for key in request}))
+        for name in eviction.RECORDED
+        for trace in [eviction.recorded_trace(name)]
+    }
+    assert sizes == {
+        "conversation": (12_031, 182_790),
+        "synthetic": (3_993, 43_924),
+        "agents": (8_659, 150_278),
+    }
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.25])
+def test_the_default_is_not_below_lru_where_requests_were_recorded(share):
+    trace = eviction.recorded_trace("synthetic")
+    lru, default, optimal, _ = ratios(trace, share)
+    assert lru - 0.002 <= default <= optimal
+
+
+@pytest.mark.parametrize("name", eviction.POLICIES)
+def test_every_policy_of_the_table_orders_all_chunks(name):
+    policy = eviction.POLICIES[name]()
+    for key in (A, B, C, D):
+        policy.on_insert(key, 1)
+    policy.on_access(B)
+    gone = []
+    for key in policy.victims():
+        policy.on_remove(key)
+        gone.append(key)
+    assert sorted(gone, key=str) == sorted((A, B, C, D), key=str)
+    assert len(policy) == 0

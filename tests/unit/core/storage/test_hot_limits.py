@@ -269,7 +269,7 @@ def test_a_chunk_that_is_kept_is_not_on_its_way_in_any_more(hot):
     memory.ref_count_down()
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "s3lru"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "adaptive"])
 @pytest.mark.parametrize("slots", [2, 8, 32])
 def test_a_payload_that_finds_no_room_costs_others_little_more_than_its_size(
     removed, policy, slots

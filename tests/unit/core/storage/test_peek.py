@@ -22,7 +22,7 @@ NUM_SLOTS = 8
 NOW = 1000.0
 
 
-@pytest.fixture(params=["s3lru", "s3fifo", "lru"])
+@pytest.fixture(params=["adaptive", "s3fifo", "lru"])
 def make_hot(request: pytest.FixtureRequest) -> Callable[[], LocalCPUBackend]:
     return lambda: LocalCPUBackend(
         ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS),

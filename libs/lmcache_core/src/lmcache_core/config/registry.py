@@ -11,10 +11,10 @@ from typing import Final
 
 _STORAGE = "lmcache_core.storage"
 
-DEFAULT_EVICTION_POLICY: Final = "s3lru"
+DEFAULT_EVICTION_POLICY: Final = "adaptive"
 EVICTION_POLICIES = MappingProxyType(
     {
-        "s3lru": f"{_STORAGE}.eviction.s3lru:S3LRUPolicy",
+        "adaptive": f"{_STORAGE}.eviction.adaptive:AdaptivePolicy",
         "s3fifo": f"{_STORAGE}.eviction.s3fifo:S3FIFOPolicy",
         "lru": f"{_STORAGE}.eviction.lru:LRUPolicy",
     }
