@@ -74,6 +74,7 @@ class Faults:
     Attributes:
         active: The kinds that are under way, and how often.
         counts: How often each kind was done.
+        damaged: Machines whose files may be damaged.
         expected_deaths: Processes that were told to end.
     """
 
@@ -97,6 +98,7 @@ class Faults:
         self._numbers = itertools.count()
         self.active: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
+        self.damaged: set[str] = set()
         self.expected_deaths: set[int] = set()
 
     def do(self, fault: Fault) -> None:
@@ -158,8 +160,11 @@ class Faults:
         one, other = self._dice.sample(["redis", *SERVICES], 2)
         return self._cluster.machines[one], self._cluster.machines[other]
 
-    def _disk(self) -> Any:
-        return self._world.files.disks[self._dice.choice(DISKS)]
+    def _disk(self, is_damaged: bool = False) -> Any:
+        name = self._dice.choice(DISKS)
+        if is_damaged:
+            self.damaged.add(name)
+        return self._world.files.disks[name]
 
     # --- Processes -------------------------------------------------------------------------------
 
@@ -259,6 +264,30 @@ class Faults:
         self._signal(name, signal.SIGKILL)
         self._for(5, lambda: self.start_again(name))
 
+    def copying(self) -> None:
+        """While an engine copies KV: SIGSTOP to it, so that it goes on after its sidecar has given
+        it up; or SIGKILL to it, to its sidecar, or to both.
+        """
+        node = self._dice.choice(SIDECARS)
+        engine, killed = f"engine-{node}", self._dice.choice([[], [0], [1], [0, 1]])
+        is_stopped = self._dice.random() < 0.5
+        process = self._cluster.processes[engine]
+
+        def at_copy() -> None:
+            for name in [(node, engine)[one] for one in killed if one == 0 or not is_stopped]:
+                self._signal(name, signal.SIGKILL)
+            if is_stopped:
+                self._world.signal(process, signal.SIGSTOP)
+
+        def undo() -> None:
+            process.at_copy = None
+            self._world.signal(process, signal.SIGCONT)
+            self.start_again(node)
+            self.start_again(engine)
+
+        process.at_copy = at_copy
+        self._for(LONGEST_S, undo)
+
     def descriptors(self) -> None:
         """Let a service open nothing more; one that is still starting would rightly end."""
         process = self._cluster.processes[self._dice.choice(DISKS)]
@@ -292,6 +321,7 @@ class Faults:
 
     def _lose_power(self, name: str) -> None:
         machine = self._cluster.machines[name]
+        self.damaged.add(name)
         names = [
             name for name, process in self._cluster.processes.items() if process.machine is machine
         ]
@@ -409,7 +439,7 @@ class Faults:
 
     def corrupt(self) -> None:
         """Turn bits on a disk."""
-        self._disk().corrupt(self._dice.choice([1, 10]))
+        self._disk(is_damaged=True).corrupt(self._dice.choice([1, 10]))
 
     # --- Redis, clocks ---------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Process:
         descriptors: Its open files and sockets.
         loops: The event loops that it has made.
         started_s: When it began.
+        at_copy: Called once, when an engine's process is about to copy KV to or from the arena.
         paused_s: For how long it has been paused.
     """
 
@@ -68,6 +69,7 @@ class Process:
         self.watchers: list[Thread] = []
         self.loops: list[Any] = []
         self.started_s = kernel.now
+        self.at_copy: Callable[[], object] | None = None
         self.paused_s = 0.0
         self._paused_at = 0.0
         self._postponed: list[tuple[Thread, int]] = []

@@ -41,8 +41,6 @@ ADMIN_BOUND_S = 15.0
 ASKED_CHUNKS = 20
 DISK_SLACK = 1.1
 """A disk tier may take so much more than its limit, for files that are being written."""
-DAMAGING = ("corrupt", "power", "crash")
-"""Faults after which a file may be damaged."""
 QUOTA_SLACK = 1.05
 """Sizes of chunks in memory include headers of up to 1 KiB that are not kept there."""
 MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
@@ -104,6 +102,7 @@ class Scenario:
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
         self.engines: dict[str, SimulatedEngine] = {}
         self.faults = Faults(world, self.cluster, self._start_engine, self._complain, self._call)
+        self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
         self.violations: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.totals: Counter[str] = Counter()
@@ -252,6 +251,7 @@ class Scenario:
             self._kernel.sleep(LOOK_S)
             self._check_alive()
             self._check_sizes()
+            self._check_lent()
 
     def _collect(self, engine: SimulatedEngine) -> None:
         for fault in engine.faults:
@@ -279,7 +279,7 @@ class Scenario:
             used = self._world.files.disks[name].used_bytes()
             if used > limit * DISK_SLACK:
                 self._complain(f"{name} has {used} bytes on its disk; the limit is {limit}")
-            if not self._is_damaged:
+            if name not in self.faults.damaged:
                 num_damaged = self._num_damaged(name)
                 if num_damaged:
                     self._complain(f"{name} took {num_damaged} intact chunks for damaged")
@@ -288,9 +288,23 @@ class Scenario:
                 if quota_gb and used > quota_gb * GB * QUOTA_SLACK:
                     self._complain(f"{name} has {used} bytes of a tenant with {quota_gb * GB:.0f}")
 
-    @property
-    def _is_damaged(self) -> bool:
-        return any(self.faults.counts[kind] for kind in DAMAGING)
+    def _check_lent(self) -> None:
+        """A sidecar that has run since the last look lends nothing to clients that are gone."""
+        for name in SIDECARS:
+            process, server = self.cluster.processes[name], self._world.socket_servers.get(name)
+            if process.is_dead or process.is_paused or server is None:
+                continue
+            clients = [session.memory for session in server.sessions]
+            lent = {
+                "reserved": server.context.reserved_bytes
+                - sum(one.reserved_bytes for one in clients),
+                "pinned": server.context.pinned.used_bytes
+                - sum(one.pinned_bytes for one in clients),
+            }
+            leaked = {(process.pid, process.paused_s, what) for what, n in lent.items() if n > 0}
+            for *_, what in sorted(leaked & self._leaked[name]):
+                self._complain(f"{name} has {lent[what]} bytes {what} for no client")
+            self._leaked[name] = leaked
 
     def _num_damaged(self, name: str) -> int:
         node = self._world.nodes.get(name)

@@ -51,6 +51,8 @@ class World:
         self.logs: list[str] = []
         self.nodes: dict[str, Any] = {}
         """The `Node` of each sidecar and storage, by the name of its process."""
+        self.socket_servers: dict[str, Any] = {}
+        """The `SocketServer` of each sidecar, likewise."""
         self.complaints: list[str] = []
         """Calls of tiers that lasted longer than their limit, and failures that were logged."""
         self.synced: dict[str, dict[Any, str]] = {}
@@ -68,6 +70,7 @@ class World:
         import uvicorn
         from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
+        from lmcache_core.engine.transfer import KVTransfer
         from lmcache_core.storage.disk.store import DiskStore
         from lmcache_core.storage.guard import Guard
         from lmcache_core.wire.server import LmSession
@@ -75,6 +78,7 @@ class World:
         from lmcache_node.node import Node
         from lmcache_servicekit import runner
         from lmcache_servicekit.http_protocol import BoundedHttpProtocol
+        from lmcache_sidecar.socket.server import SocketServer
         from lmcache_sidecar.socket.session import EngineSession
 
         # It belongs to the thread of the operating system, and all threads are that one.
@@ -127,6 +131,8 @@ class World:
                     )
 
         Guard._attempt = timed  # type: ignore[method-assign, assignment]
+        for name in ("_fill", "_copy"):
+            setattr(KVTransfer, name, _interruptible(kernel, getattr(KVTransfer, name)))
         write, synced = DiskStore.write, self.synced
 
         def write_synced(store: Any, chunk: Any) -> bool:
@@ -140,6 +146,14 @@ class World:
                 of_machine[chunk.key] = str(store._layout.record(chunk.key))
             return is_kept
 
+        open_socket, socket_servers = SocketServer.open, self.socket_servers
+
+        async def listen(server: Any) -> None:
+            assert kernel.process is not None
+            socket_servers[kernel.process.name] = server
+            await open_socket(server)
+
+        SocketServer.open = listen  # type: ignore[method-assign]
         DiskStore.write = write_synced  # type: ignore[method-assign]
         Node.serve = serve  # type: ignore[method-assign]
         uvicorn.Server.main_loop = main_loop  # type: ignore[method-assign]
@@ -218,6 +232,20 @@ class _NoMode(contextlib.ContextDecorator):
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def _interruptible(kernel: Kernel, copy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of KV before which `Process.at_copy` is called."""
+
+    def wrapped(*args: Any) -> Any:
+        process = kernel.process
+        if process is not None and process.at_copy is not None:
+            at_copy, process.at_copy = process.at_copy, None
+            at_copy()
+            kernel.sleep(0.0)  # where a stopped process stops
+        return copy(*args)
+
+    return wrapped
 
 
 def _plain(value: object) -> object:
