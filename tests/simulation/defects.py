@@ -22,6 +22,7 @@ SECONDS = 150.0
 """Virtual time under faults of each run."""
 CORE = "libs/lmcache_core/src/lmcache_core"
 NODE = "services/node/src/lmcache_node"
+VLLM = f"{CORE}/integrations/vllm"
 SIDECAR = "services/sidecar/src/lmcache_sidecar"
 STORAGE = "services/cache_storage/src/lmcache_storage"
 LOOKUP = "services/lookup/src/lmcache_lookup"
@@ -112,21 +113,14 @@ DEFECTS = (
     Defect(
         "a lost index is not announced again",
         f"{CORE}/lookup/reporter.py",
-        "        if resync:\n            self._outbox.lose()",
-        "        if resync:\n            pass",
+        "            self.lose()\n            return\n        for _",
+        "            return\n        for _",
     ),
     Defect(
         "an incarnation follows the clock",
         f"{CORE}/lookup/reporter.py",
         "max(time.time_ns(), self._last_incarnation + 1)",
         "time.time_ns()",
-    ),
-    Defect(
-        "a periodic task ends with its first failure",
-        f"{CORE}/concurrency/supervisor.py",
-        "            await asyncio.sleep(interval_s)\n\n\nasync def cancel_and_join",
-        "                return\n            await asyncio.sleep(interval_s)\n\n\n"
-        "async def cancel_and_join",
     ),
     Defect(
         "reservations outlive their client",
@@ -158,6 +152,104 @@ DEFECTS = (
         "return [key for key in keys if held[key]]",
         "return list(keys)",
         was_there=True,
+    ),
+    # From here on: random changes that the nearest tests did not notice (`make mutants`).
+    Defect(
+        "what vLLM loads counts as not loaded",
+        f"{VLLM}/scheduler.py",
+        "state.num_local += num_external",
+        "state.num_local -= num_external",
+    ),
+    Defect(
+        "an offer outlives its load",
+        f"{VLLM}/scheduler.py",
+        "                state.is_loading = False\n                state.forget_offer()\n",
+        "                state.is_loading = False\n",
+    ),
+    Defect(
+        "an answer that has come is waited for",
+        f"{VLLM}/scheduler.py",
+        "if is_final or now - first_asked > self._patience_s:",
+        "if is_final and now - first_asked > self._patience_s:",
+    ),
+    Defect(
+        "a load beside the steps is not begun",
+        f"{VLLM}/worker.py",
+        "self._loads.submit(load)",
+        "pass",
+    ),
+    Defect(
+        "a load that failed in the middle names the wrong place",
+        f"{VLLM}/worker.py",
+        "max(start + num_loaded * self._chunk_size, load.begin)",
+        "max(start - num_loaded * self._chunk_size, load.begin)",
+    ),
+    Defect(
+        "a race that is over has failed",
+        f"{CORE}/p2p/pull.py",
+        "        if not race.open:\n            late_s",
+        "        if race.open:\n            late_s",
+    ),
+    Defect(
+        "a race goes on whose chunks have come from elsewhere",
+        f"{CORE}/p2p/pull.py",
+        "if not other.open and other.work is not None",
+        "if other.open and other.work is not None",
+    ),
+    Defect(
+        "questions wait for a full socket",
+        f"{CORE}/sidecar/connection.py",
+        "            with contextlib.suppress(TimeoutError, BlockingIOError):\n"
+        "                self._flush(connection, deadline)\n            try:",
+        "            try:",
+    ),
+    Defect(
+        "copies to other nodes keep their memory",
+        f"{SIDECAR}/handover/replication_requests.py",
+        "                chunk.release()",
+        "                pass",
+    ),
+    Defect(
+        "nothing is announced",
+        f"{CORE}/storage/announcer.py",
+        "if self._reporter is not None and tier in self._tiers:",
+        "if self._reporter is None and tier in self._tiers:",
+    ),
+    Defect(
+        "threads that check an arena stay",
+        f"{SIDECAR}/arena/recovery.py",
+        "        self._workers.close()\n        logger.info(",
+        "        logger.info(",
+    ),
+    Defect(
+        "peers that are late answer with nothing",
+        f"{CORE}/storage/peer.py",
+        "return [Miss(MissReason.DEADLINE)] * len(keys)",
+        "return []",
+    ),
+    Defect(
+        "pins have one bound of two",
+        f"{CORE}/storage/pin_board.py",
+        "self.num_bytes >= self.max_bytes or len",
+        "self.num_bytes >= self.max_bytes and len",
+    ),
+    Defect(
+        "a slow sidecar is asked at once when it has a thread",
+        f"{CORE}/sidecar/pace.py",
+        "self._thread is None or not self._thread.is_alive()",
+        "self._thread is None or self._thread.is_alive()",
+    ),
+    Defect(
+        "a file that cannot be read is served again",
+        f"{CORE}/storage/disk/store.py",
+        "        except OSError:\n            return False\n        return True\n",
+        "        except OSError:\n            return True\n        return True\n",
+    ),
+    Defect(
+        "a lift that was refused counts as begun",
+        f"{CORE}/storage/manager.py",
+        "        except UnavailableError:\n            return False\n        return True\n",
+        "        except UnavailableError:\n            return False\n        return False\n",
     ),
 )
 

@@ -14,6 +14,7 @@ from lmcache_core.errors import CapacityError
 from lmcache_core.memory.base import FreeBlock, MemoryFormat, MemoryObjMetadata
 from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator, OnFreed
 from lmcache_core.memory.free_list import FreeList, extent_bytes
+from lmcache_core.memory.populate import populate
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,12 @@ def touched_memory(size: int) -> memoryview:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(mapping)
-    view[:: mmap.PAGESIZE] = bytes(length // mmap.PAGESIZE)
+    try:
+        populate(view)
+    except OSError as exc:
+        raise CapacityError(
+            f"an arena of {size / (1 << 30):.2f} GB: {exc.strerror}; make it smaller"
+        ) from exc
     return view
 
 

@@ -26,15 +26,11 @@ from lmcache_core.memory.arena_locks import (
     join_generation,
     own_directory,
 )
+from lmcache_core.memory.populate import populate
 
 FILE_NAME = "kv.arena"
 DEFAULT_MODE = 0o660
-_TOUCH_BYTES = 64 << 20
 _BLOCK_BYTES = 512
-_MADV_POPULATE_WRITE = 23
-"""Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python does not name it.
-Unlike a write it fails where there is no room.
-"""
 _MAX_PAGE_BYTES = 1 << 30
 
 
@@ -123,13 +119,12 @@ class ArenaFile:
             raise self._refused(exc) from exc
         try:
             os.fchmod(fd, self.mode)
-            if self.huge_pages:
-                _take_huge_pages(fd, size)
-            os.posix_fallocate(fd, 0, size)
+            os.ftruncate(fd, size)
             arena = self._map(fd, size, lock)
-            zeros = bytes(min(size, _TOUCH_BYTES))
-            for at in range(0, size, _TOUCH_BYTES):
-                arena.store_view[at : at + _TOUCH_BYTES] = zeros[: min(_TOUCH_BYTES, size - at)]
+            if self.huge_pages:
+                _take_huge_pages(fd, arena.store_view)
+            os.posix_fallocate(fd, 0, size)  # at once where there is no room; fills nothing
+            populate(arena.store_view)
             return arena
         except (OSError, OverflowError, ValueError) as exc:
             self.remove()
@@ -275,20 +270,14 @@ def unlink_shared_arena(arena: SharedArena) -> None:
             path.unlink()
 
 
-def _take_huge_pages(fd: int, size: int) -> None:
-    """Fill the file with huge pages as far as there are any: once it has small pages it keeps
+def _take_huge_pages(fd: int, view: memoryview) -> None:
+    """Fill a new file with huge pages as far as there are any: once it has small pages it keeps
     them.
     """
-    os.ftruncate(fd, size)
-    with (
-        mmap.mmap(
-            fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE
-        ) as mapping,
-        contextlib.suppress(OSError),
-    ):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-        for at in range(0, size, _TOUCH_BYTES):
-            mapping.madvise(_MADV_POPULATE_WRITE, at, min(_TOUCH_BYTES, size - at))
+    volume = os.fstatvfs(fd)
+    if volume.f_bavail * volume.f_frsize >= len(view):
+        with contextlib.suppress(OSError):
+            populate(view)
 
 
 def _map(

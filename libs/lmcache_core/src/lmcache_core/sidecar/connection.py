@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
 from lmcache_core.keys import CacheEngineKey, Lane
+from lmcache_core.memory.populate import BackgroundPopulation
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena
 from lmcache_core.record import HotVerifier
 from lmcache_core.telemetry.request_context import carried
@@ -119,6 +120,7 @@ class SidecarConnection:
         self._received = bytearray()
         self._unsent = bytearray()
         self._arena: SharedArena | None = None
+        self._population: BackgroundPopulation | None = None
         self.is_greeted = False
         self.greeting_s = 0.0
         self.verifier = HotVerifier("always")
@@ -170,6 +172,7 @@ class SidecarConnection:
             self.arena_info, self.is_greeted = info, True
             self.greeting_s = time.monotonic() - begin
             self._arena = attach_shared_arena(Path(info.path), info.num_bytes, info.generation)
+            self._population = BackgroundPopulation((self._arena.store_view, self._arena.load_view))
         except (UnavailableError, ProtocolError):
             self.close()
             raise
@@ -197,6 +200,8 @@ class SidecarConnection:
         """Make no more calls; close the socket as soon as nothing is held. Idempotent."""
         with self._books:
             self._is_usable = False
+            if self._population is not None:
+                self._population.stop()
             self._close_unless_held()
 
     def hold(self, count: int) -> None:

@@ -1,0 +1,126 @@
+"""Give mapped memory its pages before it is used, so that no first use waits for page faults."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+logger = logging.getLogger(__name__)
+
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
+"""Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python does not name
+them, and its own `madvise` holds the interpreter's lock.
+"""
+STEP_BYTES = 64 << 20
+BACKGROUND_STEP_BYTES = 16 << 20
+MAX_THREADS = 16
+LOG_INTERVAL_S = 5.0
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Buffer(ctypes.Structure):
+    """`Py_buffer`; what follows its first field is room enough for the others."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("others", ctypes.c_void_p * 15))
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int]
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = [ctypes.POINTER(_Buffer)]
+_release_buffer.restype = None
+
+
+def populate(view: memoryview) -> None:
+    """Give every page of a new mapping memory, with a thread for each processor. Progress is logged
+    every `LOG_INTERVAL_S`. A mapping of a file needs its blocks already.
+
+    Args:
+        view: All bytes of a writable, page-aligned mapping; all are zero.
+
+    Raises:
+        OSError: There is no room.
+    """
+    num_bytes, num_done, lock = len(view), 0, threading.Lock()
+    log_at = time.monotonic() + LOG_INTERVAL_S
+
+    def fill(at: int) -> None:
+        nonlocal num_done, log_at
+        step = min(STEP_BYTES, num_bytes - at)
+        try:
+            _populate(view, at, step, MADV_POPULATE_WRITE)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+            # The kernel is older.
+            view[at : at + step : mmap.PAGESIZE] = bytes(-(-step // mmap.PAGESIZE))
+        with lock:
+            num_done += step
+            if time.monotonic() >= log_at:
+                log_at += LOG_INTERVAL_S
+                logger.info("%.1f of %.1f GB of memory taken", num_done / 2**30, num_bytes / 2**30)
+
+    num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS, -(-num_bytes // STEP_BYTES))
+    with ThreadPoolExecutor(max(num_threads, 1), "lmcache-populate") as threads:
+        for done in [threads.submit(fill, at) for at in range(0, num_bytes, STEP_BYTES)]:
+            done.result()
+
+
+class BackgroundPopulation:
+    """Maps pages that exist already into this process, beside its work: at most half of the time of
+    one processor. A kernel that cannot do that leaves them to page faults.
+
+    Args:
+        views: Bytes of page-aligned mappings; kept until the work has ended.
+    """
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lmcache-populate", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it within a step. Idempotent."""
+        self._is_over.set()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        longest = max(map(len, self._views))
+        for at in range(0, longest, BACKGROUND_STEP_BYTES):
+            for view in self._views:
+                began = time.monotonic()
+                advice = MADV_POPULATE_READ if view.readonly else MADV_POPULATE_WRITE
+                try:
+                    _populate(view, at, min(BACKGROUND_STEP_BYTES, len(view) - at), advice)
+                except OSError as exc:
+                    logger.debug("pages of the arena are not mapped ahead: %s", exc)
+                    return
+                if self._is_over.wait(time.monotonic() - began):
+                    return
+
+
+def _populate(view: memoryview, at: int, num_bytes: int, advice: int) -> None:
+    buffer = _Buffer()
+    _get_buffer(view, buffer, 0)
+    try:
+        address = buffer.address + at
+        whole = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        while _libc.madvise(address, whole, advice):
+            number = ctypes.get_errno()
+            if number == errno.EFAULT:  # a write would have been a SIGBUS
+                number = errno.ENOSPC
+            if number not in {errno.EINTR, errno.EAGAIN}:
+                raise OSError(number, os.strerror(number))
+    finally:
+        _release_buffer(buffer)

@@ -1,0 +1,113 @@
+"""Memory has its pages before it is used."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from lmcache_core.memory import populate as module
+from lmcache_core.memory.populate import BackgroundPopulation, populate
+
+MB = 1 << 20
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file of memory with something in it."""
+    path = Path("/dev/shm") / f"{tmp_path.name}-{os.getpid()}"
+    path.write_bytes(b"\x07" * 40 * MB)
+    yield path
+    path.unlink()
+
+
+def mapped(path, writable):
+    with path.open("r+b") as opened:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return memoryview(mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED, access))
+
+
+def faults_of(call):
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    call()
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def touch(view):
+    assert set(bytes(view[::PAGE])) <= {0, 7}
+
+
+def test_new_memory_has_its_pages():
+    view = memoryview(mmap.mmap(-1, 40 * MB + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    populate(view)
+    assert faults_of(lambda: view.__setitem__(slice(0, 40 * MB, PAGE), bytes(10240))) < 100
+
+
+def test_memory_that_exists_is_mapped_beside_the_work_and_stays_as_it_is(file):
+    views = mapped(file, writable=True), mapped(file, writable=False)
+    population = BackgroundPopulation(views)
+    population._thread.join(10)
+    assert not population._thread.is_alive()
+    assert faults_of(lambda: [touch(view) for view in views]) < 1000  # 20,480 pages
+    assert bytes(views[0]) == b"\x07" * 40 * MB
+    assert faults_of(lambda: touch(mapped(file, writable=False))) > 500  # it would have had some
+
+
+def test_it_ends_when_told_to(file, monkeypatch):
+    steps = []
+    view = mapped(file, writable=True)
+
+    def step(*args):
+        steps.append(args)
+        population_began.wait(10)
+
+    population_began = module.threading.Event()
+    monkeypatch.setattr(module, "_populate", step)
+    population = BackgroundPopulation([view])
+    population.stop()
+    population_began.set()
+    population._thread.join(10)
+    assert not population._thread.is_alive()
+    assert len(steps) == 1
+
+
+def old_kernel(*_):
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_an_older_kernel_is_no_error(file, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_populate", old_kernel)
+    caplog.set_level(logging.DEBUG)
+    BackgroundPopulation([mapped(file, writable=True)])._thread.join(10)
+    assert "not mapped ahead: [Errno 22]" in caplog.text
+    view = memoryview(mmap.mmap(-1, 70 * MB + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    populate(view)
+    assert faults_of(lambda: touch(view)) < 1000
+
+
+def test_memory_that_cannot_be_had_is_an_error_that_says_so():
+    view = mapped_beyond_its_file()
+    with pytest.raises(OSError, match="No space left on device"):
+        populate(view)
+
+
+def mapped_beyond_its_file():
+    """A write there would be a SIGBUS."""
+    fd = os.memfd_create("short")
+    os.ftruncate(fd, MB)
+    view = memoryview(mmap.mmap(fd, MB, mmap.MAP_SHARED))
+    os.ftruncate(fd, 0)
+    os.close(fd)
+    return view
+
+
+def test_long_work_tells_how_far_it_is(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(module, "LOG_INTERVAL_S", 0.0)
+    populate(memoryview(mmap.mmap(-1, 128 * MB)))
+    assert "of 0.1 GB of memory taken" in caplog.text
