@@ -208,7 +208,8 @@ def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", counted)
     with socket.socket() as nobody, caplog.at_level(logging.INFO, logger="lmcache_core.storage"):
         nobody.bind(("127.0.0.1", 0))
-        engine = build(allocator, remote_url=f"lm://127.0.0.1:{nobody.getsockname()[1]}")
+        url = f"lm://127.0.0.1:{nobody.getsockname()[1]}"
+        engine = build(allocator, remote_url=url, tier_timeout_s=5.0)
         engine.open()
         for seed in range(20):
             tokens = tokens_of(len(TOKENS), seed)
