@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="with --hours and --known"
     )
+    parser.add_argument("--processor-s", type=int, help="end after this much processor time")
     parser.add_argument("--shrink", action="store_true", help="leave out what need not go wrong")
     parser.add_argument(
         "--keep", type=_numbers, help="numbers of the faults to keep, with commas; default: all"
@@ -101,8 +102,11 @@ def _shrink(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, keep: set[int] | None) -> int:
+    import resource
     import time
 
+    if options.processor_s is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (options.processor_s, resource.RLIM_INFINITY))
     processor_s = time.process_time  # before the world has its own clocks
     from tests.simulation.world import World
 

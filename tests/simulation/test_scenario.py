@@ -44,6 +44,11 @@ def test_a_defect_can_be_put_in(defect: Defect) -> None:
     assert defect.before != defect.after
 
 
+def test_a_run_without_an_end_is_a_violation() -> None:
+    result = run_seed(1, SECONDS, max_processor_s=1)
+    assert result["violations"] == ["the run has not ended in 1 s of processor time"]
+
+
 def test_shrinking_leaves_what_is_needed_for_the_failure() -> None:
     asked = []
 
