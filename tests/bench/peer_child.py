@@ -1,0 +1,170 @@
+"""An engine, ours or LMCache's, driven over stdin and stdout by JSON, one object a line.
+
+Both run the same prompts, copy the same tensors and are timed by the same lines of this file, each
+in a process of its own. It imports nothing of this repository but what `ours` needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+NUM_TOKENS, CHUNK_SIZE = 4096, 256
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 32, 8, 128
+HIDDEN = NUM_HEADS * HEAD_SIZE
+DTYPE = torch.bfloat16
+KV_SHAPE = (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE)
+MODEL = "bench/llama-3.1-8b-shape"
+VISIBLE_TIMEOUT_S = 120.0
+
+
+def ours(options: dict[str, Any]) -> Any:
+    """Return our engine and how it is given KV."""
+    from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
+    from lmcache_core.engine import LMCacheEngineBuilder
+    from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
+
+    config = LMCacheEngineConfig.from_defaults(
+        tier_timeout_s=60.0,
+        prefill_tokens_per_s=1.0,  # otherwise a slow tier would be declined: that is not measured
+        **options,
+    )
+    metadata = LMCacheEngineMetadata(MODEL, 1, 0, "vllm", DTYPE, KV_SHAPE)
+    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+    engine = LMCacheEngineBuilder.get_or_create("bench", config, metadata, connector)
+
+    def arguments(kv: torch.Tensor) -> dict[str, Any]:
+        halves = kv.unflatten(-1, (NUM_HEADS, HEAD_SIZE))
+        return {"kvcaches": tuple((halves[0, i], halves[1, i]) for i in range(NUM_LAYERS))}
+
+    return engine, arguments
+
+
+def lmcache(options: dict[str, Any]) -> Any:
+    """Return LMCache's engine and how it is given KV: its own connectors need CUDA, so slices of
+    one tensor are copied.
+    """
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+    from lmcache.v1.metadata import LMCacheMetadata
+
+    class Slices(GPUConnectorInterface):
+        def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
+            kwargs["kv"][:, :, start:end] = memory_obj.tensor
+
+        def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
+            memory_obj.tensor.copy_(kwargs["kv"][:, :, start:end])
+
+        def batched_to_gpu(
+            self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any
+        ) -> None:
+            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+                self.to_gpu(memory_obj, start, end, **kwargs)
+
+        def batched_from_gpu(
+            self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any
+        ) -> None:
+            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+                self.from_gpu(memory_obj, start, end, **kwargs)
+
+        def get_shape(self, num_tokens: int) -> torch.Size:
+            return torch.Size([2, NUM_LAYERS, num_tokens, HIDDEN])
+
+        def initialize_kvcaches_ptr(self, **_: Any) -> None:
+            pass
+
+    config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK_SIZE, **options)
+    metadata = LMCacheMetadata(
+        model_name=MODEL,
+        world_size=1,
+        local_world_size=1,
+        worker_id=0,
+        local_worker_id=0,
+        kv_dtype=DTYPE,
+        kv_shape=KV_SHAPE,
+        chunk_size=CHUNK_SIZE,
+        role="worker",
+        engine_id="bench",
+    )
+    engine = LMCacheEngineBuilder.get_or_create(
+        "bench", config, metadata, Slices(), lambda tensor, _: tensor, lambda item, _: item
+    )
+    engine.post_init()
+    return engine, lambda kv: {"kv": kv}
+
+
+class Driver:
+    """Times the calls of one engine."""
+
+    def __init__(self, engine: Any, arguments: Any, tier: str) -> None:
+        self._engine = engine
+        self._arguments = arguments
+        self._tier = tier
+        bits = torch.empty((2, NUM_LAYERS, NUM_TOKENS, 2 * HIDDEN), dtype=torch.uint8)
+        self._source = bits.random_(generator=torch.Generator().manual_seed(0)).view(DTYPE)
+        self._target = torch.zeros_like(self._source)
+
+    def store(self, turn: int) -> dict[str, float]:
+        """Store a prompt; return the seconds until the tier has all of it."""
+        # One value differs, so that a prompt of another turn would be noticed.
+        self._source[0, 0, :, 0] = float(turn + 1)
+        tokens = _tokens(turn)
+        began = time.perf_counter()
+        self._engine.store(tokens, **self._arguments(self._source))
+        while self._engine.lookup(tokens, search_range=[self._tier]) < NUM_TOKENS:
+            if time.perf_counter() - began > VISIBLE_TIMEOUT_S:
+                raise TimeoutError(f"prompt {turn} is not in {self._tier}")
+            time.sleep(0.001)
+        return {"seconds": time.perf_counter() - began}
+
+    def retrieve(self, turn: int) -> dict[str, float]:
+        """Load a prompt; return the seconds. Every byte is compared."""
+        tokens = _tokens(turn)
+        self._target.zero_()
+        began = time.perf_counter()
+        mask = self._engine.retrieve(tokens, **self._arguments(self._target))
+        seconds = time.perf_counter() - began
+        self._source[0, 0, :, 0] = float(turn + 1)
+        if int(mask.sum()) != NUM_TOKENS:
+            raise ValueError(f"{int(mask.sum())} of {NUM_TOKENS} tokens of prompt {turn} came back")
+        if not torch.equal(self._source.view(torch.int16), self._target.view(torch.int16)):
+            raise ValueError(f"other bytes than were stored came back for prompt {turn}")
+        return {"seconds": seconds}
+
+    def lookup(self, turn: int) -> dict[str, float]:
+        """Look a prompt up; return the seconds."""
+        tokens = _tokens(turn)
+        began = time.perf_counter()
+        num_tokens = self._engine.lookup(tokens, search_range=[self._tier])
+        seconds = time.perf_counter() - began
+        if num_tokens != NUM_TOKENS:
+            raise ValueError(f"{num_tokens} of {NUM_TOKENS} tokens of prompt {turn} were found")
+        return {"seconds": seconds}
+
+
+def _tokens(turn: int) -> torch.Tensor:
+    return torch.arange(NUM_TOKENS) + turn * NUM_TOKENS
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    kind, tier, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an engine prints is no answer
+    driver = Driver(*{"ours": ours, "lmcache": lmcache}[kind](options), tier)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        call = {"store": driver.store, "retrieve": driver.retrieve, "lookup": driver.lookup}
+        print(json.dumps(call[ask["do"]](ask["turn"])), file=answers, flush=True)
+    os._exit(0)  # the files and servers go with the bench
+
+
+if __name__ == "__main__":
+    main()
