@@ -27,7 +27,7 @@ README, QUICKSTART, TUTORIAL = (
 PASTED = (README, QUICKSTART)
 LANGUAGES = {README: {"sh", "python"}, QUICKSTART: {"", "sh"}, TUTORIAL: {"sh", "text"}}
 PROGRAMS = {"cat", "docker", "export", "helm", "kubectl", "lmcachectl", "make", "pip", "python3"}
-WORDS_OF_SHELL = {"for", "do", "done", "if", "then", "fi", "sleep", "umask", "base64", "}"}
+WORDS_OF_SHELL = {"for", "done", "sleep", "umask"}
 
 
 def name_of(page: Path) -> str:
