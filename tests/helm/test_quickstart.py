@@ -5,6 +5,7 @@ there.
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,19 @@ if TYPE_CHECKING:
     from tests.helm.conftest import Chart
 
 PAGE = (REPOSITORY / "docs" / "quickstart.md").read_text(encoding="utf-8")
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 OWN, BESIDE = PAGE.split("## 2b. ")
 VALUES = re.search(r"<<'YAML'\n(.*?)^YAML$", OWN, re.MULTILINE | re.DOTALL)
 INSTALL = re.compile(r"^helm install (\S+) helm/lmcache -n (\S+) (.*)$", re.MULTILINE)
 NAMED = re.compile(r"(statefulset|deployment|service|secret)[ /](cache-lmcache-\S+)")
+COMMAND = re.compile(
+    r"^helm (install|test|uninstall|dependency build) (.*?)(?:\s{2,}#.*)?$", re.MULTILINE
+)
+KUBECTL = re.compile(
+    r"kubectl (?:-n \S+ )?(create secret generic|create namespace|rollout status|[a-z-]+) (.*?)"
+    r"(?: -- .*| \| .*|\); do|\s{2,}#.*)?$",
+    re.MULTILINE,
+)
 KINDS = {
     "statefulset": "StatefulSet",
     "deployment": "Deployment",
@@ -92,3 +102,27 @@ def test_the_webhook_takes_the_pods_of_the_namespace_that_it_is_installed_in(
     assert f"kubectl -n {namespace} patch" in BESIDE
     assert "(8 GiB; " in BESIDE
     assert "arena_gb: 8\n" in settings
+
+
+@both_helms
+def test_helm_has_every_flag_of_the_commands_to_paste(chart: Chart, helm: str) -> None:
+    calls = COMMAND.findall(PAGE + README)
+    assert {name for name, _ in calls} == {"install", "test", "dependency build"}
+    for name, arguments in calls:
+        usage = chart.run(*name.split(), "--help", helm=helm).stdout
+        for flag in re.findall(r"(?<=\s)--?[a-z][\w-]*", f" {arguments}"):
+            assert re.search(rf"(?:^|\s){flag}[ ,=]", usage, re.MULTILINE), f"helm {name} {flag}"
+
+
+def test_kubectl_has_every_flag_of_the_commands_to_paste(helms: dict[str, Path]) -> None:
+    def told(*words: str) -> str:
+        program = [str(helms["kubectl"]), *words]
+        return subprocess.run(program, capture_output=True, text=True, check=True).stdout
+
+    calls = KUBECTL.findall(PAGE + README)
+    assert len(calls) > 10
+    general = told("options")
+    for verb, arguments in calls:
+        usage = told(*verb.split(), "--help") + general
+        for flag in re.findall(r"(?<=\s)--?[a-z][\w-]*", f" {arguments}"):
+            assert re.search(rf"(?:^|\s){flag}[ ,=]", usage, re.MULTILINE), f"{verb} {flag}"

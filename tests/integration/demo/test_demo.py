@@ -31,6 +31,15 @@ def descendants_of(marker: str) -> list[str]:
     return found
 
 
+def rows_of(output: str) -> list[list[str]]:
+    """The cells of what is printed about each engine."""
+    return [
+        re.split(r"\s{2,}", line.strip())
+        for line in output.splitlines()
+        if re.match(r" [A-F], ", line)
+    ]
+
+
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_every_step_is_as_said(tmp_path: Path) -> None:
     """With Redis, as found on PATH."""
@@ -51,11 +60,7 @@ def test_every_step_is_as_said(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "index in: Redis" in done.stdout
-    rows = [
-        re.split(r"\s{2,}", line.strip())
-        for line in done.stdout.splitlines()
-        if re.match(r" [A-F], ", line)
-    ]
+    rows = rows_of(done.stdout)
     steps, compressed = rows[:8], rows[8:]
     assert [row[0][0] for row in steps] == ["A", "A", "B", "C", "D", "E", "F", "F"], done.stdout
     places = [
@@ -69,6 +74,10 @@ def test_every_step_is_as_said(tmp_path: Path) -> None:
         "computed",
     ]
     assert [row[3] for row in steps] == places
+    page = (Path(__file__).resolve().parents[3] / "docs/demo.md").read_text(encoding="utf-8")
+    assert [(row[0], row[3]) for row in rows_of(page)] == [(row[0], row[3]) for row in steps]
+    [head] = [line for line in done.stdout.splitlines() if "engine, step" in line]
+    assert head.split() in [line.split() for line in page.splitlines()]
     assert all(int(row[1]) >= 2000 for row in steps)
     assert [int(row[2]) > 0 for row in steps] == [place != "computed" for place in places]
     assert [row[-1] for row in steps if row[0] != "E, cachegen"] == ["yes"] * 7

@@ -1,0 +1,116 @@
+"""GitHub's workflows and the commit hooks run commands that exist, and CI leaves out nothing of
+`.ci/run`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+RULES = {".venv/.tools"}
+VARIABLES = set(re.findall(r"^([A-Z_]+) [?:]=", MAKEFILE, re.MULTILINE))
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def jobs(path: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"])
+
+
+def steps(path: Path) -> Iterator[dict[str, Any]]:
+    for job in jobs(path).values():
+        yield from job["steps"]
+
+
+def commands(path: Path) -> str:
+    return "\n".join(re.sub(r"\$\{\{.*?\}\}", "", step.get("run", "")) for step in steps(path))
+
+
+def made(text: str) -> set[str]:
+    """Return the targets of every call of make, and check its variables."""
+    found = set()
+    for line in re.findall(r"(?:^|&& |; )make ([^|;&\n]+)", text, re.MULTILINE):
+        for word in line.split():
+            name, is_variable, _ = word.partition("=")
+            if is_variable:
+                assert name in VARIABLES, f"make {word}"
+            elif not word.startswith("-"):
+                found.add(word)
+    return found
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_what_a_workflow_runs_exists(path: Path) -> None:
+    text = commands(path)
+    targets = made(text)
+    assert targets - TARGETS - RULES == set()
+    for module in re.findall(r"python -m (tests[\w.]*)", text):
+        assert importlib.util.find_spec(module) is not None, module
+    for file in re.findall(r"(?<![\w/.-])((?:helm|docker|tests|docs)/[\w./-]+)", text):
+        assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_may_do_little_and_ends(path: Path) -> None:
+    assert yaml.safe_load(path.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
+    for name, job in jobs(path).items():
+        assert job["timeout-minutes"] <= 180, name
+    for step in steps(path):
+        action = step.get("uses", "")
+        assert not action or re.search(r"@[0-9a-f]{40}$", action), f"{action}: pin its commit"
+        if action.startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+
+
+def test_ci_runs_what_is_run_before_a_merge() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    ours = commands(ROOT / ".github/workflows/ci.yml")
+    wanted = {
+        target for target in made(re.sub(r"make -j\d", "make", script)) if target in TARGETS
+    } - {"test-base"}
+    assert {"lint", "test", "test-vllm", "workflow-lint"} <= wanted
+    assert wanted <= made(ours)
+    assert "tests.simulation --known" in ours
+    releases = {
+        str(one["release"])
+        for one in jobs(ROOT / ".github/workflows/ci.yml")["vllm"]["strategy"]["matrix"]["include"]
+    }
+    assert releases == set(re.findall(r"VLLM=([\d.]+)", script))
+
+
+def test_ci_runs_on_every_python_that_is_promised() -> None:
+    promised = re.search(
+        r"must run on ([\d., and]+\d)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    )
+    assert promised is not None
+    matrix = jobs(ROOT / ".github/workflows/ci.yml")["test"]["strategy"]["matrix"]
+    assert matrix["python"] == re.findall(r"3\.\d+", promised[1])
+
+
+def test_hooks_run_what_can_be_made() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    entries = [hook["entry"] for repo in config["repos"] for hook in repo["hooks"]]
+    assert made("\n".join(entries)) <= TARGETS
+    assert len(entries) == len({hook["id"] for repo in config["repos"] for hook in repo["hooks"]})
+
+
+def test_the_release_publishes_every_package_and_image() -> None:
+    manifests = [
+        path.relative_to(ROOT).as_posix()
+        for pattern in ("libs/*", "services/*", "kernels")
+        for path in ROOT.glob(f"{pattern}/pyproject.toml")
+    ]
+    [listed] = re.findall(r"^MANIFESTS := (.*)$", MAKEFILE, re.MULTILINE)
+    patterns = re.findall(r"[\w/*]+/pyproject\.toml", listed)
+    assert sorted(manifests) == sorted(
+        path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)
+    )
+    assert {"wheels"} <= made(commands(ROOT / ".github/workflows/release.yml"))
