@@ -185,7 +185,7 @@ def is_of(policy: Manifest, template: Manifest) -> bool:
 
 def test_vllm_over_https_is_asked_so(chart: Chart) -> None:
     rendering = chart.render(
-        VALUES | {"models": [MODEL | {"tls": {"existingSecret": "front-door"}}]}
+        VALUES | {"models": {"tiny": MODEL | {"tls": {"existingSecret": "front-door"}}}}
     )
     listed = rendering.get("PodMonitor", "vllm-tiny")["spec"]["podMetricsEndpoints"]
     endpoints = {one["port"]: one for one in listed}

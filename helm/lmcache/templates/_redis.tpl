@@ -19,7 +19,7 @@ port {{ $port }}
 dir /data
 save ""
 appendonly no
-maxmemory {{ int64 .root.Values.redis.maxMemoryMi }}mb
+maxmemory {{ include "lmcache-common.bytes" (dict "name" "redis.maxMemory" "value" .root.Values.redis.maxMemory) }}
 maxmemory-policy noeviction
 {{- end -}}
 

@@ -145,9 +145,12 @@ def test_every_value_is_one_of_the_chart(page: Path) -> None:
 
 def test_a_value_that_there_is_not_is_found() -> None:
     assert has_value(SCHEMA, ["webhook", "tenants"])
-    assert has_value(SCHEMA, ["storage", "config", "memory_gb"])
+    assert has_value(SCHEMA, ["storage", "config", "log_level"])
+    assert has_value(SCHEMA, ["storage", "podLabels"])
+    assert has_value(SCHEMA, ["models", "any", "service", "type"])
     assert not has_value(SCHEMA, ["webhook", "tenant"])
     assert not has_value(SCHEMA, ["storage", "config", "memory"])
+    assert not has_value(SCHEMA, ["models", "any", "servise"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -182,7 +185,7 @@ def chart_blocks() -> Iterator[tuple[str, str]]:
 
 
 def test_every_block_of_values_is_what_the_schema_lets_in() -> None:
-    validator = jsonschema.Draft7Validator(SCHEMA)
+    validator = jsonschema.Draft202012Validator(SCHEMA)
     found = list(chart_blocks())
     assert len(found) > 3
     for page, text in found:
