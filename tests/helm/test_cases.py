@@ -19,7 +19,7 @@ import yaml
 
 from tests.helm import extensions
 from tests.helm.conftest import both_helms
-from tests.helm.tools.describe_values import SCHEMA, VALUES, properties
+from tests.helm.tools.describe_values import SCHEMA, VALUES, resolved
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -152,13 +152,12 @@ def test_schema_types_every_value() -> None:
 
     def check(node: Manifest, value: object, where: str) -> None:
         reference = str(node.get("$ref", "")).rpartition("/")[2]
-        known = dict(properties(schema, node))
-        node = schema["definitions"].get(reference, node)
+        node = resolved(schema, node)
         assert {"type", "anyOf", "enum"} & set(node), f"{where} has no type"
         if not isinstance(value, dict) or reference in maps or where in open_by_design:
             return
-        closed = [node.get(f"{kind}Properties") for kind in ("additional", "unevaluated")]
-        assert False in closed, f"{where} takes unknown names"
+        known = node["properties"]
+        assert node.get("additionalProperties") is False, f"{where} takes unknown names"
         for name, child in value.items():
             assert name in known, f"{where}.{name} is not in the schema"
             check(known[name], child, f"{where}.{name}")

@@ -117,3 +117,14 @@ def test_a_gateway_leads_to_the_service_or_to_the_pool(chart: Chart) -> None:
     assert {port["number"] for port in pool["targetPorts"]} == ports
     off = chart.render(MODELS)
     assert not off.of_kind("HTTPRoute", "InferencePool", "PersistentVolumeClaim")
+
+
+@both_helms
+def test_a_model_overrides_its_defaults_with_what_is_empty(chart: Chart, helm: str) -> None:
+    defaults = {"replicaCount": 2, "extraArgs": ["--seed=1"], "connector": {"enabled": True}}
+    own = {"replicaCount": 0, "extraArgs": [], "connector": {"enabled": False}}
+    values = {f"modelDefaults.{name}": value for name, value in defaults.items()}
+    rendering = chart.render(values | {"models.tiny": MODEL | own}, helm=helm)
+    assert rendering.get("Deployment", "vllm-tiny")["spec"]["replicas"] == 0
+    args = rendering.container("vllm")["args"]
+    assert not {"--seed=1", "--kv-transfer-config"} & set(args)

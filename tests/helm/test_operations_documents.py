@@ -18,6 +18,7 @@ from tests.helm.tools.describe_values import (
     VALUES,
     described,
     dumped,
+    target,
     with_descriptions,
     with_table,
 )
@@ -34,7 +35,7 @@ UPDATE = "if that is meant, run `make chart-snapshot` and look at what git shows
 
 def test_schema_and_readme_say_what_values_yaml_says() -> None:
     values, schema, readme = (path.read_text(encoding="utf-8") for path in (VALUES, SCHEMA, README))
-    update = "run `python -m tests.helm.tools.describe_values`"
+    update = "run `make chart-snapshot`"
     assert schema == f"{dumped(with_descriptions(json.loads(schema), values))}\n", update
     assert readme == with_table(readme, values), update
 
@@ -45,7 +46,10 @@ def test_every_property_has_a_description() -> None:
     def bare(node: object, path: str) -> Iterator[str]:
         if isinstance(node, dict):
             for name, child in dict(node.get("properties", {})).items():
-                if not child.get("description"):
+                inherits = child
+                while "/properties/" in inherits.get("$ref", ""):
+                    inherits = target(schema, inherits)
+                if not inherits.get("description"):
                     yield f"{path}.{name}"
             for name, child in node.items():
                 yield from bare(child, f"{path}.{name}")

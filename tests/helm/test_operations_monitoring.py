@@ -166,7 +166,10 @@ def test_targets_are_labelled_as_expressions_want(rendering: Rendering) -> None:
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
             given = {one["targetLabel"]: one["replacement"] for one in endpoint["relabelings"]}
             component = components.get(name, name.removeprefix("cache-lmcache-"))
-            assert given == {"lmcache_release": "inference/cache", "lmcache_component": component}
+            labels = {"lmcache_release": "inference/cache", "lmcache_component": component}
+            if "-vllm-" in name:
+                labels["lmcache_model"] = "tiny"
+            assert given == labels
 
 
 def test_injected_pods_are_found_in_every_namespace(chart: Chart) -> None:

@@ -132,13 +132,13 @@ def test_pods_are_replaced_as_told(chart: Chart, component: str) -> None:
 
 @both_helms
 def test_pod_defaults_are_every_pods_unless_it_says_otherwise(chart: Chart, helm: str) -> None:
-    """Maps are merged, lists replaced, null clears."""
+    """Maps are merged, lists replaced."""
     other = [{"key": "gpu", "operator": "Exists"}]
     values = ALL | {
         "podDefaults.nodeSelector": {"pool": "cache", "disk": "nvme"},
         "podDefaults.tolerations": [TOLERATION],
         "storage.nodeSelector": {"pool": "storage"},
-        "lookup.tolerations": None,
+        "lookup.tolerations": [],
         "models.tiny.tolerations": other,
     }
     rendering = chart.render(values, helm=helm)

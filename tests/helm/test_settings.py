@@ -285,7 +285,7 @@ def test_what_the_schema_lets_through_the_service_takes(chart: Chart, service: s
     fields = getattr(importlib.import_module(module), name).model_fields
     tried = 0
     for option, kind in node["properties"]["config"]["properties"].items():
-        validator = jsonschema.Draft202012Validator(kind | {"definitions": schema["definitions"]})
+        validator = jsonschema.Draft7Validator(kind | {"definitions": schema["definitions"]})
         adapter = TypeAdapter(Annotated[fields[option].annotation, fields[option]])
         for number in (0, 0.5, *(base * 10**power for base in (1, 3) for power in range(13))):
             if validator.is_valid(number):

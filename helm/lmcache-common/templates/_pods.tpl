@@ -29,7 +29,7 @@ Takes: root, image (registry, repository, tag, digest); own (optional): true for
 {{- end -}}
 
 {{/*
-A component's values over `podDefaults`, as YAML. Maps are merged, lists replaced, null clears.
+A component's values over `podDefaults`, as YAML. Maps are merged, lists replaced.
 Takes: root, values (of the component).
 */}}
 {{- define "lmcache-common.withPodDefaults" -}}

@@ -1,5 +1,5 @@
 """Copy the comments of the chart's values.yaml into values.schema.json and the README's table
-(`python -m tests.helm.tools.describe_values`), so that each value is described in one place.
+(`make chart-snapshot`), so that each value is described in one place.
 """
 
 from __future__ import annotations
@@ -56,27 +56,55 @@ def _comment_above(lines: list[str], line: int) -> str:
     return " ".join(each.lstrip("# ") for each in lines[first:line])
 
 
-def properties(schema: Schema, node: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield the named properties of a node, those behind `$ref` and `allOf` included."""
-    if "$ref" in node:
-        yield from properties(schema, schema["definitions"][node["$ref"].rpartition("/")[2]])
-    for each in node.get("allOf", ()):
-        yield from properties(schema, each)
-    yield from node.get("properties", {}).items()
+def target(schema: Schema, node: Schema) -> Schema:
+    """Return the node that a node's `$ref` names."""
+    found = schema
+    for name in node["$ref"].removeprefix("#/").split("/"):
+        found = found[name]
+    return found
+
+
+def resolved(schema: Schema, node: Schema) -> Schema:
+    """Return the node that a node's `$ref` leads to in the end, or the node itself."""
+    while "$ref" in node:
+        node = target(schema, node)
+    return node
+
+
+def extend(schema: Schema) -> None:
+    """Give each node with `x-extends` the properties of that definition, by reference.
+
+    JSON Schema's own composition would cost the errors that name an unknown property.
+    """
+    definitions = schema["definitions"]
+    for node in (*definitions.values(), *schema["properties"].values()):
+        base = node.get("x-extends")
+        if base is not None:
+            own = {
+                name: each
+                for name, each in node["properties"].items()
+                if f"/properties/{name}" not in each.get("$ref", "")
+            }
+            inherited = {
+                name: {"$ref": f"#/definitions/{base}/properties/{name}"}
+                for name in definitions[base]["properties"]
+            }
+            node["properties"] = own | inherited
 
 
 def with_descriptions(schema: Schema, values: str) -> Schema:
-    """Return the schema with the descriptions of values.yaml.
+    """Return the schema with what its nodes extend and the descriptions of values.yaml.
 
     Raises:
         ValueError: two values that share a node of the schema have different comments.
     """
     schema = json.loads(json.dumps(schema))
+    extend(schema)
     own_of: dict[int, str] = {}
     for path, text, is_own in described(values):
         node = schema
         for name in path:
-            found = dict(properties(schema, node)).get(name)
+            found = resolved(schema, node).get("properties", {}).get(name)
             if found is None:
                 break
             node = found
