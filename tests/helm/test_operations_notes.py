@@ -60,7 +60,7 @@ def test_the_first_model_can_be_asked(chart: Chart) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, "Nobody uses the cache yet"),
+        ({}, "No engine uses the cache yet"),
         (
             {"webhook.enabled": True},
             "No models here: a pod that runs vLLM gets the cache by the label",
@@ -100,7 +100,7 @@ def test_said(chart: Chart, values: Manifest, said: str) -> None:
 @pytest.mark.parametrize(
     ("values", "unsaid"),
     [
-        (MODELS, "Nobody uses the cache yet"),
+        (MODELS, "No engine uses the cache yet"),
         (MODELS, "lmcache.io/inject"),
         ({"releaseTest.enabled": False}, "helm test"),
         ({"auth.enabled": False}, "get secret"),

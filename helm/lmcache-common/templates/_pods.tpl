@@ -155,7 +155,7 @@ lifecycle:
 {{- end -}}
 {{- end -}}
 
-{{/* The field of a workload, left out where the value is null: then whoever scales it owns it. Takes: the value. */}}
+{{/* The field of a workload, left out if the value is null: then `kubectl scale` or an autoscaler owns it. Takes: the value. */}}
 {{- define "lmcache-common.replicas" -}}
 {{- if not (kindIs "invalid" .) -}}
 replicas: {{ int . }}

@@ -108,7 +108,7 @@
 {{- $compat := .Values.storage.compat }}
 {{- if $compat.enabled }}
 {{- if not .Values.networkPolicy.enabled }}
-{{- fail "storage.compat needs networkPolicy.enabled: nothing else keeps strangers from that port." }}
+{{- fail "storage.compat needs networkPolicy.enabled: nothing else protects that port." }}
 {{- end }}
 {{- if not $compat.clientsFrom }}
 {{- fail "storage.compat is enabled, but storage.compat.clientsFrom is empty: name the pods that run LMCache." }}

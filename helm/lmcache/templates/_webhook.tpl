@@ -119,7 +119,7 @@ tls_client_key_file: /run/secrets/lmcache-tls/tls.key
 {{- fail "webhook.certificate.existingSecret is set, but webhook.certificate.caBundle is empty: the API server must know whom to trust." }}
 {{- end }}
 {{- if and $certificate.caBundle (not $certificate.existingSecret) }}
-{{- fail "webhook.certificate.caBundle is set, but webhook.certificate.existingSecret is empty: whoever makes the certificate says whom to trust." }}
+{{- fail "webhook.certificate.caBundle is set, but webhook.certificate.existingSecret is empty: set both, or neither." }}
 {{- end }}
 {{- if ge (int $certificate.renewDays) (int $certificate.validDays) }}
 {{- fail "webhook.certificate.renewDays is not below validDays: a certificate would be renewed as soon as it is made." }}
