@@ -136,8 +136,10 @@ wheels: $(VENV)/bin/python
 api-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.unit.docs.api_reference
 
-# The snapshot of the chart's default rendering, which a test compares
+# The chart's schema and README from the comments of its values, and the snapshot of its default
+# rendering; tests compare both
 chart-snapshot: $(VENV)/.tools
+	@$(BIN)/python -m tests.helm.tools.describe_values
 	@$(BIN)/python -m tests.helm.tools.write_snapshot
 
 # Not listed: the demo's language model, trained again (about an hour on two cores); MODEL_CARD.md says how the second is trained

@@ -29,8 +29,8 @@ COMPONENT = "app.kubernetes.io/component"
 HELM_TIMEOUT_S = 60
 
 Manifest = dict[str, Any]
-MODEL: Manifest = {"name": "tiny", "model": "example/tiny-llama"}
-MODELS: Manifest = {"models": [MODEL]}
+MODEL: Manifest = {"model": "example/tiny-llama"}
+MODELS: Manifest = {"models": {"tiny": MODEL}}
 TLS: Manifest = {"tls.enabled": True, "tls.existingSecret": "certificates"}
 MUTUAL: Manifest = TLS | {"tls.mutual": True}
 MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]

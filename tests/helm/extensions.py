@@ -106,7 +106,55 @@ SCALED_OBJECT = strict(
         )
     ),
 )
+NAME = strict(["name"], name=TEXT, namespace=TEXT)
+HTTP_ROUTE = strict(
+    ["parentRefs", "rules"],
+    parentRefs=many(NAME),
+    hostnames=many(TEXT),
+    rules=many(
+        strict(
+            ["backendRefs"],
+            matches=many({"type": "object"}),
+            filters=many({"type": "object"}),
+            timeouts=strict([], request=DURATION, backendRequest=DURATION),
+            backendRefs=many(
+                {
+                    "oneOf": [
+                        strict(
+                            ["kind", "name", "port"],
+                            kind={"const": "Service"},
+                            name=TEXT,
+                            port={"type": "integer"},
+                        ),
+                        strict(
+                            ["group", "kind", "name"],
+                            group={"const": "inference.networking.k8s.io"},
+                            kind={"const": "InferencePool"},
+                            name=TEXT,
+                        ),
+                    ]
+                }
+            ),
+        )
+    ),
+)
+NUMBER = strict(["number"], number={"type": "integer", "minimum": 1, "maximum": 65535})
+INFERENCE_POOL = strict(
+    ["selector", "targetPorts", "endpointPickerRef"],
+    selector=strict(["matchLabels"], matchLabels=STRINGS),
+    targetPorts=many(NUMBER),
+    endpointPickerRef=strict(
+        ["name", "port"],
+        group=TEXT,
+        kind=TEXT,
+        name=TEXT,
+        port=NUMBER,
+        failureMode={"enum": ["FailOpen", "FailClose"]},
+    ),
+)
 SPECS = {
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): HTTP_ROUTE,
+    ("inference.networking.k8s.io/v1", "InferencePool"): INFERENCE_POOL,
     ("monitoring.coreos.com/v1", "PodMonitor"): POD_MONITOR,
     ("monitoring.coreos.com/v1", "PrometheusRule"): PROMETHEUS_RULE,
     ("keda.sh/v1alpha1", "ScaledObject"): SCALED_OBJECT,

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ import yaml
 
 from tests.helm import extensions
 from tests.helm.conftest import both_helms
+from tests.helm.tools.describe_values import SCHEMA, VALUES, resolved
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -53,7 +52,7 @@ def test_lint_of_the_library(chart: Chart, helm: str) -> None:
 
 def test_the_matrix_is_there() -> None:
     wanted = "default bucket minimal external-redis ha models no-auth existing-secrets placement"
-    wanted += " tls scaled gitops injected keda kind monitored"
+    wanted += " tls scaled gateway gitops injected keda kind monitored"
     assert set(CASES) >= set(wanted.split())
 
 
@@ -137,50 +136,32 @@ def test_dependency_build_leaves_the_lock_alone(chart: Chart, helm: str) -> None
     assert (chart.path / "Chart.lock").read_bytes() == committed
 
 
-def test_values_are_documented() -> None:
-    """Every name has a comment where it appears first, but for what is Kubernetes' own."""
-    lines = (HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8").splitlines()
-    kubernetes = "requests limits cpu memory periodSeconds timeoutSeconds failureThreshold ports"
-    kubernetes += " port protocol startup liveness readiness maxSurge maxUnavailable"
-    documented = set(kubernetes.split())
-    for before, line in itertools.pairwise(lines):
-        name = re.match(r" *(?:- )?([A-Za-z_]+):", line)
-        if name is None:
-            continue
-        if before.lstrip().startswith("#"):
-            documented.add(name[1])
-        assert name[1] in documented, f"{name[1]} has no comment where it appears first: {line!r}"
-
-
 def test_schema_types_every_value() -> None:
     """Every value has a type, every object refuses unknown names, unless it is a map or one of
     Kubernetes' own objects.
     """
-    schema = json.loads(
-        (HELM_FOLDER / "lmcache" / "values.schema.json").read_text(encoding="utf-8")
-    )
-    values = yaml.safe_load((HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8"))
-    open_by_design = {"labels", "stringMap", "quantityMap", "tenantQuotas", "connectorOptions"}
-    open_by_design.add("sidecarTemplate")
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    values = yaml.safe_load(VALUES.read_text(encoding="utf-8"))
+    maps = {"labels", "stringMap", "quantityMap", "connectorOptions", "sidecarTemplate"}
+    open_by_design = {"values.models", "values.storage.tenantQuotas"}
+    open_by_design |= {
+        f"values.podDefaults.{name}" for name in ("podSecurityContext", "containerSecurityContext")
+    }
+    elsewhere = OF_KUBERNETES | {"global", "lmcache-common", "nameservers", "searches", "options"}
+    elsewhere |= set(values["podDefaults"]) | {"type", "rollingUpdate", "partition"}
 
     def check(node: Manifest, value: object, where: str) -> None:
         reference = str(node.get("$ref", "")).rpartition("/")[2]
-        if reference:
-            node = schema["definitions"][reference]
-        assert "type" in node or "anyOf" in node or "enum" in node, f"{where} has no type"
-        if not isinstance(value, dict) or reference in open_by_design:
+        node = resolved(schema, node)
+        assert {"type", "anyOf", "enum"} & set(node), f"{where} has no type"
+        if not isinstance(value, dict) or reference in maps or where in open_by_design:
             return
+        known = node["properties"]
         assert node.get("additionalProperties") is False, f"{where} takes unknown names"
         for name, child in value.items():
-            assert name in node["properties"], f"{where}.{name} is not in the schema"
-            check(node["properties"][name], child, f"{where}.{name}")
-        unlisted = (
-            set(node["properties"])
-            - set(value)
-            - {"initialDelaySeconds", "nodeAffinity", "podAffinity", "podAntiAffinity"}
-        )
-        assert unlisted <= {"global", "lmcache-common"}, (
-            f"{where}: {unlisted} are not in values.yaml"
-        )
+            assert name in known, f"{where}.{name} is not in the schema"
+            check(known[name], child, f"{where}.{name}")
+        unlisted = set(known) - set(value) - elsewhere
+        assert not unlisted, f"{where}: {unlisted} are not in values.yaml"
 
     check(schema, values, "values")

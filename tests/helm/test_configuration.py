@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 ALONE = {"lookup.enabled": False, "broker.enabled": False, "redis.enabled": False}
 CHANGES: dict[str, Manifest] = {
-    "storage": {"storage.config.memory_gb": 5},
+    "storage": {"storage.memorySize": "5Gi"},
     "lookup": {"lookup.config.redis_timeout_ms": 50},
     "broker": {"broker.config.max_pulls_per_peer": 3},
-    "redis": {"redis.maxMemoryMi": 300},
-    "vllm-tiny": {"models": [MODEL | {"sidecar": {"config": {"log_level": "debug"}}}]},
+    "redis": {"redis.maxMemory": "300Mi"},
+    "vllm-tiny": {"models": {"tiny": MODEL | {"sidecar": {"config": {"log_level": "debug"}}}}},
 }
 
 
@@ -103,7 +103,9 @@ def test_addresses_follow_what_is_installed(chart: Chart) -> None:
     assert everything["remote_url"] == "lm://cache-lmcache-storage-headless.inference.svc:65432"
     assert everything["lookup_url"] == "http://cache-lmcache-lookup.inference.svc:8081"
     assert everything["broker_url"] == "http://cache-lmcache-broker.inference.svc:8082"
-    alone = chart.render({"models": [MODEL], "storage.enabled": False} | ALONE).config("vllm-tiny")
+    alone = chart.render({"models": {"tiny": MODEL}, "storage.enabled": False} | ALONE).config(
+        "vllm-tiny"
+    )
     assert not {"remote_url", "lookup_url", "broker_url"} & set(alone)
 
 
@@ -143,7 +145,7 @@ def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
 
     def images(values: dict[str, object], **model: object) -> tuple[str, str]:
         """That of a model's sidecar, and that of injected ones."""
-        rendering = chart.render(base | {"models": [MODEL | model]} | values)
+        rendering = chart.render(base | {"models": {"tiny": MODEL | model}} | values)
         found = (
             rendering.container("sidecar")["image"],
             rendering.config("webhook")["sidecar_image"],
@@ -153,7 +155,7 @@ def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
 
     lean, codec = "r.example/lmcache-sidecar", "r.example/lmcache-sidecar-codec"
     encoded = {"sidecar.config.remote_serde": "lossless"}
-    on_disk = {"sidecar.config.disk_serde": "lossless", "sidecar.config.disk_gb": 1}
+    on_disk = {"sidecar.config.disk_serde": "lossless", "sidecar.diskSize": "1Gi"}
     one_model = {"config": {"remote_serde": "cachegen:high"}}
     assert images({}) == (lean, lean)
     assert images(encoded) == (codec, codec)
@@ -166,17 +168,17 @@ def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
 
 
 def test_ipv6(chart: Chart) -> None:
-    rendering = chart.render({"models": [MODEL], "network.ipFamily": "IPv6"})
+    rendering = chart.render({"models": {"tiny": MODEL}, "network.ipFamily": "IPv6"})
     assert rendering.config("storage")["lm_host"] == "::"
     env = rendering.container("sidecar")["env"]
     assert {"name": "LMCACHE_SIDECAR_DISTRIBUTED_URL", "value": "lm://[$(POD_IP)]:65433"} in env
 
 
 def test_models_merge_over_their_defaults(chart: Chart) -> None:
-    entry = MODEL | {"sidecar": {"config": {"arena_gb": 3}}, "nodeSelector": {"gpu": "h200"}}
+    entry = MODEL | {"sidecar": {"arenaSize": "3Gi"}, "nodeSelector": {"gpu": "h200"}}
     rendering = chart.render(
         {
-            "models": [entry],
+            "models": {"tiny": entry},
             "modelDefaults.nodeSelector": {"zone": "a"},
             "sidecar.config.log_level": "warning",
         }

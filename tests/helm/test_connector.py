@@ -23,7 +23,7 @@ def transfer_config(chart: Chart, **model: object) -> Manifest:
 
 
 def pod_of(chart: Chart, **model: object) -> Manifest:
-    return chart.render({"models": [MODEL | model]}).pod("vllm-tiny")
+    return chart.render({"models": {"tiny": MODEL | model}}).pod("vllm-tiny")
 
 
 def test_vllm_finds_its_sidecar(chart: Chart) -> None:

@@ -18,7 +18,7 @@ EVERYTHING = [
     "--set",
     "webhook.enabled=true",
     "--set-json",
-    f'models=[{{"name": "{"m" * 20}", "model": "example/tiny-llama"}}]',
+    f'models={{"{"m" * 20}": {{"model": "example/tiny-llama"}}}}',
 ]
 LONGEST = "r" * 53
 """What Helm allows."""

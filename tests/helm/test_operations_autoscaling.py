@@ -130,7 +130,7 @@ def test_keda_goes_by_what_the_cache_counts(chart: Chart) -> None:
 def test_models_scale_by_themselves(chart: Chart) -> None:
     own = {"enabled": True, "cpuPercent": 50, "maxReplicas": 4}
     rendering = chart.render(
-        {"models": [MODEL | {"autoscaling": own}, MODEL | {"name": "fixed", "replicaCount": 2}]}
+        {"models": {"tiny": MODEL | {"autoscaling": own}, "fixed": MODEL | {"replicaCount": 2}}}
     )
     assert set(rendering.by_name("HorizontalPodAutoscaler")) == {"vllm-tiny"}
     assert rendering.get("Deployment", "vllm-fixed")["spec"]["replicas"] == 2
@@ -160,7 +160,7 @@ def test_the_pages_say_whose_number_counts(chart: Chart) -> None:
     """
     said = {
         "README.md": "Their `autoscaling` overrides the number.",
-        "values.yaml": "leave `replicaCount` null; that of lookup and broker is ignored.",
+        "values.yaml": "two survive a drained node. Ignored with autoscaling.",
     }
     for page, sentence in said.items():
         text = (chart.path / page).read_text(encoding="utf-8").replace("#", "")

@@ -1,82 +1,86 @@
-"""Every value of the chart is explained, and the snapshot of its default rendering is up to
-date.
+"""Every value of the chart is described, in one place, and the snapshot of its default rendering
+is up to date.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 from typing import TYPE_CHECKING
 
+import pytest
 import yaml
 
-from tests.helm.conftest import HELM_FOLDER
 from tests.helm.snapshot import SNAPSHOT, snapshot_of
+from tests.helm.tools.describe_values import (
+    README,
+    SCHEMA,
+    VALUES,
+    described,
+    dumped,
+    target,
+    with_descriptions,
+    with_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yaml.nodes import MappingNode
-
     from tests.helm.conftest import Chart, Manifest
 
-VALUES = HELM_FOLDER / "lmcache" / "values.yaml"
+COMMENTED = "storage:\n  # Run\n  # it.\n  on: true\nlookup:\n  on: true\nother:\n  on: true\n"
 SHOWN_LINES = 80
 UPDATE = "if that is meant, run `make chart-snapshot` and look at what git shows"
 
 
-def explained(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name of every value of values.yaml, and its comment or that of the first
-    value of the same name.
-    """
-    lines = text.splitlines()
-    meanings: dict[str, str] = {}
-    anchored = set[int]()
-
-    def below(parent: MappingNode, prefix: str) -> Iterator[tuple[str, str]]:
-        for key, node in parent.value:
-            comment = comment_above(lines, key.start_mark.line)
-            if comment:
-                meanings.setdefault(key.value, comment)
-            path = f"{prefix}{key.value}"
-            yield path, comment or meanings.get(key.value, "")
-            if isinstance(node, yaml.MappingNode) and id(node) not in anchored:
-                anchored.add(id(node))  # an alias repeats the node of its anchor
-                yield from below(node, f"{path}.")
-
-    root = yaml.compose(text)
-    assert isinstance(root, yaml.MappingNode)
-    yield from below(root, "")
+def test_schema_and_readme_say_what_values_yaml_says() -> None:
+    values, schema, readme = (path.read_text(encoding="utf-8") for path in (VALUES, SCHEMA, README))
+    update = "run `make chart-snapshot`"
+    assert schema == f"{dumped(with_descriptions(json.loads(schema), values))}\n", update
+    assert readme == with_table(readme, values), update
 
 
-def comment_above(lines: list[str], line: int) -> str:
-    comment: list[str] = []
-    while line > 0 and lines[line - 1].lstrip().startswith("#"):
-        line -= 1
-        comment.insert(0, lines[line].lstrip("# "))
-    return " ".join(comment)
+def test_every_property_has_a_description() -> None:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+
+    def bare(node: object, path: str) -> Iterator[str]:
+        if isinstance(node, dict):
+            for name, child in dict(node.get("properties", {})).items():
+                inherits = child
+                while "/properties/" in inherits.get("$ref", ""):
+                    inherits = target(schema, inherits)
+                if not inherits.get("description"):
+                    yield f"{path}.{name}"
+            for name, child in node.items():
+                yield from bare(child, f"{path}.{name}")
+        elif isinstance(node, list):
+            for child in node:
+                yield from bare(child, path)
+
+    assert list(bare(schema, "")) == []
 
 
-def test_every_value_is_explained_but_for_kubernetes_own() -> None:
-    bare = {
-        path.rpartition(".")[2]
-        for path, meaning in explained(VALUES.read_text(encoding="utf-8"))
-        if not meaning
+def test_a_value_without_a_comment_has_that_of_another_component() -> None:
+    comments = {path: (text, is_own) for path, text, is_own in described(COMMENTED)}
+    assert comments["storage", "on"] == ("Run it.", True)
+    assert comments["lookup", "on"] == ("Run it.", False)
+    assert comments["other", "on"] == ("", False)
+
+
+def test_two_comments_about_one_property_are_refused() -> None:
+    shared = {"properties": {"on": {"type": "boolean"}}}
+    schema = {
+        "definitions": {"shared": shared},
+        "properties": {
+            "a": {"$ref": "#/definitions/shared"},
+            "b": {"$ref": "#/definitions/shared"},
+        },
     }
-    assert bare <= {
-        "cpu",
-        "memory",
-        "periodSeconds",
-        "timeoutSeconds",
-        "failureThreshold",
-        "maxSurge",
-        "maxUnavailable",
-        "limits",
-        "requests",
-        "startup",
-        "liveness",
-        "readiness",
-        "image",
-    }
+    one = "a:\n  # One.\n  on: true\nb:\n  on: true\n"
+    found = with_descriptions(schema, one)
+    assert found["definitions"]["shared"]["properties"]["on"]["description"] == "One."
+    with pytest.raises(ValueError, match=r"b\.on: shares a definition"):
+        with_descriptions(schema, one.replace("b:\n", "b:\n  # Another.\n"))
 
 
 def test_the_default_rendering_is_the_snapshot(chart: Chart) -> None:

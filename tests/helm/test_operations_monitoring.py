@@ -166,7 +166,10 @@ def test_targets_are_labelled_as_expressions_want(rendering: Rendering) -> None:
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
             given = {one["targetLabel"]: one["replacement"] for one in endpoint["relabelings"]}
             component = components.get(name, name.removeprefix("cache-lmcache-"))
-            assert given == {"lmcache_release": "inference/cache", "lmcache_component": component}
+            labels = {"lmcache_release": "inference/cache", "lmcache_component": component}
+            if "-vllm-" in name:
+                labels["lmcache_model"] = "tiny"
+            assert given == labels
 
 
 def test_injected_pods_are_found_in_every_namespace(chart: Chart) -> None:
@@ -185,7 +188,7 @@ def is_of(policy: Manifest, template: Manifest) -> bool:
 
 def test_vllm_over_https_is_asked_so(chart: Chart) -> None:
     rendering = chart.render(
-        VALUES | {"models": [MODEL | {"tls": {"existingSecret": "front-door"}}]}
+        VALUES | {"models": {"tiny": MODEL | {"tls": {"existingSecret": "front-door"}}}}
     )
     listed = rendering.get("PodMonitor", "vllm-tiny")["spec"]["podMetricsEndpoints"]
     endpoints = {one["port"]: one for one in listed}

@@ -48,19 +48,19 @@ def test_they_name_what_is_there_and_nothing_else(chart: Chart, case: str) -> No
 
 
 def test_the_first_model_can_be_asked(chart: Chart) -> None:
-    text = notes(chart, {"models": [MODEL, MODEL | {"name": "other"}]})
-    assert "port-forward service/cache-lmcache-vllm-tiny 8000" in text
+    text = notes(chart, {"models": {"tiny": MODEL, "other": MODEL}})
+    assert "port-forward service/cache-lmcache-vllm-other 8000" in text, "the first by name"
     assert "curl http://localhost:8000/v1/completions" in text
     assert '"model": "example/tiny-llama"' in text
     assert "curl -k https://" in notes(
-        chart, {"models": [MODEL | {"tls": {"existingSecret": "door"}}]}
+        chart, {"models": {"tiny": MODEL | {"tls": {"existingSecret": "door"}}}}
     )
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, "Nobody uses the cache yet"),
+        ({}, "No engine uses the cache yet"),
         (
             {"webhook.enabled": True},
             "No models here: a pod that runs vLLM gets the cache by the label",
@@ -84,7 +84,7 @@ def test_the_first_model_can_be_asked(chart: Chart) -> None:
         ({"auth.enabled": False}, "WARNING: auth.enabled is false"),
         ({"networkPolicy.enabled": False}, "networkPolicy.enabled is false"),
         ({"storage.persistence.enabled": False}, "storage.persistence.enabled is false"),
-        ({}, "The bundled Redis is for trying"),
+        ({}, "The bundled Redis is for trials"),
         ({"monitoring.rules.enabled": True}, "Alerts lead to docs/runbooks.md"),
         (
             {"storage.compat.enabled": True, "storage.compat.clientsFrom": [{"podSelector": {}}]},
@@ -100,7 +100,7 @@ def test_said(chart: Chart, values: Manifest, said: str) -> None:
 @pytest.mark.parametrize(
     ("values", "unsaid"),
     [
-        (MODELS, "Nobody uses the cache yet"),
+        (MODELS, "No engine uses the cache yet"),
         (MODELS, "lmcache.io/inject"),
         ({"releaseTest.enabled": False}, "helm test"),
         ({"auth.enabled": False}, "get secret"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helm.conftest import MODELS
+from tests.helm.conftest import MODELS, both_helms
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -27,6 +27,8 @@ PLACED: Manifest = {
     "affinity": AFFINITY,
     "topologySpreadConstraints": [SPREAD],
     "priorityClassName": "first",
+    "dnsPolicy": "None",
+    "dnsConfig": {"nameservers": ["10.0.0.10"]},
     "podAnnotations": {"example.com/note": "x"},
     "podLabels": {"example.com/team": "y"},
     "terminationGracePeriodSeconds": 1234,
@@ -35,6 +37,7 @@ EXTRA: Manifest = {
     "extraEnv": [{"name": "TZ", "value": "UTC"}],
     "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+    "extraContainers": [{"name": "log-agent", "image": "example.com/agent:1"}],
 }
 
 
@@ -92,13 +95,79 @@ def test_a_selector_of_ones_own_stays(chart: Chart) -> None:
     assert template["spec"]["topologySpreadConstraints"] == [own]
 
 
-@pytest.mark.parametrize("component", [one for one in COMPONENTS if one != "redis"])
+@pytest.mark.parametrize("component", COMPONENTS)
 def test_containers_get_what_is_extra(chart: Chart, component: str) -> None:
     spec = workload_of(chart.render(given(component, EXTRA)), component)["spec"]["template"]["spec"]
     container = spec["containers"][0]
     assert EXTRA["extraEnv"][0] in container["env"]
     assert EXTRA["extraVolumeMounts"][0] in container["volumeMounts"]
     assert EXTRA["extraVolumes"][0] in spec["volumes"]
+    assert EXTRA["extraContainers"][0] in spec["containers"][1:]
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_security_contexts_are_laid_over_the_restricted_ones(chart: Chart, component: str) -> None:
+    own = {
+        "podSecurityContext": {"supplementalGroups": [7]},
+        "containerSecurityContext": {"readOnlyRootFilesystem": False},
+    }
+    before, after = (
+        workload_of(chart.render(values), component)["spec"]["template"]["spec"]
+        for values in (ALL, given(component, own))
+    )
+    assert after["securityContext"] == before["securityContext"] | own["podSecurityContext"]
+    for one, other in zip(before["containers"], after["containers"], strict=True):
+        expected = one["securityContext"] | own["containerSecurityContext"]
+        assert other["securityContext"] == expected
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_pods_are_replaced_as_told(chart: Chart, component: str) -> None:
+    field, kind = ("strategy", "Recreate")
+    if component in ("storage", "redis"):
+        field, kind = ("updateStrategy", "OnDelete")
+    rendering = chart.render(given(component, {"updateStrategy.type": kind}))
+    assert workload_of(rendering, component)["spec"][field] == {"type": kind}
+
+
+@both_helms
+def test_pod_defaults_are_every_pods_unless_it_says_otherwise(chart: Chart, helm: str) -> None:
+    """Maps are merged, lists replaced."""
+    other = [{"key": "gpu", "operator": "Exists"}]
+    values = ALL | {
+        "podDefaults.nodeSelector": {"pool": "cache", "disk": "nvme"},
+        "podDefaults.tolerations": [TOLERATION],
+        "storage.nodeSelector": {"pool": "storage"},
+        "lookup.tolerations": [],
+        "models.tiny.tolerations": other,
+    }
+    rendering = chart.render(values, helm=helm)
+    specs = {name.removeprefix("cache-lmcache-"): pod for name, pod in rendering.pods()}
+    specs |= {one["kind"]: one["spec"] for one in rendering.of_kind("Pod")}
+    jobs = [one["spec"]["template"]["spec"] for one in rendering.of_kind("Job")]
+    specs |= {"webhook-cert": jobs[0]}
+    assert len(specs) == 8
+    for name, spec in specs.items():
+        pool = "storage" if name in ("storage", "Pod") else "cache"
+        assert spec["nodeSelector"] == {"pool": pool, "disk": "nvme"}, name
+    tolerations = {name: spec.get("tolerations") for name, spec in specs.items()}
+    assert tolerations.pop("lookup") is None
+    assert tolerations.pop("vllm-tiny") == other
+    assert all(each == [TOLERATION] for each in tolerations.values())
+
+
+def test_annotations_are_every_objects_and_every_pods(chart: Chart) -> None:
+    everything = ALL | {"webhook.certificate.certManager.enabled": True}
+    everything |= {"priorityClass.create": True, "monitoring.dashboards.enabled": True}
+    for values in (ALL, everything):
+        own = {"storage.podAnnotations": {"a": "own"}, "commonAnnotations": {"a": "all"}}
+        rendering = chart.render(values | own)
+        for one in rendering.manifests:
+            assert one["metadata"]["annotations"]["a"] == "all", one["metadata"]["name"]
+        for one in rendering.workloads():
+            annotation = one["spec"]["template"]["metadata"]["annotations"]["a"]
+            is_storage = one["metadata"]["name"].endswith("-storage")
+            assert annotation == ("own" if is_storage else "all")
 
 
 OWN_VARIABLES = {
@@ -145,7 +214,7 @@ def test_a_digest_wins_everywhere(chart: Chart, component: str) -> None:
 
 
 def test_pull_secrets_are_every_pods(chart: Chart) -> None:
-    rendering = chart.render(ALL | {"images.pullSecrets": [{"name": "registry"}]})
+    rendering = chart.render(ALL | {"imagePullSecrets": [{"name": "registry"}]})
     specs = [
         *(pod for _, pod in rendering.pods()),
         *(one["spec"] for one in rendering.of_kind("Pod")),

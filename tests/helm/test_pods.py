@@ -169,7 +169,7 @@ def test_the_sidecar_disk_is_bounded_and_off_at_zero(models: Rendering) -> None:
 
 
 def test_the_storage_fits_its_pod(chart: Chart) -> None:
-    rendering = chart.render({"storage.config.memory_gb": 7.5, "storage.persistence.sizeGi": 33})
+    rendering = chart.render({"storage.memorySize": "7.5Gi", "storage.persistence.size": "33Gi"})
     workload = rendering.get("StatefulSet", "storage")["spec"]
     limit = bytes_of(workload["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"])
     config = rendering.config("storage")

@@ -66,8 +66,8 @@ def test_what_the_commands_name_is_there(chart: Chart, tmp_path: Path, helm: str
         for one in own.of_kind("Deployment")
         if "vllm" in one["metadata"]["name"]
     ]
-    assert [pod["metadata"]["labels"]["lmcache/model"] for pod in pods] == ["llama"]
-    assert "-l lmcache/model=llama " in PAGE
+    assert [pod["metadata"]["labels"]["lmcache.io/model"] for pod in pods] == ["llama"]
+    assert "-l lmcache.io/model=llama " in PAGE
     (vllm,) = [one for one in pods[0]["spec"]["containers"] if one["name"] == "vllm"]
     assert "-c vllm " in PAGE
     assert "--enable-prompt-tokens-details" in vllm["args"], "else no answer has cached_tokens"

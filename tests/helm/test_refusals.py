@@ -68,7 +68,7 @@ def test_every_sentence_of_the_chart_is_told(chart: Chart) -> None:
 def test_a_connector_of_ones_own_several_gpus_and_one_node_are_taken(
     chart: Chart, model: Manifest
 ) -> None:
-    vllm = chart.render({"models": [MODEL | model]}).container("vllm")
+    vllm = chart.render({"models": {"tiny": MODEL | model}}).container("vllm")
     assert vllm["command"] == model.get("command", vllm["command"])
     extra = model.get("extraArgs", [])
     assert vllm["args"][len(vllm["args"]) - len(extra) :] == extra
@@ -86,16 +86,19 @@ def test_without_a_registry_one_sentence_says_what_is_missing(chart: Chart, helm
     assert chart.template(own | none, (), helm).returncode == 0, "each may have its own"
 
 
-def test_a_fraction_is_a_number(chart: Chart) -> None:
-    """`--set` makes a string of it, which README says."""
-    rendering = chart.render({"storage.config.memory_gb": 0.5})
-    assert "memory_gb: 0.5" in rendering.get("ConfigMap", "storage")["data"]["config.yaml"]
-    option = ("--set", "storage.config.memory_gb=0.5")
-    answer = chart.run("template", "cache", str(chart.path), *option)
-    assert "memory_gb" in answer.stderr
-    assert "number" in answer.stderr
-    readme = " ".join((chart.path / "README.md").read_text(encoding="utf-8").split())
-    assert "`--set` passes 0.5 as a string" in readme
+@both_helms
+@pytest.mark.parametrize(
+    ("size", "memory_gb", "memory_mi"),
+    [("0.5Gi", 0.5, 512), ("1536Mi", 1.5, 1536), ("4G", 4e9 / 2**30, 3815)],
+)
+def test_sizes_have_units(
+    chart: Chart, size: str, memory_gb: float, memory_mi: int, helm: str
+) -> None:
+    sizes = {"storage.memorySize": size, "storage.memoryOverhead": "512Mi"}
+    rendering = chart.render(sizes, helm=helm)
+    assert rendering.config("storage")["memory_gb"] == pytest.approx(memory_gb)
+    limits = rendering.container("storage")["resources"]["limits"]
+    assert limits["memory"] == f"{memory_mi + 512}Mi"
 
 
 def test_certificates_are_asked_for_of_what_is_installed_only(chart: Chart) -> None:

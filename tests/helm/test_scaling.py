@@ -198,7 +198,7 @@ def test_without_discovery_the_broker_has_no_rights(chart: Chart) -> None:
 
 
 def test_the_followed_endpoints_are_those_of_all_sidecars(chart: Chart) -> None:
-    rendering = chart.render({"models": [MODEL, MODEL | {"name": "other"}]})
+    rendering = chart.render({"models": {"tiny": MODEL, "other": MODEL}})
     service = rendering.get("Service", "sidecars")["spec"]
     assert service["clusterIP"] == "None"
     for name in ("vllm-tiny", "vllm-other"):

@@ -131,12 +131,11 @@ def test_callers_know_the_tenant_of_their_token(chart: Chart, service: str, tmp_
 def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) -> None:
     rendering = chart.render(
         {
-            "models": [
-                MODEL | {"sidecar": {"config": {"eviction_policy": "lru", "chunk_ttl_s": 60}}}
-            ],
+            "models.tiny": MODEL
+            | {"sidecar": {"config": {"eviction_policy": "lru", "chunk_ttl_s": 60}}},
             "storage.config.chunk_ttl_s": 2592000,
-            "storage.config.tenant_quota_gb": 0.5,
-            "storage.config.tenant_quotas": {"team-a": {"memory_gb": 1, "disk_gb": 10}},
+            "storage.tenantQuota.memory": "512Mi",
+            "storage.tenantQuotas": {"team-a": {"memory": "1Gi", "disk": "10Gi"}},
         }
     )
     storage, _ = settings_of(rendering, "storage", tmp_path)
@@ -151,7 +150,7 @@ def test_the_disk_tier_fits_the_smallest_volume_too(
     chart: Chart, tmp_path: Path, size_gi: int
 ) -> None:
     storage, _ = settings_of(
-        chart.render({"storage.persistence.sizeGi": size_gi}), "storage", tmp_path
+        chart.render({"storage.persistence.size": f"{size_gi}Gi"}), "storage", tmp_path
     )
     disk_gb = storage.model_dump()["disk_gb"]
     assert 0.85 * size_gi <= disk_gb <= 0.9 * size_gi
@@ -163,7 +162,7 @@ def test_how_a_cluster_is_run_reaches_its_services(chart: Chart, tmp_path: Path)
         "broker.config.rate_limit_per_tenant": 0.5,
         "storage.config": {"hand_over_on_stop": False, "rebalance": False, "drain_timeout_s": 12.5},
         "sidecar.config.drain_timeout_s": 7,
-        "models": [MODEL],
+        "models": {"tiny": MODEL},
     }
     settings = {
         service: settings_of(chart.render(values), service, tmp_path)[0].model_dump()
@@ -250,13 +249,14 @@ def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(
     chart: Chart, tmp_path: Path
 ) -> None:
     encoded = {
-        "disk_gb": 1,
         "disk_serde": "lossless",
         "remote_serde": "cachegen",
         "peer_serde": "cachegen:high",
     }
     sidecar, _ = settings_of(
-        chart.render({"models": [MODEL | {"sidecar": {"config": encoded}}]}), "sidecar", tmp_path
+        chart.render({"models.tiny": MODEL | {"sidecar": {"config": encoded, "diskSize": "1Gi"}}}),
+        "sidecar",
+        tmp_path,
     )
     assert encoded.items() <= sidecar.model_dump().items()
     assert "remote_serde" in chart.refuse(MODELS | {"sidecar.config.remote_serde": "gzip"})
@@ -271,15 +271,13 @@ def test_every_option_in_values_is_one(chart: Chart) -> None:
 
 def test_the_schema_names_every_eviction_policy(chart: Chart) -> None:
     schema = (chart.path / "values.schema.json").read_text(encoding="utf-8")
-    named = re.findall(r'"eviction_policy": \{"enum": (\[.*?\])\}', schema)
+    named = re.findall(r'"eviction_policy": \{[^{}]*"enum": (\[.*?\])', schema)
     assert [json.loads(names) for names in named] == [list(POLICIES)] * 2
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
 def test_what_the_schema_lets_through_the_service_takes(chart: Chart, service: str) -> None:
-    """Numbers of all sizes: else pods would start again and again, where Helm could have said
-    it.
-    """
+    """Numbers of all sizes. Otherwise pods would crash where Helm could have refused."""
     schema = json.loads((chart.path / "values.schema.json").read_text(encoding="utf-8"))
     node = schema["properties"][service]
     node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
@@ -293,4 +291,4 @@ def test_what_the_schema_lets_through_the_service_takes(chart: Chart, service: s
             if validator.is_valid(number):
                 adapter.validate_python(number)
                 tried += 1
-    assert tried > 20
+    assert tried > 15

@@ -68,7 +68,7 @@ def installed(chart: Chart, size: str | None = None) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        "storage.persistence.sizeGi=51",
+        "storage.persistence.size=51Gi",
         "storage.persistence.storageClassName=fast",
         "storage.persistence.enabled=false",
     ],
@@ -86,13 +86,12 @@ def test_other_volumes_are_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("size_gi", "told"), [(50, "50Gi"), (2048, "2Ti"), (1536, "1536Gi"), (1 << 20, "1Pi")]
+    ("size", "told"),
+    [("50Gi", "50Gi"), ("2048Gi", "2Ti"), ("1.5Ti", "1536Gi"), ("1Pi", "1Pi"), ("0.5Ti", "512Gi")],
 )
 def test_the_same_volumes_are_known_however_the_cluster_writes_their_size(
-    chart: Chart, kubeconfig: Path, size_gi: int, told: str
+    chart: Chart, kubeconfig: Path, size: str, told: str
 ) -> None:
     installed(chart, told)
-    answer = run_against(
-        chart, kubeconfig, "helm4", "--set", f"storage.persistence.sizeGi={size_gi}"
-    )
+    answer = run_against(chart, kubeconfig, "helm4", "--set", f"storage.persistence.size={size}")
     assert answer.returncode == 0, answer.stderr

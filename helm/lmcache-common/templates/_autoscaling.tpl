@@ -13,7 +13,7 @@ the load of all its pods together.
 {{- end -}}
 {{- end -}}
 
-{{/* One container's CPU, not the pod's: a container of somebody else's without a request would leave the autoscaler stuck. */}}
+{{/* One container's CPU, not the pod's: an added container without a CPU request would stop the autoscaler. */}}
 {{- define "lmcache-common.horizontalPodAutoscaler" -}}
 {{- $scaling := .values.autoscaling -}}
 apiVersion: autoscaling/v2

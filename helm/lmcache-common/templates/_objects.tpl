@@ -16,11 +16,8 @@ apiVersion: v1
 kind: ServiceAccount
 metadata:
   {{- $name := include "lmcache-common.serviceAccountName" . }}
-  {{- include "lmcache-common.metadata" (merge (dict "name" $name) .) | nindent 2 }}
-  {{- with .values.serviceAccount.annotations }}
-  annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- $annotations := .values.serviceAccount.annotations }}
+  {{- include "lmcache-common.metadata" (merge (dict "name" $name "annotations" $annotations) .) | nindent 2 }}
 automountServiceAccountToken: false
 {{- end -}}
 {{- end -}}

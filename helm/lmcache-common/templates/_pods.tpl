@@ -28,32 +28,41 @@ Takes: root, image (registry, repository, tag, digest); own (optional): true for
 {{- end -}}
 {{- end -}}
 
-{{/* What every pod has. Takes: root, component, model (optional), values, asksCluster (optional): true where it asks the Kubernetes API. */}}
+{{/*
+A component's values over `podDefaults`, as YAML. Maps are merged, lists replaced.
+Takes: root, values (of the component).
+*/}}
+{{- define "lmcache-common.withPodDefaults" -}}
+{{- mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy .values) | toYaml -}}
+{{- end -}}
+
+{{/*
+What every pod has.
+Takes: root, component, model (optional), values (with podDefaults); account (optional), a service account instead of the component's;
+asksCluster (optional): true where it asks the Kubernetes API.
+*/}}
 {{- define "lmcache-common.podSpec" -}}
-serviceAccountName: {{ include "lmcache-common.serviceAccountName" . }}
+serviceAccountName: {{ .account | default (include "lmcache-common.serviceAccountName" .) }}
 automountServiceAccountToken: {{ default false .asksCluster }}
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ .values.terminationGracePeriodSeconds }}
+terminationGracePeriodSeconds: {{ int64 .values.terminationGracePeriodSeconds }}
 securityContext:
   {{- include "lmcache-common.podSecurityContext" . | nindent 2 }}
-{{- with .root.Values.images.pullSecrets }}
+{{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with include "lmcache-common.priorityClassName" . }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with .values.nodeSelector }}
-nodeSelector:
+{{- with .values.dnsPolicy }}
+dnsPolicy: {{ . }}
+{{- end }}
+{{- range $field := list "dnsConfig" "nodeSelector" "tolerations" "affinity" }}
+{{- with get $.values $field }}
+{{ $field }}:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .values.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .values.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
 {{- end }}
 topologySpreadConstraints:
   {{- include "lmcache-common.topologySpread" . | trim | nindent 2 }}
@@ -82,32 +91,33 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Pod level of the `restricted` standard. Takes: root. */}}
+{{/* Pod level of the `restricted` standard, and over it the component's own podSecurityContext. Takes: root, values. */}}
 {{- define "lmcache-common.podSecurityContext" -}}
-{{- $security := .root.Values.security -}}
-runAsNonRoot: true
-{{- if $security.runAsUser }}
-runAsUser: {{ int64 $security.runAsUser }}
-runAsGroup: {{ int64 $security.runAsUser }}
-fsGroup: {{ int64 $security.runAsUser }}
-{{- end }}
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- $restricted := dict "runAsNonRoot" true "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- with .root.Values.security.runAsUser -}}
+{{- range $field := list "runAsUser" "runAsGroup" "fsGroup" -}}
+{{- $_ := set $restricted $field (int64 $.root.Values.security.runAsUser) -}}
+{{- end -}}
+{{- end -}}
+{{- mergeOverwrite $restricted (deepCopy (default dict .values.podSecurityContext)) | toYaml -}}
 {{- end -}}
 
-{{/* Container level of the `restricted` standard. Takes: root. */}}
+{{/* Container level of the `restricted` standard, and over it the component's own containerSecurityContext. Takes: root, values. */}}
 {{- define "lmcache-common.containerSecurityContext" -}}
-runAsNonRoot: true
-{{- if .root.Values.security.runAsUser }}
-runAsUser: {{ int64 .root.Values.security.runAsUser }}
-{{- end }}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-seccompProfile:
-  type: RuntimeDefault
+{{- $restricted := dict "runAsNonRoot" true "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true -}}
+{{- $_ := set $restricted "capabilities" (dict "drop" (list "ALL")) -}}
+{{- $_ := set $restricted "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- with .root.Values.security.runAsUser -}}
+{{- $_ := set $restricted "runAsUser" (int64 .) -}}
+{{- end -}}
+{{- mergeOverwrite $restricted (deepCopy (default dict .values.containerSecurityContext)) | toYaml -}}
+{{- end -}}
+
+{{/* How a workload replaces its pods; `rollingUpdate` belongs to that type alone. Takes: the component's updateStrategy. */}}
+{{- define "lmcache-common.updateStrategy" -}}
+{{- with ternary . (omit . "rollingUpdate") (eq (default "RollingUpdate" .type) "RollingUpdate") -}}
+{{- toYaml . -}}
+{{- end -}}
 {{- end -}}
 
 {{/* One HTTP probe. Takes: path, port, scheme (optional: HTTPS), probe (periodSeconds, timeoutSeconds, failureThreshold). */}}
@@ -145,7 +155,7 @@ lifecycle:
 {{- end -}}
 {{- end -}}
 
-{{/* The field of a workload, left out where the value is null: then whoever scales it owns it. Takes: the value. */}}
+{{/* The field of a workload, left out if the value is null: then `kubectl scale` or an autoscaler owns it. Takes: the value. */}}
 {{- define "lmcache-common.replicas" -}}
 {{- if not (kindIs "invalid" .) -}}
 replicas: {{ int . }}

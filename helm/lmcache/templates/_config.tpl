@@ -14,20 +14,54 @@ lm_port: {{ $ports.storageLm }}
 {{- include "lmcache.compatSettings" . }}
 {{ include "lmcache.callerSettings" (dict "root" .root "token" "storage-token") }}
 {{- include "lmcache.peerSettings" . }}
+memory_gb: {{ include "lmcache-common.gib" (dict "name" "storage.memorySize" "value" $values.memorySize) }}
 disk_path: /var/lib/lmcache/chunks
 disk_gb: {{ include "lmcache.storageDiskGb" . }}
+{{- include "lmcache.quotaSettings" . }}
 {{- include "lmcache.s3Settings" . }}
-{{ include "lmcache.setOptions" (omit $values.config "disk_gb") }}
+{{ include "lmcache.setOptions" $values.config }}
 {{- end -}}
 
 {{/* What of the volume the disk tier may fill. Takes: root. */}}
 {{- define "lmcache.storageDiskGb" -}}
 {{- $values := .root.Values.storage -}}
-{{- if kindIs "invalid" $values.config.disk_gb -}}
-{{- divf (mulf 9 $values.persistence.sizeGi | floor) 10 -}}
+{{- if $values.diskSize -}}
+{{- include "lmcache-common.gib" (dict "name" "storage.diskSize" "value" $values.diskSize) -}}
 {{- else -}}
-{{- $values.config.disk_gb -}}
+{{- $gib := include "lmcache-common.gib" (dict "name" "storage.persistence.size" "value" $values.persistence.size) -}}
+{{- divf (mulf 9 $gib) 10 | toJson -}}
 {{- end -}}
+{{- end -}}
+
+{{/* What one tenant may take of the tiers. Takes: root. */}}
+{{- define "lmcache.quotaSettings" -}}
+{{- $storage := .root.Values.storage -}}
+{{- $settings := dict -}}
+{{- range $option, $tier := dict "tenant_quota_gb" "memory" "tenant_disk_quota_gb" "disk" -}}
+{{- with get $storage.tenantQuota $tier -}}
+{{- $gib := include "lmcache-common.gib" (dict "name" (printf "storage.tenantQuota.%s" $tier) "value" .) -}}
+{{- $_ := set $settings $option ($gib | float64) -}}
+{{- end -}}
+{{- end -}}
+{{- $quotas := dict -}}
+{{- range $tenant, $quota := $storage.tenantQuotas -}}
+{{- $own := dict -}}
+{{- range $tier := list "memory" "disk" -}}
+{{- with get (default dict $quota) $tier -}}
+{{- $gib := include "lmcache-common.gib" (dict "name" (printf "storage.tenantQuotas.%s.%s" $tenant $tier) "value" .) -}}
+{{- $_ := set $own (printf "%s_gb" $tier) ($gib | float64) -}}
+{{- end -}}
+{{- end -}}
+{{- with $own -}}
+{{- $_ := set $quotas $tenant . -}}
+{{- end -}}
+{{- end -}}
+{{- with $quotas -}}
+{{- $_ := set $settings "tenant_quotas" . -}}
+{{- end -}}
+{{- with $settings }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* The listener for LMCache clients. Its host is no loopback address, and they show no token: the option that says so weakens nothing else. */}}
@@ -81,7 +115,7 @@ pod_deletion_cost: true
 
 {{- define "lmcache.sidecarConfig" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}
-{{- $config := .model.sidecar.config -}}
+{{- $sidecar := .model.sidecar -}}
 host: 127.0.0.1
 port: {{ $ports.sidecar }}
 health_host: {{ include "lmcache.anyHost" . | quote }}
@@ -97,12 +131,12 @@ remote_url: {{ include "lmcache.storageUrl" . }}
 {{- include "lmcache.peerSettings" . }}
 socket_path: {{ include "lmcache.socketPath" . }}
 arena_path: /run/lmcache/arena
-{{- if $config.disk_gb }}
+arena_gb: {{ include "lmcache-common.gib" (dict "name" "sidecar.arenaSize" "value" $sidecar.arenaSize) }}
+{{- with $sidecar.diskSize }}
 disk_path: /var/lib/lmcache/chunks
-{{ include "lmcache.setOptions" $config }}
-{{- else }}
-{{ include "lmcache.setOptions" (omit $config "disk_gb") }}
+disk_gb: {{ include "lmcache-common.gib" (dict "name" "sidecar.diskSize" "value" .) }}
 {{- end }}
+{{ include "lmcache.setOptions" $sidecar.config }}
 {{- end -}}
 
 {{/* Those options of a `config` that are not null, as YAML: versions of Helm differ in whether they keep a null. Takes: the map. */}}

@@ -12,6 +12,10 @@ spec:
   {{- with include "lmcache-common.replicas" (ternary nil .values.replicaCount .values.autoscaling.enabled) }}
   {{- . | nindent 2 }}
   {{- end }}
+  {{- with include "lmcache-common.updateStrategy" .values.updateStrategy }}
+  strategy:
+    {{- . | nindent 4 }}
+  {{- end }}
   selector:
     matchLabels:
       {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
@@ -22,6 +26,9 @@ spec:
       {{- include "lmcache-common.podSpec" . | nindent 6 }}
       containers:
         {{- include "lmcache.deploymentContainer" . | nindent 8 }}
+        {{- with .values.extraContainers }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       volumes:
         - name: config
           configMap:

@@ -1,10 +1,18 @@
 {{/*
-One entry of `models` over `modelDefaults` and `sidecar`, as YAML. Maps are merged, lists replaced.
-Takes: root, entry.
+The models by name, as YAML: each entry of `models` that is not null over `modelDefaults`, `podDefaults` and `sidecar`, with its name.
+Maps are merged, lists replaced. Takes: root.
 */}}
-{{- define "lmcache.mergedModel" -}}
-{{- $defaults := merge (dict "sidecar" (deepCopy .root.Values.sidecar)) (deepCopy .root.Values.modelDefaults) -}}
-{{- mergeOverwrite $defaults (deepCopy .entry) | toYaml -}}
+{{- define "lmcache.models" -}}
+{{- $values := .root.Values -}}
+{{- $models := dict -}}
+{{- range $name, $entry := $values.models -}}
+{{- if not (kindIs "invalid" $entry) -}}
+{{- $model := dict "name" $name "sidecar" (deepCopy $values.sidecar) -}}
+{{- $model = mergeOverwrite $model (deepCopy $values.podDefaults) (deepCopy $values.modelDefaults) (deepCopy $entry) -}}
+{{- $_ := set $models $name $model -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $models -}}
 {{- end -}}
 
 {{/* Name of a model's objects. Takes: root, model (merged). */}}
@@ -45,9 +53,11 @@ name: {{ include "lmcache.modelName" . }}
   env:
     {{- include "lmcache-common.env" (dict "own" (include "lmcache.sidecarEnv" .) "extra" $sidecar.extraEnv) | nindent 4 }}
   securityContext:
-    {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
+    {{- include "lmcache-common.containerSecurityContext" (dict "root" .root "values" .model) | nindent 4 }}
   resources:
-    {{- $memoryMi := addf (mulf $sidecar.config.arena_gb 1024) $sidecar.memoryOverheadMi | ceil }}
+    {{- $arenaMi := include "lmcache-common.mib" (dict "name" "sidecar.arenaSize" "value" $sidecar.arenaSize) }}
+    {{- $overheadMi := include "lmcache-common.mib" (dict "name" "sidecar.memoryOverhead" "value" $sidecar.memoryOverhead) }}
+    {{- $memoryMi := add $arenaMi $overheadMi }}
     {{- include "lmcache-common.resourcesWithMemory" (dict "resources" $sidecar.resources "memoryMi" $memoryMi) | nindent 4 }}
   # When the pod is to end, at once: its drain begins while vLLM still answers what it has. (SIGTERM comes when vLLM has ended.) A hook of
   # vLLM's container would also run where vLLM alone is started again, and would leave it a sidecar that keeps nothing any more.
@@ -65,7 +75,7 @@ name: {{ include "lmcache.modelName" . }}
     - {name: arena, mountPath: /run/lmcache/arena}
     - {name: socket, mountPath: /run/lmcache/socket}
     - {name: sidecar-tmp, mountPath: /tmp}
-    {{- if $sidecar.config.disk_gb }}
+    {{- if $sidecar.diskSize }}
     - {name: sidecar-disk, mountPath: /var/lib/lmcache}
     {{- end }}
     {{- with $sidecar.extraVolumeMounts }}
@@ -92,7 +102,7 @@ keys: [ticket-keys, salt]
 
 {{/* Volumes of a model's pod. Takes: root, model (merged). */}}
 {{- define "lmcache.modelVolumes" -}}
-{{- $config := .model.sidecar.config -}}
+{{- $sidecar := .model.sidecar -}}
 - name: config
   configMap:
     name: {{ include "lmcache.modelName" . }}
@@ -102,7 +112,7 @@ keys: [ticket-keys, salt]
     medium: Memory
     # One arena, and room for its journal. A sidecar that starts again uses the same one; where it has to make a new one, it waits until
     # vLLM has let go of the old: with room for two the pod could reach its memory limit, and the kernel might end vLLM instead.
-    sizeLimit: {{ addf (mulf $config.arena_gb 1024) 64 | ceil | int64 }}Mi
+    sizeLimit: {{ add (include "lmcache-common.mib" (dict "name" "sidecar.arenaSize" "value" $sidecar.arenaSize)) 64 }}Mi
 - name: socket
   emptyDir:
     medium: Memory
@@ -124,25 +134,25 @@ keys: [ticket-keys, salt]
 - name: shm
   emptyDir:
     medium: Memory
-    sizeLimit: {{ .model.shmGi }}Gi
+    sizeLimit: {{ .model.shmSize }}
 - name: tmp
   emptyDir: {}
 - name: sidecar-tmp
   emptyDir:
     sizeLimit: 64Mi
 - name: home
-  {{- if .model.cache.existingClaim }}
+  {{- if or .model.weights.existingClaim .model.weights.createClaim }}
   persistentVolumeClaim:
-    claimName: {{ .model.cache.existingClaim }}
+    claimName: {{ default (include "lmcache.modelName" .) .model.weights.existingClaim }}
   {{- else }}
   emptyDir:
-    sizeLimit: {{ .model.cache.sizeGi }}Gi
+    sizeLimit: {{ .model.weights.size }}
   {{- end }}
-{{- if $config.disk_gb }}
+{{- with $sidecar.diskSize }}
 - name: sidecar-disk
   emptyDir:
     # A tenth and a GiB more than the tier may fill: over the limit Kubernetes evicts the whole pod.
-    sizeLimit: {{ addf (mulf $config.disk_gb 1.1) 1 | ceil }}Gi
+    sizeLimit: {{ addf (mulf (include "lmcache-common.mib" (dict "name" "sidecar.diskSize" "value" .)) 1.1) 1024 | ceil | int64 }}Mi
 {{- end }}
 {{- with .model.extraVolumes }}
 {{ toYaml . }}

@@ -13,23 +13,19 @@ lmcache_release="{{ include "lmcache.promRelease" . }}"
 apiVersion: monitoring.coreos.com/v1
 kind: PodMonitor
 metadata:
-  {{- include "lmcache-common.metadata" . | nindent 2 }}
-    {{- with .root.Values.monitoring.podMonitors.labels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+  {{- include "lmcache-common.metadata" (merge (pick .root.Values.monitoring.podMonitors "labels") .) | nindent 2 }}
 spec:
   jobLabel: app.kubernetes.io/component
 {{- end -}}
 
 {{/* The pods of this release that it asks. Takes: as above. */}}
 {{- define "lmcache.podMonitorSelector" -}}
-podTargetLabels: [lmcache/model]
 selector:
   matchLabels:
     {{- include "lmcache-common.selectorLabels" . | nindent 4 }}
 {{- end -}}
 
-{{/* One endpoint of it. Takes: root, component, port, scheme (optional), tls (optional): its tlsConfig. */}}
+{{/* One endpoint of it. Takes: root, component, model (optional), port, scheme (optional), tls (optional): its tlsConfig. */}}
 {{- define "lmcache.podMonitorEndpoint" -}}
 - port: {{ .port }}
   path: /metrics
@@ -45,6 +41,9 @@ selector:
   relabelings:
     - {targetLabel: lmcache_release, replacement: {{ include "lmcache.promRelease" . }}}
     - {targetLabel: lmcache_component, replacement: {{ .component }}}
+    {{- with .model }}
+    - {targetLabel: lmcache_model, replacement: {{ . }}}
+    {{- end }}
 {{- end -}}
 
 {{/* How Prometheus checks the certificate of a service: pods are asked at their addresses, certificates name the Service. Takes: root, component. */}}

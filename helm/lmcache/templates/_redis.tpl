@@ -19,7 +19,7 @@ port {{ $port }}
 dir /data
 save ""
 appendonly no
-maxmemory {{ int64 .root.Values.redis.maxMemoryMi }}mb
+maxmemory {{ include "lmcache-common.bytes" (dict "name" "redis.maxMemory" "value" .root.Values.redis.maxMemory) }}
 maxmemory-policy noeviction
 {{- end -}}
 
@@ -95,7 +95,7 @@ sees what comes of it, and the URL holds a password: so it goes through scrypt, 
 {{- end -}}
 {{- end -}}
 
-{{/* Settings of who asks Redis, beside its URL. Takes: root. */}}
+{{/* Settings of a client of Redis, besides the URL. Takes: root. */}}
 {{- define "lmcache.redisSettings" -}}
 {{- $external := .root.Values.externalRedis -}}
 {{- $path := include "lmcache.tlsPath" . -}}

@@ -7,18 +7,51 @@
 {{- end }}
 
 {{- define "lmcache.refuseModel" }}
-{{- $name := printf "models (%s)" .name }}
+{{- $name := printf "models.%s" .name }}
 {{- include "lmcache.refuseNoCpu" (dict "name" $name "resources" .resources) }}
-{{- include "lmcache.refuseNoCpu" (dict "name" (printf "%s: sidecar" $name) "resources" .sidecar.resources) }}
+{{- include "lmcache.refuseNoCpu" (dict "name" (printf "%s.sidecar" $name) "resources" .sidecar.resources) }}
 {{- include "lmcache.refuseShortGrace" (dict "name" $name "values" . "before" .stop.maxSeconds "config" .sidecar.config) }}
 {{- if gt (int .stop.graceSeconds) (int .stop.maxSeconds) }}
 {{- fail (printf "%s: stop.graceSeconds is above stop.maxSeconds: lower the one or raise the other." $name) }}
 {{- end }}
+{{- include "lmcache.refuseGateway" (dict "model" . "name" $name) }}
+{{- include "lmcache.refuseWeights" (dict "model" . "name" $name) }}
+{{- include "lmcache.refuseGpus" (dict "model" . "name" $name) }}
 {{- include "lmcache.refuseArguments" (dict "model" . "name" $name "place" "command" "words" (include "lmcache.optionsOfCommand" . | fromJsonArray)) }}
 {{- include "lmcache.refuseArguments" (dict "model" . "name" $name "place" "extraArgs" "words" .extraArgs) }}
 {{- range .extraEnv }}
 {{- if and (eq .name "PYTHONPATH") $.connector.enabled }}
 {{- fail (printf "%s: extraEnv sets PYTHONPATH, which would hide what the cache brings: set connector.pythonPath instead." $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseGateway" }}
+{{- if and .model.httpRoute.enabled (not .model.httpRoute.parentRefs) }}
+{{- fail (printf "%s: httpRoute.enabled is true, but httpRoute.parentRefs is empty: name the Gateway." .name) }}
+{{- end }}
+{{- if and .model.inferencePool.enabled (not .model.inferencePool.endpointPicker.name) }}
+{{- fail (printf "%s: inferencePool.enabled is true, but inferencePool.endpointPicker.name is empty: name the Service of the endpoint picker." .name) }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseWeights" }}
+{{- $weights := .model.weights }}
+{{- if and $weights.createClaim $weights.existingClaim }}
+{{- fail (printf "%s: weights.createClaim is true, but weights.existingClaim is set too: choose one." .name) }}
+{{- end }}
+{{- $isShared := has "ReadWriteMany" $weights.accessModes }}
+{{- if and $weights.createClaim (not $isShared) (or .model.autoscaling.enabled (gt (int .model.replicaCount) 1)) }}
+{{- fail (printf "%s: weights.accessModes is %s, which the pods of one node alone can mount: add ReadWriteMany, or keep to one replica." .name (join ", " $weights.accessModes)) }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.refuseGpus" }}
+{{- $size := int .model.tensorParallelSize }}
+{{- range $resource := list "nvidia.com/gpu" "amd.com/gpu" }}
+{{- $limit := get (default dict $.model.resources.limits) $resource }}
+{{- if and $limit (lt (int $limit) $size) }}
+{{- fail (printf "%s: tensorParallelSize is %d, but resources.limits has %v of %s: vLLM needs a GPU for each rank." $.name $size $limit $resource) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -50,12 +83,15 @@
 {{- $parts := splitn "=" 2 $word }}
 {{- $option := replace "_" "-" $parts._0 }}
 {{- $value := $parts._1 | default (index $following $index) }}
+{{- if and (gt (int $.model.tensorParallelSize) 1) (has $option (list "--tensor-parallel-size" "-tp")) }}
+{{- fail (printf "%s: %s has %s, but tensorParallelSize is %v: set one of them." $.name $.place $word $.model.tensorParallelSize) }}
+{{- end }}
 {{- $isMany := and (has $option (list "--nnodes" "-n")) (ne $value "1") }}
 {{- $isAnother := or (eq $option "--headless") (and (has $option (list "--node-rank" "-r")) (ne $value "0")) }}
 {{- $isRay := and (eq $option "--distributed-executor-backend") (eq $value "ray") }}
 {{- if or $isMany $isAnother $isRay }}
 {{- $shown := ternary $word (printf "%s %s" $word $value) (or (contains "=" $word) (eq $option "--headless")) }}
-{{- fail (printf "%s: %s has %s, which starts one vLLM on several nodes, but each pod of the chart is a vLLM of its own: use the GPUs of one node (--tensor-parallel-size, --pipeline-parallel-size), or a LeaderWorkerSet of yours with the webhook (docs/injection.md)." $.name $.place $shown) }}
+{{- fail (printf "%s: %s has %s, which starts one vLLM on several nodes, but each pod of the chart is a vLLM of its own: use the GPUs of one node (tensorParallelSize, --pipeline-parallel-size), or a LeaderWorkerSet of yours with the webhook (docs/injection.md)." $.name $.place $shown) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -72,7 +108,7 @@
 {{- $compat := .Values.storage.compat }}
 {{- if $compat.enabled }}
 {{- if not .Values.networkPolicy.enabled }}
-{{- fail "storage.compat needs networkPolicy.enabled: nothing else keeps strangers from that port." }}
+{{- fail "storage.compat needs networkPolicy.enabled: nothing else protects that port." }}
 {{- end }}
 {{- if not $compat.clientsFrom }}
 {{- fail "storage.compat is enabled, but storage.compat.clientsFrom is empty: name the pods that run LMCache." }}
@@ -98,8 +134,8 @@
 {{- end }}
 
 {{/*
-Claim templates of a StatefulSet cannot change, which Kubernetes says without saying what to do. What is there is compared in GiB, since the
-cluster writes 1024Gi as 1Ti; nothing is, where this is rendered without one.
+Claim templates of a StatefulSet cannot change, which Kubernetes says without saying what to do. Sizes are compared in GiB, since the
+cluster writes 1024Gi as 1Ti. Without a cluster nothing is compared.
 */}}
 {{- define "lmcache.refuseOtherVolumes" }}
 {{- $persistence := .Values.storage.persistence }}
@@ -108,13 +144,13 @@ cluster writes 1024Gi as 1Ti; nothing is, where this is rendered without one.
 {{- if and .Values.storage.enabled $live.spec }}
 {{- $was := "none" }}
 {{- range $live.spec.volumeClaimTemplates }}
-{{- $size := .spec.resources.requests.storage | toString }}
-{{- $unit := dict "Gi" 1 "Ti" 1024 "Pi" 1048576 | dig (regexFind "[A-Za-z]+$" $size) 0 }}
-{{- $was = printf "%d GiB, class %q, %s" (mul $unit (regexFind "^[0-9]+" $size)) (default "" .spec.storageClassName) (join "+" .spec.accessModes) }}
+{{- $gib := include "lmcache-common.gib" (dict "name" $name "value" .spec.resources.requests.storage) }}
+{{- $was = printf "%s GiB, class %q, %s" $gib (default "" .spec.storageClassName) (join "+" .spec.accessModes) }}
 {{- end }}
 {{- $wanted := "none" }}
 {{- if $persistence.enabled }}
-{{- $wanted = printf "%d GiB, class %q, %s" (int64 $persistence.sizeGi) $persistence.storageClassName (join "+" $persistence.accessModes) }}
+{{- $gib := include "lmcache-common.gib" (dict "name" "storage.persistence.size" "value" $persistence.size) }}
+{{- $wanted = printf "%s GiB, class %q, %s" $gib $persistence.storageClassName (join "+" $persistence.accessModes) }}
 {{- end }}
 {{- if ne $was $wanted }}
 {{- fail (printf "storage.persistence is to be (%s), but the StatefulSet %s was installed with (%s), which cannot change: leave it as it was, or see \"Other volumes\" in the chart's README." $wanted $name $was) }}
@@ -146,6 +182,51 @@ cluster writes 1024Gi as 1Ti; nothing is, where this is rendered without one.
 {{- end }}
 {{- end }}
 
+{{/* Sizes have a smallest and a largest value; the disk tier fits its volume. Takes: the root itself. */}}
+{{- define "lmcache.refuseSizes" }}
+{{- $storage := .Values.storage }}
+{{- $redis := .Values.redis }}
+{{- $webhook := .Values.webhook }}
+{{- $volume := $storage.persistence.size }}
+{{- $sizes := list
+  (dict "name" "storage.memorySize" "value" $storage.memorySize "max" "64Ti")
+  (dict "name" "storage.memoryOverhead" "value" $storage.memoryOverhead "min" "128Mi" "max" "1Ti")
+  (dict "name" "storage.persistence.size" "value" $volume "min" "1Mi" "max" "1Pi")
+  (dict "name" "storage.diskSize" "value" $storage.diskSize "max" $volume "maxFrom" "storage.persistence.size")
+  (dict "name" "storage.tenantQuota.memory" "value" $storage.tenantQuota.memory "max" "1Pi")
+  (dict "name" "storage.tenantQuota.disk" "value" $storage.tenantQuota.disk "max" "1Pi")
+  (dict "name" "redis.maxMemory" "value" $redis.maxMemory "min" "16Mi" "max" "1Ti")
+  (dict "name" "redis.memoryOverhead" "value" $redis.memoryOverhead "min" "64Mi" "max" "1Ti")
+  (dict "name" "webhook.arenaSize" "value" $webhook.arenaSize "min" "64Mi" "max" $webhook.maxArenaSize "maxFrom" "webhook.maxArenaSize")
+  (dict "name" "webhook.maxArenaSize" "value" $webhook.maxArenaSize "max" "1Pi")
+  (dict "name" "webhook.diskSize" "value" $webhook.diskSize "max" $webhook.maxDiskSize "maxFrom" "webhook.maxDiskSize")
+  (dict "name" "webhook.maxDiskSize" "value" $webhook.maxDiskSize "max" "1Pi")
+}}
+{{- range $tenant, $quota := $storage.tenantQuotas }}
+{{- range $tier, $size := $quota }}
+{{- $sizes = append $sizes (dict "name" (printf "storage.tenantQuotas.%s.%s" $tenant $tier) "value" $size "max" "1Pi") }}
+{{- end }}
+{{- end }}
+{{- $sidecars := dict "sidecar" .Values.sidecar }}
+{{- range $name, $model := include "lmcache.models" (dict "root" $) | fromYaml }}
+{{- $_ := set $sidecars (printf "models.%s.sidecar" $name) $model.sidecar }}
+{{- $where := printf "models.%s" $name }}
+{{- $sizes = append $sizes (dict "name" (printf "%s.shmSize" $where) "value" $model.shmSize "max" "64Ti") }}
+{{- $sizes = append $sizes (dict "name" (printf "%s.weights.size" $where) "value" $model.weights.size "max" "1Pi") }}
+{{- end }}
+{{- range $where, $sidecar := $sidecars }}
+{{- $sizes = append $sizes (dict "name" (printf "%s.arenaSize" $where) "value" $sidecar.arenaSize "max" "64Ti") }}
+{{- $sizes = append $sizes (dict "name" (printf "%s.diskSize" $where) "value" $sidecar.diskSize "max" "1Pi") }}
+{{- $overhead := dict "name" (printf "%s.memoryOverhead" $where) "value" $sidecar.memoryOverhead }}
+{{- $sizes = append $sizes (merge $overhead (dict "min" "256Mi" "max" "1Ti")) }}
+{{- end }}
+{{- range $sizes }}
+{{- if .value }}
+{{- $_ := include "lmcache-common.bytes" . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* A drain that has left something is tried once more, and REST and lm:// end one after the other. */}}
 {{- define "lmcache.refuseShortGrace" }}
 {{- $needed := addf .before (mulf 2 (default 0 .config.drain_timeout_s)) (mulf 2 .config.shutdown_grace_s) }}
@@ -162,6 +243,6 @@ cluster writes 1024Gi as 1Ti; nothing is, where this is rendered without one.
 
 {{- define "lmcache.refuseMemory" }}
 {{- if or (hasKey (default dict .resources.requests) "memory") (hasKey (default dict .resources.limits) "memory") }}
-{{- fail (printf "%s.resources names memory, but that follows from the size of the cache and memoryOverheadMi: set those." .name) }}
+{{- fail (printf "%s.resources names memory, but that follows from the size of the cache and memoryOverhead: set those." .name) }}
 {{- end }}
 {{- end }}

@@ -3,7 +3,7 @@
 {{- define "lmcache.refuseMonitoring" }}
 {{- $values := .Values }}
 {{- if and $values.monitoring.podMonitors.enabled $values.networkPolicy.enabled (not $values.networkPolicy.metricsFrom) }}
-{{- fail "monitoring.podMonitors is enabled, but networkPolicy.metricsFrom names nobody: name the pods of Prometheus, which the policies would keep away." }}
+{{- fail "monitoring.podMonitors is enabled, but networkPolicy.metricsFrom is empty: name the pods of Prometheus, or the policies block them." }}
 {{- end }}
 {{- end }}
 

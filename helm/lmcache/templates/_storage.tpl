@@ -26,7 +26,9 @@
   securityContext:
     {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
   resources:
-    {{- $memoryMi := addf (mulf .values.config.memory_gb 1024) .values.memoryOverheadMi | ceil }}
+    {{- $tierMi := include "lmcache-common.mib" (dict "name" "storage.memorySize" "value" .values.memorySize) }}
+    {{- $overheadMi := include "lmcache-common.mib" (dict "name" "storage.memoryOverhead" "value" .values.memoryOverhead) }}
+    {{- $memoryMi := add $tierMi $overheadMi }}
     {{- include "lmcache-common.resourcesWithMemory" (dict "resources" .values.resources "memoryMi" $memoryMi) | nindent 4 }}
   {{- include "lmcache.probes" . | nindent 2 }}
   {{- with include "lmcache-common.preStop" .values.preStopSeconds }}
@@ -76,5 +78,5 @@
     {{- end }}
     resources:
       requests:
-        storage: {{ int64 $persistence.sizeGi }}Gi
+        storage: {{ $persistence.size }}
 {{- end -}}

@@ -8,6 +8,10 @@
 - {{ include "lmcache.anyHost" . | quote }}
 - --port
 - "8000"
+{{- if gt (int .model.tensorParallelSize) 1 }}
+- --tensor-parallel-size
+- {{ int .model.tensorParallelSize | quote }}
+{{- end }}
 {{- if .model.tls.existingSecret }}
 - --ssl-certfile
 - /run/secrets/vllm-tls/tls.crt
@@ -48,6 +52,15 @@ the libraries that ask who they run as get a name.
 - {name: TORCHINDUCTOR_CACHE_DIR, value: /home/vllm/.cache/torchinductor}
 - {name: VLLM_NO_USAGE_STATS, value: "1"}
 - {name: DO_NOT_TRACK, value: "1"}
+{{- with .model.huggingface }}
+{{- if .existingSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret | quote }}
+      key: {{ .existingSecretKey | quote }}
+{{- end }}
+{{- end }}
 {{- if .model.connector.enabled }}
 - name: PYTHONPATH
   value: {{ list .model.connector.pythonPath (printf "%s/python" (include "lmcache.payloadPath" .)) | compact | join ":" }}
@@ -65,7 +78,7 @@ the libraries that ask who they run as get a name.
   imagePullPolicy: {{ .root.Values.images.pullPolicy }}
   command: [/payload/install, {{ include "lmcache.payloadPath" . }}]
   securityContext:
-    {{- include "lmcache-common.containerSecurityContext" . | nindent 4 }}
+    {{- include "lmcache-common.containerSecurityContext" (dict "root" .root "values" .model) | nindent 4 }}
   resources:
     {{- toYaml .root.Values.payload.resources | nindent 4 }}
   volumeMounts:

@@ -33,7 +33,12 @@ sidecar_image: {{ include "lmcache.sidecarImage" (dict "root" .root "sidecar" $v
 payload_image: {{ include "lmcache-common.image" (dict "root" .root "image" $values.payload.image "own" true) }}
 image_pull_policy: {{ $values.images.pullPolicy }}
 sidecar_template_file: /etc/lmcache/template.yaml
-memory_overhead_mb: {{ int $values.sidecar.memoryOverheadMi }}
+{{- range $option, $size := dict "arena_gb" "arenaSize" "max_arena_gb" "maxArenaSize" "disk_gb" "diskSize" "max_disk_gb" "maxDiskSize" }}
+{{- with get $webhook $size }}
+{{ $option }}: {{ include "lmcache-common.gib" (dict "name" (printf "webhook.%s" $size) "value" .) }}
+{{- end }}
+{{- end }}
+memory_overhead_mb: {{ include "lmcache-common.mib" (dict "name" "sidecar.memoryOverhead" "value" $values.sidecar.memoryOverhead) }}
 payload_resources: {{ toJson $values.payload.resources }}
 run_as_user: {{ if $values.security.runAsUser }}{{ int64 $values.security.runAsUser }}{{ else }}null{{ end }}
 {{- if and $values.broker.enabled $values.broker.discovery.enabled }}
@@ -63,7 +68,7 @@ tls_client_key_file: /run/secrets/lmcache-tls/tls.key
 {{- end }}
 {{- end }}
 {{- $config := dict -}}
-{{- range $name, $value := omit $values.sidecar.config "arena_gb" "disk_gb" "disk_serde" -}}
+{{- range $name, $value := omit $values.sidecar.config "disk_serde" -}}
 {{- if not (or (kindIs "map" $value) (kindIs "slice" $value)) -}}
 {{- $_ := set $config $name $value -}}
 {{- end -}}
@@ -83,8 +88,14 @@ tls_client_key_file: /run/secrets/lmcache-tls/tls.key
   {{- if $values.tls.enabled }}
   tls_secret: {{ include "lmcache.tlsSecretName" (dict "root" .root "component" "vllm") }}
   {{- end }}
-{{- with $values.webhook.tenants }}
-{{ toYaml . }}
+{{- range $values.webhook.tenants }}
+- name: {{ .name | quote }}
+  namespaces: {{ toJson .namespaces }}
+  {{- range $option, $secret := dict "credentials_secret" .credentialsSecret "keys_secret" .keysSecret "tls_secret" .tlsSecret }}
+  {{- with $secret }}
+  {{ $option }}: {{ . }}
+  {{- end }}
+  {{- end }}
 {{- end }}
 {{- end -}}
 
@@ -108,7 +119,7 @@ tls_client_key_file: /run/secrets/lmcache-tls/tls.key
 {{- fail "webhook.certificate.existingSecret is set, but webhook.certificate.caBundle is empty: the API server must know whom to trust." }}
 {{- end }}
 {{- if and $certificate.caBundle (not $certificate.existingSecret) }}
-{{- fail "webhook.certificate.caBundle is set, but webhook.certificate.existingSecret is empty: whoever makes the certificate says whom to trust." }}
+{{- fail "webhook.certificate.caBundle is set, but webhook.certificate.existingSecret is empty: set both, or neither." }}
 {{- end }}
 {{- if ge (int $certificate.renewDays) (int $certificate.validDays) }}
 {{- fail "webhook.certificate.renewDays is not below validDays: a certificate would be renewed as soon as it is made." }}
@@ -117,11 +128,11 @@ tls_client_key_file: /run/secrets/lmcache-tls/tls.key
 {{- fail "webhook.enabled with tls.existingCaSecret: injected sidecars read ca.crt from the Secret of their certificate; put it there." }}
 {{- end }}
 {{- range $webhook.tenants }}
-{{- if and $.Values.tls.enabled (not .tls_secret) }}
-{{- fail (printf "webhook.tenants (%s): tls.enabled is true, but tls_secret is not set: name the Secret with tls.crt, tls.key and ca.crt in its namespaces." .name) }}
+{{- if and $.Values.tls.enabled (not .tlsSecret) }}
+{{- fail (printf "webhook.tenants (%s): tls.enabled is true, but tlsSecret is not set: name the Secret with tls.crt, tls.key and ca.crt in its namespaces." .name) }}
 {{- end }}
-{{- if and $.Values.auth.enabled (not .credentials_secret) }}
-{{- fail (printf "webhook.tenants (%s): auth.enabled is true, but credentials_secret is not set: name the Secret with tokens.yaml and sidecar-token in its namespaces." .name) }}
+{{- if and $.Values.auth.enabled (not .credentialsSecret) }}
+{{- fail (printf "webhook.tenants (%s): auth.enabled is true, but credentialsSecret is not set: name the Secret with tokens.yaml and sidecar-token in its namespaces." .name) }}
 {{- end }}
 {{- end }}
 {{- end }}

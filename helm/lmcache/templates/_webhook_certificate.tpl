@@ -12,29 +12,13 @@
 
 {{/* The pod template that runs it. Takes: root, account (its service account). */}}
 {{- define "lmcache.webhookCertificatePod" -}}
-{{- $webhook := .root.Values.webhook -}}
-{{- $this := dict "root" .root "component" "webhook-cert" "values" $webhook -}}
+{{- $webhook := include "lmcache-common.withPodDefaults" (dict "root" .root "values" .root.Values.webhook) | fromYaml -}}
+{{- $this := dict "root" .root "component" "webhook-cert" "values" $webhook "account" .account "asksCluster" true -}}
 metadata:
   {{- include "lmcache-common.podMetadata" $this | nindent 2 }}
 spec:
   restartPolicy: Never
-  serviceAccountName: {{ .account }}
-  automountServiceAccountToken: true
-  enableServiceLinks: false
-  securityContext:
-    {{- include "lmcache-common.podSecurityContext" . | nindent 4 }}
-  {{- with .root.Values.images.pullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $webhook.nodeSelector }}
-  nodeSelector:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $webhook.tolerations }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "lmcache-common.podSpec" $this | nindent 2 }}
   containers:
     - name: certificate
       image: {{ include "lmcache-common.image" (dict "root" .root "image" $webhook.image "own" true) }}
@@ -42,32 +26,26 @@ spec:
       args:
         {{- include "lmcache.webhookCertificateArgs" . | nindent 8 }}
       securityContext:
-        {{- include "lmcache-common.containerSecurityContext" . | nindent 8 }}
+        {{- include "lmcache-common.containerSecurityContext" $this | nindent 8 }}
       resources:
         {{- toYaml $webhook.resources | nindent 8 }}
 {{- end -}}
 
-{{/* What that may do, with its account: its own Secret and its own configuration. Takes: root, account, annotations (YAML, or empty). */}}
+{{/* What that may do, with its account: its own Secret and its own configuration. Takes: root, account, annotations (optional). */}}
 {{- define "lmcache.webhookCertificateAccess" -}}
 {{- $cluster := printf "%s-%s" .root.Release.Namespace .account | trunc 63 | trimSuffix "-" -}}
-{{- $labels := include "lmcache-common.labels" (dict "root" .root "component" "webhook-cert") -}}
-{{- $metadata := printf "labels:\n%s" (indent 2 $labels) -}}
-{{- with .annotations -}}
-{{- $metadata = printf "%s\nannotations:\n%s" $metadata (indent 2 .) -}}
-{{- end -}}
+{{- $this := merge (dict "component" "webhook-cert") (pick . "root" "annotations") -}}
+{{- $metadata := include "lmcache-common.metadata" (merge (dict "name" .account) $this) -}}
+{{- $clusterMetadata := include "lmcache-common.metadata" (merge (dict "name" $cluster "isClusterScoped" true) $this) -}}
 apiVersion: v1
 kind: ServiceAccount
 metadata:
-  name: {{ .account }}
-  namespace: {{ .root.Release.Namespace }}
   {{- $metadata | nindent 2 }}
 automountServiceAccountToken: false
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: Role
 metadata:
-  name: {{ .account }}
-  namespace: {{ .root.Release.Namespace }}
   {{- $metadata | nindent 2 }}
 rules:
   - apiGroups: [""]
@@ -82,8 +60,6 @@ rules:
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
 metadata:
-  name: {{ .account }}
-  namespace: {{ .root.Release.Namespace }}
   {{- $metadata | nindent 2 }}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: {{ .account }}}
 subjects:
@@ -92,8 +68,7 @@ subjects:
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRole
 metadata:
-  name: {{ $cluster }}
-  {{- $metadata | nindent 2 }}
+  {{- $clusterMetadata | nindent 2 }}
 rules:
   - apiGroups: [admissionregistration.k8s.io]
     resources: [mutatingwebhookconfigurations]
@@ -103,8 +78,7 @@ rules:
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRoleBinding
 metadata:
-  name: {{ $cluster }}
-  {{- $metadata | nindent 2 }}
+  {{- $clusterMetadata | nindent 2 }}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {{ $cluster }}}
 subjects:
   - {kind: ServiceAccount, name: {{ .account }}, namespace: {{ .root.Release.Namespace }}}

@@ -22,6 +22,7 @@ from lmcache_sidecar.settings import SidecarSettings
 from lmcache_storage.settings import StorageSettings
 from lmcache_webhook.settings import WebhookSettings
 
+from tests.helm.tools.describe_values import resolved
 from tests.unit.docs.pages import FENCE, PAGES, ROOT, commands, name_of, spans
 
 SETTINGS = (BrokerSettings, LookupSettings, SidecarSettings, StorageSettings, WebhookSettings)
@@ -114,9 +115,8 @@ def has_value(schema: dict[str, Any], parts: list[str]) -> bool:
     """Whether the schema of the chart's values lets something be set there."""
     if not parts:
         return True
+    schema = resolved(SCHEMA, schema)
     several = [each for kind in ("anyOf", "oneOf", "allOf") for each in schema.get(kind, ())]
-    if "$ref" in schema:
-        several.append(SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]])
     if any(has_value(each, parts) for each in several):
         return True
     if parts[0] in schema.get("properties", {}):
@@ -145,9 +145,12 @@ def test_every_value_is_one_of_the_chart(page: Path) -> None:
 
 def test_a_value_that_there_is_not_is_found() -> None:
     assert has_value(SCHEMA, ["webhook", "tenants"])
-    assert has_value(SCHEMA, ["storage", "config", "memory_gb"])
+    assert has_value(SCHEMA, ["storage", "config", "log_level"])
+    assert has_value(SCHEMA, ["storage", "podLabels"])
+    assert has_value(SCHEMA, ["models", "any", "service", "type"])
     assert not has_value(SCHEMA, ["webhook", "tenant"])
     assert not has_value(SCHEMA, ["storage", "config", "memory"])
+    assert not has_value(SCHEMA, ["models", "any", "servise"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

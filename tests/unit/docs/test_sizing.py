@@ -53,10 +53,11 @@ def test_the_example_is_right() -> None:
     storage_gib = 3 * 125 * 0.9
     assert working_set_gib * 4 / 3 < storage_gib
     assert (
-        f"are {working_set_gib * 4 / 3:.0f} GiB. Three replicas with `sizeGi: 125` have"
-        f" {int(storage_gib)}" in SECTION
+        f"are {working_set_gib * 4 / 3:.0f} GiB. Three replicas with"
+        f" `storage.persistence.size: 125Gi` have {int(storage_gib)}" in SECTION
     )
-    assert f"asks for {32 * 1024 + VALUES['sidecar']['memoryOverheadMi']:,} MiB" in SECTION
+    overhead_mi = int(VALUES["sidecar"]["memoryOverhead"].removesuffix("Mi"))
+    assert f"asks for {32 * 1024 + overhead_mi:,} MiB" in SECTION
     pays_from = of_a_token * 8_000
     assert f"{pays_from / 1e9:.2f} GB/s, or {pays_from * 8 / 1e9:.1f} Gbit/s" in SECTION
     link = 25e9 / 8
