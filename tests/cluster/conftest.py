@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from tests.cluster import manifests
 from tests.cluster.ask import Answer
 from tests.cluster.helm import Helm, find_helm, image_values
 from tests.cluster.kube import ApiError, Cluster
+from tests.cluster.names import ask_command
 from tests.cluster.oracle import REPORT_PREFIX, Report
 from tests.cluster.waiting import ClusterError, progress, wait_until
 
@@ -46,8 +48,8 @@ class Installation:
 
     def ask(self, pod: str, container: str, seed: int, num_tokens: int) -> Answer:
         """Send a prompt to the vLLM of a pod, from inside."""
-        command = manifests.ask_command(seed, num_tokens)
-        return Answer(**manifests.parse_answer(self.cluster.execute(pod, container, command)))
+        command = ask_command(seed, num_tokens)
+        return Answer(**json.loads(self.cluster.execute(pod, container, command)))
 
     @contextmanager
     def traffic(self) -> Iterator[Traffic]:

@@ -7,13 +7,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.cluster.names import RELEASE, VALUES
 from tests.cluster.waiting import ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "lmcache"
-VALUES = CHART / "ci" / "kind-values.yaml"
 OLDEST = (3, 14)
-RELEASE = "cache"
 
 
 def find_helm() -> str:
@@ -76,7 +75,7 @@ class Helm:
         self._binary = binary
         self._where = ["--namespace", namespace, "--kubeconfig", str(kubeconfig)]
         self._chart = chart
-        self._values = ["--values", str(VALUES), *values]
+        self._values = ["--values", str(ROOT / VALUES), *values]
 
     @staticmethod
     def copy_chart(binary: str, folder: Path) -> Path:

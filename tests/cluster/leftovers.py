@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from tests.cluster.helm import RELEASE
+from tests.cluster.names import RELEASE
 
 DOCUMENTED = re.compile(
     rf"PersistentVolumeClaim/.*/data-{RELEASE}-lmcache-storage-\d+"

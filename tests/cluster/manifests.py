@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.cluster.helm import RELEASE
+from tests.cluster.names import INJECTED, MODEL, MODEL_SERVICE
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("ask.py", "traffic.py")
 TRAFFIC = "cluster-test-traffic"
 PLAIN = "cluster-test-plain"
 STOP_FILE = "/tmp/stop"
-MODEL = "/opt/model"
-MODEL_SERVICE = f"{RELEASE}-lmcache-vllm-tiny"
-MODEL_PODS = "lmcache/model=tiny"
-INJECTED = {"lmcache.io/injected": "true"}
-"""What the chart's policies let in, and none of the chart's policies holds back."""
 
 Manifest = dict[str, Any]
-
-
-def component(name: str) -> str:
-    """Return the selector of a component's pods."""
-    return f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component={name}"
 
 
 def scripts() -> Manifest:
@@ -114,15 +103,3 @@ def plain_deployment(image: str, pull_policy: str = "IfNotPresent") -> Manifest:
         "metadata": {"name": PLAIN},
         "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": pod},
     }
-
-
-def ask_command(seed: int, num_tokens: int) -> list[str]:
-    """Return the command that asks the vLLM of the container that it runs in."""
-    script = (FOLDER / "ask.py").read_text(encoding="utf-8")
-    where = ["http://127.0.0.1:8000", MODEL]
-    return ["python3", "-c", script, *where, str(seed), str(num_tokens)]
-
-
-def parse_answer(output: str) -> Any:
-    """Read what that command printed."""
-    return json.loads(output.strip().splitlines()[-1])

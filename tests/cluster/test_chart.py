@@ -15,10 +15,10 @@ from tests.cluster.conftest import (
     START_TIMEOUT_S,
     Installation,
 )
-from tests.cluster.helm import RELEASE
 from tests.cluster.kube import name_of
 from tests.cluster.leftovers import left_over
-from tests.cluster.manifests import MODEL_PODS, MODEL_SERVICE, PLAIN, component
+from tests.cluster.manifests import PLAIN
+from tests.cluster.names import BASE, MODEL_PODS, MODEL_SERVICE, RELEASE, component
 from tests.cluster.oracle import hit_problems
 from tests.cluster.waiting import progress, wait_until
 
@@ -27,7 +27,6 @@ STORAGE_CALLS = ("put", "get")
 PROMPT_TOKENS = 2000
 ANNOUNCED_S = 5.0
 """After that, other pods know of what was stored."""
-BASE = f"{RELEASE}-lmcache"
 REPLICATED = (
     ("deployments", f"{BASE}-lookup", component("lookup")),
     ("deployments", f"{BASE}-broker", component("broker")),
