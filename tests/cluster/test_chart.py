@@ -25,6 +25,7 @@ from tests.cluster.waiting import progress, wait_until
 KINDS = ("put", "get", "lookup", "broker", "completion")
 STORAGE_CALLS = ("put", "get")
 PROMPT_TOKENS = 2000
+LIST_ALL_S = 10.0
 ANNOUNCED_S = 5.0
 """After that, other pods know of what was stored."""
 REPLICATED = (
@@ -142,12 +143,14 @@ def test_uninstallation_leaves_nothing_behind(installation: Installation) -> Non
         lambda: ", ".join(left_over(before, cluster.objects())),
         "nothing left of the release",
         DELETE_TIMEOUT_S,
+        poll_s=LIST_ALL_S,
     )
     cluster.delete_namespace(DELETE_TIMEOUT_S)
     wait_until(
         lambda: ", ".join(left_over(before, cluster.objects(), gone=True)),
         "nothing left in the cluster",
         DELETE_TIMEOUT_S,
+        poll_s=LIST_ALL_S,
     )
 
 
