@@ -12,7 +12,7 @@ import pytest
 
 from tests.version import ROOT, found, places, write
 
-NUM_FILES = {"pyproject.toml": 11, "Dockerfile": 6, "Chart.yaml": 2, "Chart.lock": 1}
+NUM_FILES = {"pyproject.toml": 11, "Dockerfile": 7, "Chart.yaml": 2, "Chart.lock": 1}
 
 
 def test_every_place_has_the_same_version() -> None:
