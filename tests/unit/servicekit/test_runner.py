@@ -76,14 +76,14 @@ def test_arguments(arguments: Sequence[str], code: int) -> None:
     assert caught.value.code == code
 
 
-def test_a_taken_port_is_exit_code_1(
+def test_a_taken_port_is_a_bad_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setenv("LMCACHE_SAMPLE_PORT", str(taken.getsockname()[1]))
-        assert run() == 1
+        assert run() == 2
     assert "change host or port" in capsys.readouterr().err
 
 
@@ -105,7 +105,8 @@ def test_a_process_listens_and_ends_cleanly(
     assert service.stop(number) == 0
     assert not list(tmp_path.glob("*.port*"))
     lines = [json.loads(line) for line in service.output.splitlines()]
-    assert any("listens on 127.0.0.1 port" in line["message"] for line in lines)
+    assert any("listening: port=127.0.0.1:" in line["message"] for line in lines)
+    assert {line["logger"] for line in lines} == {"lmcache_servicekit.runner"}
     assert "hunter2" not in service.output
     assert "/v1/things" not in service.output
 

@@ -141,6 +141,7 @@ class StorageSettings(S3Settings):
             /v1/admin/drain` does.
     """
 
+    about = "Keeps chunks of KV in memory, on disk and in a bucket, and serves them to all pods."
     env_prefix = "LMCACHE_STORAGE_"
 
     port: Port = 8080

@@ -28,6 +28,10 @@ class LookupSettings(RedisSettings):
         sweep_interval_s: Pause between two steps that clear entries of ended leases, in seconds.
     """
 
+    about = (
+        "Knows which instance holds which chunk of KV. It sees hashes and addresses, "
+        "never tokens or KV."
+    )
     env_prefix = "LMCACHE_LOOKUP_"
 
     port: Port = 8081

@@ -137,6 +137,10 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
             memory.
     """
 
+    about = (
+        "Knows which peers are alive, decides which of them serves which chunks, and "
+        "shows them on a web page."
+    )
     env_prefix = "LMCACHE_BROKER_"
 
     port: Port = 8082

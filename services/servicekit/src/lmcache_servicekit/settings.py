@@ -60,8 +60,8 @@ _LINK_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
 class ServiceSettings(BaseModel):
-    """Base of a service's settings. A subclass sets `env_prefix` and a default for `port`, and adds
-    its own fields.
+    """Base of a service's settings. A subclass sets `about` (what the service is, in a sentence),
+    `env_prefix` and a default for `port`, and adds its own fields.
 
     An instance made directly holds exactly the given values and defaults; only `load_settings`
     looks at files and environment.
@@ -99,6 +99,7 @@ class ServiceSettings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True
     )
+    about: ClassVar[str] = ""
     env_prefix: ClassVar[str]
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)

@@ -100,6 +100,10 @@ class SidecarSettings(NodeSettings):
             default, if peers show tokens: who may put chunks decides what engines load.
     """
 
+    about = (
+        "Keeps the KV of the engines of its pod in shared memory and on disk, and shares "
+        "it with other pods."
+    )
     env_prefix = "LMCACHE_SIDECAR_"
 
     port: Port = 8083

@@ -93,6 +93,7 @@ class WebhookSettings(ServiceSettings):
         max_reviews_per_s: Reviews in a second; pods beyond are let through as they are.
     """
 
+    about = "Adds the sidecar and the connector to pods of vLLM that are labelled for it."
     env_prefix = "LMCACHE_WEBHOOK_"
 
     port: Port = 8443

@@ -107,7 +107,7 @@ class Members:
         self._name = name
         self._by_address: dict[ServerAddress, Member] = {}
         self._tasks = TaskSupervisor("replicas", max_tasks=2)
-        self._known: frozenset[str] = frozenset()
+        self._reported: tuple[str, str] | None = None
         self._is_found = False
 
     async def open(self) -> None:
@@ -181,12 +181,14 @@ class Members:
                 await member.client.close()
 
     def _report(self) -> None:
-        known = frozenset(self.by_name())
-        if known != self._known:
+        """Log which servers there are: at the start, and when they change."""
+        names = ",".join(sorted(self.by_name())) or "-"
+        addresses = ",".join(sorted(f"{one.host}:{one.port}" for one in self._by_address)) or "-"
+        if self._reported != (names, addresses):
+            self._reported = (names, addresses)
             logger.info(
-                "servers known: service=%s servers=%s", self._name, ",".join(sorted(known)) or "-"
+                "servers known: service=%s servers=%s addresses=%s", self._name, names, addresses
             )
-            self._known = known
 
 
 RESOLVE_TIMEOUT_S = 2.0
