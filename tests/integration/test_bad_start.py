@@ -48,6 +48,8 @@ CASES: list[tuple[str, Mapping[str, str], str]] = [
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/proc/nowhere/s.sock"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/s"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/tmp/" + "s" * 120}, "socket_path"),
+    ("sidecar", SIDECAR | {"REMOTE_URL": "redis://h:x"}, "remote_url"),
+    ("sidecar", SIDECAR | {"REMOTE_URL": "http://"}, "remote_url"),
 ]
 
 

@@ -76,6 +76,24 @@ def test_arguments(arguments: Sequence[str], code: int) -> None:
     assert caught.value.code == code
 
 
+def test_help_says_what_the_service_is_and_lists_its_settings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    text = capsys.readouterr().out
+    assert "Shows what services share." in text
+    assert "LMCACHE_SAMPLE_<SETTING>" in text
+    for line in (
+        "  port (default: 8099; 0…65535)\n      REST.\n",
+        "  quota.max_bytes (default: 10)\n      The most.\n",
+        "  ratio (default: none; >0…)\n",
+        "  labels (default: empty)\n",
+        "  log_level (default: info; debug, info, warning, error)\n",
+    ):
+        assert line in text
+
+
 def test_a_taken_port_is_a_bad_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

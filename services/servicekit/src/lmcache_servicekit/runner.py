@@ -7,11 +7,14 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -22,10 +25,12 @@ from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.security.handshakes import BoundedContext
 from lmcache_core.wire.listener import limit_accept_errors
 from starlette.types import Message, Receive, Scope, Send
+from typing_extensions import override
 
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
 from lmcache_servicekit.listening import bind, naming_listener
 from lmcache_servicekit.logs import configure_logging
+from lmcache_servicekit.options import options_of
 from lmcache_servicekit.settings import ServiceSettings, load_settings, render_settings
 from lmcache_servicekit.state import ServiceState, service_state, version_of
 from lmcache_servicekit.workers import WorkerMetrics, WorkerPool, WorkerSeat
@@ -36,6 +41,7 @@ S = TypeVar("S", bound=ServiceSettings)
 
 EXIT_BAD_CONFIG = 2
 EXIT_BY_SIGNAL = 128
+MIN_COLUMNS = 60
 
 
 def run_service(
@@ -278,15 +284,42 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Lists the settings below the arguments, once help is asked for."""
+
+    settings_cls: type[ServiceSettings]
+
+    @override
+    def format_help(self) -> str:
+        prefix = self.settings_cls.env_prefix
+        indented = partial(
+            textwrap.fill,
+            width=max(shutil.get_terminal_size().columns - 2, MIN_COLUMNS),
+            initial_indent=" " * 6,
+            subsequent_indent=" " * 6,
+            break_on_hyphens=False,
+        )
+        lines = [f"settings, of the file or of {prefix}<SETTING> variables, which win:"]
+        for option in options_of(self.settings_cls):
+            default = "required" if option.is_required else f"default: {option.default}"
+            values = f"; {option.values}" if option.values else ""
+            lines.append(f"  {option.name} ({default}{values})")
+            if option.meaning:
+                lines.append(indented(option.meaning))
+        return f"{super().format_help()}\n" + "\n".join(lines) + "\n"
+
+
 def _parse(
     name: str, settings_cls: type[ServiceSettings], argv: Sequence[str] | None
 ) -> argparse.Namespace:
     prefix = settings_cls.env_prefix
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=name,
         allow_abbrev=False,
-        description=f"Settings come from a YAML file, then from {prefix}<OPTION> variables.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=settings_cls.about,
     )
+    parser.settings_cls = settings_cls
     parser.add_argument(
         "--config",
         type=Path,

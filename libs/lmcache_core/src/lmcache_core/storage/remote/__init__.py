@@ -59,7 +59,7 @@ def create_remote_backend(
         package = (exc.name or "").partition(".")[0]
         extra = "[redis]" if package == "redis" else ""  # the other clients are no extras
         raise ConfigError(
-            f"remote url {mask_url(url)!r} needs the package {package!r}; install"
+            f"remote_url={mask_url(url)!r} needs the package {package!r}; install"
             f" lmcache-core{extra}"
         ) from exc
     backend: StorageBackend = module.create(
@@ -77,7 +77,7 @@ def check_remote_scheme(url: str) -> str:
     scheme = urlsplit(url).scheme
     if scheme not in REMOTE_SCHEMES:
         raise ConfigError(
-            f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(REMOTE_SCHEMES)}"
+            f"remote_url={mask_url(url)!r}: its scheme must be one of {', '.join(REMOTE_SCHEMES)}"
         )
     return scheme
 

@@ -210,7 +210,7 @@ def hosts_of(url: str) -> list[ServerAddress]:
             parts = urlsplit(f"{scheme}://{text}")
             port = parts.port or DEFAULT_PORT
         except ValueError as exc:
-            raise ConfigError(f"remote url {scheme}://…: {exc}") from exc
+            raise ConfigError(f"the URL {scheme}://…: {exc}") from exc
         if (
             not parts.hostname
             or parts.path
@@ -220,13 +220,13 @@ def hosts_of(url: str) -> list[ServerAddress]:
             or parts.password
         ):
             raise ConfigError(
-                f"remote url {scheme}://{parts.hostname}: must be {scheme}://host:port or"
+                f"the URL {scheme}://{parts.hostname}: must be {scheme}://host:port or"
                 f" {scheme}://host:port,host:port, and the token an option of its own"
             )
         found.append(ServerAddress(parts.hostname, port, parts.hostname))
     if len(found) > MAX_ADDRESSES:
         raise ConfigError(
-            f"remote url {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}"
+            f"the URL {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}"
         )
     return found
 
