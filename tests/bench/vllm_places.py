@@ -73,7 +73,7 @@ class Places:
 
 def empty_memory(service: Service) -> None:
     """Leave a sidecar nothing but its slower tiers."""
-    service.post("/v1/evict", {"num_bytes": EVERYTHING_BYTES})
+    service.post("/v1/admin/evict", {"num_bytes": EVERYTHING_BYTES})
     if num_chunks(service) != 0:
         raise AssertionError(f"the memory of {service.name} still has chunks")
 

@@ -88,7 +88,7 @@ def test_a_store_that_is_paused_over_restarts_spoils_nothing(
             "its memory is used again"
         )
         assert check_served(engine, range(1000, 1000 + NUM_PROMPTS)) > NUM_TOKENS
-        sidecar.ask("/v1/clear", {})
+        sidecar.ask("/v1/admin/clear", {})
         assert sidecar.hot["arena_used_bytes"] == 0
 
 

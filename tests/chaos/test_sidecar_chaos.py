@@ -109,7 +109,7 @@ class ChaoticSidecar:
     def evict(self) -> None:
         """Everything that nobody holds, at once, so that its memory is written again soon."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/v1/evict",
+            f"http://127.0.0.1:{self._port}/v1/admin/evict",
             json.dumps({"num_bytes": 1 << 30}).encode(),
             {"content-type": "application/json"},
         )

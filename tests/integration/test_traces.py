@@ -228,7 +228,7 @@ def empty(site: Site, service: str, body: dict[str, object]) -> None:
     ):
         assert time.monotonic() < deadline, "writes to slower tiers do not end"
         time.sleep(0.05)
-    path = "/v1/admin/evict" if service == "storage" else "/v1/clear"
+    path = "/v1/admin/evict" if service == "storage" else "/v1/admin/clear"
     httpx.post(f"{url}{path}", json=body, trust_env=False).raise_for_status()
 
 
@@ -284,8 +284,8 @@ def test_what_engines_ask_without_traces_has_an_id_in_all_services(site: Site) -
 def test_how_much_is_logged_changes_while_a_service_runs(site: Site, service: str) -> None:
     with httpx.Client(base_url=site.services[service].url, trust_env=False) as client:
         for level, request_id in (("error", f"quiet-{service}"), ("debug", f"loud-{service}")):
-            assert client.put("/v1/log-level", json={"level": level}).json()["level"] == level
-            client.get("/v1/log-level", headers={"x-request-id": request_id})
+            assert client.put("/v1/admin/log-level", json={"level": level}).json()["level"] == level
+            client.get("/v1/admin/log-level", headers={"x-request-id": request_id})
     assert f"loud-{service}" in ids_at(site, service)
     assert f"quiet-{service}" not in ids_at(site, service)
 

@@ -185,8 +185,11 @@ class Faults:
     def scale(self) -> None:
         """Drain a service, end it, and start it again later."""
         name = self._dice.choice(DISKS)
-        path = "/v1/drain" if name in SIDECARS else "/v1/admin/drain"
-        self._restart([name], lambda: self._call(name, "POST", path), self._dice.uniform(1, 30))
+        self._restart(
+            [name],
+            lambda: self._call(name, "POST", "/v1/admin/drain"),
+            self._dice.uniform(1, 30),
+        )
 
     def _restart(
         self, names: list[str], before: Callable[[], object] = lambda: None, away_s: float = 0.0

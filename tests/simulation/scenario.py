@@ -50,13 +50,13 @@ CALLS = {
         ("GET", "/v1/status"),
         ("GET", "/v1/tiers"),
         ("GET", "/v1/clients"),
-        ("GET", "/v1/chunks"),
-        ("GET", "/v1/pins"),
+        ("GET", "/v1/admin/chunks"),
+        ("GET", "/v1/admin/pins"),
         ("GET", "/metrics"),
-        ("POST", "/v1/pin"),
-        ("POST", "/v1/unpin"),
-        ("POST", "/v1/clear"),
-        ("POST", "/v1/evict"),
+        ("POST", "/v1/admin/pin"),
+        ("POST", "/v1/admin/unpin"),
+        ("POST", "/v1/admin/clear"),
+        ("POST", "/v1/admin/evict"),
     ),
     "storage": (
         ("GET", "/v1/stats"),
@@ -66,7 +66,7 @@ CALLS = {
         ("POST", "/v1/admin/clear"),
         ("POST", "/v1/admin/evict"),
     ),
-    "lookup": (("GET", "/v1/stats"), ("GET", "/v1/tenants"), ("POST", "/v1/admin/clear")),
+    "lookup": (("GET", "/v1/stats"), ("GET", "/v1/admin/tenants"), ("POST", "/v1/admin/clear")),
     "broker": (("GET", "/v1/peers"), ("GET", "/v1/overview"), ("GET", "/metrics")),
 }
 
@@ -216,7 +216,8 @@ class Scenario:
             return None
         from lmcache_core.keys import CacheEngineKey
 
-        _, listed = self._call(name, "GET", "/v1/chunks")
+        where = "/v1/chunks" if name in STORAGES else "/v1/admin/chunks"
+        _, listed = self._call(name, "GET", where)
         chunks = listed.get("chunks", []) if isinstance(listed, dict) else []
         chunks = dice.sample(chunks, min(len(chunks), 8))
         ttl_s = {"ttl_s": dice.choice((5, 60))}
@@ -381,7 +382,7 @@ class Scenario:
     def _check_idle(self) -> None:
         """Without clients, nothing is held for any."""
         for name in SIDECARS:
-            self._call(name, "POST", "/v1/unpin")
+            self._call(name, "POST", "/v1/admin/unpin")
         self._kernel.sleep(10.0)
         for name in SERVICES:
             process = self.cluster.processes[name]

@@ -66,7 +66,7 @@ def test_where_hits_came_from(world: World) -> None:
         stored.reaches(5)
         assert source(engine, ask) == "host"
         eventually(lambda: first.get("/v1/status")["settled"], "written to the disk")
-        first.post("/v1/evict", {"num_bytes": 1 << 30})
+        first.post("/v1/admin/evict", {"num_bytes": 1 << 30})
         assert source(engine, ask) == "disk"
 
 

@@ -64,7 +64,7 @@ def test_stats_and_files_tell_the_same(sidecar: ServiceProcess, tmp_path: Path) 
         lossy, lossless = ctl("inspect", tmp_path / "remote"), ctl("inspect", tmp_path / "disk")
 
         httpx.post(
-            f"{sidecar.url}/v1/evict", json={"num_bytes": 1 << 30}, trust_env=False
+            f"{sidecar.url}/v1/admin/evict", json={"num_bytes": 1 << 30}, trust_env=False
         ).raise_for_status()
         assert engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).sum() == len(tokens)
         decoded = {

@@ -161,7 +161,7 @@ def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
         ),
         "remote": (
             {"remote_url": "s3://b"},
-            "remote_url='s3://b' (remote.yaml): remote url 's3://b': its scheme must be one of lm,",
+            "remote_url='s3://b' (remote.yaml): remote_url='s3://b': its scheme must be one of lm,",
         ),
     }
     files = {

@@ -230,7 +230,7 @@ async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbo
     store_at(a)
     host, port = parse_distributed_url(a.get("/v1/status")["distributed_url"])
     stranger = LmClient(host, port, None, ClientOptions(name="stranger"))
-    key = CacheEngineKey.from_url(a.get("/v1/chunks")["chunks"][0])
+    key = CacheEngineKey.from_url(a.get("/v1/admin/chunks")["chunks"][0])
     try:
         with pytest.raises(AuthenticationError):
             await stranger.contains([ChunkKey("default", key)])

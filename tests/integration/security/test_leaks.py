@@ -163,12 +163,12 @@ def test_what_admins_do_is_written_down(guarded: Guarded) -> None:
         before = len(written("sidecar"))
         assert (
             client.put(
-                "/v1/log-level", json={"level": "error", "logger": "lmcache.audit"}
+                "/v1/admin/log-level", json={"level": "error", "logger": "lmcache.audit"}
             ).status_code
             == 403
         )
-        assert client.put("/v1/log-level", json={"level": "error"}).status_code == 200
-        client.put("/v1/log-level", json={"level": "debug"})
+        assert client.put("/v1/admin/log-level", json={"level": "error"}).status_code == 200
+        client.put("/v1/admin/log-level", json={"level": "debug"})
         said = [(line["result"], line["details"]) for line in later("sidecar", before)]
     assert said == [
         ("refused", {"level": "error", "logger": "lmcache.audit"}),

@@ -43,9 +43,9 @@ CALLS: dict[str, list[tuple[str, str, object]]] = {
     ],
     "sidecar": [
         ("GET", "/v1/status", None),
-        ("POST", "/v1/clear", None),
-        ("POST", "/v1/drain", None),
-        ("POST", "/v1/explain", {"token_ids": [1]}),
+        ("POST", "/v1/admin/clear", None),
+        ("POST", "/v1/admin/drain", None),
+        ("POST", "/v1/admin/explain", {"token_ids": [1]}),
     ],
 }
 

@@ -52,7 +52,7 @@ class RunningSidecar:
 
     def evict(self) -> int:
         """Push everything out of the arena that is not held; how many chunks are left there."""
-        self.ask("/v1/evict", {"num_bytes": 1 << 30})
+        self.ask("/v1/admin/evict", {"num_bytes": 1 << 30})
         left: int = self.ask("/v1/tiers")["tiers"]["Hot"]["num_chunks"]
         return left
 

@@ -239,8 +239,8 @@ async def test_the_document_names_every_route(rest: httpx.AsyncClient) -> None:
         for method in methods
         if path.startswith("/v1")
     } == {
-        ("get", "/v1/log-level"),
-        ("put", "/v1/log-level"),
+        ("get", "/v1/admin/log-level"),
+        ("put", "/v1/admin/log-level"),
         ("put", "/v1/chunks/{key}"),
         ("get", "/v1/chunks/{key}"),
         ("head", "/v1/chunks/{key}"),

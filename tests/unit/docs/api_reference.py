@@ -14,9 +14,11 @@ from lmcache_broker.app import create_app as create_broker
 from lmcache_broker.settings import BrokerSettings
 from lmcache_lookup.app import create_app as create_lookup
 from lmcache_lookup.settings import LookupSettings
+from lmcache_servicekit.problems import INVALID, MALFORMED, PROBLEMS, UNTYPED
 from lmcache_sidecar.app import create_app as create_sidecar
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_storage.app import create_app as create_storage
+from lmcache_storage.problems import PROBLEMS as STORAGE_PROBLEMS
 from lmcache_storage.settings import StorageSettings
 from lmcache_webhook.app import create_app as create_webhook
 from lmcache_webhook.settings import WebhookSettings
@@ -31,7 +33,7 @@ SERVICES: Mapping[str, Callable[[], FastAPI]] = {
         WebhookSettings(sidecar_image="lmcache-sidecar", payload_image="lmcache-payload")
     ),
 }
-SHARED = {"/v1/log-level", "/healthz", "/readyz", "/metrics"}
+SHARED = {"/v1/admin/log-level", "/healthz", "/readyz", "/metrics", "/"}
 HEAD = """\
 # API
 
@@ -51,6 +53,7 @@ def pages() -> dict[str, str]:
     tables = [_table(name, document["paths"], SHARED) for name, document in documents.items()]
     rest = documents["lookup"]["paths"]
     tables.append(_table("every service", rest, rest.keys() - SHARED))
+    tables.append(_problems())
     written = {"README.md": f"{HEAD}{links}.\n{TAIL}" + "\n".join(tables)}
     return written | {f"{name}.yaml": _yaml(document) for name, document in documents.items()}
 
@@ -59,20 +62,23 @@ def _table(title: str, paths: Mapping[str, Any], without: set[str]) -> str:
     return "\n".join([f"## {title}\n", "| call | |", "|---|---|", *_rows(paths, without)]) + "\n"
 
 
+def _problems() -> str:
+    every = [*PROBLEMS.values(), *STORAGE_PROBLEMS.values(), MALFORMED, INVALID]
+    by_type = {problem.type: problem for problem in every}
+    ordered = sorted(by_type.values(), key=lambda problem: (problem.status, problem.type))
+    rows = [f"| `{one.type}` | {one.status} | {one.title} |" for one in ordered]
+    rows.append(
+        f"| `about:blank` | {', '.join(str(status) for status in (404, 405, *UNTYPED))} |"
+        " The status says all |"
+    )
+    return "\n".join(["## Problems\n", "| `type` | status | |", "|---|---|---|", *rows]) + "\n"
+
+
 def _rows(paths: Mapping[str, Any], without: set[str]) -> Iterator[str]:
     for path, operations in paths.items():
         for method, operation in operations.items() if path not in without else ():
-            text = _line(operation.get("description", ""))
-            summary = operation["summary"]
-            # FastAPI makes one of the function's name where the route has none.
-            is_own = not operation["operationId"].startswith(
-                f"{summary.lower().replace(' ', '_')}_"
-            )
-            text = (
-                f"{summary}." if is_own or not text else text.partition(". ")[0].rstrip(".") + "."
-            )
-            told = text.replace("|", r"\|")
-            yield f"| `{method.upper()} {path}` | {told} |"
+            told = operation["summary"].replace("|", r"\|")
+            yield f"| `{method.upper()} {path}` | {told}. |"
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.unit.docs.api_reference import FOLDER, pages
+import pytest
+from lmcache_servicekit.app import ServiceApp
+
+from tests.unit.docs.api_reference import FOLDER, SERVICES, pages
+
+ELSEWHERE = {"/v1/peers/{peer_id}:drain"}
+"""Of the role admin, where releases call it."""
 
 
 def test_the_pages_are_those_that_make_api_docs_writes() -> None:
@@ -17,3 +23,19 @@ def test_every_call_is_on_a_page() -> None:
     page = pages()["README.md"]
     assert "| `POST /v1/lookup` |" in page
     assert "| `PUT /v1/chunks/{key}` |" in page
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_calls_of_admins_have_one_prefix_and_operations_an_id_each(service: str) -> None:
+    app = SERVICES[service]()
+    assert isinstance(app, ServiceApp)
+    for route in app.guarded:
+        assert route.path in ELSEWHERE or (
+            route.guard().role != "admin" or route.path.startswith("/v1/admin/")
+        )
+    operations = [
+        operation for path in app.openapi()["paths"].values() for operation in path.values()
+    ]
+    ids = [operation["operationId"] for operation in operations]
+    assert sorted(set(ids)) == sorted(ids)
+    assert all(operation["tags"] and operation["summary"] for operation in operations)

@@ -259,15 +259,15 @@ async def test_admins_look_after_other_tenants(tmp_path: Any) -> None:
             "/v1/events",
             {"instance": "a", "incarnation": 1, "first_sequence": 0, "events": events},
         )
-        assert (await client.get("/v1/tenants")).json() == {
+        assert (await client.get("/v1/admin/tenants")).json() == {
             "tenants": ["acme", "rival", "zulu"],
             "next_after": None,
         }
-        assert (await client.get("/v1/tenants?limit=2")).json() == {
+        assert (await client.get("/v1/admin/tenants?limit=2")).json() == {
             "tenants": ["acme", "rival"],
             "next_after": "rival",
         }
-        assert (await client.get("/v1/tenants?limit=2&after=rival")).json() == {
+        assert (await client.get("/v1/admin/tenants?limit=2&after=rival")).json() == {
             "tenants": ["zulu"],
             "next_after": None,
         }
@@ -277,9 +277,9 @@ async def test_admins_look_after_other_tenants(tmp_path: Any) -> None:
         }
         assert (await client.get("/v1/stats?tenant=rival")).json()["num_chunks"] == 0
         assert (await client.post("/v1/admin/clear?tenant=zulu")).status_code == 204
-        assert (await client.get("/v1/tenants")).json()["tenants"] == ["acme"]
+        assert (await client.get("/v1/admin/tenants")).json()["tenants"] == ["acme"]
     async with serving(token=CLIENT_TOKEN, auth_tokens_file=tokens) as client:
-        assert (await client.get("/v1/tenants")).status_code == 403
+        assert (await client.get("/v1/admin/tenants")).status_code == 403
         assert (await client.get("/v1/stats?tenant=rival")).status_code == 403
         assert (await client.get("/v1/stats?tenant=acme")).status_code == 200
 
@@ -300,4 +300,4 @@ async def test_without_the_index_nothing_is_known_in_either_format() -> None:
             "runs": [],
             "degraded": True,
         }
-        assert (await client.get("/v1/tenants")).status_code == 503
+        assert (await client.get("/v1/admin/tenants")).status_code == 503

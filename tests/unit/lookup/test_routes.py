@@ -51,9 +51,10 @@ async def store(
 def test_the_surface_is_the_documented_one() -> None:
     paths = create_app(LookupSettings()).openapi()["paths"]
     assert {path: sorted(operations) for path, operations in paths.items()} == {
+        "/": ["get"],
         "/healthz": ["get"],
         "/readyz": ["get"],
-        "/v1/log-level": ["get", "put"],
+        "/v1/admin/log-level": ["get", "put"],
         "/metrics": ["get"],
         "/v1/lookup": ["post"],
         "/v1/route": ["post"],
@@ -63,7 +64,7 @@ def test_the_surface_is_the_documented_one() -> None:
         "/v1/instances/{instance}": ["delete", "put"],
         "/v1/events": ["post"],
         "/v1/stats": ["get"],
-        "/v1/tenants": ["get"],
+        "/v1/admin/tenants": ["get"],
         "/v1/admin/evict": ["post"],
         "/v1/admin/clear": ["post"],
     }

@@ -12,7 +12,6 @@ from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.p2p import BrokerClient, PeerRegistration
 from lmcache_core.wire.client import LmClient
 from lmcache_core.wire.server import LmServer
-from lmcache_servicekit.listening import CannotListenError
 from lmcache_servicekit.state import service_state
 
 from tests.fixtures.nodes import KINDS, node_app, node_of
@@ -40,7 +39,7 @@ async def test_a_taken_port_is_named_and_the_disk_is_free_again(kind: str, tmp_p
     disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.01}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         app = node_app(kind, tmp_path, lm_port=taken.getsockname()[1], **disk)
-        with pytest.raises(CannotListenError, match="lm_port"):
+        with pytest.raises(ConfigError, match="lm_port"):
             async with app.router.lifespan_context(app):
                 pass
     app = node_app(kind, tmp_path, **disk)

@@ -136,6 +136,17 @@ def test_secret_files(tmp_path: Path) -> None:
         read_secret_file(path, "token_file")
 
 
+async def test_the_root_says_what_this_is_and_where_the_rest_is() -> None:
+    async with asgi_client(create_app(SampleSettings())) as client:
+        body = (await client.get("/")).json()
+        assert (body["name"], body["description"]) == (
+            "lmcache-servicekit",
+            "Shows what services share.",
+        )
+        for link in ("openapi", "liveness", "readiness", "metrics"):
+            assert (await client.get(body[link])).status_code == 200
+
+
 async def test_probes_have_a_listener_of_their_own_that_asks_for_nothing(tmp_path: Path) -> None:
     settings = SampleSettings(
         auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"), health_port=0
@@ -149,6 +160,6 @@ async def test_probes_have_a_listener_of_their_own_that_asks_for_nothing(tmp_pat
         ] == [200, 200, 200]
         assert (await client.get(f"{url}/v1/things/1")).status_code == 404
     taken = create_app(SampleSettings(health_port=1, health_host="192.0.2.1"))
-    with pytest.raises(ConfigError, match=r"health_host='192\.0\.2\.1', health_port=1"):
+    with pytest.raises(ConfigError, match=r"health_port=1: cannot listen on 192\.0\.2\.1: "):
         async with taken.router.lifespan_context(taken):
             pass

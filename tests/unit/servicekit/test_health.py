@@ -79,12 +79,12 @@ async def test_what_does_not_answer_is_named_and_changes_are_logged_once(
         assert (await registry.run()).checks[
             "index"
         ].detail == "redis at h:1: no answer within 0.01 s"
-    registry.add("index", fine)
+    registry.add("index", fine, where="redis at h:1")
     for _ in range(2):
         await registry.run()
     assert caplog.messages == [
         "dependency unavailable: check=index error=redis at h:1: no answer within 0.01 s",
-        "dependency available again: check=index",
+        "dependency available again: check=index detail=redis at h:1",
     ]
 
 

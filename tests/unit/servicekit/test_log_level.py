@@ -43,14 +43,14 @@ def app(**options: object) -> FastAPI:
 
 async def test_a_process_logs_more_and_less() -> None:
     async with asgi_client(app()) as client:
-        assert (await client.get("/v1/log-level")).json()["level"] == "info"
-        answer = (await client.put("/v1/log-level", json={"level": "debug"})).json()
+        assert (await client.get("/v1/admin/log-level")).json()["level"] == "info"
+        answer = (await client.put("/v1/admin/log-level", json={"level": "debug"})).json()
         assert answer["level"] == "debug"
         assert logging.getLogger(OWN).isEnabledFor(logging.DEBUG)
         assert not logging.getLogger("httpx").isEnabledFor(logging.INFO), (
             "libraries that log URLs stay quiet"
         )
-        await client.put("/v1/log-level", json={"level": "error"})
+        await client.put("/v1/admin/log-level", json={"level": "error"})
         assert not logging.getLogger(OWN).isEnabledFor(logging.WARNING)
 
 
@@ -58,9 +58,9 @@ async def test_one_logger_has_a_level_of_its_own() -> None:
     logging.getLogger(OWN)
     async with asgi_client(app()) as client:
         wanted = {"level": "debug", "logger": "tests.of_log_levels"}
-        answer = (await client.put("/v1/log-level", json=wanted)).json()
+        answer = (await client.put("/v1/admin/log-level", json=wanted)).json()
         assert (answer["level"], answer["loggers"]["tests.of_log_levels"]) == ("info", "debug")
-        assert (await client.get("/v1/log-level")).json() == answer
+        assert (await client.get("/v1/admin/log-level")).json() == answer
     assert logging.getLogger(OWN).isEnabledFor(logging.DEBUG), "it holds for what is below it"
     assert not logging.getLogger("lmcache_core").isEnabledFor(logging.DEBUG)
 
@@ -80,6 +80,6 @@ async def test_what_is_not_a_level_or_a_logger_is_refused(
     body: dict[str, object], status: int
 ) -> None:
     async with asgi_client(app()) as client:
-        assert (await client.put("/v1/log-level", json=body)).status_code == status
+        assert (await client.put("/v1/admin/log-level", json=body)).status_code == status
     assert logging.getLogger().level == logging.INFO
     assert "nobody.logs.here" not in logging.root.manager.loggerDict, "asking makes no logger"

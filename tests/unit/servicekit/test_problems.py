@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import lmcache_core.errors
 import pytest
@@ -38,11 +39,13 @@ from lmcache_servicekit.problems import (
 from starlette.types import Message
 
 from tests.fixtures.sample_service import (
+    CLIENT_TOKEN,
     Failures,
     SampleSettings,
     asgi_client,
     create_app,
     no_parts,
+    write_tokens,
 )
 
 
@@ -220,13 +223,36 @@ async def test_a_service_may_add_entries() -> None:
         assert (await client.get("/v1/own")).status_code == 410
 
 
-async def test_openapi_promises_problems_and_no_422_of_its_own() -> None:
+async def test_an_unknown_query_parameter_is_refused_after_the_caller_was_let_in(
+    tmp_path: Path,
+) -> None:
+    settings = SampleSettings(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"))
+    async with asgi_client(create_app(settings)) as client:
+        assert (await client.get("/v1/things/1?limt=3")).status_code == 401
+        headers = {"authorization": f"Bearer {CLIENT_TOKEN}"}
+        response = await client.get("/v1/things/1?limt=3", headers=headers)
+        assert (response.status_code, response.json()["type"]) == (
+            422,
+            "urn:lmcache:problem:invalid",
+        )
+        assert response.json()["errors"] == [
+            {"at": "query.limt", "message": "unknown parameter; known: none"}
+        ]
+
+
+async def test_openapi_names_the_problems_of_each_operation() -> None:
     async with asgi_client(create_app(SampleSettings())) as client:
         schema = (await client.get("/openapi.json")).json()
         assert (await client.get("/docs")).status_code == 404
-    responses = schema["paths"]["/v1/things"]["post"]["responses"]
-    assert set(responses) == {"200", "default"}
-    assert list(responses["default"]["content"]) == ["application/problem+json"]
+    operation = schema["paths"]["/v1/things"]["post"]
+    responses = operation["responses"]
+    statuses = ("200", "400", "401", "408", "413", "415", "422", "429", "default")
+    assert tuple(responses) == statuses
+    assert responses["429"] == {"$ref": "#/components/responses/Problem-429"}
+    throttled = schema["components"]["responses"]["Problem-429"]
+    assert list(throttled["content"]) == ["application/problem+json"]
+    assert "urn:lmcache:problem:throttled" in throttled["description"]
+    assert "403" in schema["paths"]["/v1/admin/clear"]["post"]["responses"]
     assert {"Problem"} <= set(schema["components"]["schemas"])
     assert "HTTPValidationError" not in schema["components"]["schemas"]
     assert schema["paths"]["/v1/things"]["post"]["security"] == [{"HTTPBearer": []}]

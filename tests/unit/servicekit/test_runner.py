@@ -76,14 +76,32 @@ def test_arguments(arguments: Sequence[str], code: int) -> None:
     assert caught.value.code == code
 
 
-def test_a_taken_port_is_exit_code_1(
+def test_help_says_what_the_service_is_and_lists_its_settings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    text = capsys.readouterr().out
+    assert "Shows what services share." in text
+    assert "LMCACHE_SAMPLE_<SETTING>" in text
+    for line in (
+        "  port (default: 8099; 0…65535)\n      REST.\n",
+        "  quota.max_bytes (default: 10)\n      The most.\n",
+        "  ratio (default: none; >0…)\n",
+        "  labels (default: empty)\n",
+        "  log_level (default: info; debug, info, warning, error)\n",
+    ):
+        assert line in text
+
+
+def test_a_taken_port_is_a_bad_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setenv("LMCACHE_SAMPLE_PORT", str(taken.getsockname()[1]))
-        assert run() == 1
+        assert run() == 2
     assert "change host or port" in capsys.readouterr().err
 
 
@@ -105,7 +123,8 @@ def test_a_process_listens_and_ends_cleanly(
     assert service.stop(number) == 0
     assert not list(tmp_path.glob("*.port*"))
     lines = [json.loads(line) for line in service.output.splitlines()]
-    assert any("listens on 127.0.0.1 port" in line["message"] for line in lines)
+    assert any("listening: port=127.0.0.1:" in line["message"] for line in lines)
+    assert {line["logger"] for line in lines} == {"lmcache_servicekit.runner"}
     assert "hunter2" not in service.output
     assert "/v1/things" not in service.output
 

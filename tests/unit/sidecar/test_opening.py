@@ -73,7 +73,7 @@ async def test_without_a_wait_it_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(opening, "open_arena", Volume().open)
     app = create_app(make_settings(tmp_path))
-    with pytest.raises(CapacityError, match="no room"):
+    with pytest.raises(ConfigError, match=r"arena_gb=.*no room"):
         async with AsyncExitStack() as exits:
             await exits.enter_async_context(opening.lifespan(app))
     assert not (tmp_path / "s.sock").exists()
@@ -93,7 +93,7 @@ async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
     monkeypatch.setattr(opening, "time", clock)
     monkeypatch.setattr(opening, "wait_before_retry", sleep)
     app = create_app(make_settings(tmp_path, arena_wait_s=3.5))
-    with pytest.raises(CapacityError, match="no room"):
+    with pytest.raises(ConfigError, match=r"arena_gb=.*no room"):
         async with AsyncExitStack() as exits:
             await exits.enter_async_context(opening.lifespan(app))
     assert clock.monotonic.return_value == 3.5

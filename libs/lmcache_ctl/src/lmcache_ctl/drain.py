@@ -36,7 +36,7 @@ MAX_UNANSWERED: Final = 3
 """In a row, after which the service counts as ended."""
 DONE: Final = "done"
 PATHS: Final = {
-    Kind.SIDECAR: ("/v1/drain?wait=false", "/v1/status"),
+    Kind.SIDECAR: ("/v1/admin/drain?wait=false", "/v1/status"),
     Kind.STORAGE: ("/v1/admin/drain?wait=false", "/v1/stats"),
 }
 """Where a drain is begun, and where it is watched."""

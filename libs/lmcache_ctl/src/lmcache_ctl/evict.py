@@ -17,7 +17,7 @@ from lmcache_ctl.services import Kind
 from lmcache_ctl.settings import parse_size
 from lmcache_ctl.targets import TargetResult, named, parse_target, results_of
 
-PREFIXES = {Kind.SIDECAR: "/v1", Kind.STORAGE: "/v1/admin"}
+KINDS = [Kind.SIDECAR, Kind.STORAGE]
 
 
 @reaches_services
@@ -48,12 +48,12 @@ def evict(
     """
     if (size is not None) == everything:
         raise UsageError("give --size or --everything, one of them")
-    asked = [parse_target(text, list(PREFIXES)) for text in targets]
+    asked = [parse_target(text, KINDS) for text in targets]
     body = None if size is None else {"num_bytes": parse_size(size)}
     what = "clear" if size is None else "evict"
 
     async def tell(caller: Caller) -> Any:
-        return await caller.ask("POST", f"{PREFIXES[caller.service.kind]}/{what}", body)
+        return await caller.ask("POST", f"/v1/admin/{what}", body)
 
     async def work(asker: Asker) -> list[TargetResult]:
         chosen = await named(asker, services, asked)

@@ -78,7 +78,7 @@ def _all_tenants(reach: Reach) -> list[str]:
     names: list[str] = []
     after = ""
     for _ in range(MAX_PAGES):
-        page = reach.ask(Kind.LOOKUP, "GET", f"/v1/tenants{after}")
+        page = reach.ask(Kind.LOOKUP, "GET", f"/v1/admin/tenants{after}")
         names += page["tenants"]
         if page["next_after"] is None:
             return names

@@ -81,9 +81,9 @@ async def _pin_at(
 ) -> Any:
     """Pin these chunks, or those of a prompt, at one service; without any, list what it keeps."""
     is_storage = caller.service.kind is Kind.STORAGE
-    base, field = ("/v1/admin", "keys") if is_storage else ("/v1", "chunk_hashes")
+    field = "keys" if is_storage else "chunk_hashes"
     if token_ids is not None:
-        told = await caller.ask("POST", "/v1/explain", {"token_ids": token_ids})
+        told = await caller.ask("POST", "/v1/admin/explain", {"token_ids": token_ids})
         whole = (
             chunk
             for one in told["explanations"]
@@ -94,10 +94,10 @@ async def _pin_at(
         if not chunks:
             raise CtlError("the prompt fills no chunk: there is nothing to pin")
     if not chunks:
-        return await caller.ask("GET", f"{base}/pins")
+        return await caller.ask("GET", "/v1/admin/pins")
     if not ttl_s:
-        return await caller.ask("POST", f"{base}/unpin", {field: chunks})
-    return await caller.ask("POST", f"{base}/pin", {field: chunks, "ttl_s": ttl_s})
+        return await caller.ask("POST", "/v1/admin/unpin", {field: chunks})
+    return await caller.ask("POST", "/v1/admin/pin", {field: chunks, "ttl_s": ttl_s})
 
 
 def _pinned_nowhere(found: Sequence[TargetResult]) -> bool:

@@ -125,7 +125,7 @@ def explain(
     if model is not None:
         body["model"] = model
     found = reach.ask_one(
-        Kind.SIDECAR, lambda caller: caller.ask("POST", "/v1/explain", body), sidecar
+        Kind.SIDECAR, lambda caller: caller.ask("POST", "/v1/admin/explain", body), sidecar
     )
     show(found, output, _print_explanations)
     for one in found["explanations"]:

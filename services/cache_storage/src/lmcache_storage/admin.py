@@ -20,6 +20,7 @@ from lmcache_node.admin import (
 )
 from lmcache_node.settings import Tenant
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from lmcache_servicekit.problems import failures
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lmcache_storage.chunks import UrlKey, chunk_key
@@ -116,12 +117,11 @@ class PinnedKeys(PinnedBytes):
     pins: list[PinnedKey]
 
 
-router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
-pins_router = APIRouter(prefix="/v1/admin", tags=["pins"], route_class=GuardedRoute)
+router = APIRouter(prefix="/v1", route_class=GuardedRoute)
 
 
-@router.get("/stats")
-async def stats(storage: RunningStorage, principal: ClientPrincipal) -> StorageStats:
+@router.get("/stats", tags=["status"])
+async def get_stats(storage: RunningStorage, principal: ClientPrincipal) -> StorageStats:
     """Show a summary."""
     return StorageStats(
         instance=storage.settings.instance_id,
@@ -136,16 +136,16 @@ async def stats(storage: RunningStorage, principal: ClientPrincipal) -> StorageS
     )
 
 
-@router.post("/admin/evict")
-async def evict(
+@router.post("/admin/evict", tags=["admin"])
+async def evict_memory(
     storage: RunningStorage, principal: AdminPrincipal, request: EvictBytesRequest
 ) -> EvictAnswer:
     """Free host memory, coldest chunks first. The disk keeps its copies."""
     return EvictAnswer(freed_bytes=await storage.stack.hot.evict(request.num_bytes))
 
 
-@router.post("/admin/clear")
-async def clear(
+@router.post("/admin/clear", tags=["admin"])
+async def clear_tenant(
     storage: RunningStorage, principal: AdminPrincipal, request: ClearTenantRequest | None = None
 ) -> ClearAnswer:
     """Remove the chunks of one tenant (default: the caller's) or of all."""
@@ -154,7 +154,7 @@ async def clear(
     return ClearAnswer(num_chunks=await storage.stack.clear(tenant))
 
 
-@router.post("/admin/drain")
+@router.post("/admin/drain", tags=["admin"])
 async def drain(
     storage: RunningStorage, principal: AdminPrincipal, wait: bool = True
 ) -> DrainAnswer:
@@ -172,8 +172,8 @@ async def drain(
     )
 
 
-@pins_router.post("/pin")
-async def pin(
+@router.post("/admin/pin", tags=["pins"], responses=failures(400, 503))
+async def pin_chunks(
     storage: RunningStorage, principal: AdminPrincipal, request: PinKeysRequest
 ) -> PinKeysAnswer:
     """Pin chunks: load them into memory and protect them from eviction."""
@@ -191,8 +191,8 @@ async def pin(
     )
 
 
-@pins_router.post("/unpin")
-async def unpin(
+@router.post("/admin/unpin", tags=["pins"], responses=failures(400))
+async def unpin_chunks(
     storage: RunningStorage, principal: AdminPrincipal, request: UnpinKeysRequest | None = None
 ) -> UnpinAnswer:
     """Unpin chunks."""
@@ -205,8 +205,8 @@ async def unpin(
     return UnpinAnswer(num_unpinned=storage.pins.unpin(keys))
 
 
-@pins_router.get("/pins")
-async def pins(storage: RunningStorage, principal: AdminPrincipal) -> PinnedKeys:
+@router.get("/admin/pins", tags=["pins"])
+async def list_pins(storage: RunningStorage, principal: AdminPrincipal) -> PinnedKeys:
     """List pins and their remaining time."""
     return PinnedKeys(
         pins=[

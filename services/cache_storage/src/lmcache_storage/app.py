@@ -35,7 +35,7 @@ def create_app(settings: StorageSettings) -> FastAPI:
         settings,
         "lmcache-storage",
         lifespan=lifespan,
-        routers=[chunks.router, admin.router, admin.pins_router, create_log_router()],
+        routers=[chunks.router, admin.router, create_log_router()],
         max_body_bytes={RECORD_PATHS: settings.max_record_bytes},
         problems=PROBLEMS,
     )

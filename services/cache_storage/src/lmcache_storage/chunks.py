@@ -18,6 +18,7 @@ from lmcache_core.wire.served import ServedStore, ServerLimits
 from lmcache_core.wire.stream import paced
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 from lmcache_servicekit.errors import NotFoundError
+from lmcache_servicekit.problems import failures
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -111,7 +112,11 @@ router = APIRouter(prefix="/v1", tags=["chunks"], route_class=GuardedRoute)
     status_code=201,
     response_class=Response,
     openapi_extra={"requestBody": {"required": True, **RECORD_CONTENT}},
-    responses={201: {"description": "Kept"}, 204: {"description": "It was here already"}},
+    responses={
+        201: {"description": "Kept"},
+        204: {"description": "It was here already"},
+        **failures(400, 408, 413, 503, 507),
+    },
 )
 async def put_chunk(
     key: PathKey,
@@ -139,7 +144,7 @@ async def put_chunk(
 @router.get(
     "/chunks/{key}",
     response_class=Response,
-    responses={200: {"description": "The record", **RECORD_CONTENT}},
+    responses={200: {"description": "The record", **RECORD_CONTENT}, **failures(400, 404)},
 )
 async def get_chunk(
     key: PathKey, principal: ClientPrincipal, storage: RunningStorage, store: VisibleStore
@@ -151,7 +156,7 @@ async def get_chunk(
     return RecordResponse(result, storage.limits)
 
 
-@router.head("/chunks/{key}", response_class=Response)
+@router.head("/chunks/{key}", response_class=Response, responses=failures(400, 404))
 async def head_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleStore) -> Response:
     """Check whether one chunk exists."""
     if await store.contains([chunk_key(principal.tenant, key)]) != [True]:
@@ -161,7 +166,9 @@ async def head_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleSto
     return response
 
 
-@router.delete("/chunks/{key}", status_code=204, response_class=Response)
+@router.delete(
+    "/chunks/{key}", status_code=204, response_class=Response, responses=failures(400, 404)
+)
 async def delete_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleStore) -> Response:
     """Remove one chunk."""
     if not await store.remove([chunk_key(principal.tenant, key)]):
@@ -169,8 +176,8 @@ async def delete_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleS
     return Response(status_code=204)
 
 
-@router.post("/chunks:contains")
-async def contains(keys: Keys, principal: ClientPrincipal, store: VisibleStore) -> Present:
+@router.post("/chunks:contains", responses=failures(400))
+async def contains_chunks(keys: Keys, principal: ClientPrincipal, store: VisibleStore) -> Present:
     """Check which chunks exist."""
     names = [chunk_key(principal.tenant, key) for key in keys.keys]
     return Present(present=await store.contains(names))
@@ -179,7 +186,7 @@ async def contains(keys: Keys, principal: ClientPrincipal, store: VisibleStore) 
 @router.post(
     "/chunks:get",
     response_class=Response,
-    responses={200: {"description": "Records back to back", **RECORD_CONTENT}},
+    responses={200: {"description": "Records back to back", **RECORD_CONTENT}, **failures(400)},
 )
 async def get_chunks(
     keys: Keys, principal: ClientPrincipal, storage: RunningStorage, store: VisibleStore

@@ -24,23 +24,18 @@ class S3Settings(NodeSettings):
     """Options of a bucket of S3-compatible object storage, behind memory and disk.
 
     Attributes:
-        s3_bucket: The bucket, which must exist; unset: there is none, and nothing below may be
-            other than its default.
-        s3_prefix: What the names of all objects begin with. Servers that are one tier share bucket
-            and prefix.
+        s3_bucket: An existing bucket; None: no bucket, and no other `s3_` option.
+        s3_prefix: Prefix of all objects' names; servers of one tier share bucket and prefix.
         s3_endpoint_url: `https://host:port` of a server other than Amazon's; `http://` sends chunks
             unencrypted.
         s3_region: Region that requests are signed for.
-        s3_path_style: Name the bucket in the path of URLs; without it, in their host (Amazon's
-            way).
-        s3_ca_file: Authorities (PEM) that are trusted besides those that this machine trusts. Read
-            at the start.
-        s3_access_key_file: Holds the id of the access key. Read again when it changes, as the next.
-            Both or none: without them, credentials come from the variables `AWS_…` of the
-            environment, a web identity, the container's or the machine's role.
-        s3_secret_key_file: Holds the secret of that key.
-        s3_timeout_s: Longest time for one request to the bucket, seconds. Reads have no longer than
-            `tier_timeout_s` either.
+        s3_path_style: Name the bucket in the path of URLs, not in their host (Amazon's way).
+        s3_ca_file: Further trusted authorities (PEM), read at the start.
+        s3_access_key_file: Id of the access key. This file and the next are read again when they
+            change. Without them, credentials come from `AWS_…` variables, a web identity, or the
+            role of container or machine.
+        s3_secret_key_file: The key's secret.
+        s3_timeout_s: Longest request to the bucket; reads also end at `tier_timeout_s`.
     """
 
     s3_bucket: str | None = None
@@ -121,26 +116,24 @@ class StorageSettings(S3Settings):
 
     Attributes:
         port: REST.
-        memory_gb: Host memory for chunks, taken at the start.
-        max_record_mb: Largest record that is taken.
-        max_connections: lm:// connections at once.
-        lmcache_compat_port: Port for unmodified LMCache clients; 0 takes a free one, unset: there
-            is none.
-        lmcache_compat_host: Where to serve them. They show no credentials: everyone who reaches
-            this is served.
-        lmcache_compat_dialect: What they speak: `v0.2` to release 0.3.2, `v0.3+` from 0.3.3 on.
-        lmcache_compat_tenant: Whose namespace, quota and tiers they use; needed with
-            lmcache_compat_port.
-        lmcache_compat_max_connections: Their connections at once.
-        advertise_url: Where others reach lm:// of this instance; by default lm_host and lm_port.
-        replicas_url: All servers of this tier, `lm://host:port,host:port` or a name that leads to
-            all of them, this one included: it gives them the chunks that belong there, all of them
-            when it ends. By default those that the broker knows.
-        rebalance: Move chunks to their homes when other servers have come or gone.
-        hand_over_on_stop: Hand all chunks to the others also on SIGTERM; without it only `POST
-            /v1/admin/drain` does.
+        memory_gb: Host memory for chunks, allocated at the start.
+        max_record_mb: Largest record.
+        max_connections: Authenticated lm:// connections.
+        lmcache_compat_port: Port for unmodified LMCache clients; None: they are not served.
+        lmcache_compat_host: Its address. These clients show no credentials: everyone who reaches it
+            is served.
+        lmcache_compat_dialect: `v0.2` up to LMCache 0.3.2, `v0.3+` from 0.3.3.
+        lmcache_compat_tenant: Their tenant; needed with `lmcache_compat_port`.
+        lmcache_compat_max_connections: Their connections.
+        advertise_url: Where others reach lm:// of this server; None: `lm_host` and `lm_port`.
+        replicas_url: All servers of this tier, this one included: `lm://host:port,host:port` or a
+            name with several addresses; None: those that the broker knows.
+        rebalance: Move chunks to their home servers when servers come or go.
+        hand_over_on_stop: Give all chunks to the other servers on SIGTERM, not only on `POST
+            /v1/admin/drain`.
     """
 
+    about = "Keeps chunks of KV in memory, on disk and in a bucket, and serves them to all pods."
     env_prefix = "LMCACHE_STORAGE_"
 
     port: Port = 8080

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, FastAPI, Request
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import PeerFigures
@@ -169,10 +169,9 @@ class StorageNode(Node[StorageSettings]):
         settings = self.settings
         try:
             arena = await asyncio.to_thread(ArenaAllocator.anonymous, settings.memory_bytes)
-        except OSError as exc:
+        except CapacityError as exc:
             raise ConfigError(
-                f"memory_gb={settings.memory_gb}: {exc.strerror}; lower it or give the container"
-                " more memory"
+                f"memory_gb={settings.memory_gb:g}: {exc}, or give the container more memory"
             ) from exc
         return build_tiers(
             TiersSpec(

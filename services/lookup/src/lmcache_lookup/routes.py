@@ -32,7 +32,12 @@ from lmcache_core.lookup.messages import (
     TenantsAnswer,
 )
 from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
-from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from lmcache_servicekit.auth import (
+    AdminPrincipal,
+    ClientPrincipal,
+    GuardedRoute,
+    refuse_unknown_parameters,
+)
 from lmcache_servicekit.bodies import (
     BodyTypes,
     RequestBody,
@@ -40,6 +45,7 @@ from lmcache_servicekit.bodies import (
     packed_answer,
     wants_packed,
 )
+from lmcache_servicekit.problems import failures
 
 from lmcache_lookup.index import LeaseClaim
 from lmcache_lookup.service import LookupService, tenant_for
@@ -95,6 +101,7 @@ class DirectRoute(GuardedRoute):
 
         async def handle(request: Request) -> Response:
             caller = await guard.admit(request)
+            refuse_unknown_parameters(request)
             service = await _service(request)
             return await endpoint(request=request, caller=caller, service=service)
 
@@ -114,7 +121,7 @@ ROUTERS: Final = (questions, lookup_router, instances_router, events_router, adm
     summary="Find the longest cached prefix and its holders",
     **bodies.route(CHUNKS, LookupAnswer, PackedLookupAnswer),
 )
-async def lookup(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+async def lookup_prefix(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Up to 8192 chunks; without the index the answer is empty and `degraded`."""
     packed = wants_packed(request)
     body = await CHUNKS.read(request)
@@ -127,7 +134,7 @@ async def lookup(request: Request, caller: ClientPrincipal, service: Service) ->
     summary="Show the longest prefix of each instance",
     **bodies.route(CHUNKS, RouteAnswer),
 )
-async def route(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+async def lookup_prefixes(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """For request routers."""
     body = await CHUNKS.read(request)
     return answered(request, await service.route(caller.tenant, body.ids, body.exclude))
@@ -136,7 +143,7 @@ async def route(request: Request, caller: ClientPrincipal, service: Service) -> 
 @questions.post(
     "/contains", summary="Check which chunks have a holder", **bodies.route(CHUNKS, ContainsAnswer)
 )
-async def contains(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+async def contains_chunks(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Each chunk on its own, not as a prefix."""
     body = await CHUNKS.read(request)
     return answered(request, await service.contains(caller.tenant, body.ids, body.exclude))
@@ -147,7 +154,7 @@ async def contains(request: Request, caller: ClientPrincipal, service: Service) 
     summary="List a chunk's holders",
     **bodies.route(answer=LocationsAnswer),
 )
-async def locations(
+async def list_locations(
     request: Request, chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Service
 ) -> Response:
     """Empty if none is known."""
@@ -155,9 +162,11 @@ async def locations(
 
 
 @instances_router.put(
-    "/instances/{instance}", summary="Take or renew a lease", **bodies.route(LEASE, InstanceLease)
+    "/instances/{instance}",
+    summary="Take or renew a lease",
+    **bodies.route(LEASE, InstanceLease, failing=(503, 507)),
 )
-async def renew(
+async def renew_lease(
     request: Request, instance: InstanceInPath, caller: ClientPrincipal, service: Service
 ) -> Response:
     """The instance's chunks are found until the lease ends."""
@@ -170,8 +179,10 @@ async def renew(
     return answered(request, InstanceLease(ttl_ms, state.next_sequence, state.resync))
 
 
-@instances_router.delete("/instances/{instance}", summary="End a lease", status_code=204)
-async def end(
+@instances_router.delete(
+    "/instances/{instance}", summary="End a lease", status_code=204, responses=failures(503)
+)
+async def end_lease(
     instance: InstanceInPath,
     caller: ClientPrincipal,
     service: Service,
@@ -182,23 +193,31 @@ async def end(
 
 
 @instances_router.get(
-    "/instances", summary="List live leases", **bodies.route(answer=InstancesAnswer)
+    "/instances",
+    summary="List live leases",
+    **bodies.route(answer=InstancesAnswer, failing=(503,)),
 )
-async def instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+async def list_instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Those of the caller's tenant."""
     return answered(request, InstancesAnswer(await service.index.instances(caller.tenant)))
 
 
 @events_router.post(
-    "/events", summary="Report stores and removals", **bodies.route(EVENTS, EventsAck)
+    "/events",
+    summary="Report stores and removals",
+    **bodies.route(EVENTS, EventsAck, failing=(403, 503)),
 )
-async def take_events(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+async def report_events(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """A repeated batch is skipped; a gap requests a resync."""
     return answered(request, await service.take(caller, await EVENTS.read(request)))
 
 
-@admin_router.get("/stats", summary="Show figures of the index", **bodies.route(answer=StatsAnswer))
-async def stats(
+@lookup_router.get(
+    "/stats",
+    summary="Show figures of the index",
+    **bodies.route(answer=StatsAnswer, failing=(403,)),
+)
+async def get_stats(
     request: Request, caller: ClientPrincipal, service: Service, tenant: TenantInQuery | None = None
 ) -> Response:
     """Of the caller's tenant, or the one an admin names."""
@@ -206,9 +225,11 @@ async def stats(
 
 
 @admin_router.get(
-    "/tenants", summary="List tenants with chunks", **bodies.route(answer=TenantsAnswer)
+    "/admin/tenants",
+    summary="List tenants with chunks",
+    **bodies.route(answer=TenantsAnswer, failing=(503,)),
 )
-async def tenants(
+async def list_tenants(
     request: Request,
     caller: AdminPrincipal,
     service: Service,
@@ -222,9 +243,11 @@ async def tenants(
 
 
 @admin_router.post(
-    "/admin/evict", summary="Remove holders of chunks", **bodies.route(EVICT, EvictedAnswer)
+    "/admin/evict",
+    summary="Remove holders of chunks",
+    **bodies.route(EVICT, EvictedAnswer, failing=(503,)),
 )
-async def evict(request: Request, caller: AdminPrincipal, service: Service) -> Response:
+async def evict_chunks(request: Request, caller: AdminPrincipal, service: Service) -> Response:
     """The instances keep the chunks and may announce them again."""
     body = await EVICT.read(request)
     return answered(
@@ -232,8 +255,10 @@ async def evict(request: Request, caller: AdminPrincipal, service: Service) -> R
     )
 
 
-@admin_router.post("/admin/clear", summary="Clear a tenant's index", status_code=204)
-async def clear(
+@admin_router.post(
+    "/admin/clear", summary="Clear a tenant's index", status_code=204, responses=failures(503)
+)
+async def clear_tenant(
     caller: AdminPrincipal, service: Service, tenant: TenantInQuery | None = None
 ) -> None:
     """Its instances then announce all chunks again."""

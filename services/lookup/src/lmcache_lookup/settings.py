@@ -13,21 +13,23 @@ class LookupSettings(RedisSettings):
 
     Attributes:
         workers: Processes that serve the port; more than one needs `redis_url`.
-        redis_timeout_ms: Limit on the index's part of a lookup; after it the answer is "nothing
-            known".
-        redis_write_timeout_ms: Limit on the index's part of leases and events.
-        max_chunks: Bound on chunks of the index in this process; the tenant with the most gives up
-            its own.
-        max_chunks_per_tenant: Bound on chunks of one tenant; beyond it others of its own are
-            forgotten.
-        max_instances: Bound on instances that hold a lease.
-        max_instances_per_tenant: Bound on instances of one tenant that hold a lease.
+        redis_timeout_ms: Longest wait of a lookup for the index; after it the answer is `degraded`.
+        redis_write_timeout_ms: The same for leases and events.
+        max_chunks: Chunks in an index in this process; beyond it the largest tenant's oldest goes.
+        max_chunks_per_tenant: Chunks of one tenant; beyond it its oldest goes, in Redis any of the
+            same bucket.
+        max_instances: Instances with a lease.
+        max_instances_per_tenant: Instances of one tenant with a lease.
         default_ttl_ms: Lease of an instance that asks for none.
-        min_ttl_ms: Shortest lease that is granted.
-        max_ttl_ms: Longest lease that is granted.
-        sweep_interval_s: Pause between two steps that clear entries of ended leases, in seconds.
+        min_ttl_ms: Shortest lease.
+        max_ttl_ms: Longest lease.
+        sweep_interval_s: Pause between two steps that clear ended leases.
     """
 
+    about = (
+        "Knows which instance holds which chunk of KV. It sees hashes and addresses, "
+        "never tokens or KV."
+    )
     env_prefix = "LMCACHE_LOOKUP_"
 
     port: Port = 8081

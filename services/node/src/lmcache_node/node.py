@@ -202,7 +202,7 @@ class Node(ABC, Generic[S]):
             grace_s: How long requests in flight may go on at the end.
 
         Raises:
-            CannotListenError: The address is taken, or not this machine's.
+            ConfigError: The address is taken, or not this machine's.
         """
         settings = self.settings
         self.lm_server = server

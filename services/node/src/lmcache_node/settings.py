@@ -49,8 +49,8 @@ class TenantQuotaSettings(BaseModel):
     """What the chunks of one tenant may take, GB (2^30 bytes).
 
     Attributes:
-        memory_gb: Of host memory; none: what `tenant_quota_gb` says.
-        disk_gb: Of the disk; none: what `tenant_disk_quota_gb` says.
+        memory_gb: Of host memory; None: `tenant_quota_gb`.
+        disk_gb: Of the disk; None: `tenant_disk_quota_gb`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -64,32 +64,30 @@ class NodeSettings(ServiceSettings):
     subclass sets a default for `lm_port`.
 
     Attributes:
-        disk_path: Directory of the disk tier, or none. One process owns it.
+        disk_path: Directory of the disk tier, owned by one process; None: no disk tier.
         disk_gb: Disk space for chunks.
-        disk_fsync: Wait for the disk at each chunk, so that a power failure costs none.
-        eviction_policy: Which chunks go first when a tier is full.
-        chunk_ttl_s: How long a chunk is served after it was stored here, seconds; none: for ever. A
-            restart does not prolong it.
-        tenant_quota_gb: What the chunks of one tenant may take of host memory; none: as much as
-            there is.
-        tenant_disk_quota_gb: The same for the disk.
-        tenant_quotas: Quotas of single tenants, by name, instead of these two.
-        tls_ca_file: Authorities (PEM), one of which must have signed the certificates of those that
-            this service calls by `https://` or `lm+tls://`; None: whom this machine trusts. Read
-            again when it changes, as the next two.
-        tls_client_cert_file: Certificate (PEM) that is shown to them.
-        tls_client_key_file: Its key (PEM, no passphrase), where it is not in the same file.
-        tls_peer_name: What certificates of `lm+tls://` name; None: the host of the URL.
-        lm_host: Where to serve lm://.
-        lm_port: Port for lm://; 0 takes a free one.
-        lookup_url: The lookup service; None: there is none.
-        broker_url: The broker; None: there is none.
-        service_token_file: Token that this service shows to lookup, broker and storage.
+        disk_fsync: Sync each chunk, so that a power failure costs none.
+        eviction_policy: Which chunks are evicted first.
+        chunk_ttl_s: How long a chunk is served after it was stored here, restarts included; None:
+            no limit.
+        tenant_quota_gb: One tenant's share of host memory; None: no limit.
+        tenant_disk_quota_gb: One tenant's share of the disk; None: no limit.
+        tenant_quotas: Exceptions from these two, by tenant.
+        tls_ca_file: Authorities (PEM) trusted at `https://` and `lm+tls://`; None: the machine's.
+            This file and the next two are read again when they change.
+        tls_client_cert_file: Certificate (PEM) shown there.
+        tls_client_key_file: Its key (PEM, no passphrase), if not in the same file.
+        tls_peer_name: Name in the certificates at `lm+tls://`; None: the URL's host.
+        lm_host: Address of lm://.
+        lm_port: Port of lm://.
+        lookup_url: Lookup service; None: chunks of others are not found.
+        broker_url: Broker; None: other instances are not known.
+        service_token_file: Token shown to lookup, broker, storage and peers.
         tenant: Namespace of that token.
-        zone: Failure domain of this instance, for the broker's choice.
-        node: Machine of this instance.
-        tier_timeout_s: Longest wait on slower tiers for one request, seconds.
-        drain_timeout_s: How long pending writes and the handover may take at the end, seconds.
+        zone: Failure domain; the broker prefers close peers.
+        node: Machine, for the same.
+        tier_timeout_s: Longest wait of a request for slower tiers.
+        drain_timeout_s: How long pending writes and the handover may take at the end.
     """
 
     disk_path: Path | None = None

@@ -122,8 +122,7 @@ def create_app(settings: BrokerSettings) -> FastAPI:
         lifespan=create_lifespan(settings, load_ticket_keys(settings)),
         routers=[*ROUTERS, create_log_router()],
         max_body_bytes=_MAX_BODY_BYTES,
+        page=create_page_router(),
     )
     app.describe(bodies.schemas())
-    # Not among the guarded routers: the page's files are the same for every caller.
-    app.include_router(create_page_router())
     return app

@@ -99,9 +99,9 @@ ROUTERS: Final = (peers_router, transfers_router, overview_router)
 @peers_router.put(
     "/peers/{peer_id}",
     summary="Register a peer, or renew its lease",
-    **bodies.route(ANNOUNCE, Lease),
+    **bodies.route(ANNOUNCE, Lease, failing=(400, 403, 409, 507)),
 )
-async def announce(
+async def announce_peer(
     request: Request, peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts
 ) -> Response:
     """A client's peer serves its tenant; those of `storage` and `admin` serve all tenants."""
@@ -138,21 +138,27 @@ async def list_peers(principal: ClientPrincipal, parts: Parts) -> Response:
     return json_answer(PeersResponse(await parts.registry.visible(principal)))
 
 
-@peers_router.get("/peers/{peer_id}", summary="Show a live peer", **bodies.route(answer=PeerStatus))
-async def show_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
+@peers_router.get(
+    "/peers/{peer_id}",
+    summary="Show a live peer",
+    **bodies.route(answer=PeerStatus, failing=(404,)),
+)
+async def get_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
     """404 if it is not live."""
     return json_answer(await parts.registry.get(principal, peer_id))
 
 
 @peers_router.delete("/peers/{peer_id}", status_code=204, summary="End a peer's lease")
-async def remove_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
+async def end_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
     """Idempotent."""
     await parts.registry.remove(principal, peer_id)
     return Response(status_code=204)
 
 
 @peers_router.post(
-    "/peers/{peer_id}:drain", summary="Give a peer no new pulls", **bodies.route(answer=PeerStatus)
+    "/peers/{peer_id}:drain",
+    summary="Give a peer no new pulls",
+    **bodies.route(answer=PeerStatus, failing=(404,)),
 )
 async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Parts) -> Response:
     """Lasts for its incarnation; the peer learns of it with its next heartbeat."""
@@ -160,7 +166,7 @@ async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Part
 
 
 @peers_router.get("/stats", summary="Show figures", **bodies.route(answer=BrokerStats))
-async def stats(principal: ClientPrincipal, parts: Parts) -> Response:
+async def get_stats(principal: ClientPrincipal, parts: Parts) -> Response:
     """Of the peers visible to the caller."""
     peers = await parts.registry.visible(principal)
     return json_answer(
@@ -178,7 +184,7 @@ async def stats(principal: ClientPrincipal, parts: Parts) -> Response:
 @transfers_router.post(
     "/transfers", summary="Assign chunks to peers", **bodies.route(TRANSFER, TransferResponse)
 )
-async def assign(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
+async def assign_transfers(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
     """Tickets are valid for the caller's tenant."""
     body = await TRANSFER.read(request)
     wanted = {chunk.chunk_id: chunk for chunk in body.chunks}
@@ -192,7 +198,7 @@ async def assign(request: Request, principal: ClientPrincipal, parts: Parts) -> 
 @transfers_router.post(
     "/transfers:renew", summary="Renew pulls", **bodies.route(PULLS, RenewResponse)
 )
-async def renew(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
+async def renew_transfers(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
     """For another ticket's life. Unknown pulls are left out: request them again."""
     body = await PULLS.read(request)
     renewed = await parts.scheduler.renew(principal, body.requester, body.pulls)
@@ -200,7 +206,7 @@ async def renew(request: Request, principal: ClientPrincipal, parts: Parts) -> R
 
 
 @transfers_router.post("/transfers:done", summary="End pulls", **bodies.route(PULLS, EndedPulls))
-async def done(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
+async def end_transfers(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
     """Frees their places before the tickets expire. Unknown pulls are ignored."""
     body = await PULLS.read(request)
     return json_answer(EndedPulls(await parts.scheduler.end(principal, body.requester, body.pulls)))
@@ -209,7 +215,7 @@ async def done(request: Request, principal: ClientPrincipal, parts: Parts) -> Re
 @overview_router.get(
     "/overview", summary="Show peers and their work", **bodies.route(answer=Overview)
 )
-async def overview(
+async def get_overview(
     principal: ClientPrincipal,
     parts: Parts,
     max_samples: Annotated[

@@ -40,7 +40,7 @@ class StaticPeer(BaseModel):
     Attributes:
         id: Its instance id.
         distributed_url: Where it serves, `lm://host:port`.
-        kind: `sidecar` or `storage`.
+        kind: What it is.
         zone: Failure domain.
         node: Machine.
     """
@@ -58,21 +58,20 @@ class DiscoverySettings(ServiceSettings):
     """How peers are known besides their registrations.
 
     Attributes:
-        discovery: `registration` (not at all), `static` (`static_peers`) or `kubernetes` (the
-            endpoints of a service).
-        discovery_tenant: Whom peers belong to that are known in that way and have not registered;
-            None: they serve all tenants.
+        discovery: Source of peers besides their registrations: none, `static_peers`, or the
+            endpoints of a Service.
+        discovery_tenant: Tenant of discovered peers until they register; None: they serve all
+            tenants.
         static_peers: Peers that are always there.
-        kubernetes_service: Name of the (headless) service whose endpoints are sidecars.
-        kubernetes_namespace: Its namespace; None: that of this pod.
-        kubernetes_port_name: Its port for lm://.
-        kubernetes_port: The same, where the service does not name it.
-        kubernetes_tls: Whether they encrypt what they serve there, as `lm+tls://`.
-        kubernetes_api_url: Instead of the API that this pod's cluster has.
-        kubernetes_token_file: Token for `kubernetes_api_url`.
-        kubernetes_ca_file: Who signed its certificate.
-        pod_deletion_cost: Whether to tell the cluster, by an annotation of the pods, with which of
-            them the least would be lost.
+        kubernetes_service: Headless Service whose endpoints are sidecars.
+        kubernetes_namespace: Its namespace; None: this pod's.
+        kubernetes_port_name: Name of its port for lm://.
+        kubernetes_port: That port, if the Service does not name it.
+        kubernetes_tls: Whether these sidecars encrypt (`lm+tls://`).
+        kubernetes_api_url: Another cluster's API server.
+        kubernetes_token_file: Token for it.
+        kubernetes_ca_file: Authority (PEM) of its certificate.
+        pod_deletion_cost: Annotate pods with what deleting them would lose.
     """
 
     discovery: Literal["registration", "static", "kubernetes"] = "registration"
@@ -119,24 +118,25 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
 
     Attributes:
         port: REST and the web page.
-        ticket_keys: Keys that tickets are signed with, `id:base64`, several separated by commas;
-            the first one signs. Without any, a key is made at each start, which no peer knows: for
-            trying on one machine.
-        ticket_keys_file: The same, one a line.
-        ticket_ttl_ms: How long a ticket is good, and so how long a pull counts against its peer.
-        default_lease_ttl_ms: Lease of a peer that asks for none in particular.
-        max_lease_ttl_ms: Longest lease granted.
-        max_peers: Live peers, all tenants together.
+        ticket_keys: Keys that sign tickets, `id:base64`, separated by commas; the first signs.
+            None: a key of this process, which no peer knows.
+        ticket_keys_file: The same, one per line.
+        ticket_ttl_ms: Life of a ticket, and of a pull that is not renewed.
+        default_lease_ttl_ms: Lease of a peer that asks for none.
+        max_lease_ttl_ms: Longest lease.
+        max_peers: Live peers.
         max_peers_per_tenant: Live peers of one tenant.
-        max_pulls_per_peer: Pulls that one peer serves at once.
-        hot_chunk_pulls: Pulls of a chunk within a minute after which it should have further
-            holders; 0: never.
-        hot_chunk_copies: How many it should have then.
-        history_interval_s: Length of the intervals that the web page shows; the last 360 of them.
-        redis_timeout_ms: Limit on each call to Redis; after it this broker answers from its own
-            memory.
+        max_pulls_per_peer: Concurrent pulls from one peer.
+        hot_chunk_pulls: Pulls within a minute that make a chunk hot; 0: never.
+        hot_chunk_copies: Wanted holders of a hot chunk.
+        history_interval_s: Interval of the page's history, which has 360.
+        redis_timeout_ms: Longest wait for Redis; after it this broker answers from its own memory.
     """
 
+    about = (
+        "Knows which peers are alive, decides which of them serves which chunks, and "
+        "shows them on a web page."
+    )
     env_prefix = "LMCACHE_BROKER_"
 
     port: Port = 8082

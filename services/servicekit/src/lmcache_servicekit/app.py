@@ -11,8 +11,8 @@ from typing import Any, Final, Literal
 import uvicorn
 from fastapi import APIRouter, FastAPI, Response
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.errors import ConfigError
-from lmcache_core.security import RateLimiter, TlsFiles, TokenTable, server_context
+from lmcache_core.lookup.messages import JSON, MSGPACK
+from lmcache_core.security import RateLimiter, Role, TlsFiles, TokenTable, server_context
 from lmcache_core.telemetry.tracing import open_tracer
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -26,8 +26,16 @@ from pydantic import BaseModel
 from lmcache_servicekit.auth import GuardedRoute
 from lmcache_servicekit.health import HealthRegistry, HealthReport
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
-from lmcache_servicekit.listening import bind
-from lmcache_servicekit.problems import MEDIA_TYPE, ProblemType, install_problem_handlers
+from lmcache_servicekit.listening import bind, naming_listener
+from lmcache_servicekit.problems import (
+    INVALID,
+    MALFORMED,
+    MEDIA_TYPE,
+    PROBLEMS,
+    UNTYPED,
+    ProblemType,
+    install_problem_handlers,
+)
 from lmcache_servicekit.requests import BodyLimitMiddleware, RequestMiddleware
 from lmcache_servicekit.settings import ServiceSettings
 from lmcache_servicekit.state import ServiceState, service_state, version_of
@@ -45,7 +53,11 @@ _PROBLEM_SCHEMA: Final = {
     "type": "object",
     "required": ["type", "title", "status"],
     "properties": {
-        "type": {"type": "string", "format": "uri-reference"},
+        "type": {
+            "type": "string",
+            "format": "uri-reference",
+            "description": "Stable; compare this, not the texts.",
+        },
         "title": {"type": "string"},
         "status": {"type": "integer"},
         "detail": {"type": "string"},
@@ -55,19 +67,35 @@ _PROBLEM_SCHEMA: Final = {
         },
     },
 }
-_PROBLEM_RESPONSE: Final = {
-    "description": "What went wrong (RFC 9457)",
-    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-}
+_PROBLEM_CONTENT: Final = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+_OTHER: Final = "default"
 
 
 class ServiceApp(FastAPI):
     """A FastAPI app whose OpenAPI document tells the truth about errors, and about bodies that
-    pydantic does not read.
+    pydantic does not read. The id of an operation is the name of its function.
+
+    Args:
+        guarded: The routes that let callers in.
+        problems: Which problems there are.
+        only_tenant: Whose service this is; None: all tenants'.
+        options: FastAPI's own.
+
+    Attributes:
+        guarded: The same.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        guarded: Sequence[GuardedRoute],
+        problems: Mapping[type[Exception], ProblemType],
+        only_tenant: str | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(generate_unique_id_function=lambda route: route.name, **options)
+        self.guarded = tuple(guarded)
+        self._problems = problems
+        self._only_tenant = only_tenant
         self._more_schemas: dict[str, Any] = {}
 
     def describe(self, schemas: Mapping[str, Any]) -> None:
@@ -75,21 +103,75 @@ class ServiceApp(FastAPI):
         self._more_schemas.update(schemas)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document. Every operation under `/v1`, and every one that reads a
-        body, may answer with a problem.
-        """
+        """Return the OpenAPI document."""
         schema = super().openapi()
-        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        components = schema.setdefault("components", {})
+        schemas = components.setdefault("schemas", {})
         for replaced in ("HTTPValidationError", "ValidationError"):
             schemas.pop(replaced, None)
         schemas["Problem"] = _PROBLEM_SCHEMA
         schemas.update(self._more_schemas)
+        routes = {
+            (route.path, method.lower()): route
+            for route in self.guarded
+            for method in route.methods or ()
+        }
+        used: set[str] = set()
         for path, operations in schema.get("paths", {}).items():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)
-                if path.startswith("/v1") or "requestBody" in operation:
-                    operation["responses"]["default"] = _PROBLEM_RESPONSE
+            for method, operation in operations.items():
+                if (route := routes.get((path, method))) is not None:
+                    used |= self._add_problems(operation, route.guard().role)
+                _summarise(operation)
+        components["responses"] = {
+            f"Problem-{status}": {"description": text, "content": _PROBLEM_CONTENT}
+            for status, text in self._meanings().items()
+            if status in used
+        }
         return schema
+
+    def _add_problems(self, operation: dict[str, Any], role: Role) -> set[str]:
+        """Document the problems that an operation may answer with; return their statuses."""
+        responses = operation["responses"]
+        statuses = {status for status in responses if status.isdecimal() and int(status) >= 400}
+        statuses |= {"401", "422", "429", _OTHER}
+        if role == "admin" or self._only_tenant is not None:
+            statuses.add("403")
+        body = operation.get("requestBody", {}).get("content", {})
+        if body:
+            statuses |= {"408", "413"}
+        if JSON in body:
+            statuses |= {"400", "415"}
+        if MSGPACK in responses.get("200", {}).get("content", {}):
+            statuses.add("406")
+        kept = {status: one for status, one in responses.items() if status not in statuses}
+        problems = {
+            status: {"$ref": f"#/components/responses/Problem-{status}"}
+            for status in sorted(statuses)
+        }
+        operation["responses"] = kept | problems
+        return statuses
+
+    def _meanings(self) -> dict[str, str]:
+        """Return what each status means, with the types of its problems."""
+        found: dict[int, list[str]] = {status: [text] for status, text in UNTYPED.items()}
+        every = [*self._problems.values(), MALFORMED, INVALID]
+        for problem in {problem.type: problem for problem in every}.values():
+            found.setdefault(problem.status, []).append(f"{problem.title} (`{problem.type}`)")
+        told = {str(status): "; ".join(texts) for status, texts in sorted(found.items())}
+        return told | {_OTHER: "Another problem"}
+
+
+def _summarise(operation: dict[str, Any]) -> None:
+    """Replace a summary that FastAPI has made of a function's name by the description's first
+    sentence.
+    """
+    text = " ".join(operation.get("description", "").split())
+    if operation["summary"] == operation["operationId"].replace("_", " ").title() and text:
+        first, _, rest = text.partition(". ")
+        operation["summary"] = first.rstrip(".")
+        operation["description"] = rest
+        if not rest:
+            del operation["description"]
 
 
 def create_service_app(
@@ -101,6 +183,7 @@ def create_service_app(
     max_body_bytes: Mapping[str, int] | None = None,
     problems: Mapping[type[Exception], ProblemType] | None = None,
     only_tenant: str | None = None,
+    page: APIRouter | None = None,
 ) -> ServiceApp:
     """Build a service's app. Reads token file and certificates; opens nothing else.
 
@@ -117,20 +200,28 @@ def create_service_app(
             4 MiB unless it is given.
         problems: Entries for the service's own errors.
         only_tenant: Whose service this is; None: all tenants'.
+        page: Answers `/`, with the same for every caller; None: the service's name, version and
+            links.
 
     Raises:
         ConfigError: The token file or a certificate cannot be read.
         TypeError: A route lets in any caller.
     """
+    guarded: list[GuardedRoute] = []
     for route in (route for router in routers for route in router.routes):
         if not isinstance(route, GuardedRoute):
             raise TypeError(
                 f"{route} lets every caller in: make it by APIRouter(route_class=GuardedRoute)"
             )
+        guarded.append(route)
     version = version_of(distribution)
     app = ServiceApp(
+        guarded,
+        {**PROBLEMS, **(problems or {})},
+        only_tenant,
         title=distribution,
         version=version,
+        description=settings.about,
         lifespan=_with_own_parts(lifespan),
         docs_url=None,
         redoc_url=None,
@@ -161,9 +252,34 @@ def create_service_app(
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes or {})
     app.add_middleware(RequestMiddleware, state=state, service=distribution)
     install_problem_handlers(app, problems)
-    for router in (*routers, _probe_router(state)):
+    pages = page or _index_router(
+        Index(name=distribution, version=version, description=settings.about)
+    )
+    for router in (*routers, _probe_router(state), pages):
         app.include_router(router)
     return app
+
+
+class Index(BaseModel):
+    """The answer of `/`."""
+
+    name: str
+    version: str
+    description: str
+    openapi: str = "/openapi.json"
+    liveness: str = "/healthz"
+    readiness: str = "/readyz"
+    metrics: str = "/metrics"
+
+
+def _index_router(index: Index) -> APIRouter:
+    router = APIRouter(tags=["health"])
+
+    @router.get("/", summary="Name, version and where the rest is")
+    async def get_index() -> Index:
+        return index
+
+    return router
 
 
 class Liveness(BaseModel):
@@ -177,7 +293,7 @@ def _probe_router(state: ServiceState) -> APIRouter:
     router = APIRouter(tags=["health"])
 
     @router.get("/healthz", summary="The process is alive")
-    async def healthz() -> Liveness:
+    async def get_liveness() -> Liveness:
         return Liveness()
 
     @router.get(
@@ -185,14 +301,14 @@ def _probe_router(state: ServiceState) -> APIRouter:
         summary="Every dependency answers in time",
         responses={503: {"model": HealthReport}},
     )
-    async def readyz(response: Response) -> HealthReport:
+    async def get_readiness(response: Response) -> HealthReport:
         report = await state.health.run()
         if report.status == "unready":
             response.status_code = 503
         return report
 
     @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
-    async def metrics() -> Response:
+    async def get_metrics() -> Response:
         text = (
             generate_latest(state.registry)
             if state.siblings is None
@@ -224,13 +340,9 @@ async def _probes(state: ServiceState, host: str, port: int) -> AsyncIterator[No
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_probe_router(state))
-    try:
+    with naming_listener("health_host", host, "health_port", port):
         # Any of several workers may answer.
         listener = bind(host, port, shared=state.siblings is not None)
-    except OSError as exc:
-        raise ConfigError(
-            f"health_host={host!r}, health_port={port}: {exc.strerror or exc}"
-        ) from exc
     state.ports["health_port"] = listener.getsockname()[1]
     config = uvicorn.Config(
         app,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import Depends, Request, Response
 from fastapi.dependencies.models import Dependant
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from lmcache_core.security import Principal, Role
@@ -23,6 +24,7 @@ _bearer = HTTPBearer(
     description="A token of the service's token file; none is needed where none is configured.",
 )
 _SCOPE_KEY: Final = "lmcache.principal"
+MAX_SHOWN_CHARS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class RoleRequired:
 
 class GuardedRoute(APIRoute):
     """A route whose caller is let in before anything of its request is read: who is not, does not
-    learn what a good request would be.
+    learn what a good request would be. Query parameters that it does not know are refused.
 
     FastAPI parses a body before it asks the dependencies. A route whose endpoint and router ask for
     no role is refused when it is made, so that none can forget it; `create_service_app` takes no
@@ -88,9 +90,11 @@ class GuardedRoute(APIRoute):
         """Return what lets a caller in, then answers."""
         guard = self.guard()
         answer = super().get_route_handler()
+        known = frozenset(_query_parameters(self.dependant))
 
         async def handle(request: Request) -> Response:
             await guard.admit(request)
+            refuse_unknown_parameters(request, known)
             return await answer(request)
 
         return handle
@@ -104,6 +108,31 @@ class GuardedRoute(APIRoute):
                 " anybody could call it"
             )
         return asked.get("admin") or asked["client"]
+
+
+def refuse_unknown_parameters(request: Request, known: frozenset[str] = frozenset()) -> None:
+    """Check that a call has a meaning for each query parameter: a misspelt one would be ignored.
+
+    Raises:
+        RequestValidationError: It has none for one of them.
+    """
+    if not request.scope["query_string"]:
+        return
+    unknown = dict.fromkeys(name for name in request.query_params if name not in known)
+    if unknown:
+        rule = f"unknown parameter; known: {', '.join(sorted(known)) or 'none'}"
+        raise RequestValidationError(
+            [
+                {"type": "extra_forbidden", "loc": ("query", name[:MAX_SHOWN_CHARS]), "msg": rule}
+                for name in unknown
+            ]
+        )
+
+
+def _query_parameters(dependant: Dependant) -> Iterator[str]:
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for needed in dependant.dependencies:
+        yield from _query_parameters(needed)
 
 
 def _required(dependant: Dependant) -> Iterator[RoleRequired]:

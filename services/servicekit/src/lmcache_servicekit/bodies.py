@@ -17,6 +17,8 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from lmcache_core.lookup.messages import JSON, MSGPACK, NO_LINE_END
 
+from lmcache_servicekit.problems import failures
+
 BOTH_FORMATS: Final = (JSON, MSGPACK)
 
 J = TypeVar("J", bound=msgspec.Struct)
@@ -186,6 +188,7 @@ class BodyTypes:
         body: RequestBody[Any, Any] | None = None,
         answer: type | None = None,
         packed: type | None = None,
+        failing: Sequence[int] = (),
     ) -> dict[str, Any]:
         """Return the arguments of a route's decorator that describe its bodies.
 
@@ -193,12 +196,17 @@ class BodyTypes:
             body: What it reads, if it reads a body.
             answer: What it writes as JSON; None for an empty answer, which is not documented here.
             packed: What it writes as MessagePack where that differs.
+            failing: As of `failures`.
         """
-        options: dict[str, Any] = {"response_class": Response, "response_model": None}
+        options: dict[str, Any] = {
+            "response_class": Response,
+            "response_model": None,
+            "responses": failures(*failing),
+        }
         if answer is not None:
             sentence = (answer.__doc__ or "").partition("\n")[0]
             content = self._contents(answer, packed or answer)
-            options["responses"] = {200: {"description": sentence, "content": content}}
+            options["responses"] |= {200: {"description": sentence, "content": content}}
         if body is not None:
             content = self._contents(body.plain, body.packed)
             options["openapi_extra"] = {"requestBody": {"required": True, "content": content}}

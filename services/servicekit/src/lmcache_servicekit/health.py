@@ -82,7 +82,7 @@ class HealthRegistry:
         checks = list(self._checks.values())
         reports = await asyncio.gather(*(_run_check(check) for check in checks))
         for check, report in zip(checks, reports, strict=True):
-            self._log_change(check.name, report)
+            self._log_change(check, report)
         failed = [check for check, report in zip(checks, reports, strict=True) if not report.ok]
         status: Literal["ok", "degraded", "unready"] = "ok"
         if failed:
@@ -92,13 +92,17 @@ class HealthRegistry:
             checks={check.name: report for check, report in zip(checks, reports, strict=True)},
         )
 
-    def _log_change(self, name: str, report: CheckReport) -> None:
-        if report.ok and name in self._failing:
-            self._failing.discard(name)
-            logger.info("dependency available again: check=%s", name)
-        elif not report.ok and name not in self._failing:
-            self._failing.add(name)
-            logger.warning("dependency unavailable: check=%s error=%s", name, report.detail)
+    def _log_change(self, check: HealthCheck, report: CheckReport) -> None:
+        if report.ok and check.name in self._failing:
+            self._failing.discard(check.name)
+            logger.info(
+                "dependency available again: check=%s detail=%s",
+                check.name,
+                check.where or report.detail,
+            )
+        elif not report.ok and check.name not in self._failing:
+            self._failing.add(check.name)
+            logger.warning("dependency unavailable: check=%s error=%s", check.name, report.detail)
 
 
 async def _run_check(check: HealthCheck) -> CheckReport:

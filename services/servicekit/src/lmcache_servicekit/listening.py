@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,24 +10,25 @@ from contextlib import contextmanager
 from lmcache_core.errors import ConfigError, UnavailableError
 
 
-class CannotListenError(ConfigError):
-    """An address that the settings name is taken, or not this machine's. Names the options."""
-
-
 @contextmanager
 def naming_listener(host_option: str, host: str, port_option: str, port: int) -> Iterator[None]:
-    """Let the failure to listen inside name the options that it is about, as
-    `CannotListenError`.
-    """
+    """Turn a failure to listen inside the block into a `ConfigError` that names the options."""
     try:
         yield
-    except UnavailableError as exc:
-        cause = exc.__cause__
-        why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(exc)
-        raise CannotListenError(
+    except (OSError, UnavailableError) as exc:
+        cause = exc if isinstance(exc, OSError) else exc.__cause__
+        why = _reason(cause) if isinstance(cause, OSError) else str(exc)
+        raise ConfigError(
             f"{port_option}={port}: cannot listen on {host}: {why}; change {host_option} or"
             f" {port_option}"
         ) from exc
+
+
+def _reason(error: OSError) -> str:
+    """Return why, without the address that asyncio adds to it."""
+    if isinstance(error, socket.gaierror) or error.errno is None:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:

@@ -18,16 +18,18 @@ from typing_extensions import override
 from lmcache_servicekit.audit import AUDIT_LOGGER
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 from lmcache_servicekit.errors import NotFoundError, PermissionDeniedError
+from lmcache_servicekit.problems import failures
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
-# They log one line a request, with its URL, at INFO.
-_CHATTY: Final = ("httpx", "httpcore", "asyncio")
+_HTTP_SERVER: Final = "uvicorn.error"
+# Two log one line a request, with its URL, at INFO; the HTTP server its start and end, which the
+# service's own lines tell.
+_CHATTY: Final = ("httpx", "httpcore", "asyncio", _HTTP_SERVER)
 
 CALLER_WARNING_INTERVAL_S: Final = 60.0
-_HTTP_SERVER: Final = "uvicorn.error"
 
 
 class JsonFormatter(logging.Formatter):
@@ -133,15 +135,15 @@ class LogLevels(BaseModel):
 
 
 def create_log_router() -> APIRouter:
-    """Make the routes `GET` and `PUT /v1/log-level`. A change lasts until the process ends."""
-    router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
+    """Make the routes of `/v1/admin/log-level`. A change lasts until the process ends."""
+    router = APIRouter(prefix="/v1/admin", tags=["admin"], route_class=GuardedRoute)
 
     @router.get("/log-level", summary="Show log levels")
-    async def show_levels(principal: ClientPrincipal) -> LogLevels:
+    async def get_log_level(principal: ClientPrincipal) -> LogLevels:
         return _levels()
 
-    @router.put("/log-level", summary="Change log levels")
-    async def change_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
+    @router.put("/log-level", summary="Change log levels", responses=failures(404))
+    async def set_log_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
         """Of the process or one logger; 404 for an unknown one."""
         if request.logger == AUDIT_LOGGER:
             raise PermissionDeniedError("the audit log is written at any level")

@@ -55,6 +55,16 @@ class ProblemType:
         return f"{_TYPE_PREFIX}{self.slug}"
 
 
+MALFORMED: Final = ProblemType("malformed", 400, "The body is not well-formed")
+INVALID: Final = ProblemType("invalid", 422, "The request is not valid")
+UNTYPED: Final[Mapping[int, str]] = {
+    406: "No format of the answer is accepted by the caller",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    415: "The body's Content-Type is not one that the call reads",
+}
+"""Problems whose `type` is `about:blank`: the status says all."""
+
 _RETRY: Final = {"Retry-After": "1"}
 # RFC 9110 renamed it; Python's table does so from 3.13 on.
 _TITLES: Final = {413: "Content Too Large"}
@@ -89,6 +99,13 @@ PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
     ),
     errors.ThrottledError: ProblemType("throttled", 429, "Too much at once", headers=_RETRY),
 }
+
+
+def failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return a route's `responses` for problems of its own. Those that follow from its parameters,
+    its body and its role are documented without it.
+    """
+    return {status: {} for status in statuses}
 
 
 def problem_of(
@@ -174,16 +191,14 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
         for item in error.errors()[:MAX_SHOWN_ERRORS]
     ]
     if any(item.get("type") == "json_invalid" for item in error.errors()):
-        return problem_response(
-            400, "The body is not well-formed", f"{_TYPE_PREFIX}malformed", errors=found
-        )
+        return problem_response(MALFORMED.status, MALFORMED.title, MALFORMED.type, errors=found)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or kind.endswith("+json")
     if error.body and not is_json and any(item["loc"] == ("body",) for item in error.errors()):
         return problem_response(
             415, "Unsupported Media Type", detail="send JSON, with Content-Type: application/json"
         )
-    return problem_response(422, "The request is not valid", f"{_TYPE_PREFIX}invalid", errors=found)
+    return problem_response(INVALID.status, INVALID.title, INVALID.type, errors=found)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -131,21 +131,16 @@ class RedisSettings(ServiceSettings):
     """Where Redis is, and what it is shown.
 
     Attributes:
-        redis_url: Password included; None: what would lie there stays in this process, which then
-            must be the only replica. One of `redis://[user:password@]host:port[/database]`,
-            `unix://[user:password@]/path`,
-            `redis-sentinel://[user:password@]host:port,host:port/service` and
-            `redis-cluster://[user:password@]host:port,host:port` (a few servers of the cluster to
-            begin with); with `rediss` for `redis`, over TLS.
-        redis_tls_ca_file: Authorities (PEM), one of which must have signed the servers'
-            certificates; None: those of the system.
-        redis_tls_cert_file: Our certificate (PEM), where the servers want one.
-        redis_tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same
-            file.
-        redis_sentinel_username: Who asks the sentinels, where that is not their default user.
-        redis_sentinel_password_file: File with the password that sentinels want; None: they want
-            none. Read again for each new connection. User and password in `redis_url` are the
-            server's.
+        redis_url: Where state is shared; None: it stays in this process, which must be the only
+            replica. `redis://[user:password@]host:port[/database]`, `unix://[user:password@]/path`,
+            `redis-sentinel://[user:password@]host:port,host:port/service` or
+            `redis-cluster://[user:password@]host:port,host:port`; with `rediss` over TLS.
+        redis_tls_ca_file: Authorities (PEM) for the servers' certificates; None: the system's.
+        redis_tls_cert_file: Client certificate (PEM), if the servers want one.
+        redis_tls_key_file: Its key (PEM, no passphrase), if not in the same file.
+        redis_sentinel_username: User at the sentinels, if not their default one.
+        redis_sentinel_password_file: File with the sentinels' password, read for each connection;
+            None: they want none. User and password in `redis_url` are the server's.
     """
 
     redis_url: Annotated[SecretStr, AfterValidator(_check_redis_url)] | None = None

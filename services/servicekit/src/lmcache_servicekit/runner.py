@@ -7,11 +7,14 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -22,10 +25,12 @@ from lmcache_core.errors import ConfigError, LMCacheError
 from lmcache_core.security.handshakes import BoundedContext
 from lmcache_core.wire.listener import limit_accept_errors
 from starlette.types import Message, Receive, Scope, Send
+from typing_extensions import override
 
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
-from lmcache_servicekit.listening import CannotListenError, bind
+from lmcache_servicekit.listening import bind, naming_listener
 from lmcache_servicekit.logs import configure_logging
+from lmcache_servicekit.options import options_of
 from lmcache_servicekit.settings import ServiceSettings, load_settings, render_settings
 from lmcache_servicekit.state import ServiceState, service_state, version_of
 from lmcache_servicekit.workers import WorkerMetrics, WorkerPool, WorkerSeat
@@ -34,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=ServiceSettings)
 
-EXIT_CANNOT_LISTEN = 1
 EXIT_BAD_CONFIG = 2
 EXIT_BY_SIGNAL = 128
+MIN_COLUMNS = 60
 
 
 def run_service(
@@ -57,8 +62,8 @@ def run_service(
             anything to itself.
 
     Returns:
-        The exit code: 0 after a graceful end, 1 when the port is taken, 2 for bad settings (also
-        those that only the lifespan can find wrong), 3 when the lifespan cannot start for another
+        The exit code: 0 after a graceful end; 2 for bad settings, also for a port that is taken
+        and for what only the lifespan finds wrong; 3 when the lifespan cannot start for another
         reason. A second signal ends the process at once, with 128 and the signal's number: 143,
         130.
     """
@@ -68,35 +73,53 @@ def run_service(
         if options.print_config:
             sys.stdout.write(render_settings(settings))
             return 0
+        _check_port_file(options.port_file)
         configure_logging(settings.log_level, settings.log_format)
         app = create_app(settings)
+        num_workers = workers(settings)
+        listener = _listen(settings, num_workers)
     except ConfigError as exc:
         _complain(name, str(exc))
         return EXIT_BAD_CONFIG
-    try:
-        listener = bind(settings.host, settings.port)
-        if workers(settings) > 1:
-            # Only now the address is known not to be another service's; a socket that shares it
-            # would not have noticed.
-            number = listener.getsockname()[1]
-            listener.close()
-            listener = bind(settings.host, number, shared=True)
-    except OSError as exc:
-        _complain(
-            name,
-            f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}; change"
-            " host or port",
-        )
-        return EXIT_CANNOT_LISTEN
     with listener:
         address = Address(name, settings, listener, options.port_file)
-        num_workers = workers(settings)
         if num_workers == 1:
             return _serve(app, address, lambda: address.announce(service_state(app).ports))
         try:
             return _with_workers(num_workers, lambda: create_app(settings), address)
         finally:
             address.retract()
+
+
+def _check_port_file(path: Path | None) -> None:
+    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--port-file {str(path)!r}: {path.parent} is no directory that can be written to;"
+            " choose another path"
+        )
+
+
+def _listen(settings: ServiceSettings, num_workers: int) -> socket.socket:
+    """Return the socket of REST, bound.
+
+    Raises:
+        ConfigError: Its address is taken; with several workers, also that of another listener,
+            since each of them would say so.
+    """
+    with naming_listener("host", settings.host, "port", settings.port):
+        listener = bind(settings.host, settings.port)
+        if num_workers > 1:
+            # Only now the address is known not to be another service's; a socket that shares it
+            # would not have noticed.
+            number = listener.getsockname()[1]
+            listener.close()
+            listener = bind(settings.host, number, shared=True)
+    if num_workers > 1 and settings.health_port:
+        with naming_listener(
+            "health_host", settings.health_host, "health_port", settings.health_port
+        ):
+            bind(settings.health_host, settings.health_port).close()
+    return listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +138,29 @@ class Address:
     listener: socket.socket
     port_file: Path | None
 
-    def announce(self, more: Mapping[str, int], workers: str = "") -> None:
-        """Log and write that the service listens, and on which other ports."""
+    def announce(self, more: Mapping[str, int], num_workers: int = 1) -> None:
+        """Log and write where the service listens.
+
+        Args:
+            more: Ports besides that of REST, by option.
+            num_workers: Processes that serve the port.
+        """
         number = self.listener.getsockname()[1]
+        ports = {"port": number, **more}
+        hosts = self.settings.listeners()
         logger.info(
-            "%s %s listens on %s port %d%s",
+            "%s %s listening: %s workers=%d",
             self.name,
             version_of(self.name),
-            self.settings.host,
-            number,
-            workers,
+            " ".join(
+                f"{option}={_address(hosts[option][0], port)}" for option, port in ports.items()
+            ),
+            num_workers,
         )
         if self.port_file is not None:
             # Replaced atomically: a reader never sees half of it.
             temporary = self.port_file.with_name(f"{self.port_file.name}.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({"port": number, **more}) + "\n")
+            temporary.write_text(json.dumps(ports) + "\n")
             temporary.replace(self.port_file)
 
     def retract(self) -> None:
@@ -143,6 +174,7 @@ def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: 
     them.
     """
     host, port = address.settings.host, address.listener.getsockname()[1]
+    health_port = address.settings.health_port
 
     def serve(seat: WorkerSeat, ready: Callable[[], None]) -> int:
         app = create_app()
@@ -155,7 +187,7 @@ def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: 
     pool = WorkerPool(
         num_workers,
         serve,
-        lambda: address.announce({}, f", {num_workers} workers"),
+        lambda: address.announce({"health_port": health_port} if health_port else {}, num_workers),
         address.settings.shutdown_grace_s,
     )
     return pool.run()
@@ -204,6 +236,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Prepare, then stop listening, then end the lifespan."""
+        logger.info("stopping")
         for prepare in self._state.before_stop:
             await prepare()
         await super().shutdown(sockets=sockets)
@@ -242,8 +275,6 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     except SystemExit:
         if isinstance(start.failure, LMCacheError):
             _complain(address.name, str(start.failure))
-        if isinstance(start.failure, CannotListenError):
-            return EXIT_CANNOT_LISTEN
         if not isinstance(start.failure, ConfigError):
             raise
         return EXIT_BAD_CONFIG
@@ -253,15 +284,42 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Lists the settings below the arguments, once help is asked for."""
+
+    settings_cls: type[ServiceSettings]
+
+    @override
+    def format_help(self) -> str:
+        prefix = self.settings_cls.env_prefix
+        indented = partial(
+            textwrap.fill,
+            width=max(shutil.get_terminal_size().columns - 2, MIN_COLUMNS),
+            initial_indent=" " * 6,
+            subsequent_indent=" " * 6,
+            break_on_hyphens=False,
+        )
+        lines = [f"settings, of the file or of {prefix}<SETTING> variables, which win:"]
+        for option in options_of(self.settings_cls):
+            default = "required" if option.is_required else f"default: {option.default}"
+            values = f"; {option.values}" if option.values else ""
+            lines.append(f"  {option.name} ({default}{values})")
+            if option.meaning:
+                lines.append(indented(option.meaning))
+        return f"{super().format_help()}\n" + "\n".join(lines) + "\n"
+
+
 def _parse(
     name: str, settings_cls: type[ServiceSettings], argv: Sequence[str] | None
 ) -> argparse.Namespace:
     prefix = settings_cls.env_prefix
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=name,
         allow_abbrev=False,
-        description=f"Settings come from a YAML file, then from {prefix}<OPTION> variables.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=settings_cls.about,
     )
+    parser.settings_cls = settings_cls
     parser.add_argument(
         "--config",
         type=Path,
@@ -281,6 +339,10 @@ def _parse(
     )
     parser.add_argument("--version", action="version", version=f"{name} {version_of(name)}")
     return parser.parse_args(argv)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _complain(name: str, text: str) -> None:

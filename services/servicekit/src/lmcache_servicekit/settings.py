@@ -60,38 +60,32 @@ _LINK_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
 class ServiceSettings(BaseModel):
-    """Base of a service's settings. A subclass sets `env_prefix` and a default for `port`, and adds
-    its own fields.
+    """Base of a service's settings. A subclass sets `about` (what the service is, in a sentence),
+    `env_prefix` and a default for `port`, and adds its own fields.
 
     An instance made directly holds exactly the given values and defaults; only `load_settings`
     looks at files and environment.
 
     Attributes:
-        host: Address to listen on. Other pods reach the service only if this is not a loopback
-            address.
-        port: TCP port; 0 takes a free one.
+        host: Address to listen on; other pods reach no loopback address.
+        port: REST.
         log_level: Least severe level that is logged.
         log_format: `text` for people, `json` for log collectors.
-        auth_tokens_file: YAML file of bearer tokens; without it every caller is tenant `default`
-            with the role `admin`.
-        allow_anonymous: Allows a host that is not loopback together with no `auth_tokens_file`.
-        tls_cert_file: Certificate (PEM), with those between it and the root behind it. With it
-            every port is encrypted that callers show tokens at. Read again when it changes, as the
-            next two.
-        tls_key_file: The certificate's key (PEM, no passphrase), where it is not in the same file.
-        tls_client_ca_file: Authorities (PEM), one of which must have signed a certificate that
-            callers show. None: they show none.
-        allow_plaintext: Allows a host that is not loopback together with tokens and no
-            `tls_cert_file`.
-        rate_limit_per_tenant: Requests of one tenant that are served in a second, by this process,
-            or by each of its workers; None: as many as come.
-        instance_id: Name of this process among its peers.
-        shutdown_grace_s: How long requests in flight may go on after SIGTERM, in seconds.
-        health_host: Address for `/healthz`, `/readyz` and `/metrics` alone, unencrypted: for a
-            kubelet that cannot reach the other port, or has no certificate to show there.
-        health_port: Its port; none for no such listener.
-        otlp_endpoint: Collector of traces that takes OTLP over HTTP, `http://host:4318`; None:
-            nothing is traced.
+        auth_tokens_file: YAML file of bearer tokens. Without it every caller is an admin of the
+            tenant `default`.
+        allow_anonymous: Allow other machines without tokens.
+        tls_cert_file: Certificate chain (PEM). With it every port that takes tokens is encrypted.
+            This file and the next two are read again when they change.
+        tls_key_file: Its key (PEM, no passphrase), if not in the same file.
+        tls_client_ca_file: Authorities (PEM) for certificates of callers; None: callers show none.
+        allow_plaintext: Allow other machines to show tokens unencrypted.
+        rate_limit_per_tenant: Requests of one tenant per second, in each process; None: no limit.
+        instance_id: Name of this process; unique at lookup and broker.
+        shutdown_grace_s: How long requests in flight may take after SIGTERM.
+        health_host: Address of an unencrypted listener for `/healthz`, `/readyz` and `/metrics`
+            alone.
+        health_port: Its port; None: no such listener.
+        otlp_endpoint: Collector of traces (OTLP over HTTP), `http://host:4318`; None: no traces.
         trace_sample_ratio: Share of the requests that begin here and are traced; those of traced
             callers always are.
     """
@@ -99,6 +93,7 @@ class ServiceSettings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True
     )
+    about: ClassVar[str] = ""
     env_prefix: ClassVar[str]
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
@@ -113,7 +108,7 @@ class ServiceSettings(BaseModel):
     allow_plaintext: bool = False
     rate_limit_per_tenant: float | None = Field(default=None, gt=0, le=MAX_RATE_PER_S)
     instance_id: Annotated[str, AfterValidator(validate_instance_id)] = Field(
-        default_factory=socket.gethostname
+        default_factory=socket.gethostname, json_schema_extra={"default": "the host name"}
     )
     shutdown_grace_s: int = Field(default=20, ge=0, le=3600)
     health_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)

@@ -73,38 +73,47 @@ class SidecarSettings(NodeSettings):
 
     Attributes:
         port: REST for people and probes inside the pod.
-        socket_path: Unix socket for the serving processes of the pod.
-        arena_path: Directory for the shared-memory file, on an in-memory volume that the serving
-            container mounts too.
+        socket_path: Unix socket for the pod's engines; at most 107 bytes.
+        arena_path: Directory of the shared memory, on an in-memory volume that engines mount too.
         arena_gb: Size of the shared memory.
         arena_wait_s: How long to wait for room while engines still map the memory of an earlier
-            start, seconds.
-        arena_mode: Permissions of the shared-memory file, octal.
-        arena_huge_pages: Whether to ask for transparent huge pages: `off` or `advise`.
-        arena_recover: Whether what is in shared memory is written down, and served again after a
-            restart once it has been checked.
-        remote_url: Remote tier, for example `lm://cache-storage:65432`.
-        remote_serde: How chunks are encoded for the remote tier: `naive` (as they are), `lossless`,
-            or, with loss, `cachegen`, `cachegen:high`, `cachegen:low`; all but the first need
-            `lmcache-core[codec]`. What others have stored with loss is a miss unless one of the
-            last three is chosen.
-        disk_serde: The same for the disk.
-        peer_serde: The same for chunks that are served to peers who can read it; also decides
-            whether what peers send with loss is taken.
-        distributed_url: Where peers reach this sidecar; by default lm_host and lm_port.
-        ticket_keys_file: Keys that the broker signs tickets with.
-        salt_file: Salt of this pod's tenant, handed to its engines.
-        verify_hot: What engines verify when they load from shared memory: every chunk, 1 in 16, or
-            none; `auto`: 1 in 16 where their KV is on a GPU, else every chunk.
-        accept_handover: Whether peers that end may hand over their chunks to this sidecar. By
-            default, if peers show tokens: who may put chunks decides what engines load.
+            start.
+        arena_mode: Permissions of the shared-memory file, octal, in quotes.
+        arena_huge_pages: Whether to ask for transparent huge pages.
+        arena_recover: Serve the shared memory's chunks again after a restart, once checked.
+        remote_url: Remote tier, for example `lm://cache-storage:65432`; also `redis://`,
+            `redis-sentinel://`, `http://` and `file://`.
+        remote_serde: Encoding for the remote tier: `naive` (none), `lossless`, or with loss
+            `cachegen`, `cachegen:high`, `cachegen:low`; all but the first need
+            `lmcache-core[codec]`. Chunks that others stored with loss are misses unless a lossy one
+            is chosen.
+        disk_serde: Encoding for the disk.
+        peer_serde: Encoding for peers that can read it; a lossy one also accepts loss from peers.
+        distributed_url: Where peers reach this sidecar, `lm://host:port`; None: `lm_host` and
+            `lm_port`.
+        ticket_keys_file: Keys of the broker's tickets.
+        salt_file: The tenant's salt, handed to engines; chunks of other salts are not found.
+        verify_hot: Digests checked on loads from shared memory: every one, 1 in 16, or none;
+            `auto`: 1 in 16 with KV on a GPU, else every one.
+        accept_handover: Accept chunks of peers that end. By default only from peers with tokens:
+            these chunks decide what engines load.
     """
 
+    about = (
+        "Keeps the KV of the engines of its pod in shared memory and on disk, and shares "
+        "it with other pods."
+    )
     env_prefix = "LMCACHE_SIDECAR_"
 
     port: Port = 8083
-    socket_path: Path = Field(default_factory=lambda: default_run_directory() / "sidecar.sock")
-    arena_path: Path = Field(default_factory=default_arena_directory)
+    socket_path: Path = Field(
+        default_factory=lambda: default_run_directory() / "sidecar.sock",
+        json_schema_extra={"default": "<temporary directory>/lmcache-<uid>/sidecar.sock"},
+    )
+    arena_path: Path = Field(
+        default_factory=default_arena_directory,
+        json_schema_extra={"default": "/dev/shm/lmcache-<uid>"},  # noqa: S108 (made private)
+    )
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
     arena_mode: str = "0660"
@@ -119,7 +128,10 @@ class SidecarSettings(NodeSettings):
     ticket_keys_file: Path | None = None
     salt_file: Path | None = None
     verify_hot: Literal["auto", "always", "sampled", "never"] = "auto"
-    accept_handover: bool = Field(default_factory=_accepts_handover)
+    accept_handover: bool = Field(
+        default_factory=_accepts_handover,
+        json_schema_extra={"default": "whether auth_tokens_file is set"},
+    )
 
     @field_validator("arena_mode", mode="before")
     @classmethod

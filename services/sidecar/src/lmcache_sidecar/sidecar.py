@@ -164,7 +164,7 @@ class SidecarNode(Node[SidecarSettings]):
         wait for them.
 
         Raises:
-            CapacityError: It does not fit after `arena_wait_s`.
+            ConfigError: It does not fit after `arena_wait_s`.
         """
         settings = self.settings
         size, mode = int(settings.arena_gb * BYTES_PER_GB), int(settings.arena_mode, 8)
@@ -177,7 +177,7 @@ class SidecarNode(Node[SidecarSettings]):
             except CapacityError as exc:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise
+                    raise ConfigError(f"arena_gb={settings.arena_gb:g}: {exc}") from exc
                 if str(exc) != logged:
                     logged = str(exc)
                     logger.warning(

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
 from lmcache_servicekit.state import service_state
@@ -32,11 +32,14 @@ async def _reviewer(request: Request) -> Reviewer:
 
 
 @router.post("/mutate", summary="Review a pod", response_model_exclude_none=True)
-async def mutate(
+async def review_pod(
     principal: ClientPrincipal,
     question: AdmissionQuestion,
     reviewer: Annotated[Reviewer, Depends(_reviewer)],
     request: Request,
+    timeout: Annotated[
+        str | None, Query(max_length=32, description="How long the API server waits; unused.")
+    ] = None,
 ) -> AdmissionAnswer:
     """Answer an AdmissionReview.
 

@@ -46,11 +46,9 @@ class TenantEntry(BaseModel):
     Attributes:
         name: The tenant.
         namespaces: Where; `*` is every namespace.
-        credentials_secret: Secret with `tokens.yaml` and `sidecar-token`; None: the services ask
-            for no tokens.
-        keys_secret: Secret with `ticket-keys` and `salt`; None: pulls need no tickets.
-        tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` for what sidecars serve and call;
-            None: unencrypted.
+        credentials_secret: Secret with `tokens.yaml` and `sidecar-token`; None: no tokens.
+        keys_secret: Secret with `ticket-keys` and `salt`; None: no tickets.
+        tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` of sidecars; None: unencrypted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -66,33 +64,33 @@ class WebhookSettings(ServiceSettings):
     """Options of the webhook; sizes are in GB (2^30 bytes).
 
     Attributes:
-        port: `/mutate`; the API server calls it by https:// alone.
+        port: `/mutate`, over https:// for API servers.
         sidecar_image: Image of `lmcache-sidecar`.
-        payload_image: Image with what goes into vLLM's process.
-        image_pull_policy: Of both.
-        sidecar_template_file: YAML file with members of the sidecar's container that are laid over
-            ours (docs/injection.md); None: ours as they are. Read once.
-        sidecar_options: Options of `lmcache-sidecar` by name, for example `lookup_url`; those that
-            the webhook decides are refused.
-        arena_gb: Shared memory of a pod that does not say.
-        max_arena_gb: The most that a pod may ask for.
-        disk_gb: Disk on the node of a pod that does not say; 0 for none.
-        max_disk_gb: The most that a pod may ask for.
-        memory_overhead_mb: Memory of the sidecar besides the arena, MiB.
-        payload_resources: Requests and limits of the container that copies the payload, as in a
-            container.
-        sidecar_cpu: What the sidecar requests, as Kubernetes writes it.
-        run_as_user: Whom the sidecar runs as where neither pod nor annotation says whom vLLM runs
-            as; None: as the cluster decides.
-        tenants: The first entry whose namespaces fit, and whose name the pod names if it names one.
-        kubernetes_service: Name of the Service by whose endpoints the broker finds sidecars (its
-            `kubernetes_service`): pods of `kubernetes_namespace` get it as the label by which that
-            Service selects, if they are of the first tenant there, which the broker takes them for.
-            None: sidecars are known by their registrations alone.
-        kubernetes_namespace: Namespace of that Service; a broker sees one alone.
-        max_reviews_per_s: Reviews in a second; pods beyond are let through as they are.
+        payload_image: Image with the files that go into vLLM's process.
+        image_pull_policy: Of both images.
+        sidecar_template_file: YAML file merged into the sidecar's container (docs/injection.md),
+            read once.
+        sidecar_options: Options of `lmcache-sidecar`, for example `lookup_url`; not those that the
+            webhook sets for each pod.
+        arena_gb: Shared memory of a pod that names no size.
+        max_arena_gb: Most that a pod may ask for.
+        disk_gb: Disk of a pod that names no size; 0: none.
+        max_disk_gb: Most that a pod may ask for.
+        memory_overhead_mb: Memory of the sidecar besides its arena.
+        payload_resources: Requests and limits of the container that copies the payload.
+        sidecar_cpu: CPU request of the sidecar, a Kubernetes quantity.
+        run_as_user: User of the sidecar if neither pod nor annotation says which user vLLM has;
+            None: the cluster's choice.
+        tenants: The first entry that fits the namespace, and the tenant that the pod names, if any,
+            applies.
+        kubernetes_service: Service by whose endpoints the broker finds sidecars (the broker's
+            `kubernetes_service`). Pods of `kubernetes_namespace` get its label if they are of the
+            first tenant there. None: sidecars register by themselves.
+        kubernetes_namespace: Namespace of that Service.
+        max_reviews_per_s: Reviews per second; further pods pass unchanged.
     """
 
+    about = "Adds the sidecar and the connector to pods of vLLM that are labelled for it."
     env_prefix = "LMCACHE_WEBHOOK_"
 
     port: Port = 8443

@@ -23,7 +23,7 @@ HASHES = [digest.hex() for _, _, digest in chain_hashes(ROOT, tokens_as_uint32(T
 
 
 async def explain(client: httpx.AsyncClient, **body: Any) -> list[dict[str, Any]]:
-    response = await client.post("/v1/explain", json=body)
+    response = await client.post("/v1/admin/explain", json=body)
     assert response.status_code == 200, response.text
     explanations: list[dict[str, Any]] = response.json()["explanations"]
     return explanations
@@ -58,7 +58,7 @@ async def test_a_hot_chunk_is_described(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe())
         await store(parts, key_of(HASHES[0]))
-        await client.post("/v1/pin", json={"chunk_hashes": HASHES[:1]})
+        await client.post("/v1/admin/pin", json={"chunk_hashes": HASHES[:1]})
         [state] = await states(client, HASHES[0])
         [place] = state["places"]
         assert (place["tier"], place["state"], place["num_holders"], place["lossy"]) == (
@@ -226,7 +226,7 @@ async def test_several_ways_to_name_are_explained_the_last_first(tmp_path: Path)
     async with serving(tmp_path) as (client, parts):
         for number in range(6):
             parts.descriptions.note(describe(root=bytes([number]) * 32))
-        response = (await client.post("/v1/explain", json={"token_ids": TOKENS})).json()
+        response = (await client.post("/v1/admin/explain", json={"token_ids": TOKENS})).json()
         assert (len(response["explanations"]), response["num_not_explained"]) == (4, 2)
         expected = [
             next(chain_hashes(bytes([n]) * 32, tokens_as_uint32(TOKENS), 4))[2].hex()
@@ -240,7 +240,7 @@ async def test_several_ways_to_name_are_explained_the_last_first(tmp_path: Path)
 
 async def test_before_an_engine_has_connected_it_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _):
-        response = await client.post("/v1/explain", json={"token_ids": TOKENS})
+        response = await client.post("/v1/admin/explain", json={"token_ids": TOKENS})
         assert (response.status_code, response.headers["content-type"]) == (
             409,
             "application/problem+json",
@@ -251,7 +251,7 @@ async def test_before_an_engine_has_connected_it_says_so(tmp_path: Path) -> None
 async def test_it_is_served_on_loopback_only(tmp_path: Path) -> None:
     async with serving(tmp_path, host="10.0.0.1", allow_anonymous=True) as (client, parts):
         parts.descriptions.note(describe())
-        response = await client.post("/v1/explain", json={"token_ids": TOKENS})
+        response = await client.post("/v1/admin/explain", json={"token_ids": TOKENS})
         assert response.status_code == 403
         assert "loopback" in response.json()["detail"]
 
@@ -272,7 +272,7 @@ async def test_bodies_that_are_not_valid_are_problems_and_are_not_repeated(
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe())
         for body in bodies:
-            response = await client.post("/v1/explain", json=body)
+            response = await client.post("/v1/admin/explain", json=body)
             assert response.status_code == 422, body
             assert response.headers["content-type"] == "application/problem+json"
             assert "31337" not in response.text + caplog.text
@@ -284,11 +284,11 @@ async def test_too_many_tokens_are_refused_and_as_many_as_allowed_are_not(tmp_pa
         [explanation] = await explain(client, token_ids=[7] * 131_072)
         assert len(explanation["chunks"]) == 512
         assert (
-            await client.post("/v1/explain", json={"token_ids": [7] * 131_073})
+            await client.post("/v1/admin/explain", json={"token_ids": [7] * 131_073})
         ).status_code == 422
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe(chunk_size=1))
-        response = await client.post("/v1/explain", json={"token_ids": [7] * 10_000})
+        response = await client.post("/v1/admin/explain", json={"token_ids": [7] * 10_000})
         assert response.status_code == 400
         assert "ask for 8192 chunks or fewer" in response.json()["detail"]
 

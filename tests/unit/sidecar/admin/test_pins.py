@@ -21,7 +21,7 @@ async def test_chunks_of_all_ranks_and_groups_are_pinned_listed_and_let_go(tmp_p
         ]
         await store(parts, *keys[:-1])
         answer = (
-            await client.post("/v1/pin", json={"chunk_hashes": [A, B, GONE], "ttl_s": 100})
+            await client.post("/v1/admin/pin", json={"chunk_hashes": [A, B, GONE], "ttl_s": 100})
         ).json()
         assert answer["num_pinned"] == 7
         assert answer["not_pinned"][0] == {
@@ -33,7 +33,7 @@ async def test_chunks_of_all_ranks_and_groups_are_pinned_listed_and_let_go(tmp_p
         assert {one["chunk_hash"] for one in answer["not_pinned"][1:]} == {GONE}
         assert len(answer["not_pinned"]) == 1 + 4, "what the other model has not is not told"
         assert (answer["pinned_bytes"], answer["max_pinned_bytes"]) == (7 * 1024, ARENA_BYTES // 2)
-        listed = (await client.get("/v1/pins")).json()
+        listed = (await client.get("/v1/admin/pins")).json()
         assert [(pin["chunk_hash"], pin["rank"], pin["group"]) for pin in listed["pins"]] == [
             (key.key.chunk_hash, key.key.worker_id, key.key.group) for key in keys[:-1]
         ]
@@ -42,14 +42,14 @@ async def test_chunks_of_all_ranks_and_groups_are_pinned_listed_and_let_go(tmp_p
             for pin in listed["pins"]
         )
         assert (await client.get("/v1/status")).json()["pinned_bytes"] == 7 * 1024
-        assert (await client.post("/v1/evict", json={"num_bytes": 1 << 30})).json() == {
+        assert (await client.post("/v1/admin/evict", json={"num_bytes": 1 << 30})).json() == {
             "freed_bytes": 0
         }
-        assert (await client.post("/v1/unpin", json={"chunk_hashes": [A]})).json() == {
+        assert (await client.post("/v1/admin/unpin", json={"chunk_hashes": [A]})).json() == {
             "num_unpinned": 4
         }
-        assert (await client.post("/v1/unpin")).json() == {"num_unpinned": 3}
-        assert (await client.get("/v1/pins")).json()["pins"] == []
+        assert (await client.post("/v1/admin/unpin")).json() == {"num_unpinned": 3}
+        assert (await client.get("/v1/admin/pins")).json()["pins"] == []
 
 
 async def test_a_model_may_be_named(tmp_path: Path) -> None:
@@ -57,13 +57,13 @@ async def test_a_model_may_be_named(tmp_path: Path) -> None:
         parts.descriptions.note(describe("one"))
         parts.descriptions.note(describe("two"))
         await store(parts, key_of(A, model="one"))
-        assert (await client.post("/v1/pin", json={"chunk_hashes": [A], "model": "two"})).json()[
-            "num_pinned"
-        ] == 0
-        assert (await client.post("/v1/pin", json={"chunk_hashes": [A], "model": "one"})).json()[
-            "num_pinned"
-        ] == 1
-        response = await client.post("/v1/pin", json={"chunk_hashes": [A], "model": "three"})
+        assert (
+            await client.post("/v1/admin/pin", json={"chunk_hashes": [A], "model": "two"})
+        ).json()["num_pinned"] == 0
+        assert (
+            await client.post("/v1/admin/pin", json={"chunk_hashes": [A], "model": "one"})
+        ).json()["num_pinned"] == 1
+        response = await client.post("/v1/admin/pin", json={"chunk_hashes": [A], "model": "three"})
         assert response.status_code == 409
         assert "known: 'two', 'one'" in response.json()["detail"]
 
@@ -72,7 +72,7 @@ async def test_before_an_engine_has_connected_and_in_a_drain_nothing_is_pinned(
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path) as (client, parts):
-        response = await client.post("/v1/pin", json={"chunk_hashes": [A]})
+        response = await client.post("/v1/admin/pin", json={"chunk_hashes": [A]})
         assert (response.status_code, response.headers["content-type"]) == (
             409,
             "application/problem+json",
@@ -80,10 +80,10 @@ async def test_before_an_engine_has_connected_and_in_a_drain_nothing_is_pinned(
         assert "an engine must have connected" in response.json()["detail"]
         parts.descriptions.note(describe())
         await store(parts, key_of(A))
-        await client.post("/v1/pin", json={"chunk_hashes": [A]})
-        await client.post("/v1/drain")
-        assert (await client.get("/v1/pins")).json()["pins"] == []
-        response = await client.post("/v1/pin", json={"chunk_hashes": [A]})
+        await client.post("/v1/admin/pin", json={"chunk_hashes": [A]})
+        await client.post("/v1/admin/drain")
+        assert (await client.get("/v1/admin/pins")).json()["pins"] == []
+        response = await client.post("/v1/admin/pin", json={"chunk_hashes": [A]})
         assert response.status_code == 409
         assert "draining" in response.json()["detail"]
 
@@ -103,7 +103,7 @@ async def test_bodies_that_are_not_valid_are_problems(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe())
         for body in bodies:
-            response = await client.post("/v1/pin", json=body)
+            response = await client.post("/v1/admin/pin", json=body)
             assert response.status_code == 422, body
             assert response.headers["content-type"] == "application/problem+json"
 
@@ -111,7 +111,7 @@ async def test_bodies_that_are_not_valid_are_problems(tmp_path: Path) -> None:
 async def test_a_description_of_very_many_ranks_costs_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe("large", world_size=(1 << 32) - 1))
-        for path in ("/v1/pin", "/v1/explain"):
+        for path in ("/v1/admin/pin", "/v1/admin/explain"):
             response = await client.post(path, json={"chunk_hashes": [A]})
             assert response.status_code == 400
             assert "at most 8192 keys" in response.json()["detail"]
@@ -127,12 +127,14 @@ async def test_one_that_is_too_large_to_be_named_does_not_cost_the_others_their_
             "another",
         )
         await store(parts, key_of(A), key_of(B))
-        assert (await client.post("/v1/pin", json={"chunk_hashes": [A, B]})).json()[
+        assert (await client.post("/v1/admin/pin", json={"chunk_hashes": [A, B]})).json()[
             "num_pinned"
         ] == 2
-        answer = (await client.post("/v1/explain", json={"chunk_hashes": [A, B]})).json()
+        answer = (await client.post("/v1/admin/explain", json={"chunk_hashes": [A, B]})).json()
         assert [explanation["model_name"] for explanation in answer["explanations"]] == [MODEL]
         assert answer["num_not_explained"] == 1
-        response = await client.post("/v1/explain", json={"chunk_hashes": [A, B], "model": "large"})
+        response = await client.post(
+            "/v1/admin/explain", json={"chunk_hashes": [A, B], "model": "large"}
+        )
         assert response.status_code == 400
         assert "ask for 1 chunks or fewer" in response.json()["detail"]

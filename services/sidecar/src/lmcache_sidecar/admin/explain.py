@@ -1,4 +1,4 @@
-"""`/v1/explain`: where chunks are, and why they are missing."""
+"""`/v1/admin/explain`: where chunks are, and why they are missing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lmcache_core.storage.peer import PEER_TIER
 from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
 from lmcache_servicekit.errors import PermissionDeniedError
+from lmcache_servicekit.problems import failures
 from lmcache_servicekit.settings import is_loopback
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -81,7 +82,7 @@ class StateView(BaseModel):
         description="The fastest tier first; tiers that do not have it are left out"
     )
     missing: str | None = Field(description="Why no tier is known to have it")
-    is_pinned: bool = Field(description="By `POST /v1/pin`")
+    is_pinned: bool = Field(description="By `POST /v1/admin/pin`")
 
 
 class ChunkView(BaseModel):
@@ -119,15 +120,19 @@ Found = Sequence[PlaceView | MissReason]
 """What one tier says of each chunk."""
 
 router = APIRouter(
-    prefix="/v1",
+    prefix="/v1/admin",
     tags=["explain"],
     dependencies=[Depends(RoleRequired("admin"))],
     route_class=GuardedRoute,
 )
 
 
-@router.post("/explain", summary="Explain where chunks are, or why they are missing")
-async def explain(sidecar: RunningSidecar, request: ExplainRequest) -> ExplainAnswer:
+@router.post(
+    "/explain",
+    summary="Explain where chunks are, or why they are missing",
+    responses=failures(409),
+)
+async def explain_chunks(sidecar: RunningSidecar, request: ExplainRequest) -> ExplainAnswer:
     """Asks every tier, without counting as a read. Loopback only (403).
 
     Token ids are never logged. 409 before an engine has connected.

@@ -1,4 +1,4 @@
-"""`/v1/pin`, `/v1/unpin`, `/v1/pins`: chunks that an operator keeps hot."""
+"""`/v1/admin/pin`, `/v1/admin/unpin`, `/v1/admin/pins`: chunks that an operator keeps hot."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_node.admin import DEFAULT_TTL_S, PinnedBytes, Ttl, UnpinAnswer, pinned_bytes
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
 from lmcache_servicekit.errors import ConflictError
+from lmcache_servicekit.problems import failures
 from pydantic import BaseModel, ConfigDict, Field
 
 from lmcache_sidecar.descriptions import NamedChunk, named_chunks
@@ -74,15 +75,15 @@ class PinnedHashes(PinnedBytes):
 
 
 router = APIRouter(
-    prefix="/v1",
+    prefix="/v1/admin",
     tags=["pins"],
     dependencies=[Depends(RoleRequired("admin"))],
     route_class=GuardedRoute,
 )
 
 
-@router.post("/pin", summary="Pin chunks")
-async def pin(sidecar: RunningSidecar, request: PinHashesRequest) -> PinHashesAnswer:
+@router.post("/pin", summary="Pin chunks", responses=failures(409))
+async def pin_chunks(sidecar: RunningSidecar, request: PinHashesRequest) -> PinHashesAnswer:
     """Load chunks into shared memory and protect them from eviction.
 
     409 before an engine has connected, and in a drain.
@@ -104,7 +105,9 @@ async def pin(sidecar: RunningSidecar, request: PinHashesRequest) -> PinHashesAn
 
 
 @router.post("/unpin", summary="Unpin chunks")
-async def unpin(sidecar: RunningSidecar, request: UnpinHashesRequest | None = None) -> UnpinAnswer:
+async def unpin_chunks(
+    sidecar: RunningSidecar, request: UnpinHashesRequest | None = None
+) -> UnpinAnswer:
     """All of them without a body."""
     chunk_hashes = (
         None if request is None or request.chunk_hashes is None else frozenset(request.chunk_hashes)
@@ -113,7 +116,7 @@ async def unpin(sidecar: RunningSidecar, request: UnpinHashesRequest | None = No
 
 
 @router.get("/pins", summary="List pins")
-async def pins(sidecar: RunningSidecar) -> PinnedHashes:
+async def list_pins(sidecar: RunningSidecar) -> PinnedHashes:
     """With their remaining time."""
     return PinnedHashes(
         pins=[

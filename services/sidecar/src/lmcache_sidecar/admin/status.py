@@ -1,4 +1,4 @@
-"""`/v1`: status, tiers, clients, chunks; evict, clear, drain."""
+"""`/v1`: status, tiers, clients; `/v1/admin`: chunks, evict, clear, drain."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Status(BaseModel):
     pending_bytes: int = Field(description="Bytes that wait to be written to slower tiers")
     reserved_bytes: int = Field(description="Arena memory that engines are filling")
     held_bytes: int = Field(description="Arena memory that is kept for engines: pinned or staged")
-    pinned_bytes: int = Field(description="Arena memory that operators keep (`POST /v1/pin`)")
+    pinned_bytes: int = Field(description="Arena memory that operators keep (`POST /v1/admin/pin`)")
 
 
 class Description(BaseModel):
@@ -135,13 +135,13 @@ class ClearTiersRequest(BaseModel):
     )
 
 
-router = APIRouter(prefix="/v1", tags=["admin"], route_class=GuardedRoute)
+router = APIRouter(prefix="/v1", route_class=GuardedRoute)
 client_role = Depends(RoleRequired("client"))
 admin_role = Depends(RoleRequired("admin"))
 
 
-@router.get("/status", dependencies=[client_role])
-async def status(sidecar: RunningSidecar) -> Status:
+@router.get("/status", tags=["status"], dependencies=[client_role])
+async def get_status(sidecar: RunningSidecar) -> Status:
     """Show a summary."""
     clients = [session.memory for session in sidecar.socket_server.sessions]
     return Status(
@@ -167,14 +167,14 @@ async def status(sidecar: RunningSidecar) -> Status:
     )
 
 
-@router.get("/tiers", dependencies=[client_role])
-async def tiers(sidecar: RunningSidecar) -> Tiers:
+@router.get("/tiers", tags=["status"], dependencies=[client_role])
+async def list_tiers(sidecar: RunningSidecar) -> Tiers:
     """Show figures by tier."""
     return Tiers(tiers=sidecar.stack.stats())
 
 
-@router.get("/clients", dependencies=[client_role])
-async def clients(sidecar: RunningSidecar) -> Clients:
+@router.get("/clients", tags=["status"], dependencies=[client_role])
+async def list_clients(sidecar: RunningSidecar) -> Clients:
     """List clients connected to the socket."""
     return Clients(
         clients=[
@@ -200,8 +200,8 @@ async def clients(sidecar: RunningSidecar) -> Clients:
     )
 
 
-@router.get("/chunks", dependencies=[admin_role])
-async def chunks(
+@router.get("/admin/chunks", tags=["admin"], dependencies=[admin_role])
+async def list_chunks(
     sidecar: RunningSidecar,
     offset: Annotated[int, Query(ge=0)] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
@@ -213,14 +213,16 @@ async def chunks(
     return Chunks(chunks=page, next_offset=end if end < len(keys) else None)
 
 
-@router.post("/evict", dependencies=[admin_role])
-async def evict(sidecar: RunningSidecar, request: EvictBytesRequest) -> EvictAnswer:
+@router.post("/admin/evict", tags=["admin"], dependencies=[admin_role])
+async def evict_memory(sidecar: RunningSidecar, request: EvictBytesRequest) -> EvictAnswer:
     """Free shared memory, coldest chunks first."""
     return EvictAnswer(freed_bytes=await sidecar.stack.hot.evict(request.num_bytes))
 
 
-@router.post("/clear", dependencies=[admin_role])
-async def clear(sidecar: RunningSidecar, request: ClearTiersRequest | None = None) -> ClearAnswer:
+@router.post("/admin/clear", tags=["admin"], dependencies=[admin_role])
+async def clear_tiers(
+    sidecar: RunningSidecar, request: ClearTiersRequest | None = None
+) -> ClearAnswer:
     """Remove all chunks of this sidecar's own tiers, or of the named ones."""
     tiers = None if request is None else request.tiers
     num_chunks = await sidecar.stack.clear(search_range=tiers or LOCAL_TIERS)
@@ -228,7 +230,7 @@ async def clear(sidecar: RunningSidecar, request: ClearTiersRequest | None = Non
     return ClearAnswer(num_chunks=num_chunks)
 
 
-@router.post("/drain", dependencies=[admin_role])
+@router.post("/admin/drain", tags=["admin"], dependencies=[admin_role])
 async def drain(sidecar: RunningSidecar, wait: bool = True) -> DrainAnswer:
     """Drain: accept no new chunks, finish writes, hand over what only this sidecar holds.
 

@@ -74,7 +74,7 @@ class SocketServer:
             raise ConfigError(
                 f"socket_path={str(self._path)!r}: {exc.strerror or exc}; choose another path"
             ) from exc
-        logger.info("engines reach this sidecar by the socket %s", self._path)
+        logger.info("listening for engines: socket_path=%s", self._path)
         self.context.tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
 
     def refuse_stores(self) -> None:

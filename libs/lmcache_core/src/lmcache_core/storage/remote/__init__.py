@@ -61,7 +61,7 @@ def create_remote_backend(
         if package not in EXTRAS:
             raise
         raise ConfigError(
-            f"remote url {mask_url(url)!r} needs the package {package!r}:"
+            f"remote_url={mask_url(url)!r} needs the package {package!r}:"
             f" {install_line(EXTRAS[package])}"
         ) from exc
     backend: StorageBackend = module.create(
@@ -79,7 +79,7 @@ def check_remote_scheme(url: str) -> str:
     scheme = urlsplit(url).scheme
     if scheme not in REMOTE_SCHEMES:
         raise ConfigError(
-            f"remote url {mask_url(url)!r}: its scheme must be one of {', '.join(REMOTE_SCHEMES)}"
+            f"remote_url={mask_url(url)!r}: its scheme must be one of {', '.join(REMOTE_SCHEMES)}"
         )
     return scheme
 

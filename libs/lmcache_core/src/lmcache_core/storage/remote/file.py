@@ -63,10 +63,10 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
     try:
         path = directory_of_url(url)
     except UnicodeEncodeError:  # its text would repeat the URL
-        raise ConfigError("remote url: no directory has such a name") from None
+        raise ConfigError("remote_url: no directory has such a name") from None
     if parts.netloc or not path.strip("/") or "\0" in path or parts.query or parts.fragment:
         raise ConfigError(
-            "remote url: must be file:///directory, the absolute path of a directory that exists"
+            "remote_url: must be file:///directory, the absolute path of a directory that exists"
         )
     return FileBackend(Path(path), options)
 

@@ -76,12 +76,12 @@ def create(url: str, options: RemoteOptions) -> HttpBackend:
     parts = urlsplit(url)
     if "," in parts.netloc:
         raise ConfigError(
-            f"remote url {parts.scheme}://…: several hosts; write lm://host:port,host:port, which"
+            f"remote_url={parts.scheme}://…: several hosts; write lm://host:port,host:port, which"
             " finds each chunk at its server, or the one host that is meant"
         )
     if not parts.hostname or parts.query or parts.fragment or parts.username or parts.password:
         raise ConfigError(
-            f"remote url {parts.scheme}://{parts.hostname}: must be {parts.scheme}://host:port, and"
+            f"remote_url={parts.scheme}://{parts.hostname}: must be {parts.scheme}://host:port, and"
             " the token an option of its own"
         )
     return HttpBackend(url, options)
@@ -108,7 +108,7 @@ class HttpBackend(RemoteBackend):
         super().__init__(base_url)
         self._base_url = base_url
         self._options = options
-        self._auth = BearerAuth(options.token, "remote url")
+        self._auth = BearerAuth(options.token, "remote_url")
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
         self._sending = ByteGate(MAX_SENDING_BYTES)
@@ -133,7 +133,7 @@ class HttpBackend(RemoteBackend):
                 headers,
             )
         except (httpx.InvalidURL, ValueError) as exc:
-            raise ConfigError(f"remote url: {exc}") from exc
+            raise ConfigError(f"remote_url: {exc}") from exc
 
     async def close(self) -> None:
         """End the connections."""

@@ -107,7 +107,7 @@ class Members:
         self._name = name
         self._by_address: dict[ServerAddress, Member] = {}
         self._tasks = TaskSupervisor("replicas", max_tasks=2)
-        self._known: frozenset[str] = frozenset()
+        self._reported: tuple[str, str] | None = None
         self._is_found = False
 
     async def open(self) -> None:
@@ -181,12 +181,14 @@ class Members:
                 await member.client.close()
 
     def _report(self) -> None:
-        known = frozenset(self.by_name())
-        if known != self._known:
+        """Log which servers there are: at the start, and when they change."""
+        names = ",".join(sorted(self.by_name())) or "-"
+        addresses = ",".join(sorted(f"{one.host}:{one.port}" for one in self._by_address)) or "-"
+        if self._reported != (names, addresses):
+            self._reported = (names, addresses)
             logger.info(
-                "servers known: service=%s servers=%s", self._name, ",".join(sorted(known)) or "-"
+                "servers known: service=%s servers=%s addresses=%s", self._name, names, addresses
             )
-            self._known = known
 
 
 RESOLVE_TIMEOUT_S = 2.0
@@ -208,7 +210,7 @@ def hosts_of(url: str) -> list[ServerAddress]:
             parts = urlsplit(f"{scheme}://{text}")
             port = parts.port or DEFAULT_PORT
         except ValueError as exc:
-            raise ConfigError(f"remote url {scheme}://…: {exc}") from exc
+            raise ConfigError(f"the URL {scheme}://…: {exc}") from exc
         if (
             not parts.hostname
             or parts.path
@@ -218,13 +220,13 @@ def hosts_of(url: str) -> list[ServerAddress]:
             or parts.password
         ):
             raise ConfigError(
-                f"remote url {scheme}://{parts.hostname}: must be {scheme}://host:port or"
+                f"the URL {scheme}://{parts.hostname}: must be {scheme}://host:port or"
                 f" {scheme}://host:port,host:port, and the token an option of its own"
             )
         found.append(ServerAddress(parts.hostname, port, parts.hostname))
     if len(found) > MAX_ADDRESSES:
         raise ConfigError(
-            f"remote url {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}"
+            f"the URL {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}"
         )
     return found
 

@@ -64,7 +64,7 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
     ttl_text = query.pop(TTL_OPTION, ["0"])[-1]
     if not ttl_text.isascii() or not ttl_text.isdigit():
         raise ConfigError(
-            f"remote url: {TTL_OPTION}={ttl_text!r} must be whole seconds, 0 for no expiry"
+            f"remote_url: {TTL_OPTION}={ttl_text!r} must be whole seconds, 0 for no expiry"
         )
     sentinels: list[redis.Redis] = []
     try:
@@ -80,7 +80,7 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
             client = redis.Redis.from_pool(pool)
     except ValueError as exc:
         raise ConfigError(
-            f"remote url {parts.scheme}://{parts.netloc.rpartition('@')[2]}: {exc}"
+            f"remote_url={parts.scheme}://{parts.netloc.rpartition('@')[2]}: {exc}"
         ) from exc
     return RedisBackend(client, options.timeout_s, int(ttl_text), sentinels)
 
