@@ -20,7 +20,7 @@ NAMES = st.sampled_from(
 )
 WORDS = (
     *("vllm", "serve", "m", "sh", "-c", "-m", "vllm.entrypoints.openai.api_server"),
-    *("vllm serve m", "--kv-transfer-config"),
+    *("vllm serve m", "--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}'),
 )
 TEXTS = st.sampled_from(WORDS) | st.text(max_size=8)
 ANYTHING = st.recursive(

@@ -26,10 +26,12 @@ PIECES = [
 ]  # fmt: skip
 MEMBERS = (
     *("script", "image", "value", "values", "variable", "annotation"),
-    *("mount", "quantity", "name"),
+    *("mount", "quantity", "name", "config", "extra"),
 )
+REPLACE = {"lmcache.io/replace-connector": "true"}
 MAX_BODY_BYTES = 1 << 20
 FIFTH = MAX_BODY_BYTES // 5
+LMCACHE = '{"kv_connector": "LMCacheConnectorV1"}'
 LINKS = f"LMCACHE_{'_SERVICE_PORT_' * 9000}"
 LAUGHS = (
     ",".join(
@@ -46,6 +48,12 @@ LAUGHS = (
 def foreign(text: str) -> list[dict[str, str]]:
     """Every variable of another release, with one text."""
     return [{"name": f"LMCACHE_{name.upper()}", "value": text} for name in FOREIGN_NAMES]
+
+
+def replaceable(extra: dict[str, Any]) -> Pod:
+    """A pod with LMCache's connector, to be replaced."""
+    config = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+    return pod(container(args=["--kv-transfer-config", json.dumps(config)]), annotations=REPLACE)
 
 
 def with_text(member: str, text: str) -> Pod:
@@ -68,6 +76,11 @@ def with_text(member: str, text: str) -> Pod:
             return pod(container(), annotations=dict.fromkeys(names, text))
         case "mount":
             return pod(container(volumeMounts=[{"name": "x", "mountPath": text}]))
+        case "config":
+            return pod(container(args=["--kv-transfer-config", text]), annotations=REPLACE)
+        case "extra":
+            names = ("lmcache.local_device", "lmcache.extra_config", f"lmcache.{text}")
+            return replaceable(dict.fromkeys(names, text))
         case "quantity":
             return pod(container(resources={"limits": {"cpu": text, "memory": text}}))
         case _:
@@ -93,6 +106,9 @@ def with_text(member: str, text: str) -> Pod:
         ("value", "[" * 1000),
         ("value", LAUGHS),
         ("mount", "/a" * 60_000),
+        ("config", "[" * 100_000),
+        ("config", '{"":' * 30_000),
+        ("extra", "x" * 5_000),
     ],
 )
 def test_no_text_keeps_the_webhook_busy(member: str, text: str, options: InjectionOptions) -> None:
@@ -152,6 +168,8 @@ def filled(item: Any) -> list[Any]:
         {"volumeMounts": [{"name": "", "mountPath": "/a" * FIFTH + "/.." * FIFTH}]},
         {"ports": filled({})},
         {"args": filled("")},
+        {"args": filled("--kv-transfer-config")},
+        {"env": filled({"name": "LMCACHE_MP_"}), "args": [f"--kv-transfer-config={LMCACHE}"]},
         {"env": filled({"name": ""})},
         {"env": filled({"name": "LMCACHE_STORAGE_"})},
         {"env": filled({"name": "PYTHONPATH", "valueFrom": {}})},
@@ -167,7 +185,7 @@ def filled(item: Any) -> list[Any]:
 def test_a_whole_body_of_anything_takes_little_time(
     members: dict[str, Any], options: InjectionOptions
 ) -> None:
-    document = pod(container(command=["vllm", "serve"]))
+    document = pod(container(command=["vllm", "serve"]), annotations=dict(REPLACE))
     spec, metadata = document["spec"], document["metadata"]
     for name, value in members.items():
         if name == "annotations":
@@ -182,6 +200,23 @@ def test_a_whole_body_of_anything_takes_little_time(
         outcome = review_pod(options, document, "team-a")
     assert outcome.verdict in ("injected", "declined")
     assert len(outcome.reason) <= MAX_STATUS_CHARS
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {f"lmcache.chunk_siz{i}": i for i in range(128)},
+        {f"lmcache.{i}{'chunk_size' * 10}": "" for i in range(128)},
+        {"lmcache.extra_config": [[]] * 4_000},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_many_options_to_replace_take_little_time(
+    extra: dict[str, Any], options: InjectionOptions
+) -> None:
+    with cpu_bound(REVIEW_TIMEOUT_S):
+        outcome = review_pod(options, replaceable(extra), "team-a")
+    assert "cannot be replaced" in outcome.reason
 
 
 def test_the_options_of_a_container_have_a_bound(options: InjectionOptions) -> None:

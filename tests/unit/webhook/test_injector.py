@@ -464,7 +464,7 @@ ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
         (pod(container(args=["--kv_transfer_config={}"])), "--kv_transfer_config already"),
         (pod(container(args=["--kv-offloading-size", "1"])), "--kv-offloading-size already"),
         (having("MORE_ARGS", "--kv-transfer-config x"), "is given --kv-transfer-config already"),
-        (having("LMCACHE_CHUNK_SIZ", "256"), "a variable that the connector cannot read"),
+        (having("LMCACHE_CHUNK_SIZ", "256"), "options that the connector cannot read"),
         (
             pod(container(command=["sh", "-c", "vllm serve m --kv-transfer-config '{}'"])),
             "is given --kv-transfer-config already",

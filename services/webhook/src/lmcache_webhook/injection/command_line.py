@@ -1,7 +1,8 @@
-"""Command lines of containers: whether they start vLLM's server, and what is appended to them.
+"""Command lines of containers: whether they start vLLM, and what is appended to them.
 
 They come from strangers, so each function here is linear in the length of its input. Shell scripts
-are not parsed: a container that starts vLLM in one is declined.
+are not parsed: a container that starts vLLM in one is declined, unless the script reads further
+arguments from a variable.
 """
 
 from __future__ import annotations
@@ -9,20 +10,31 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from lmcache_core.config.engine_config import OPTIONS
-from lmcache_core.config.sources import ENV_PREFIX, values_of_environment
-from lmcache_core.errors import ConfigError
-
-from lmcache_webhook.injection.plan import CONTAINER
+from lmcache_webhook.injection.connector_options import find_lmcache
+from lmcache_webhook.injection.plan import CONTAINER, REPLACE
 from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
+from lmcache_webhook.injection.sidecar import transfer_config
 
 OPTION: Final = "--kv-transfer-config"
 CONNECTOR_MODULE: Final = "lmcache_core.integrations.vllm"
-MODULES: Final = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
+DYNAMO: Final = "dynamo.vllm"
+HUGGING_FACE: Final = "huggingfaceserver"
+"""KServe's server for models of Hugging Face: module and image have this name. It runs vLLM unless
+told to use transformers.
+"""
+MODULES: Final = (
+    *("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
+    *(DYNAMO, HUGGING_FACE),
+)
+SCRIPT_VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
+"""From which the scripts of KServe's LLMInferenceService take further arguments of vLLM."""
+RAY_VARIABLE: Final = "KUBERAY_GEN_RAY_START_CMD"
 _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))")
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_./:=-]+")
+_ROLES_OF_DYNAMO: Final = ("--is-prefill-worker", "--is-decode-worker")
 
 
 def runs_vllm(container: Container) -> bool:
@@ -31,9 +43,16 @@ def runs_vllm(container: Container) -> bool:
     return (
         names_our_connector(container)
         or _starts_server(_line(container))
-        or _has_script(container)
+        or _script(container) is not None
         # The image decides what runs, and is called vllm.
-        or (not container.command and "vllm" in name)
+        or (not container.command and ("vllm" in name or name == HUGGING_FACE))
+    )
+
+
+def runs_ray(container: Container) -> bool:
+    """Return whether a container runs a node of Ray, whose Serve may start vLLM."""
+    return any(variable.name == RAY_VARIABLE for variable in container.env or ()) or (
+        "ray start" in " ".join(_line(container))
     )
 
 
@@ -45,8 +64,9 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
         config: The value of `--kv-transfer-config`.
 
     Returns:
-        The words; empty where the container names our connector already, and where what it runs
-        is not vLLM's server itself, as in the workers of a Ray cluster.
+        The words; empty where the container names our connector already, where a script reads
+        them from a variable (`plan_script_variable`), and where what it runs is not vLLM's server
+        itself, as on a node of Ray.
 
     Raises:
         DeclinedError: The container has another connector, or starts vLLM in a shell script.
@@ -54,16 +74,52 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
     if names_our_connector(container):
         return ()
     _refuse_other_connector(container)
+    _refuse_other_engine(container)
     if not _starts_server(_line(container)):
-        if _has_script(container):
+        script = _script(container)
+        if script is not None and SCRIPT_VARIABLE not in script:
+            words = f"python3, -m, {DYNAMO}" if DYNAMO in script else "vllm, serve, MODEL"
             raise DeclinedError(
                 f"the container {container.name} starts vLLM in a shell script, which is never"
-                " edited: write `command: [vllm, serve, MODEL, …]`, or put the option of"
-                " docs/injection.md into the script"
+                f" edited: write `command: [{words}, …]`, or put the option of docs/injection.md"
+                " into the script"
             )
-        if container.command:
+        if script is not None or container.command:
             return ()
     return (OPTION, json.dumps(config, separators=(",", ":")))
+
+
+def plan_script_variable(container: Container, config: Mapping[str, Any]) -> str:
+    """Return what to append to `SCRIPT_VARIABLE` of a container whose script passes it to vLLM;
+    empty for any other container. The words mean the same to every shell.
+
+    Args:
+        container: One for which `plan_arguments` found nothing to append.
+        config: The value of `--kv-transfer-config`.
+
+    Raises:
+        DeclinedError: A shell might change one of the words.
+    """
+    if names_our_connector(container) or _starts_server(_line(container)):
+        return ""
+    if SCRIPT_VARIABLE not in (_script(container) or ""):
+        return ""
+    words = list(_dotted(OPTION, config))
+    for word in words:
+        if not _PLAIN.fullmatch(word):
+            raise DeclinedError(
+                f"{word.partition('=')[0]} has a value that cannot go through a script: set it by a"
+                " variable LMCACHE_… instead"
+            )
+    return " ".join(words)
+
+
+def _dotted(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for member, inner in value.items():
+            yield from _dotted(f"{name}.{member}", inner)
+    else:
+        yield f"{name}={value}"
 
 
 def names_our_connector(container: Container) -> bool:
@@ -77,10 +133,36 @@ def _refuse_other_connector(container: Container) -> None:
     for text in _texts(container):
         found = _TAKEN.search(text)
         if found is not None:
+            theirs = find_lmcache(container)
             raise DeclinedError(
                 f"the container {container.name} is given {found.group()} already, and one vLLM has"
                 " one connector: remove that to have it set here"
+                + (f', or set {REPLACE}: "true" to have {theirs.name} replaced' if theirs else "")
             )
+
+
+def _refuse_other_engine(container: Container) -> None:
+    """Refuse wrappers of vLLM that would not run it, or would set a connector themselves."""
+    line = _line(container)
+    if _value_of(line, "--backend") == "huggingface":
+        raise DeclinedError(
+            f"the container {container.name} runs transformers, not vLLM: leave out"
+            " --backend=huggingface"
+        )
+    if DYNAMO not in line:
+        return
+    if _value_of(line, "--connector") not in (None, "none"):
+        raise DeclinedError(
+            f"the container {container.name} is given --connector, by which Dynamo sets a connector"
+            " of its own: remove it"
+        )
+    if not set(_ROLES_OF_DYNAMO).isdisjoint(line) or (
+        _value_of(line, "--disaggregation-mode") in ("prefill", "decode")
+    ):
+        raise DeclinedError(
+            f"the container {container.name} is a prefill or decode worker of Dynamo, which needs"
+            " its own connector: use workers that do both"
+        )
 
 
 def _line(container: Container) -> list[str]:
@@ -89,6 +171,14 @@ def _line(container: Container) -> list[str]:
 
 def _texts(container: Container) -> list[str]:
     return [*_line(container), *(variable.value or "" for variable in container.env or ())]
+
+
+def _value_of(line: Sequence[str], option: str) -> str | None:
+    for word, following in itertools.pairwise([*line, ""]):
+        name, is_whole, value = word.partition("=")
+        if name == option:
+            return value if is_whole else following
+    return None
 
 
 def _starts_server(line: Sequence[str]) -> bool:
@@ -101,9 +191,9 @@ def _starts_server(line: Sequence[str]) -> bool:
     return False
 
 
-def _has_script(container: Container) -> bool:
-    """Return whether one word of the command line is a script that starts the server, for
-    whatever shell.
+def _script(container: Container) -> str | None:
+    """Return the word of the command line that is a script which starts the server, for whatever
+    shell; None where there is none.
     """
     for word in _line(container):
         words = word.replace("\\\n", " ").split()
@@ -111,12 +201,8 @@ def _has_script(container: Container) -> bool:
         if len(words) > 1 and (
             "vllm serve" in text or any(f"-m {module}" in text for module in MODULES)
         ):
-            return True
-    return False
-
-
-MAX_OPTION_CHARS: Final = 16 << 10
-"""Of all variables LMCACHE_… of a container: reading them takes up to 10 µs a character."""
+            return text
+    return None
 
 
 def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
@@ -130,7 +216,7 @@ def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
         Its place among the containers, and itself.
 
     Raises:
-        DeclinedError: There is none, or more than one, or it cannot use the cache as it is.
+        DeclinedError: There is none, or more than one.
     """
     containers = list(enumerate(spec.containers))
     if name is not None:
@@ -140,44 +226,27 @@ def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
             raise DeclinedError(
                 f"the pod has no container {name!r}, which {CONTAINER} names: it has {names}"
             )
-    else:
-        found = [(index, one) for index, one in containers if runs_vllm(one)]
-        if not found:
-            raise DeclinedError(
-                "no container of this pod looks as if it ran vLLM: name the one that does in"
-                f" {CONTAINER}"
-            )
-        if len(found) > 1:
-            names = " and ".join(one.name for _, one in found)
-            raise DeclinedError(
-                f"the containers {names} look as if they ran vLLM: name one of them in {CONTAINER}"
-            )
-    _check_options(found[0][1])
+        return found[0]
+    found = [(index, one) for index, one in containers if runs_vllm(one)]
+    if not found:
+        for _, one in containers:
+            if runs_ray(one):
+                raise DeclinedError(
+                    f"the container {one.name} runs Ray, which starts vLLM later: name it in"
+                    f" {CONTAINER}, and put into engine_kwargs {engine_kwargs()}"
+                )
+        raise DeclinedError(
+            "no container of this pod looks as if it ran vLLM: name the one that does in"
+            f" {CONTAINER}"
+        )
+    if len(found) > 1:
+        names = " and ".join(one.name for _, one in found)
+        raise DeclinedError(
+            f"the containers {names} look as if they ran vLLM: name one of them in {CONTAINER}"
+        )
     return found[0]
 
 
-def _check_options(container: Container) -> None:
-    """A variable that the connector takes for one of its options, and cannot read, would end
-    vLLM when it starts.
-    """
-    variables = {
-        variable.name: variable
-        for variable in container.env or ()
-        if variable.name.startswith(ENV_PREFIX)
-    }
-    texts = {
-        name: variable.value or "" for name, variable in variables.items() if not variable.valueFrom
-    }
-    length = sum(map(len, texts.values()))
-    if length > MAX_OPTION_CHARS:
-        raise DeclinedError(
-            f"the variables {ENV_PREFIX}… of the container {container.name} have {length}"
-            f" characters together, above the {MAX_OPTION_CHARS} that are read: remove what the"
-            " connector does not need"
-        )
-    try:
-        values_of_environment(texts, OPTIONS)
-    except ConfigError as exc:
-        raise DeclinedError(
-            f"the container {container.name} has a variable that the connector cannot read ({exc})"
-        ) from exc
+def engine_kwargs() -> str:
+    """Return what a configuration of Ray Serve needs to use the connector."""
+    return "kv_transfer_config: " + json.dumps(transfer_config())

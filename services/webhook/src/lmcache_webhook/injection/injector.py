@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from lmcache_webhook.injection.command_line import find_engine, names_our_connector, plan_arguments
-from lmcache_webhook.injection.patch import Operation, Patch, add_python_path
+from lmcache_webhook.injection.command_line import (
+    SCRIPT_VARIABLE,
+    engine_kwargs,
+    find_engine,
+    names_our_connector,
+    plan_arguments,
+    plan_script_variable,
+    runs_ray,
+)
+from lmcache_webhook.injection.connector_options import (
+    CarriedOver,
+    LMCacheConnector,
+    carry_over,
+    check_options,
+    find_lmcache,
+)
+from lmcache_webhook.injection.patch import Operation, Patch, extend_variable
 from lmcache_webhook.injection.plan import (
     INJECTED,
+    MIN_ARENA_GB,
     SIDECARS,
     STATUS,
     InjectionOptions,
     PodPlan,
+    PodRequest,
     is_asked_for,
     plan_pod,
     read_request,
@@ -94,8 +112,18 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     request = read_request(annotations)
     _check_pod(pod.spec)
     index, engine = find_engine(pod.spec, request.container)
+    theirs = find_lmcache(engine) if request.replace_connector else None
+    carried = None
+    at = ("spec", "containers", index)
+    if theirs is not None:
+        carried = carry_over(engine, theirs)
+        request = _with_sizes(request, carried)
+        engine = _without(patch, at, engine, theirs, carried)
     plan = plan_pod(options, pod, namespace, request, index)
-    arguments = plan_arguments(engine, transfer_config())
+    config = transfer_config(carried.extra if carried else None)
+    arguments = plan_arguments(engine, config)
+    in_script = plan_script_variable(engine, config)
+    check_options(engine, carried.extra if carried else {})
     _check_names(pod.spec, engine, plan)
 
     patch.put(("metadata", "labels", INJECTED), "true")
@@ -107,25 +135,66 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     # after it.
     for container in (payload_container(plan), sidecar_container(plan)):
         patch.append(("spec", "initContainers"), container)
-    at = ("spec", "containers", index)
     for argument in arguments:
         patch.append((*at, "args"), argument)
-    add_python_path(patch, at, engine, PYTHON_PATH)
+    if in_script:
+        extend_variable(patch, at, SCRIPT_VARIABLE, in_script, " ")
+    extend_variable(patch, at, "PYTHONPATH", PYTHON_PATH, ":")
     for mount in engine_mounts():
         patch.append((*at, "volumeMounts"), mount)
-    return _report(engine, plan, has_arguments=bool(arguments))
-
-
-def _report(engine: Container, plan: PodPlan, *, has_arguments: bool) -> str:
     text = (
         f"injected: the container {engine.name} shares {plan.arena_gb:g} GiB of memory with its"
         f" sidecar, tenant {plan.tenant.name}"
     )
+    if theirs is not None and carried is not None:
+        text += f"; replaced {theirs.name}"
+        if carried.left_out:
+            text += f", and left to the sidecar's settings {', '.join(carried.left_out)}"
+    return text + ("" if arguments else _why_no_arguments(engine, has_variable=bool(in_script)))
+
+
+def _with_sizes(request: PodRequest, carried: CarriedOver) -> PodRequest:
+    """Return a request with LMCache's sizes where the pod's annotations give none."""
+    arena_gb = carried.arena_gb and max(carried.arena_gb, MIN_ARENA_GB)
+    return dataclasses.replace(
+        request,
+        arena_gb=arena_gb if request.arena_gb is None else request.arena_gb,
+        disk_gb=carried.disk_gb if request.disk_gb is None else request.disk_gb,
+    )
+
+
+def _without(
+    patch: Patch,
+    at: tuple[str | int, ...],
+    engine: Container,
+    theirs: LMCacheConnector,
+    carried: CarriedOver,
+) -> Container:
+    """Remove LMCache's connector and the variables that describe its tiers from a container, in the
+    patch and in what is returned.
+    """
+    removed = {*theirs.words, *(("env", index) for index in carried.variables)}
+    changed: dict[str, list[Any]] = {}
+    for member in sorted({member for member, _ in removed}):
+        # One operation for all items: one each would take time quadratic in their number.
+        patch.put((*at, member), _kept(patch.at((*at, member)), member, removed))
+        changed[member] = _kept(getattr(engine, member), member, removed)
+    return engine.model_copy(update=changed)
+
+
+def _kept(items: Sequence[Any], member: str, removed: Set[tuple[str, int]]) -> list[Any]:
+    return [item for index, item in enumerate(items) if (member, index) not in removed]
+
+
+def _why_no_arguments(engine: Container, *, has_variable: bool) -> str:
+    if has_variable:
+        return f"; its script gets the connector in the variable {SCRIPT_VARIABLE}"
+    text = "; its command line is as it was, since "
     if names_our_connector(engine):
-        text += "; its command line is as it was, since it names the connector already"
-    elif not has_arguments:
-        text += "; its command line is as it was, since what it runs is not vLLM's server itself"
-    return text
+        return f"{text}it names the connector already"
+    if runs_ray(engine):
+        return f"{text}Ray starts vLLM later: put into engine_kwargs {engine_kwargs()}"
+    return f"{text}what it runs is not vLLM's server itself"
 
 
 def _check_pod(spec: PodSpec) -> None:

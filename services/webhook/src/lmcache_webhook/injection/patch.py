@@ -6,8 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lmcache_webhook.injection.pod import Container
-
 Operation = dict[str, Any]
 Step = str | int
 
@@ -35,15 +33,15 @@ class Patch:
         """
         *above, last = path
         for length in range(1, len(path)):
-            if self._at(path[:length]) is None:
+            if self.at(path[:length]) is None:
                 self._set(path[:length], {})
-        parent = self._at(tuple(above))
+        parent = self.at(tuple(above))
         if str(last) not in parent or parent[str(last)] != value:
             self._set(path, value)
 
     def append(self, path: tuple[Step, ...], item: Any) -> None:
         """Add an item at the end of a list, which is made where it is missing or null."""
-        items = self._at(path)
+        items = self.at(path)
         if not isinstance(items, list):
             self.put(path, [item])
             return
@@ -67,7 +65,8 @@ class Patch:
     def _add(self, path: tuple[Step, ...], value: Any) -> None:
         self.operations.append({"op": "add", "path": pointer(path), "value": value})
 
-    def _at(self, path: tuple[Step, ...]) -> Any:
+    def at(self, path: tuple[Step, ...]) -> Any:
+        """Return what is at a path after the operations so far; None where nothing is."""
         found: Any = self._after
         for step in path:
             if isinstance(found, dict):
@@ -94,40 +93,38 @@ def pointer(path: tuple[Step, ...]) -> str:
     return "".join(f"/{str(step).replace('~', '~0').replace('/', '~1')}" for step in path)
 
 
-PYTHONPATH: Final = "PYTHONPATH"
-KEPT_PYTHONPATH: Final = "INJECTED_PYTHONPATH"
-"""Where a PYTHONPATH goes that comes from a ConfigMap or the like: Kubernetes puts it into ours."""
+KEPT_PREFIX: Final = "INJECTED_"
+"""Where a variable goes that comes from a ConfigMap or the like: Kubernetes puts it into ours."""
 
 
-def add_python_path(
-    patch: Patch, at: tuple[Step, ...], container: Container, directory: str
+def extend_variable(
+    patch: Patch, at: tuple[Step, ...], name: str, text: str, separator: str
 ) -> None:
-    """Append a directory to those of a container's PYTHONPATH.
+    """Append a text to a variable of a container.
 
     Args:
         patch: Gets the operations.
         at: The container.
-        container: The same, with types.
-        directory: Where the connector's packages are.
+        name: Of the variable, which is made where it is missing.
+        text: What to append.
+        separator: What comes between, unless there is nothing yet.
     """
-    variables = list(container.env or ())
-    places = [index for index, variable in enumerate(variables) if variable.name == PYTHONPATH]
+    variables = patch.at((*at, "env")) or []
+    places = [index for index, variable in enumerate(variables) if variable["name"] == name]
     if not places:
-        patch.append((*at, "env"), {"name": PYTHONPATH, "value": directory})
+        patch.append((*at, "env"), {"name": name, "value": text})
         return
     place = places[-1]  # of several the last one counts
     variable = variables[place]
-    if variable.valueFrom is not None:
-        patch.insert(
-            (*at, "env"), place, {"name": KEPT_PYTHONPATH, "valueFrom": variable.valueFrom}
-        )
+    if variable.get("valueFrom") is not None:
+        kept = f"{KEPT_PREFIX}{name}"
+        patch.insert((*at, "env"), place, {"name": kept, "valueFrom": variable["valueFrom"]})
         patch.replace(
-            (*at, "env", place + 1),
-            {"name": PYTHONPATH, "value": f"$({KEPT_PYTHONPATH}):{directory}"},
+            (*at, "env", place + 1), {"name": name, "value": f"$({kept}){separator}{text}"}
         )
         return
-    value = variable.value or ""
+    value = variable.get("value")
     patch.replace(
         (*at, "env", place),
-        {"name": PYTHONPATH, "value": f"{value}:{directory}" if value else directory},
+        {"name": name, "value": f"{value}{separator}{text}" if value else text},
     )

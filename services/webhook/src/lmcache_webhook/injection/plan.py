@@ -32,8 +32,10 @@ ARENA_GB: Final = f"{PREFIX}arena-gb"
 DISK_GB: Final = f"{PREFIX}disk-gb"
 TENANT: Final = f"{PREFIX}tenant"
 RUN_AS_USER: Final = f"{PREFIX}run-as-user"
-KNOWN: Final = (INJECT, STATUS, CONTAINER, ARENA_GB, DISK_GB, TENANT, RUN_AS_USER)
+REPLACE: Final = f"{PREFIX}replace-connector"
+KNOWN: Final = (INJECT, STATUS, CONTAINER, ARENA_GB, DISK_GB, TENANT, RUN_AS_USER, REPLACE)
 
+MIN_ARENA_GB: Final = 0.0625
 MAX_USER: Final = 2**31 - 1
 MAX_SHOWN_CHARS: Final = 60
 MAX_INSTANCE_ID_CHARS: Final = 128
@@ -50,6 +52,7 @@ class PodRequest:
         disk_gb: Disk of the node, GiB; 0 for none.
         tenant: Whose cache it is.
         run_as_user: Whom vLLM's image runs as, where the pod does not say.
+        replace_connector: Whether LMCache's connector may be replaced.
     """
 
     container: str | None = None
@@ -57,6 +60,7 @@ class PodRequest:
     disk_gb: float | None = None
     tenant: str | None = None
     run_as_user: int | None = None
+    replace_connector: bool = False
 
 
 def is_asked_for(metadata: Metadata) -> bool:
@@ -90,12 +94,16 @@ def read_request(annotations: Mapping[str, str]) -> PodRequest:
             validate_tenant(tenant)
         except ValueError as exc:
             raise DeclinedError(f"{TENANT}={_shown(tenant)!r}: {exc}") from None
+    replace = annotations.get(REPLACE, "false")
+    if replace not in ("true", "false"):
+        raise _impossible(REPLACE, replace, "true or false")
     return PodRequest(
         container=annotations.get(CONTAINER),
-        arena_gb=_number(annotations, ARENA_GB, 0.0625, 65_536),
+        arena_gb=_number(annotations, ARENA_GB, MIN_ARENA_GB, 65_536),
         disk_gb=_number(annotations, DISK_GB, 0, 1 << 20),
         tenant=tenant,
         run_as_user=None if user is None else int(user),
+        replace_connector=replace == "true",
     )
 
 
@@ -213,7 +221,8 @@ def plan_pod(
 def _size(wished: float | None, default: float, most: float, name: str) -> float:
     if wished is not None and wished > most:
         raise DeclinedError(
-            f"{name}={wished:g} is above the {most:g} that the webhook gives a pod: ask for less"
+            f"{wished:g} GiB are above the {most:g} that the webhook gives a pod: set {name} to"
+            " less"
         )
     return default if wished is None else wished
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 from lmcache_webhook.injection.plan import PodPlan
@@ -101,16 +102,19 @@ def engine_mounts() -> list[dict[str, Any]]:
     ]
 
 
-def transfer_config() -> dict[str, Any]:
+def transfer_config(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the value of vLLM's `--kv-transfer-config`; plain words only. Loads that fail are
     computed: vLLM's default ends the request.
+
+    Args:
+        extra: Further options of the connector, which may have any value.
     """
     return {
         "kv_connector": "LMCacheConnector",
         "kv_connector_module_path": "lmcache_core.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"sidecar_socket": SOCKET_PATH},
+        "kv_connector_extra_config": {"sidecar_socket": SOCKET_PATH, **(extra or {})},
     }
 
 

@@ -1,0 +1,237 @@
+"""Options of a connector in a container: those that ours would refuse, and LMCache's, of which the
+useful ones carry over when LMCache's connector is replaced.
+
+LMCache's names and what they mean are one table, `lmcache_core.config.foreign_names`. This module
+adds what follows from the sidecar: it owns the tiers, so their sizes become its sizes, and their
+addresses are left to its settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.config.engine_config import OPTIONS
+from lmcache_core.config.foreign_names import in_our_names
+from lmcache_core.config.options import problems_of
+from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, values_of_environment
+from lmcache_core.errors import ConfigError
+
+from lmcache_webhook.injection.pod import Container, DeclinedError
+from lmcache_webhook.injection.sidecar import SOCKET_PATH
+
+MAX_OPTION_CHARS: Final = 16 << 10
+"""Of all variables LMCACHE_… of a container, and of a `--kv-transfer-config` that is replaced:
+reading them takes up to 10 µs a character.
+"""
+MAX_EXTRA_OPTIONS: Final = 128
+"""In one `kv_connector_extra_config`: each unknown one is compared with all known ones."""
+CONNECTORS: Final = ("LMCacheConnectorV1", "LMCacheMPConnector")
+WORDS: Final = ("--kv-transfer-config", "--kv_transfer_config")
+PREFIX: Final = "lmcache."
+_EXTRA: Final = "kv_connector_extra_config"
+_SIZES: Final = ("max_local_cpu_size", "max_local_disk_size")
+_TIERS: Final = frozenset(
+    [
+        *(name for name, option in OPTIONS.items() if option.documented and option.beside_sidecar),
+        *(*_SIZES, "eviction_policy", "local_device", "max_local_cache_size", "cache_policy"),
+    ]
+)
+"""Names of LMCache's that describe tiers. With a sidecar our connector ignores or refuses them."""
+_SERVER: Final = ("mp.", "mp_")
+"""How names begin of the server that LMCacheMPConnector talks to. The sidecar replaces it."""
+
+Place = tuple[str, int]
+
+
+def check_options(container: Container, extra: Mapping[str, Any]) -> None:
+    """Refuse a container whose variables, with the options in `extra`, our connector could not
+    read: vLLM would end when it starts.
+
+    Raises:
+        DeclinedError: It is one.
+    """
+    try:
+        values = values_of_environment(_texts(container), OPTIONS)
+        # As the connector reads them: the environment alone first.
+        for more in ({}, {**extra, "sidecar_socket": SOCKET_PATH}):
+            LMCacheEngineConfig.from_defaults(**{"remote_url": None} | values | more)
+        if {**values, **extra}.get("enable_blending"):
+            raise ConfigError(
+                "enable_blending=True: vLLM lets a connector load prefixes only; set it to false"
+            )
+    except ConfigError as exc:
+        raise DeclinedError(
+            f"the container {container.name} has options that the connector cannot read"
+            f" ({_line(exc)})"
+        ) from exc
+
+
+@dataclass(frozen=True, slots=True)
+class LMCacheConnector:
+    """LMCache's connector, as words of a container's command line ask for it.
+
+    Attributes:
+        name: One of `CONNECTORS`.
+        words: Where its option is: member of the container and index, in order.
+        config: The value of the option.
+        num_chars: Length of its text.
+    """
+
+    name: str
+    words: tuple[Place, ...]
+    config: Mapping[str, Any]
+    num_chars: int
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedOver:
+    """What LMCache's options become.
+
+    Attributes:
+        extra: Options of our connector, by its names.
+        arena_gb: Size of LMCache's host memory, GiB; None where it is not given.
+        disk_gb: Size of its disk, GiB; None where it has none.
+        variables: Indexes of the variables that describe tiers, in order.
+        left_out: Options that the sidecar's settings replace, as the pod spells them.
+    """
+
+    extra: Mapping[str, Any]
+    arena_gb: float | None
+    disk_gb: float | None
+    variables: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+
+def find_lmcache(container: Container) -> LMCacheConnector | None:
+    """Return LMCache's connector where words of the command line name it in JSON; None where they
+    name another one or none, and where it stands in a script or variable.
+    """
+    words = [
+        ((member, index), word)
+        for member, line in (("command", container.command), ("args", container.args))
+        for index, word in enumerate(line or ())
+    ]
+    for position, (place, word) in enumerate(words):
+        option, is_whole, value = word.partition("=")
+        if option not in WORDS:
+            continue
+        places = [place]
+        if not is_whole and position + 1 < len(words):
+            following, value = words[position + 1]
+            places.append(following)
+        try:
+            config = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+        name = config.get("kv_connector") if isinstance(config, dict) else None
+        return (
+            LMCacheConnector(name, tuple(places), config, len(value))
+            if name in CONNECTORS
+            else None
+        )
+    return None
+
+
+def carry_over(container: Container, connector: LMCacheConnector) -> CarriedOver:
+    """Return what LMCache's options in the command line and the variables become.
+
+    Raises:
+        DeclinedError: One of them asks for what is not here, or cannot be read.
+    """
+    if connector.config.get("kv_role", "kv_both") != "kv_both":
+        raise _irreplaceable(
+            connector, "only kv_role=kv_both can be; let pods share KV through peers or storage"
+        )
+    if any(variable.name == CONFIG_FILE_ENV for variable in container.env or ()):
+        raise _irreplaceable(
+            connector,
+            f"the webhook cannot see the file that {CONFIG_FILE_ENV} names; write its options as"
+            f" variables {ENV_PREFIX}… and leave the file out",
+        )
+    extra = connector.config.get(_EXTRA) or {}
+    if (
+        not isinstance(extra, dict)
+        or len(extra) > MAX_EXTRA_OPTIONS
+        or connector.num_chars > MAX_OPTION_CHARS
+    ):
+        raise _irreplaceable(
+            connector,
+            f"{_EXTRA} must be a mapping of at most {MAX_EXTRA_OPTIONS} options, and all of the"
+            f" configuration at most {MAX_OPTION_CHARS} characters; shorten it",
+        )
+    unread = {name for name in extra if not name.startswith(PREFIX) or _is_server(name)}
+    named = {_plain(name): value for name, value in extra.items() if name not in unread}
+    texts = {name: text for name, text in _texts(container).items() if not _is_server(name)}
+    try:
+        translated = in_our_names(named, OPTIONS, _EXTRA)
+        values = values_of_environment(texts, OPTIONS) | translated
+        sizes = {name: values[name] for name in _SIZES if values.get(name)}
+        ours = {name: value for name, value in translated.items() if name not in _TIERS}
+        if problems := problems_of(ours | sizes, OPTIONS):
+            raise ConfigError("\n".join(problems))
+    except ConfigError as exc:
+        raise _irreplaceable(connector, _line(exc)) from exc
+    except RecursionError:
+        raise _irreplaceable(connector, f"{_EXTRA} is nested too deeply; shorten it") from None
+    variables = [
+        (index, variable.name)
+        for index, variable in enumerate(container.env or ())
+        if variable.name.startswith(ENV_PREFIX)
+        and (_plain(variable.name) in _TIERS or _is_server(variable.name))
+    ]
+    mapped = set(_SIZES) if values.get("local_disk") else {"max_local_cpu_size"}
+    return CarriedOver(
+        extra=ours,
+        arena_gb=sizes.get("max_local_cpu_size"),
+        disk_gb=sizes.get("max_local_disk_size") if values.get("local_disk") else None,
+        variables=tuple(index for index, _ in variables),
+        left_out=tuple(
+            name
+            for name in [*(name for _, name in variables), *extra]
+            if name in unread or _is_server(name) or _plain(name) in _TIERS - mapped
+        ),
+    )
+
+
+def _irreplaceable(connector: LMCacheConnector, why: str) -> DeclinedError:
+    return DeclinedError(f"{connector.name} cannot be replaced: {why}")
+
+
+def _texts(container: Container) -> dict[str, str]:
+    """Return the variables that a connector takes for options, where the pod says their value.
+
+    Raises:
+        DeclinedError: They are longer than what is read.
+    """
+    texts = {
+        variable.name: variable.value or ""
+        for variable in container.env or ()
+        if variable.name.startswith(ENV_PREFIX) and not variable.valueFrom
+    }
+    length = sum(map(len, texts.values()))
+    if length > MAX_OPTION_CHARS:
+        raise DeclinedError(
+            f"the variables {ENV_PREFIX}… of the container {container.name} have {length}"
+            f" characters together, above the {MAX_OPTION_CHARS} that are read: remove what the"
+            " connector does not need"
+        )
+    return texts
+
+
+def _plain(name: str) -> str:
+    """Return the name of an option as a configuration file has it."""
+    if name.startswith(ENV_PREFIX):
+        return name.removeprefix(ENV_PREFIX).lower()
+    return name.removeprefix(PREFIX)
+
+
+def _is_server(name: str) -> bool:
+    return name.startswith((ENV_PREFIX, PREFIX)) and _plain(name).startswith(_SERVER)
+
+
+def _line(error: ConfigError) -> str:
+    return "; ".join(str(error).splitlines())

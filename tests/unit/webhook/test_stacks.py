@@ -1,0 +1,294 @@
+"""Pods of other stacks: which are recognised, and how LMCache's connector is replaced in them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonpatch
+import kubernetes_validate
+import pytest
+import yaml
+from lmcache_core.integrations.vllm.options import read_options
+from lmcache_webhook.injection.injector import PodReview, review_pod
+from lmcache_webhook.injection.plan import InjectionOptions
+from lmcache_webhook.injection.sidecar import SOCKET_PATH, transfer_config
+
+from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT, Pod, container, pod
+
+STACKS = Path(__file__).parents[2] / "fixtures" / "stacks"
+STATUS = "lmcache.io/inject-status"
+REPLACE = {"lmcache.io/replace-connector": "true"}
+V1 = '{"kv_connector": "LMCacheConnectorV1"}'
+
+
+def stack(name: str, **annotations: str) -> Pod:
+    document: Pod = yaml.safe_load((STACKS / f"{name}.yaml").read_text())
+    named = {f"lmcache.io/{key.replace('_', '-')}": text for key, text in annotations.items()}
+    document["metadata"].setdefault("annotations", {}).update(named)
+    return document
+
+
+def injected(options: InjectionOptions, document: Pod) -> tuple[Pod, str]:
+    """The engine's container and the status, of a pod that Kubernetes takes and that a second
+    review leaves alone.
+    """
+    before = copy.deepcopy(document)
+    outcome = review_pod(options, document, "team-a")
+    assert outcome.verdict == "injected", outcome.reason
+    assert document == before
+    changed = jsonpatch.apply_patch(document, outcome.operations)
+    kubernetes_validate.validate(changed, "1.33", strict=True)
+    assert review_pod(options, changed, "team-a") == PodReview("unchanged")
+    return changed["spec"]["containers"][0], changed["metadata"]["annotations"][STATUS]
+
+
+def declined(options: InjectionOptions, document: Pod) -> str:
+    outcome = review_pod(options, document, "team-a")
+    assert outcome.verdict == "declined", outcome.reason
+    return outcome.reason
+
+
+def config_of(engine: Pod) -> Any:
+    assert engine["args"][-2] == "--kv-transfer-config"
+    return json.loads(engine["args"][-1])
+
+
+@pytest.mark.parametrize("name", ["kserve-huggingface", "dynamo"])
+def test_servers_that_wrap_vllm_get_the_argument(name: str, options: InjectionOptions) -> None:
+    engine, _ = injected(options, stack(name))
+    assert config_of(engine) == transfer_config()
+    assert engine["args"][:-2] == stack(name)["spec"]["containers"][0]["args"]
+
+
+def test_a_script_that_reads_a_variable_gets_the_connector_in_it(options: InjectionOptions) -> None:
+    engine, status = injected(options, stack("kserve-llm"))
+    before = stack("kserve-llm")["spec"]["containers"][0]
+    assert (engine["command"], engine["args"]) == (before["command"], before["args"])
+    values = {one["name"]: one.get("value") for one in engine["env"]}
+    assert values["VLLM_ADDITIONAL_ARGS"] == f"--max-model-len 8192 {CONNECTOR_IN_A_SCRIPT}"
+    assert "its script gets the connector in the variable VLLM_ADDITIONAL_ARGS" in status
+
+    bare = stack("kserve-llm")
+    del bare["spec"]["containers"][0]["env"]
+    engine, _ = injected(options, bare)
+    assert {"name": "VLLM_ADDITIONAL_ARGS", "value": CONNECTOR_IN_A_SCRIPT} in engine["env"]
+
+    other = stack("kserve-llm")
+    [script] = other["spec"]["containers"][0]["args"]
+    other["spec"]["containers"][0]["args"] = [script.replace("VLLM_ADDITIONAL_ARGS", "OTHERS")]
+    assert "in a shell script, which is never edited" in declined(options, other)
+
+
+def test_a_connector_after_a_script_is_replaced_by_plain_words(options: InjectionOptions) -> None:
+    """vLLM reads `--kv-transfer-config.kv_connector_extra_config.chunk_size=512` as a member."""
+    for extra, is_plain in (({"lmcache.chunk_size": 512}, True), ({"lmcache.salt": "a b"}, False)):
+        config = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+        document = stack("kserve-llm", replace_connector="true")
+        document["spec"]["containers"][0]["args"] += ["--kv-transfer-config", json.dumps(config)]
+        if not is_plain:
+            assert "cannot go through a script" in declined(options, document)
+            continue
+        engine, _ = injected(options, document)
+        [words] = [one["value"] for one in engine["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS"]
+        option = "--kv-transfer-config.kv_connector_extra_config.chunk_size=512"
+        assert words.split() == ["--max-model-len", "8192", *CONNECTOR_IN_A_SCRIPT.split(), option]
+        assert len(engine["args"]) == 1
+
+
+def test_ray_is_told_what_its_configuration_needs(options: InjectionOptions) -> None:
+    wanted = f"put into engine_kwargs kv_transfer_config: {json.dumps(transfer_config())}"
+    reason = declined(options, stack("kuberay"))
+    assert "the container ray-worker runs Ray" in reason
+    assert "name it in lmcache.io/container" in reason
+    assert reason.endswith(wanted)
+    engine, status = injected(options, stack("kuberay", container="ray-worker"))
+    assert engine["args"] == stack("kuberay")["spec"]["containers"][0]["args"]
+    assert {"name": "PYTHONPATH", "value": "/opt/lmcache/python"} in engine["env"]
+    assert status.endswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "text"),
+    [
+        ("kserve-huggingface", ["--backend=huggingface"], "leave out --backend=huggingface"),
+        ("kserve-huggingface", ["--backend", "huggingface"], "runs transformers, not vLLM"),
+        ("dynamo", ["--connector", "nixl"], "is given --connector, by which Dynamo"),
+        ("dynamo", ["--is-prefill-worker"], "is a prefill or decode worker of Dynamo"),
+        ("dynamo", ["--disaggregation-mode=decode"], "is a prefill or decode worker of Dynamo"),
+    ],
+)
+def test_wrappers_that_would_not_use_the_connector(
+    name: str, words: list[str], text: str, options: InjectionOptions
+) -> None:
+    document = stack(name)
+    document["spec"]["containers"][0]["args"] += words
+    assert text in declined(options, document)
+
+
+def test_the_fix_for_a_script_of_dynamo_is_dynamos(options: InjectionOptions) -> None:
+    document = pod(container(command=["sh", "-c", "exec python3 -m dynamo.vllm --model m"]))
+    assert "write `command: [python3, -m, dynamo.vllm, …]`" in declined(options, document)
+
+
+def test_production_stacks_connector_is_replaced_on_request(options: InjectionOptions) -> None:
+    reason = declined(options, stack("production-stack"))
+    assert (
+        "remove that to have it set here, or set lmcache.io/replace-connector:"
+        ' "true" to have LMCacheConnectorV1 replaced' in reason
+    )
+    engine, status = injected(options, stack("production-stack", replace_connector="true"))
+    before = stack("production-stack")["spec"]["containers"][0]
+    assert engine["command"] == before["command"][:-2]
+    assert config_of(engine) == transfer_config()
+    assert [one["name"] for one in engine["env"] if one["name"].startswith("LMCACHE_")] == [
+        "LMCACHE_LOG_LEVEL",
+        "LMCACHE_USE_EXPERIMENTAL",
+        "LMCACHE_LMCACHE_INSTANCE_ID",
+    ], "what the connector would refuse beside a sidecar is gone"
+    assert status == (
+        "injected: the container vllm shares 30 GiB of memory with its sidecar, tenant a; replaced"
+        " LMCacheConnectorV1, and left to the sidecar's settings LMCACHE_LOCAL_CPU,"
+        " LMCACHE_MAX_LOCAL_DISK_SIZE, LMCACHE_REMOTE_URL, LMCACHE_REMOTE_SERDE"
+    )
+
+
+def test_the_multiprocess_connector_is_replaced_too(options: InjectionOptions) -> None:
+    engine, status = injected(options, stack("lmcache-mp", replace_connector="true"))
+    assert engine["args"][:-2] == ["meta-llama/Llama-3.1-8B-Instruct", "--port", "8000"]
+    assert config_of(engine) == transfer_config({"chunk_size": 512, "tier_timeout_s": 10})
+    assert "shares 4 GiB" in status
+    assert "replaced LMCacheMPConnector" in status
+    assert status.endswith("settings lmcache.mp.host, lmcache.mp.port")
+
+
+@pytest.mark.parametrize("name", ["production-stack", "lmcache-mp"])
+def test_the_connector_reads_what_is_left(
+    name: str, options: InjectionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = injected(options, stack(name, replace_connector="true"))
+    for one in engine["env"]:
+        monkeypatch.setenv(one["name"], one.get("value", ""))
+    read = read_options(config_of(engine)["kv_connector_extra_config"], "cuda")
+    assert read.engine.sidecar_socket == SOCKET_PATH
+    assert read.engine.chunk_size == (512 if name == "lmcache-mp" else 256)
+
+
+def replaceable(extra: dict[str, Any], *variables: dict[str, Any], **annotations: str) -> Pod:
+    config = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra})
+    named = {f"lmcache.io/{name.replace('_', '-')}": text for name, text in annotations.items()}
+    one = container(
+        command=["vllm", "serve", "m", "--kv_transfer_config"],
+        args=[config, "--port", "8000"],
+        env=list(variables),
+    )
+    return pod(one, annotations=REPLACE | named)
+
+
+def variable(name: str, value: str) -> dict[str, Any]:
+    return {"name": f"LMCACHE_{name}", "value": value}
+
+
+def sizes_of(options: InjectionOptions, document: Pod) -> tuple[str, str | None]:
+    changed = jsonpatch.apply_patch(document, review_pod(options, document, "team-a").operations)
+    sidecar = changed["spec"]["initContainers"][-1]
+    values = {one["name"]: one.get("value") for one in sidecar["env"]}
+    return values["LMCACHE_SIDECAR_ARENA_GB"], values.get("LMCACHE_SIDECAR_DISK_GB")
+
+
+def test_sizes_become_the_sidecars(options: InjectionOptions) -> None:
+    disk = {"lmcache.local_disk": "/data/kv/", "lmcache.max_local_disk_size": 50}
+    cpu = variable("MAX_LOCAL_CPU_SIZE", "20")
+    assert sizes_of(options, replaceable(disk, cpu)) == ("20", "50")
+    assert sizes_of(options, replaceable({"lmcache.max_local_cpu_size": 8}, cpu)) == ("8", None), (
+        "the command line wins"
+    )
+    assert sizes_of(options, replaceable(disk, cpu, arena_gb="2", disk_gb="0")) == ("2", None), (
+        "an annotation wins"
+    )
+    assert sizes_of(options, replaceable({"lmcache.max_local_cpu_size": 0.001})) == ("0.0625", None)
+    old = [variable("LOCAL_DEVICE", "file:///kv/"), variable("MAX_LOCAL_CACHE_SIZE", "30")]
+    assert sizes_of(options, replaceable({}, *old)) == ("4", "30")
+    assert "set lmcache.io/arena-gb to less" in declined(
+        options, replaceable({"lmcache.max_local_cpu_size": 100})
+    )
+
+
+def test_values_from_elsewhere_are_not_needed(options: InjectionOptions) -> None:
+    """A Secret may hold the address of LMCache's server."""
+    source = {"secretKeyRef": {"name": "redis", "key": "url"}}
+    document = replaceable({}, {"name": "LMCACHE_REMOTE_URL", "valueFrom": source})
+    engine, status = injected(options, document)
+    assert [one["name"] for one in engine["env"]] == ["PYTHONPATH"]
+    assert status.endswith("left to the sidecar's settings LMCACHE_REMOTE_URL")
+
+
+@pytest.mark.parametrize(
+    ("extra", "variables", "text"),
+    [
+        ({"lmcache.use_layerwise": True}, [], "KV moves by chunk, not by layer"),
+        ({"lmcache.enable_pd": True}, [], "through peers or the remote tier"),
+        ({"lmcache.enable_blending": True}, [], "vLLM lets a connector load prefixes only"),
+        ({"lmcache.no_such_option": 1}, [], "unknown option 'no_such_option'"),
+        ({"lmcache.max_local_cpu_size": "20GB"}, [], "max_local_cpu_size='20GB': must be"),
+        ({"lmcache.chunk_size": []}, [], "chunk_size=[]: must be a whole number"),
+        ({}, [variable("ENABLE_CONTROLLER", "True")], "use the lookup service and the broker"),
+        ({}, [variable("CHUNK_SIZE", "many")], "LMCACHE_CHUNK_SIZE='many': must be a whole number"),
+        ({}, [variable("CONFIG_FILE", "/etc/lmcache.yaml")], "cannot see the file that"),
+        ({f"lmcache.o{i}": 1 for i in range(129)}, [], "a mapping of at most 128 options"),
+        ({"lmcache.extra_config": "x" * 20_000}, [], "at most 16384 characters"),
+    ],
+)
+def test_options_that_have_no_counterpart_decline_with_the_fix(
+    extra: dict[str, Any], variables: list[Any], text: str, options: InjectionOptions
+) -> None:
+    assert text in declined(options, replaceable(extra, *variables))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (V1.replace("}", ', "kv_role": "kv_producer"}'), "only kv_role=kv_both can be"),
+        (V1.replace("}", ', "kv_connector_extra_config": 1}'), "must be a mapping"),
+        (V1.replace("V1", "V7"), "remove that to have it set here"),
+        ('{"kv_connector": "NixlConnector"}', "remove that to have it set here"),
+        ('{"kv_connector": ["LMCacheConnectorV1"]}', "remove that to have it set here"),
+        ("[" * 1000, "remove that to have it set here"),
+        ("", "remove that to have it set here"),
+    ],
+)
+def test_what_is_not_replaced(config: str, text: str, options: InjectionOptions) -> None:
+    for words in (["--kv-transfer-config", config], [f"--kv-transfer-config={config}"]):
+        document = pod(container(args=words), annotations=REPLACE)
+        assert text in declined(options, document)
+    in_a_script = ["sh", "-c", f"vllm serve m --kv-transfer-config '{V1}'"]
+    document = pod(container(command=in_a_script), annotations=REPLACE)
+    assert declined(options, document).endswith("remove that to have it set here")
+
+
+def test_the_annotation_alone_changes_nothing(options: InjectionOptions) -> None:
+    engine, status = injected(options, pod(container(args=["m"]), annotations=REPLACE))
+    assert config_of(engine) == transfer_config()
+    assert "replaced" not in status
+    wrong = {"lmcache.io/replace-connector": "yes"}
+    assert "replace-connector='yes': write true or false" in declined(
+        options, pod(container(args=["m"]), annotations=wrong)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("REMOTE_URL", "lm://old:81", "the tiers are the sidecar's; set the sidecar's remote_url"),
+        ("MAX_LOCAL_DISK_SIZE", "60", "set the sidecar's disk_gb"),
+        ("MAX_LOCAL_CPU_SIZE", "0", "give it some GB"),
+        ("ENABLE_BLENDING", "true", "set it to false"),
+    ],
+)
+def test_variables_that_would_end_vllm_are_seen_beforehand(
+    name: str, value: str, text: str, options: InjectionOptions
+) -> None:
+    document = pod(container(args=["m"], env=[variable(name, value)]))
+    assert text in declined(options, document)
