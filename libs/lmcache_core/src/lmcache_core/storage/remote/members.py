@@ -225,9 +225,7 @@ def hosts_of(url: str) -> list[ServerAddress]:
             )
         found.append(ServerAddress(parts.hostname, port, parts.hostname))
     if len(found) > MAX_ADDRESSES:
-        raise ConfigError(
-            f"the URL {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}"
-        )
+        raise ConfigError(f"the URL {scheme}://…: {len(found)} hosts; the limit is {MAX_ADDRESSES}")
     return found
 
 
