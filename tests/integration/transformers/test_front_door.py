@@ -84,6 +84,23 @@ def test_by_default_nothing_is_shared(model: LlamaForCausalLM) -> None:
         assert engine.metadata.model_name == "llama"
 
 
+def test_the_name_is_that_of_the_model_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama").mkdir()
+    model = make_model(0)
+    for source, want in (
+        ("org/model", "org/model"),
+        ("./llama", "llama"),
+        (f"{tmp_path}/llama/", "llama"),
+    ):
+        model.name_or_path = source
+        with lmcache_core.open(model, **SMALL) as cache:
+            assert cache.engine is not None
+            assert cache.engine.metadata.model_name == want
+
+
 def test_what_is_missing_is_a_miss(model: LlamaForCausalLM, tmp_path: Path) -> None:
     ids = prompt()
     want = CachedCausalLM(model, None).generate(ids, 8).tokens

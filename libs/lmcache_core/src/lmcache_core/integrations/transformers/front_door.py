@@ -52,8 +52,8 @@ def open(
         disk_gb: Room for them.
         remote: URL of the remote tier, such as `lm://host:65432`; none: nothing is shared.
         sidecar: Unix socket of the pod's sidecar, whose tiers then replace all of these.
-        name: Name under which the model's KV is shared; by default the one it was loaded by, or
-            its type. Models with other weights never share KV, whatever their names.
+        name: Name under which the model's KV is shared; by default that of the repository or
+            directory it was loaded from. Other weights never share KV, whatever the name.
         **options: Any other option of `LMCacheEngineConfig`; and `separator`, the token ids that
             end a document, with `enable_blending`.
 
@@ -73,8 +73,8 @@ def open(
         sidecar_socket=os.fspath(sidecar) if isinstance(sidecar, os.PathLike) else sidecar,
         **options,
     )
-    name = name or model.name_or_path or model.config.model_type
-    engine = create_engine(config, metadata_of(model, name, config), connector_of(model))
+    metadata = metadata_of(model, name or _name_of(model), config)
+    engine = create_engine(config, metadata, connector_of(model))
     engine.open()
     try:
         ending = None if separator is None else torch.as_tensor(separator)
@@ -82,6 +82,14 @@ def open(
     except BaseException:
         engine.close()
         raise
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    """Return a name that is the same wherever a directory lies; `lmcachectl certify` agrees."""
+    source: str = model.name_or_path
+    if source and Path(source).is_dir():
+        source = Path(os.path.abspath(source)).name  # noqa: PTH100 (a link keeps its own name)
+    return source or str(model.config.model_type)
 
 
 def _directory_url(value: Any) -> Any:
