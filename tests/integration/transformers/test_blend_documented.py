@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
 import pytest
-from lmcache_core.engine import LMCacheEngineBuilder
 from lmcache_demo.model import MODEL_DIR
 
 from tests.fixtures.ctl import Ctl
@@ -49,13 +47,12 @@ retriever.close()
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With the files that the page names."""
     shutil.copytree(MODEL_DIR, tmp_path / "llama", ignore=shutil.ignore_patterns("two_documents"))
     (tmp_path / "held-out.txt").write_text(topics.topics["import"], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    LMCacheEngineBuilder.destroy("rag")
+    return tmp_path
 
 
 def test_the_page_does_what_it_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +62,7 @@ def test_the_page_does_what_it_says(folder: Path, capsys: pytest.CaptureFixture[
     snippets = [*blocks(PAGE, "python"), OWN_POLICY]
     for code in snippets:
         exec(compile(code, str(PAGE), "exec", dont_inherit=True), names)
-    names["cached"].close()
+    names["cache"].close()
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len(snippets) == 3
     num_documents = sum(map(len, names["documents"]))

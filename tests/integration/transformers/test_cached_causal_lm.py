@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,31 +17,12 @@ from lmcache_core.integrations.transformers import (
 )
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
-from lmcache_demo.model import MODEL_DIR
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.fixtures.kv import make_config
+from tests.fixtures.tiny_llama import VOCAB, make_model
 
 CHUNK = 16
-VOCAB = 200
-
-
-def make_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=1024,
-    )
-    model = LlamaForCausalLM(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -261,38 +239,3 @@ def test_a_model_that_forgets_tokens_is_refused() -> None:
     config.sliding_window = 8
     with pytest.raises(ValueError, match="full attention"):
         metadata_of(MistralForCausalLM(config).eval(), "test", make_config(chunk_size=CHUNK))
-
-
-def test_a_prompt_may_have_the_shape_that_tokenizers_return(
-    model: LlamaForCausalLM, engine: LMCacheEngine
-) -> None:
-    prompt = torch.arange(1, 40)
-    cached = CachedCausalLM(model, engine)
-    assert cached.generate(prompt[None], 4).tokens == cached.generate(prompt, 4).tokens
-    for ids, shape in ((torch.stack([prompt, prompt]), r"\(2, 39\)"), (prompt[:0], r"\(0,\)")):
-        with pytest.raises(ValueError, match=f"not of shape {shape}"):
-            cached.generate(ids, 4)
-
-
-def test_the_readme_runs_as_it_is_pasted(tmp_path: Path) -> None:
-    """With the demo's model instead of one that is downloaded, and less of everything."""
-    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
-    [program] = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    changed = program
-    for pattern, smaller in (
-        (r'(?m)^name = ".*?"', f'name = "{MODEL_DIR}"'),
-        (r"max_local_cpu_size=2.0", "max_local_cpu_size=0.1"),
-        (r'" \* 100', '" * 40'),
-        (r"max_new_tokens=16", "max_new_tokens=2"),
-    ):
-        changed, count = re.subn(pattern, smaller, changed)
-        assert count == 1, pattern
-    done = subprocess.run(
-        [sys.executable, "-c", changed], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = (
-        line.split(" of ")[0] for line in done.stdout.splitlines() if "tokens reused" in line
-    )
-    assert int(first) == 0
-    assert int(second) >= 256

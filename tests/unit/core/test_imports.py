@@ -4,10 +4,12 @@ bring itself.
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
+import lmcache_core
 import pytest
 
 from tests.fixtures.sidecar import running_socket
@@ -48,6 +50,32 @@ def words_of(code: str) -> set[str]:
 @pytest.mark.parametrize("package", TORCH_FREE)
 def test_the_base_imports_no_torch(package: str) -> None:
     assert "torch" not in modules_after(f"import lmcache_core.{package}")
+
+
+def test_the_front_door_is_cheap_and_has_what_it_lists() -> None:
+    heavy = {"torch", "numpy", "transformers", "msgspec", "yaml", "httpx", "asyncio"}
+    assert not heavy & modules_after("import lmcache_core")
+    program = (
+        "import lmcache_core as c\nprint(*[n for n in c.__all__ if n not in dir(c)"
+        " or getattr(c, n).__name__ != n])\nassert c.open is not open\nc.__version__\n"
+        "from lmcache_core import *\nassert c.open is open\nassert not hasattr(c, 'nothing')"
+    )
+    assert words_of(program) == set()
+
+
+def test_a_type_checker_sees_the_names_where_they_are_resolved() -> None:
+    source = (ROOT / "libs/lmcache_core/src/lmcache_core/__init__.py").read_text(encoding="utf-8")
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.col_offset
+        for alias in node.names
+    }
+    resolved = {
+        name: f"lmcache_core.{module}" for name, module in lmcache_core._RESOLVED_LATER.items()
+    }
+    assert seen == resolved
+    assert set(seen) == set(lmcache_core.__all__)
 
 
 def test_storage_parts_of_a_service_import_no_torch() -> None:

@@ -125,7 +125,9 @@ def test_without_numba_it_says_what_to_install(serde: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert f"serde '{serde}'" in done.stdout
-    assert "install lmcache-core[codec], or run the image lmcache-sidecar-codec" in done.stdout
+    assert (
+        "pip install 'lmcache-core[codec]', or run the image lmcache-sidecar-codec" in done.stdout
+    )
 
 
 async def test_serdes_that_decode_more_than_they_are_called_are_known() -> None:

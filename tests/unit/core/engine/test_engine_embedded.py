@@ -218,6 +218,36 @@ def test_the_builder_keeps_one_engine_a_name() -> None:
     LMCacheEngineBuilder.destroy("one")
 
 
+def test_leaving_the_block_closes_an_engine_and_its_id_makes_another_one() -> None:
+    arguments = make_config(), make_metadata(), VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+    tokens, kv = tokens_of(32), random_kv(32)
+    with LMCacheEngineBuilder.get_or_create("one", *arguments) as first:
+        first.store(tokens, kvcaches=kv)
+        assert first.lookup(tokens) == 32
+    first.close()
+    assert first.lookup(tokens) == 0
+    assert LMCacheEngineBuilder.get("one") is None
+    with LMCacheEngineBuilder.get_or_create("one", *arguments) as second:
+        assert second is not first
+        first.close()
+        assert LMCacheEngineBuilder.get("one") is second, "only its own id is given up"
+    LMCacheEngineBuilder.destroy("one")
+
+
+def test_entering_the_block_opens_an_engine() -> None:
+    config, metadata = make_config(), make_metadata()
+    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
+    database = ChunkedTokenDatabase(config, metadata)
+    tokens = tokens_of(32)
+    engine = LMCacheEngine(config, metadata, HostMemoryAllocator(1 << 20), database, connector)
+    for _ in range(2):
+        with engine as opened:
+            assert opened is engine
+            assert engine.lookup(tokens) == 0
+            engine.store(tokens, kvcaches=random_kv(32))
+            assert engine.lookup(tokens) == 32
+
+
 def test_an_engine_with_a_disk_may_be_opened_again(tmp_path: Path) -> None:
     config, metadata = (
         make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01),

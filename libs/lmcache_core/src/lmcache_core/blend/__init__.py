@@ -5,9 +5,10 @@ Names are resolved on first use, as in all packages that a process without torch
 
 from __future__ import annotations
 
-import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from lmcache_core.extras import resolve
 
 if TYPE_CHECKING:
     from lmcache_core.blend.executor import CacheBlendImpl
@@ -26,19 +27,19 @@ if TYPE_CHECKING:
 
 _RESOLVED_LATER = MappingProxyType(
     {
-        "BlendExecutor": "interfaces",
-        "BlendOutput": "interfaces",
-        "BlendRetriever": "interfaces",
-        "BlendRetrieverResult": "interfaces",
-        "BlendRetrieverTask": "interfaces",
-        "CacheBlendImpl": "executor",
-        "RopeParameters": "rotary",
-        "RotaryEmbedding": "rotary",
-        "SPTBlendRetriever": "retriever",
-        "SPTBlendRetrieverTask": "retriever",
-        "create_index": "interfaces",
-        "indices_to_mask": "interfaces",
-        "mask_to_indices": "interfaces",
+        "BlendExecutor": "blend.interfaces",
+        "BlendOutput": "blend.interfaces",
+        "BlendRetriever": "blend.interfaces",
+        "BlendRetrieverResult": "blend.interfaces",
+        "BlendRetrieverTask": "blend.interfaces",
+        "CacheBlendImpl": "blend.executor",
+        "RopeParameters": "blend.rotary",
+        "RotaryEmbedding": "blend.rotary",
+        "SPTBlendRetriever": "blend.retriever",
+        "SPTBlendRetrieverTask": "blend.retriever",
+        "create_index": "blend.interfaces",
+        "indices_to_mask": "blend.interfaces",
+        "mask_to_indices": "blend.interfaces",
     }
 )
 
@@ -60,6 +61,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RESOLVED_LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_RESOLVED_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return resolve(__name__, _RESOLVED_LATER, name)

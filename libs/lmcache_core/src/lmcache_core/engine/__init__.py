@@ -2,7 +2,7 @@
 
 from lmcache_core.extras import needs_extra
 
-with needs_extra("torch", "torch", "numpy"):
+with needs_extra("torch"):
     from lmcache_core.engine.engine import LMCacheEngine, LMCacheEngineBuilder
     from lmcache_core.record.chunk_store import ChunkStore
 

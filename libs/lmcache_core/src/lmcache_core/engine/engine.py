@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
@@ -36,7 +36,8 @@ TIERS = frozenset({HOT_TIER, "LocalDiskBackend", "P2PBackend", "RemoteBackend"})
 class LMCacheEngine:
     """Stores and retrieves the KV of token prefixes.
 
-    `open` before use, `close` after it (`LMCacheEngineBuilder` does both). Thread-safe.
+    A context manager: entering opens it unless it is open, leaving closes it.
+    `LMCacheEngineBuilder.get_or_create` returns it opened. Thread-safe.
 
     Args:
         config: Options.
@@ -71,27 +72,42 @@ class LMCacheEngine:
             self._store, gpu_connector, metadata, self.counters, self._workers
         )
         self._prefill = PrefillRate(config.prefill_tokens_per_s)
+        self._is_open = False
         self._guard: CallGuard = nullcontext
         if config.error_handling:
             self._guard = DegradingGuard(self.counters)
 
     def open(self) -> None:
-        """Start the tiers, or connect to the sidecar. An absent remote tier or sidecar is not an
-        error.
+        """Start the tiers, or connect to the sidecar, unless that has been done. An absent remote
+        tier or sidecar is not an error.
         """
+        if self._is_open:
+            return
         self._workers.open()
         try:
             self._store.open(self._token_database.use_salt)
         except BaseException:
             self._workers.close()
             raise
+        self._is_open = True
 
     def close(self) -> None:
-        """Finish or abandon background work and free everything. Idempotent."""
+        """Finish or abandon background work and free everything; `LMCacheEngineBuilder` forgets the
+        engine. Idempotent.
+        """
+        LMCacheEngineBuilder._forget(self)
+        self._is_open = False
         try:
             self._store.close()
         finally:
             self._workers.close()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def attach(self, kvcaches: Any, engine_memory: EngineMemory) -> None:
         """Check, before the first request, that the connector for paged memory reads and writes it
@@ -253,6 +269,23 @@ class LMCacheEngine:
         return list(self._token_database.process_tokens(tokens, mask, *more))
 
 
+def create_engine(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheEngineMetadata,
+    gpu_connector: GPUConnectorInterface,
+) -> LMCacheEngine:
+    """Return an engine with the memory and the token database that the config asks for; not
+    opened.
+    """
+    allocator: MemoryAllocatorInterface | None = None
+    if config.sidecar_socket is None:
+        from lmcache_core.memory import PinMemoryAllocator
+
+        allocator = PinMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
+    database = ChunkedTokenDatabase(config, metadata)
+    return LMCacheEngine(config, metadata, allocator, database, gpu_connector)
+
+
 class LMCacheEngineBuilder:
     """Makes, finds and destroys engines of this process: the documented registry, by instance
     id.
@@ -277,13 +310,7 @@ class LMCacheEngineBuilder:
         with cls._lock:
             engine = cls._instances.get(instance_id)
             if engine is None:
-                allocator: MemoryAllocatorInterface | None = None
-                if config.sidecar_socket is None:
-                    from lmcache_core.memory import PinMemoryAllocator
-
-                    allocator = PinMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
-                database = ChunkedTokenDatabase(config, metadata)
-                engine = LMCacheEngine(config, metadata, allocator, database, gpu_connector)
+                engine = create_engine(config, metadata, gpu_connector)
                 engine.open()
                 cls._instances[instance_id] = engine
             elif (engine.config, engine.metadata) != (config, metadata):
@@ -306,3 +333,11 @@ class LMCacheEngineBuilder:
             engine = cls._instances.pop(instance_id, None)
         if engine is not None:
             engine.close()
+
+    @classmethod
+    def _forget(cls, engine: LMCacheEngine) -> None:
+        """Drop a closed engine, so that its id makes another one."""
+        with cls._lock:
+            for instance_id, known in list(cls._instances.items()):
+                if known is engine:
+                    del cls._instances[instance_id]

@@ -6,13 +6,12 @@ on first use.
 
 from __future__ import annotations
 
-import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.extras import needs_extra
+from lmcache_core.extras import needs_extra, resolve
 
-with needs_extra("torch", "torch", "numpy"):
+with needs_extra("torch"):
     from lmcache_core.gpu_connectors.base import GPUConnectorInterface
     from lmcache_core.gpu_connectors.layout import KVLayout, LayerGroup, Order, Packing
     from lmcache_core.gpu_connectors.nested_tuple import VLLMNestedTupleGPUConnector
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 
 _NEEDS_KERNELS = MappingProxyType(
     {
-        "EngineMemory": "engine_memory",
-        "LogicalMemory": "engine_memory",
-        "PagedConnector": "paged",
-        "PagedGPUConnector": "paged",
-        "VLLMPagedMemGPUConnector": "paged",
-        "VLLMPagedMemGPUConnectorV2": "paged",
-        "run_canary": "canary",
+        "EngineMemory": "gpu_connectors.engine_memory",
+        "LogicalMemory": "gpu_connectors.engine_memory",
+        "PagedConnector": "gpu_connectors.paged",
+        "PagedGPUConnector": "gpu_connectors.paged",
+        "VLLMPagedMemGPUConnector": "gpu_connectors.paged",
+        "VLLMPagedMemGPUConnectorV2": "gpu_connectors.paged",
+        "run_canary": "gpu_connectors.canary",
     }
 )
 
@@ -57,7 +56,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_KERNELS:
-        with needs_extra("kernels", "lmcache_kernels"):
-            return getattr(importlib.import_module(f"{__name__}.{_NEEDS_KERNELS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return resolve(__name__, _NEEDS_KERNELS, name)

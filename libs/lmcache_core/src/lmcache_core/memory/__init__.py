@@ -6,10 +6,10 @@ none of them, and a process without torch can import this package.
 
 from __future__ import annotations
 
-import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.extras import resolve
 from lmcache_core.memory.base import (
     FreeBlock,
     MemoryAllocatorInterface,
@@ -96,6 +96,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RESOLVED_LATER:
-        return getattr(importlib.import_module(f"lmcache_core.{_RESOLVED_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return resolve(__name__, _RESOLVED_LATER, name)

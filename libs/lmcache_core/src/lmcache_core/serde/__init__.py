@@ -6,11 +6,11 @@ this package.
 
 from __future__ import annotations
 
-import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.extras import install_line, resolve
 from lmcache_core.serde.codec import ChunkCodec
 
 if TYPE_CHECKING:
@@ -91,14 +91,12 @@ def create_codec(name: str | None, threads: int = 0) -> ChunkCodec | None:
         from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            f"serde {name!r} needs the package {exc.name!r}: install lmcache-core[codec], or run"
-            " the image lmcache-sidecar-codec"
+            f"serde {name!r} needs the package {exc.name!r}: {install_line('codec')}, or run the"
+            " image lmcache-sidecar-codec"
         ) from exc
     level: Any = _PROFILES[name]
     return CacheGenCodec(None if level is None else Profile(level), threads)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RESOLVED_LATER:
-        return getattr(importlib.import_module(f"lmcache_core.{_RESOLVED_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return resolve(__name__, _RESOLVED_LATER, name)

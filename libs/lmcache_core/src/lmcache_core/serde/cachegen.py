@@ -10,7 +10,6 @@ Source: the documented CacheGen configurations. Early layers lose more output qu
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.extras import resolve
 
 if TYPE_CHECKING:
     from lmcache_core.documented.cachegen.outputs import (
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 
 _RESOLVED_LATER = MappingProxyType(
     {
-        "CacheGenEncoderImpl": "quantization",
-        "CacheGenEncoderOutput": "outputs",
-        "CacheGenGPUBytestream": "outputs",
-        "CacheGenGPUEncoderOutput": "outputs",
-        "collect_bytes": "streams",
-        "concat_max": "quantization",
-        "decode_chunk": "streams",
-        "decode_function_gpu": "streams",
-        "do_dequantize": "quantization",
-        "encode_function": "streams",
-        "encode_ntokens": "streams",
-        "quant": "quantization",
-        "recombine_bytes": "streams",
-        "torch_quant": "quantization",
-        "torch_quant_vectorized": "quantization",
+        "CacheGenEncoderImpl": "documented.cachegen.quantization",
+        "CacheGenEncoderOutput": "documented.cachegen.outputs",
+        "CacheGenGPUBytestream": "documented.cachegen.outputs",
+        "CacheGenGPUEncoderOutput": "documented.cachegen.outputs",
+        "collect_bytes": "documented.cachegen.streams",
+        "concat_max": "documented.cachegen.quantization",
+        "decode_chunk": "documented.cachegen.streams",
+        "decode_function_gpu": "documented.cachegen.streams",
+        "do_dequantize": "documented.cachegen.quantization",
+        "encode_function": "documented.cachegen.streams",
+        "encode_ntokens": "documented.cachegen.streams",
+        "quant": "documented.cachegen.quantization",
+        "recombine_bytes": "documented.cachegen.streams",
+        "torch_quant": "documented.cachegen.quantization",
+        "torch_quant_vectorized": "documented.cachegen.quantization",
     }
 )
 
@@ -289,9 +289,4 @@ def _layers_of_directory(model_name: str) -> int | None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RESOLVED_LATER:
-        module = importlib.import_module(
-            f"lmcache_core.documented.cachegen.{_RESOLVED_LATER[name]}"
-        )
-        return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return resolve(__name__, _RESOLVED_LATER, name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_core._typing import override
 from lmcache_core.errors import ConfigError, SerdeError
+from lmcache_core.extras import install_line
 from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.views import bytes_under, tensor_over
 from lmcache_core.record import RecordHeader, TensorSpec
@@ -64,8 +65,7 @@ class DocumentedCodec(ChunkCodec):
             module = importlib.import_module(f"lmcache_core.serde.{module_name}")
         except ModuleNotFoundError as exc:
             raise ConfigError(
-                f"the serde {self.serde!r} needs the package {exc.name!r}; install"
-                " lmcache-core[torch]"
+                f"serde {self.serde!r} needs the package {exc.name!r}: {install_line('torch')}"
             ) from exc
         self._serializer = getattr(module, serializer)()
         self._deserializer = getattr(module, deserializer)(None)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.extras import install_line
 
 Loop = Callable[..., Any]
 S = TypeVar("S")
@@ -96,7 +97,7 @@ def check_numba() -> None:
     """
     if importlib.util.find_spec("numba") is None:
         raise ConfigError(
-            "this serde needs the package 'numba': install lmcache-core[codec], or run the image"
+            f"this serde needs the package 'numba': {install_line('codec')}, or run the image"
             " lmcache-sidecar-codec"
         )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.extras import resolve
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _LAZY = MappingProxyType(
     {
-        "DiskBackend": "lmcache_core.storage.disk",
-        "LMCBackendInterface": "lmcache_core.documented.tensor_backend",
-        "LocalCPUBackend": "lmcache_core.storage.hot",
-        "LocalDiskBackend": "lmcache_core.documented.disk",
-        "StackTensorBackend": "lmcache_core.documented.tensor_backend",
-        "StorageManager": "lmcache_core.storage.manager",
+        "DiskBackend": "storage.disk",
+        "LMCBackendInterface": "documented.tensor_backend",
+        "LocalCPUBackend": "storage.hot",
+        "LocalDiskBackend": "documented.disk",
+        "StackTensorBackend": "documented.tensor_backend",
+        "StorageManager": "storage.manager",
     }
 )
 
@@ -44,6 +44,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return resolve(__name__, _LAZY, name)

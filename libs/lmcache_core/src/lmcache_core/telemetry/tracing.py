@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.extras import install_line
 from lmcache_core.telemetry.request_context import TRACEPARENT_HEADER
 from lmcache_core.telemetry.sparse_log import SparseLog
 
@@ -59,7 +60,7 @@ def open_tracer(
         return Tracer(endpoint, service, instance, sample_ratio)
     except ImportError as exc:
         raise ConfigError(
-            f"otlp_endpoint is set, but {exc.name} is not installed: install lmcache-core[traces]"
+            f"otlp_endpoint is set, but {exc.name} is not installed: {install_line('traces')}"
         ) from exc
 
 

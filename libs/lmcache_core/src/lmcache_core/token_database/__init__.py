@@ -5,10 +5,10 @@ The databases, which need numpy, are resolved on first use: a process without it
 
 from __future__ import annotations
 
-import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.extras import resolve
 from lmcache_core.token_database.base import MultimodalSpan, TokenDatabase
 from lmcache_core.token_database.hashing import chain_hashes, identity_root
 
@@ -31,6 +31,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RESOLVED_LATER:
-        return getattr(importlib.import_module(f"lmcache_core.{_RESOLVED_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return resolve(__name__, _RESOLVED_LATER, name)

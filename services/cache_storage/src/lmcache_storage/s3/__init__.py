@@ -31,7 +31,7 @@ def create_s3_backend(settings: S3Settings) -> S3Backend | None:
         from lmcache_storage.s3.objects import BucketObjects
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            f"s3_bucket={settings.s3_bucket!r} needs the package {exc.name!r}; install"
-            " lmcache-storage[s3], or leave s3_bucket out"
+            f"s3_bucket={settings.s3_bucket!r} needs the package {exc.name!r}:"
+            " pip install 'lmcache-storage[s3]', or leave s3_bucket out"
         ) from exc
     return S3Backend(BucketObjects(settings), settings.s3_timeout_s)

@@ -1,14 +1,16 @@
 """Hugging Face transformers: a causal LM whose prompts' KV comes from, and goes to, the cache.
 
-engine = LMCacheEngineBuilder.get_or_create("hf", config, metadata_of(model, name, config),
-connector_of(model)) cached = CachedCausalLM(model, engine) answer = cached.generate(input_ids,
-max_new_tokens=32)
+    with open(model) as cache:  # also lmcache_core.open
+        answer = cache.generate(input_ids, max_new_tokens=64)
+
+`CachedCausalLM` takes an engine that was made otherwise.
 """
 
 from lmcache_core.extras import needs_extra
 
-with needs_extra("transformers", "transformers", "torch", "numpy", "lmcache_kernels"):
+with needs_extra("transformers"):
     from lmcache_core.integrations.transformers.cached import CachedCausalLM, Generation
+    from lmcache_core.integrations.transformers.front_door import open
     from lmcache_core.integrations.transformers.identity import (
         connector_of,
         metadata_of,
@@ -21,6 +23,7 @@ __all__ = [
     "Generation",
     "connector_of",
     "metadata_of",
+    "open",
     "options_fingerprint",
     "weights_fingerprint",
 ]

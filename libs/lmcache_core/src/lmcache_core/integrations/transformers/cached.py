@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -34,7 +36,7 @@ class Generation:
 
 
 class CachedCausalLM:
-    """A causal LM in front of a cache engine.
+    """A causal LM in front of a cache engine; a context manager that closes what it owns.
 
     Args:
         model: In eval mode; not changed.
@@ -42,6 +44,7 @@ class CachedCausalLM:
             everything.
         separator: Token ids that end each document of a prompt, `[num_tokens]`; for an engine with
             `enable_blending`.
+        owns_engine: Whether `close` closes the engine too.
 
     Raises:
         ConfigError: The engine is to blend, and there is no separator.
@@ -52,41 +55,62 @@ class CachedCausalLM:
         model: PreTrainedModel,
         engine: LMCacheEngine | None,
         separator: torch.Tensor | None = None,
+        *,
+        owns_engine: bool = False,
     ) -> None:
         self._model = model
         self._engine = engine
+        self._owns_engine = owns_engine
         self._blender: PromptBlender | None = None
         if engine is not None and engine.config.enable_blending:
             self._blender = PromptBlender(model, engine, separator)
 
     def close(self) -> None:
-        """End what blending needs; the engine stays open. Idempotent."""
-        if self._blender is not None:
-            self._blender.close()
+        """End what blending needs, and close the engine if it is owned. Idempotent."""
+        try:
+            if self._blender is not None:
+                self._blender.close()
+        finally:
+            if self._engine is not None and self._owns_engine:
+                self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> LMCacheEngine | None:
+        """The engine, for `stats`, `lookup` and `prefetch`."""
+        return self._engine
 
     @property
     def reason_against_blending(self) -> str | None:
         """Why prompts are not blended; None if they are."""
         return "enable_blending is off" if self._blender is None else self._blender.reason_against
 
-    def keep_document(self, document: torch.Tensor) -> None:
+    def keep_document(self, document: torch.Tensor | Sequence[Any]) -> None:
         """Store the KV of a document for prompts that have it anywhere. It is computed by itself,
         or known; never blended.
 
         Args:
-            document: Token ids with the separator at the end, `[num_tokens]` or `[1, num_tokens]`.
+            document: Token ids with the separator at the end, in a form that `generate` takes.
 
         Raises:
             ValueError: It is empty, or there are several; or the engine is to blend, and it does
                 not end with the separator, or has it before its end too.
         """
-        document = _as_prompt(document)
+        document = self._as_prompt(document)
         if self._blender is not None:
             self._blender.check_document(document)
-        self._generate_exact(document, time.perf_counter(), 1, None)
+        self._generate_exact(document, time.perf_counter(), 1, frozenset())
 
     def generate(
-        self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_id: int | None = None
+        self,
+        input_ids: torch.Tensor | Sequence[Any],
+        max_new_tokens: int,
+        eos_token_id: int | Sequence[int] | None = None,
     ) -> Generation:
         """Generate greedily; the prompt's KV is reused where cached and stored where not.
 
@@ -94,23 +118,25 @@ class CachedCausalLM:
         that continues the answer reuses both.
 
         Args:
-            input_ids: Prompt, shape `[num_tokens]` or, as tokenizers return it, `[1, num_tokens]`,
-                int64, at least one token.
+            input_ids: One prompt of at least one token, as a tokenizer returns it: a tensor on any
+                device or a list, `[num_tokens]` or `[1, num_tokens]`.
             max_new_tokens: How many tokens to generate at most, at least 1.
-            eos_token_id: Token that ends the generation.
+            eos_token_id: Token, or tokens, that end the generation; by default those of the model's
+                generation config. An empty sequence: none.
 
         Raises:
             ValueError: The prompt is empty, or there are several.
         """
-        input_ids = _as_prompt(input_ids)
+        input_ids = self._as_prompt(input_ids)
+        ends = self._ends(eos_token_id)
         begin = time.perf_counter()
         blended = self._blender.prefill(input_ids) if self._blender is not None else None
         if blended is not None:
-            return self._generate_blended(input_ids, blended, begin, max_new_tokens, eos_token_id)
-        return self._generate_exact(input_ids, begin, max_new_tokens, eos_token_id)
+            return self._generate_blended(input_ids, blended, begin, max_new_tokens, ends)
+        return self._generate_exact(input_ids, begin, max_new_tokens, ends)
 
     def _generate_exact(
-        self, input_ids: torch.Tensor, begin: float, max_new_tokens: int, eos_token_id: int | None
+        self, input_ids: torch.Tensor, begin: float, max_new_tokens: int, ends: frozenset[int]
     ) -> Generation:
         with torch.inference_mode():
             cache, num_reused = self.load(input_ids)
@@ -121,7 +147,7 @@ class CachedCausalLM:
             if self._engine is not None:
                 self._engine.note_prefill(len(input_ids) - num_reused, time.perf_counter() - loaded)
             self.save(input_ids, cache, num_reused)
-            self._decode(tokens, cache, max_new_tokens, eos_token_id)
+            self._decode(tokens, cache, max_new_tokens, ends)
             self._save_decoded(input_ids, tokens, cache)
         return Generation(tokens, len(input_ids), num_reused, first_s)
 
@@ -131,7 +157,7 @@ class CachedCausalLM:
         blended: BlendedPrefill,
         begin: float,
         max_new_tokens: int,
-        eos_token_id: int | None,
+        ends: frozenset[int],
     ) -> Generation:
         """Generate as `generate` does; nothing is stored, since this KV is not that of a full
         prefill.
@@ -139,14 +165,14 @@ class CachedCausalLM:
         tokens = [int(blended.logits[0, -1].argmax())]
         first_s = time.perf_counter() - begin
         with torch.inference_mode():
-            self._decode(tokens, blended.caches[0], max_new_tokens, eos_token_id)
+            self._decode(tokens, blended.caches[0], max_new_tokens, ends)
         return Generation(tokens, len(input_ids), blended.num_retrieved, first_s, is_blended=True)
 
     def _decode(
-        self, tokens: list[int], cache: DynamicCache, max_new_tokens: int, eos_token_id: int | None
+        self, tokens: list[int], cache: DynamicCache, max_new_tokens: int, ends: frozenset[int]
     ) -> None:
         """Append generated tokens to the first."""
-        while len(tokens) < max_new_tokens and tokens[-1] != eos_token_id:
+        while len(tokens) < max_new_tokens and tokens[-1] not in ends:
             last = torch.tensor(tokens[-1:], device=self._model.device)
             tokens.append(int(self._forward(last, cache).argmax()))
 
@@ -216,20 +242,36 @@ class CachedCausalLM:
         )
         self.save(everything, cache, len(input_ids))
 
+    def _ends(self, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
+        if eos_token_id is None:
+            eos_token_id = getattr(
+                getattr(self._model, "generation_config", None), "eos_token_id", None
+            )
+        if isinstance(eos_token_id, int):
+            return frozenset((eos_token_id,))
+        return frozenset(eos_token_id or ())
+
+    def _as_prompt(self, input_ids: torch.Tensor | Sequence[Any]) -> torch.Tensor:
+        """Return one prompt as `[num_tokens]` on the model's device."""
+        ndim = getattr(input_ids, "ndim", None)
+        is_batch = (
+            any(isinstance(row, Sequence) for row in input_ids) if ndim is None else ndim == 2
+        )
+        if is_batch and len(input_ids) != 1:
+            raise ValueError(
+                f"input_ids holds {len(input_ids)} prompts: generate takes one, call it for each"
+            )
+        prompt = torch.as_tensor(input_ids[0] if is_batch else input_ids, device=self._model.device)
+        if prompt.ndim != 1 or len(prompt) == 0 or prompt.is_floating_point():
+            raise ValueError(
+                "input_ids must be one prompt of at least one token, not"
+                f" {prompt.dtype} of shape {tuple(prompt.shape)}"
+            )
+        return prompt
+
     def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         output = self._model(
             input_ids=tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1
         )
         logits: torch.Tensor = output.logits[0, -1]
         return logits
-
-
-def _as_prompt(input_ids: torch.Tensor) -> torch.Tensor:
-    """Return one prompt as `[num_tokens]`; tokenizers return `[1, num_tokens]`."""
-    prompt = input_ids[0] if input_ids.ndim == 2 and len(input_ids) == 1 else input_ids
-    if prompt.ndim != 1 or len(prompt) == 0:
-        raise ValueError(
-            "input_ids must be one prompt of at least one token, not of shape"
-            f" {tuple(input_ids.shape)}"
-        )
-    return prompt

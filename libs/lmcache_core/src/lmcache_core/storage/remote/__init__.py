@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from lmcache_core.config.registry import REMOTE_SCHEMES
 from lmcache_core.errors import ConfigError
+from lmcache_core.extras import EXTRAS, install_line
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, Locate, RemoteOptions
@@ -57,10 +58,11 @@ def create_remote_backend(
         module = importlib.import_module(REMOTE_SCHEMES[scheme].module)
     except ModuleNotFoundError as exc:
         package = (exc.name or "").partition(".")[0]
-        extra = "[redis]" if package == "redis" else ""  # the other clients are no extras
+        if package not in EXTRAS:
+            raise
         raise ConfigError(
-            f"remote url {mask_url(url)!r} needs the package {package!r}; install"
-            f" lmcache-core{extra}"
+            f"remote url {mask_url(url)!r} needs the package {package!r}:"
+            f" {install_line(EXTRAS[package])}"
         ) from exc
     backend: StorageBackend = module.create(
         url, RemoteOptions(token, timeout_s, client_name, accepts, locate, tls)

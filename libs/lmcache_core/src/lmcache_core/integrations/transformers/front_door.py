@@ -1,0 +1,100 @@
+"""`open`: a model in front of a cache, in one call."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.config.options import shown
+from lmcache_core.config.sources import DEFAULT_DISK_GB
+from lmcache_core.engine.engine import create_engine
+from lmcache_core.errors import ConfigError
+from lmcache_core.integrations.transformers.cached import CachedCausalLM
+from lmcache_core.integrations.transformers.identity import connector_of, metadata_of
+
+_OWN_NAMES = MappingProxyType(
+    {
+        "max_local_cpu_size": "memory_gb",
+        "local_disk": "disk",
+        "max_local_disk_size": "disk_gb",
+        "remote_url": "remote",
+        "sidecar_socket": "sidecar",
+    }
+)
+"""Options of the engine that `open` has a parameter for."""
+
+
+def open(
+    model: PreTrainedModel,
+    *,
+    memory_gb: float = 2.0,
+    disk: str | os.PathLike[str] | None = None,
+    disk_gb: float = DEFAULT_DISK_GB,
+    remote: str | None = None,
+    sidecar: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> CachedCausalLM:
+    """Put a causal LM of Hugging Face transformers in front of a cache.
+
+    Use it in a `with` statement, or call `close`: pending writes are finished then.
+
+    Args:
+        model: In eval mode, with full attention on every layer; not changed.
+        memory_gb: Host memory for chunks, taken at once; ignored with a sidecar.
+        disk: Directory for chunks, a path or a `file://` URL; none: no disk.
+        disk_gb: Room for them.
+        remote: URL of the remote tier, such as `lm://host:65432`; none: nothing is shared.
+        sidecar: Unix socket of the pod's sidecar, whose tiers then replace all of these.
+        name: Name under which the model's KV is shared; by default that of the repository or
+            directory it was loaded from. Other weights never share KV, whatever the name.
+        **options: Any other option of `LMCacheEngineConfig`; and `separator`, the token ids that
+            end a document, with `enable_blending`.
+
+    Raises:
+        ConfigError: An option is unknown, its value impossible, or it contradicts another.
+        ValueError: A layer of the model does not keep the KV of every token.
+    """
+    separator = options.pop("separator", None)
+    for option, parameter in _OWN_NAMES.items():
+        if option in options:
+            raise ConfigError(f"{option}={shown(options[option])}: open calls it {parameter}")
+    if disk is not None:
+        options |= {"local_disk": _directory_url(disk), "max_local_disk_size": disk_gb}
+    config = LMCacheEngineConfig.from_defaults(
+        max_local_cpu_size=memory_gb,
+        remote_url=remote,
+        sidecar_socket=os.fspath(sidecar) if isinstance(sidecar, os.PathLike) else sidecar,
+        **options,
+    )
+    metadata = metadata_of(model, name or _name_of(model), config)
+    engine = create_engine(config, metadata, connector_of(model))
+    engine.open()
+    try:
+        ending = None if separator is None else torch.as_tensor(separator)
+        return CachedCausalLM(model, engine, ending, owns_engine=True)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    """Return a name that is the same wherever a directory lies; `lmcachectl certify` agrees."""
+    source: str = model.name_or_path
+    if source and Path(source).is_dir():
+        source = Path(os.path.abspath(source)).name  # noqa: PTH100 (a link keeps its own name)
+    return source or str(model.config.model_type)
+
+
+def _directory_url(value: Any) -> Any:
+    """Return the URL of a path, also of a relative one. The config judges what is none."""
+    is_path = isinstance(value, os.PathLike) or (
+        isinstance(value, str) and value != "" and "://" not in value
+    )
+    return Path(value).expanduser().absolute().as_uri() if is_path else value

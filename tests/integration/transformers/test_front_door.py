@@ -1,0 +1,185 @@
+"""`lmcache_core.open`: a model and its cache in one call."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import lmcache_core
+import pytest
+import torch
+from lmcache_core.integrations.transformers import CachedCausalLM
+from lmcache_demo.model import MODEL_DIR
+from transformers import LlamaForCausalLM
+
+from tests.fixtures.tiny_llama import VOCAB, make_model
+from tests.unit.docs.pages import ROOT, blocks
+
+SMALL = {"memory_gb": 0.01, "chunk_size": 16}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return make_model(0)
+
+
+def prompt(num_tokens: int = 70) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.randint(0, VOCAB, (num_tokens,), generator=generator)
+
+
+def own_threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("lmcache")]
+
+
+def test_the_readme_runs_as_it_is_pasted(tmp_path: Path) -> None:
+    """With the demo's model instead of one that is downloaded, and less of everything."""
+    [program] = blocks(ROOT / "README.md", "python")
+    for pattern, smaller in (
+        (r'(?m)^name = ".*?"', f'name = "{MODEL_DIR}"'),
+        (r'" \* 100', '" * 40'),
+        (r'disk="kv-cache"', 'disk="kv-cache", memory_gb=0.1'),
+        (r"max_new_tokens=16", "max_new_tokens=2"),
+    ):
+        program, count = re.subn(pattern, smaller, program)
+        assert count == 1, pattern
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (int(line.split(" of ")[0]) for line in done.stdout.splitlines())
+    assert first == 0
+    assert second >= 256
+    assert any((tmp_path / "kv-cache").iterdir())
+
+
+def test_a_disk_outlives_the_cache(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    ids = prompt()
+    want = CachedCausalLM(model, None).generate(ids, 8).tokens
+    for reused, disk in ((0, tmp_path / "a, b"), (69, f"file://{tmp_path}/a%2C%20b/")):
+        with lmcache_core.open(model, disk=disk, disk_gb=0.01, **SMALL) as cache:
+            answer = cache.generate(ids, max_new_tokens=8)
+            assert (answer.tokens, answer.num_reused_tokens) == (want, reused)
+        cache.close()
+    assert not own_threads()
+
+
+def test_a_cache_that_was_left_is_closed(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="of the caller"),
+        lmcache_core.open(model, disk=tmp_path, disk_gb=0.01, **SMALL),
+    ):
+        raise RuntimeError("of the caller")
+    lmcache_core.open(model, disk=tmp_path, disk_gb=0.01, **SMALL).close()
+
+
+def test_by_default_nothing_is_shared(model: LlamaForCausalLM) -> None:
+    with lmcache_core.open(model, **SMALL) as cache:
+        engine = cache.engine
+        assert engine is not None
+        assert (engine.config.remote_url, engine.config.local_disk) == (None, None)
+        assert engine.metadata.model_name == "llama"
+
+
+def test_the_name_is_that_of_the_model_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama").mkdir()
+    model = make_model(0)
+    for source, want in (
+        ("org/model", "org/model"),
+        ("./llama", "llama"),
+        (f"{tmp_path}/llama/", "llama"),
+    ):
+        model.name_or_path = source
+        with lmcache_core.open(model, **SMALL) as cache:
+            assert cache.engine is not None
+            assert cache.engine.metadata.model_name == want
+
+
+def test_what_is_missing_is_a_miss(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    ids = prompt()
+    want = CachedCausalLM(model, None).generate(ids, 8).tokens
+    for place in ({"remote": "lm://127.0.0.1:9"}, {"sidecar": tmp_path / "absent.sock"}):
+        with lmcache_core.open(model, name="org/model", **place, **SMALL) as cache:
+            assert cache.generate(ids, max_new_tokens=8).tokens == want
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"memory_gb": -1}, "max_local_cpu_size=-1: must be a number in 0 … "),
+        ({"remote": "s3://bucket"}, "remote_url='s3://bucket': must be a URL with one of"),
+        ({"disk": "/tmp/d", "disk_gb": 0}, "a disk without room keeps nothing"),
+        ({"disk": "/tmp/d", "sidecar": "/tmp/s"}, "the tiers are the sidecar's"),
+        ({"disk": ""}, "local_disk='': must be a directory"),
+        ({"disk": 5}, "local_disk=5: must be a directory"),
+        ({"memory": 1}, "unknown option 'memory'"),
+        ({"chunk_sizes": 1}, "did you mean 'chunk_size'?"),
+        ({"local_disk": "/tmp/d"}, "local_disk='/tmp/d': open calls it disk"),
+        ({"enable_blending": True, "memory_gb": 0.01}, "blending needs a separator"),
+    ],
+)
+def test_a_bad_option_is_refused(
+    model: LlamaForCausalLM, options: dict[str, object], told: str
+) -> None:
+    with pytest.raises(lmcache_core.ConfigError) as refused:
+        lmcache_core.open(model, **options)  # type: ignore[arg-type]
+    assert told in str(refused.value)
+    assert not own_threads()
+
+
+def test_an_answer_ends_where_the_model_ends_it() -> None:
+    model = make_model(0)
+    plain = CachedCausalLM(model, None)
+    endless = plain.generate(prompt(), 12).tokens
+    assert len(set(endless)) > 3
+    for end in (endless[5], [endless[5], VOCAB - 1]):
+        model.generation_config.eos_token_id = end
+        want = endless[: endless.index(endless[5]) + 1]
+        assert plain.generate(prompt(), 12).tokens == want
+        whole = model.generate(prompt()[None], max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert whole[0, 70:].tolist() == want
+        assert plain.generate(prompt(), 12, eos_token_id=()).tokens == endless
+        assert len(plain.generate(prompt(), 12, eos_token_id=endless[0]).tokens) == 1
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        prompt(),
+        prompt().int(),
+        prompt()[None],
+        prompt()[None].numpy(),
+        prompt().tolist(),
+        prompt()[None].tolist(),
+    ],
+)
+def test_one_prompt_is_taken_as_tokenizers_return_it(
+    model: LlamaForCausalLM, form: torch.Tensor | list[int]
+) -> None:
+    plain = CachedCausalLM(model, None)
+    assert plain.generate(form, 8).tokens == plain.generate(prompt(), 8).tokens
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (torch.ones(2, 7, dtype=torch.int64), "holds 2 prompts: generate takes one"),
+        ([[1, 2], [3]], "holds 2 prompts: generate takes one"),
+        ([], "at least one"),
+        (torch.ones(1, 0, dtype=torch.int64), "at least one"),
+        (torch.ones(1, 1, 7, dtype=torch.int64), "of shape (1, 1, 7)"),
+        ([0.5], "not torch.float32"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(
+    model: LlamaForCausalLM, form: torch.Tensor | list[int], told: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        CachedCausalLM(model, None).generate(form, 8)
+    assert told in str(refused.value)
