@@ -1,89 +1,54 @@
-"""One release has one version: packages, images, what is baked, and what the chart asks for."""
+"""One release has one version: packages and their pins of one another, images, what is baked, and
+what the chart asks for.
+"""
 
 from __future__ import annotations
 
-import re
-import tomllib
+import shutil
 from pathlib import Path
 
-import hcl2
-import yaml
+import lmcache_core
+import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = sorted(
-    [
-        ROOT / "kernels/pyproject.toml",
-        *ROOT.glob("libs/*/pyproject.toml"),
-        *ROOT.glob("services/*/pyproject.toml"),
+from tests.version import ROOT, found, places, write
+
+NUM_FILES = {"pyproject.toml": 11, "Dockerfile": 6, "Chart.yaml": 2, "Chart.lock": 1}
+
+
+def test_every_place_has_the_same_version() -> None:
+    versions = found()
+    assert {
+        ending: sum(name.endswith(ending) for name in versions) for ending in NUM_FILES
+    } == NUM_FILES
+    assert {name: set(each) for name, each in versions.items()} == {
+        name: {lmcache_core.__version__} for name in versions
+    }
+    assert len(versions["helm/lmcache/Chart.yaml"]) == 3, "its own, the images', the library's"
+    assert len(versions["docker-bake.hcl"]) == 2, "the default tag, and a command to copy"
+
+
+def test_packages_of_one_release_are_installed_together() -> None:
+    """Siblings are pinned to the same version: pip never mixes releases."""
+    loose = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path, _ in places()
+        if path.name == "pyproject.toml"
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if '"lmcache-' in line and "==" not in line and not line.startswith("name = ")
     ]
-)
-DOCKERFILES = sorted(ROOT.glob("docker/*.Dockerfile"))
-CHARTS = {
-    path.parent.name: yaml.safe_load(path.read_text(encoding="utf-8"))
-    for path in ROOT.glob("helm/*/Chart.yaml")
-}
-VERSION = CHARTS["lmcache"]["appVersion"]
-# An image's tag, or TAG=, as a person would copy it.
-TAG = re.compile(r"(?:\blmcache-[a-z-]+:|\bTAG=)(\d[\w.-]*\w)")
-TOLD = [
-    *DOCKERFILES,
-    *(
-        ROOT / name
-        for name in (
-            "docker-bake.hcl",
-            "docker/README.md",
-            "docs/quickstart.md",
-            "helm/lmcache/README.md",
-        )
-    ),
-]
+    assert loose == []
 
 
-def test_packages_have_the_chart_s_version() -> None:
-    versions = {
-        str(path.relative_to(ROOT)): tomllib.loads(path.read_text(encoding="utf-8"))["project"][
-            "version"
-        ]
-        for path in PACKAGES
-    }
-    assert len(versions) == 11
-    assert versions == dict.fromkeys(versions, VERSION)
-
-
-def test_images_have_the_chart_s_version() -> None:
-    labels = {
-        path.name: re.findall(
-            r'org\.opencontainers\.image\.version="([^"]*)"', path.read_text(encoding="utf-8")
-        )
-        for path in DOCKERFILES
-    }
-    assert len(labels) == 6
-    assert labels == {key: [VERSION] for key in labels}
-    bake = hcl2.loads((ROOT / "docker-bake.hcl").read_text(encoding="utf-8"))
-    [tag] = [
-        body["default"].strip('"')
-        for block in bake["variable"]
-        for name, body in block.items()
-        if name.strip('"') == "TAG"
-    ]
-    assert tag == VERSION, "the chart asks for the tag that is baked"
-
-
-def test_charts_agree() -> None:
-    assert {name: chart["version"] for name, chart in CHARTS.items()} == {
-        "lmcache": VERSION,
-        "lmcache-common": VERSION,
-    }
-    lock = yaml.safe_load((ROOT / "helm/lmcache/Chart.lock").read_text(encoding="utf-8"))
-    for dependencies in (CHARTS["lmcache"]["dependencies"], lock["dependencies"]):
-        assert [(one["name"], one["version"]) for one in dependencies] == [
-            ("lmcache-common", VERSION)
-        ]
-
-
-def test_commands_to_copy_name_it() -> None:
-    tags = {
-        str(path.relative_to(ROOT)): set(TAG.findall(path.read_text(encoding="utf-8")))
-        for path in TOLD
-    }
-    assert tags == {key: {VERSION} for key in tags}
+def test_another_version_is_written_everywhere(tmp_path: Path) -> None:
+    before = found()
+    for path, _ in places():
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    write("12.0.3", tmp_path)
+    assert found(tmp_path) == {name: ["12.0.3"] * len(each) for name, each in before.items()}
+    write(lmcache_core.__version__, tmp_path)
+    for path, _ in places():
+        assert (tmp_path / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+    with pytest.raises(ValueError, match="must be three numbers"):
+        write("v1", tmp_path)
