@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +17,10 @@ from tests.cluster.helm import Helm, find_helm, image_values
 from tests.cluster.kube import ApiError, Cluster
 from tests.cluster.names import ask_command
 from tests.cluster.oracle import REPORT_PREFIX, Report
-from tests.cluster.waiting import ClusterError, progress, wait_until
+from tests.cluster.waiting import DELETE_TIMEOUT_S, ClusterError, progress, wait_until
 
 USAGE = "make test-cluster KUBECONFIG=~/.kube/config IMAGES=registry.example.com/lmcache:0.1.0"
 HELM_TIMEOUT_S = 600
-START_TIMEOUT_S = 900
-DELETE_TIMEOUT_S = 300
 TRAFFIC_START_S = 180
 TRAFFIC_END_S = 300
 NAMESPACE = os.environ.get("NAMESPACE", "lmcache-test")
@@ -126,7 +124,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add the state of every pod, warnings and logs to the report of a failure."""
     report = yield
     if report.failed:

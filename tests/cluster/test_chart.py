@@ -9,25 +9,24 @@ import pytest
 
 from tests.cluster import manifests
 from tests.cluster.ask import Answer
-from tests.cluster.conftest import (
-    DELETE_TIMEOUT_S,
-    HELM_TIMEOUT_S,
-    START_TIMEOUT_S,
-    Installation,
-)
-from tests.cluster.kube import name_of
+from tests.cluster.conftest import HELM_TIMEOUT_S, Installation
+from tests.cluster.kube import Manifest, name_of
 from tests.cluster.leftovers import left_over
 from tests.cluster.manifests import PLAIN
 from tests.cluster.names import BASE, MODEL_PODS, MODEL_SERVICE, RELEASE, component
 from tests.cluster.oracle import hit_problems
-from tests.cluster.waiting import progress, wait_until
+from tests.cluster.waiting import (
+    ANNOUNCED_S,
+    DELETE_TIMEOUT_S,
+    LIST_ALL_S,
+    START_TIMEOUT_S,
+    progress,
+    wait_until,
+)
 
 KINDS = ("put", "get", "lookup", "broker", "completion")
 STORAGE_CALLS = ("put", "get")
 PROMPT_TOKENS = 2000
-LIST_ALL_S = 10.0
-ANNOUNCED_S = 5.0
-"""After that, other pods know of what was stored."""
 REPLICATED = (
     ("deployments", f"{BASE}-lookup", component("lookup")),
     ("deployments", f"{BASE}-broker", component("broker")),
@@ -61,7 +60,8 @@ def test_a_plain_deployment_gets_the_cache(installation: Installation) -> None:
     try:
         (plain,) = cluster.ready_pods(f"app={PLAIN}", 1, START_TIMEOUT_S)
         pod = cluster.call("GET", cluster.path("pods", plain))
-        status = pod["metadata"]["annotations"].get("lmcache.io/inject-status", "")
+        annotations = pod["metadata"].get("annotations", {})
+        status = annotations.get("lmcache.io/inject-status", "not reviewed")
         assert status.startswith("injected: "), status
         sidecar = [one["name"] for one in pod["spec"]["initContainers"]]
         assert "lmcache-sidecar" in sidecar
@@ -193,7 +193,7 @@ def log_levels(installation: Installation) -> set[str]:
     return found
 
 
-def replaced(installation: Installation, old: dict) -> str:
+def replaced(installation: Installation, old: Manifest) -> str:
     """Say whether a pod of a StatefulSet still is the old one, "" if not."""
     for pod in installation.cluster.pods(component("redis")):
         if pod["metadata"]["uid"] != old["metadata"]["uid"]:

@@ -16,7 +16,7 @@ from tests.cluster.helm import find_helm, image_values
 from tests.cluster.kube import Cluster, Manifest
 from tests.cluster.leftovers import DOCUMENTED, left_over
 from tests.cluster.waiting import ClusterError, wait_until
-from tests.fixtures.cluster_api import ClusterApi, cluster_api
+from tests.fixtures.cluster_api import ClusterApi, serving
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMESPACE = "/api/v1/namespaces/ns"
@@ -28,7 +28,7 @@ AT_WORK = {"observedGeneration": 1, "replicas": 1, "readyReplicas": 1}
 
 @pytest.fixture
 def api() -> Iterator[ClusterApi]:
-    with cluster_api() as api:
+    with serving(ClusterApi()) as api:
         api.put(NAMESPACE, metadata={"labels": {kube.OWN: "true"}})
         yield api
 
