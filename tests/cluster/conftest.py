@@ -17,12 +17,10 @@ from tests.cluster.helm import Helm, find_helm, image_values
 from tests.cluster.kube import ApiError, Cluster
 from tests.cluster.names import ask_command
 from tests.cluster.oracle import REPORT_PREFIX, Report
-from tests.cluster.waiting import ClusterError, progress, wait_until
+from tests.cluster.waiting import DELETE_TIMEOUT_S, ClusterError, progress, wait_until
 
 USAGE = "make test-cluster KUBECONFIG=~/.kube/config IMAGES=registry.example.com/lmcache:0.1.0"
 HELM_TIMEOUT_S = 600
-START_TIMEOUT_S = 900
-DELETE_TIMEOUT_S = 300
 TRAFFIC_START_S = 180
 TRAFFIC_END_S = 300
 NAMESPACE = os.environ.get("NAMESPACE", "lmcache-test")
@@ -58,14 +56,17 @@ class Installation:
         self.cluster.delete(pods)
         wait_until(self._no_traffic, "the traffic's pod gone", DELETE_TIMEOUT_S)
         self.cluster.create("pods", manifests.traffic_pod(self.helm.hooks()))
+        running = Traffic()
         try:
             self._wait_log("ready\n", TRAFFIC_START_S)
-            running = Traffic()
             yield running
             self.cluster.execute(manifests.TRAFFIC, "traffic", ["touch", manifests.STOP_FILE])
             running.report = Report.parse(self._wait_log(REPORT_PREFIX, TRAFFIC_END_S))
             progress(f"traffic: {running.report}")
         finally:
+            if not running.report.calls:
+                log = self.cluster.logs(manifests.TRAFFIC, "traffic", 30)
+                progress(f"the traffic's last lines:\n{log}")
             self.cluster.delete(pods)
 
     def _no_traffic(self) -> str:
@@ -78,11 +79,11 @@ class Installation:
 
         def missing() -> str:
             nonlocal log
+            pod = self.cluster.call("GET", self.cluster.path("pods", manifests.TRAFFIC))
+            phase = pod["status"].get("phase")  # before the log, which is then the whole one
             log = self.cluster.logs(manifests.TRAFFIC, "traffic")
             if text in log:
                 return ""
-            pod = self.cluster.call("GET", self.cluster.path("pods", manifests.TRAFFIC))
-            phase = pod["status"].get("phase")
             if phase in ("Succeeded", "Failed"):
                 raise ClusterError(f"the traffic ended ({phase}) before {text!r}:\n{log[-3000:]}")
             return log[-300:].strip() or str(phase)
@@ -137,26 +138,25 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def installation(
-    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Installation]:
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Installation:
     """Install the release into a fresh namespace; afterwards both are gone, unless KEEP=1."""
-    cluster, images, binary = pytestconfig.stash[CLUSTER], os.environ["IMAGES"], find_helm()
+    cluster, images, binary = request.config.stash[CLUSTER], os.environ["IMAGES"], find_helm()
     kubeconfig = Path(os.environ["KUBECONFIG"]).expanduser()
     chart = Helm.copy_chart(binary, tmp_path_factory.mktemp("chart") / "helm")
     helm = Helm(binary, kubeconfig, cluster.namespace, chart, image_values(images))
     clean_up(cluster, helm)
+    if os.environ.get("KEEP"):
+        progress(f"KEEP is set: namespace {cluster.namespace} stays")
+    else:
+        # Not after a `yield`: of an installation that fails, the report comes before this.
+        request.addfinalizer(lambda: clean_up(cluster, helm))  # noqa: PT021
     cluster.create_namespace()
     made = Installation(cluster, helm, images, set(cluster.objects()))
-    try:
-        progress(f"installing {images} into {cluster.namespace}")
-        helm.install(HELM_TIMEOUT_S)
-        cluster.create("configmaps", manifests.scripts())
-        yield made
-    finally:
-        if os.environ.get("KEEP"):
-            progress(f"KEEP is set: namespace {cluster.namespace} stays")
-        else:
-            clean_up(cluster, helm)
+    progress(f"installing {images} into {cluster.namespace}")
+    helm.install(HELM_TIMEOUT_S)
+    cluster.create("configmaps", manifests.scripts())
+    return made
 
 
 def clean_up(cluster: Cluster, helm: Helm) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.cluster.ask import NUM_TOKENS, Answer
 from tests.cluster.names import BASE, MODEL_PODS, MODEL_SERVICE, RELEASE, VALUES, ask_command
+from tests.cluster.waiting import ANNOUNCED_S, START_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = "helm/lmcache"
@@ -31,9 +32,7 @@ SECURITY = "pod-security.kubernetes.io/enforce=restricted"
 TOOLS = ("docker", "kind", "helm", "kubectl")
 BUILD_TIMEOUT_S = 3600
 LOAD_TIMEOUT_S = 1200
-START_TIMEOUT_S = 900
 CALL_TIMEOUT_S = 180
-ANNOUNCED_S = 5.0
 NEXT = f"""
 Next, the page that shows which pod holds what (http://localhost:8082/), and the end of it all:
   kubectl --context {CONTEXT} -n {NAMESPACE} port-forward service/{BASE}-broker 8082

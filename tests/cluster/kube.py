@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ PAGE = 500
 EXEC_TIMEOUT_S = 150
 OWN = "lmcache-cluster-test"
 """Label of the namespaces that this suite makes, and deletes."""
+STUCK_S = 60.0
+"""For so long a failed pull may be one that succeeds when it is tried again."""
 STUCK = {
     "ImagePullBackOff",
     "ErrImageNeverPull",
@@ -56,6 +59,7 @@ class Cluster:
     def __init__(self, api: Any, namespace: str) -> None:
         self._api = api
         self.namespace = namespace
+        self._stuck_since: float | None = None
 
     @classmethod
     def from_kubeconfig(cls, path: Path, namespace: str) -> Cluster:
@@ -151,8 +155,7 @@ class Cluster:
             ClusterError: A pod cannot start without help, for example for want of its image.
         """
         pods = self.pods()
-        if found := stuck(pods):
-            raise ClusterError(f"pods cannot start: {found}")
+        self._check_stuck(pods)
         missing = [
             text
             for plural in ("deployments", "statefulsets")
@@ -173,13 +176,19 @@ class Cluster:
 
         def missing() -> str:
             pods = self.pods(selector)
-            if found := stuck(pods):
-                raise ClusterError(f"pods cannot start: {found}")
+            self._check_stuck(pods)
             ready = sum(is_ready(pod) for pod in pods)
             return "" if ready == len(pods) == count else f"{ready} of {len(pods)} pods are ready"
 
         wait_until(missing, f"{count} pods of {selector}", timeout_s)
         return sorted(name_of(pod) for pod in self.pods(selector))
+
+    def _check_stuck(self, pods: Sequence[Manifest]) -> None:
+        """Raise `ClusterError` if pods have been unable to start for STUCK_S."""
+        now, found = time.monotonic(), stuck(pods)
+        self._stuck_since = (self._stuck_since or now) if found else None
+        if self._stuck_since is not None and now - self._stuck_since >= STUCK_S:
+            raise ClusterError(f"pods cannot start: {found}")
 
     def scale(self, plural: str, name: str, replicas: int) -> None:
         """Set the number of replicas of a `deployments` or `statefulsets` object."""

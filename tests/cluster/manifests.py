@@ -75,7 +75,7 @@ def plain_deployment(image: str, pull_policy: str = "IfNotPresent") -> Manifest:
         "ports": [{"containerPort": 8000}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 5},
         "resources": {
-            "requests": {"cpu": "500m", "memory": "3Gi"},
+            "requests": {"cpu": "200m", "memory": "3Gi"},
             "limits": {"memory": "4Gi"},
         },
         "securityContext": {

@@ -10,7 +10,6 @@ VALUES = "helm/lmcache/ci/kind-values.yaml"
 MODEL = "/opt/model"
 """Where the image has it, and its served name."""
 MODEL_SERVICE = f"{BASE}-vllm-tiny"
-MODEL_PODS = "lmcache/model=tiny"
 INJECTED = {"lmcache.io/injected": "true"}
 """A label that the chart's policies let in, and that none of them holds back."""
 
@@ -18,6 +17,10 @@ INJECTED = {"lmcache.io/injected": "true"}
 def component(name: str) -> str:
     """Return the selector of a component's pods."""
     return f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component={name}"
+
+
+MODEL_PODS = component("vllm")
+"""The values have one model."""
 
 
 def ask_command(seed: int, num_tokens: int) -> list[str]:

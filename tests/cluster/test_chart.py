@@ -9,24 +9,24 @@ import pytest
 
 from tests.cluster import manifests
 from tests.cluster.ask import Answer
-from tests.cluster.conftest import (
-    DELETE_TIMEOUT_S,
-    HELM_TIMEOUT_S,
-    START_TIMEOUT_S,
-    Installation,
-)
+from tests.cluster.conftest import HELM_TIMEOUT_S, Installation
 from tests.cluster.kube import name_of
 from tests.cluster.leftovers import left_over
 from tests.cluster.manifests import PLAIN
 from tests.cluster.names import BASE, MODEL_PODS, MODEL_SERVICE, RELEASE, component
 from tests.cluster.oracle import hit_problems
-from tests.cluster.waiting import progress, wait_until
+from tests.cluster.waiting import (
+    ANNOUNCED_S,
+    DELETE_TIMEOUT_S,
+    LIST_ALL_S,
+    START_TIMEOUT_S,
+    progress,
+    wait_until,
+)
 
 KINDS = ("put", "get", "lookup", "broker", "completion")
 STORAGE_CALLS = ("put", "get")
 PROMPT_TOKENS = 2000
-ANNOUNCED_S = 5.0
-"""After that, other pods know of what was stored."""
 REPLICATED = (
     ("deployments", f"{BASE}-lookup", component("lookup")),
     ("deployments", f"{BASE}-broker", component("broker")),
@@ -142,12 +142,14 @@ def test_uninstallation_leaves_nothing_behind(installation: Installation) -> Non
         lambda: ", ".join(left_over(before, cluster.objects())),
         "nothing left of the release",
         DELETE_TIMEOUT_S,
+        poll_s=LIST_ALL_S,
     )
     cluster.delete_namespace(DELETE_TIMEOUT_S)
     wait_until(
         lambda: ", ".join(left_over(before, cluster.objects(), gone=True)),
         "nothing left in the cluster",
         DELETE_TIMEOUT_S,
+        poll_s=LIST_ALL_S,
     )
 
 

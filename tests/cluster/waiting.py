@@ -8,6 +8,12 @@ from collections.abc import Callable
 
 POLL_S = 2.0
 REPORT_EVERY_S = 10.0
+START_TIMEOUT_S = 900
+DELETE_TIMEOUT_S = 300
+LIST_ALL_S = 10.0
+"""Pause between two lists of all objects."""
+ANNOUNCED_S = 5.0
+"""After that, other pods know of what was stored."""
 
 
 class ClusterError(Exception):

@@ -72,8 +72,8 @@ def test_what_the_suite_names_is_there(rendering: Rendering) -> None:
                 in "\n" + rendering.get("ConfigMap", component)["data"]["config.yaml"]
             )
     model = names.MODEL_SERVICE.removeprefix(f"{names.BASE}-")
-    key, _, value = names.MODEL_PODS.partition("=")
-    assert labels_of(rendering, "Deployment", model)[key] == value
+    assert labels_of(rendering, "Deployment", model)[COMPONENT] == "vllm"
+    assert [name for name, _ in rendering.pods() if "vllm" in name] == [names.MODEL_SERVICE]
     (port,) = rendering.get("Service", model)["spec"]["ports"]
     assert port["port"] == 8000
     vllm = rendering.container("vllm")

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from tests.cluster import kind
-from tests.cluster.ask import Answer
+from tests.cluster.ask import NUM_TOKENS, Answer
+from tests.cluster.helm import OLDEST
 from tests.cluster.names import VALUES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -159,6 +160,19 @@ def test_the_images_are_those_that_are_baked_and_asked_for() -> None:
     values = yaml.safe_load((ROOT / VALUES).read_text(encoding="utf-8"))
     asked = [values["images"], values["modelDefaults"]["image"]]
     assert [(one["registry"], one["tag"]) for one in asked] == [(kind.REGISTRY, kind.TAG)] * 2
+
+
+def test_the_page_says_what_it_needs_and_does() -> None:
+    page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+    section = page.partition("## Your machine")[2].partition("\n## ")[0]
+    needed = section.partition("You need")[2].partition(";")[0].lower()
+    assert all(tool in needed for tool in kind.TOOLS)
+    assert f"Helm {OLDEST[0]}.{OLDEST[1]} or later" in section
+    assert f"kind cluster `{kind.NAME}`" in section
+    assert f"{NUM_TOKENS:,} tokens" in section
+    shown = [line.split() for line in kind.NEXT.splitlines() if "kubectl" in line]
+    for words in shown:
+        assert " ".join(word for word in words if word not in ("--context", kind.CONTEXT)) in page
 
 
 def test_make_runs_it(tmp_path: Path) -> None:

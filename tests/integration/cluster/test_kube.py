@@ -16,7 +16,7 @@ from tests.cluster.helm import find_helm, image_values
 from tests.cluster.kube import Cluster, Manifest
 from tests.cluster.leftovers import DOCUMENTED, left_over
 from tests.cluster.waiting import ClusterError, wait_until
-from tests.fixtures.cluster_api import ClusterApi, cluster_api
+from tests.fixtures.cluster_api import ClusterApi, serving
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMESPACE = "/api/v1/namespaces/ns"
@@ -28,7 +28,7 @@ AT_WORK = {"observedGeneration": 1, "replicas": 1, "readyReplicas": 1}
 
 @pytest.fixture
 def api() -> Iterator[ClusterApi]:
-    with cluster_api() as api:
+    with serving(ClusterApi()) as api:
         api.put(NAMESPACE, metadata={"labels": {kube.OWN: "true"}})
         yield api
 
@@ -77,10 +77,14 @@ def test_ready_is_what_all_workloads_are(api: ClusterApi, cluster: Cluster) -> N
     assert cluster.not_ready() == "old is ending"
 
 
-def test_a_pod_without_an_image_is_not_waited_for(api: ClusterApi, cluster: Cluster) -> None:
+def test_a_pod_without_an_image_is_not_waited_for(
+    api: ClusterApi, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting_state = {"reason": "ImagePullBackOff", "message": "no such image x:1"}
     status = {"name": "vllm", "state": {"waiting": waiting_state}}
     api.put(f"{PODS}/model", status={"phase": "Pending", "containerStatuses": [status]})
+    assert cluster.not_ready() == "", "a pull may succeed when it is tried again"
+    monkeypatch.setattr(kube, "STUCK_S", 0.0)
     with pytest.raises(ClusterError, match="model/vllm: ImagePullBackOff: no such image x:1"):
         cluster.wait_ready(60)
     with pytest.raises(ClusterError, match="cannot start"):
@@ -197,9 +201,13 @@ def test_images_without_a_tag_are_refused(images: str) -> None:
 
 
 def fake_helm(folder: Path, version: str) -> None:
-    """A Helm that says its version and does nothing else."""
+    """A Helm that says its version and cannot install."""
     script = folder / "helm"
-    script.write_text(f"#!/bin/sh\n[ $1 = version ] && echo {version}\nexit 0\n")
+    lines = (
+        f"[ $1 = version ] && echo {version}",
+        "[ $1 = install ] && echo no rights >&2 && exit 1",
+    )
+    script.write_text("\n".join(["#!/bin/sh", *lines, "exit 0\n"]))
     script.chmod(0o755)
 
 
@@ -234,7 +242,7 @@ def test_the_suite_says_what_it_needs() -> None:
 
 
 def test_a_failure_shows_events_and_logs_and_cleans_up(api: ClusterApi, tmp_path: Path) -> None:
-    """The suite against a cluster whose pods do not start, with a Helm that does nothing."""
+    """The suite with an installation that fails half-way."""
     fake_helm(tmp_path, "v3.19.0")
     api.put(NAMESPACE.replace("ns", "mine"), metadata={"labels": {kube.OWN: "true"}})
     mine = "/api/v1/namespaces/mine"
@@ -267,7 +275,8 @@ def test_a_failure_shows_events_and_logs_and_cleans_up(api: ClusterApi, tmp_path
     )
     assert answer.returncode == 1, answer.stdout + answer.stderr
     for text in (
-        "pods cannot start: bad/main: CreateContainerConfigError",
+        "exit code 1: no rights",
+        'main: 0 restarts, {"waiting": {"reason": "CreateContainerConfigError"}}',
         "pod bad: NOT READY",
         "a line of the log",
         "Pod/bad x3 Failed: no such Secret",

@@ -1,0 +1,91 @@
+"""The whole of `make test-cluster` against a stand-in for a cluster: a healthy one passes, and each
+defect fails the test that is there to find it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.cluster_api import serving
+from tests.fixtures.cluster_release import ClusterRelease
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 280
+SCALED = {
+    f"test_scaling_under_traffic[{name}]" for name in ("storage", "lookup", "broker", "model")
+}
+UNDER_TRAFFIC = SCALED | {
+    "test_upgrade_and_rollback_under_traffic",
+    "test_node_drain_under_traffic",
+    "test_loss_of_redis_under_traffic",
+}
+HITS = {"test_a_pod_reuses_what_another_computed", "test_a_plain_deployment_gets_the_cache"}
+UNINSTALLATION = "test_uninstallation_leaves_nothing_behind"
+DEFECTS = {
+    "no-hit": "the second pod reused 0 tokens, not 1792",
+    "lost-chunk": "1 of 50 acknowledged chunks are lost: ['a/1: missed']",
+    "failed-lookup": "lookup: 1 of 51 calls failed: ['lookup after 1.0 s: refused']",
+    "not-injected": 'assert status.startswith("injected: ")',
+    "left-role": "ClusterRole/mine-cache-lmcache",
+    "left-configmap": "ConfigMap/mine/cache-lmcache-storage",
+}
+"""What goes wrong, and what the suite must say."""
+SHORT = """
+import sys, pytest
+from tests.cluster import waiting
+waiting.ANNOUNCED_S, waiting.LIST_ALL_S, waiting.DELETE_TIMEOUT_S = 0, 0, 2
+sys.exit(pytest.main(["-c", "tests/cluster/pytest.ini", "tests/cluster"]))
+"""
+OUTCOME = re.compile(
+    r"^tests/cluster/test_chart\.py::(\S+).*?(PASSED|FAILED|ERROR)", re.MULTILINE | re.DOTALL
+)
+
+
+def outcomes(folder: Path, defects: Collection[str]) -> tuple[dict[str, set[str]], str]:
+    """Names of tests by how they ended, and what the suite printed."""
+    with serving(ClusterRelease("mine", defects)) as api:
+        api.write_helm(folder)
+        ran = subprocess.run(
+            [sys.executable, "-c", SHORT],
+            cwd=ROOT,
+            env={
+                "PATH": f"{folder}:{os.environ['PATH']}",
+                "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
+                "KUBECONFIG": str(api.kubeconfig(folder / "kubeconfig")),
+                "IMAGES": "registry.example.com/a:1",
+                "NAMESPACE": "mine",
+            },
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        left = [path for path in api.objects if "/namespaces/mine" in path]
+    assert left == [], "the suite cleans up after itself"
+    found: dict[str, set[str]] = {}
+    for name, outcome in OUTCOME.findall(ran.stdout):
+        found.setdefault(outcome, set()).add(name)
+    return found, ran.stdout + ran.stderr
+
+
+@pytest.mark.timeout(TIMEOUT_S + 10)
+def test_a_healthy_cluster_passes(tmp_path: Path) -> None:
+    found, output = outcomes(tmp_path, ())
+    assert set(found) == {"PASSED"}, output
+    assert found["PASSED"] >= HITS | UNDER_TRAFFIC | {UNINSTALLATION}
+
+
+@pytest.mark.timeout(TIMEOUT_S + 10)
+def test_defects_are_found(tmp_path: Path) -> None:
+    found, output = outcomes(tmp_path, DEFECTS)
+    assert found["FAILED"] == HITS | UNDER_TRAFFIC | {UNINSTALLATION}, output
+    assert found["PASSED"] == {"test_every_pod_is_ready", "test_the_chart_s_own_test_passes"}
+    for sentence in DEFECTS.values():
+        assert sentence in output
