@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 from tests.cluster.ask import NUM_TOKENS, Answer
+from tests.cluster.helm import find_helm
 from tests.cluster.names import BASE, MODEL_PODS, MODEL_SERVICE, RELEASE, VALUES, ask_command
-from tests.cluster.waiting import ANNOUNCED_S, START_TIMEOUT_S
+from tests.cluster.waiting import ANNOUNCED_S, START_TIMEOUT_S, ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = "helm/lmcache"
@@ -99,6 +100,10 @@ def check_tools() -> None:
             run(*command, quiet=True)
         except KindError as exc:
             raise KindError(f"{why} ({exc})") from exc
+    try:
+        find_helm()
+    except ClusterError as exc:
+        raise KindError(str(exc)) from exc
 
 
 def step(text: str) -> None:

@@ -15,7 +15,7 @@ from lmcache_webhook.injection.injector import review_pod
 
 from tests.cluster import kind, manifests, names
 from tests.cluster.helm import image_values
-from tests.helm.conftest import COMPONENT, HELM_FOLDER, REPOSITORY, Rendering, parsed
+from tests.helm.conftest import COMPONENT, HELM_FOLDER, REPOSITORY, Rendering, both_helms, parsed
 from tests.helm.test_webhook import settings_of
 
 if TYPE_CHECKING:
@@ -138,6 +138,23 @@ def test_a_plain_deployment_is_injected(rendering: Rendering, tmp_path: Path) ->
     pod = jsonpatch.apply_patch(document, outcome.operations)
     assert pod["metadata"]["annotations"]["lmcache.io/inject-status"].startswith("injected: ")
     assert "lmcache-sidecar" in [one["name"] for one in pod["spec"]["initContainers"]]
+
+
+@both_helms
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("install", "--values --set-string --timeout --kubeconfig --namespace"),
+        ("upgrade", "--install --values --set --timeout --kubeconfig --kube-context"),
+        ("rollback", "--timeout --kubeconfig"),
+        ("test", "--logs --timeout --kubeconfig"),
+        ("uninstall", "--ignore-not-found --timeout --kubeconfig"),
+        ("get hooks", "--kubeconfig --namespace"),
+    ],
+)
+def test_helm_has_the_flags(chart: Chart, helm: str, command: str, flags: str) -> None:
+    usage = chart.run(*command.split(), "--help", helm=helm).stdout
+    assert [flag for flag in flags.split() if f"{flag} " not in usage.replace("\n", " ")] == []
 
 
 def test_the_values_are_of_the_chart() -> None:

@@ -48,6 +48,7 @@ def pod(name: str, *, ready: bool = True) -> dict[str, object]:
 
 PODS = json.dumps({"items": [pod("model-a"), pod("model-b"), pod("model-c", ready=False)]})
 HEALTHY = [
+    ("helm version", "v3.19.0", 0),
     ("kubectl&get statefulset", "statefulset.apps/cache-lmcache-storage", 0),
     ("kubectl&get pods", PODS, 0),
     ("exec model-a", answer(0), 0),
@@ -125,6 +126,7 @@ def test_up_again_brings_new_images_into_the_pods(kind_command: Kind) -> None:
     [
         (("docker info", "no daemon", 1), "Docker does not answer: start it"),
         (("docker buildx version", "", 1), "Docker has no buildx: install the plugin"),
+        (("helm version", "v3.13.3", 0), "Helm 3.14 or later is needed"),
         (("buildx bake", "", 1), "`docker buildx bake --load cluster-test` failed (1)"),
         (("helm upgrade", "no such value", 1), "failed (1): no such value"),
         (("get pods", json.dumps({"items": [pod("a")]}), 0), "only these pods of the model"),
