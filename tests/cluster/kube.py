@@ -152,7 +152,7 @@ class Cluster:
         """Say which workloads are not as they should be, "" if all are.
 
         Raises:
-            ClusterError: A pod cannot start without help, for example for want of its image.
+            ClusterError: A pod cannot start, for example because its image does not exist.
         """
         pods = self.pods()
         self._check_stuck(pods)
@@ -160,7 +160,7 @@ class Cluster:
             text
             for plural in ("deployments", "statefulsets")
             for one in self.items(self.path(plural, api="apis/apps/v1"))
-            if (text := behind(one))
+            if (text := shortfall(one))
         ]
         missing += [
             f"{name_of(pod)} is ending" for pod in pods if pod["metadata"].get("deletionTimestamp")
@@ -428,7 +428,7 @@ def stuck(pods: Iterable[Manifest]) -> str:
     )
 
 
-def behind(workload: Manifest) -> str:
+def shortfall(workload: Manifest) -> str:
     """Say how a Deployment or StatefulSet differs from what it should be, "" if it does not."""
     status, wanted = workload["status"], workload["spec"].get("replicas", 1)
     counts = {name: status.get(name, 0) for name in ("replicas", "readyReplicas")}

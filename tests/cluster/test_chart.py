@@ -10,7 +10,7 @@ import pytest
 from tests.cluster import manifests
 from tests.cluster.ask import Answer
 from tests.cluster.conftest import HELM_TIMEOUT_S, Installation
-from tests.cluster.kube import name_of
+from tests.cluster.kube import Manifest, name_of
 from tests.cluster.leftovers import left_over
 from tests.cluster.manifests import PLAIN
 from tests.cluster.names import BASE, MODEL_PODS, MODEL_SERVICE, RELEASE, component
@@ -60,7 +60,8 @@ def test_a_plain_deployment_gets_the_cache(installation: Installation) -> None:
     try:
         (plain,) = cluster.ready_pods(f"app={PLAIN}", 1, START_TIMEOUT_S)
         pod = cluster.call("GET", cluster.path("pods", plain))
-        status = pod["metadata"]["annotations"].get("lmcache.io/inject-status", "")
+        annotations = pod["metadata"].get("annotations", {})
+        status = annotations.get("lmcache.io/inject-status", "not reviewed")
         assert status.startswith("injected: "), status
         sidecar = [one["name"] for one in pod["spec"]["initContainers"]]
         assert "lmcache-sidecar" in sidecar
@@ -192,7 +193,7 @@ def log_levels(installation: Installation) -> set[str]:
     return found
 
 
-def replaced(installation: Installation, old: dict) -> str:
+def replaced(installation: Installation, old: Manifest) -> str:
     """Say whether a pod of a StatefulSet still is the old one, "" if not."""
     for pod in installation.cluster.pods(component("redis")):
         if pod["metadata"]["uid"] != old["metadata"]["uid"]:

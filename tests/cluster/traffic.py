@@ -3,7 +3,7 @@
 Runs in a pod of the cluster with the image of cache_storage, and takes the arguments of the chart's
 release test, so that it reaches what that reaches. Prints `ready` when every kind of call has
 succeeded once, a line of progress every few seconds, and at last `REPORT {…}`, which
-`tests.cluster.oracle` judges. Every loop has a bound. Beside this file it needs `ask.py`.
+`tests.cluster.oracle` judges. Every loop has a bound. It needs `ask.py` in the same folder.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class Running:
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)
 
-    def go_on(self) -> None:
-        """Let it call until it tells its figures once more."""
+    def until_progress(self) -> None:
+        """Wait until it prints its figures again."""
         num_lines = self.log.count("\n")
         deadline = time.monotonic() + START_S
         while self.log.count("\n") == num_lines:
@@ -97,7 +97,7 @@ def traffic(directory: Path) -> Iterator[Running]:
 
 def test_a_healthy_release_has_no_problem(tmp_path: Path) -> None:
     with traffic(tmp_path) as running:
-        running.go_on()
+        running.until_progress()
         report = running.finish()
         left = httpx.get(f"{running.storage.url}/v1/chunks", trust_env=False).json()
     assert report.problems(KINDS) == []
@@ -107,7 +107,7 @@ def test_a_healthy_release_has_no_problem(tmp_path: Path) -> None:
 
 def test_a_lost_chunk_is_found(tmp_path: Path) -> None:
     with traffic(tmp_path) as running:
-        running.go_on()
+        running.until_progress()
         chunks = httpx.get(f"{running.storage.url}/v1/chunks", trust_env=False).json()["chunks"]
         key = chunks[0]["key"]
         httpx.delete(f"{running.storage.url}/v1/chunks/{key}", trust_env=False).raise_for_status()
@@ -119,10 +119,10 @@ def test_a_lost_chunk_is_found(tmp_path: Path) -> None:
 def test_failed_requests_are_found(tmp_path: Path) -> None:
     with traffic(tmp_path) as running:
         running.vllm.fails = True
-        running.go_on()
+        running.until_progress()
         running.vllm.fails = False
         running.lookup.stop()
-        running.go_on()
+        running.until_progress()
         report = running.finish()
     problems = report.problems(KINDS)
     assert [problem.partition(":")[0] for problem in problems] == ["lookup", "completion", "lookup"]
