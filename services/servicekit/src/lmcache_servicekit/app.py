@@ -182,7 +182,6 @@ def create_service_app(
     routers: Sequence[APIRouter],
     max_body_bytes: Mapping[str, int] | None = None,
     problems: Mapping[type[Exception], ProblemType] | None = None,
-    only_tenant: str | None = None,
     page: APIRouter | None = None,
 ) -> ServiceApp:
     """Build a service's app. Reads token file and certificates; opens nothing else.
@@ -199,7 +198,6 @@ def create_service_app(
         max_body_bytes: Largest request body by path prefix; the longest prefix counts, and `""` is
             4 MiB unless it is given.
         problems: Entries for the service's own errors.
-        only_tenant: Whose service this is; None: all tenants'.
         page: Answers `/`, with the same for every caller; None: the service's name, version and
             links.
 
@@ -218,7 +216,7 @@ def create_service_app(
     app = ServiceApp(
         guarded,
         {**PROBLEMS, **(problems or {})},
-        only_tenant,
+        settings.only_tenant,
         title=distribution,
         version=version,
         description=settings.about,
@@ -240,7 +238,7 @@ def create_service_app(
         ["service", "version"],
         registry=registry,
     ).labels(distribution, version).set(1)
-    state = ServiceState(settings, tokens, HealthRegistry(), registry, only_tenant=only_tenant)
+    state = ServiceState(settings, tokens, HealthRegistry(), registry)
     if settings.tls_cert_file is not None:
         state.tls = server_context(
             TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)

@@ -69,7 +69,7 @@ class RoleRequired:
         if principal.role != "admin":
             if self.role == "admin":
                 raise PermissionDeniedError("this call needs a token with the role admin")
-            if state.only_tenant not in (None, principal.tenant):
+            if state.settings.only_tenant not in (None, principal.tenant):
                 raise PermissionDeniedError("this service belongs to another tenant")
         if entry is not None:
             await note_body(request, entry)

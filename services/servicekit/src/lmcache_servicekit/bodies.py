@@ -7,7 +7,6 @@ which format a body has, and `Accept` which one the answer should have.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 from typing import Any, Final, Generic, TypeVar
@@ -17,6 +16,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from lmcache_core.lookup.messages import JSON, MSGPACK, NO_LINE_END
 
+from lmcache_servicekit.options import split_docstring
 from lmcache_servicekit.problems import failures
 
 BOTH_FORMATS: Final = (JSON, MSGPACK)
@@ -24,8 +24,6 @@ BOTH_FORMATS: Final = (JSON, MSGPACK)
 J = TypeVar("J", bound=msgspec.Struct)
 P = TypeVar("P", bound=msgspec.Struct)
 
-_ATTRIBUTES: Final = "\n\nAttributes:\n"
-_ATTRIBUTE: Final = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 _COMPONENT: Final = "#/components/schemas/{name}"
 
 # msgspec repeats what it was given in this case alone; it may be large, or secret.
@@ -241,8 +239,8 @@ def _cleaned(schema: Any) -> Any:
     if isinstance(cleaned.get("pattern"), str):
         cleaned["pattern"] = cleaned["pattern"].removesuffix(NO_LINE_END)
     if isinstance(cleaned.get("description"), str):
-        text, _, attributes = inspect.cleandoc(cleaned["description"]).partition(_ATTRIBUTES)
+        text, attributes = split_docstring(cleaned["description"])
         cleaned["description"] = text.partition("\n\nRaises:")[0]
-        for name, told in _ATTRIBUTE.findall(attributes.partition("\n\n")[0]):
-            cleaned["properties"][name]["description"] = " ".join(told.split())
+        for name, told in attributes.items():
+            cleaned["properties"][name]["description"] = told
     return cleaned

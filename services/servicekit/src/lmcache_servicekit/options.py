@@ -49,6 +49,13 @@ def options_of(model: type[BaseModel]) -> Iterator[OptionText]:
     yield from _options(model, schema, schema.get("$defs", {}))
 
 
+def split_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return the text before a docstring's `Attributes`, and the text of each of them."""
+    text, _, attributes = inspect.cleandoc(docstring).partition(_ATTRIBUTES)
+    found = _ATTRIBUTE.findall(attributes.partition("\n\n")[0])
+    return text, {name: " ".join(told.split()) for name, told in found}
+
+
 def _options(
     model: type[BaseModel], schema: Mapping[str, Any], defs: Mapping[str, Any], above: str = ""
 ) -> Iterator[OptionText]:
@@ -83,9 +90,8 @@ def _meanings(model: type[BaseModel]) -> dict[str, tuple[str, type[BaseModel]]]:
     found: dict[str, tuple[str, type[BaseModel]]] = {}
     for kind in reversed(model.__mro__):
         if issubclass(kind, BaseModel) and kind.__doc__ is not None:
-            attributes = inspect.cleandoc(kind.__doc__).partition(_ATTRIBUTES)[2]
-            for name, text in _ATTRIBUTE.findall(attributes):
-                found[name] = (_NONE.sub("none", " ".join(text.split())), kind)
+            for name, text in split_docstring(kind.__doc__)[1].items():
+                found[name] = (_NONE.sub("none", text), kind)
     return found
 
 

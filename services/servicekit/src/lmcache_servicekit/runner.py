@@ -106,20 +106,20 @@ def _listen(settings: ServiceSettings, num_workers: int) -> socket.socket:
         ConfigError: Its address is taken; with several workers, also that of another listener,
             since each of them would say so.
     """
-    with naming_listener("host", settings.host, "port", settings.port):
-        listener = bind(settings.host, settings.port)
-        if num_workers > 1:
-            # Only now the address is known not to be another service's; a socket that shares it
-            # would not have noticed.
-            number = listener.getsockname()[1]
-            listener.close()
-            listener = bind(settings.host, number, shared=True)
     if num_workers > 1 and settings.health_port:
         with naming_listener(
             "health_host", settings.health_host, "health_port", settings.health_port
         ):
             bind(settings.health_host, settings.health_port).close()
-    return listener
+    with naming_listener("host", settings.host, "port", settings.port):
+        listener = bind(settings.host, settings.port)
+        if num_workers == 1:
+            return listener
+        # Only now the address is known not to be another service's; a socket that shares it
+        # would not have noticed.
+        number = listener.getsockname()[1]
+        listener.close()
+        return bind(settings.host, number, shared=True)
 
 
 @dataclass(frozen=True, slots=True)

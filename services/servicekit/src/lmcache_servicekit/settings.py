@@ -152,6 +152,13 @@ class ServiceSettings(BaseModel):
             taken[option] = (host, port)
         return self
 
+    @property
+    def only_tenant(self) -> str | None:
+        """Whose service this is; None: all tenants'. Callers of other tenants are let in only
+        with the role `admin`.
+        """
+        return None
+
     def listeners(self) -> dict[str, tuple[str, int]]:
         """Return host and port of every listener, by the name of the port's option."""
         return {"port": (self.host, self.port)} | self._optional(

@@ -33,8 +33,6 @@ class ServiceState:
             process.
         tls: What REST and lm:// are encrypted with; None: they are not.
         limiter: How much each tenant may ask; None: as much as it likes.
-        only_tenant: Whose service this is; None: all tenants'. Callers of other tenants are let in
-            only with the role `admin`.
         tracer: Traces requests while the app runs; None: they are not traced.
         before_stop: Awaited one after the other on SIGTERM, while requests are still answered; each
             bounds its own time and fails never.
@@ -49,7 +47,6 @@ class ServiceState:
     before_stop: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     tls: ssl.SSLContext | None = None
     limiter: RateLimiter | None = None
-    only_tenant: str | None = None
     tracer: Tracer | None = None
 
     def admit(self, tenant: str) -> None:

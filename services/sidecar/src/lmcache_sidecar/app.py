@@ -25,6 +25,4 @@ def create_app(settings: SidecarSettings) -> FastAPI:
     if settings.ticket_keys_file is not None:
         TicketKeyFile(settings.ticket_keys_file)
     routers = [status.router, pins.router, explain.router, create_log_router()]
-    return create_service_app(
-        settings, "lmcache-sidecar", lifespan=lifespan, routers=routers, only_tenant=settings.tenant
-    )
+    return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=routers)

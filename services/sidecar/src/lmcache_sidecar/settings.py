@@ -17,6 +17,7 @@ from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import DistributedUrlText, NodeSettings
 from lmcache_servicekit.settings import Port, is_loopback
 from pydantic import AfterValidator, Field, field_validator, model_validator
+from typing_extensions import override
 
 ARENA_MODE = re.compile("0?[67][0-7]{2}")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private before use)
@@ -132,6 +133,11 @@ class SidecarSettings(NodeSettings):
         default_factory=_accepts_handover,
         json_schema_extra={"default": "whether auth_tokens_file is set"},
     )
+
+    @property
+    @override
+    def only_tenant(self) -> str:
+        return self.tenant
 
     @field_validator("arena_mode", mode="before")
     @classmethod
