@@ -39,7 +39,7 @@ REST_PER_COST: Final = 20
 most for `MAX_REST_S`. So viewers cost at most a twentieth of the broker's time, however many they
 are, and a small cluster is always shown as it is now.
 """
-MAX_REST_S: Final = 2.0
+MAX_REST_S: Final = 4.0
 
 
 class SeenFigures(msgspec.Struct, frozen=True):
