@@ -18,8 +18,12 @@ from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually, get_json
 from tests.fixtures.sidecar import engine_at
 
+PODS = tuple(f"cache-lmcache-llama-7c9d8b6f5d-{end}" for end in ("a4k2p", "b7w9x", "q9m4w"))
+STORAGE = "cache-lmcache-storage-0"
+"""Named as the chart of a release `cache` names them."""
 NUM_CHUNKS = 4
 NUM_TOKENS = NUM_CHUNKS * CHUNK_SIZE
+PREFILL_TOKENS_PER_S = 2.0
 SAMPLE = re.compile(
     r'^(?P<name>lmcache_sidecar_\w+)(?:\{\w+="(?P<label>[^"]*)"\})? (?P<value>\S+)$', re.MULTILINE
 )
@@ -44,15 +48,15 @@ class Cluster:
             "port": 0,
             "lm_port": 0,
             "memory_gb": 0.02,
-            "instance_id": "storage-0",
+            "instance_id": STORAGE,
             "zone": "zone-b",
             "node": "node-3",
         }
-        processes.start_service("storage-0", "lmcache_storage", settings | neighbours)
+        processes.start_service(STORAGE, "lmcache_storage", settings | neighbours)
         places = {
-            "vllm-7d9f-a": ("zone-a", "node-1"),
-            "vllm-7d9f-b": ("zone-a", "node-2"),
-            "vllm-7d9f-c": ("zone-b", "node-3"),
+            PODS[0]: ("zone-a", "node-1"),
+            PODS[1]: ("zone-a", "node-2"),
+            PODS[2]: ("zone-b", "node-3"),
         }
         self.sidecars = [
             self.house.sidecar(name, zone=zone, node=node) for name, (zone, node) in places.items()
@@ -70,11 +74,11 @@ class Cluster:
         first = self.sidecars[seed % 2]
         others = [sidecar for sidecar in self.sidecars if sidecar is not first]
         tokens = tokens_of(NUM_TOKENS, seed)
-        with engine_at(first.socket) as engine:
+        with engine_at(first.socket, prefill_tokens_per_s=PREFILL_TOKENS_PER_S) as engine:
             engine.store(tokens, kvcaches=random_kv(NUM_TOKENS, seed))
             assert engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).all()
         for sidecar in others:
-            with engine_at(sidecar.socket) as engine:
+            with engine_at(sidecar.socket, prefill_tokens_per_s=PREFILL_TOKENS_PER_S) as engine:
                 eventually(lambda: engine.lookup(tokens, ["P2PBackend"]) == NUM_TOKENS)
                 assert engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).all()
                 assert engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).all()

@@ -9,7 +9,15 @@ import pytest
 from selenium.webdriver import Chrome
 
 from tests.fixtures.neighbourhood import eventually, get_json
-from tests.page.cluster import NUM_CHUNKS, Cluster, Page
+from tests.page.cluster import (
+    NUM_CHUNKS,
+    NUM_TOKENS,
+    PODS,
+    PREFILL_TOKENS_PER_S,
+    STORAGE,
+    Cluster,
+    Page,
+)
 
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 
@@ -49,7 +57,7 @@ def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
         "return [...document.querySelectorAll('#topology [data-peer]')].map((node) =>"
         " node.dataset.peer)"
     )
-    assert sorted(nodes) == ["storage-0", "vllm-7d9f-a", "vllm-7d9f-b", "vllm-7d9f-c"]
+    assert sorted(nodes) == [*PODS, STORAGE]
     links = page.texts("#topology .link title")
     assert len(links) == len(cluster.overview()["links"]) >= 2
     assert all(" pulled " in link and " from " in link for link in links)
@@ -73,10 +81,10 @@ def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
 
 
 def test_storage_tells_how_full_it_is(page: Page, cluster: Cluster) -> None:
-    shown = page.values("[data-row='storage-0'] [data-tier]", "tier")
-    (storage,) = [peer for peer in cluster.overview()["peers"] if peer["id"] == "storage-0"]
+    shown = page.values(f"[data-row='{STORAGE}'] [data-tier]", "tier")
+    (storage,) = [peer for peer in cluster.overview()["peers"] if peer["id"] == STORAGE]
     assert shown == {tier["name"]: str(tier["used_bytes"]) for tier in storage["figures"]["tiers"]}
-    assert "of 21.5 MB" in page.texts("[data-row='storage-0'] [data-tier]")[0]
+    assert "of 21.5 MB" in page.texts(f"[data-row='{STORAGE}'] [data-tier]")[0]
 
 
 def test_time_goes_by(page: Page, cluster: Cluster) -> None:
@@ -103,13 +111,41 @@ def test_time_goes_by(page: Page, cluster: Cluster) -> None:
     assert page.run("return document.querySelectorAll('#ratio circle').length") >= 1
 
 
-def test_prefixes_that_are_pulled_most(page: Page, cluster: Cluster) -> None:
+def test_what_was_gained(page: Page, cluster: Cluster) -> None:
+    counted = cluster.until_told()["saved_tokens_total"]
+    assert counted == {"org/model": sum(counted.values())}
+    page.fresh()
+    before = {name: int(value) for name, value in page.values("[data-gain]", "gain").items()}
+    assert list(before) == ["300", "3600", "86400"]
+    cluster.work(7)
+    grown = cluster.until_told()["saved_tokens_total"]["org/model"] - counted["org/model"]
+    assert grown > 0
+
+    def gains() -> dict[str, int]:
+        page.fresh()
+        return {name: int(value) for name, value in page.values("[data-gain]", "gain").items()}
+
+    eventually(lambda: gains() == {name: value + grown for name, value in before.items()})
+    assert "watched for" in page.texts("#gains dt")[-1]
+    saved_s = gains()["86400"] / PREFILL_TOKENS_PER_S
+    minutes, said = page.texts("#gains .sub")[-1].split(" ", 1)
+    assert said.startswith("min of prefill, hit ratio")
+    assert float(minutes) == pytest.approx(saved_s / 60, abs=0.06)
+    assert list(page.rows("#gains")) == ["org/model"]
+    assert "tenant default" in page.texts("#gains caption")[0]
+
+
+def test_a_prompt_that_is_pulled_is_shown_once(page: Page, cluster: Cluster) -> None:
     cluster.work(3)
     page.fresh()
     shown = {chunk_id: int(count) for chunk_id, count in page.rows("#hot").items()}
-    assert shown == {one["chunk_id"]: one["num_pulls"] for one in cluster.overview()["hot_chunks"]}
-    assert len(shown) >= NUM_CHUNKS
+    told = cluster.overview()["hot_chunks"]
+    assert shown == {one["chunk_id"]: one["num_pulls"] for one in told}
     assert list(shown.values()) == sorted(shown.values(), reverse=True)
+    assert {one["num_chunks"] for one in told} == {NUM_CHUNKS}
+    text = page.texts(f"#hot [data-row='{told[0]['chunk_id']}']")[0]
+    assert f"{NUM_TOKENS} tokens" in text
+    assert "org/model" in text
 
 
 def test_what_peers_say_is_text(page: Page, cluster: Cluster) -> None:
@@ -122,7 +158,7 @@ def test_what_peers_say_is_text(page: Page, cluster: Cluster) -> None:
     }
     cluster.beat(
         "stranger",
-        figures | {"pulled_bytes": {HOSTILE: 5, "vllm-7d9f-a": 6}},
+        figures | {"pulled_bytes": {HOSTILE: 5, PODS[0]: 6}},
         drain=None,
         draining=True,
     )
@@ -139,13 +175,13 @@ def test_what_peers_say_is_text(page: Page, cluster: Cluster) -> None:
 
 
 def test_a_drain_is_followed(page: Page, cluster: Cluster) -> None:
-    request = urllib.request.Request(f"{cluster.url}/v1/peers/vllm-7d9f-c:drain", method="POST")
+    request = urllib.request.Request(f"{cluster.url}/v1/peers/{PODS[2]}:drain", method="POST")
     with urllib.request.urlopen(request, timeout=5) as response:
         assert response.status == 200
     eventually(lambda: (cluster.overview()["peers"][0]["drain"] or {}).get("state") == "done")
     page.fresh()
-    drain = cluster.sidecar("vllm-7d9f-c").get("/v1/status")["drain"]
-    (shown,) = page.texts("#drains [data-drain='vllm-7d9f-c']")
+    drain = cluster.sidecar(PODS[2]).get("/v1/status")["drain"]
+    (shown,) = page.texts(f"#drains [data-drain='{PODS[2]}']")
     settled = drain["total"] - drain["left"]
     assert (
         f"done: {settled} of {drain['total']} chunks settled, {drain['handed_over']} handed over"

@@ -12,10 +12,11 @@ from selenium.webdriver import ActionChains, Chrome, Keys
 
 from tests.fixtures.neighbourhood import eventually
 from tests.fixtures.service_process import running_service
-from tests.page.cluster import Cluster, Page
+from tests.page.cluster import PODS, Cluster, Page
 
 TOKEN = "somebodys-token-0123456789"
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+CUT_OFF = (Path(__file__).parent / "cut_off.js").read_text()
 MIN_CONTRAST = 4.5
 PHONE = (360, 740)
 DESK = (1100, 900)
@@ -119,9 +120,10 @@ def test_new_figures_disturb_nobody_who_reads(page: Page) -> None:
     eventually(
         lambda: page.run("return document.querySelector('#topology svg').clientWidth") < PHONE[0]
     )
-    page.run("document.querySelector('#peers .scroll').scrollLeft = 120")
+    page.resize(200, PHONE[1])
+    page.run("document.querySelector('#peers .scroll').scrollLeft = 40")
     page.next_turn()
-    assert page.run("return document.querySelector('#peers .scroll').scrollLeft") == 120
+    assert page.run("return document.querySelector('#peers .scroll').scrollLeft") == 40
     page.run("getSelection().selectAllChildren(document.querySelector('#hot code'))")
     chosen = page.run("return String(getSelection())")
     page.next_turn()
@@ -138,6 +140,20 @@ def test_nothing_moves_by_itself(page: Page) -> None:
         " parseFloat(getComputedStyle(n).transitionDuration) > 0).length"
     )
     assert page.run(moving) == 0
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+def test_nothing_is_cut_off(page: Page, width: int, height: int) -> None:
+    page.resize(width, height)
+    eventually(
+        lambda: page.run("return document.querySelector('#topology svg').clientWidth") < width
+    )
+    assert page.run(CUT_OFF) == []
+    names = page.texts("#topology [data-peer] text")
+    assert sorted(names) == [
+        *(pod.removeprefix("cache-lmcache-") for pod in PODS),
+        "storage-0",
+    ] or (width == 390 and any("…" in name for name in names))
 
 
 def test_it_fits_a_phone(page: Page) -> None:

@@ -29,7 +29,7 @@ from lmcache_broker.overview import (
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
 from lmcache_core.errors import ConfigError
-from lmcache_core.p2p import Peer, PeerFigures
+from lmcache_core.p2p import ModelFigures, Peer, PeerFigures
 
 from tests.fixtures.broker import TOKENS, bearer, write_tokens
 
@@ -46,6 +46,7 @@ FIGURES: dict[str, Any] = {
         {"name": "LocalCPUBackend", "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}
     ],
     "sole_bytes": 4000,
+    "models": {"llama": {"saved_tokens": 2304, "saved_ms": 1500, "chunk_tokens": 64.0}},
 }
 
 
@@ -120,9 +121,12 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
         "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2000},
         "missed_chunks": {"never_stored": 4},
         "stored_bytes": 5000,
+        "saved_tokens": {"llama": 2304},
+        "saved_ms": {"llama": 1500},
     }
     assert (seen["num_peers"], seen["interval_s"]) == (4, 10.0)
     assert (seen["broker"], seen["shares"], seen["is_shared"]) == ("broker-0", False, False)
+    assert seen["tenant"] == "acme"
     assert msgspec.json.decode(msgspec.json.encode(msgspec.convert(seen, Overview))) == seen, (
         "what it is documented to be"
     )
@@ -137,7 +141,7 @@ async def test_a_tenant_sees_its_own_peers_and_the_shared_ones(app: FastAPI) -> 
     seen = await acme.overview()
     assert sorted(peer["id"] for peer in seen["peers"]) == ["a", "shared"]
     assert seen["totals"]["requested_chunks"] == 13
-    assert seen["hot_chunks"] == [{"chunk_id": "0" * 32, "num_pulls": 1}]
+    assert [one["chunk_id"] for one in seen["hot_chunks"]] == ["0" * 32]
     assert (await rival.overview())["hot_chunks"] == []
 
 
@@ -145,12 +149,35 @@ async def test_the_chunks_that_are_pulled_most_come_first(app: FastAPI) -> None:
     acme = Caller(app, "acme")
     await acme.beat("a")
     chunks = [f"{i:032x}" for i in range(MAX_SHOWN_CHUNKS + 5)]
-    await acme.pull("me", chunks, "a")
+    for chunk in chunks:
+        await acme.pull("me", [chunk], "a")
     for _ in range(2):
         await acme.pull("me", chunks[3:4], "a")
     hot = (await acme.overview())["hot_chunks"]
     assert len(hot) == MAX_SHOWN_CHUNKS
-    assert hot[0] == {"chunk_id": chunks[3], "num_pulls": 3}
+    assert (hot[0]["chunk_id"], hot[0]["num_pulls"]) == (chunks[3], 3)
+
+
+async def test_the_chunks_of_a_prompt_count_once(app: FastAPI) -> None:
+    """A system prompt of three chunks that two prompts begin with; one of them goes on."""
+    acme = Caller(app, "acme")
+    await acme.beat("a")
+    await acme.beat("me", FIGURES)
+    chunks = [f"{i:032x}" for i in range(9)]
+    await acme.pull("me", chunks, "a")
+    await acme.pull("me", [*chunks[:3], "f" * 32], "a")
+    await acme.pull("stranger", chunks[:3], "a")
+    shown = [
+        {name: one[name] for name in ("chunk_id", "num_pulls", "num_chunks", "num_holders")}
+        for one in (await acme.overview())["hot_chunks"]
+    ]
+    assert shown == [
+        {"chunk_id": chunks[2], "num_pulls": 3, "num_chunks": 3, "num_holders": 2},
+        {"chunk_id": chunks[8], "num_pulls": 1, "num_chunks": 9, "num_holders": 2},
+    ]
+    system, whole = (await acme.overview())["hot_chunks"]
+    assert (whole["num_tokens"], whole["model"]) == (9 * 64, "llama"), "as the requester tells"
+    assert (system["num_tokens"], system["model"]) == (None, None), "a stranger tells nothing"
 
 
 async def test_time_goes_by(app: FastAPI) -> None:
@@ -228,6 +255,8 @@ async def test_however_many_look_it_is_made_anew_now_and_then_only(
         {"loaded_chunks": {"x" * 254: 1}},
         {"missed_chunks": {f"r{i}": 1 for i in range(33)}},
         {"pulled_bytes": {f"p{i}": 1 for i in range(65)}},
+        {"models": {f"m{i}": {} for i in range(33)}},
+        {"models": {"m": {"saved_tokens": -1}}},
         {"tiers": [{"name": "t", "num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0}] * 17},
     ],
 )
@@ -258,11 +287,43 @@ def test_a_new_life_counts_from_nothing_and_one_that_counts_less_counts_nothing(
     assert [sample.work.requested_chunks for sample in history.of(["acme"])] == [0, 4, 0, 0]
 
 
+def saved(num_tokens: int) -> PeerFigures:
+    return PeerFigures(models={"llama": ModelFigures(num_tokens, num_tokens // 2)})
+
+
+def test_what_was_saved_in_the_last_minutes_hour_and_day() -> None:
+    now_ms = 0
+    history = History(lambda: now_ms)
+    for minute in range(0, 26 * 60 + 1, 2):
+        now_ms = minute * 60_000
+        history.sample([record("a", saved(100 * minute))])
+    windows = history.windows(["acme", "nobody"])
+    assert [window.window_s for window in windows] == [300, 3600, 86_400]
+    assert [window.watched_s for window in windows] == [300, 3600, 86_400]
+    minutes = [window.work.saved_tokens["llama"] / 100 for window in windows]
+    assert minutes == [6, pytest.approx(60, abs=6), pytest.approx(24 * 60, abs=6)]
+    assert [window.work.saved_ms["llama"] for window in windows] == [50 * one for one in minutes]
+
+
+def test_a_broker_says_how_long_it_has_watched() -> None:
+    now_ms = 0
+    history = History(lambda: now_ms)
+    assert [window.watched_s for window in history.windows(["acme"])] == [0, 0, 0]
+    for now_ms in (0, 400_000):
+        history.sample([record("a", saved(now_ms))])
+    now_ms = 410_000
+    windows = history.windows(["acme"])
+    assert [window.watched_s for window in windows] == [300, 410, 410]
+    assert [window.work.saved_tokens for window in windows] == [{"llama": 400_000}] * 3
+
+
 def test_history_is_bounded() -> None:
     history = History(lambda: 7)
     for i in range(MAX_SAMPLES + 3):
         history.sample([record("a", PeerFigures(requested_chunks=i))])
     assert len(history.of(["acme"])) == MAX_SAMPLES
+    [_, _, day] = history.windows(["acme"])
+    assert day.work.requested_chunks == MAX_SAMPLES + 2
     owners = [f"t{i}" for i in range(MAX_SAMPLED_OWNERS + 9)]
     for count in (0, 1):
         history.sample(

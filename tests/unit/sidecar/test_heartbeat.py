@@ -13,7 +13,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import Holder
 from lmcache_core.lookup.messages import LookupAnswer
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.p2p import PeerFigures, TierFigures
+from lmcache_core.p2p import ModelFigures, PeerFigures, TierFigures
 from lmcache_core.p2p.messages import MAX_COUNTED_PEERS
 from lmcache_core.p2p.pull import PulledBytes
 from lmcache_core.storage.eviction import create_policy
@@ -141,13 +141,15 @@ def test_figures_are_the_sidecars_counters() -> None:
         (metrics.MISSED_CHUNKS_TOTAL, 4, "never_stored"),
         (metrics.STORED_CHUNKS_TOTAL, 2, ""),
         (metrics.STORED_BYTES_TOTAL, 200, ""),
+        (metrics.SAVED_TOKENS_TOTAL, 1280, "llama"),
+        (metrics.SAVED_PREFILL_MICROSECONDS_TOTAL, 2_500_999, "llama"),
     ):
         counters.add(name, amount, label)
     pulled.add("b", 300)
     pulled.add("b", 200)
     tiers = TierSet(hot=hot, pulled=pulled)
     stats = hot.stats()
-    assert heartbeat_figures(tiers, counters, None) == PeerFigures(
+    assert heartbeat_figures(tiers, counters, None, {"llama": 64}) == PeerFigures(
         9,
         {"P2PBackend": 5},
         {"P2PBackend": 500},
@@ -157,6 +159,7 @@ def test_figures_are_the_sidecars_counters() -> None:
         {"b": 500},
         (TierFigures(hot.name, NUM_CHUNKS, stats["used_bytes"], stats["capacity_bytes"]),),
         None,
+        {"llama": ModelFigures(1280, 2500, 64)},
     )
     assert stats["used_bytes"] > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,14 @@ from lmcache_sidecar import metrics
 
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import PLAIN_HELLO as HELLO
-from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.kv import (
+    CHUNK_SIZE,
+    assert_equal_prefix,
+    empty_kv,
+    make_metadata,
+    random_kv,
+    tokens_of,
+)
 from tests.fixtures.late_socket import late_socket
 from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
 
@@ -102,6 +110,21 @@ def test_it_is_counted_where_chunks_came_from_and_why_not(sidecar: RunningSocket
     assert counted[metrics.LOADED_CHUNKS_TOTAL, "Hot"] == 3
     assert counted[metrics.MISSED_CHUNKS_TOTAL, "never_stored"] == 2
     assert counted[metrics.STORED_CHUNKS_TOTAL, ""] == 3
+
+
+def test_it_is_counted_what_engines_need_not_compute(
+    sidecar: RunningSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rank 0 alone: other ranks load other parts of the same tokens."""
+    tokens = tokens_of(5 * CHUNK_SIZE)
+    for rank in (0, 1):
+        ranked = functools.partial(make_metadata, world_size=2, worker_id=rank)
+        monkeypatch.setattr("tests.fixtures.sidecar.make_metadata", ranked)
+        with engine_at(sidecar.path, prefill_tokens_per_s=CHUNK_SIZE) as engine:
+            engine.store(tokens[: 3 * CHUNK_SIZE], kvcaches=random_kv(3 * CHUNK_SIZE))
+            assert engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
+    assert sidecar.counters.value(metrics.SAVED_TOKENS_TOTAL) == 3 * CHUNK_SIZE
+    assert sidecar.counters.value(metrics.SAVED_PREFILL_MICROSECONDS_TOTAL) == 3_000_000
 
 
 def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(

@@ -150,7 +150,7 @@ def test_production_stacks_connector_is_replaced_on_request(options: InjectionOp
     ], "what the connector would refuse beside a sidecar is gone"
     assert status == (
         "injected: the container vllm shares 30 GiB of memory with its sidecar, tenant a; replaced"
-        " LMCacheConnectorV1, and left to the sidecar's settings LMCACHE_LOCAL_CPU,"
+        " LMCacheConnectorV1, not carried over: LMCACHE_LOCAL_CPU,"
         " LMCACHE_MAX_LOCAL_DISK_SIZE, LMCACHE_REMOTE_URL, LMCACHE_REMOTE_SERDE"
     )
 
@@ -161,7 +161,7 @@ def test_the_multiprocess_connector_is_replaced_too(options: InjectionOptions) -
     assert config_of(engine) == transfer_config({"chunk_size": 512, "tier_timeout_s": 10})
     assert "shares 4 GiB" in status
     assert "replaced LMCacheMPConnector" in status
-    assert status.endswith("settings lmcache.mp.host, lmcache.mp.port")
+    assert status.endswith("not carried over: lmcache.mp.host, lmcache.mp.port")
 
 
 @pytest.mark.parametrize("name", ["production-stack", "lmcache-mp"])
@@ -222,7 +222,15 @@ def test_values_from_elsewhere_are_not_needed(options: InjectionOptions) -> None
     document = replaceable({}, {"name": "LMCACHE_REMOTE_URL", "valueFrom": source})
     engine, status = injected(options, document)
     assert [one["name"] for one in engine["env"]] == ["PYTHONPATH"]
-    assert status.endswith("left to the sidecar's settings LMCACHE_REMOTE_URL")
+    assert status.endswith("not carried over: LMCACHE_REMOTE_URL")
+
+
+def test_what_is_no_option_of_lmcaches_is_named(options: InjectionOptions) -> None:
+    """The chart of production-stack passes such for prefill and decode."""
+    extra = {"discard_partial_chunks": False, "lmcache_rpc_port": "producer1"}
+    engine, status = injected(options, replaceable(extra))
+    assert config_of(engine) == transfer_config()
+    assert status.endswith("not carried over: discard_partial_chunks, lmcache_rpc_port")
 
 
 @pytest.mark.parametrize(

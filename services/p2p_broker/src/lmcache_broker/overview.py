@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 import msgspec
-from lmcache_core.p2p import PeerFigures, PeerStatus, TierFigures
+from lmcache_core.p2p import ModelFigures, PeerFigures, PeerStatus, TierFigures
 from lmcache_core.security import Principal, unix_ms
 
 from lmcache_broker.peers.directory import SHARED_OWNER
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.registry import PeerRegistry
-from lmcache_broker.transfers.hot import HotChunks
+from lmcache_broker.transfers.hot import HotChunks, HotPrefix
 
 MAX_SAMPLES: Final = 360
 MAX_SAMPLED_OWNERS: Final = 256
@@ -27,6 +27,11 @@ OTHER_LABEL: Final = "other"
 MAX_SHOWN_PEERS: Final = 256
 MAX_SHOWN_LINKS: Final = 512
 MAX_SHOWN_CHUNKS: Final = 10
+WINDOWS_S: Final = (300, 3600, 86_400)
+"""For which the page says what was gained."""
+BUCKET_S: Final = 300
+MAX_BUCKETS: Final = WINDOWS_S[-1] // BUCKET_S
+"""Beyond the samples, work is kept in buckets of this length for a day."""
 MAX_KEPT_VIEWS: Final = 16
 MIN_KEPT_COST_S: Final = 0.002
 REST_PER_COST: Final = 20
@@ -34,7 +39,7 @@ REST_PER_COST: Final = 20
 most for `MAX_REST_S`. So viewers cost at most a twentieth of the broker's time, however many they
 are, and a small cluster is always shown as it is now.
 """
-MAX_REST_S: Final = 2.0
+MAX_REST_S: Final = 4.0
 
 
 class SeenFigures(msgspec.Struct, frozen=True):
@@ -45,6 +50,7 @@ class SeenFigures(msgspec.Struct, frozen=True):
         loaded_bytes: By tier.
         missed_chunks: By reason.
         sole_bytes: Bytes of chunks without another holder, as far as the peer knows.
+        models: What it saved, by model.
     """
 
     requested_chunks: int
@@ -55,6 +61,7 @@ class SeenFigures(msgspec.Struct, frozen=True):
     stored_bytes: int
     tiers: tuple[TierFigures, ...]
     sole_bytes: int | None
+    models: dict[str, ModelFigures]
 
 
 class SeenPeer(PeerStatus, frozen=True, kw_only=True):
@@ -82,6 +89,8 @@ class Work(msgspec.Struct):
         loaded_chunks: By tier.
         loaded_bytes: By tier.
         missed_chunks: By reason.
+        saved_tokens: Tokens whose KV was loaded instead of computed, by model.
+        saved_ms: Prefill time of these, by model; 0 where engines do not know their speed.
     """
 
     requested_chunks: int = 0
@@ -89,6 +98,8 @@ class Work(msgspec.Struct):
     loaded_bytes: dict[str, int] = {}
     missed_chunks: dict[str, int] = {}
     stored_bytes: int = 0
+    saved_tokens: dict[str, int] = {}
+    saved_ms: dict[str, int] = {}
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -102,16 +113,37 @@ class Sample(msgspec.Struct, frozen=True):
     work: Work
 
 
+class Window(msgspec.Struct, frozen=True):
+    """The work of the latest time.
+
+    Attributes:
+        window_s: Length of that time.
+        watched_s: How much of it this broker has seen since its start.
+    """
+
+    window_s: int
+    watched_s: float
+    work: Work
+
+
 class HotChunk(msgspec.Struct, frozen=True):
-    """A chunk that peers pull. Its id stands for its whole prefix: it is a hash of all tokens up
-    to its end.
+    """The last chunk of a prefix that peers pull. Its id stands for the whole prefix: it is a hash
+    of all tokens up to its end. Chunks of one prompt that are pulled equally often count as one.
 
     Attributes:
         num_pulls: Granted by this broker within the last minute.
+        num_chunks: That were pulled together up to this one.
+        num_tokens: Of these; null where the requester does not tell.
+        model: The requester's; null where it has none or several.
+        num_holders: Instances that have it.
     """
 
     chunk_id: str
     num_pulls: int
+    num_chunks: int
+    num_tokens: int | None
+    model: str | None
+    num_holders: int
 
 
 class Overview(msgspec.Struct, frozen=True):
@@ -120,18 +152,21 @@ class Overview(msgspec.Struct, frozen=True):
     Attributes:
         time_ms: Unix time in milliseconds.
         broker: The broker that answers.
+        tenant: The caller's.
         shares: Whether this broker is configured to share peers with others.
         is_shared: Whether the peer store that brokers share answers this broker.
         peers: Draining ones first; at most 256.
         links: The strongest; at most 512.
         totals: Of all these peers since the start of each.
         interval_s: Length of a sample.
+        windows: The last 5 minutes, hour and day.
         samples: The latest intervals since this broker's start, the oldest first; at most 360.
-        hot_chunks: The chunks that are pulled most; at most 10.
+        hot_chunks: The prefixes that are pulled most; at most 10.
     """
 
     time_ms: int
     broker: str
+    tenant: str
     shares: bool
     is_shared: bool
     num_peers: int
@@ -139,12 +174,13 @@ class Overview(msgspec.Struct, frozen=True):
     links: list[PeerTraffic]
     totals: Work
     interval_s: float
+    windows: list[Window]
     samples: list[Sample]
     hot_chunks: list[HotChunk]
 
 
 class History:
-    """The last `MAX_SAMPLES` intervals, by owner.
+    """The last `MAX_SAMPLES` intervals, and the last day in buckets, by owner.
 
     What a peer counted before this broker first heard of it belongs to no interval; a new life of a
     peer that was known counts from 0.
@@ -156,6 +192,8 @@ class History:
     def __init__(self, wall_ms: Callable[[], int] = unix_ms) -> None:
         self._wall_ms = wall_ms
         self._samples: deque[tuple[int, Mapping[str, Work]]] = deque(maxlen=MAX_SAMPLES)
+        self._buckets: deque[tuple[int, dict[str, Work]]] = deque(maxlen=MAX_BUCKETS)
+        self._began_ms: int | None = None
         self._last: dict[str, tuple[int, PeerFigures]] = {}
 
     def sample(self, records: Iterable[PeerRecord]) -> None:
@@ -183,7 +221,32 @@ class History:
                 before if is_same_life else PeerFigures(),
             )
         self._last = seen
-        self._samples.append((self._wall_ms(), by_owner))
+        now_ms = self._wall_ms()
+        if self._began_ms is None:
+            self._began_ms = now_ms
+        self._samples.append((now_ms, by_owner))
+        if not self._buckets or now_ms - self._buckets[-1][0] >= 1000 * BUCKET_S:
+            self._buckets.append((now_ms, {}))
+        bucket = self._buckets[-1][1]
+        for owner, work in by_owner.items():
+            if owner in bucket or len(bucket) < MAX_SAMPLED_OWNERS:
+                grow(bucket.setdefault(owner, Work()), work)
+
+    def windows(self, owners: Collection[str]) -> list[Window]:
+        """Return the work of these owners together for each of `WINDOWS_S`."""
+        now_ms = self._wall_ms()
+        watched_s = 0.0 if self._began_ms is None else max(0, now_ms - self._began_ms) / 1000
+        found = []
+        for window_s in WINDOWS_S:
+            work = Work()
+            parts = self._samples if window_s <= BUCKET_S else self._buckets
+            for at_ms, by_owner in parts:
+                if at_ms > now_ms - 1000 * window_s:
+                    for owner in owners:
+                        if owner in by_owner:
+                            grow(work, by_owner[owner])
+            found.append(Window(window_s, min(window_s, watched_s), work))
+        return found
 
     def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[Sample]:
         """Return the latest intervals, the oldest first, of these owners together."""
@@ -205,12 +268,16 @@ def grow(
     before: PeerFigures = PeerFigures(),  # noqa: B008
 ) -> None:
     """Add to `work` what was counted since `before`; counts only grow."""
+    saved_tokens, saved_ms = _saved(now)
+    tokens_before, ms_before = _saved(before)
     work.requested_chunks += max(0, now.requested_chunks - before.requested_chunks)
     work.stored_bytes += max(0, now.stored_bytes - before.stored_bytes)
     for counts, new, old in (
         (work.loaded_chunks, now.loaded_chunks, before.loaded_chunks),
         (work.loaded_bytes, now.loaded_bytes, before.loaded_bytes),
         (work.missed_chunks, now.missed_chunks, before.missed_chunks),
+        (work.saved_tokens, saved_tokens, tokens_before),
+        (work.saved_ms, saved_ms, ms_before),
     ):
         for name, count in new.items():
             growth = count - old.get(name, 0)
@@ -219,6 +286,16 @@ def grow(
             if name not in counts:  # interned: each heartbeat brings the same few names
                 name = sys.intern(name) if len(counts) < MAX_LABELS else OTHER_LABEL
             counts[name] = counts.get(name, 0) + growth
+
+
+def _saved(of: Work | PeerFigures) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return tokens and milliseconds by model."""
+    if isinstance(of, Work):
+        return of.saved_tokens, of.saved_ms
+    return (
+        {model: one.saved_tokens for model, one in of.models.items()},
+        {model: one.saved_ms for model, one in of.models.items()},
+    )
 
 
 class BrokerOverview:
@@ -273,10 +350,16 @@ class BrokerOverview:
             if record.figures is not None:
                 grow(totals, record.figures)
         now_s = time.monotonic()
-        samples = self._history.of((principal.tenant, SHARED_OWNER), max_samples)
+        owners = (principal.tenant, SHARED_OWNER)
+        models = {
+            record.peer.id: record.figures.models
+            for record in records
+            if record.figures is not None
+        }
         return Overview(
             time_ms=unix_ms(),
             broker=self._broker,
+            tenant=principal.tenant,
             shares=self._registry.shares,
             is_shared=self._registry.is_shared,
             num_peers=len(records),
@@ -284,14 +367,27 @@ class BrokerOverview:
             links=_links(records),
             totals=totals,
             interval_s=self._interval_s,
-            samples=samples,
+            windows=self._history.windows(owners),
+            samples=self._history.of(owners, max_samples),
             hot_chunks=[
-                HotChunk(chunk_id, num_pulls)
-                for chunk_id, num_pulls in self._hot.hottest(
-                    principal.tenant, MAX_SHOWN_CHUNKS, now_s
-                )
+                _shown_prefix(prefix, models.get(prefix.requester, {}))
+                for prefix in self._hot.hottest(principal.tenant, MAX_SHOWN_CHUNKS, now_s)
             ],
         )
+
+
+def _shown_prefix(prefix: HotPrefix, models: Mapping[str, ModelFigures]) -> HotChunk:
+    """Describe a prefix by its requester's model. Chunk ids tell neither model nor tokens."""
+    [model, figures] = next(iter(models.items())) if len(models) == 1 else (None, ModelFigures())
+    num_tokens = round(prefix.num_chunks * figures.chunk_tokens)
+    return HotChunk(
+        prefix.chunk_id,
+        prefix.num_pulls,
+        prefix.num_chunks,
+        num_tokens or None,
+        model,
+        prefix.num_holders,
+    )
 
 
 def _seen(record: PeerRecord, now_s: float) -> SeenPeer:

@@ -46,6 +46,16 @@ class Descriptions:
         """Return what that client has said, the latest last."""
         return tuple(self._said.get(client, ()))
 
+    def chunk_tokens(self) -> dict[str, float]:
+        """Return tokens for each chunk of each model: a chunk is one rank's and one group's part of
+        `chunk_size` tokens. Where descriptions of a model differ, the latest counts.
+        """
+        return {
+            known.model_name: known.chunk_size / (known.world_size * len(known.groups))
+            for said in (self._left_behind, *self._said.values())
+            for known in said
+        }
+
     def left(self, client: Hashable) -> None:
         """Note that a client has gone."""
         for description in list(self._said.pop(client, ()))[-MAX_LEFT_BEHIND:]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.p2p import PeerFigures
+from lmcache_core.p2p import ModelFigures, PeerFigures
 from lmcache_core.p2p.messages import MAX_COUNT, MAX_COUNTED_PEERS, bounded, tier_figures
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.tiers import TierSet
@@ -33,7 +35,10 @@ def machine_load() -> float:
 
 
 def heartbeat_figures(
-    tiers: TierSet, counters: Counters, exclusive_bytes: int | None
+    tiers: TierSet,
+    counters: Counters,
+    exclusive_bytes: int | None,
+    chunk_tokens: Mapping[str, float] = MappingProxyType({}),
 ) -> PeerFigures:
     """Read the figures of this moment from the sidecar's counters, so that the broker shows what
     `/metrics` shows.
@@ -42,6 +47,7 @@ def heartbeat_figures(
         tiers: Of this sidecar.
         counters: What its engines asked for and got.
         exclusive_bytes: How much only this sidecar holds; None where that is not known.
+        chunk_tokens: Tokens for each chunk, by model.
     """
     values = counters.snapshot()
 
@@ -50,6 +56,7 @@ def heartbeat_figures(
             {label: value for (of, label), value in values.items() if of == name and label}
         )
 
+    saved_us = by_label(metrics.SAVED_PREFILL_MICROSECONDS_TOTAL)
     return PeerFigures(
         requested_chunks=min(values.get((metrics.REQUESTED_CHUNKS_TOTAL, ""), 0), MAX_COUNT),
         loaded_chunks=by_label(metrics.LOADED_CHUNKS_TOTAL),
@@ -60,6 +67,14 @@ def heartbeat_figures(
         pulled_bytes=(bounded(tiers.pulled or {}, MAX_COUNTED_PEERS)),
         tiers=tier_figures({tier.name: tier.stats() for tier in tiers.local}),
         sole_bytes=exclusive_bytes,
+        models={
+            model: ModelFigures(
+                num_tokens,
+                saved_us.get(model, 0) // 1000,
+                chunk_tokens.get(model, 0),
+            )
+            for model, num_tokens in by_label(metrics.SAVED_TOKENS_TOTAL).items()
+        },
     )
 
 

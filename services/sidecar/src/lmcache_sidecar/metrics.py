@@ -7,6 +7,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
+from lmcache_core.p2p.messages import MAX_COUNTED_LABELS
 from lmcache_core.record import MissReason
 from lmcache_core.telemetry import (
     CODEC_DECODE_MICROSECONDS_TOTAL,
@@ -28,6 +29,11 @@ REQUESTED_CHUNKS_TOTAL: Final = "lmcache_sidecar_requested_chunks_total"
 LOADED_CHUNKS_TOTAL: Final = "lmcache_sidecar_loaded_chunks_total"
 LOADED_BYTES_TOTAL: Final = "lmcache_sidecar_loaded_bytes_total"
 MISSED_CHUNKS_TOTAL: Final = "lmcache_sidecar_missed_chunks_total"
+SAVED_TOKENS_TOTAL: Final = "lmcache_sidecar_saved_tokens_total"
+SAVED_PREFILL_MICROSECONDS_TOTAL: Final = "lmcache_sidecar_saved_prefill_microseconds_total"
+LABEL_MODEL: Final = "model"
+MAX_MODELS: Final = MAX_COUNTED_LABELS
+OTHER_MODEL: Final = "other"
 STORED_CHUNKS_TOTAL: Final = "lmcache_sidecar_stored_chunks_total"
 STORED_BYTES_TOTAL: Final = "lmcache_sidecar_stored_bytes_total"
 REFUSED_CHUNKS_TOTAL: Final = "lmcache_sidecar_refused_chunks_total"
@@ -63,6 +69,13 @@ DESCRIBED: Final = MappingProxyType(
             "Chunks wanted and not handed out, by the reason of the first that was missing.",
             LABEL_REASON,
             tuple(MissReason),
+        ),
+        SAVED_TOKENS_TOTAL: Described(
+            "Tokens of prompts that engines loaded instead of computing them.", LABEL_MODEL
+        ),
+        SAVED_PREFILL_MICROSECONDS_TOTAL: Described(
+            "Prefill time of these tokens, by the speed that engines have configured or learned.",
+            LABEL_MODEL,
         ),
         STORED_CHUNKS_TOTAL: Described("Chunks stored by engines."),
         STORED_BYTES_TOTAL: Described("Bytes stored by engines."),

@@ -132,7 +132,10 @@ class SidecarNode(Node[SidecarSettings]):
         )
         await self.join(
             lambda: heartbeat_figures(
-                self.tiers, self.counters, None if exclusive is None else exclusive.num_bytes
+                self.tiers,
+                self.counters,
+                None if exclusive is None else exclusive.num_bytes,
+                self.descriptions.chunk_tokens(),
             ),
             requests,
             machine_load,

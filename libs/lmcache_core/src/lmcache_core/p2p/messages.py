@@ -150,6 +150,21 @@ class TierFigures(msgspec.Struct, frozen=True):
     capacity_bytes: BoundedCount
 
 
+class ModelFigures(msgspec.Struct, frozen=True):
+    """What an instance saved the engines of one model since its start.
+
+    Attributes:
+        saved_tokens: Tokens of prompts whose KV was loaded instead of computed.
+        saved_ms: Prefill time of these, by the engines' own speed; they may not know it.
+        chunk_tokens: Tokens for each chunk: of all ranks and groups of layers, so that a prompt's
+            tokens are its chunks times this.
+    """
+
+    saved_tokens: BoundedCount = 0
+    saved_ms: BoundedCount = 0
+    chunk_tokens: Annotated[float, msgspec.Meta(ge=0, le=1 << 32)] = 0
+
+
 class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     """Counters of an instance since its start, and what it holds now. All of it is optional.
 
@@ -164,6 +179,7 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
         tiers: How full its own tiers are.
         sole_bytes: Bytes of chunks without another holder, as far as the instance knows; null
             where it does not.
+        models: What it saved, by model.
     """
 
     requested_chunks: BoundedCount = 0
@@ -177,6 +193,7 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     ] = {}
     tiers: Annotated[tuple[TierFigures, ...], msgspec.Meta(max_length=MAX_TIERS)] = ()
     sole_bytes: BoundedCount | None = None
+    models: Annotated[dict[Label, ModelFigures], msgspec.Meta(max_length=MAX_COUNTED_LABELS)] = {}
 
 
 class AnnounceRequest(msgspec.Struct, frozen=True):

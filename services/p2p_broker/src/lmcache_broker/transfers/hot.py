@@ -8,8 +8,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from lmcache_core.p2p import CopyOrder, PeerStatus
 from lmcache_core.p2p.messages import MAX_COPIES_PER_LEASE, ChunkHolders, TransferResponse
@@ -40,9 +39,41 @@ class HotLimits:
 
 @dataclass(slots=True)
 class _Heat:
+    """How often a chunk is pulled, and the request that brought the longest prefix with it.
+
+    Attributes:
+        began_s: Since when pulls are counted.
+        head: First chunk of that request.
+        depth: Chunks of that request up to this one.
+        requester: Who made it.
+        num_holders: Instances that have the chunk after it.
+    """
+
     began_s: float
     num_pulls: int = 0
     ordered_s: float = float("-inf")
+    head: str = ""
+    depth: int = 0
+    requester: str = ""
+    num_holders: int = 0
+
+
+class HotPrefix(NamedTuple):
+    """Chunks of one prompt that are pulled equally often.
+
+    Attributes:
+        chunk_id: The last of them; its id stands for all tokens before it, too.
+        num_chunks: From the first chunk that was pulled with it; what the requester had already is
+            not known.
+        requester: An instance that pulled them.
+        num_holders: Instances that have the last one.
+    """
+
+    chunk_id: str
+    num_pulls: int
+    num_chunks: int
+    requester: str
+    num_holders: int
 
 
 class HotChunks:
@@ -87,9 +118,15 @@ class HotChunks:
         if not self._limits.num_pulls:
             return placed
         peers: list[PeerStatus] | None = None
+        head = next(iter(wanted), "")
+        depths = {chunk_id: depth for depth, chunk_id in enumerate(wanted, 1)}
         for pull in plan.assignments:
             for chunk_id in pull.chunk_ids:
-                if not self._is_hot(principal.tenant, chunk_id, now_s):
+                heat = self._count(principal.tenant, chunk_id, now_s)
+                if depths[chunk_id] >= heat.depth:
+                    heat.head, heat.depth, heat.requester = head, depths[chunk_id], requester
+                heat.num_holders = len({*wanted[chunk_id].holders, requester})
+                if not self._is_hot(heat, now_s):
                     continue
                 if peers is None:
                     peers = [
@@ -120,31 +157,41 @@ class HotChunks:
         taken = [self._orders.pop(key) for key in mine]
         return [order for until_s, order in taken if now_s < until_s]
 
-    def hottest(self, tenant: str, max_chunks: int, now_s: float) -> list[tuple[str, int]]:
-        """Return the tenant's chunks that were pulled most within the last minute or so, and how
-        often.
+    def hottest(self, tenant: str, max_prefixes: int, now_s: float) -> list[HotPrefix]:
+        """Return what the tenant's peers pulled most within the last minute or so: chunks of one
+        prompt count once.
         """
         since_s = now_s - WINDOW_S
-        counted = [
-            (heat.num_pulls, key[1])
-            for key, heat in self._heat.items()
-            if heat.began_s >= since_s and key[0] == tenant
-        ]
-        most = heapq.nlargest(max_chunks, counted, key=itemgetter(0))
+        deepest: dict[tuple[str, int], tuple[str, _Heat]] = {}
+        for (owner, chunk_id), heat in self._heat.items():
+            if heat.began_s < since_s or owner != tenant:
+                continue
+            prompt = (heat.head, heat.num_pulls)
+            known = deepest.get(prompt)
+            if known is None or known[1].depth < heat.depth:
+                deepest[prompt] = (chunk_id, heat)
+        most = heapq.nsmallest(
+            max_prefixes,
+            deepest.values(),
+            key=lambda one: (-one[1].num_pulls, -one[1].depth, one[0]),
+        )
         return [
-            (chunk_id, num_pulls)
-            for num_pulls, chunk_id in sorted(most, key=lambda one: (-one[0], one[1]))
+            HotPrefix(chunk_id, heat.num_pulls, heat.depth, heat.requester, heat.num_holders)
+            for chunk_id, heat in most
         ]
 
-    def _is_hot(self, tenant: str, chunk_id: str, now_s: float) -> bool:
+    def _count(self, tenant: str, chunk_id: str, now_s: float) -> _Heat:
         key = (tenant, chunk_id)
         heat = self._heat.setdefault(key, _Heat(now_s))
         self._heat.move_to_end(key)
         if len(self._heat) > MAX_COUNTED_CHUNKS:
             self._heat.popitem(last=False)
         if now_s - heat.began_s > WINDOW_S:
-            heat.began_s, heat.num_pulls = now_s, 0
+            heat.began_s, heat.num_pulls, heat.depth = now_s, 0, 0
         heat.num_pulls += 1
+        return heat
+
+    def _is_hot(self, heat: _Heat, now_s: float) -> bool:
         if heat.num_pulls < self._limits.num_pulls or now_s - heat.ordered_s < ORDER_TTL_S:
             return False
         heat.ordered_s = now_s

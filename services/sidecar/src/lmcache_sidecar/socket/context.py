@@ -17,6 +17,7 @@ from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.wire.messages import EngineInfo
 
+from lmcache_sidecar import metrics
 from lmcache_sidecar.arena.journal import ArenaJournal
 from lmcache_sidecar.descriptions import Descriptions
 
@@ -80,7 +81,17 @@ class SessionContext:
         self.max_reserved_bytes = self.arena.size - self.arena.size // KEPT_SHARE
         self.staged = ChunkBudget(self.arena.size // STAGED_SHARE)
         self.pinned = ChunkBudget(self.max_reserved_bytes)
+        self._models: set[str] = set()
         self._greeted: list[EngineInfo] = []
+
+    def model_label(self, model_name: str) -> str:
+        """Return the label under which a model's work is counted: clients may name any number of
+        models.
+        """
+        if model_name not in self._models and len(self._models) >= metrics.MAX_MODELS - 1:
+            return metrics.OTHER_MODEL
+        self._models.add(model_name)
+        return model_name
 
     def greet(self, engine: EngineInfo) -> None:
         """Let a client in; `leave` follows. The processes of one engine (clients of one name) must

@@ -331,7 +331,25 @@ class EngineSession:
             counters.add(metrics.LOADED_CHUNKS_TOTAL, 1, result.tier)
             counters.add(metrics.LOADED_BYTES_TOTAL, result.num_bytes, result.tier)
             extents.append(self.memory.pin(result))
+        self._count_saved(names[: sum(isinstance(one, m.Extent) for one in extents)], request)
         return m.Extents(tuple(extents))
+
+    def _count_saved(self, loaded: Sequence[ChunkKey], request: m.LoadExtents) -> None:
+        """Count the tokens of these chunks. Other ranks and groups of layers load other parts of
+        the same tokens, so those of one are counted.
+        """
+        described = {known.model_name: known for known in self._context.descriptions.said_by(self)}
+        if not loaded or (known := described.get(loaded[0].key.model_name)) is None:
+            return
+        num_chunks = sum(
+            name.key.worker_id == 0 and name.key.group == known.groups[0] for name in loaded
+        )
+        model = self._context.model_label(known.model_name)
+        counters = self._context.counters
+        counters.add(metrics.SAVED_TOKENS_TOTAL, num_chunks * known.chunk_size, model)
+        counters.add(
+            metrics.SAVED_PREFILL_MICROSECONDS_TOTAL, num_chunks * request.recompute_us, model
+        )
 
     async def _stage(self, request: m.Stage) -> m.Promise:
         runs = [self._reader.lanes.run(number, hashes) for number, hashes in request.chains]

@@ -96,7 +96,8 @@ class CarriedOver:
         arena_gb: Size of LMCache's host memory, GiB; None where it is not given.
         disk_gb: Size of its disk, GiB; None where it has none.
         variables: Indexes of the variables that describe tiers, in order.
-        left_out: Options that the sidecar's settings replace, as the pod spells them.
+        left_out: Options that the sidecar's settings replace, or that are no option of LMCache's,
+            as the pod spells them.
     """
 
     extra: Mapping[str, Any]

@@ -149,7 +149,7 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     if theirs is not None and carried is not None:
         text += f"; replaced {theirs.name}"
         if carried.left_out:
-            text += f", and left to the sidecar's settings {', '.join(carried.left_out)}"
+            text += f", not carried over: {', '.join(carried.left_out)}"
     return text + ("" if arguments else _why_no_arguments(engine, has_variable=bool(in_script)))
 
 

@@ -1,6 +1,6 @@
 import { ratioChart, sourcesChart } from './charts.js';
 import { replace } from './dom.js';
-import { drains, hot, links, misses, peers, totals } from './panels.js';
+import { drains, gains, hot, links, misses, peers, totals } from './panels.js';
 import { topology } from './topology.js';
 
 const KEY = 'lmcache-token';
@@ -52,6 +52,7 @@ function render() {
   at('leave').hidden = sessionStorage.getItem(KEY) === null;
   drawnWidth = innerWidth;
   const room = (id) => Math.max(240, Math.floor(at(id).clientWidth));
+  replace(at('gains'), ...gains(data));
   replace(at('totals'), ...totals(data));
   const draining = drains(data);
   at('drains-section').hidden = draining.length === 0;

@@ -33,11 +33,12 @@ export const gauge = (value, max, colour) =>
     svg('rect', { class: 'track', width: 100, height: 6 }),
     svg('rect', { class: colour, width: (100 * Math.min(1, value / Math.max(1, max))).toFixed(2), height: 6 }));
 
-/** A table. `columns`: [title, cell(row), is it a number?]; `keyOf` names a row for those who look for it. */
+/** A table. `columns`: [title, cell(row), is it a number?, does it give way on a small screen?]; `keyOf` names a row for those who look for it. */
 export function table(caption, columns, rows, keyOf) {
-  const cell = (row, [, value, isNumber], i) =>
-    html(i === 0 ? 'th' : 'td', { scope: i === 0 ? 'row' : null, class: isNumber ? 'number' : null }, value(row));
-  const head = columns.map(([title, , isNumber]) => html('th', { scope: 'col', class: isNumber ? 'number' : null }, title));
+  const kind = (isNumber, isMinor) => [isNumber ? 'number' : '', isMinor ? 'minor' : ''].join(' ').trim() || null;
+  const cell = (row, [, value, isNumber, isMinor], i) =>
+    html(i === 0 ? 'th' : 'td', { scope: i === 0 ? 'row' : null, class: kind(isNumber, isMinor) }, value(row));
+  const head = columns.map(([title, , isNumber, isMinor]) => html('th', { scope: 'col', class: kind(isNumber, isMinor) }, title));
   const body = rows.map((row) => html('tr', { 'data-row': keyOf(row) }, ...columns.map((column, i) => cell(row, column, i))));
   const scroll = { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': caption, 'data-key': caption };
   return html('div', scroll, html('table', {}, html('caption', {}, caption), html('thead', {}, html('tr', {}, ...head)), html('tbody', {}, ...body)));

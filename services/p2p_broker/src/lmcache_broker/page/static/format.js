@@ -1,4 +1,5 @@
 const UNITS = ['B', 'kB', 'MB', 'GB', 'TB', 'PB'];
+const COUNT_UNITS = ['', 'k', 'M', 'G', 'T', 'P'];
 const TIERS = { LocalCPUBackend: 'memory', Hot: 'memory', LocalDiskBackend: 'disk', P2PBackend: 'peers', RemoteBackend: 'storage' };
 const COLOURS = new Map([['memory', 's0'], ['peers', 's1'], ['storage', 's2'], ['disk', 's3']]);
 
@@ -7,7 +8,20 @@ export function bytes(count) {
   for (; count >= 999.5 && unit < UNITS.length - 1; unit++) count /= 1000;
   return `${unit === 0 || count >= 99.95 ? Math.round(count) : count.toFixed(1)} ${UNITS[unit]}`;
 }
+export function duration(seconds) {
+  if (seconds < 99.5) return `${seconds.toFixed(seconds < 9.95 ? 1 : 0)} s`;
+  if (seconds < 99.5 * 60) return `${(seconds / 60).toFixed(seconds < 597 ? 1 : 0)} min`;
+  return `${(seconds / 3600).toFixed(seconds < 35_820 ? 1 : 0)} h`;
+}
 export const number = (count) => count.toLocaleString('en');
+
+/** A large count in three digits: 9,870, 98.7 k, 4.56 M. */
+export function short(count) {
+  if (count < 9999.5) return number(Math.round(count));
+  let unit = 0;
+  for (; count >= 999.5 && unit < COUNT_UNITS.length - 1; unit++) count /= 1000;
+  return `${count.toFixed(count < 9.995 ? 2 : count < 99.95 ? 1 : 0)} ${COUNT_UNITS[unit]}`;
+}
 export const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
 export const tier = (name) => (Object.hasOwn(TIERS, name) ? TIERS[name] : name);
 /** The same colour for a tier wherever it is drawn; what has none of its own shares one. */
@@ -15,6 +29,14 @@ export const colour = (name) => COLOURS.get(tier(name)) ?? 's4';
 export const words = (name) => name.replaceAll('_', ' ');
 export const sum = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
 export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });
+/** What all these names begin with, up to a dash, such as the name of a release; not for a single one. */
+export function commonPrefix(names) {
+  if (names.length < 2) return '';
+  const [first, last] = [names.reduce((a, b) => (a < b ? a : b)), names.reduce((a, b) => (a > b ? a : b))];
+  let length = 0;
+  while (length < first.length && first[length] === last[length]) length++;
+  return first.slice(0, first.lastIndexOf('-', length - 1) + 1);
+}
 export const shorten = (text, length) => (text.length <= length ? text : `${text.slice(0, 4)}…${text.slice(5 - length)}`);
 
 /** All these counts together, by name. Peers choose names: this has none of its own, as an ordinary object has. */

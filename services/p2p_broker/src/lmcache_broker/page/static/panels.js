@@ -1,5 +1,31 @@
 import { gauge, html, nothing, table } from './dom.js';
-import { bytes, colour, hitRatio, number, percent, sum, tier, words } from './format.js';
+import { bytes, colour, commonPrefix, duration, hitRatio, number, percent, short, sum, tier, words } from './format.js';
+
+const WINDOWS = new Map([[300, '5 min'], [3600, '1 h'], [86400, '24 h']]);
+const tokens = (work) => sum(work.saved_tokens);
+const prefill = (ms) => (ms === 0 ? '–' : duration(ms / 1000));
+
+/** What the cache has saved: a tile for each time, and a table by model. */
+export function gains(data) {
+  const tile = ({ window_s: length, watched_s: watched, work }) => {
+    const saved = sum(work.saved_ms);
+    const ratio = hitRatio(work);
+    const notes = [saved === 0 ? null : `${duration(saved / 1000)} of prefill`, ratio === null ? null : `hit ratio ${percent(ratio)}`];
+    const title = `Last ${WINDOWS.get(length)}${watched < length ? ` (watched for ${duration(watched)})` : ''}`;
+    const figure = html('dd', { 'data-gain': length, 'data-value': tokens(work) }, `${short(tokens(work))} tokens`);
+    return html('div', {}, html('dt', {}, title), figure, html('dd', { class: 'sub' }, notes.filter(Boolean).join(', ') || 'nothing was loaded'));
+  };
+  const day = data.windows.at(-1).work;
+  const models = Object.keys(day.saved_tokens).sort((a, b) => day.saved_tokens[b] - day.saved_tokens[a]);
+  const tiles = html('dl', { class: 'gains' }, ...data.windows.map(tile));
+  if (models.length === 0) return [tiles];
+  const columns = [
+    ['Model', (model) => html('span', { class: 'wrap' }, model)],
+    ...data.windows.map((one) => [WINDOWS.get(one.window_s), (model) => short(one.work.saved_tokens[model] ?? 0), true]),
+    ['Prefill, 24 h', (model) => prefill(day.saved_ms[model] ?? 0), true, true],
+  ];
+  return [tiles, table(`Tokens not computed, tenant ${data.tenant}`, columns, models, (model) => model)];
+}
 
 export function totals(data) {
   const work = data.totals;
@@ -44,16 +70,29 @@ export function misses(data) {
 
 export function hot(data) {
   if (data.hot_chunks.length === 0) return nothing('Peers have pulled nothing in the last minute.');
-  const columns = [['Prefix, by its hash', (one) => html('code', {}, one.chunk_id)], ['Pulls', (one) => number(one.num_pulls), true]];
+  const length = (one) => (one.num_tokens === null ? `${number(one.num_chunks)} chunks` : `${number(one.num_tokens)} tokens`);
+  const columns = [
+    ['Prompt', (one) => html('div', {}, html('div', {}, length(one)), html('code', { class: 'faint', title: one.chunk_id }, one.chunk_id.slice(0, 8)))],
+    ['Pulls', (one) => number(one.num_pulls), true],
+    ['Holders', (one) => number(one.num_holders), true],
+    ['Model', (one) => html('span', { class: 'wrap' }, one.model ?? '–')],
+  ];
   return table('Granted by this broker', columns, data.hot_chunks, (one) => one.chunk_id);
 }
 
 /** The arrows of the drawing, in words. */
 export function links(data) {
   if (data.links.length === 0) return nothing('No pod has pulled from another one yet.');
-  const columns = [['Pulled by', (one) => html('code', {}, one.requester)], ['From', (one) => html('code', {}, one.server)], ['Bytes', (one) => bytes(one.num_bytes), true]];
+  const name = namer(data);
+  const columns = [['Pulled by', (one) => name(one.requester)], ['From', (one) => name(one.server)], ['Bytes', (one) => bytes(one.num_bytes), true]];
   const shown = table('Since the start of who pulled', columns, data.links, (one) => `${one.requester} ${one.server}`);
   return html('details', { 'data-key': 'links', 'aria-label': 'Links' }, html('summary', { 'data-key': 'links summary' }, 'Links as a table'), shown);
+}
+
+/** Names without what all of them begin with; the whole name is the element's title. */
+export function namer({ peers }) {
+  const prefix = commonPrefix(peers.map((peer) => peer.id));
+  return (id) => html('code', { title: id }, id.startsWith(prefix) ? id.slice(prefix.length) : id);
 }
 
 function tiers(peer) {
@@ -70,18 +109,21 @@ const state = (peer) => (peer.draining ? (peer.drain === null ? 'draining' : `dr
 
 export function peers(data) {
   if (data.peers.length === 0) return nothing('No pod is registered.');
+  const name = namer(data);
   const alone = (peer) => (typeof peer.figures?.sole_bytes === 'number' ? bytes(peer.figures.sole_bytes) : '–');
   const loaded = (peer) => (peer.figures === null ? '–' : bytes(sum(peer.figures.loaded_bytes)));
   const columns = [
-    ['Name', (peer) => html('code', {}, peer.id)],
+    ['Name', (peer) => name(peer.id)],
     ['State', (peer) => html('div', {}, html('div', {}, state(peer)), html('span', { class: 'faint' }, peer.kind))],
-    ['Where', (peer) => html('div', {}, html('div', {}, [peer.zone, peer.node].filter(Boolean).join(', ')), html('code', {}, peer.distributed_url))],
+    ['Where', (peer) => html('div', { class: 'wrap', title: peer.distributed_url }, html('div', {}, peer.zone || '–'), html('span', { class: 'faint' }, peer.node)), false, true],
     ['Tiers', tiers],
-    ['Loaded', loaded, true],
-    ['Held alone', alone, true],
-    ['Load', (peer) => percent(peer.load), true],
-    ['Serves', (peer) => number(peer.num_pulls), true],
+    ['Loaded', loaded, true, true],
+    ['Held alone', alone, true, true],
+    ['CPU load', (peer) => percent(peer.load), true, true],
+    ['Serves', (peer) => number(peer.num_pulls), true, true],
   ];
-  const caption = data.num_peers > data.peers.length ? `${data.peers.length} of ${data.num_peers}` : `${data.num_peers} alive`;
+  const prefix = commonPrefix(data.peers.map((peer) => peer.id));
+  const count = data.num_peers > data.peers.length ? `${data.peers.length} of ${data.num_peers}` : `${data.num_peers} alive`;
+  const caption = prefix === '' ? count : `${count}; all names begin with ${prefix}`;
   return table(caption, columns, data.peers, (peer) => peer.id);
 }

@@ -1,11 +1,11 @@
 import { html, nothing, svg } from './dom.js';
-import { bytes, colour, number, shorten, tier } from './format.js';
+import { bytes, colour, commonPrefix, number, shorten, tier } from './format.js';
 
 const MAX_DRAWN = 32;
 const MAX_GAUGES = 3;
 const ROW = 27;
 const GAUGE = 46;
-const CHAR = 7.7;
+const CHAR = 7.5; // of a monospace font of 12 px, and some more
 
 const describe = (peer) => {
   const place = [peer.zone && `zone ${peer.zone}`, peer.node && `node ${peer.node}`].filter(Boolean).join(', ');
@@ -32,7 +32,7 @@ function link(one, from, to, left, room, most) {
   return svg('path', { class: 'link', d: path, 'stroke-width': thickness.toFixed(1), 'marker-end': 'url(#arrow)' }, title);
 }
 
-function row(peer, y, numChars, width) {
+function row(peer, name, y, numChars, width) {
   const kind = `node ${peer.kind}${peer.draining ? ' draining' : ''}`;
   const mark = peer.kind === 'storage' ? svg('rect', { class: kind, x: 3, y: y - 7, width: 14, height: 14, rx: 2 }) : svg('circle', { class: kind, cx: 10, cy: y, r: 7.5 });
   const tiers = (peer.figures?.tiers ?? []).filter((one) => one.capacity_bytes > 0).slice(0, MAX_GAUGES);
@@ -42,7 +42,7 @@ function row(peer, y, numChars, width) {
     const used = Math.min(1, one.used_bytes / one.capacity_bytes) * GAUGE;
     return [svg('rect', { class: 'track', ...place, width: GAUGE }), svg('rect', { class: colour(one.name), ...place, width: used.toFixed(1) })];
   });
-  const label = svg('text', { x: 24, y: y + 4 }, shorten(peer.id, numChars));
+  const label = svg('text', { class: 'name', x: 24, y: y + 4 }, shorten(name, numChars));
   const ground = svg('rect', { class: 'ground', x: 0, y: y - ROW / 2, width, height: ROW });
   return svg('g', { 'data-peer': peer.id }, svg('title', {}, describe(peer)), ground, mark, label, ...gauges);
 }
@@ -52,7 +52,9 @@ export function topology(data, width) {
   const peers = drawn(data);
   if (peers.length === 0) return nothing('No pod is registered.');
   const hasZones = peers.some((peer) => peer.zone !== '');
-  const numChars = Math.min(width < 420 ? 14 : 22, Math.max(8, ...peers.map((peer) => peer.id.length)));
+  const prefix = commonPrefix(data.peers.map((peer) => peer.id));
+  const names = peers.map((peer) => peer.id.slice(prefix.length));
+  const numChars = Math.min(width < 420 ? 14 : 24, Math.max(8, ...names.map((name) => name.length)));
   const left = 26 + numChars * CHAR + GAUGE + 12;
   const [heads, places] = [[], new Map()];
   let y = 0;
@@ -68,7 +70,7 @@ export function topology(data, width) {
   const links = data.links.filter((one) => places.has(one.requester) && places.has(one.server));
   const most = Math.max(1, ...links.map((one) => one.num_bytes));
   const paths = links.map((one) => link(one, places.get(one.server), places.get(one.requester), left, width - left - 8, most));
-  const rows = peers.map((peer) => row(peer, places.get(peer.id), numChars, left - 12));
+  const rows = peers.map((peer, i) => row(peer, names[i], places.get(peer.id), numChars, left - 12));
   rows.forEach((node, i) => {
     const isOf = (one) => [one.requester, one.server].includes(peers[i].id);
     const mark = (isOn) => links.forEach((one, j) => paths[j].classList.toggle('off', isOn && !isOf(one)));
