@@ -111,6 +111,7 @@ ROLES = {
     ("get", "/v1/log-level"): "client",
     ("get", "/v1/chunks"): "admin",
     ("get", "/v1/pins"): "admin",
+    ("get", "/v1/lookups"): "admin",
     ("post", "/v1/explain"): "admin",
     ("post", "/v1/pin"): "admin",
     ("post", "/v1/unpin"): "admin",

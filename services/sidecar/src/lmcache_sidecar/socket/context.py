@@ -19,6 +19,7 @@ from lmcache_core.wire.messages import EngineInfo
 
 from lmcache_sidecar.arena.journal import ArenaJournal
 from lmcache_sidecar.descriptions import Descriptions
+from lmcache_sidecar.recent_lookups import RecentLookups
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class SessionContext:
             answered.
         log: For lines that clients can cause as often as they like.
         is_draining: Whether no client can store any more.
+        lookups: What engines have lately asked for.
         staged: What tickets of all clients may hold together.
         pinned: What pins of all clients may hold together; a chunk that several pin counts once.
         max_reserved_bytes: What reservations of all clients may hold together.
@@ -80,6 +82,7 @@ class SessionContext:
         self.max_reserved_bytes = self.arena.size - self.arena.size // KEPT_SHARE
         self.staged = ChunkBudget(self.arena.size // STAGED_SHARE)
         self.pinned = ChunkBudget(self.max_reserved_bytes)
+        self.lookups = RecentLookups(self.stack.hot, self.tenant)
         self._greeted: list[EngineInfo] = []
 
     def greet(self, engine: EngineInfo) -> None:
