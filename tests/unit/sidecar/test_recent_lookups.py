@@ -50,7 +50,10 @@ def test_the_last_answer_to_a_request_is_remembered(
     store_chunks(store, CHAIN.keys_of_rank(0)[:1])
     shelf.held.update(names_of(CHAIN.keys_of_rank(0)[1:2]))
     store.stage("0a1b:chatcmpl-7-ff", [CHAIN])
-    until(lambda: store.stage("0a1b:chatcmpl-7-ff", [CHAIN]) == Staged(True, (b"\1\2\0\0",)), "not read")
+    until(
+        lambda: store.stage("0a1b:chatcmpl-7-ff", [CHAIN]) == Staged(True, (b"\1\2\0\0",)),
+        "not read",
+    )
     [found] = recent(sidecar).matching("chatcmpl-7")
     assert found.found == {StagedFrom.HOT: 1, StagedFrom.DISK: 1}
     assert (found.num_chunks, found.is_final, found.missing) == (4, True, "never_stored")

@@ -18,6 +18,7 @@ from lmcache_ctl.doctor.command import doctor
 from lmcache_ctl.drain import drain
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.evict import evict
+from lmcache_ctl.explain import explain
 from lmcache_ctl.output import plain
 from lmcache_ctl.pin import pin
 from lmcache_ctl.status import own_version, status, version
@@ -35,7 +36,7 @@ CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EF
 COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "status": status,
     "top": top,
-    "explain": sidecar.explain,
+    "explain": explain,
     "evict": evict,
     "pin": pin,
     "drain": drain,
@@ -52,7 +53,7 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "lookup prefix": lookup.prefix,
     "lookup locations": lookup.locations,
     "lookup route": lookup.route,
-    "sidecar explain": sidecar.explain,
+    "sidecar explain": explain,
     "sidecar status": sidecar.status,
 }
 EXAMPLES: Final = """\
@@ -60,6 +61,9 @@ status --lookup-url http://lookup:8081 --storage-url http://storage:8080
 status -n lmcache -o json
 top -n lmcache
 top --once --interval 10 -o json
+explain -n lmcache --prompt prompt.txt
+explain -n lmcache --messages chat.json
+explain -n lmcache --request chatcmpl-0123
 explain --tokens ids.txt
 explain -n lmcache --tokens - < ids.txt
 evict sidecar --size 512MiB

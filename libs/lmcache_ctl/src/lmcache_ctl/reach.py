@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
@@ -121,15 +121,28 @@ class Reach:
         with self.services(kind) as services:
             if name is not None:
                 services = asyncio.run(named(asker, services, [Target(kind, name)]))
-            for last, service in enumerate(services, 1):
-                try:
-                    return asyncio.run(asker.one(service, question))
-                except ServiceRefusedError as exc:
-                    raise CtlError(f"{service.url}: {exc}") from exc
-                except CtlError as exc:
-                    if last == len(services):
-                        more = f"; {self.hint}" if self.hint else ""
-                        raise CtlError(f"no answer from {service.url}: {exc}{more}") from exc
+            return self.first_answer(asker, services, question)[1]
+
+    def first_answer(
+        self,
+        asker: Asker,
+        services: Sequence[Endpoint],
+        question: Callable[[Caller], Awaitable[T]],
+    ) -> tuple[Endpoint, T]:
+        """Put a question to these services in turn; return the first that answers, and its answer.
+
+        Raises:
+            CtlError: None answers; the text is the last one's.
+        """
+        for last, service in enumerate(services, 1):
+            try:
+                return service, asyncio.run(asker.one(service, question))
+            except ServiceRefusedError as exc:
+                raise CtlError(f"{service.url}: {exc}") from exc
+            except CtlError as exc:
+                if last == len(services):
+                    more = f"; {self.hint}" if self.hint else ""
+                    raise CtlError(f"no answer from {service.url}: {exc}{more}") from exc
         raise AssertionError("one of them was the last")
 
     def _nothing_named(self, kinds: tuple[Kind, ...]) -> CtlError:

@@ -61,7 +61,9 @@ class Endpoint(msgspec.Struct, frozen=True):
         host: The header `Host` where that is not the host of the URL; None: it is.
         problem: Why it cannot be asked; "" if it can.
         socket_path: Unix socket that leads to it; None: its URL does.
-        forwarded: Whether it is reached through the Kubernetes API.
+        pod: Its pod, where it is reached through the Kubernetes API; else "".
+        namespace: Of that pod.
+        name_prefix: What the names of the release's pods begin with; "" where that is not known.
         token: The token of its release, for callers who were given none; None: not known.
         token_secret: The Secret that has, or should have, that token; "" for none.
     """
@@ -73,7 +75,9 @@ class Endpoint(msgspec.Struct, frozen=True):
     host: str | None = None
     problem: str = ""
     socket_path: str | None = None
-    forwarded: bool = False
+    pod: str = ""
+    namespace: str = ""
+    name_prefix: str = ""
     token: str | None = None
     token_secret: str = ""
 

@@ -23,6 +23,7 @@ from lmcache_ctl.output import (
     share_text,
     show,
     size_text,
+    tier_word,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
@@ -104,7 +105,7 @@ def print_status(found: ClusterStatus) -> None:
     totals = found.totals
     versions = (f"{version} ({number}x)" for version, number in sorted(totals.versions.items()))
     shares = totals.hit_ratio_by_tier.items()
-    by_tier = ", ".join(f"{tier} {share_text(share)}" for tier, share in shares)
+    by_tier = ", ".join(f"{tier_word(tier)} {share_text(share)}" for tier, share in shares)
     print_text(
         f"services   {totals.num_well} of {totals.num_services} are well\n"
         f"versions   {', '.join(versions) or UNKNOWN}\n"
@@ -133,7 +134,7 @@ def print_status(found: ClusterStatus) -> None:
         (
             str(one.kind),
             one.name,
-            tier.name,
+            tier_word(tier.name),
             str(tier.num_chunks),
             size_text(tier.used_bytes),
             size_text(tier.capacity_bytes),

@@ -315,7 +315,7 @@ async def test_a_request_is_found_by_a_part_of_its_id(tmp_path: Path) -> None:
             "model_name": "m",
             "num_chunks": 3,
             "num_found": 2,
-            "found": {"hot": 1, "disk": 1},
+            "found": {"Hot": 1, "LocalDiskBackend": 1},
             "is_final": True,
             "missing": "never_stored",
             "chunk_hashes": HASHES,

@@ -1,4 +1,4 @@
-"""`/v1/explain`: where chunks are, and why they are missing; `/v1/lookups`: what engines asked for."""
+"""`/v1/explain`: where chunks are, and why they are missing; `/v1/lookups`: what requests found."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import APIRouter, Depends, Query
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import MAX_TOKEN_ID, ChunkKey
-from lmcache_core.record import Miss, MissReason
+from lmcache_core.record import HOT_TIER, Miss, MissReason, StagedFrom
+from lmcache_core.storage.disk.store import TIER_NAME as DISK_TIER
 from lmcache_core.storage.peer import PEER_TIER
+from lmcache_core.storage.remote import REMOTE_TIER
 from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS
 from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
@@ -28,6 +30,13 @@ from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 
 MAX_QUESTIONS = 64
 """To lookup, for the chunks of one rank and group."""
+TIER_OF = {
+    StagedFrom.HOT: HOT_TIER,
+    StagedFrom.DISK: DISK_TIER,
+    StagedFrom.PEER: PEER_TIER,
+    StagedFrom.REMOTE: REMOTE_TIER,
+    StagedFrom.OTHER: "other",
+}
 QUARANTINED = "quarantined"
 UNKNOWN = "unknown"
 
@@ -126,9 +135,7 @@ class LookupView(BaseModel):
     age_s: float
     num_chunks: int
     num_found: int = Field(description="Of the prefix, in all groups of layers")
-    found: dict[str, int] = Field(
-        description="The same by where they were: hot, disk, peer, remote, other"
-    )
+    found: dict[str, int] = Field(description="The same by tier, that of the farthest group")
     is_final: bool = Field(description="false: slower tiers were still being read")
     missing: str | None = Field(description="Why memory did not have the first missing chunk")
     chunk_hashes: list[str] = Field(description=f"Of the first {MAX_CHUNKS} chunks")
@@ -197,7 +204,7 @@ def _lookup_view(one: RecentLookup) -> LookupView:
         age_s=max(0.0, time.time() - one.asked_at),
         num_chunks=one.num_chunks,
         num_found=one.found.total(),
-        found={origin.name.lower(): num for origin, num in sorted(one.found.items())},
+        found={TIER_OF[origin]: num for origin, num in sorted(one.found.items())},
         is_final=one.is_final,
         missing=one.missing or None,
         chunk_hashes=one.chunk_hashes,
