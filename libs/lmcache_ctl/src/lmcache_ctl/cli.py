@@ -19,6 +19,7 @@ from lmcache_ctl.drain import drain
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.evict import evict
 from lmcache_ctl.explain import explain
+from lmcache_ctl.migrate import migrate
 from lmcache_ctl.output import plain
 from lmcache_ctl.pin import pin
 from lmcache_ctl.status import own_version, status, version
@@ -42,6 +43,7 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "drain": drain,
     "bench": bench,
     "doctor": doctor,
+    "migrate": migrate,
     "version": version,
     "certify codec": certify.codec,
     "certify blend": certify.blend,
@@ -77,6 +79,7 @@ bench lookup -n lmcache
 bench lm/lmcache-storage-0 -n lmcache --size 1MiB
 doctor -n lmcache --strict
 doctor --check-config sidecar=sidecar.yaml -o json
+migrate lmcache.yaml
 version -n lmcache
 version --client
 certify codec --profile lossless
