@@ -14,8 +14,9 @@ from lmcache_ctl import lookup, sidecar
 from lmcache_ctl.bench.command import bench
 from lmcache_ctl.certify import commands as certify
 from lmcache_ctl.codec import commands as codec
+from lmcache_ctl.dashboard import dashboard
 from lmcache_ctl.doctor.command import doctor
-from lmcache_ctl.drain import drain
+from lmcache_ctl.drain import drain, undrain
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.evict import evict
 from lmcache_ctl.explain import explain
@@ -37,10 +38,12 @@ CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EF
 COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "status": status,
     "top": top,
+    "dashboard": dashboard,
     "explain": explain,
     "evict": evict,
     "pin": pin,
     "drain": drain,
+    "undrain": undrain,
     "bench": bench,
     "doctor": doctor,
     "migrate": migrate,
@@ -63,6 +66,8 @@ status --lookup-url http://lookup:8081 --storage-url http://storage:8080
 status -n lmcache -o json
 top -n lmcache
 top --once --interval 10 -o json
+dashboard -n lmcache
+dashboard -n lmcache --no-browser
 explain -n lmcache --prompt prompt.txt
 explain -n lmcache --messages chat.json
 explain -n lmcache --request chatcmpl-0123
@@ -74,6 +79,7 @@ pin --tokens ids.txt --ttl 3600
 pin --at storage/lmcache-storage-0
 drain storage/lmcache-storage-0 --within 300
 drain peer/pod-a --no-wait
+undrain storage/lmcache-storage-0
 bench lm://storage:65432 --seconds 5 --token-file token
 bench lookup -n lmcache
 bench lm/lmcache-storage-0 -n lmcache --size 1MiB

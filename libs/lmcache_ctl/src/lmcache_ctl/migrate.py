@@ -94,9 +94,9 @@ def migration_of(file: Path) -> Migration:
     refused += problems_of(values, OPTIONS)
     if possible.get("local_disk") is not None:
         possible.setdefault("max_local_disk_size", DEFAULT_DISK_GB)
-    for tier, options in PART_OF_TIER.items():
+    for tier, parts in PART_OF_TIER.items():
         if possible.get(tier) is None:
-            possible = {name: possible[name] for name in possible if name not in options}
+            possible = {name: possible[name] for name in possible if name not in parts}
     sidecar: dict[str, Any] = {"arena_gb": possible.pop(MEMORY, OPTIONS[MEMORY].default)}
     engine: dict[str, Any] = {}
     notes: list[str] = []

@@ -41,15 +41,6 @@ DISTRIBUTIONS: Final = {
 HOW_TO_AUTHENTICATE: Final = "--token-file FILE or LMCACHE_CTL_TOKEN"
 
 
-def where_token_is(secret: str) -> str:
-    """Return where the release keeps its token, to end a sentence; "" where that is not known."""
-    return (
-        f"; the release's is operator-token of the Secret {secret}, which this account cannot read"
-        if secret
-        else ""
-    )
-
-
 class Endpoint(msgspec.Struct, frozen=True):
     """One process that can be asked.
 
@@ -66,6 +57,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         name_prefix: What the names of the release's pods begin with; "" where that is not known.
         token: The token of its release, for callers who were given none; None: not known.
         token_secret: The Secret that has, or should have, that token; "" for none.
+        token_hint: Why that token is not known, to end a sentence; "" where it is, or where
+            another was given.
     """
 
     kind: Kind
@@ -80,6 +73,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     name_prefix: str = ""
     token: str | None = None
     token_secret: str = ""
+    token_hint: str = ""
 
 
 def services_of(settings: CtlSettings) -> list[Endpoint]:

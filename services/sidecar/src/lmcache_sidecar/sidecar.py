@@ -151,6 +151,10 @@ class SidecarNode(Node[SidecarSettings]):
     def refuse_stores(self) -> None:
         self.socket_server.refuse_stores()
 
+    @override
+    def accept_stores(self) -> None:
+        self.socket_server.accept_stores()
+
     @property
     def is_registered(self) -> bool | None:
         """Return whether lookup and broker know this sidecar now; None: none are configured."""

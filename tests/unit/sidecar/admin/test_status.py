@@ -69,6 +69,13 @@ async def test_a_drain_is_told_while_it_runs_and_after(tmp_path: Path) -> None:
         )
         status = (await client.get("/v1/status")).json()
         assert (status["drain"], status["accepts_handover"]) == (ended["drain"], False)
+        again = (await client.post("/v1/undrain")).json()
+        assert (again["draining"], again["drain"]["state"]) == (False, "serving")
+        status = (await client.get("/v1/status")).json()
+        assert (status["draining"], status["accepts_handover"]) == (False, True)
+        parts.descriptions.note(describe())
+        pinned = await client.post("/v1/pin", json={"chunk_hashes": [hash_of(0)]})
+        assert pinned.json()["num_pinned"] == 1
         metrics = (await client.get("/metrics")).text
         assert f'lmcache_sidecar_drained_chunks_total{{outcome="left"}} {len(KEYS)}.0' in metrics
 
@@ -118,6 +125,7 @@ ROLES = {
     ("post", "/v1/evict"): "admin",
     ("post", "/v1/clear"): "admin",
     ("post", "/v1/drain"): "admin",
+    ("post", "/v1/undrain"): "admin",
     ("put", "/v1/log-level"): "admin",
 }
 

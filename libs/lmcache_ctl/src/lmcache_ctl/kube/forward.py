@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from lmcache_ctl.kube.access import KubeApi
+from lmcache_ctl.kube.access import PORT_FORWARD, KubeApi
 from lmcache_ctl.settings import CtlSettings
 
 MAX_STREAMS: Final = 16
@@ -103,7 +103,7 @@ class PodPort:
                 try:
                     forward = open_stream(self._cluster, self._pod, self._port)
                 except (ApiException, OSError, WebSocketException) as exc:
-                    _refuse(near, self._cluster.refusal("port-forward", _status(exc), _reason(exc)))
+                    _refuse(near, self._cluster.refusal(PORT_FORWARD, _status(exc), _reason(exc)))
                     return
                 finally:
                     self._opening.discard(threading.current_thread())
