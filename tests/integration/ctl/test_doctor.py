@@ -570,7 +570,10 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
             ],
         }
         del waiting["spec"]["containers"][0]["resources"]
-        api.pods = [well, waiting]
+        model = pod("demo-lmcache-vllm-m-1", "vllm", None, ("vllm", "sidecar"))
+        conf = "max_split_size_mb:64,expandable_segments:True"
+        model["spec"]["containers"][0]["env"] = [{"name": "PYTORCH_CUDA_ALLOC_CONF", "value": conf}]
+        api.pods = [well, waiting, model]
         labels = well["metadata"]["labels"]
         owner = {
             "metadata": {"name": "demo-lmcache-lookup", "labels": labels},
@@ -607,7 +610,20 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
             "container main has restarted 7 times (the last time: OOMKilled, code 137)",
         ),
         ("pod demo-lmcache-storage-0", "container main has no CPU request"),
+        (
+            "pod demo-lmcache-vllm-m-1",
+            f"container vllm: PYTORCH_CUDA_ALLOC_CONF={conf}: vLLM refuses every KV connector with"
+            " expandable_segments",
+        ),
         ("deployment demo-lmcache-lookup", "1 of 2 replicas are ready"),
         ("persistentvolumeclaim data-demo-lmcache-storage-0", "its phase is Pending"),
     }
     assert "refuses pods in namespace ns (Unauthorized)" in wrong(refused, "kubernetes")[0][2]
+
+
+def test_the_allocator_that_vllm_refuses_is_told_of_an_engine(tmp_path: Path) -> None:
+    engine = write(tmp_path / "engine.yaml", local_cpu=True)
+    for conf, code in (("expandable_segments:True", 1), ("expandable_segments:False", 0)):
+        ctl = Ctl(environ={"PYTORCH_CUDA_ALLOC_CONF": conf})
+        found = ctl.json("doctor", f"--check-config=engine={engine}", code=code)
+        assert len(wrong(found, "configuration")) == code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,6 +66,17 @@ CLIENT_IDENTITIES: Final = (
 """
 
 
+ALLOCATOR: Final = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR_FIX: Final = "leave expandable_segments:True out of it"
+
+
+def allocator_problem(conf: str) -> str:
+    """Return why vLLM does not start with this `PYTORCH_CUDA_ALLOC_CONF`, "" where it does."""
+    if "expandable_segments:True" not in conf:
+        return ""
+    return f"{ALLOCATOR}={conf}: vLLM refuses every KV connector with expandable_segments"
+
+
 class ConfigFile(NamedTuple):
     """A parsed `KIND=FILE`."""
 
@@ -119,6 +131,8 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
         loaded.append(Loaded(file, settings))
         findings.append(subject.ok("is read by its service"))
         findings += _files_of(Subject("files", where), settings)
+        if file.kind == ENGINE and (problem := allocator_problem(os.environ.get(ALLOCATOR, ""))):
+            findings.append(Subject(CHECK, where).error(problem, ALLOCATOR_FIX))
         if file.kind != ENGINE:
             findings += _protection_of(Subject("security", where), settings)
         findings += _certificates_of(where, settings)
