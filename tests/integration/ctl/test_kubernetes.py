@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from tests.fixtures.ctl import Ctl, SmallCluster
+from tests.fixtures.ctl import Ctl, FakeVllm, SmallCluster
 from tests.fixtures.kubernetes_pods import PodsApi, pod, pods_api
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority
@@ -286,3 +287,13 @@ def test_the_page_is_forwarded_until_ctrl_c(
 def test_a_broker_without_a_cluster_needs_no_forwarding(cluster: SmallCluster) -> None:
     url = cluster.services["broker"].url
     assert Ctl([f"--url={url}"]).text("dashboard", "--no-browser") == f"{url}/\n"
+
+
+def test_a_prompt_is_tokenized_by_the_vllm_of_the_sidecars_pod(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path, vllm: FakeVllm
+) -> None:
+    api.ports["demo-lmcache-vllm-m-5f6-qwert", 8000] = urlsplit(vllm[0]).port or 0
+    (tmp_path / "prompt").write_text("1 2 3")
+    told = ctl(api, cluster, tmp_path).text("explain", "--prompt", tmp_path / "prompt", code=1)
+    assert "an engine must have connected to this sidecar once" in told
+    assert [question["prompt"] for question in vllm[1]] == ["1 2 3"]

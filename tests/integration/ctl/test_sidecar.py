@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from lmcache_core.keys import ChunkChain
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 
-from tests.fixtures.ctl import Ctl
+from tests.fixtures.ctl import Ctl, FakeVllm
 from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.service_process import ServiceProcess, running_service
@@ -102,43 +100,8 @@ def test_the_status_for_people_and_for_programs(sidecar: ServiceProcess, directo
     assert len(found["clients"]["clients"]) == 1
 
 
-@pytest.fixture
-def vllm() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The address of a `/tokenize` that answers with the numbers in the text, and what it was
-    asked.
-    """
-    asked: list[dict[str, Any]] = []
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(
-                {"path": self.path, "authorization": self.headers["authorization"], **body}
-            )
-            text = body.get("prompt") or body["messages"][0]["content"]
-            words = text.split(" ")
-            is_good = all(word.isdigit() for word in words)
-            answer: Any = (
-                {"tokens": [*map(int, words)], "count": len(words)}
-                if is_good
-                else {"error": {"message": "no such model"}}
-            )
-            self.send_response(200 if is_good else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    server.shutdown()
-    server.server_close()
-
-
 def test_a_prompt_and_messages_are_tokenized_by_vllm(
-    sidecar: ServiceProcess, directory: Path, vllm: tuple[str, list[dict[str, Any]]]
+    sidecar: ServiceProcess, directory: Path, vllm: FakeVllm
 ) -> None:
     url, asked = vllm
     tokens = tokens_of(NUM_CHUNKS * CHUNK_SIZE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -11,7 +12,7 @@ import typer
 
 from lmcache_ctl.asking import Asker, Caller
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.options import reaches
+from lmcache_ctl.options import reaches, takes
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
@@ -57,35 +58,60 @@ CAUSES: Final = {
 """What a reason for a missing chunk comes from, and the fix."""
 
 
-@reaches(Kind.SIDECAR)
-def explain(
-    reach: Reach,
+@dataclass(frozen=True)
+class ExplainSubject:
+    """What is to be explained: one of the first five."""
+
     chunk_hashes: Annotated[
         list[str] | None, typer.Argument(metavar="HASH", help="Chunk hashes, 64 hex digits each.")
-    ] = None,
+    ] = None
     prompt: Annotated[
         Path | None,
         typer.Option(help="File with a prompt of text, as /v1/completions takes it; - for stdin."),
-    ] = None,
+    ] = None
     messages: Annotated[
         Path | None,
         typer.Option(help="File with chat messages, or a whole chat request, as JSON."),
-    ] = None,
+    ] = None
     request: Annotated[
         str | None,
         typer.Option(metavar="ID", help="vLLM's id of a recent request, or a part of it."),
-    ] = None,
+    ] = None
     tokens: Annotated[
         Path | None,
         typer.Option(help="File with the token ids of a prompt, separated by commas or blanks."),
-    ] = None,
+    ] = None
     vllm_url: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
             help="vLLM, which tokenizes; else port 8000 of the sidecar's pod or this machine.",
         ),
-    ] = None,
+    ] = None
+
+    def to_tokenize(self) -> dict[str, Any] | None:
+        """Return the question to vLLM; None where there is no text to tokenize.
+
+        Raises:
+            UsageError: Not one of the five is given, or a file cannot be used.
+        """
+        given = (self.chunk_hashes or None, self.prompt, self.messages, self.request, self.tokens)
+        if sum(one is not None for one in given) != 1:
+            raise UsageError(ONE_OF)
+        if self.prompt is not None:
+            return read_prompt(self.prompt)
+        if self.messages is not None:
+            return read_messages(self.messages)
+        if self.vllm_url is not None:
+            raise UsageError("--vllm-url tokenizes text: give it with --prompt or --messages")
+        return None
+
+
+@reaches(Kind.SIDECAR)
+@takes(subject=ExplainSubject)
+def explain(
+    reach: Reach,
+    subject: ExplainSubject,
     model: Annotated[
         str | None, typer.Option(help="Only as this model's engines name chunks.")
     ] = None,
@@ -101,29 +127,22 @@ def explain(
     log. --request tells what a request found when it was looked up. Exits with
     1 when a whole chunk is missing; a rest that fills none does not count.
     """
-    given = (chunk_hashes or None, prompt, messages, request, tokens)
-    if sum(one is not None for one in given) != 1:
-        raise UsageError(ONE_OF)
-    question = None
-    if prompt is not None or messages is not None:
-        question = read_prompt(prompt) if prompt is not None else read_messages(messages or Path())
-    elif vllm_url is not None:
-        raise UsageError("--vllm-url tokenizes text: give it with --prompt or --messages")
+    question = subject.to_tokenize()
     body: dict[str, Any] = {} if model is None else {"model": model}
-    if chunk_hashes:
-        body["chunk_hashes"] = chunk_hashes
-    elif tokens is not None:
-        body["token_ids"] = read_token_ids(tokens)
+    if subject.chunk_hashes:
+        body["chunk_hashes"] = subject.chunk_hashes
+    elif subject.tokens is not None:
+        body["token_ids"] = read_token_ids(subject.tokens)
     asker, lookup = Asker(reach.settings), None
     with reach.services(Kind.SIDECAR) as services:
         if sidecar is not None:
             services = asyncio.run(named(asker, services, [Target(Kind.SIDECAR, sidecar)]))
-        if request is not None:
-            one, lookup = _remembered(asker, services, request)
+        if subject.request is not None:
+            one, lookup = _remembered(asker, services, subject.request)
             services = [one]
             body = {"chunk_hashes": lookup["chunk_hashes"], "model": lookup["model_name"]}
         elif question is not None:
-            with vllm_at(reach.settings, vllm_url, services[0].pod) as url:
+            with vllm_at(reach.settings, subject.vllm_url, services[0].pod) as url:
                 body["token_ids"] = tokenize(reach.settings, url, question)
         found = reach.first_answer(
             asker, services, lambda caller: caller.ask("POST", "/v1/explain", body)

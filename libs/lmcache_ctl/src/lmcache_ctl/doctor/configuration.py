@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from lmcache_core.errors import ConfigError, LMCacheError
 
 from lmcache_ctl.doctor.findings import Finding, Subject
 from lmcache_ctl.errors import UsageError
+from lmcache_ctl.settings import process_variable
 
 if TYPE_CHECKING:
     from lmcache_core.config import LMCacheEngineConfig
@@ -131,7 +131,7 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
         loaded.append(Loaded(file, settings))
         findings.append(subject.ok("is read by its service"))
         findings += _files_of(Subject("files", where), settings)
-        if file.kind == ENGINE and (problem := allocator_problem(os.environ.get(ALLOCATOR, ""))):
+        if file.kind == ENGINE and (problem := allocator_problem(process_variable(ALLOCATOR))):
             findings.append(Subject(CHECK, where).error(problem, ALLOCATOR_FIX))
         if file.kind != ENGINE:
             findings += _protection_of(Subject("security", where), settings)
