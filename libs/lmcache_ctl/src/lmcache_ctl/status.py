@@ -149,8 +149,8 @@ def print_status(found: ClusterStatus) -> None:
     ]
     if tiers:
         of_tiers = ("namespace", "service", "name", "tier", "chunks", "used", "of")
-        spare = ("chunks", "service", "of")
-        print_table("", Columns(of_tiers, left=4, spare=spare, left_out=left_out), tiers)
+        columns = Columns(of_tiers, 4, spare=("chunks", "service", "of"), left_out=left_out)
+        print_table("", columns, tiers)
     if prefix:
         print_text(f"Names without {prefix}, which all pods begin with.")
     for one in found.services:
