@@ -236,6 +236,26 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
     assert refused.stderr.count("\n") == 1
 
 
+def test_a_certificate_that_peers_do_not_trust_is_told(tmp_path: Path) -> None:
+    own, other = Authority(tmp_path), Authority(tmp_path, "other")
+    pair = own.sign("pod")
+    told = {}
+    for trusted in (own, other):
+        tls = {
+            "tls_cert_file": str(pair.cert),
+            "tls_key_file": str(pair.key),
+            "tls_ca_file": str(trusted.file),
+        }
+        arena = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
+        file = write(tmp_path / "sidecar.yaml", **arena, **tls)
+        found = Ctl().json("doctor", f"--check-config=sidecar={file}")
+        told[trusted] = wrong(found, "certificate")
+    assert told[own] == []
+    [(level, _, what)] = told[other]
+    assert level == "warning"
+    assert what.startswith(f"tls_cert_file {pair.cert} is not trusted by tls_ca_file {other.file}")
+
+
 def test_addresses_that_settings_name_and_nobody_answers(
     cluster: SmallCluster, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmcache_core.errors import ConfigError, LMCacheError
 
-from lmcache_ctl.doctor.findings import Finding, Subject
+from lmcache_ctl.doctor.findings import Finding, Level, Subject
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.settings import process_variable
 
@@ -55,6 +55,11 @@ SERVER_IDENTITIES: Final = (
     ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
     ("peer_tls_cert_file", "peer_tls_key_file", "peer_tls_client_ca_file"),
 )
+TRUSTED_BY_PEERS: Final = {
+    "tls_cert_file": "tls_ca_file",
+    "peer_tls_cert_file": "peer_tls_ca_file",
+}
+"""By the option of a certificate, that of the authorities that peers with like settings trust."""
 CLIENT_IDENTITIES: Final = (
     ("tls_client_cert_file", "tls_client_key_file", "tls_ca_file"),
     ("redis_tls_cert_file", "redis_tls_key_file", "redis_tls_ca_file"),
@@ -155,7 +160,7 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
     """Make the contexts that the service makes at its start; missing files have been told."""
     from lmcache_core.security import TlsFiles, client_context, server_context
 
-    from lmcache_ctl.doctor.certificates import check_identity
+    from lmcache_ctl.doctor.certificates import check_chain, check_identity
 
     seen: set[tuple[Path, ...]] = set()
     for context, identities in (
@@ -173,7 +178,12 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
                 continue
             seen.add(tuple(files.paths[:2]))
             load = functools.partial(context, files)
-            yield check_identity(where, names[0], files.cert_file, load)
+            found = check_identity(where, names[0], files.cert_file, load)
+            yield found
+            authorities = getattr(settings, TRUSTED_BY_PEERS.get(names[0], ""), None)
+            if authorities is not None and found.level is not Level.ERROR:
+                chain = TlsFiles(files.cert_file, files.key_file, Path(authorities))
+                yield from check_chain(where, names[0], chain)
 
 
 def _exists(path: Path) -> bool:
