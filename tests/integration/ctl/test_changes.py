@@ -116,8 +116,8 @@ def test_a_prompt_is_explained_and_its_chunks_are_evicted(ctl: Ctl, cluster: Sma
     [freed] = ctl.json("evict", "sidecar", "--size", "1GiB")
     assert freed["result"]["freed_bytes"] > 0
     told = ctl.text("explain", "--tokens", "-", stdin=prompt())
-    assert "RemoteBackend" in told
-    assert "Hot" not in told
+    assert "storage" in told
+    assert "memory" not in told
     assert "freed" in ctl.text(
         "evict", f"sidecar/{cluster.services['sidecar'].url.partition('//')[2]}", "--size", "1KiB"
     ), "by its address"
@@ -174,6 +174,23 @@ def test_a_drain_is_watched_to_its_end(cluster: SmallCluster) -> None:
     table = ctl.text("drain", "sidecar/sidecar", "--within", "60")
     assert "done" in table
     assert "no live peer nobody" in ctl.text("drain", "peer/nobody", code=1)
+
+
+def test_a_drained_service_takes_chunks_again(cluster: SmallCluster) -> None:
+    """Afterwards they are drained as before."""
+    ctl = cluster.ctl()
+    assert "takes chunks" in ctl.text("undrain", "sidecar", "storage")
+    deadline = time.monotonic() + 60.0
+    while True:
+        found = ctl.json("status")["services"]
+        if not any(one["drain"] or link["draining"] for one in found for link in one["links"]):
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    assert {one["state"] for one in found} == {"ok"}
+    ctl.text("drain", "sidecar", "storage", "--no-wait", "--yes")
+    told = cluster.ctl("client-token").text("undrain", "sidecar", code=1)
+    assert "this call needs a token with the role admin" in told
 
 
 def test_drains_and_a_dead_service_are_seen_by_top(cluster: SmallCluster) -> None:

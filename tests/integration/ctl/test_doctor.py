@@ -236,6 +236,26 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
     assert refused.stderr.count("\n") == 1
 
 
+def test_a_certificate_that_peers_do_not_trust_is_told(tmp_path: Path) -> None:
+    own, other = Authority(tmp_path), Authority(tmp_path, "other")
+    pair = own.sign("pod")
+    told = {}
+    for trusted in (own, other):
+        tls = {
+            "tls_cert_file": str(pair.cert),
+            "tls_key_file": str(pair.key),
+            "tls_ca_file": str(trusted.file),
+        }
+        arena = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
+        file = write(tmp_path / "sidecar.yaml", **arena, **tls)
+        found = Ctl().json("doctor", f"--check-config=sidecar={file}")
+        told[trusted] = wrong(found, "certificate")
+    assert told[own] == []
+    [(level, _, what)] = told[other]
+    assert level == "warning"
+    assert what.startswith(f"tls_cert_file {pair.cert} is not trusted by tls_ca_file {other.file}")
+
+
 def test_addresses_that_settings_name_and_nobody_answers(
     cluster: SmallCluster, tmp_path: Path
 ) -> None:
@@ -570,7 +590,10 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
             ],
         }
         del waiting["spec"]["containers"][0]["resources"]
-        api.pods = [well, waiting]
+        model = pod("demo-lmcache-vllm-m-1", "vllm", None, ("vllm", "sidecar"))
+        conf = "max_split_size_mb:64,expandable_segments:True"
+        model["spec"]["containers"][0]["env"] = [{"name": "PYTORCH_CUDA_ALLOC_CONF", "value": conf}]
+        api.pods = [well, waiting, model]
         labels = well["metadata"]["labels"]
         owner = {
             "metadata": {"name": "demo-lmcache-lookup", "labels": labels},
@@ -607,7 +630,20 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
             "container main has restarted 7 times (the last time: OOMKilled, code 137)",
         ),
         ("pod demo-lmcache-storage-0", "container main has no CPU request"),
+        (
+            "pod demo-lmcache-vllm-m-1",
+            f"container vllm: PYTORCH_CUDA_ALLOC_CONF={conf}: vLLM refuses every KV connector with"
+            " expandable_segments",
+        ),
         ("deployment demo-lmcache-lookup", "1 of 2 replicas are ready"),
         ("persistentvolumeclaim data-demo-lmcache-storage-0", "its phase is Pending"),
     }
     assert "refuses pods in namespace ns (Unauthorized)" in wrong(refused, "kubernetes")[0][2]
+
+
+def test_the_allocator_that_vllm_refuses_is_told_of_an_engine(tmp_path: Path) -> None:
+    engine = write(tmp_path / "engine.yaml", local_cpu=True)
+    for conf, code in (("expandable_segments:True", 1), ("expandable_segments:False", 0)):
+        ctl = Ctl(environ={"PYTORCH_CUDA_ALLOC_CONF": conf})
+        found = ctl.json("doctor", f"--check-config=engine={engine}", code=code)
+        assert len(wrong(found, "configuration")) == code

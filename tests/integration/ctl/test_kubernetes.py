@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
-from tests.fixtures.ctl import Ctl, SmallCluster
+from tests.fixtures.ctl import Ctl, FakeVllm, SmallCluster
 from tests.fixtures.kubernetes_pods import PodsApi, pod, pods_api
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority
@@ -84,16 +92,22 @@ def test_the_token_of_the_release_is_read_from_its_secret(
     assert not any(one["needs_token"] for one in found["services"])
     assert token not in bare.text("status")
     assert "index" in bare.text("lookup", "status")
-    for secrets in (
-        {"demo-lmcache-auth": None},
-        {},
-        {"demo-lmcache-auth": {"tokens.yaml": "tokens: []"}},
+    secrets: dict[str, Any]
+    for secrets, why in (
+        (
+            {"demo-lmcache-auth": None},
+            "the account needs the verb get on secrets/demo-lmcache-auth, see the role in"
+            " docs/ctl.md; to check: kubectl auth can-i get secrets/demo-lmcache-auth -n ns",
+        ),
+        ({}, "was not read: the Kubernetes API answered"),
+        ({"demo-lmcache-auth": {"tokens.yaml": "tokens: []"}}, "has no operator-token"),
     ):
         api.secrets = dict(secrets)
         assert {one["state"] for one in bare.json("status")["services"]} == {"ok"}
         table = " ".join(bare.text("status").split())
         assert "5 of 5 services want a token" in table
-        assert "operator-token of the Secret demo-lmcache-auth" in table
+        assert "the release's Secret demo-lmcache-auth" in table
+        assert why in table
     api.secrets = {"demo-lmcache-auth": {"operator-token": "nobody-knows-0123456789"}}
     assert not any(
         one["needs_token"] for one in ctl(api, cluster, tmp_path).json("status")["services"]
@@ -109,6 +123,28 @@ def test_only_a_release_and_only_a_kind(
     assert set(api.forwards) == {"demo-lmcache-lookup-7d9f8b6c5-x2x4z"}
     told = ctl(api, cluster, tmp_path, "--release=nobody").text("status", code=1)
     assert "no service is named: no running pod of the release matches" in told
+
+
+def test_all_namespaces_are_looked_through(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    other = pod("demo-lmcache-lookup-7d9f8b6c5-other", "lookup", 8081)
+    other["metadata"]["namespace"] = "other"
+    api.pods.append(other)
+    at = cluster.services["lookup"].ports["port"]
+    api.ports["demo-lmcache-lookup-7d9f8b6c5-other", 8081] = at
+    api.is_strict = True
+    everywhere = ctl(api, cluster, tmp_path)
+    found = everywhere.json("status", "-A")["services"]
+    assert [(one["namespace"], one["kind"]) for one in found[-2:]] == [
+        ("ns", "sidecar"),
+        ("other", "lookup"),
+    ]
+    table = everywhere.text("status", "-A")
+    assert "namespace" in table
+    assert re.search(r"^ other +lookup +lookup-7d9f8b6c5-other ", table, re.MULTILINE)
+    assert "Names without demo-lmcache-" in table
+    assert "leave out --namespace" in everywhere.text("status", "-A", "-n", "ns", code=2)
 
 
 def test_pods_that_cannot_be_asked_are_told(
@@ -214,3 +250,50 @@ def test_pods_that_encrypt(tmp_path: Path) -> None:
         )
         plain = Ctl(secure.options[:1], secure.environ)
         assert "perhaps it wants https (--tls)" in " ".join(plain.text("status", code=1).split())
+
+
+def test_the_page_is_forwarded_until_ctrl_c(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    for one in api.pods:
+        one["spec"]["volumes"] = pod("x", "broker", 1, auth_secret="demo-lmcache-auth")["spec"][
+            "volumes"
+        ]
+    kubeconfig = api.kubeconfig(tmp_path / "kubeconfig")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "lmcache_ctl", "dashboard", "--no-browser"),
+            f"--kubeconfig={kubeconfig}",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", url), process.communicate()
+        assert "<html" in httpx.get(url, trust_env=False, timeout=60).text
+    finally:
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert "kubectl -n ns get secret demo-lmcache-auth" in told
+    assert "Forwarding to pod demo-lmcache-broker-7d9f8b6c5-abcde until Ctrl-C." in told
+    assert "Traceback" not in told
+
+
+def test_a_broker_without_a_cluster_needs_no_forwarding(cluster: SmallCluster) -> None:
+    url = cluster.services["broker"].url
+    assert Ctl([f"--url={url}"]).text("dashboard", "--no-browser") == f"{url}/\n"
+
+
+def test_a_prompt_is_tokenized_by_the_vllm_of_the_sidecars_pod(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path, vllm: FakeVllm
+) -> None:
+    api.ports["demo-lmcache-vllm-m-5f6-qwert", 8000] = urlsplit(vllm[0]).port or 0
+    (tmp_path / "prompt").write_text("1 2 3")
+    told = ctl(api, cluster, tmp_path).text("explain", "--prompt", tmp_path / "prompt", code=1)
+    assert "an engine must have connected to this sidecar once" in told
+    assert [question["prompt"] for question in vllm[1]] == ["1 2 3"]

@@ -252,6 +252,7 @@ async def test_the_document_names_every_route(rest: httpx.AsyncClient) -> None:
         ("post", "/v1/admin/evict"),
         ("post", "/v1/admin/clear"),
         ("post", "/v1/admin/drain"),
+        ("post", "/v1/admin/undrain"),
         ("post", "/v1/admin/pin"),
         ("post", "/v1/admin/unpin"),
         ("get", "/v1/admin/pins"),
@@ -303,6 +304,16 @@ async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> No
         assert [(key.key.to_url(), tiers) for key, _, tiers in await parts.holdings("default")] == [
             (A, ["Hot", "LocalDiskBackend"])
         ]
+        assert (await rest.post("/v1/admin/undrain")).json() == {
+            "draining": False,
+            "settled": True,
+            "drain": {**NOTHING_MOVED, "state": "serving"},
+        }
+        assert (await rest.put(f"/v1/chunks/{B}", content=make_record("b"))).status_code == 201
+        assert (await rest.get("/readyz")).status_code == 200
+        parts.drain.is_last = True
+        await rest.post("/v1/admin/drain")
+        assert_problem(await rest.post("/v1/admin/undrain"), 409, "conflict")
 
 
 async def test_listing_chunks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

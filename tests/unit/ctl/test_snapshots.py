@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from lmcache_ctl.bench.report import BenchLoad, Latency, Phase, Report, print_report
 from lmcache_ctl.certify.codec import CodecBounds, CodecCertificate, CodecVerdict, print_certificate
@@ -222,6 +223,32 @@ def test_no_snapshot_is_left_over() -> None:
     assert {path.name for path in SNAPSHOTS.iterdir()} == {
         f"{name}.{output}" for name in CASES for output in OutputFormat
     }
+
+
+def test_tables_of_the_charts_pods_fit_into_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    pods = ("lookup-7d9f8b6c5-x2x4z", "broker-7d9f8b6c5-abcde", "storage-0", "storage-1")
+    names = [*pods, "vllm-llama-6f7c9d8b4-q9m4w"]
+
+    def looked_at(growth: int) -> list[ServiceStatus]:
+        prefix = "cache-lmcache-"
+        return [
+            msgspec.structs.replace(one, name=prefix + name, name_prefix=prefix)
+            for one, name in zip(states(growth), names, strict=True)
+        ]
+
+    for show_it in (
+        lambda: print_status(summed(looked_at(0))),
+        lambda: print_moment(moment(looked_at(0), looked_at(8), 2.0)),
+    ):
+        show_it()
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        for name in names:
+            assert any(f" {name} " in line for line in lines), name
+        assert "Names without cache-lmcache-, which all pods begin with." in lines
 
 
 if __name__ == "__main__":

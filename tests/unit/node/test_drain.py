@@ -103,3 +103,26 @@ async def test_one_that_is_broken_off_is_over(end: str) -> None:
     await drain.close()
     async with asyncio.timeout(9):
         await drain.run()  # nothing runs any more, and nobody waits
+
+
+async def test_a_cancelled_drain_takes_chunks_again_and_may_begin_once_more() -> None:
+    receiver, told = Receiver(), []
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(4096), create_policy())
+    drain = NodeDrain(
+        60, TierStack(hot), receiver, lambda: told.append("begun"), lambda: told.append("cancelled")
+    )
+    await drain.cancel()
+    assert told == [], "there is nothing to cancel"
+    waiting = [asyncio.create_task(drain.run()), asyncio.create_task(drain.counted())]
+    while "run" not in receiver.calls:
+        await asyncio.sleep(0)
+    await drain.cancel()
+    await asyncio.gather(*waiting)
+    assert (told, drain.has_begun) == (["begun", "cancelled"], False)
+    assert drain.progress == DrainProgress()
+    receiver.gate.set()
+    await drain.run_last()
+    assert drain.progress == DrainProgress(5, 5, state=DrainState.DONE)
+    await drain.cancel()
+    assert drain.has_begun, "the process ends"
+    assert told == ["begun", "cancelled", "begun"]

@@ -19,7 +19,7 @@ import msgspec
 from lmcache_core.errors import ConfigError
 
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.services import HOW_TO_AUTHENTICATE, Endpoint, where_token_is
+from lmcache_ctl.services import HOW_TO_AUTHENTICATE, Endpoint
 from lmcache_ctl.settings import CtlSettings
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Caller:
     def refusal(self, answer: HttpAnswer) -> ServiceRefusedError:
         """Return the error that an answer tells, with what would help."""
         if answer.status == HTTPStatus.UNAUTHORIZED:
-            where = where_token_is(self.service.token_secret)
+            where = self.service.token_hint
             return ServiceRefusedError(
                 answer.status,
                 f"it refuses the token: give one that it knows, by {HOW_TO_AUTHENTICATE}"

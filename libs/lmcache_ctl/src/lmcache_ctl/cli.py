@@ -14,10 +14,13 @@ from lmcache_ctl import lookup, sidecar
 from lmcache_ctl.bench.command import bench
 from lmcache_ctl.certify import commands as certify
 from lmcache_ctl.codec import commands as codec
+from lmcache_ctl.dashboard import dashboard
 from lmcache_ctl.doctor.command import doctor
-from lmcache_ctl.drain import drain
+from lmcache_ctl.drain import drain, undrain
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.evict import evict
+from lmcache_ctl.explain import explain
+from lmcache_ctl.migrate import migrate
 from lmcache_ctl.output import plain
 from lmcache_ctl.pin import pin
 from lmcache_ctl.status import own_version, status, version
@@ -35,12 +38,15 @@ CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EF
 COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "status": status,
     "top": top,
-    "explain": sidecar.explain,
+    "dashboard": dashboard,
+    "explain": explain,
     "evict": evict,
     "pin": pin,
     "drain": drain,
+    "undrain": undrain,
     "bench": bench,
     "doctor": doctor,
+    "migrate": migrate,
     "version": version,
     "certify codec": certify.codec,
     "certify blend": certify.blend,
@@ -52,7 +58,7 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "lookup prefix": lookup.prefix,
     "lookup locations": lookup.locations,
     "lookup route": lookup.route,
-    "sidecar explain": sidecar.explain,
+    "sidecar explain": explain,
     "sidecar status": sidecar.status,
 }
 EXAMPLES: Final = """\
@@ -60,6 +66,11 @@ status --lookup-url http://lookup:8081 --storage-url http://storage:8080
 status -n lmcache -o json
 top -n lmcache
 top --once --interval 10 -o json
+dashboard -n lmcache
+dashboard -n lmcache --no-browser
+explain -n lmcache --prompt prompt.txt
+explain -n lmcache --messages chat.json
+explain -n lmcache --request chatcmpl-0123
 explain --tokens ids.txt
 explain -n lmcache --tokens - < ids.txt
 evict sidecar --size 512MiB
@@ -68,11 +79,13 @@ pin --tokens ids.txt --ttl 3600
 pin --at storage/lmcache-storage-0
 drain storage/lmcache-storage-0 --within 300
 drain peer/pod-a --no-wait
+undrain storage/lmcache-storage-0
 bench lm://storage:65432 --seconds 5 --token-file token
 bench lookup -n lmcache
 bench lm/lmcache-storage-0 -n lmcache --size 1MiB
 doctor -n lmcache --strict
 doctor --check-config sidecar=sidecar.yaml -o json
+migrate lmcache.yaml
 version -n lmcache
 version --client
 certify codec --profile lossless

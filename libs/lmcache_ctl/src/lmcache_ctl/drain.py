@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from lmcache_ctl.asking import Asker, run_all
+from lmcache_ctl.asking import Asker, Caller, run_all
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import (
@@ -27,7 +27,7 @@ from lmcache_ctl.output import (
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
 from lmcache_ctl.states import DrainStatus
-from lmcache_ctl.targets import Target, named, parse_target
+from lmcache_ctl.targets import Target, TargetResult, named, parse_target, results_of
 
 DEFAULT_WITHIN_S = 120.0
 PEER: Final = "peer"
@@ -40,6 +40,7 @@ PATHS: Final = {
     Kind.STORAGE: ("/v1/admin/drain?wait=false", "/v1/stats"),
 }
 """Where a drain is begun, and where it is watched."""
+UNDRAIN_PATH: Final = "/v1/admin/undrain"
 FIGURES: Final = ("total", "handed_over", "already_elsewhere", "failed", "left")
 
 
@@ -84,7 +85,7 @@ def drain(
 ) -> None:
     """Drain services: they take nothing new, and hand over what only they hold.
 
-    They keep serving, and stay drained until they are restarted; so it asks
+    They keep serving, and stay drained until undrain or a restart; it asks
     before it drains all of a kind at once. Progress goes to standard error.
     Needs the role admin. Exits with 1 when chunks are left, were not taken, or
     it is not done in time.
@@ -96,7 +97,7 @@ def drain(
         direct, peers = asyncio.run(_meant(asker, services, wanted))
         if not yes and any(target.name is None for target in wanted):
             names = ", ".join(f"{one.kind}/{one.name}" for one in direct)
-            confirm(f"Drain {names} at once? Each takes nothing new until it is restarted.")
+            confirm(f"Drain {names} at once? Each takes nothing new until undrain or a restart.")
         with steps() as tell:
             begun = [_drained(asker, one, within_s, tell) for one in direct]
             begun += [_drained(asker, one, within_s, tell, peer) for one, peer in peers]
@@ -104,6 +105,41 @@ def drain(
     show(found, output, print_drains)
     if not all(_is_complete(one) or (not wait and not one.problem) for one in found):
         raise typer.Exit(1)
+
+
+@reaches_services
+def undrain(
+    reach: Reach,
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="TARGET", help="sidecar, storage, or one of them: storage/NAME."),
+    ],
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Cancel drains: services take chunks and pulls again.
+
+    Chunks that were handed over stay there, pins are gone. Needs the role
+    admin. Exits with 1 when one did not do it, such as one that ends.
+    """
+    wanted = [parse_target(text, list(PATHS)) for text in targets]
+
+    async def tell(caller: Caller) -> Any:
+        return await caller.ask("POST", UNDRAIN_PATH)
+
+    async def work(asker: Asker) -> list[TargetResult]:
+        chosen = await named(asker, services, wanted)
+        return results_of(chosen, await asker.each(chosen, tell))
+
+    with reach.services(*dict.fromkeys(target.kind for target in wanted)) as services:
+        found = asyncio.run(work(Asker(reach.settings)))
+    show(found, output, _print_undrained)
+    if any(one.problem for one in found):
+        raise typer.Exit(1)
+
+
+def _print_undrained(found: Sequence[TargetResult]) -> None:
+    rows = [(str(one.kind), one.name, one.problem or "takes chunks") for one in found]
+    print_table("", Columns(("service", "name", "state"), left=3, prose=True), rows)
 
 
 def _is_complete(one: DrainOutcome) -> bool:

@@ -18,6 +18,7 @@ from lmcache_ctl.output import (
     print_text,
     show,
     size_text,
+    tier_word,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
@@ -103,11 +104,15 @@ def _print_prefix(found: Mapping[str, Any]) -> None:
         asked = found["chunk_ids"]
         print_text(f"The first {found['num_prefix']} of {len(asked)} chunks are cached.")
         rows = [
-            (chunk_id, ", ".join(f"{one['instance']} ({one['tier']})" for one in holders))
+            (chunk_id, ", ".join(map(_holder_text, holders)))
             for chunk_id, holders in zip(asked, found["holders"], strict=False)
         ]
         if rows:
             print_table("", Columns(("chunk", "held by"), left=2), rows)
+
+
+def _holder_text(holder: Mapping[str, Any]) -> str:
+    return f"{holder['instance']} ({tier_word(holder['tier'])})"
 
 
 @reaches(Kind.LOOKUP)
@@ -126,7 +131,7 @@ def locations(
 def _print_holders(found: Mapping[str, Any]) -> None:
     if _is_known(found):
         rows = [
-            (one["instance"], one["kind"], one["tier"], size_text(one["size_bytes"]))
+            (one["instance"], one["kind"], tier_word(one["tier"]), size_text(one["size_bytes"]))
             for one in found["holders"]
         ]
         print_table("", Columns(("instance", "kind", "tier", "size"), left=3), rows)

@@ -114,10 +114,17 @@ def _reach_by(options: dict[str, Any]) -> Callable[..., Reach]:
     return make
 
 
-reaches_services = takes(
-    reach=_reach_by({f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS)
-)
+_ANY: Final = {f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS
+_EVERYWHERE: Final = {
+    "all_namespaces": _option(
+        bool, _WHERE, "Find pods in all namespaces.", "--all-namespaces", "-A"
+    )
+}
+
+reaches_services = takes(reach=_reach_by(_ANY))
 """Gives a command the options that name services of any kind, as its parameter `reach`."""
+reaches_all_services = takes(reach=_reach_by(_EVERYWHERE | _ANY))
+"""The same with `-A`, for commands that only look."""
 
 
 def reaches(kind: str) -> Callable[[Command], Command]:

@@ -151,6 +151,7 @@ class Columns(msgspec.Struct, frozen=True):
         headings: One for each.
         left: So many from the first on are flush left, the others, numbers, flush right.
         prose: Whether the last one holds sentences: flush left, and as many lines as they need.
+        left_out: Headings of those that are not shown.
         spare: Headings of those that a narrow terminal does not get, the first one first. Cells are
             never cut.
     """
@@ -159,6 +160,7 @@ class Columns(msgspec.Struct, frozen=True):
     left: int = 1
     prose: bool = False
     spare: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
 
 def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Table:
@@ -171,7 +173,7 @@ def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Ta
     if columns.prose:  # it is wrapped between words
         words = [cell_len(word) for row in rows for word in str(row[-1]).split()]
         widths[-1] = min(widths[-1], max(MIN_PROSE_COLUMNS, *words, 0))
-    kept = list(range(num_columns))
+    kept = [n for n in range(num_columns) if columns.headings[n] not in columns.left_out]
     for heading in columns.spare:
         if _table_width(widths[number] for number in kept) > width:
             kept.remove(columns.headings.index(heading))
@@ -241,3 +243,19 @@ def error_text(error: float | None) -> str:
 def share_text(share: float | None) -> str:
     """Return a share of one in percent."""
     return UNKNOWN if share is None else f"{100 * share:.1f}%"
+
+
+TIER_WORDS: Final = {
+    "Hot": "memory",
+    "LocalCPUBackend": "memory",
+    "LocalDiskBackend": "disk",
+    "P2PBackend": "peers",
+    "RemoteBackend": "storage",
+    "S3Backend": "bucket",
+}
+"""What people call the tiers; their names are those of metric labels and of JSON."""
+
+
+def tier_word(name: str) -> str:
+    """Return what people call a tier."""
+    return TIER_WORDS.get(name, name)

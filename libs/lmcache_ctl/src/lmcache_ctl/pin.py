@@ -21,9 +21,9 @@ from lmcache_ctl.output import (
     show,
     size_text,
 )
+from lmcache_ctl.prompts import read_token_ids
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
-from lmcache_ctl.sidecar import read_token_ids
 from lmcache_ctl.targets import TargetResult, named, parse_target, results_of
 
 DEFAULT_TTL_S = 600.0

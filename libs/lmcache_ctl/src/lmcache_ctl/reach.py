@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
-from lmcache_ctl.errors import CtlError
+from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.services import Endpoint, Kind, services_of
 from lmcache_ctl.settings import CtlSettings, load_settings
 from lmcache_ctl.targets import Target, named
@@ -21,10 +23,12 @@ class Reach:
 
     Args:
         settings: Where they are and how they are asked.
+        all_namespaces: Whether to look for them in all namespaces of the cluster.
     """
 
-    def __init__(self, settings: CtlSettings) -> None:
+    def __init__(self, settings: CtlSettings, all_namespaces: bool = False) -> None:
         self.settings = settings
+        self._all_namespaces = all_namespaces
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Reach:
@@ -34,17 +38,20 @@ class Reach:
             UsageError: Something is wrong with options, environment or file.
         """
         given = dict(options)
-        config = given.pop("config", None)
-        return cls(load_settings(given, config))
+        config, everywhere = given.pop("config", None), given.pop("all_namespaces", None)
+        settings = load_settings(given, config)
+        if everywhere and given.get("namespace") is not None:
+            raise UsageError("-A looks in all namespaces: leave out --namespace")
+        return cls(settings, bool(everywhere))
 
     @property
     def hint(self) -> str:
         """Return advice for when nothing answers and no place was named; "" where one was."""
-        if self.settings.names_urls or self.settings.names_cluster:
+        if self.settings.names_urls or self.settings.names_cluster or self._all_namespaces:
             return ""
         return (
             "nothing answers at the default ports of this machine: name services by --…-url, or"
-            " those of a cluster by -n NAMESPACE"
+            f" those of a cluster by {_place_in_cluster()}"
         )
 
     @contextlib.contextmanager
@@ -67,19 +74,30 @@ class Reach:
         wanted = kinds or tuple(Kind)
         order = list(Kind)
         with contextlib.ExitStack() as open_ways:
-            in_cluster: Callable[[], list[Endpoint]] | None = None
-            if settings.names_cluster:
-                from lmcache_ctl.kube.pods import PodWays
+            in_cluster: list[Callable[[], list[Endpoint]]] = []
+            if settings.names_cluster or self._all_namespaces:
+                from lmcache_ctl.kube.pods import PodWays, namespaces_of
 
-                in_cluster = open_ways.enter_context(PodWays(settings, wanted)).find
+                places = [settings]
+                if self._all_namespaces:
+                    places = [
+                        msgspec.structs.replace(settings, namespace=name)
+                        for name in namespaces_of(settings)
+                    ]
+                in_cluster = [
+                    open_ways.enter_context(PodWays(place, wanted)).find for place in places
+                ]
+            calls_here = settings.names_urls or not (settings.names_cluster or self._all_namespaces)
 
             def find() -> list[Endpoint]:
-                found = services_of(settings) if settings.names_urls or in_cluster is None else []
-                found += in_cluster() if in_cluster is not None else []
+                found = services_of(settings) if calls_here else []
+                found += [service for find_pods in in_cluster for service in find_pods()]
                 found = [service for service in found if service.kind in wanted]
                 if not found:
                     raise self._nothing_named(kinds)
-                return sorted(found, key=lambda one: (order.index(one.kind), one.name))
+                return sorted(
+                    found, key=lambda one: (one.namespace, order.index(one.kind), one.name)
+                )
 
             yield find
 
@@ -121,23 +139,52 @@ class Reach:
         with self.services(kind) as services:
             if name is not None:
                 services = asyncio.run(named(asker, services, [Target(kind, name)]))
-            for last, service in enumerate(services, 1):
-                try:
-                    return asyncio.run(asker.one(service, question))
-                except ServiceRefusedError as exc:
-                    raise CtlError(f"{service.url}: {exc}") from exc
-                except CtlError as exc:
-                    if last == len(services):
-                        more = f"; {self.hint}" if self.hint else ""
-                        raise CtlError(f"no answer from {service.url}: {exc}{more}") from exc
+            return self.first_answer(asker, services, question)[1]
+
+    def first_answer(
+        self,
+        asker: Asker,
+        services: Sequence[Endpoint],
+        question: Callable[[Caller], Awaitable[T]],
+    ) -> tuple[Endpoint, T]:
+        """Put a question to these services in turn; return the first that answers, and its answer.
+
+        Raises:
+            CtlError: None answers; the text is the last one's.
+        """
+        for last, service in enumerate(services, 1):
+            try:
+                return service, asyncio.run(asker.one(service, question))
+            except ServiceRefusedError as exc:
+                raise CtlError(f"{service.url}: {exc}") from exc
+            except CtlError as exc:
+                if last == len(services):
+                    hint = self.hint
+                    more = f"; {hint}" if hint else ""
+                    raise CtlError(f"no answer from {service.url}: {exc}{more}") from exc
         raise AssertionError("one of them was the last")
 
     def _nothing_named(self, kinds: tuple[Kind, ...]) -> CtlError:
         what = f"no {' or '.join(kinds)} is named" if kinds else "no service is named"
         options = " or ".join(f"--{kind}-url" for kind in kinds or Kind)
+        if self._all_namespaces:
+            return CtlError(f"{what}: no namespace has a running pod of a release")
         if not self.settings.names_cluster:
             return CtlError(f"{what}: give {options}, or --namespace for a cluster")
         return CtlError(
             f"{what}: no running pod of the release matches; is --namespace"
             f" {self.settings.namespace or '(the context own)'} right? Or give {options}"
         )
+
+
+def _place_in_cluster() -> str:
+    """Return the option that names the kubeconfig's cluster, with its namespace where there is
+    one.
+    """
+    from lmcache_ctl.kube.access import context_and_namespace
+
+    found = context_and_namespace()
+    if found is None:
+        return "-n NAMESPACE"
+    context, namespace = found
+    return f"-n NAMESPACE (the context {context} has namespace {namespace}; -A shows all)"

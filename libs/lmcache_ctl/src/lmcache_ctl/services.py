@@ -41,15 +41,6 @@ DISTRIBUTIONS: Final = {
 HOW_TO_AUTHENTICATE: Final = "--token-file FILE or LMCACHE_CTL_TOKEN"
 
 
-def where_token_is(secret: str) -> str:
-    """Return where the release keeps its token, to end a sentence; "" where that is not known."""
-    return (
-        f"; the release's is operator-token of the Secret {secret}, which this account cannot read"
-        if secret
-        else ""
-    )
-
-
 class Endpoint(msgspec.Struct, frozen=True):
     """One process that can be asked.
 
@@ -61,9 +52,13 @@ class Endpoint(msgspec.Struct, frozen=True):
         host: The header `Host` where that is not the host of the URL; None: it is.
         problem: Why it cannot be asked; "" if it can.
         socket_path: Unix socket that leads to it; None: its URL does.
-        forwarded: Whether it is reached through the Kubernetes API.
+        pod: Its pod, where it is reached through the Kubernetes API; else "".
+        namespace: Of that pod.
+        name_prefix: What the names of the release's pods begin with; "" where that is not known.
         token: The token of its release, for callers who were given none; None: not known.
         token_secret: The Secret that has, or should have, that token; "" for none.
+        token_hint: Why that token is not known, to end a sentence; "" where it is, or where
+            another was given.
     """
 
     kind: Kind
@@ -73,9 +68,12 @@ class Endpoint(msgspec.Struct, frozen=True):
     host: str | None = None
     problem: str = ""
     socket_path: str | None = None
-    forwarded: bool = False
+    pod: str = ""
+    namespace: str = ""
+    name_prefix: str = ""
     token: str | None = None
     token_secret: str = ""
+    token_hint: str = ""
 
 
 def services_of(settings: CtlSettings) -> list[Endpoint]:

@@ -76,6 +76,11 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(value is not None for value in named)
 
 
+def process_variable(name: str) -> str:
+    """Return a variable of this process that is another program's, "" where it is not set."""
+    return os.environ.get(name, "")
+
+
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as `512MiB`.
 

@@ -12,7 +12,7 @@ import msgspec
 
 from lmcache_ctl.asking import Asker, Caller, ForeignError, HttpAnswer, ServiceRefusedError
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.services import DISTRIBUTIONS, HOW_TO_AUTHENTICATE, Endpoint, Kind, where_token_is
+from lmcache_ctl.services import DISTRIBUTIONS, HOW_TO_AUTHENTICATE, Endpoint, Kind
 
 BUILD_INFO: Final = "lmcache_build_info"
 HTTP_REQUESTS_TOTAL: Final = "lmcache_http_requests_total"
@@ -135,8 +135,10 @@ class ServiceStatus(msgspec.Struct, frozen=True):
         facts: A few words particular to its kind.
         links: The peers that a broker knows.
         needs_token: Whether it told its health only, since it was shown no token.
-        token_secret: The Secret with the token of its release, where that is known and none was
-            shown; else "".
+        token_hint: Why the token of its release is not known, to end a sentence; "" where it is,
+            or where one was shown.
+        namespace: Of its pod; "" where it was found without a cluster.
+        name_prefix: What the names of its release's pods begin with; "" where that is not known.
     """
 
     kind: Kind
@@ -154,12 +156,20 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     facts: dict[str, str] = {}
     links: list[Link] = []
     needs_token: bool = False
-    token_secret: str = ""
+    token_hint: str = ""
+    namespace: str = ""
+    name_prefix: str = ""
 
     @property
     def is_well(self) -> bool:
         """Whether it does its work."""
         return self.state in (State.OK, State.DRAINING)
+
+
+def name_prefix(states: Sequence[ServiceStatus]) -> str:
+    """Return what all names of pods begin with; "" where they are of several releases."""
+    prefixes = {state.name_prefix for state in states} - {""}
+    return prefixes.pop() if len(prefixes) == 1 else ""
 
 
 def token_hint(states: Sequence[ServiceStatus]) -> tuple[str, str]:
@@ -170,7 +180,7 @@ def token_hint(states: Sequence[ServiceStatus]) -> tuple[str, str]:
     silent = [state for state in states if state.needs_token]
     if not silent:
         return "", ""
-    where = where_token_is(", ".join(sorted({state.token_secret for state in silent} - {""})))
+    where = "".join(sorted({state.token_hint for state in silent}))
     return (f"{len(silent)} of {len(states)} services", f"give one by {HOW_TO_AUTHENTICATE}{where}")
 
 
@@ -221,6 +231,8 @@ async def look_at(asker: Asker, services: list[Endpoint]) -> list[ServiceStatus]
             service.url,
             State.FOREIGN if isinstance(one, ForeignError) else State.SILENT,
             problem=str(one),
+            namespace=service.namespace,
+            name_prefix=service.name_prefix,
         )
         if isinstance(one, CtlError)
         else one
@@ -282,7 +294,9 @@ async def _look(caller: Caller) -> ServiceStatus:
             _facts(service.kind, told),
             msgspec.convert(told.get("peers") or [], list[Link]),
             needs_token,
-            service.token_secret if needs_token else "",
+            service.token_hint if needs_token else "",
+            service.namespace,
+            service.name_prefix,
         )
     except (msgspec.ValidationError, AttributeError, TypeError, KeyError) as exc:
         raise CtlError(

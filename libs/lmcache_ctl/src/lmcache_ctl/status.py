@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from lmcache_ctl.asking import Asker
-from lmcache_ctl.options import reaches_services
+from lmcache_ctl.options import reaches_all_services
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
@@ -23,10 +23,11 @@ from lmcache_ctl.output import (
     share_text,
     show,
     size_text,
+    tier_word,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
-from lmcache_ctl.states import ServiceStatus, look_at, token_hint
+from lmcache_ctl.states import ServiceStatus, look_at, name_prefix, token_hint
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -59,7 +60,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     services: list[ServiceStatus]
 
 
-@reaches_services
+@reaches_all_services
 def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show all services: health, versions, what their tiers hold, and the hit ratio.
 
@@ -70,8 +71,8 @@ def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     with reach.services() as services:
         found = summed(asyncio.run(look_at(Asker(reach.settings), services)))
     show(found, output, print_status)
-    if reach.hint and not any(one.version for one in found.services):  # none of ours has answered
-        typer.echo(f"lmcachectl: {reach.hint}", err=True)
+    if not any(one.version for one in found.services) and (hint := reach.hint):  # none of ours
+        typer.echo(f"lmcachectl: {hint}", err=True)
     if not all(service.is_well and not service.problem for service in found.services):
         raise typer.Exit(1)
 
@@ -101,10 +102,10 @@ def summed(states: Sequence[ServiceStatus]) -> ClusterStatus:
 
 def print_status(found: ClusterStatus) -> None:
     """Print a line for each service, what their tiers hold, and what is wrong."""
-    totals = found.totals
+    totals, prefix = found.totals, name_prefix(found.services)
     versions = (f"{version} ({number}x)" for version, number in sorted(totals.versions.items()))
     shares = totals.hit_ratio_by_tier.items()
-    by_tier = ", ".join(f"{tier} {share_text(share)}" for tier, share in shares)
+    by_tier = ", ".join(f"{tier_word(tier)} {share_text(share)}" for tier, share in shares)
     print_text(
         f"services   {totals.num_well} of {totals.num_services} are well\n"
         f"versions   {', '.join(versions) or UNKNOWN}\n"
@@ -113,8 +114,9 @@ def print_status(found: ClusterStatus) -> None:
     )
     rows = [
         (
+            one.namespace,
             str(one.kind),
-            one.name,
+            one.name.removeprefix(prefix),
             str(one.state),
             one.version or UNKNOWN,
             UNKNOWN if one.latency_ms is None else f"{one.latency_ms:.1f} ms",
@@ -126,14 +128,18 @@ def print_status(found: ClusterStatus) -> None:
         )
         for one in found.services
     ]
-    headings = ("service", "name", "state", "version", "answers in", "hits", "more")
+    headings = ("namespace", "service", "name", "state", "version", "answers in", "hits", "more")
     spare = ("answers in", "version", "more", "service")
-    print_table("", Columns(headings, left=4, prose=True, spare=spare), rows)
+    is_one_place = len({one.namespace for one in found.services}) < 2
+    left_out = ("namespace",) if is_one_place else ()
+    columns = Columns(headings, left=5, prose=True, spare=spare, left_out=left_out)
+    print_table("", columns, rows)
     tiers = [
         (
+            one.namespace,
             str(one.kind),
-            one.name,
-            tier.name,
+            one.name.removeprefix(prefix),
+            tier_word(tier.name),
             str(tier.num_chunks),
             size_text(tier.used_bytes),
             size_text(tier.capacity_bytes),
@@ -142,8 +148,11 @@ def print_status(found: ClusterStatus) -> None:
         for tier in one.tiers
     ]
     if tiers:
-        of_tiers = ("service", "name", "tier", "chunks", "used", "of")
-        print_table("", Columns(of_tiers, left=3, spare=("chunks", "service", "of")), tiers)
+        of_tiers = ("namespace", "service", "name", "tier", "chunks", "used", "of")
+        columns = Columns(of_tiers, 4, spare=("chunks", "service", "of"), left_out=left_out)
+        print_table("", columns, tiers)
+    if prefix:
+        print_text(f"Names without {prefix}, which all pods begin with.")
     for one in found.services:
         if one.problem:
             print_text(f"{one.kind} {one.name}: {one.problem}")
@@ -173,7 +182,7 @@ def own_version() -> str:
     return metadata.version("lmcache-ctl")
 
 
-@reaches_services
+@reaches_all_services
 def version(
     reach: Reach,
     client: Annotated[bool, typer.Option("--client", help="Ask no service.")] = False,

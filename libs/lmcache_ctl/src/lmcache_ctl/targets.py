@@ -81,7 +81,8 @@ async def named(
     ]
 
     def means(target: Target, service: Endpoint, own: Endpoint) -> bool:
-        return target.kind is service.kind and target.name in (None, service.name, own.name)
+        short = own.name.removeprefix(own.name_prefix)  # as status shows it
+        return target.kind is service.kind and target.name in (None, service.name, own.name, short)
 
     for target in targets:
         if not any(means(target, *one) for one in known):

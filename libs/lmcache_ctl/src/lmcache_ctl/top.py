@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lmcache_ctl.asking import Asker
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.options import reaches_services
+from lmcache_ctl.options import reaches_all_services
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
@@ -26,12 +26,22 @@ from lmcache_ctl.output import (
     show,
     size_text,
     table_of,
+    tier_word,
     wrapped,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint
 from lmcache_ctl.settings import CtlSettings
-from lmcache_ctl.states import DrainStatus, Link, ServiceStatus, State, Tier, look_at, token_hint
+from lmcache_ctl.states import (
+    DrainStatus,
+    Link,
+    ServiceStatus,
+    State,
+    Tier,
+    look_at,
+    name_prefix,
+    token_hint,
+)
 
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 3600.0
@@ -40,8 +50,19 @@ FIND_EVERY_S: Final = 5.0
 STYLES = {State.OK: "green", State.DRAINING: "yellow", State.DEGRADED: "yellow"}
 BAD = "red"
 SERVICES = Columns(
-    ("service", "name", "state", "requests/s", "chunks/s", "hits", "in", "out", "tiers"),
-    left=3,
+    (
+        "namespace",
+        "service",
+        "name",
+        "state",
+        "requests/s",
+        "chunks/s",
+        "hits",
+        "in",
+        "out",
+        "tiers",
+    ),
+    left=4,
     prose=True,
     spare=("tiers", "chunks/s", "requests/s", "service", "state", "out", "in"),
 )
@@ -59,6 +80,7 @@ class Rates(msgspec.Struct, frozen=True):
     Attributes:
         kind: Its kind.
         name: Which one.
+        namespace: Of its pod, "" without a cluster.
         state: Its state now.
         problem: Its fault, "" for none.
         requests_per_s: REST requests; None where there is nothing to compare with, as of all
@@ -73,6 +95,7 @@ class Rates(msgspec.Struct, frozen=True):
 
     kind: str
     name: str
+    namespace: str
     state: State
     problem: str
     requests_per_s: float | None
@@ -93,6 +116,7 @@ class Moment(msgspec.Struct, frozen=True):
         links: The peers that brokers know, and how many pulls each serves.
         problem: Why the last search for services failed, "" where it did not.
         hint: How to see more of them, "" for nothing.
+        name_prefix: What the names of all pods begin with, "" where that differs or is not known.
     """
 
     seconds: float
@@ -100,9 +124,10 @@ class Moment(msgspec.Struct, frozen=True):
     links: list[Link]
     problem: str = ""
     hint: str = ""
+    name_prefix: str = ""
 
 
-@reaches_services
+@reaches_all_services
 def top(
     reach: Reach,
     interval: Annotated[
@@ -200,7 +225,14 @@ def moment(
     links = {link.id: link for state in after for link in state.links}
     how_many, how = token_hint(after)
     hint = f"{how_many} want a token for tiers, peers and drains: {how}." if how_many else ""
-    return Moment(round(seconds, 3), rates, [links[name] for name in sorted(links)], problem, hint)
+    return Moment(
+        round(seconds, 3),
+        rates,
+        [links[name] for name in sorted(links)],
+        problem,
+        hint,
+        name_prefix(after),
+    )
 
 
 def rates_of(before: ServiceStatus | None, after: ServiceStatus, seconds: float) -> Rates:
@@ -221,6 +253,7 @@ def rates_of(before: ServiceStatus | None, after: ServiceStatus, seconds: float)
     return Rates(
         str(after.kind),
         after.name,
+        after.namespace,
         after.state,
         after.problem,
         rate("num_requests"),
@@ -242,9 +275,13 @@ def _screen(found: Moment, width: int) -> Iterator[RenderableType]:
     yield line(f"{len(found.services)} services, over {found.seconds:.1f} s")
     if found.problem:
         yield line(f"looking for services failed: {found.problem}", BAD)
-    yield table_of(SERVICES, [_service_row(one) for one in found.services], width)
+    prefix, is_one_place = found.name_prefix, len({one.namespace for one in found.services}) < 2
+    services = msgspec.structs.replace(SERVICES, left_out=("namespace",) if is_one_place else ())
+    yield table_of(services, [_service_row(one, prefix) for one in found.services], width)
     if found.links:
-        yield table_of(LINKS, [_link_row(link) for link in found.links], width)
+        yield table_of(LINKS, [_link_row(link, prefix) for link in found.links], width)
+    if prefix:
+        yield line(f"Names without {prefix}, which all pods begin with.")
     for one in found.services:
         if one.drain is not None:
             yield line(f"drain of {one.kind} {one.name}: {one.drain}")
@@ -254,27 +291,28 @@ def _screen(found: Moment, width: int) -> Iterator[RenderableType]:
         yield line(found.hint)
 
 
-def _service_row(one: Rates) -> tuple[str | Text, ...]:
+def _service_row(one: Rates, prefix: str) -> tuple[str | Text, ...]:
     counts = (one.requests_per_s, one.wanted_per_s)
     sizes = (one.in_bytes_per_s, one.out_bytes_per_s)
     return (
+        one.namespace,
         one.kind,
-        one.name,
+        one.name.removeprefix(prefix),
         Text(one.state, style=STYLES.get(one.state, BAD)),
         *(UNKNOWN if per_s is None else f"{per_s:.1f}" for per_s in counts),
         share_text(one.hit_ratio),
         *(UNKNOWN if per_s is None else f"{size_text(int(per_s))}/s" for per_s in sizes),
         ", ".join(
-            f"{tier.name} {size_text(tier.used_bytes)}"
+            f"{tier_word(tier.name)} {size_text(tier.used_bytes)}"
             + (f" ({tier.used_bytes / tier.capacity_bytes:.0%})" if tier.capacity_bytes else "")
             for tier in one.tiers
         ),
     )
 
 
-def _link_row(link: Link) -> tuple[str, ...]:
+def _link_row(link: Link, prefix: str) -> tuple[str, ...]:
     words = "draining" if link.draining else ""
     if link.drain is not None and link.drain.state != "serving":
         words = str(link.drain)
-    name, at = link.id, link.distributed_url
+    name, at = link.id.removeprefix(prefix), link.distributed_url
     return (name, link.kind, at, link.zone, f"{link.load:.0%}", str(link.num_pulls), words)

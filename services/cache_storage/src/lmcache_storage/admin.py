@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lmcache_storage.chunks import UrlKey, chunk_key
 from lmcache_storage.problems import DrainingError
-from lmcache_storage.storage import RunningStorage
+from lmcache_storage.storage import RunningStorage, StorageNode
 
 UrlKeys = Annotated[list[UrlKey], Field(min_length=1, max_length=MAX_PINNED_CHUNKS)]
 
@@ -165,8 +165,22 @@ async def drain(
     storage.drain.begin()
     if wait:
         await storage.drain.run()
+    return _drain_answer(storage)
+
+
+@router.post("/admin/undrain", tags=["admin"], responses=failures(409))
+async def undrain(storage: RunningStorage, principal: AdminPrincipal) -> DrainAnswer:
+    """Cancel a drain: become ready, accept chunks, pins and pulls again.
+
+    Chunks that were handed over stay there. 409 while the process ends.
+    """
+    await storage.undrain()
+    return _drain_answer(storage)
+
+
+def _drain_answer(storage: StorageNode) -> DrainAnswer:
     return DrainAnswer(
-        draining=True,
+        draining=storage.drain.has_begun,
         settled=not storage.stack.is_writing,
         drain=DrainView.model_validate(storage.drain.progress),
     )

@@ -148,6 +148,10 @@ class StorageNode(Node[StorageSettings]):
     def refuse_stores(self) -> None:
         """Do nothing: every store asks `takes_chunks`."""
 
+    @override
+    def accept_stores(self) -> None:
+        """Do nothing, for the same reason."""
+
     async def holdings(self, tenant: str) -> list[tuple[ChunkKey, int, list[str]]]:
         """Return key, size in bytes and tiers of every chunk of a tenant, ordered by key."""
 

@@ -96,10 +96,12 @@ class NodeDrain:
         timeout_s: Longest time that it takes.
         stack: Whose writes are finished.
         handover: What comes after the writes.
-        on_begin: Called once, when the first drain begins.
+        on_begin: Called when the node begins to take nothing new.
+        on_cancel: Called when it takes new chunks again.
 
     Attributes:
         progress: Of the current or the last drain.
+        is_last: Whether the process ends after it: it cannot be cancelled then.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class NodeDrain:
         stack: TierStack,
         handover: ChunkHandover,
         on_begin: Callable[[], None] = lambda: None,
+        on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
         self._timeout_s = timeout_s
         self._stack = stack
@@ -115,9 +118,11 @@ class NodeDrain:
         # Its own tasks: a drain outlives the request that asked for it.
         self._tasks = TaskSupervisor("drain", max_tasks=2)
         self._on_begin = on_begin
+        self._on_cancel = on_cancel
         self._ended: asyncio.Event | None = None
         self._counted = asyncio.Event()
         self.progress = DrainProgress()
+        self.is_last = False
 
     @property
     def has_begun(self) -> bool:
@@ -150,6 +155,26 @@ class NodeDrain:
         assert self._ended is not None
         await self._ended.wait()
 
+    async def run_last(self) -> None:
+        """Drain because the process ends."""
+        self.is_last = True
+        await self.run()
+
+    async def cancel(self) -> None:
+        """End a drain, running or done, and take new chunks again. What was handed over stays
+        there, too. Does nothing without a drain.
+        """
+        if self._ended is None or self.is_last:
+            return
+        logger.info("drain cancelled: state=%s left=%d", self.progress.state, self.progress.left)
+        self._counted.set()  # for those that wait
+        # Another drain may begin while this one is joined.
+        tasks, self._tasks = self._tasks, TaskSupervisor("drain", max_tasks=2)
+        self._ended, self._counted = None, asyncio.Event()
+        self.progress = DrainProgress()
+        self._on_cancel()
+        await tasks.close()
+
     async def close(self) -> None:
         """Cancel a running drain. Idempotent."""
         await self._tasks.close()
@@ -174,8 +199,10 @@ class NodeDrain:
 
     def _end(self, progress: DrainProgress, ended: asyncio.Event) -> None:
         progress.state = DrainState.DONE
-        self._counted.set()
         ended.set()
+        if ended is not self._ended:  # it was cancelled
+            return
+        self._counted.set()
         is_loss = self._stack.is_writing or (
             self._handover.has_takers and (progress.left or progress.failed)
         )

@@ -30,6 +30,7 @@ from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.tiers import DiskSpec, TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire.server import LmServer
+from lmcache_servicekit.errors import ConflictError
 from lmcache_servicekit.listening import naming_listener
 from lmcache_servicekit.state import ServiceState
 
@@ -127,6 +128,10 @@ class Node(ABC, Generic[S]):
     def refuse_stores(self) -> None:
         """Take no new chunks from clients: the drain begins."""
 
+    @abstractmethod
+    def accept_stores(self) -> None:
+        """Take new chunks again: the drain was cancelled."""
+
     async def __aenter__(self) -> Self:
         try:
             await self.open()
@@ -191,7 +196,9 @@ class Node(ABC, Generic[S]):
 
     def make_drain(self, handover: ChunkHandover) -> None:
         """Prepare the drain; from its beginning nothing new is taken, pinned or sent here."""
-        self.drain = NodeDrain(self.settings.drain_timeout_s, self.stack, handover, self._leave)
+        self.drain = NodeDrain(
+            self.settings.drain_timeout_s, self.stack, handover, self._leave, self._come_back
+        )
 
     async def serve(self, server: LmServer, advertised_url: str | None, grace_s: float = 0) -> None:
         """Listen for lm://.
@@ -264,9 +271,9 @@ class Node(ABC, Generic[S]):
         """
         self.exits.push_async_callback(self.drain.close)
         if at_exit:
-            self.exits.push_async_callback(self.drain.run)
+            self.exits.push_async_callback(self.drain.run_last)
         if before_stop:
-            self.state.before_stop.append(self.drain.run)
+            self.state.before_stop.append(self.drain.run_last)
 
     def tier_figures(self) -> tuple[TierFigures, ...]:
         """Return how full the local tiers are, as heartbeats tell it."""
@@ -281,11 +288,27 @@ class Node(ABC, Generic[S]):
         """Return whether everything stored is in the slower tiers and reported to lookup."""
         return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
+    async def undrain(self) -> None:
+        """Take chunks and pulls again after a drain.
+
+        Raises:
+            ConflictError: The process ends.
+        """
+        await self.drain.cancel()
+        if self.drain.is_last:
+            raise ConflictError("this process is about to end: its drain cannot be cancelled")
+
     def _leave(self) -> None:
         self.refuse_stores()
         self.pins.close()
         if self.registration is not None:
             self.registration.drain()
+
+    def _come_back(self) -> None:
+        self.accept_stores()
+        self.pins.open()
+        if self.registration is not None:
+            self.registration.undrain()
 
 
 def disk_spec(settings: NodeSettings, serde: str | None = None) -> DiskSpec | None:

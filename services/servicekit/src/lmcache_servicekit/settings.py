@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 import yaml
 from lmcache_core.errors import ConfigError
@@ -27,6 +28,7 @@ from pydantic import (
     SecretBytes,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -115,6 +117,13 @@ class ServiceSettings(BaseModel):
     health_port: Port | None = None
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$", max_length=300)
     trace_sample_ratio: float = Field(default=DEFAULT_SAMPLE_RATIO, ge=0, le=1)
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_collector(cls, value: str | None) -> str | None:
+        if value is not None:
+            urlsplit(value).port  # noqa: B018 -- out of range is an error
+        return value
 
     @model_validator(mode="after")
     def _refuse_open_door(self) -> ServiceSettings:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lmcache_core.config import DISK_SERDES
-from lmcache_core.config.options import did_you_mean
+from lmcache_core.config.options import REMOTE_URL, did_you_mean
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote import check_remote_scheme
 from lmcache_core.storage.remote.members import hosts_of
@@ -159,6 +159,8 @@ class SidecarSettings(NodeSettings):
                     hosts_of(value)
             except ConfigError as exc:
                 raise ValueError(str(exc)) from None
+            if not REMOTE_URL.fits(value):
+                raise ValueError(f"must be {REMOTE_URL.wanted}")
         return value
 
     @model_validator(mode="after")

@@ -45,6 +45,7 @@ from lmcache_sidecar.heartbeat import (
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.metrics import DESCRIBED
 from lmcache_sidecar.peer_server import create_peer_server
+from lmcache_sidecar.recent_lookups import RecentLookups
 from lmcache_sidecar.settings import SidecarSettings, make_default_directories
 from lmcache_sidecar.socket.context import SessionContext
 from lmcache_sidecar.socket.server import SocketServer
@@ -63,6 +64,7 @@ class SidecarNode(Node[SidecarSettings]):
         arena: The shared memory.
         socket_server: Serves the engines of the pod.
         descriptions: How the engines name KV.
+        lookups: What they have lately asked for.
         holders: Tells who else has chunks; None without lookup.
     """
 
@@ -70,6 +72,7 @@ class SidecarNode(Node[SidecarSettings]):
     arena: SharedArena
     socket_server: SocketServer
     descriptions: Descriptions
+    lookups: RecentLookups
     holders: Holders | None
 
     def __init__(self, state: ServiceState) -> None:
@@ -107,7 +110,7 @@ class SidecarNode(Node[SidecarSettings]):
             self.state.tracer,
         )
         self.socket_server = SocketServer(settings.socket_path, context)
-        self.descriptions = context.descriptions
+        self.descriptions, self.lookups = context.descriptions, context.lookups
         self.holders = holders = (
             None if self.lookup is None else Holders(self.lookup, settings.instance_id)
         )
@@ -150,6 +153,10 @@ class SidecarNode(Node[SidecarSettings]):
     @override
     def refuse_stores(self) -> None:
         self.socket_server.refuse_stores()
+
+    @override
+    def accept_stores(self) -> None:
+        self.socket_server.accept_stores()
 
     @property
     def is_registered(self) -> bool | None:

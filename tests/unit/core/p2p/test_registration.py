@@ -240,3 +240,34 @@ async def test_close_ends_right_after_a_drain(turns: int) -> None:
     async with asyncio.timeout(9):
         await registration.close()
     assert broker.known == {}
+
+
+async def test_a_drain_ends_with_its_incarnation_and_an_answer_to_the_old_one_counts_no_more() -> (
+    None
+):
+    class Slow(FakeBroker):
+        """Answers the first renewal after a drain only when it may, with that drain."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.may_answer = asyncio.Event()
+            self.incarnations: list[int] = []
+
+        async def register(self, peer: Peer, **options: Any) -> Lease:
+            self.incarnations.append(peer.incarnation)
+            lease = await super().register(peer, **options)
+            if options["draining"]:
+                await self.may_answer.wait()
+            return lease
+
+    broker = Slow()
+    registration = await opened(broker, ttl_ms=300)
+    await until(lambda: registered(registration))
+    registration.drain()
+    await until(lambda: broker.known == {"a": True})
+    registration.undrain()
+    broker.may_answer.set()
+    await until(lambda: broker.known == {"a": False})
+    assert not registration.draining
+    assert broker.incarnations[0] == 1 < broker.incarnations[-1]
+    await registration.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.sidecar import STANDARD_INPUT, read_token_ids
+from lmcache_ctl.prompts import STANDARD_INPUT, read_token_ids
 
 
 @pytest.mark.parametrize("text", ["1 2\n3\n", "[1, 2, 3]", "1,2,3", " [1,\n2 , 3]\n"])

@@ -10,8 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from lmcache_core.keys import ChunkChain
 from lmcache_core.lookup import Holder
 from lmcache_core.lookup.messages import LookupAnswer
+from lmcache_core.record import Staged
 from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.sidecar import SidecarNode
@@ -299,3 +301,24 @@ async def test_token_ids_are_in_no_log(tmp_path: Path, caplog: pytest.LogCapture
         parts.descriptions.note(describe())
         await explain(client, token_ids=[31337, 31338, 31339, 31340])
     assert "3133" not in caplog.text
+
+
+async def test_a_request_is_found_by_a_part_of_its_id(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        chain = ChunkChain("vllm", "m", 1, "", bytes.fromhex("".join(HASHES)))
+        parts.lookups.note("0a1b2c3d:chatcmpl-7-ff", [chain], Staged(True, (b"\1\2\0",)))
+        answer = await client.get("/v1/admin/lookups", params={"request_id": "chatcmpl-7"})
+        [found] = answer.json()["lookups"]
+        assert found.pop("age_s") >= 0
+        assert found == {
+            "request_id": "0a1b2c3d:chatcmpl-7-ff",
+            "model_name": "m",
+            "num_chunks": 3,
+            "num_found": 2,
+            "found": {"Hot": 1, "LocalDiskBackend": 1},
+            "is_final": True,
+            "missing": "never_stored",
+            "chunk_hashes": HASHES,
+        }
+        other = await client.get("/v1/admin/lookups", params={"request_id": "chatcmpl-8"})
+        assert other.json() == {"lookups": []}

@@ -69,6 +69,13 @@ async def test_a_drain_is_told_while_it_runs_and_after(tmp_path: Path) -> None:
         )
         status = (await client.get("/v1/status")).json()
         assert (status["drain"], status["accepts_handover"]) == (ended["drain"], False)
+        again = (await client.post("/v1/admin/undrain")).json()
+        assert (again["draining"], again["drain"]["state"]) == (False, "serving")
+        status = (await client.get("/v1/status")).json()
+        assert (status["draining"], status["accepts_handover"]) == (False, True)
+        parts.descriptions.note(describe())
+        pinned = await client.post("/v1/admin/pin", json={"chunk_hashes": [hash_of(0)]})
+        assert pinned.json()["num_pinned"] == 1
         metrics = (await client.get("/metrics")).text
         assert f'lmcache_sidecar_drained_chunks_total{{outcome="left"}} {len(KEYS)}.0' in metrics
 
@@ -117,6 +124,8 @@ ROLES = {
     ("post", "/v1/admin/evict"): "admin",
     ("post", "/v1/admin/clear"): "admin",
     ("post", "/v1/admin/drain"): "admin",
+    ("post", "/v1/admin/undrain"): "admin",
+    ("get", "/v1/admin/lookups"): "admin",
     ("put", "/v1/admin/log-level"): "admin",
 }
 

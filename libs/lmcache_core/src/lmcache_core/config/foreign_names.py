@@ -48,8 +48,20 @@ def in_our_names(
         origin: Where they are from, for errors.
 
     Raises:
-        ConfigError: A name is neither, a value of LMCache's asks for something that does not exist
-            here, or two names say different things. The text has a line for each.
+        ConfigError: One is refused, as `translated` says. The text has a line for each.
+    """
+    values, problems = translated(named, options, origin)
+    if problems:  # with those of our own names, so that one look at the file is enough
+        raise ConfigError("\n".join([*problems, *problems_of(values, options)]))
+    return values
+
+
+def translated(
+    named: Mapping[str, Any], options: Mapping[str, Option], origin: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the options under our names, and a line for each that is refused: a name is neither
+    ours nor LMCache's, a value of LMCache's asks for something that does not exist here, or two
+    names say different things. Values of our own names are not checked.
     """
     values = {name: value for name, value in named.items() if name in options}
     if "local_disk" in values:
@@ -72,9 +84,7 @@ def in_our_names(
                     " too; keep one of them"
                 )
             values[ours] = meant
-    if problems:  # with those of our own names, so that one look at the file is enough
-        raise ConfigError("\n".join([*problems, *problems_of(values, options)]))
-    return values
+    return values, problems
 
 
 def _local_device(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:

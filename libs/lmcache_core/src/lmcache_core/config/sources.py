@@ -78,8 +78,25 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
         options: All options.
 
     Raises:
-        ConfigError: The file cannot be read, is no mapping, names something twice, or says what
-            `in_our_names` refuses. The text shows none of the file's contents.
+        ConfigError: As of `named_in_file`, or the file says what `in_our_names` refuses.
+    """
+    values = in_our_names(named_in_file(path, options), options, path)
+    if values.get("local_disk") is not None:
+        values.setdefault("max_local_disk_size", DEFAULT_DISK_GB)
+    return {"remote_url": None} | values
+
+
+def named_in_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
+    """Return what a YAML file sets, by our names and LMCache's; an empty text is none where an
+    option may be that.
+
+    Args:
+        path: The file, at most `MAX_FILE_BYTES` long.
+        options: All options.
+
+    Raises:
+        ConfigError: The file cannot be read, is no mapping, or names something twice. The text
+            shows none of the file's contents.
     """
     try:
         with Path(path).open("rb") as file:
@@ -93,14 +110,10 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of options, not {type(data).__name__}")
-    named = {
+    return {
         name: None if value == "" and name in options and options[name].optional else value
         for name, value in data.items()
     }
-    values = in_our_names(named, options, path)
-    if values.get("local_disk") is not None:
-        values.setdefault("max_local_disk_size", DEFAULT_DISK_GB)
-    return {"remote_url": None} | values
 
 
 def _parse_yaml(text: bytes, path: str) -> Any:

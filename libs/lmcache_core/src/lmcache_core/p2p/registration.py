@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+import msgspec
+
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p.broker_client import BrokerClient
@@ -99,6 +101,13 @@ class PeerRegistration:
         self.draining = True
         self._wake.set()
 
+    def undrain(self) -> None:
+        """Ask for pulls again, as a new incarnation: a drain lasts for one."""
+        incarnation = max(time.time_ns(), self._peer.incarnation + 1)
+        self._peer = msgspec.structs.replace(self._peer, incarnation=incarnation)
+        self.draining = False
+        self._wake.set()
+
     async def close(self) -> None:
         """Stop renewing and end the lease if the broker can be reached; otherwise it runs out by
         itself.
@@ -129,10 +138,10 @@ class PeerRegistration:
         await self._renew()
 
     async def _renew(self) -> None:
-        asked_at = time.monotonic()
+        asked_at, peer = time.monotonic(), self._peer
         try:
             lease = await self._client.register(
-                self._peer,
+                peer,
                 load=self._load(),
                 ttl_ms=self._ttl_ms,
                 draining=self.draining,
@@ -147,8 +156,9 @@ class PeerRegistration:
             return
         self._lease_ends = asked_at + lease.ttl_ms / 1000
         self._interval_s = lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
-        is_wish = lease.draining and not self.draining
-        self.draining = self.draining or lease.draining
+        is_drained = lease.draining and peer is self._peer  # not a former incarnation
+        is_wish = is_drained and not self.draining
+        self.draining = self.draining or is_drained
         if self._listener is not None:
             if is_wish:
                 self._listener.drain_wanted()

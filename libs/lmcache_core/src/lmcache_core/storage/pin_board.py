@@ -139,6 +139,10 @@ class PinBoard:
         self._is_closed = True
         self.unpin(list(self._pins))
 
+    def open(self) -> None:
+        """Take pins again after `close`; those of before are gone. Idempotent."""
+        self._is_closed = False
+
     def _take(self, keys: Sequence[ChunkKey], results: Sequence[Result]) -> dict[ChunkKey, str]:
         reasons: dict[ChunkKey, str] = {}
         for key, result, is_kept in zip(

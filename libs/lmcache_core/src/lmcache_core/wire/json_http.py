@@ -232,6 +232,8 @@ def check_base_url(service: str, base_url: str) -> str:
             f"{service} URL: it needs the form http://host:port, without credentials; the token is"
             " a setting of its own"
         )
+    if url.port is not None and not 0 < url.port < 1 << 16:
+        raise ConfigError(f"{service} URL: port {url.port} must be in 1 … 65535")
     return base_url
 
 

@@ -174,7 +174,7 @@ def connecting(service: Endpoint) -> Call | None:
     and with several servers in the URL.
     """
     parts = urlsplit(service.url)
-    if service.forwarded or "," in parts.netloc or not parts.hostname:
+    if service.pod or "," in parts.netloc or not parts.hostname:
         return None
     host, port = parts.hostname, parts.port or DEFAULT_PORTS[parts.scheme]
 

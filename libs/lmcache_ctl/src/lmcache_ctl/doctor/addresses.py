@@ -107,8 +107,7 @@ def _not_http(option: str, url: str) -> str:
         return ""
     try:
         check_base_url("its", url)
-        urlsplit(url).port  # noqa: B018 -- out of range is an error
-    except (ConfigError, ValueError) as exc:
+    except ConfigError as exc:
         return f"{option}={shown(url)}: {str(exc).removeprefix('its URL: ')}"
     return ""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ SOON_DAYS: Final = 14.0
 DAY_S: Final = 86_400.0
 CLOSING_S: Final = 0.01
 """For the loop to let go of connections that were given up."""
+HANDSHAKE_TURNS: Final = 4
 CHECK: Final = "certificate"
 FIX: Final = "have another one issued; services take new files by themselves"
 
@@ -67,6 +69,41 @@ def check_identity(where: str, option: str, cert: Path, load: Callable[[], objec
     finally:
         tls.logger.disabled = False
     return _until(subject, f"{option} {cert} ", ends_s)
+
+
+def check_chain(where: str, option: str, files: tls.TlsFiles) -> Iterator[Finding]:
+    """Check that those that trust the same authorities as a service accept its certificate.
+
+    Args:
+        where: Of which settings.
+        option: That names the certificate.
+        files: The certificate, its key, and the authorities; a broken pair is told elsewhere.
+    """
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        server.load_cert_chain(str(files.cert_file), files.key_file, password="")
+        client = ssl.create_default_context(cafile=str(files.ca_file))
+        client.check_hostname = False  # by which name it is called is not known here
+        _shake_hands(server, client)
+    except ssl.SSLCertVerificationError as exc:
+        fix = "append the certificates between it and the root, or trust its own authority"
+        what = f"{option} {files.cert_file} is not trusted by tls_ca_file {files.ca_file}"
+        yield Subject(CHECK, where).warning(f"{what}: {exc.verify_message}", fix)
+    except (OSError, ValueError):
+        return
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """Shake hands in memory; raise what either side finds."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(HANDSHAKE_TURNS):
+        for end in ends:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
 
 
 def _until(subject: Subject, what: str, ends_s: float) -> Finding:

@@ -72,8 +72,8 @@ def _of_services(reach: Reach) -> list[Finding]:
     try:
         with reach.services() as services:
             states = asyncio.run(look_at(Asker(reach.settings), services))
-            if reach.hint and not any(one.version for one in states):  # none of ours has answered
-                raise CtlError(reach.hint)
+            if not any(one.version for one in states) and (hint := reach.hint):  # none of ours
+                raise CtlError(hint)
             certificates = asyncio.run(check_certificates(reach.settings, services))
             return [*check_services(states), *certificates]
     except CtlError as exc:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmcache_core.errors import ConfigError, LMCacheError
 
-from lmcache_ctl.doctor.findings import Finding, Subject
+from lmcache_ctl.doctor.findings import Finding, Level, Subject
 from lmcache_ctl.errors import UsageError
+from lmcache_ctl.settings import process_variable
 
 if TYPE_CHECKING:
     from lmcache_core.config import LMCacheEngineConfig
@@ -54,6 +55,11 @@ SERVER_IDENTITIES: Final = (
     ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
     ("peer_tls_cert_file", "peer_tls_key_file", "peer_tls_client_ca_file"),
 )
+TRUSTED_BY_PEERS: Final = {
+    "tls_cert_file": "tls_ca_file",
+    "peer_tls_cert_file": "peer_tls_ca_file",
+}
+"""By the option of a certificate, that of the authorities that peers with like settings trust."""
 CLIENT_IDENTITIES: Final = (
     ("tls_client_cert_file", "tls_client_key_file", "tls_ca_file"),
     ("redis_tls_cert_file", "redis_tls_key_file", "redis_tls_ca_file"),
@@ -63,6 +69,17 @@ CLIENT_IDENTITIES: Final = (
 """Options that name a certificate, its key, and the authorities that go with them; those with
 `peer` and `remote` are an engine's.
 """
+
+
+ALLOCATOR: Final = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR_FIX: Final = "leave expandable_segments:True out of it"
+
+
+def allocator_problem(conf: str) -> str:
+    """Return why vLLM does not start with this `PYTORCH_CUDA_ALLOC_CONF`, "" where it does."""
+    if "expandable_segments:True" not in conf:
+        return ""
+    return f"{ALLOCATOR}={conf}: vLLM refuses every KV connector with expandable_segments"
 
 
 class ConfigFile(NamedTuple):
@@ -119,6 +136,8 @@ def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded
         loaded.append(Loaded(file, settings))
         findings.append(subject.ok("is read by its service"))
         findings += _files_of(Subject("files", where), settings)
+        if file.kind == ENGINE and (problem := allocator_problem(process_variable(ALLOCATOR))):
+            findings.append(Subject(CHECK, where).error(problem, ALLOCATOR_FIX))
         if file.kind != ENGINE:
             findings += _protection_of(Subject("security", where), settings)
         findings += _certificates_of(where, settings)
@@ -141,7 +160,7 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
     """Make the contexts that the service makes at its start; missing files have been told."""
     from lmcache_core.security import TlsFiles, client_context, server_context
 
-    from lmcache_ctl.doctor.certificates import check_identity
+    from lmcache_ctl.doctor.certificates import check_chain, check_identity
 
     seen: set[tuple[Path, ...]] = set()
     for context, identities in (
@@ -159,7 +178,12 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
                 continue
             seen.add(tuple(files.paths[:2]))
             load = functools.partial(context, files)
-            yield check_identity(where, names[0], files.cert_file, load)
+            found = check_identity(where, names[0], files.cert_file, load)
+            yield found
+            authorities = getattr(settings, TRUSTED_BY_PEERS.get(names[0], ""), None)
+            if authorities is not None and found.level is not Level.ERROR:
+                chain = TlsFiles(files.cert_file, files.key_file, Path(authorities))
+                yield from check_chain(where, names[0], chain)
 
 
 def _exists(path: Path) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from lmcache_ctl.doctor.configuration import ALLOCATOR, ALLOCATOR_FIX, allocator_problem
 from lmcache_ctl.doctor.findings import Finding, Subject
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.kube.access import KubeApi
-from lmcache_ctl.kube.pods import OF_THE_CHART, RELEASE, pods_of
+from lmcache_ctl.kube.pods import OF_THE_CHART, RELEASE, SIDECAR_CONTAINERS, pods_of
 from lmcache_ctl.settings import CtlSettings
 
 CHECK: Final = "kubernetes"
@@ -55,7 +56,13 @@ def _of_pod(pod: Any) -> Iterator[Finding]:
                 " raise its memory limit"
             )
             yield subject.warning(what, fix)
-    for container in [*(pod.spec.init_containers or ()), *(pod.spec.containers or ())]:
+    containers = [*(pod.spec.init_containers or ()), *(pod.spec.containers or ())]
+    if any(one.name in SIDECAR_CONTAINERS for one in containers):
+        for container in containers:
+            conf = {one.name: one.value for one in container.env or ()}.get(ALLOCATOR)
+            if conf is not None and (problem := allocator_problem(conf)):
+                yield subject.error(f"container {container.name}: {problem}", ALLOCATOR_FIX)
+    for container in containers:
         requests = container.resources.requests if container.resources is not None else None
         if "cpu" not in (requests or {}):
             fix = (

@@ -13,6 +13,10 @@ POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/
 DEFAULT_NAMESPACE: Final = "default"
 MAX_PAGES: Final = 64
 PAGE: Final = 250
+PORT_FORWARD: Final = "port-forward"
+VERBS: Final = {"secrets": "get", PORT_FORWARD: "create"}
+"""The verbs that the account needs; for all else it is `list`."""
+KINDS: Final = {PORT_FORWARD: "pods/portforward"}
 
 
 class KubeApi:
@@ -22,6 +26,7 @@ class KubeApi:
         settings: Which kubeconfig, context and namespace.
 
     Attributes:
+        namespace: The same; "" for all of them.
         core: A `kubernetes.client.CoreV1Api`.
         apps: A `kubernetes.client.AppsV1Api`.
 
@@ -61,8 +66,9 @@ class KubeApi:
         found: list[Any] = []
         token: str | None = None
         for _ in range(MAX_PAGES):
+            where = (self.namespace,) if self.namespace else ()
             page = self.call(
-                what, method, self.namespace, label_selector=selector, limit=PAGE, _continue=token
+                what, method, *where, label_selector=selector, limit=PAGE, _continue=token
             )
             found += page.items
             token = page.metadata._continue if page.metadata is not None else None
@@ -103,13 +109,18 @@ class KubeApi:
 
     def refusal(self, what: str, status: int | None, reason: str) -> str:
         """Return the sentence for an error of the API."""
-        if status in (401, 403):
-            why = "Forbidden" if status == 403 else "Unauthorized"
+        where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
+        if status == 401:
+            return f"the Kubernetes API refuses {what} {where} (Unauthorized): log in again"
+        if status == 403:
+            verb, kind = VERBS.get(what.partition("/")[0], "list"), KINDS.get(what, what)
+            scope = f"-n {self.namespace}" if self.namespace else "-A"
             return (
-                f"the Kubernetes API refuses {what} in namespace {self.namespace} ({why}): the"
-                " account needs the role of docs/ctl.md"
+                f"the Kubernetes API refuses {what} {where} (Forbidden): the account needs the verb"
+                f" {verb} on {kind}, see the role in docs/ctl.md; to check:"
+                f" kubectl auth can-i {verb} {kind} {scope}"
             )
-        return f"the Kubernetes API answered {reason!r} to {what} in namespace {self.namespace}"
+        return f"the Kubernetes API answered {reason!r} to {what} {where}"
 
 
 class _Complaints(logging.Handler):
@@ -126,9 +137,17 @@ class _Complaints(logging.Handler):
         self.texts.append(record.getMessage().splitlines()[0])
 
 
+def _unusable() -> tuple[type[Exception], ...]:
+    """Return what reading a damaged kubeconfig raises."""
+    import yaml
+    from kubernetes.config import ConfigException
+
+    shapes = (ValueError, TypeError, KeyError, AttributeError)
+    return (ConfigException, OSError, yaml.YAMLError, *shapes)
+
+
 def _load(settings: CtlSettings) -> tuple[Any, str]:
     """Return the configuration, and the namespace of the context."""
-    import yaml
     from kubernetes import client, config
 
     configuration = client.Configuration()
@@ -152,15 +171,7 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
                 f" {', '.join(one['name'] for one in contexts)}"
             )
         config.load_kube_config(named, settings.context, client_configuration=configuration)
-    except (
-        config.ConfigException,
-        OSError,
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as exc:
+    except _unusable() as exc:
         why = (
             str(exc).splitlines()[0]
             if isinstance(exc, config.ConfigException | OSError) and str(exc)
@@ -175,3 +186,15 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
             " its users"
         )
     return configuration, str(chosen.get("context", {}).get("namespace") or DEFAULT_NAMESPACE)
+
+
+def context_and_namespace() -> tuple[str, str] | None:
+    """Return the current context of kubectl's kubeconfig, and its namespace; None without one."""
+    from kubernetes import config
+
+    try:
+        active = config.list_kube_config_contexts()[1]
+        namespace = active.get("context", {}).get("namespace") or DEFAULT_NAMESPACE
+        return str(active["name"]), str(namespace)
+    except _unusable():  # told where the kubeconfig is used
+        return None

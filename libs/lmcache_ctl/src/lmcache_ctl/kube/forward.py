@@ -4,15 +4,18 @@ each connection.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
 
-from lmcache_ctl.kube.access import KubeApi
+from lmcache_ctl.kube.access import PORT_FORWARD, KubeApi
+from lmcache_ctl.settings import CtlSettings
 
 MAX_STREAMS: Final = 16
 JOIN_S: Final = 2.0
@@ -100,7 +103,7 @@ class PodPort:
                 try:
                     forward = open_stream(self._cluster, self._pod, self._port)
                 except (ApiException, OSError, WebSocketException) as exc:
-                    _refuse(near, self._cluster.refusal("port-forward", _status(exc), _reason(exc)))
+                    _refuse(near, self._cluster.refusal(PORT_FORWARD, _status(exc), _reason(exc)))
                     return
                 finally:
                     self._opening.discard(threading.current_thread())
@@ -139,6 +142,14 @@ class PodPort:
                     return num_back
                 num_back += len(data) if side is far else 0
         return num_back
+
+
+@contextlib.contextmanager
+def forwarded(settings: CtlSettings, pod: str, port: int) -> Iterator[str]:
+    """Yield `host:port` on loopback of this machine that leads to a port of a pod."""
+    with KubeApi(settings) as api, PodPort(api, pod, port, None) as way:
+        host, own_port = way.address
+        yield f"{host}:{own_port}"
 
 
 def _refuse(near: socket.socket, why: str) -> None:

@@ -15,7 +15,8 @@ from lmcache_ctl.kube.forward import PodPort
 from lmcache_ctl.services import DEFAULT_PORTS, Endpoint, Kind
 from lmcache_ctl.settings import CtlSettings
 
-OF_THE_CHART: Final = "app.kubernetes.io/part-of=lmcache"
+PART_OF: Final = ("app.kubernetes.io/part-of", "lmcache")
+OF_THE_CHART: Final = "=".join(PART_OF)
 INJECTED: Final = "lmcache.io/injected=true"
 COMPONENT: Final = "app.kubernetes.io/component"
 RELEASE: Final = "app.kubernetes.io/instance"
@@ -39,6 +40,23 @@ class PodService(NamedTuple):
     port: int
     problem: str
     token_secret: str
+    name_prefix: str
+
+
+def namespaces_of(settings: CtlSettings) -> list[str]:
+    """Return the namespaces that have services of a release, or injected sidecars.
+
+    Raises:
+        CtlError: The API cannot be reached, or refuses.
+    """
+    with KubeApi(settings) as api:
+        api.namespace = ""
+        found = [
+            pod.metadata.namespace
+            for labels in (OF_THE_CHART, INJECTED)
+            for pod in api.list(api.core.list_pod_for_all_namespaces, "pods", labels)
+        ]
+    return sorted(set(found))
 
 
 def pods_of(api: KubeApi, release: str | None) -> list[Any]:
@@ -68,7 +86,7 @@ def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodServ
         if kind is not None and phase not in ("Succeeded", "Failed"):
             waits = f"its pod is {phase}: kubectl describe pod {name}" if phase != "Running" else ""
             port = _port(pod, kind, port_name)
-            found.append(PodService(kind, name, port, waits, _token_secret(pod)))
+            found.append(PodService(kind, name, port, waits, _token_secret(pod), _prefix(pod)))
     return found
 
 
@@ -99,6 +117,7 @@ class PodWays:
         )  # only its owner may enter it
         self._ways: dict[PodService, tuple[Endpoint, ExitStack]] = {}
         self._tokens: dict[str, str | None] = {}
+        self._token_hints: dict[str, str] = {}
         self._num_opened = 0
 
     def __enter__(self) -> Self:
@@ -154,9 +173,12 @@ class PodWays:
             tls_name,
             problem=one.problem,
             socket_path=None if path is None else str(path),
-            forwarded=True,
+            pod=one.pod,
+            namespace=self._api.namespace,
+            name_prefix=one.name_prefix,
             token=token,
-            token_secret="" if path is None else one.token_secret,
+            token_secret=one.token_secret,
+            token_hint=self._token_hints.get(one.token_secret, ""),
         )
         return service, way
 
@@ -165,13 +187,17 @@ class PodWays:
         if not secret or self._settings.token_file is not None or self._settings.token is not None:
             return None
         if secret not in self._tokens:
-            read = self._api.core.read_namespaced_secret
+            read, text, why = self._api.core.read_namespaced_secret, "", f"has no {OPERATOR_KEY}"
             try:
-                found = self._api.call(f"secret {secret}", read, secret, self._api.namespace)
+                found = self._api.call(f"secrets/{secret}", read, secret, self._api.namespace)
                 encoded = (found.data or {}).get(OPERATOR_KEY, "")
                 text = base64.b64decode(encoded).decode("ascii").strip()
-            except (CtlError, ValueError):
-                text = ""  # health needs no token; for more, `token_hint` says how to give one
+            except CtlError as exc:  # health needs no token
+                why = f"was not read: {exc}"
+            except ValueError:
+                why = f"has an {OPERATOR_KEY} that is no text"
+            if not text:
+                self._token_hints[secret] = f"; the release's Secret {secret} {why}"
             self._tokens[secret] = text or None
         return self._tokens[secret]
 
@@ -185,6 +211,15 @@ def _kind(pod: Any) -> Kind | None:
     if component in (Kind.LOOKUP, Kind.BROKER, Kind.STORAGE):
         return Kind(component)
     return Kind.SIDECAR if any(one.name in SIDECAR_CONTAINERS for one in _containers(pod)) else None
+
+
+def _prefix(pod: Any) -> str:
+    """Return what the names of the release's pods begin with: what is in front of the component."""
+    labels = pod.metadata.labels or {}
+    if labels.get(PART_OF[0]) != PART_OF[1]:
+        return ""
+    before, found, _ = str(pod.metadata.name).partition(f"-{labels.get(COMPONENT)}-")
+    return f"{before}-" if found else ""
 
 
 def _port(pod: Any, kind: Kind, name: str) -> int:

@@ -1,4 +1,6 @@
-"""`/v1/admin/explain`: where chunks are, and why they are missing."""
+"""`/v1/admin/explain`: where chunks are, and why they are missing; `/v1/admin/lookups`: what requests
+found.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from collections.abc import Awaitable, Sequence
 from itertools import islice, takewhile
 from typing import Annotated, Literal, TypeVar
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import MAX_TOKEN_ID, ChunkKey
-from lmcache_core.record import Miss, MissReason
+from lmcache_core.record import HOT_TIER, Miss, MissReason, StagedFrom
+from lmcache_core.storage.disk.store import TIER_NAME as DISK_TIER
 from lmcache_core.storage.peer import PEER_TIER
+from lmcache_core.storage.remote import REMOTE_TIER
+from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS
 from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
 from lmcache_servicekit.errors import PermissionDeniedError
@@ -23,10 +28,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lmcache_sidecar.admin.pins import ChunkHashes, ModelName
 from lmcache_sidecar.descriptions import NamedChunk, named_chunks
 from lmcache_sidecar.holders import Holders
+from lmcache_sidecar.recent_lookups import MAX_CHUNKS, RecentLookup
 from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 
 MAX_QUESTIONS = 64
 """To lookup, for the chunks of one rank and group."""
+TIER_OF = {
+    StagedFrom.HOT: HOT_TIER,
+    StagedFrom.DISK: DISK_TIER,
+    StagedFrom.PEER: PEER_TIER,
+    StagedFrom.REMOTE: REMOTE_TIER,
+    StagedFrom.OTHER: "other",
+}
 QUARANTINED = "quarantined"
 UNKNOWN = "unknown"
 
@@ -34,6 +47,7 @@ T = TypeVar("T")
 PlaceState = Literal["present", "refused", "unknown"]
 MAX_EXPLAINED_TOKENS = 131_072
 MAX_EXPLANATIONS = 4
+MAX_LOOKUPS_TOLD = 16
 
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
@@ -116,6 +130,26 @@ class ExplainAnswer(BaseModel):
     )
 
 
+class LookupView(BaseModel):
+    """What an engine asked for before the prefill of one request."""
+
+    request_id: str = Field(description="Contains the engine's id of the request")
+    model_name: str
+    age_s: float
+    num_chunks: int
+    num_found: int = Field(description="Of the prefix, in all groups of layers")
+    found: dict[str, int] = Field(description="The same by tier, that of the farthest group")
+    is_final: bool = Field(description="false: slower tiers were still being read")
+    missing: str | None = Field(description="Why memory did not have the first missing chunk")
+    chunk_hashes: list[str] = Field(description=f"Of the first {MAX_CHUNKS} chunks")
+
+
+class LookupsAnswer(BaseModel):
+    """Lookups of the requests that match, the latest first."""
+
+    lookups: list[LookupView]
+
+
 Found = Sequence[PlaceView | MissReason]
 """What one tier says of each chunk."""
 
@@ -156,6 +190,32 @@ async def explain_chunks(sidecar: RunningSidecar, request: ExplainRequest) -> Ex
         await _explain(sidecar, one, chunks) for one, chunks in islice(named, MAX_EXPLANATIONS)
     ]
     return ExplainAnswer(explanations=explained, num_not_explained=len(known) - len(explained))
+
+
+@router.get("/lookups", summary="Find recent lookups of a request")
+async def lookups(
+    sidecar: RunningSidecar,
+    request_id: Annotated[
+        str, Query(min_length=1, max_length=MAX_REQUEST_ID_CHARS, description="Or a part of it")
+    ],
+) -> LookupsAnswer:
+    """The last 1,000 are kept in memory: hashes and counts, no tokens."""
+    found = islice(sidecar.lookups.matching(request_id), MAX_LOOKUPS_TOLD)
+    return LookupsAnswer(lookups=[_lookup_view(one) for one in found])
+
+
+def _lookup_view(one: RecentLookup) -> LookupView:
+    return LookupView(
+        request_id=one.request_id,
+        model_name=one.model_name,
+        age_s=max(0.0, time.time() - one.asked_at),
+        num_chunks=one.num_chunks,
+        num_found=one.found.total(),
+        found={TIER_OF[origin]: num for origin, num in sorted(one.found.items())},
+        is_final=one.is_final,
+        missing=one.missing or None,
+        chunk_hashes=one.chunk_hashes,
+    )
 
 
 async def _explain(

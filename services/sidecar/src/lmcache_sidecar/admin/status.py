@@ -10,10 +10,11 @@ from fastapi import APIRouter, Depends, Query
 from lmcache_core.storage.stack import LOCAL_TIERS
 from lmcache_node.admin import ClearAnswer, DrainAnswer, DrainView, EvictAnswer, EvictBytesRequest
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
+from lmcache_servicekit.problems import failures
 from lmcache_servicekit.state import version_of
 from pydantic import BaseModel, ConfigDict, Field
 
-from lmcache_sidecar.sidecar import RunningSidecar
+from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 
 MAX_PAGE = 1000
 
@@ -238,5 +239,22 @@ async def drain(sidecar: RunningSidecar, wait: bool = True) -> DrainAnswer:
     """
     sidecar.drain.begin()
     await (sidecar.drain.run() if wait else sidecar.drain.counted())
-    progress = DrainView.model_validate(sidecar.drain.progress)
-    return DrainAnswer(draining=True, settled=sidecar.is_settled, drain=progress)
+    return _drain_answer(sidecar)
+
+
+@router.post("/admin/undrain", tags=["admin"], dependencies=[admin_role], responses=failures(409))
+async def undrain(sidecar: RunningSidecar) -> DrainAnswer:
+    """Cancel a drain: accept chunks, pins and pulls again. Chunks that were handed over stay there.
+
+    409 while the process ends.
+    """
+    await sidecar.undrain()
+    return _drain_answer(sidecar)
+
+
+def _drain_answer(sidecar: SidecarNode) -> DrainAnswer:
+    return DrainAnswer(
+        draining=sidecar.drain.has_begun,
+        settled=sidecar.is_settled,
+        drain=DrainView.model_validate(sidecar.drain.progress),
+    )

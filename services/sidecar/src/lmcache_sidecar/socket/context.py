@@ -20,6 +20,7 @@ from lmcache_core.wire.messages import EngineInfo
 from lmcache_sidecar import metrics
 from lmcache_sidecar.arena.journal import ArenaJournal
 from lmcache_sidecar.descriptions import Descriptions
+from lmcache_sidecar.recent_lookups import RecentLookups
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class SessionContext:
             answered.
         log: For lines that clients can cause as often as they like.
         is_draining: Whether no client can store any more.
+        lookups: What engines have lately asked for.
         staged: What tickets of all clients may hold together.
         pinned: What pins of all clients may hold together; a chunk that several pin counts once.
         max_reserved_bytes: What reservations of all clients may hold together.
@@ -82,6 +84,7 @@ class SessionContext:
         self.staged = ChunkBudget(self.arena.size // STAGED_SHARE)
         self.pinned = ChunkBudget(self.max_reserved_bytes)
         self._models: set[str] = set()
+        self.lookups = RecentLookups(self.stack.hot, self.tenant)
         self._greeted: list[EngineInfo] = []
 
     def model_label(self, model_name: str) -> str:

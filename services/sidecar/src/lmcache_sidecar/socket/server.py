@@ -79,9 +79,16 @@ class SocketServer:
 
     def refuse_stores(self) -> None:
         """Refuse every reservation and lift nothing for tickets: the sidecar is draining."""
-        self.context.is_draining = True
+        self._set_draining(True)
+
+    def accept_stores(self) -> None:
+        """Take reservations and lift again: the drain was cancelled."""
+        self._set_draining(False)
+
+    def _set_draining(self, is_draining: bool) -> None:
+        self.context.is_draining = is_draining
         for session in self.sessions:
-            session.staging.may_lift = False
+            session.staging.may_lift = not is_draining
 
     async def close(self) -> None:
         """Stop listening and end every session. Idempotent."""

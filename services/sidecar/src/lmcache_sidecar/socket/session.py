@@ -371,6 +371,8 @@ class EngineSession:
                 recompute_s=recompute_s,
             )
         )
+        if request.is_prefix:
+            self._context.lookups.note(request.ticket, chains, staged)
         return m.Promise(staged.is_ready, staged.tiers)
 
     def _names(self, names: Sequence[NameRun]) -> list[ChunkKey]:

@@ -1,0 +1,324 @@
+"""`lmcachectl explain`: where the chunks of a prompt are, and why they are missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from lmcache_ctl.asking import Asker, Caller
+from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.options import reaches, takes
+from lmcache_ctl.output import (
+    UNKNOWN,
+    Columns,
+    Output,
+    OutputFormat,
+    print_table,
+    print_text,
+    show,
+    size_text,
+    tier_word,
+)
+from lmcache_ctl.prompts import read_messages, read_prompt, read_token_ids, tokenize, vllm_at
+from lmcache_ctl.reach import Reach
+from lmcache_ctl.services import Endpoint, Kind
+from lmcache_ctl.targets import Target, named
+
+NEVER_STORED: Final = "never_stored"
+ONE_OF: Final = "give chunk hashes or --tokens, --prompt, --messages or --request: one of them"
+_SLOW: Final = "a slower tier did not answer in time: lmcachectl status shows which"
+_CODEC: Final = (
+    "it is stored in an encoding that this sidecar does not take: give all sidecars the same"
+    " remote_serde, disk_serde and peer_serde"
+)
+_DAMAGED: Final = "its record is damaged and not served: lmcachectl doctor looks at the disk"
+_OTHER_KV: Final = (
+    "what is stored under its name has another KV layout: use one model revision and dtype"
+)
+CAUSES: Final = {
+    "evicted": (
+        "it was stored and then evicted for lack of room: raise arena_gb, or add a disk or a"
+        " storage tier"
+    ),
+    "expired": "it was older than chunk_ttl_s: raise that, or leave it out",
+    "no_memory": "memory had no room for it: raise arena_gb",
+    "encoding": _CODEC,
+    "profile": _CODEC,
+    "corrupt": _DAMAGED,
+    "quarantined": _DAMAGED,
+    "layout": _OTHER_KV,
+    "identity": _OTHER_KV,
+    **dict.fromkeys(("deadline", "unavailable", "breaker_open", "unknown"), _SLOW),
+}
+"""What a reason for a missing chunk comes from, and the fix."""
+
+
+@dataclass(frozen=True)
+class ExplainSubject:
+    """What is to be explained: one of the first five."""
+
+    chunk_hashes: Annotated[
+        list[str] | None, typer.Argument(metavar="HASH", help="Chunk hashes, 64 hex digits each.")
+    ] = None
+    prompt: Annotated[
+        Path | None,
+        typer.Option(help="File with a prompt of text, as /v1/completions takes it; - for stdin."),
+    ] = None
+    messages: Annotated[
+        Path | None,
+        typer.Option(help="File with chat messages, or a whole chat request, as JSON."),
+    ] = None
+    request: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="vLLM's id of a recent request, or a part of it."),
+    ] = None
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="File with the token ids of a prompt, separated by commas or blanks."),
+    ] = None
+    vllm_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="vLLM, which tokenizes; else port 8000 of the sidecar's pod or this machine.",
+        ),
+    ] = None
+
+    def to_tokenize(self) -> dict[str, Any] | None:
+        """Return the question to vLLM; None where there is no text to tokenize.
+
+        Raises:
+            UsageError: Not one of the five is given, or a file cannot be used.
+        """
+        given = (self.chunk_hashes or None, self.prompt, self.messages, self.request, self.tokens)
+        if sum(one is not None for one in given) != 1:
+            raise UsageError(ONE_OF)
+        if self.prompt is not None:
+            return read_prompt(self.prompt)
+        if self.messages is not None:
+            return read_messages(self.messages)
+        if self.vllm_url is not None:
+            raise UsageError("--vllm-url tokenizes text: give it with --prompt or --messages")
+        return None
+
+
+@reaches(Kind.SIDECAR)
+@takes(subject=ExplainSubject)
+def explain(
+    reach: Reach,
+    subject: ExplainSubject,
+    model: Annotated[
+        str | None, typer.Option(help="Only as this model's engines name chunks.")
+    ] = None,
+    sidecar: Annotated[
+        str | None, typer.Option(help="Ask the sidecar of that name; else the first that answers.")
+    ] = None,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Show where each chunk of a prompt is, and why it is missing where it is not.
+
+    A sidecar explains on loopback only: run this in its pod, or find it by
+    --namespace. Text goes to vLLM and token ids to the sidecar, and into no
+    log. --request tells what a request found when it was looked up. Exits with
+    1 when a whole chunk is missing; a rest that fills none does not count.
+    """
+    question = subject.to_tokenize()
+    body: dict[str, Any] = {} if model is None else {"model": model}
+    if subject.chunk_hashes:
+        body["chunk_hashes"] = subject.chunk_hashes
+    elif subject.tokens is not None:
+        body["token_ids"] = read_token_ids(subject.tokens)
+    asker, lookup = Asker(reach.settings), None
+    with reach.services(Kind.SIDECAR) as services:
+        if sidecar is not None:
+            services = asyncio.run(named(asker, services, [Target(Kind.SIDECAR, sidecar)]))
+        if subject.request is not None:
+            one, lookup = _remembered(asker, services, subject.request)
+            services = [one]
+            body = {"chunk_hashes": lookup["chunk_hashes"], "model": lookup["model_name"]}
+        elif question is not None:
+            with vllm_at(reach.settings, subject.vllm_url, services[0].pod) as url:
+                body["token_ids"] = tokenize(reach.settings, url, question)
+        found = reach.first_answer(
+            asker, services, lambda caller: caller.ask("POST", "/v1/admin/explain", body)
+        )[1]
+    if lookup is not None:
+        found["lookup"] = lookup
+    show(found, output, _print_explanations)
+    if lookup is not None:
+        is_whole = lookup["num_found"] >= lookup["num_chunks"]
+    else:
+        is_whole = all(not _missing(one) for one in found["explanations"])
+    if not is_whole:
+        raise typer.Exit(1)
+
+
+def _remembered(
+    asker: Asker, services: Sequence[Endpoint], request_id: str
+) -> tuple[Endpoint, dict[str, Any]]:
+    """Return the sidecar that remembers the latest lookup of a request, and that lookup.
+
+    Raises:
+        CtlError: None remembers one, or none answers.
+    """
+
+    async def question(caller: Caller) -> Any:
+        from urllib.parse import quote
+
+        path = f"/v1/admin/lookups?request_id={quote(request_id, safe='')}"
+        return (await caller.ask("GET", path))["lookups"]
+
+    answers = list(zip(services, asyncio.run(asker.each(services, question)), strict=True))
+    known = [
+        (service, lookup)
+        for service, lookups in answers
+        if not isinstance(lookups, CtlError)
+        for lookup in lookups
+    ]
+    if known:
+        return min(known, key=lambda one: float(one[1]["age_s"]))
+    problems = [
+        f"{service.name}: {answer}" for service, answer in answers if isinstance(answer, CtlError)
+    ]
+    raise CtlError(
+        f"no sidecar remembers a lookup of {request_id!r}: each keeps the last 1,000 until it"
+        " restarts, by vLLM's request ids, such as chatcmpl-…"
+        + "".join(f"; {problem}" for problem in problems)
+    )
+
+
+def _print_explanations(found: Mapping[str, Any]) -> None:
+    """Print a table for each way in which engines name KV, a line for each chunk of each rank; then
+    the cause of what is missing.
+    """
+    lookup = found.get("lookup")
+    for one in found["explanations"]:
+        size = one["chunk_size"]
+        now = " now" if lookup is not None else ""
+        title = (
+            f"{one['model_name']} ({one['fmt']}), chunks of {size} tokens: the first"
+            f" {one['num_prefix']} are complete{now}"
+        )
+        rows = [
+            tuple(_state_cells(chunk, state, of_rest=_is_rest(chunk, size), tokens=tokens))
+            for number, chunk in enumerate(one["chunks"])
+            for tokens in [f"{number * size}-{number * size + size}" if lookup is not None else ""]
+            for state in chunk["states"]
+        ]
+        print_table(title, Columns(("tokens", "rank", "where it is", "size", "age"), left=3), rows)
+        if lookup is None:
+            print_text(_cause_now(one))
+    if lookup is not None and found["explanations"]:
+        print_text(_cause_then(lookup, found["explanations"][0]["chunk_size"]))
+    if found["num_not_explained"]:
+        print_text(
+            f"{found['num_not_explained']} further ways to name them are left out: name a --model."
+        )
+
+
+def _missing(explanation: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return number and view of each whole chunk that is missing."""
+    return [
+        (number, chunk)
+        for number, chunk in enumerate(explanation["chunks"])
+        if not chunk["is_complete"] and not _is_rest(chunk, explanation["chunk_size"])
+    ]
+
+
+def _cause_now(explanation: Mapping[str, Any]) -> str:
+    """Return a sentence on the first chunk that is missing now."""
+    size, chunks = explanation["chunk_size"], explanation["chunks"]
+    missing = _missing(explanation)
+    num_whole = sum(not _is_rest(chunk, size) for chunk in chunks)
+    if not num_whole:
+        return f"The prompt fills no chunk of {size} tokens: nothing of it is cached."
+    if not missing:
+        return f"All {num_whole} whole chunks are cached."
+    number, chunk = missing[0]
+    if chunk["start"] is None:  # hashes by themselves are in no order
+        number, size = 0, 0
+    reasons = [state["missing"] for state in chunk["states"] if state["missing"]]
+    if len(reasons) < len(chunk["states"]) and NEVER_STORED in reasons:
+        return (
+            f"{_place(number, size)} is stored by only some ranks or groups of layers: look into"
+            " the log of the worker that stores none."
+        )
+    known = next((reason for reason in reasons if reason != NEVER_STORED), NEVER_STORED)
+    return cause_of(number, size, known)
+
+
+def _cause_then(lookup: Mapping[str, Any], size: int) -> str:
+    """Return what a request found, and a sentence on the first chunk that it missed."""
+    by_tier = ", ".join(f"{num} in {tier_word(tier)}" for tier, num in lookup["found"].items())
+    found, wanted = lookup["num_found"], lookup["num_chunks"]
+    told = (
+        f"The request found {found} of {wanted} chunks{f' ({by_tier})' if by_tier else ''},"
+        f" {lookup['age_s']:.0f} s ago."
+    )
+    if found >= wanted:
+        return told
+    if not lookup["is_final"]:
+        return f"{told} Slower tiers were still being read: {_SLOW}."
+    return f"{told} {cause_of(found, size, lookup['missing'] or 'unknown')}"
+
+
+def cause_of(number: int, size: int, reason: str) -> str:
+    """Return one sentence on the first missing chunk: the cause, and the fix.
+
+    Args:
+        number: Of the chunk in its prompt.
+        size: Tokens in a chunk; 0: its place in the prompt is not known.
+        reason: Why it is missing.
+    """
+    if reason != NEVER_STORED:
+        return f"{_place(number, size)} is missing: {CAUSES.get(reason, reason)}."
+    if not size:
+        return "The chunk was never stored here: is it of another model, LoRA adapter or tenant?"
+    if not number:
+        return (
+            f"The first {size} tokens differ from everything stored: does the prompt begin with a"
+            " date or an id, or is it for another LoRA adapter, salt or tenant?"
+        )
+    return (
+        f"What is stored agrees with the prompt up to token {number * size} and differs after it:"
+        " does a date, an id or a retrieved text stand there that could stand at the end?"
+    )
+
+
+def _place(number: int, size: int) -> str:
+    return f"The chunk from token {number * size} on" if size else "A chunk"
+
+
+def _is_rest(chunk: Mapping[str, Any], chunk_size: int) -> bool:
+    """Return whether a chunk is the end of a prompt that fills no chunk."""
+    return chunk["start"] is not None and chunk["end"] - chunk["start"] < chunk_size
+
+
+def _state_cells(
+    chunk: Mapping[str, Any], state: Mapping[str, Any], *, of_rest: bool, tokens: str
+) -> Iterator[str]:
+    if chunk["start"] is not None:
+        tokens = f"{chunk['start']}-{chunk['end']}"
+    yield tokens or f"{chunk['chunk_hash'][:16]}..."
+    yield f"{state['rank']} {state['group']}".strip()
+    missing = f"MISSING: {state['missing']}" if state["missing"] else ""
+    missing += " (a rest: vLLM stores whole chunks)" if missing and of_rest else ""
+    places = ", ".join(_place_text(place) for place in state["places"])
+    yield "; ".join(filter(None, (places, missing, "pinned" if state["is_pinned"] else "")))
+    place = state["places"][0] if state["places"] else {"num_bytes": None, "age_s": None}
+    yield UNKNOWN if place["num_bytes"] is None else size_text(place["num_bytes"])
+    yield UNKNOWN if place["age_s"] is None else f"{place['age_s']:.0f} s"
+
+
+def _place_text(place: Mapping[str, Any]) -> str:
+    words = [" ".join(place["peers"])] if place["peers"] else []
+    words += [place["state"]] if place["state"] != "present" else []
+    words += ["lossy"] if place["lossy"] else []
+    words += [f"held {place['num_holders']}x"] if place["num_holders"] else []
+    tier = tier_word(place["tier"])
+    return f"{tier} ({', '.join(words)})" if words else tier

@@ -1,0 +1,122 @@
+"""What engines have lately asked for before a prefill, by request: chunk hashes and counts. No
+token is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain, ChunkKey
+from lmcache_core.record import Miss, MissReason, Staged, StagedFrom
+from lmcache_core.storage.hot import LocalCPUBackend
+
+MAX_LOOKUPS: Final = 1000
+MAX_CHUNKS: Final = 512
+"""Chunks of one lookup that are remembered: with `MAX_LOOKUPS` this bounds the memory (24 MiB)."""
+NOWHERE: Final = bytes([StagedFrom.NOWHERE])
+
+
+@dataclass(slots=True)
+class RecentLookup:
+    """One request's lookup.
+
+    Attributes:
+        request_id: The ticket's name, which contains the engine's id of the request.
+        model_name: Under which the engine names KV.
+        asked_at: Unix time of the first question.
+        num_chunks: Chunks of the prompt.
+        hashes: Hashes of the first `MAX_CHUNKS`, packed.
+        origins: For each group of layers, one `StagedFrom` a chunk.
+        is_final: Whether nothing more was being read when the engine last asked.
+        missing: Why memory did not have the first missing chunk; "" where none was missing.
+    """
+
+    request_id: str
+    model_name: str
+    asked_at: float
+    num_chunks: int
+    hashes: bytes
+    origins: tuple[bytes, ...] = ()
+    is_final: bool = False
+    missing: str = ""
+
+    @property
+    def chunk_hashes(self) -> list[str]:
+        """The hashes that are remembered, 64 hex digits each."""
+        return [
+            self.hashes[at : at + CHUNK_HASH_BYTES].hex()
+            for at in range(0, len(self.hashes), CHUNK_HASH_BYTES)
+        ]
+
+    @property
+    def found(self) -> Counter[StagedFrom]:
+        """Count the chunks of the prefix by where they were: the farthest of their groups."""
+        num_found = min((_num_prefix(one) for one in self.origins), default=0)
+        farthest = map(max, zip(*(one[:num_found] for one in self.origins), strict=True))
+        return Counter(map(StagedFrom, farthest))
+
+
+class RecentLookups:
+    """The last `MAX_LOOKUPS` lookups. On the event loop only.
+
+    Args:
+        hot: Knows why a chunk is not in memory.
+        tenant: Namespace of this pod's chunks.
+    """
+
+    def __init__(self, hot: LocalCPUBackend, tenant: str) -> None:
+        self._hot = hot
+        self._tenant = tenant
+        self._lookups: OrderedDict[str, RecentLookup] = OrderedDict()
+
+    def note(self, request_id: str, chains: Sequence[ChunkChain], staged: Staged) -> None:
+        """Note the answer to a question about a prefix; it replaces an earlier answer to the same
+        question. The work is bounded by `MAX_CHUNKS`, however long the prompt is.
+
+        Args:
+            request_id: Name of the ticket.
+            chains: What was asked for; none: the same as before.
+            staged: The answer.
+        """
+        known = self._lookups.get(request_id)
+        if chains:
+            hashes = chains[0].hashes[: MAX_CHUNKS * CHUNK_HASH_BYTES]
+            if known is None or known.hashes != hashes:
+                known = RecentLookup(
+                    request_id, chains[0].model_name, time.time(), chains[0].num_chunks, hashes
+                )
+                self._lookups[request_id] = known
+                self._lookups.move_to_end(request_id)
+        if known is None:
+            return
+        known.origins = tuple(one[:MAX_CHUNKS] for one in staged.tiers)
+        known.is_final = staged.is_ready
+        if chains:
+            known.missing = self._why_missing(chains, known.origins)
+        if len(self._lookups) > MAX_LOOKUPS:
+            self._lookups.popitem(last=False)
+
+    def matching(self, text: str) -> list[RecentLookup]:
+        """Return the lookups whose request id contains `text`, the latest first."""
+        return [one for name, one in reversed(self._lookups.items()) if text in name]
+
+    def _why_missing(self, chains: Sequence[ChunkChain], origins: Sequence[bytes]) -> str:
+        """Ask memory about one chunk: the first that a group lacks."""
+        for chain, of_group in zip(chains, origins, strict=False):
+            first = of_group.find(NOWHERE)
+            if first < 0:
+                continue
+            keys = chain.part(first, first + 1).keys_by_chunk()
+            held = self._hot.peek_many([ChunkKey(self._tenant, key) for key in keys])
+            reasons = (one.reason for one in held if isinstance(one, Miss))
+            # Memory has it for all ranks, but tickets hold as much as they may.
+            return next(reasons, MissReason.NO_MEMORY).value
+        return ""
+
+
+def _num_prefix(origins: bytes) -> int:
+    return len(origins.partition(NOWHERE)[0])

@@ -1,0 +1,88 @@
+"""What a sidecar remembers of what engines asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lmcache_core.keys import CHUNK_HASH_BYTES
+from lmcache_core.record import Staged, StagedFrom
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.telemetry import Counters
+from lmcache_sidecar import recent_lookups
+from lmcache_sidecar.recent_lookups import RecentLookups
+
+from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, store_chunks
+from tests.fixtures.embedded import until
+from tests.fixtures.frames import HELLO
+from tests.fixtures.sidecar import RunningSocket, running_socket
+
+CHAIN = chain_of(range(4))
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, shelf: Shelf) -> Iterator[RunningSocket]:
+    with running_socket(tmp_path, 64 * TAKEN_BYTES, lower=[shelf]) as running:
+        yield running
+
+
+@pytest.fixture
+def store(sidecar: RunningSocket) -> Iterator[SidecarChunkStore]:
+    client = SidecarChunkStore(sidecar.path, HELLO, 5.0, Counters())
+    client.open(lambda salt: None)
+    yield client
+    client.close()
+
+
+def recent(sidecar: RunningSocket) -> RecentLookups:
+    return sidecar.server.context.lookups
+
+
+def test_the_last_answer_to_a_request_is_remembered(
+    sidecar: RunningSocket, store: SidecarChunkStore, shelf: Shelf
+) -> None:
+    store_chunks(store, CHAIN.keys_of_rank(0)[:1])
+    shelf.held.update(names_of(CHAIN.keys_of_rank(0)[1:2]))
+    store.stage("0a1b:chatcmpl-7-ff", [CHAIN])
+    until(
+        lambda: store.stage("0a1b:chatcmpl-7-ff", [CHAIN]) == Staged(True, (b"\1\2\0\0",)),
+        "not read",
+    )
+    [found] = recent(sidecar).matching("chatcmpl-7")
+    assert found.found == {StagedFrom.HOT: 1, StagedFrom.DISK: 1}
+    assert (found.num_chunks, found.is_final, found.missing) == (4, True, "never_stored")
+    assert found.chunk_hashes == [key.chunk_hash for key in CHAIN.keys_of_rank(0)]
+    assert not recent(sidecar).matching("chatcmpl-8")
+
+
+def test_the_reason_is_that_of_the_first_missing_chunk(
+    sidecar: RunningSocket, store: SidecarChunkStore
+) -> None:
+    store_chunks(store, CHAIN.keys_of_rank(0))
+    store.stage("whole", [CHAIN])
+    store.unstage(["whole"])
+    store.stage("flushed", [])  # so that the sidecar has heard of it
+    sidecar.hot.evict_bytes(64 * TAKEN_BYTES)
+    store.stage("gone", [CHAIN])
+    assert [(one.found.total(), one.missing) for one in recent(sidecar).matching("")] == [
+        (0, "evicted"),
+        (4, ""),
+    ]
+
+
+def test_memory_is_bounded(
+    sidecar: RunningSocket, store: SidecarChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent_lookups, "MAX_LOOKUPS", 3)
+    monkeypatch.setattr(recent_lookups, "MAX_CHUNKS", 2)
+    for number in range(5):
+        store.stage(f"request-{number}", [CHAIN])
+    kept = recent(sidecar).matching("request")
+    assert [one.request_id for one in kept] == ["request-4", "request-3", "request-2"]
+    assert {(one.num_chunks, len(one.hashes)) for one in kept} == {(4, 2 * CHUNK_HASH_BYTES)}
