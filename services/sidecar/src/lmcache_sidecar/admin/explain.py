@@ -1,6 +1,4 @@
-"""`/v1/admin/explain`: where chunks are, and why they are missing; `/v1/admin/lookups`: what requests
-found.
-"""
+"""`/v1/admin/explain`: where chunks are and why they are missing. `/v1/admin/lookups`: recent lookups."""
 
 from __future__ import annotations
 
