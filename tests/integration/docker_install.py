@@ -27,7 +27,7 @@ from pathlib import Path
 import hcl2
 import pytest
 
-from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, parse
+from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, ignored, parse
 from tests.fixtures.sealed import USER, can_seal, protect, sealed
 
 SERVICES = {
@@ -41,6 +41,8 @@ IMAGES = [*SERVICES, "payload"]
 # The one image that is made by another's Dockerfile, with this argument.
 CODEC_IMAGE = "sidecar-codec"
 CODEC_ARGUMENTS = {"VARIANT": "-codec"}
+# For tests, not published, and far from lean: vLLM and PyTorch.
+TEST_IMAGE = "vllm-cpu-tiny"
 START_TIMEOUT_S = 60
 BASE_MB = 130  # python:3.12-slim, unpacked
 MAX_IMAGE_MB = 250
@@ -95,7 +97,7 @@ def test_every_image_is_tested_and_baked() -> None:
         path.name.removesuffix(".Dockerfile")
         for path in (REPOSITORY / "docker").glob("*.Dockerfile")
     }
-    assert names == set(IMAGES)
+    assert names == {*IMAGES, TEST_IMAGE}
     bake = hcl2.loads((REPOSITORY / "docker-bake.hcl").read_text(encoding="utf-8"))
     variables = {
         name.strip('"'): body["default"]
@@ -105,7 +107,12 @@ def test_every_image_is_tested_and_baked() -> None:
     assert {image.strip('"') for image in variables["IMAGES"]} == {*IMAGES, CODEC_IMAGE}
     targets = {name.strip('"'): body for block in bake["target"] for name, body in block.items()}
     assert targets["image"]["dockerfile"] == '"docker/${trimsuffix(image, "-codec")}.Dockerfile"'
-    assert targets["image"]["args"] == {"VARIANT": '${image == "sidecar-codec" ? "-codec" : null}'}
+    assert targets["image"]["args"] == {
+        "VARIANT": '${image == "sidecar-codec" ? "-codec" : null}',
+        "TORCH": '${image == "vllm-cpu-tiny" ? TORCH : null}',
+    }
+    groups = {name.strip('"'): body for block in bake["group"] for name, body in block.items()}
+    assert {one.strip('"') for one in groups["cluster-test"]["targets"]} == {*IMAGES, TEST_IMAGE}
     assert targets["contents"]["attest"] == ['"type=sbom"']
 
 
@@ -130,6 +137,20 @@ def test_the_image_is_lean_and_unprivileged(image: str) -> None:
         argument for argument in final.all("LABEL") if f'image.title="lmcache-{name}"' in argument
     ]
     assert title.count("org.opencontainers.image.") == 4
+
+
+def test_the_test_image_makes_its_model() -> None:
+    """Its other steps install vLLM: gigabytes, which `make test-vllm` has already."""
+    build, final = parse(REPOSITORY / "docker" / f"{TEST_IMAGE}.Dockerfile")
+    copied = [name for line in build.all("COPY") for name in line.split()[:-1]]
+    assert all((REPOSITORY / name).is_file() and not ignored(name) for name in copied)
+    assert final.all("USER") == [f"{USER}:{USER}"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "docker/tiny_model.py", f"{folder}/model"]
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)}
+        subprocess.run(command, cwd=REPOSITORY, env=env, check=True, timeout=120)
+        made = {path.name for path in Path(folder, "model").iterdir()}
+    assert made >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 TRY_TO_WRITE = """

@@ -57,7 +57,7 @@ def test_images_have_the_chart_s_version() -> None:
         )
         for path in DOCKERFILES
     }
-    assert len(labels) == 6
+    assert len(labels) == 7
     assert labels == {key: [VERSION] for key in labels}
     bake = hcl2.loads((ROOT / "docker-bake.hcl").read_text(encoding="utf-8"))
     [tag] = [

@@ -1,0 +1,453 @@
+"""One namespace of a cluster, through the Kubernetes API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kubernetes
+from kubernetes.stream import stream
+from urllib3.exceptions import HTTPError
+
+from tests.cluster.waiting import ClusterError, progress, wait_until
+
+Manifest = dict[str, Any]
+
+CALL_TIMEOUT_S = 30
+PAGE = 500
+EXEC_TIMEOUT_S = 150
+OWN = "lmcache-cluster-test"
+"""Label of the namespaces that this suite makes, and deletes."""
+STUCK = {
+    "ImagePullBackOff",
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+}
+TRANSIENT_GROUPS = ("metrics.k8s.io", "events.k8s.io")
+TRANSIENT_KINDS = ("Event", "Lease")
+ABSENT = (404, 405, 503)
+"""What an API answers whose server is away, or that only announces a kind."""
+
+
+class ApiError(ClusterError):
+    """The API server refused a call.
+
+    Attributes:
+        status: HTTP status.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Cluster:
+    """A namespace.
+
+    Args:
+        api: The client of a cluster.
+        namespace: Its name.
+    """
+
+    def __init__(self, api: Any, namespace: str) -> None:
+        self._api = api
+        self.namespace = namespace
+
+    @classmethod
+    def from_kubeconfig(cls, path: Path, namespace: str) -> Cluster:
+        """Use the current context of a kubeconfig.
+
+        Raises:
+            ClusterError: The file names no cluster, or the cluster does not answer.
+        """
+        try:
+            made = cls(kubernetes.config.new_client_from_config(str(path)), namespace)
+        except kubernetes.config.ConfigException as exc:
+            raise ClusterError(f"{path}: {exc}") from exc
+        made.call("GET", "/version")
+        return made
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._api.rest_client.pool_manager.clear()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Manifest | None = None,
+        query: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+    ) -> Any:
+        """Make one call; return its JSON, or text where the API has text.
+
+        Raises:
+            ApiError: It was refused.
+            ClusterError: It was not answered.
+        """
+        request = self._api.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "*/*", "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        try:
+            response = self._api.call_api(*request, _request_timeout=CALL_TIMEOUT_S)
+            data = response.read()
+        except HTTPError as exc:
+            raise ClusterError(f"{method} {path}: no answer: {exc}") from exc
+        text = data.decode(errors="replace")
+        if response.status >= 400:
+            raise ApiError(response.status, f"{method} {path}: {response.status}: {text[:1000]}")
+        if "json" in (response.getheader("content-type") or ""):
+            return json.loads(text)
+        return text
+
+    def items(self, path: str, **query: str) -> list[Manifest]:
+        """List all objects of a path, page by page."""
+        found: list[Manifest] = []
+        token = ""
+        while True:
+            asked: dict[str, Any] = {**query, "limit": PAGE}
+            page = self.call("GET", path, query={**asked, "continue": token} if token else asked)
+            found += page.get("items") or []
+            token = page.get("metadata", {}).get("continue") or ""
+            if not token:
+                return found
+
+    def path(self, plural: str, name: str = "", api: str = "api/v1") -> str:
+        """Return the path of a kind, or of an object, in the namespace."""
+        return f"/{api}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
+
+    def create(self, plural: str, manifest: Manifest, api: str = "api/v1") -> None:
+        """Create an object."""
+        self.call("POST", self.path(plural, api=api), manifest)
+
+    def delete(self, path: str) -> None:
+        """Delete an object and what it owns; none is fine too."""
+        try:
+            self.call("DELETE", path, {"propagationPolicy": "Background"})
+        except ApiError as exc:
+            if exc.status != 404:
+                raise
+
+    # --- pods ---------------------------------------------------------------------------------
+
+    def pods(self, selector: str = "") -> list[Manifest]:
+        """List pods that have not ended."""
+        found = self.items(self.path("pods"), **({"labelSelector": selector} if selector else {}))
+        return [pod for pod in found if pod["status"].get("phase") not in ("Succeeded", "Failed")]
+
+    def not_ready(self) -> str:
+        """Say which workloads are not as they should be, "" if all are.
+
+        Raises:
+            ClusterError: A pod cannot start without help, for example for want of its image.
+        """
+        pods = self.pods()
+        if found := stuck(pods):
+            raise ClusterError(f"pods cannot start: {found}")
+        missing = [
+            text
+            for plural in ("deployments", "statefulsets")
+            for one in self.items(self.path(plural, api="apis/apps/v1"))
+            if (text := behind(one))
+        ]
+        missing += [
+            f"{name_of(pod)} is ending" for pod in pods if pod["metadata"].get("deletionTimestamp")
+        ]
+        return ", ".join(missing)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until every workload has all its pods ready, and no pod is ending."""
+        wait_until(self.not_ready, "all pods ready", timeout_s)
+
+    def ready_pods(self, selector: str, count: int, timeout_s: float) -> list[str]:
+        """Wait for that many ready pods, no more and no fewer; return their names."""
+
+        def missing() -> str:
+            pods = self.pods(selector)
+            if found := stuck(pods):
+                raise ClusterError(f"pods cannot start: {found}")
+            ready = sum(is_ready(pod) for pod in pods)
+            return "" if ready == len(pods) == count else f"{ready} of {len(pods)} pods are ready"
+
+        wait_until(missing, f"{count} pods of {selector}", timeout_s)
+        return sorted(name_of(pod) for pod in self.pods(selector))
+
+    def scale(self, plural: str, name: str, replicas: int) -> None:
+        """Set the number of replicas of a `deployments` or `statefulsets` object."""
+        self.call(
+            "PATCH",
+            self.path(plural, f"{name}/scale", "apis/apps/v1"),
+            {"spec": {"replicas": replicas}},
+            content_type="application/merge-patch+json",
+        )
+
+    def evict(self, names: Sequence[str], timeout_s: float) -> None:
+        """Evict pods as `kubectl drain` does: what a budget forbids now is tried again."""
+        uids = {name_of(pod): pod["metadata"]["uid"] for pod in self.pods()}
+        pending = {name: uids[name] for name in names}
+        evicted = set[str]()
+
+        def missing() -> str:
+            current = {name_of(pod): pod["metadata"]["uid"] for pod in self.pods()}
+            for name, uid in list(pending.items()):
+                if current.get(name) != uid:
+                    del pending[name]
+                elif name not in evicted and self._evict(name):
+                    evicted.add(name)
+            waiting = [f"{name} ({'ends' if name in evicted else 'budget'})" for name in pending]
+            return ", ".join(waiting)
+
+        wait_until(missing, f"{len(names)} pods evicted", timeout_s)
+
+    def _evict(self, name: str) -> bool:
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": self.namespace},
+        }
+        try:
+            self.call("POST", self.path("pods", f"{name}/eviction"), body)
+        except ApiError as exc:
+            if exc.status not in (404, 429):
+                raise
+            return exc.status == 404
+        return True
+
+    def execute(self, pod: str, container: str, command: Sequence[str]) -> str:
+        """Run a command in a container; return what it printed.
+
+        Raises:
+            ClusterError: It failed, or did not end in time.
+        """
+        socket = stream(
+            kubernetes.client.CoreV1Api(self._api).connect_get_namespaced_pod_exec,
+            pod,
+            self.namespace,
+            container=container,
+            command=list(command),
+            stdout=True,
+            stderr=True,
+            stdin=False,
+            tty=False,
+            _preload_content=False,
+        )
+        socket.run_forever(timeout=EXEC_TIMEOUT_S)
+        is_open, output, errors = socket.is_open(), socket.read_stdout(), socket.read_stderr()
+        status = None if is_open else socket.returncode
+        socket.sock.shutdown()  # `close` leaves a socket open that the server has closed
+        if status != 0:
+            how = f"did not end in {EXEC_TIMEOUT_S} s" if is_open else f"ended with {status}"
+            raise ClusterError(f"{command[0]} in {pod} {how}: {output[-500:]}{errors[-1500:]}")
+        return str(output)
+
+    def logs(self, pod: str, container: str, lines: int = 5000, *, previous: bool = False) -> str:
+        """Return the last lines of a container's log; "" where there is none."""
+        query = {"container": container, "tailLines": lines}
+        if previous:
+            query["previous"] = "true"
+        try:
+            return str(self.call("GET", self.path("pods", f"{pod}/log"), query=query))
+        except ApiError as exc:
+            if exc.status not in (400, 404):
+                raise
+            return ""
+
+    # --- namespace ----------------------------------------------------------------------------
+
+    def create_namespace(self) -> None:
+        """Create the namespace with the `restricted` standard enforced, and wait for what every
+        namespace gets.
+        """
+        labels = {
+            OWN: "true",
+            "pod-security.kubernetes.io/enforce": "restricted",
+            "pod-security.kubernetes.io/warn": "restricted",
+        }
+        self.call(
+            "POST", "/api/v1/namespaces", {"metadata": {"name": self.namespace, "labels": labels}}
+        )
+
+        def missing() -> str:
+            names = {name_of(one) for one in self.items(self.path("serviceaccounts"))}
+            names |= {name_of(one) for one in self.items(self.path("configmaps"))}
+            return ", ".join(sorted({"default", "kube-root-ca.crt"} - names))
+
+        wait_until(missing, f"namespace {self.namespace}", 60)
+
+    def delete_namespace(self, timeout_s: float) -> None:
+        """Delete the namespace of an earlier run, or of this one; none is fine too.
+
+        Raises:
+            ClusterError: It exists, and no run of this suite made it.
+        """
+        path = f"/api/v1/namespaces/{self.namespace}"
+        try:
+            labels = self.call("GET", path)["metadata"].get("labels", {})
+        except ApiError as exc:
+            if exc.status != 404:
+                raise
+            return
+        if OWN not in labels:
+            raise ClusterError(
+                f"the namespace {self.namespace} is not one of this suite (no label {OWN}):"
+                " set NAMESPACE to another name"
+            )
+        self.delete(path)
+
+        def missing() -> str:
+            try:
+                return f"phase {self.call('GET', path)['status'].get('phase')}"
+            except ApiError as exc:
+                if exc.status != 404:
+                    raise
+                return ""
+
+        wait_until(missing, f"namespace {self.namespace} deleted", timeout_s)
+
+    # --- leftovers ----------------------------------------------------------------------------
+
+    def objects(self) -> dict[str, str]:
+        """List every object of the namespace, and every cluster-scoped one that mentions it.
+
+        Returns:
+            The path of each object by `Kind/name`, or `Kind/namespace/name` in the namespace.
+        """
+        found = {}
+        for prefix, resource in self._listed():
+            plural, kind = resource["name"], resource["kind"]
+            if resource["namespaced"]:
+                where = f"{prefix}/namespaces/{self.namespace}/{plural}"
+            elif kind == "Namespace":
+                continue
+            else:
+                where = f"{prefix}/{plural}"
+            try:
+                items = self.items(where)
+            except ApiError as exc:
+                if exc.status not in ABSENT:
+                    raise
+                progress(f"cannot look for leftovers of kind {kind}: {exc.status}")
+                continue
+            for one in items:
+                if resource["namespaced"]:
+                    found[f"{kind}/{self.namespace}/{name_of(one)}"] = f"{where}/{name_of(one)}"
+                elif mentions(one, self.namespace):
+                    found[f"{kind}/{name_of(one)}"] = f"{where}/{name_of(one)}"
+        return found
+
+    def _listed(self) -> Iterable[tuple[str, Manifest]]:
+        """Kinds that can be listed, and the path of their API; each kind once."""
+        groups = self.call("GET", "/apis")["groups"]
+        apis = [
+            f"/apis/{group['preferredVersion']['groupVersion']}"
+            for group in groups
+            if group["name"] not in TRANSIENT_GROUPS
+        ]
+        for prefix in ("/api/v1", *apis):
+            try:
+                resources = self.call("GET", prefix)["resources"]
+            except ApiError as exc:
+                if exc.status not in ABSENT:
+                    raise
+                progress(f"cannot look for leftovers in {prefix}: {exc.status}")
+                continue
+            for resource in resources:
+                is_listed = "/" not in resource["name"] and "list" in resource["verbs"]
+                if is_listed and resource["kind"] not in TRANSIENT_KINDS:
+                    yield prefix, resource
+
+    # --- reports ------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return pods, warnings and logs, for the report of a failure."""
+        lines = []
+        pods = self.items(self.path("pods"))
+        for pod in sorted(pods, key=is_ready):
+            lines.append(describe_pod(pod))
+            for status in container_statuses(pod):
+                container, is_first = status["name"], status.get("restartCount", 0) > 0
+                num_lines = 20 if is_ready(pod) else 80
+                if is_first:
+                    lines.append(f"  log of {container} before its restart:")
+                    lines.append(self.logs(name_of(pod), container, num_lines, previous=True))
+                lines.append(f"  log of {container}:")
+                lines.append(self.logs(name_of(pod), container, num_lines))
+        lines.append("events that are warnings:")
+        for event in self.items(self.path("events"), fieldSelector="type=Warning")[-40:]:
+            about = event["involvedObject"]
+            text = f"{event.get('reason')}: {event.get('message')}"
+            lines.append(f"  {about.get('kind')}/{about.get('name')} x{event.get('count')} {text}")
+        return "\n".join(lines)
+
+
+def name_of(manifest: Manifest) -> str:
+    """Return an object's name."""
+    return str(manifest["metadata"]["name"])
+
+
+def is_ready(pod: Manifest) -> bool:
+    """Return whether a pod is ready and not on its way out."""
+    conditions = pod["status"].get("conditions") or []
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return ready and not pod["metadata"].get("deletionTimestamp")
+
+
+def container_statuses(pod: Manifest) -> list[Manifest]:
+    """Return the statuses of all containers, init containers first."""
+    status = pod["status"]
+    found: list[Manifest] = status.get("initContainerStatuses") or []
+    return [*found, *(status.get("containerStatuses") or [])]
+
+
+def stuck(pods: Iterable[Manifest]) -> str:
+    """Say which pods wait for something that does not come by waiting, "" if none does."""
+    return ", ".join(
+        f"{name_of(pod)}/{status['name']}: {waiting['reason']}: {waiting.get('message', '')}"
+        for pod in pods
+        for status in container_statuses(pod)
+        if (waiting := status.get("state", {}).get("waiting"))
+        if waiting.get("reason") in STUCK
+    )
+
+
+def behind(workload: Manifest) -> str:
+    """Say how a Deployment or StatefulSet differs from what it should be, "" if it does not."""
+    status, wanted = workload["status"], workload["spec"].get("replicas", 1)
+    counts = {name: status.get(name, 0) for name in ("replicas", "readyReplicas")}
+    if workload["kind"] == "Deployment":
+        counts["updatedReplicas"] = status.get("updatedReplicas", 0)
+    is_seen = status.get("observedGeneration", 0) >= workload["metadata"]["generation"]
+    is_new = status.get("currentRevision") == status.get("updateRevision")
+    if is_seen and is_new and set(counts.values()) == {wanted}:
+        return ""
+    return f"{name_of(workload)} {counts['readyReplicas']} of {wanted} ready"
+
+
+def mentions(value: Any, namespace: str) -> bool:
+    """Return whether a text anywhere in an object is the namespace, or a name made of it."""
+    if isinstance(value, dict):
+        return any(mentions(one, namespace) for key, one in value.items() if key != "managedFields")
+    if isinstance(value, list):
+        return any(mentions(one, namespace) for one in value)
+    return isinstance(value, str) and (value == namespace or value.startswith(f"{namespace}-"))
+
+
+def describe_pod(pod: Manifest) -> str:
+    """Return a pod's state in a line or a few."""
+    status = pod["status"]
+    state = "ready" if is_ready(pod) else f"NOT READY, {status.get('phase')}"
+    lines = [f"pod {name_of(pod)}: {state} {status.get('message', '')}"]
+    for one in container_statuses(pod):
+        what = json.dumps(one.get("state", {}))
+        last = json.dumps(one["lastState"]) if one.get("lastState") else ""
+        lines.append(f"  {one['name']}: {one.get('restartCount', 0)} restarts, {what} {last}")
+    return "\n".join(lines)

@@ -1,0 +1,105 @@
+"""Objects that the suite adds to the release's namespace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.names import INJECTED, MODEL, MODEL_SERVICE
+
+FOLDER = Path(__file__).parent
+SCRIPTS = ("ask.py", "traffic.py")
+TRAFFIC = "cluster-test-traffic"
+PLAIN = "cluster-test-plain"
+STOP_FILE = "/tmp/stop"
+
+Manifest = dict[str, Any]
+
+
+def scripts() -> Manifest:
+    """Return the ConfigMap with what the traffic runs."""
+    data = {name: (FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS}
+    return {"metadata": {"name": TRAFFIC}, "data": data}
+
+
+def traffic_pod(hooks: str) -> Manifest:
+    """Return the pod that makes traffic: the chart's release test with another script, so that it
+    has the same addresses, token and certificates.
+
+    Args:
+        hooks: What `helm get hooks` prints.
+    """
+    (test,) = [one for one in yaml.safe_load_all(hooks) if one and one["kind"] == "Pod"]
+    spec = test["spec"]
+    (container,) = spec["containers"]
+    container["command"] = ["python", "/opt/traffic/traffic.py"]
+    container["args"] += [
+        f"--completions-url=http://{MODEL_SERVICE}:8000",
+        f"--model={MODEL}",
+        f"--stop-file={STOP_FILE}",
+    ]
+    container["name"] = "traffic"
+    container["resources"] = {
+        "requests": {"cpu": "50m", "memory": "128Mi"},
+        "limits": {"memory": "512Mi"},
+    }
+    container["volumeMounts"].append(
+        {"name": "traffic", "mountPath": "/opt/traffic", "readOnly": True}
+    )
+    spec["volumes"].append({"name": "traffic", "configMap": {"name": TRAFFIC}})
+    spec["activeDeadlineSeconds"] = 3600
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": TRAFFIC, "labels": {"app": TRAFFIC, **INJECTED}},
+        "spec": spec,
+    }
+
+
+def plain_deployment(image: str, pull_policy: str = "IfNotPresent") -> Manifest:
+    """Return a vLLM as people run it without this project, but for the label that asks for the
+    cache.
+    """
+    labels = {"app": PLAIN}
+    command = ["python3", "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = ["--model", MODEL, "--port", "8000", "--enforce-eager", "--dtype", "float32"]
+    arguments += ["--max-model-len", "8192", "--enable-prompt-tokens-details"]
+    container = {
+        "name": "engine",
+        "image": image,
+        "imagePullPolicy": pull_policy,
+        "command": command,
+        "args": arguments,
+        "ports": [{"containerPort": 8000}],
+        "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 5},
+        "resources": {
+            "requests": {"cpu": "500m", "memory": "3Gi"},
+            "limits": {"memory": "4Gi"},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    pod = {
+        "metadata": {"labels": {**labels, "lmcache.io/inject": "true"}},
+        "spec": {
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 10001,
+                "runAsGroup": 10001,
+                "fsGroup": 10001,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "terminationGracePeriodSeconds": 120,
+            "containers": [container],
+        },
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": PLAIN},
+        "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": pod},
+    }

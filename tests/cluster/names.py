@@ -1,0 +1,27 @@
+"""What the chart calls things in the release of `ci/kind-values.yaml`. Standard library only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+RELEASE = "cache"
+BASE = f"{RELEASE}-lmcache"
+VALUES = "helm/lmcache/ci/kind-values.yaml"
+MODEL = "/opt/model"
+"""Where the image has it, and its served name."""
+MODEL_SERVICE = f"{BASE}-vllm-tiny"
+MODEL_PODS = "lmcache/model=tiny"
+INJECTED = {"lmcache.io/injected": "true"}
+"""A label that the chart's policies let in, and that none of them holds back."""
+
+
+def component(name: str) -> str:
+    """Return the selector of a component's pods."""
+    return f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component={name}"
+
+
+def ask_command(seed: int, num_tokens: int) -> list[str]:
+    """Return the command that asks the vLLM of the container that it runs in."""
+    script = Path(__file__).with_name("ask.py").read_text(encoding="utf-8")
+    where = ["http://127.0.0.1:8000", MODEL]
+    return ["python3", "-c", script, *where, str(seed), str(num_tokens)]

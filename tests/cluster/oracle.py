@@ -1,0 +1,93 @@
+"""What a run of traffic and a cache hit must look like; each rule gives a sentence when broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.cluster.ask import Answer
+
+REPORT_PREFIX = "REPORT "
+MIN_CALLS = 5
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `traffic.py` counted.
+
+    Attributes:
+        calls: How often each kind of call (put, get, lookup, broker, completion) had each outcome:
+            ok, failed, wrong (other bytes), missed (not found), refused (not kept), degraded.
+        failures: The first failures, with the second at which they happened.
+        acknowledged: Chunks that storage has confirmed.
+        lost: Confirmed chunks that could not be read in the end.
+        not_recovered: Kinds of call that did not succeed in the end.
+    """
+
+    calls: Mapping[str, Mapping[str, int]]
+    failures: list[str] = field(default_factory=list)
+    acknowledged: int = 0
+    lost: list[str] = field(default_factory=list)
+    not_recovered: list[str] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, log: str) -> Report:
+        """Read the report out of what the traffic printed.
+
+        Raises:
+            ValueError: It printed none: it was stopped before its end.
+        """
+        for line in reversed(log.splitlines()):
+            if line.startswith(REPORT_PREFIX):
+                plain: dict[str, Any] = json.loads(line.removeprefix(REPORT_PREFIX))
+                return cls(**plain)
+        raise ValueError(f"the traffic printed no report; its last lines:\n{log[-2000:]}")
+
+    def problems(self, kinds: Collection[str], may_fail: Collection[str] = ()) -> list[str]:
+        """Return what is wrong, one sentence each.
+
+        Args:
+            kinds: Kinds of call that must have happened.
+            may_fail: Kinds whose only server was away for a while: their calls may fail then.
+        """
+        found = []
+        for kind in kinds:
+            outcomes = self.calls.get(kind, {})
+            num_ok = outcomes.get("ok", 0)
+            if num_ok < MIN_CALLS:
+                found.append(f"{kind}: {num_ok} calls succeeded, at least {MIN_CALLS} are needed")
+            if outcomes.get("failed", 0) and kind not in may_fail:
+                first = [text for text in self.failures if text.startswith(f"{kind} ")][:3]
+                total = sum(outcomes.values())
+                found.append(f"{kind}: {outcomes['failed']} of {total} calls failed: {first}")
+            if outcomes.get("wrong", 0):
+                found.append(f"{kind}: {outcomes['wrong']} calls returned other bytes")
+        if self.lost:
+            found.append(
+                f"{len(self.lost)} of {self.acknowledged} acknowledged chunks are lost:"
+                f" {self.lost[:5]}"
+            )
+        found += [f"{kind}: did not recover" for kind in self.not_recovered]
+        return found
+
+
+def hit_problems(first: Answer, second: Answer) -> list[str]:
+    """Return why `second` is not a hit of what `first` computed, one sentence each.
+
+    Both are answers to the same prompt, from two pods that had not seen it.
+    """
+    found = []
+    if first.num_cached:
+        found.append(
+            f"the first pod found {first.num_cached} tokens of a prompt that was to be new"
+        )
+    # vLLM computes the last token itself, so the chunk that holds it is not loaded.
+    wanted = (second.num_prompt - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    if second.num_cached < wanted:
+        found.append(f"the second pod reused {second.num_cached} tokens, not {wanted}")
+    if first.text != second.text:
+        found.append(f"the texts differ: {first.text!r} and {second.text!r}")
+    return found

@@ -1,0 +1,277 @@
+"""What `make test-cluster` does through the Kubernetes API, against a stand-in."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import kube
+from tests.cluster.helm import find_helm, image_values
+from tests.cluster.kube import Cluster, Manifest
+from tests.cluster.leftovers import DOCUMENTED, left_over
+from tests.cluster.waiting import ClusterError, wait_until
+from tests.fixtures.cluster_api import ClusterApi, cluster_api
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMESPACE = "/api/v1/namespaces/ns"
+PODS = f"{NAMESPACE}/pods"
+APPS = "/apis/apps/v1/namespaces/ns"
+READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+AT_WORK = {"observedGeneration": 1, "replicas": 1, "readyReplicas": 1}
+
+
+@pytest.fixture
+def api() -> Iterator[ClusterApi]:
+    with cluster_api() as api:
+        api.put(NAMESPACE, metadata={"labels": {kube.OWN: "true"}})
+        yield api
+
+
+@pytest.fixture
+def cluster(api: ClusterApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(kube, "PAGE", 2)  # so that lists have several pages
+    for name in ("POLL_S", "REPORT_EVERY_S"):
+        monkeypatch.setitem(wait_until.__kwdefaults__, name.lower(), 0.01)
+    cluster = Cluster.from_kubeconfig(api.kubeconfig(tmp_path / "kubeconfig"), "ns")
+    yield cluster
+    cluster.close()
+
+
+def test_a_wait_is_bounded_and_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = iter(["two", "one", ""])
+    wait_until(lambda: next(answers), "pods", 60, poll_s=0, report_every_s=0)
+    assert re.findall(r"pods \(0 of 60 s\): (\w+)", capsys.readouterr().err) == ["two", "one"]
+    with pytest.raises(ClusterError, match=r"^pods: still missing after 0 s: one$"):
+        wait_until(lambda: "one", "pods", 0)
+
+
+def test_ready_is_what_all_workloads_are(api: ClusterApi, cluster: Cluster) -> None:
+    deployment: Manifest = api.put(
+        f"{APPS}/deployments/lookup", spec={"replicas": 1}, status={**AT_WORK, "updatedReplicas": 1}
+    )
+    revisions = {"currentRevision": "a", "updateRevision": "a"}
+    stateful: Manifest = api.put(
+        f"{APPS}/statefulsets/storage", spec={"replicas": 1}, status=AT_WORK | revisions
+    )
+    cluster.wait_ready(0)
+    for workload, name, value in (
+        (deployment, "readyReplicas", 0),
+        (deployment, "updatedReplicas", 0),
+        (deployment, "replicas", 2),
+        (deployment, "observedGeneration", 0),
+        (stateful, "readyReplicas", 0),
+        (stateful, "currentRevision", "b"),
+    ):
+        kept = workload["status"]
+        workload["status"] = {**kept, name: value}
+        with pytest.raises(ClusterError, match="of 1 ready"):
+            cluster.wait_ready(0)
+        workload["status"] = kept
+    api.put(f"{PODS}/old", metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"}, status=READY)
+    assert cluster.not_ready() == "old is ending"
+
+
+def test_a_pod_without_an_image_is_not_waited_for(api: ClusterApi, cluster: Cluster) -> None:
+    waiting_state = {"reason": "ImagePullBackOff", "message": "no such image x:1"}
+    status = {"name": "vllm", "state": {"waiting": waiting_state}}
+    api.put(f"{PODS}/model", status={"phase": "Pending", "containerStatuses": [status]})
+    with pytest.raises(ClusterError, match="model/vllm: ImagePullBackOff: no such image x:1"):
+        cluster.wait_ready(60)
+    with pytest.raises(ClusterError, match="cannot start"):
+        cluster.ready_pods("", 1, 60)
+
+
+def test_pods_are_counted_exactly(api: ClusterApi, cluster: Cluster) -> None:
+    labels = {"labels": {"app": "a"}}
+    for name in ("b", "a", "c"):
+        api.put(f"{PODS}/{name}", metadata=labels, status=READY)
+    api.put(f"{PODS}/done", metadata=labels, status={"phase": "Succeeded"})
+    api.put(f"{PODS}/other", metadata={"labels": {"app": "b"}}, status=READY)
+    assert cluster.ready_pods("app=a", 3, 0) == ["a", "b", "c"]
+    with pytest.raises(ClusterError, match="3 of 3 pods are ready"):
+        cluster.ready_pods("app=a", 2, 0)
+
+
+def test_evictions_respect_budgets(api: ClusterApi, cluster: Cluster) -> None:
+    for name in ("a", "b"):
+        api.put(f"{PODS}/{name}", status=READY)
+    api.budgets = {"b": 2}
+    cluster.evict(["a", "b"], 60)
+    assert sorted(api.calls) == [("POST", f"{PODS}/{name}/eviction") for name in "abbb"]
+    api.budgets = {"a": 10**9}
+    with pytest.raises(ClusterError, match=r"a \(budget\)"):
+        cluster.evict(["a"], 0.1)
+
+
+def test_commands_are_run_in_pods(api: ClusterApi, cluster: Cluster) -> None:
+    assert cluster.execute("a", "main", ["echo", "x" * 200]) == "echo " + "x" * 200
+    api.executed = lambda pod, command: ("no room", 3)
+    with pytest.raises(ClusterError, match="touch in a ended with 3: no room"):
+        cluster.execute("a", "main", ["touch", "/tmp/stop"])
+
+
+def test_workloads_are_scaled(api: ClusterApi, cluster: Cluster) -> None:
+    made = api.put(f"{APPS}/statefulsets/storage", spec={"replicas": 1})
+    cluster.scale("statefulsets", "storage", 3)
+    assert made["spec"] == {"replicas": 3}
+
+
+def test_what_is_left_behind_is_found(api: ClusterApi, cluster: Cluster) -> None:
+    other = {"rules": [{"resourceNames": ["nsx"]}]}
+    api.put("/apis/rbac.authorization.k8s.io/v1/clusterroles/other", **other)
+    before = set(cluster.objects())
+    claim = f"{NAMESPACE}/persistentvolumeclaims/data-cache-lmcache-storage-0"
+    for path in (
+        claim,
+        f"{NAMESPACE}/secrets/cache-lmcache-webhook-tls",
+        f"{PODS}/cache-lmcache-release-test",
+    ):
+        api.put(path)
+    reference = {"spec": {"claimRef": {"namespace": "ns"}}}
+    api.put("/api/v1/persistentvolumes/pvc-1", **reference)
+    assert left_over(before, cluster.objects()) == []
+    api.put(f"{NAMESPACE}/configmaps/cache-lmcache-storage")
+    api.put("/apis/rbac.authorization.k8s.io/v1/clusterroles/ns-cache-lmcache-webhook")
+    left = [
+        "ClusterRole/ns-cache-lmcache-webhook",
+        "ConfigMap/ns/cache-lmcache-storage",
+    ]
+    assert left_over(before, cluster.objects()) == left
+    cluster.delete_namespace(60)
+    gone = left_over(before, cluster.objects(), gone=True)
+    assert gone == [left[0], "PersistentVolume/pvc-1"], "then nothing may stay"
+
+
+def test_a_kind_that_cannot_be_listed_is_no_success(api: ClusterApi, cluster: Cluster) -> None:
+    path = "/apis/rbac.authorization.k8s.io/v1"
+    api.statuses[path] = 503
+    cluster.objects()
+    api.statuses = {f"{path}/clusterroles": 403}
+    with pytest.raises(ClusterError, match="403"):
+        cluster.objects()
+
+
+def test_the_page_names_what_stays() -> None:
+    page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"It leaves the storage's .*? `helm test`\.", page)
+    assert re.findall(r"`(cache-[\w-]+)`", sentence) == ["cache-lmcache-webhook-tls"]
+    assert {kind.split("/")[0] for kind in DOCUMENTED.pattern.split("|")} == {
+        "PersistentVolumeClaim",
+        "PersistentVolume",
+        "Secret",
+        "Pod",
+    }
+
+
+def test_only_own_namespaces_are_deleted(api: ClusterApi, cluster: Cluster) -> None:
+    api.put(NAMESPACE)
+    with pytest.raises(ClusterError, match="not one of this suite"):
+        cluster.delete_namespace(60)
+    cluster.namespace = "none"
+    cluster.delete_namespace(60)
+    assert api.calls == []
+    cluster.create_namespace()
+    labels = api.objects["/api/v1/namespaces/none"]["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+@pytest.mark.parametrize(
+    ("images", "registry", "tag"),
+    [("localhost:5000/a/b:0.1.0", "localhost:5000/a/b", "0.1.0"), ("a/b:c", "a/b", "c")],
+)
+def test_images_become_values(images: str, registry: str, tag: str) -> None:
+    assert f"images.registry={registry}" in image_values(images)
+    assert f"modelDefaults.image.tag={tag}" in image_values(images)
+
+
+@pytest.mark.parametrize("images", ["", "a/b", "localhost:5000/a", ":c"])
+def test_images_without_a_tag_are_refused(images: str) -> None:
+    with pytest.raises(ClusterError, match="must be registry/path:tag"):
+        image_values(images)
+
+
+def fake_helm(folder: Path, version: str) -> None:
+    """A Helm that says its version and does nothing else."""
+    script = folder / "helm"
+    script.write_text(f"#!/bin/sh\n[ $1 = version ] && echo {version}\nexit 0\n")
+    script.chmod(0o755)
+
+
+def test_an_old_helm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_helm(tmp_path, "v3.13.2+g2a2fb3b")
+    with pytest.raises(ClusterError, match=r"is version 'v3\.13\.2.*Helm 3\.14 or later is needed"):
+        find_helm()
+    fake_helm(tmp_path, "v4.1.4+g05fa379")
+    assert find_helm() == str(tmp_path / "helm")
+
+
+def suite(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the suite itself."""
+    command = [sys.executable, "-m", "pytest", "-c", "tests/cluster/pytest.ini", "tests/cluster"]
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    return subprocess.run(
+        [*command, *words],
+        cwd=ROOT,
+        env=kept | environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_the_suite_says_what_it_needs() -> None:
+    answer = suite(IMAGES="a/b:c")
+    assert answer.returncode == 4
+    assert "KUBECONFIG must be set, for example:\n  make test-cluster KUBECONFIG=" in answer.stderr
+
+
+def test_a_failure_shows_events_and_logs_and_cleans_up(api: ClusterApi, tmp_path: Path) -> None:
+    """The suite against a cluster whose pods do not start, with a Helm that does nothing."""
+    fake_helm(tmp_path, "v3.19.0")
+    api.put(NAMESPACE.replace("ns", "mine"), metadata={"labels": {kube.OWN: "true"}})
+    mine = "/api/v1/namespaces/mine"
+    created = api.put
+
+    def create(path: str, **members: object) -> Manifest:
+        """With the namespace come a pod that does not start, its event and its log."""
+        made = created(path, **members)
+        if path == mine:
+            state = {"waiting": {"reason": "CreateContainerConfigError"}}
+            status = {"name": "main", "state": state}
+            created(f"{mine}/pods/bad", status={"containerStatuses": [status]})
+            created(
+                f"{mine}/events/e",
+                involvedObject={"kind": "Pod", "name": "bad"},
+                count=3,
+                reason="Failed",
+                message="no such Secret",
+            )
+        return made
+
+    api.put = create  # type: ignore[method-assign]
+    api.logs["bad", "main"] = "a line of the log"
+    answer = suite(
+        *("-k", "every_pod_is_ready"),
+        KUBECONFIG=str(api.kubeconfig(tmp_path / "kubeconfig")),
+        IMAGES="a/b:c",
+        NAMESPACE="mine",
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+    )
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    for text in (
+        "pods cannot start: bad/main: CreateContainerConfigError",
+        "pod bad: NOT READY",
+        "a line of the log",
+        "Pod/bad x3 Failed: no such Secret",
+    ):
+        assert text in answer.stdout
+    assert api.calls.count(("DELETE", mine)) == 2, "before and after"
+    assert not [path for path in api.objects if path.startswith(mine)]

@@ -1,0 +1,162 @@
+"""The traffic of `make test-cluster` against real services, and its oracle: what goes wrong must
+come out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.ask import complete, prompt
+from tests.cluster.oracle import Report, hit_problems
+from tests.fixtures.completions import CompletionsServer, completions_server
+from tests.fixtures.service_process import ServiceProcess, running_service
+
+ROOT = Path(__file__).resolve().parents[3]
+KINDS = ("put", "get", "lookup", "broker", "completion")
+START_S = 60.0
+END_S = 60.0
+
+
+class Running:
+    """A release of real processes, and the traffic on it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        storage: ServiceProcess,
+        lookup: ServiceProcess,
+        broker: ServiceProcess,
+        vllm: CompletionsServer,
+    ) -> None:
+        self.storage, self.lookup, self.broker, self.vllm = storage, lookup, broker, vllm
+        self._stop, self._log = directory / "stop", directory / "traffic.log"
+        command = [sys.executable, str(ROOT / "tests/cluster/traffic.py")]
+        command += [f"--storage-url={storage.url}"]
+        command += [f"--storage-url=lm://127.0.0.1:{storage.ports['lm_port']}"]
+        command += [f"--guarded-url={storage.url}/v1/chunks"]
+        command += [f"--guarded-url={lookup.url}/v1/instances"]
+        command += [f"--guarded-url={broker.url}/v1/peers"]
+        command += [f"--completions-url={vllm.url}", "--model=tiny"]
+        command += [f"--stop-file={self._stop}", "--max-seconds=60", "--settle-seconds=3"]
+        command += ["--progress-seconds=1.5"]
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        self._until("ready")
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    def _until(self, text: str) -> None:
+        deadline = time.monotonic() + START_S
+        while text not in self.log:
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+
+    def go_on(self) -> None:
+        """Let it call until it tells its figures once more."""
+        num_lines = self.log.count("\n")
+        deadline = time.monotonic() + START_S
+        while self.log.count("\n") == num_lines:
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+
+    def finish(self) -> Report:
+        self._stop.touch()
+        assert self.process.wait(END_S) == 0, self.log
+        return Report.parse(self.log)
+
+
+@contextmanager
+def traffic(directory: Path) -> Iterator[Running]:
+    small = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": "0.125"}
+    storage_options = {f"LMCACHE_STORAGE_{name}": value for name, value in small.items()}
+    with (
+        running_service("lmcache_storage", directory, storage_options) as storage,
+        running_service("lmcache_lookup", directory, {"LMCACHE_LOOKUP_PORT": "0"}) as lookup,
+        running_service("lmcache_broker", directory, {"LMCACHE_BROKER_PORT": "0"}) as broker,
+        completions_server() as vllm,
+    ):
+        running = Running(directory, storage, lookup, broker, vllm)
+        try:
+            yield running
+        finally:
+            running.process.kill()
+            running.process.wait()
+
+
+def test_a_healthy_release_has_no_problem(tmp_path: Path) -> None:
+    with traffic(tmp_path) as running:
+        running.go_on()
+        report = running.finish()
+        left = httpx.get(f"{running.storage.url}/v1/chunks", trust_env=False).json()
+    assert report.problems(KINDS) == []
+    assert report.acknowledged == report.calls["put"]["ok"] + 2, "and one before, and one after"
+    assert left["chunks"] == [], "it removes what it stored"
+
+
+def test_a_lost_chunk_is_found(tmp_path: Path) -> None:
+    with traffic(tmp_path) as running:
+        running.go_on()
+        chunks = httpx.get(f"{running.storage.url}/v1/chunks", trust_env=False).json()["chunks"]
+        key = chunks[0]["key"]
+        httpx.delete(f"{running.storage.url}/v1/chunks/{key}", trust_env=False).raise_for_status()
+        report = running.finish()
+    (problem,) = report.problems(KINDS)
+    assert problem.startswith(f"1 of {report.acknowledged} acknowledged chunks are lost: ")
+
+
+def test_failed_requests_are_found(tmp_path: Path) -> None:
+    with traffic(tmp_path) as running:
+        running.vllm.fails = True
+        running.go_on()
+        running.vllm.fails = False
+        running.lookup.stop()
+        running.go_on()
+        report = running.finish()
+    problems = report.problems(KINDS)
+    assert [problem.partition(":")[0] for problem in problems] == ["lookup", "completion", "lookup"]
+    assert "calls failed: ['lookup after " in problems[0]
+    assert "HTTP Error 500" in problems[1]
+    assert problems[2] == "lookup: did not recover"
+    assert report.problems(KINDS, may_fail=KINDS) == ["lookup: did not recover"]
+
+
+def test_traffic_that_did_not_happen_is_no_success(tmp_path: Path) -> None:
+    report = Report({"get": {"ok": 9, "wrong": 1}, "put": {"ok": 3, "refused": 40}})
+    assert report.problems(["put", "get", "lookup"]) == [
+        "put: 3 calls succeeded, at least 5 are needed",
+        "get: 1 calls returned other bytes",
+        "lookup: 0 calls succeeded, at least 5 are needed",
+    ]
+    with pytest.raises(ValueError, match="printed no report"):
+        Report.parse("ready\n{}\n")
+
+
+async def test_a_hit_must_be_one() -> None:
+    tokens = prompt(1, 1000)
+    shared: set[str] = set()
+    with completions_server(shared) as one, completions_server(shared) as other:
+        first, second, third = [
+            await asyncio.to_thread(complete, url, "tiny", tokens)
+            for url in (one.url, other.url, one.url)
+        ]
+    with completions_server() as alone:
+        miss = await asyncio.to_thread(complete, alone.url, "tiny", tokens)
+        different = await asyncio.to_thread(complete, alone.url, "tiny", prompt(2, 1000))
+    assert hit_problems(first, second) == []
+    assert hit_problems(second, third) == [
+        "the first pod found 768 tokens of a prompt that was to be new"
+    ]
+    assert hit_problems(first, miss) == ["the second pod reused 0 tokens, not 768"]
+    assert len(hit_problems(first, different)) == 2, "other text, and no hit"
