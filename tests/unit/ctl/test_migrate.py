@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.migrate import IN_CHART, migration_of
+from lmcache_ctl.migrate import CHART_SIZES, IN_CHART, migration_of
 from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.ctl import Ctl
@@ -45,7 +45,11 @@ def test_tiers_become_the_sidecars_and_the_rest_stays_with_the_engine(tmp_path: 
     }
     SidecarSettings(**found.sidecar)
     assert found.engine == {"chunk_size": 128, "tier_timeout_s": 5}
-    assert set(found.chart["sidecar"]["config"]) == IN_CHART & set(found.sidecar)
+    assert found.chart["sidecar"] == {
+        "arenaSize": "20Gi",
+        "diskSize": "5Gi",
+        "config": {"remote_serde": "cachegen", "eviction_policy": "lru"},
+    }
     assert found.chart["modelDefaults"]["connector"]["options"]["lmcache.chunk_size"] == 128
     assert not found.refused
 
@@ -53,6 +57,7 @@ def test_tiers_become_the_sidecars_and_the_rest_stays_with_the_engine(tmp_path: 
 def test_the_chart_has_these_values() -> None:
     values = yaml.safe_load(VALUES.read_text())
     assert set(values["sidecar"]["config"]) >= IN_CHART
+    assert set(values["sidecar"]) >= set(CHART_SIZES.values())
     assert values["modelDefaults"]["connector"]["options"] == {}
 
 

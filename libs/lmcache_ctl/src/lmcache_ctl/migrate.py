@@ -18,15 +18,12 @@ SAME_IN_SIDECAR: Final = frozenset(
 """Engine options whose name and meaning the sidecar has too."""
 OF_BOTH: Final = frozenset({"tier_timeout_s"})
 """Those that the engine reads with a sidecar, too."""
-IN_CHART: Final = frozenset(
-    {
-        *("arena_gb", "disk_gb", "eviction_policy", "chunk_ttl_s"),
-        *("remote_serde", "disk_serde"),
-    }
-)
-"""Sidecar settings that the chart's `sidecar.config` takes as they are; it sets addresses, files
-and tokens by itself.
+IN_CHART: Final = frozenset({"eviction_policy", "chunk_ttl_s", "remote_serde", "disk_serde"})
+"""Sidecar settings that the chart's `sidecar.config` takes unchanged; it sets addresses, files and
+tokens by itself.
 """
+CHART_SIZES: Final = {"arena_gb": "arenaSize", "disk_gb": "diskSize"}
+"""Sidecar settings in GiB that are quantities below `sidecar` in the chart."""
 PART_OF_TIER: Final = {
     "local_disk": ("max_local_disk_size", "local_disk_serde", "disk_fsync"),
     "remote_url": ("remote_serde", "remote_token_file"),
@@ -103,9 +100,9 @@ def migration_of(file: Path) -> Migration:
     for name, value in possible.items():
         if value != OPTIONS[name].default:
             _place(name, value, sidecar, engine, notes, refused)
-    chart: dict[str, Any] = {
-        "sidecar": {"config": {name: sidecar[name] for name in sidecar if name in IN_CHART}}
-    }
+    sizes = {CHART_SIZES[name]: f"{sidecar[name]:g}Gi" for name in sidecar if name in CHART_SIZES}
+    config = {name: sidecar[name] for name in sidecar if name in IN_CHART}
+    chart: dict[str, Any] = {"sidecar": sizes | {"config": config}}
     if engine:
         options = {f"lmcache.{name}": value for name, value in engine.items()}
         chart["modelDefaults"] = {"connector": {"options": options}}

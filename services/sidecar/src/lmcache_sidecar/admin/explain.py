@@ -1,4 +1,4 @@
-"""`/v1/admin/explain`: where chunks are and why they are missing. `/v1/admin/lookups`: recent lookups."""
+"""Explain where chunks are and why they are missing, and what recent requests found."""
 
 from __future__ import annotations
 
