@@ -205,4 +205,4 @@ def test_a_port_that_is_taken_is_not_shared(service: ServiceProcess, server: Red
         timeout=60,
         check=False,
     )
-    assert (ended.returncode, "cannot listen" in ended.stderr) == (1, True)
+    assert (ended.returncode, "cannot listen" in ended.stderr) == (2, True)
