@@ -129,7 +129,9 @@ class _Breaker:
         self._probe_at = self._clock() + wait_s
 
     def learned_nothing(self) -> None:
-        """Record a call that proved nothing: if it was the probe, the next call becomes the probe."""
+        """Record a call that proved nothing: if it was the probe, the next call becomes the
+        probe.
+        """
         if self._state is _State.PROBING:
             self._state = _State.OPEN
 

@@ -60,7 +60,9 @@ class TierCall:
 
 
 class Observer:
-    """Follows the calls of one tier on the event loop; must not block. The base class does nothing."""
+    """Follows the calls of one tier on the event loop; must not block. The base class does
+    nothing.
+    """
 
     def during(self, call: TierCall) -> AbstractContextManager[None]:
         """Return a context manager that surrounds the tier's work for a call."""

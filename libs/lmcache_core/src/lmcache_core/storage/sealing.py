@@ -1,4 +1,6 @@
-"""Computes digests of chunks that are about to leave the process, without blocking the event loop."""
+"""Computes digests of chunks that are about to leave the process, without blocking the event
+loop.
+"""
 
 from __future__ import annotations
 

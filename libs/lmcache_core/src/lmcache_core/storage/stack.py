@@ -465,7 +465,9 @@ class InflightRead:
 
 
 class InflightReads:
-    """Reads in progress of one stack, and the removals that they must not undo. For its event loop."""
+    """Reads in progress of one stack, and the removals that they must not undo. For its event
+    loop.
+    """
 
     def __init__(self) -> None:
         self._active: list[InflightRead] = []

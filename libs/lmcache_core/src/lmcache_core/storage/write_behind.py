@@ -159,7 +159,9 @@ class WriteBehind:
         return True
 
     async def close(self, drain_s: float) -> None:
-        """Write pending chunks for up to `drain_s` seconds, abandon the rest, and stop the writer."""
+        """Write pending chunks for up to `drain_s` seconds, abandon the rest, and stop the
+        writer.
+        """
         if drain_s > 0:
             await self.drain(drain_s)
         self._is_closed = True

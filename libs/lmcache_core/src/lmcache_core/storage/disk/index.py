@@ -1,4 +1,6 @@
-"""The chunks that a disk tier holds, and its use of capacity. In memory; thread-safe; does no I/O."""
+"""The chunks that a disk tier holds, and its use of capacity. In memory; thread-safe; does no
+I/O.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,9 @@ class DiskIndex:
             self._reserved_bytes += charge
 
     def unreserve(self, charge: int, tenant: str | None = None) -> None:
-        """Return a reservation (of a tenant), or the charge of an existing file: the file is gone."""
+        """Return a reservation (of a tenant), or the charge of an existing file: the file is
+        gone.
+        """
         with self._lock:
             self._reserved_bytes -= charge
             if tenant is not None:

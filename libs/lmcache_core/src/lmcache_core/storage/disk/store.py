@@ -470,7 +470,9 @@ class DiskStore:
         return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)
 
     def _fails_again(self, entry: DiskEntry) -> bool:
-        """Return whether that file failed at least `AGAIN_S` ago and other files were read since."""
+        """Return whether that file failed at least `AGAIN_S` ago and other files were read
+        since.
+        """
         with self._names_lock:
             now = time.monotonic()
             failed_at, num_good_reads = self._failed.setdefault(entry, (now, self._num_good_reads))
