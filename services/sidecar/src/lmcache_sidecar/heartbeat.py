@@ -1,4 +1,4 @@
-"""What this sidecar tells the broker with each heartbeat."""
+"""The figures that this sidecar sends to the broker with each heartbeat."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lmcache_sidecar import metrics
 from lmcache_sidecar.holders import Holders
 
 MAX_SAMPLED_CHUNKS: Final = 32
-"""Each that the remote tier does not have may cost one request to lookup."""
+"""Size of the sample: each chunk that the remote tier lacks may cost one request to lookup."""
 MEASURE_INTERVAL_S: Final = 60.0
 
 
 def machine_load() -> float:
-    """Return processes that want to run, over the last minute, for each processor: 0 (idle) to 1
-    (all of them busy).
+    """Return the runnable processes per processor over the last minute: 0 (idle) to 1 (all
+    processors busy).
     """
     return min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
@@ -35,13 +35,13 @@ def machine_load() -> float:
 def heartbeat_figures(
     tiers: TierSet, counters: Counters, exclusive_bytes: int | None
 ) -> PeerFigures:
-    """Read the figures of this moment from the sidecar's counters, so that the broker shows what
-    `/metrics` shows.
+    """Return the current figures from the sidecar's counters, so that the broker shows the same as
+    `/metrics`.
 
     Args:
-        tiers: Of this sidecar.
-        counters: What its engines asked for and got.
-        exclusive_bytes: How much only this sidecar holds; None where that is not known.
+        tiers: Tiers of this sidecar.
+        counters: Counters of its engines' requests and results.
+        exclusive_bytes: Bytes that only this sidecar holds; None if unknown.
     """
     values = counters.snapshot()
 
@@ -65,15 +65,15 @@ def heartbeat_figures(
 
 @dataclass
 class ExclusiveBytes:
-    """Estimates how many bytes only this sidecar holds: samples chunks at even distances from the
-    hottest to the coldest, and asks who else has them.
+    """Estimates how many bytes only this sidecar holds: samples chunks at even intervals from the
+    hottest to the coldest, and looks for other holders.
 
     Attributes:
-        chunks: What this sidecar holds.
+        chunks: The chunks of this sidecar.
         remote: The remote tier, without a breaker; None without one.
-        holders: Tells which peers and storage servers have what.
+        holders: Finds peers and storage servers that hold chunks.
         timeout_s: Longest wait for the remote tier.
-        num_bytes: The last estimate; None while lookup or the remote tier did not answer.
+        num_bytes: The latest estimate; None if lookup or the remote tier did not answer.
     """
 
     chunks: LocalChunks
@@ -83,7 +83,7 @@ class ExclusiveBytes:
     num_bytes: int | None = None
 
     async def measure(self) -> None:
-        """Renew the estimate; to be repeated."""
+        """Update the estimate. Call it repeatedly."""
         # In a thread: listing a large disk would keep the loop from serving engines.
         num_held, sample = await asyncio.to_thread(self._sampled)
         try:

@@ -21,19 +21,19 @@ LocalTier = Literal["Hot", "LocalDiskBackend"]
 
 
 class RecoveryView(BaseModel):
-    """What an earlier start has left in shared memory."""
+    """Chunks that an earlier start left in shared memory."""
 
     model_config = ConfigDict(from_attributes=True)
 
     is_over: bool
-    found_chunks: int = Field(description="Chunks in memory when this process began")
+    found_chunks: int = Field(description="Chunks in memory when this process started")
     checked_chunks: int = Field(
-        description="Those of them that have been compared with their digest"
+        description="Of these, chunks whose digest has been verified"
     )
-    recovered_chunks: int = Field(description="Those that are served again")
-    damaged_chunks: int = Field(description="Those that were not what was stored")
+    recovered_chunks: int = Field(description="Chunks that are served again")
+    damaged_chunks: int = Field(description="Chunks whose content had changed")
     dropped_chunks: int = Field(
-        description="Those that were too old, above a quota, or stored anew meanwhile"
+        description="Chunks that were too old, over a quota, or stored again since"
     )
 
 
@@ -43,10 +43,10 @@ class ArenaView(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
     is_recorded: bool = Field(
-        description="Whether what is in memory now will be found by the next start"
+        description="Whether the next start will find what is in memory now"
     )
     lent_bytes: int = Field(
-        description="What clients of earlier starts may still write to; used by nobody"
+        description="Memory that clients of earlier starts may still write to; not in use"
     )
     recovery: RecoveryView
 
@@ -62,20 +62,20 @@ class Status(BaseModel):
     arena_bytes: int
     arena: ArenaView
     verify_hot: str
-    accepts_handover: bool = Field(description="Whether peers may hand over chunks just now")
+    accepts_handover: bool = Field(description="Whether peers may hand over chunks now")
     draining: bool
     drain: DrainView
     num_clients: int
     registered: bool | None = Field(
-        description="Whether lookup and broker know this sidecar now; null: none are configured"
+        description="Whether lookup and broker know this sidecar; null: neither is configured"
     )
     settled: bool = Field(
         description="Whether everything stored has reached the slower tiers and lookup"
     )
-    pending_bytes: int = Field(description="Bytes that wait to be written to slower tiers")
+    pending_bytes: int = Field(description="Bytes waiting to be written to slower tiers")
     reserved_bytes: int = Field(description="Arena memory that engines are filling")
-    held_bytes: int = Field(description="Arena memory that is kept for engines: pinned or staged")
-    pinned_bytes: int = Field(description="Arena memory that operators keep (`POST /v1/pin`)")
+    held_bytes: int = Field(description="Arena memory held for engines: pinned or staged")
+    pinned_bytes: int = Field(description="Arena memory pinned by operators (`POST /v1/pin`)")
 
 
 class Description(BaseModel):
@@ -107,7 +107,7 @@ class ClientStatus(BaseModel):
 
 
 class Clients(BaseModel):
-    """Clients that are connected now."""
+    """Connected clients."""
 
     clients: list[ClientStatus]
 
@@ -121,17 +121,17 @@ class Tiers(BaseModel):
 class Chunks(BaseModel):
     """A page of the chunks in shared memory."""
 
-    chunks: list[str] = Field(description="Keys in their URL spelling")
+    chunks: list[str] = Field(description="Keys in their URL form")
     next_offset: int | None
 
 
 class ClearTiersRequest(BaseModel):
-    """Which tiers forget what they hold."""
+    """The tiers to clear."""
 
     model_config = ConfigDict(extra="forbid")
 
     tiers: list[LocalTier] | None = Field(
-        None, min_length=1, description="Without it, all tiers of this pod"
+        None, min_length=1, description="If absent, all tiers of this pod"
     )
 
 

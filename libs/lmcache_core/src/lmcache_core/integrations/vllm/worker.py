@@ -315,7 +315,7 @@ class WorkerSide:
         first = max(begin, start + num_absent * size)
         blocks = run.block_ids[(first - start) // size : -(-(end - start) // size)]
         if first > needed or end < load.end or NULL_BLOCK in blocks:
-            logger.error("a block or chunk of a load is missing: request=%s", load.request_id)
+            logger.error("block or chunk missing, not loading: request=%s", load.request_id)
             return begin
         wanted = ((first - start) // unit, (end - start) // unit)
         num_loaded = lane.transfer.load(
