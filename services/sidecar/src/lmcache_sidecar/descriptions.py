@@ -137,7 +137,7 @@ def named_chunks(
         if num_chunks * keys_per_chunk > MAX_NAMED_KEYS:
             error = (
                 f"{num_chunks} chunks of model {known.model_name!r} ({known.world_size} ranks,"
-                f" {len(known.groups)} groups of layers): at most {MAX_NAMED_KEYS} keys per request;"
+                f" {len(known.groups)} groups of layers): at most {MAX_NAMED_KEYS} keys a request;"
                 f" ask for {MAX_NAMED_KEYS // keys_per_chunk} chunks or fewer"
             )
             errors.append(ConfigError(error))

@@ -99,8 +99,9 @@ DESCRIBED: Final = MappingProxyType(
             (DAMAGED, NOT_KEPT),
         ),
         CODEC_ENCODED_CHUNKS_TOTAL: Described("Chunks encoded, for a tier or a peer.", LABEL_SERDE),
-        CODEC_ENCODED_RAW_BYTES_TOTAL: Described("Bytes of these chunks before encoding.",
-        LABEL_SERDE),
+        CODEC_ENCODED_RAW_BYTES_TOTAL: Described(
+            "Bytes of these chunks before encoding.", LABEL_SERDE
+        ),
         CODEC_ENCODED_BYTES_TOTAL: Described("Bytes of these chunks after encoding.", LABEL_SERDE),
         CODEC_ENCODE_MICROSECONDS_TOTAL: Described(
             "Time spent encoding, summed over threads.", LABEL_SERDE
@@ -109,8 +110,9 @@ DESCRIBED: Final = MappingProxyType(
             "Chunks that encoding would not have made smaller; they stay raw.", LABEL_SERDE
         ),
         CODEC_DECODED_CHUNKS_TOTAL: Described("Chunks decoded.", LABEL_SERDE),
-        CODEC_DECODED_RAW_BYTES_TOTAL: Described("Bytes of these chunks after decoding.",
-        LABEL_SERDE),
+        CODEC_DECODED_RAW_BYTES_TOTAL: Described(
+            "Bytes of these chunks after decoding.", LABEL_SERDE
+        ),
         CODEC_DECODED_BYTES_TOTAL: Described("Bytes of these chunks before decoding.", LABEL_SERDE),
         CODEC_DECODE_MICROSECONDS_TOTAL: Described(
             "Time spent decoding, summed over threads.", LABEL_SERDE

@@ -27,9 +27,7 @@ class RecoveryView(BaseModel):
 
     is_over: bool
     found_chunks: int = Field(description="Chunks in memory when this process started")
-    checked_chunks: int = Field(
-        description="Of these, chunks whose digest has been verified"
-    )
+    checked_chunks: int = Field(description="Of these, chunks whose digest has been verified")
     recovered_chunks: int = Field(description="Chunks that are served again")
     damaged_chunks: int = Field(description="Chunks whose content had changed")
     dropped_chunks: int = Field(
@@ -42,9 +40,7 @@ class ArenaView(BaseModel):
 
     model_config = ConfigDict(from_attributes=True)
 
-    is_recorded: bool = Field(
-        description="Whether the next start will find what is in memory now"
-    )
+    is_recorded: bool = Field(description="Whether the next start will find what is in memory now")
     lent_bytes: int = Field(
         description="Memory that clients of earlier starts may still write to; not in use"
     )

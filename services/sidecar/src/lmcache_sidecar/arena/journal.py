@@ -380,8 +380,7 @@ class ArenaJournal:
         """
         if not self._is_given_up:
             logger.error(
-                "cannot write the arena's journal (%s): memory will not outlive"
-                " this process",
+                "cannot write the arena's journal (%s): memory will not outlive this process",
                 why,
             )
         self._is_given_up = True

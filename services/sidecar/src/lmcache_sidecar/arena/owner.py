@@ -188,9 +188,7 @@ def _reopened(file: ArenaFile, lock: FileLock) -> tuple[SharedArena, FoundExtent
     for generation in generations_in(file.directory):
         if generation not in found.lent and generation != arena.generation:
             forget_generation(file.directory, generation)
-    logger.info(
-        "reusing the arena of an earlier start: chunks_to_check=%d", len(found.committed)
-    )
+    logger.info("reusing the arena of an earlier start: chunks_to_check=%d", len(found.committed))
     return arena, found
 
 
@@ -200,6 +198,6 @@ def _created(file: ArenaFile, lock: FileLock) -> tuple[SharedArena, FoundExtents
         discard_journal(file.directory)
     except OSError as exc:
         raise ConfigError(
-            f"{exc.filename} belongs to another arena and cannot be removed: {exc.strerror}; remove it"
+            f"{exc.filename} is of another arena and cannot be removed: {exc.strerror}; remove it"
         ) from exc
     return file.create(lock), FoundExtents()

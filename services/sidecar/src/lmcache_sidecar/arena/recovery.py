@@ -92,8 +92,7 @@ class ArenaRecovery:
                 memory.ref_count_down()
         self._workers.close()
         logger.info(
-            "recovered the arena of an earlier start: found=%d served=%d"
-            " damaged=%d dropped=%d",
+            "recovered the arena of an earlier start: found=%d served=%d damaged=%d dropped=%d",
             self.found_chunks,
             self.recovered_chunks,
             self.damaged_chunks,

@@ -303,7 +303,7 @@ class EngineSession:
             return None
         if payload_bytes != memory.get_size():
             logger.warning(
-                "client committed a payload that does not fit its reservation: payload_bytes=%d reserved_bytes=%d",
+                "client committed another size than it reserved: bytes=%d reserved_bytes=%d",
                 payload_bytes,
                 memory.get_size(),
             )
