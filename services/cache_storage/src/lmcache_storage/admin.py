@@ -69,9 +69,7 @@ class PinKeysRequest(BaseModel):
 
     keys: UrlKeys
     ttl_s: Ttl = DEFAULT_TTL_S
-    tenant: Tenant | None = Field(
-        None, description="Tenant of the chunks; by default the caller's"
-    )
+    tenant: Tenant | None = Field(None, description="Tenant of the chunks; by default the caller's")
 
 
 class UnpinnedKey(BaseModel):
@@ -96,9 +94,7 @@ class UnpinKeysRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     keys: UrlKeys | None = Field(None, description="If absent, all chunks of the tenant")
-    tenant: Tenant | None = Field(
-        None, description="Tenant of the chunks; by default the caller's"
-    )
+    tenant: Tenant | None = Field(None, description="Tenant of the chunks; by default the caller's")
 
 
 class PinnedKey(BaseModel):

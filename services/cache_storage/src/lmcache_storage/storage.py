@@ -221,8 +221,7 @@ class StorageNode(Node[StorageSettings]):
                 await bucket.probe()
                 if bucket.refuses_writes:
                     raise UnavailableError(
-                        "the bucket refuses writes; new chunks are kept in memory and on"
-                        " disk only"
+                        "the bucket refuses writes; new chunks are kept in memory and on disk only"
                     )
                 return "answers"
 

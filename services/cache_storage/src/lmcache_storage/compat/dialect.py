@@ -116,9 +116,7 @@ class Dialect:
         try:
             known = CompatCommand(command)
         except ValueError:
-            raise CompatRefusedError(
-                CloseReason.COMMAND, f"command {command} is unknown"
-            ) from None
+            raise CompatRefusedError(CloseReason.COMMAND, f"command {command} is unknown") from None
         if known is not CompatCommand.PUT:
             num_bytes = 0  # the field is meaningless: nothing follows
         elif not 0 < num_bytes <= max_value_bytes:
@@ -166,6 +164,6 @@ def _key(padded: bytes) -> str:
     if not key.isprintable():
         raise CompatRefusedError(
             CloseReason.KEY,
-            "the key contains characters that no key has; set lmcache_compat_dialect to this client's",
+            "the key has unprintable characters; set lmcache_compat_dialect to that of this client",
         )
     return key

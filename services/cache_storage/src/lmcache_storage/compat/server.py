@@ -75,13 +75,13 @@ class CompatServer:
 
     Args:
         values: What is served.
-        dialect: What its clients speak.
-        limits: Bounds of what they can do.
-        counters: Where requests and closed connections are counted.
+        dialect: Dialect of the clients.
+        limits: Bounds on what they can do.
+        counters: Counters of requests and closed connections.
 
     Attributes:
-        listener: Has the port, once it is open.
-        room: Memory for values on their way in.
+        listener: The listener; has the port once it is open.
+        room: Memory for values being received.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class CompatServer:
         )
 
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 takes a free one.
+        """Listen; port 0 picks a free one.
 
         Raises:
             UnavailableError: The address cannot be bound.
         """
         for listening in await self.listener.listen(host, port):
-            # The kernel ends connections whose other side is gone; those that are accepted take
-            # these options over.
+            # The kernel closes connections whose other side is gone; accepted connections inherit
+            # these options.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)

@@ -1,5 +1,5 @@
 """Orders further copies of hot chunks: the answer to a holder's next heartbeat asks it to copy the
-chunk to a peer that has none.
+chunk to a peer without one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MAX_COUNTED_CHUNKS: Final = 65_536
 MAX_ORDERS: Final = 4096
 WINDOW_S: Final = 60.0
 ORDER_TTL_S: Final = 60.0
-"""Life of an order that no heartbeat fetches; then the same chunk may be ordered again."""
+"""Lifetime of an order that no heartbeat fetches; then the same chunk may be ordered again."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotLimits:
-    """When a chunk is hot.
+    """Thresholds for hot chunks.
 
     Attributes:
-        num_pulls: Pulls of a chunk within a minute that make it hot; 0: nothing is.
+        num_pulls: Pulls of a chunk within a minute that make it hot; 0: never.
         num_copies: Holders that a hot chunk should have.
     """
 
@@ -71,14 +71,14 @@ class HotChunks:
         plan: TransferResponse,
         now_s: float,
     ) -> list[PlacedOrder]:
-        """Count the pulls of a plan, and order copies of what has become hot.
+        """Count the pulls of a plan, and order copies of chunks that have become hot.
 
         Args:
             principal: The caller.
             requester: The instance that will pull; it will have the chunks anyway.
             wanted: Holders of each chunk.
             plan: The serving peers.
-            now_s: Monotonic seconds.
+            now_s: Seconds, monotonic.
 
         Returns:
             The new orders.
@@ -121,8 +121,8 @@ class HotChunks:
         return [order for until_s, order in taken if now_s < until_s]
 
     def hottest(self, tenant: str, max_chunks: int, now_s: float) -> list[tuple[str, int]]:
-        """Return the tenant's chunks that were pulled most within the last minute or so, and how
-        often.
+        """Return the tenant's chunks that were pulled most within about the last minute, with
+        counts.
         """
         since_s = now_s - WINDOW_S
         counted = [
