@@ -1,4 +1,4 @@
-"""What to install where an optional package is missing."""
+"""Advice on what to install if an optional package is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs_extra(extra: str, *packages: str) -> Iterator[None]:
-    """Name the extra that brings these packages, where an import in the block misses one of them.
+    """Name the extra that contains these packages, if an import in the block fails for one of them.
 
     Raises:
         ModuleNotFoundError: A package is missing.
