@@ -4,8 +4,7 @@ LMCacheError
 |-- ConfigError          an option is unknown, impossible or contradicts another (also a ValueError)
 |-- IdentityError        a key cannot be built or read (also a ValueError)
 |-- RecordError          bytes that claim to be a record are invalid or damaged
-|-- SerdeError           bytes that claim to be an encoded tensor are invalid, damaged, or need
-tables that are not here
+|-- SerdeError           bytes that claim to be an encoded tensor are invalid or need other tables
 |-- ProtocolError        a peer violated the protocol; its connection is closed
 |   `-- VersionError     no common protocol version
 |-- UnavailableError     a tier, service or peer cannot be reached or did not answer in time

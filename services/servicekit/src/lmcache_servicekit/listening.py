@@ -1,4 +1,4 @@
-"""How a service listens, and how it says that it cannot."""
+"""Listening sockets of a service, and errors that name the options to change."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from lmcache_core.errors import ConfigError, UnavailableError
 
 
 class CannotListenError(ConfigError):
-    """An address that the settings name is taken, or not this machine's. Names the options."""
+    """An address in the settings is taken, or belongs to another machine. Names the options."""
 
 
 @contextmanager
 def naming_listener(host_option: str, host: str, port_option: str, port: int) -> Iterator[None]:
-    """Let the failure to listen inside name the options that it is about, as
-    `CannotListenError`.
-    """
+    """Convert a failure to listen into a `CannotListenError` that names the options."""
     try:
         yield
     except UnavailableError as exc:
@@ -34,11 +32,11 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
     Args:
         host: Name or address.
-        port: 0 takes a free one.
-        shared: Let other processes of the same user have sockets on the address, too.
+        port: 0 picks a free one.
+        shared: Let other processes of the same user bind sockets to the address, too.
 
     Raises:
-        OSError: The address is taken or not this machine's.
+        OSError: The address is taken, or belongs to another machine.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
