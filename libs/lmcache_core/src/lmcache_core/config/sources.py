@@ -58,7 +58,7 @@ def values_of_environment(
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name in options:
             named[name] = _parse(options[name], text)
-        elif _is_somebody_elses(variable, text):
+        elif _is_not_ours(variable, text):
             continue
         elif name in FOREIGN_NAMES:
             named[name] = _parse_foreign(variable, text)
@@ -125,7 +125,7 @@ def _parse_yaml(text: bytes, path: str) -> Any:
         raise ConfigError(f"{path}: is not valid YAML ({type(exc).__name__})") from None
 
 
-def _is_somebody_elses(variable: str, text: str) -> bool:
+def _is_not_ours(variable: str, text: str) -> bool:
     return (
         variable in (CONFIG_FILE_ENV, *IGNORED_ENV_NAMES)
         or variable.startswith(SERVICE_ENV_PREFIXES)

@@ -21,6 +21,7 @@ class TierAnnouncer:
 
     Construct it before the tiers and the reporter; `connect` joins them. Events before `connect`
     are dropped. All calls belong to one event loop.
+
     Args:
         own_tenant: Tenant of the token that the reporter shows; chunks of other tenants are
             announced under their names, which needs a token with the role `admin`.

@@ -228,7 +228,7 @@ async def clear(sidecar: RunningSidecar, request: ClearTiersRequest | None = Non
 async def drain(sidecar: RunningSidecar, wait: bool = True) -> DrainAnswer:
     """Drain: accept no new chunks, finish writes, hand over what only this sidecar holds.
 
-    Reads continue. Answers when done or after `drain_timeout_s`; with `wait=false` at once.
+    Reads continue. Answers when done or after `drain_timeout_s`; with `wait=false` immediately.
     """
     sidecar.drain.begin()
     await (sidecar.drain.run() if wait else sidecar.drain.counted())

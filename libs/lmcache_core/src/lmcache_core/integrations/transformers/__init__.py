@@ -1,8 +1,9 @@
-"""Hugging Face transformers: a causal LM whose prompts' KV comes from, and goes to, the cache.
+"""Hugging Face transformers: a causal LM that loads its prompts' KV from the cache and stores it.
 
-engine = LMCacheEngineBuilder.get_or_create("hf", config, metadata_of(model, name, config),
-connector_of(model)) cached = CachedCausalLM(model, engine) answer = cached.generate(input_ids,
-max_new_tokens=32)
+metadata = metadata_of(model, name, config)
+engine = LMCacheEngineBuilder.get_or_create("hf", config, metadata, connector_of(model))
+cached = CachedCausalLM(model, engine)
+answer = cached.generate(input_ids, max_new_tokens=32)
 """
 
 from lmcache_core.extras import needs_extra
