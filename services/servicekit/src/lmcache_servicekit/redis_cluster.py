@@ -36,7 +36,7 @@ _Ranges = list[tuple[int, int, Address]]
 
 
 class SlotsUnknownError(LostConnectionError):
-    """No server of the cluster knows who has a slot."""
+    """No server of the cluster knows which server has a slot."""
 
 
 def slot_of(key: str) -> int:

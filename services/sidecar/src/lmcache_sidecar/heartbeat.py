@@ -110,7 +110,7 @@ class ExclusiveBytes:
             return 0
         found = await self.holders.of([key.key.chunk_id() for key, _ in sample], MAX_SAMPLED_CHUNKS)
         if None in found:
-            raise UnavailableError("lookup does not know who holds what")
+            raise UnavailableError("lookup does not know the holders of chunks")
         return sum(
             num_bytes for (_, num_bytes), holders in zip(sample, found, strict=True) if not holders
         )

@@ -111,7 +111,7 @@ class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bounds, quality = self.bounds, self.quality
         reasons = []
         if not quality.reused_share > 0:
-            reasons.append("no KV was reused, so what was measured says nothing of blending")
+            reasons.append("no KV was reused, so the measurement says nothing about blending")
         if not quality.kl_nats <= bounds.max_kl_nats:
             reasons.append(
                 f"divergence of {quality.kl_nats:.4f} nats is above {bounds.max_kl_nats}"

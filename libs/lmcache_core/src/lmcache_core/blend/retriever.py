@@ -30,7 +30,7 @@ is due to a defect.
 _FORMATS = ("vllm", "huggingface")
 
 
-def split_behind(tokens: torch.Tensor, separator: torch.Tensor) -> list[torch.Tensor]:
+def split_after(tokens: torch.Tensor, separator: torch.Tensor) -> list[torch.Tensor]:
     """Return the parts of a prompt, each except the last with the separator at its end.
 
     Args:
@@ -234,7 +234,7 @@ class SPTBlendRetriever(BlendRetriever):
         """Return the parts of one request. Segments that are cached as the prefix that they form
         here are one part: none of its tokens need recomputing.
         """
-        parts = split_behind(tokens, self._spt)
+        parts = split_after(tokens, self._spt)
         segments = [_Segment(part, part) for part in parts]
         if len(parts) < 2 or self._is_closed:
             return segments

@@ -60,7 +60,7 @@ class BrokerClient(JsonHttpClient):
             peer: The peer.
             load: 0 (idle) to 1 (full).
             ttl_ms: The lease to request, None for the default; the broker may grant another.
-            draining: The peer wants no new pulls.
+            draining: The peer accepts no new pulls.
             drain: Progress of its drain.
             figures: Its counters and what it holds; ignored by older brokers.
 

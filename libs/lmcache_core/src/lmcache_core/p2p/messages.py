@@ -187,7 +187,7 @@ class AnnounceRequest(msgspec.Struct, frozen=True):
         distributed_url: Its address, `lm://host:port` or `lm+tls://host:port`.
         load: 0 (idle) to 1 (full).
         ttl_ms: The lease requested; the broker may grant less.
-        draining: The peer wants no new pulls in this incarnation.
+        draining: The peer accepts no new pulls in this incarnation.
         drain: Progress of its drain.
         figures: Its counters.
 

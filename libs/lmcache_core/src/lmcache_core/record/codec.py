@@ -195,13 +195,13 @@ def decoded_header(header: RecordHeader) -> RecordHeader:
     extensions = tuple(
         extension for extension in header.extensions if extension.id != REPORT_EXTENSION
     )
-    tensors = tuple(_one_behind_the_other(header.tensors))
+    tensors = tuple(_packed(header.tensors))
     return RecordHeader(
         header.key, RAW_SERDE, header.profile, header.lossy, tensors, UNSEALED_DIGEST, extensions
     )
 
 
-def _one_behind_the_other(tensors: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+def _packed(tensors: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
     at = 0
     for spec in tensors:
         length = num_bytes(spec.shape, spec.dtype)

@@ -256,8 +256,8 @@ MAX_BUCKETS: Final = 4096
 class RateLimiter:
     """One bucket per caller, which holds one second's requests, at least one, and refills evenly.
 
-    Beyond `MAX_BUCKETS` callers the one idle longest is forgotten, and gets a full bucket if it
-    returns. For one thread.
+    Beyond `MAX_BUCKETS` callers the one that was idle longest is forgotten, and gets a full bucket
+    if it returns. For one thread.
 
     Args:
         per_second: Requests per second.

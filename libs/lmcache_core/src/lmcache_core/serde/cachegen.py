@@ -225,7 +225,7 @@ def _check_cover(name: str, specs: Sequence[QuantizationSpec], nlayers: int) -> 
     for spec in specs:
         if spec.start_layer != end:
             raise ConfigError(
-                f"{name}: {spec} begins at layer {spec.start_layer}: let it begin at {end}, where"
+                f"{name}: {spec} begins at layer {spec.start_layer}: it must begin at {end}, where"
                 " the one before it ends"
             )
         end = spec.end_layer

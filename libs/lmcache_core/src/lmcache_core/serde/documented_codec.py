@@ -77,7 +77,7 @@ class DocumentedCodec(ChunkCodec):
     @override
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:
         """Encode a raw payload. Never returns None, although the result is a little longer: users
-        of such a serde want that encoding.
+        of such a serde expect that encoding.
         """
         serializer = self._serializer
         if serializer is None:

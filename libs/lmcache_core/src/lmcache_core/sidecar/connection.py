@@ -83,7 +83,7 @@ class SidecarConnection:
 
     Reservations and pins belong to the connection: when its socket closes, the sidecar reclaims
     their memory and reuses it. So the socket of an abandoned connection stays open until nothing is
-    held through it (`hold`, `let_go`). So does its share of the lock on the sidecar's generation,
+    held through it (`hold`, `release`). So does its share of the lock on the sidecar's generation,
     which tells the next sidecar what may still be written to.
 
     Args:
@@ -209,7 +209,7 @@ class SidecarConnection:
         with self._books:
             self._num_held += count
 
-    def let_go(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Undo `hold`: that many pieces are no longer accessed."""
         with self._books:
             self._num_held -= count
@@ -311,7 +311,7 @@ class SidecarConnection:
                 arrives.poll(min(left_s, POLL_S) * 1000)
             return answer
         finally:
-            self.let_go(1)
+            self.release(1)
 
     @contextlib.contextmanager
     def _turn_within(self, limit_s: float) -> Iterator[None]:
@@ -326,7 +326,7 @@ class SidecarConnection:
             finally:
                 self._turn.release()
         finally:
-            self.let_go(1)
+            self.release(1)
 
     def _greet(self) -> tuple[HelloOk, ArenaInfo]:
         try:

@@ -48,7 +48,7 @@ class ArenaExtent(BytesBufferMemoryObj):
         """Record that the bytes are no longer accessed. Idempotent."""
         if self.is_lent:
             self.is_lent = False
-            self.connection.let_go(1)
+            self.connection.release(1)
 
 
 def lent(memories: Sequence[MemoryObj]) -> list[ArenaExtent]:

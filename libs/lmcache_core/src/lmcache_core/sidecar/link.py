@@ -65,13 +65,13 @@ class SidecarLink:
         self._connected_at = 0.0
         self._wait_s = FIRST_WAIT_S
         self._complaint = ""
-        self._begin_afresh()
+        self._reset()
 
     @property
     def connection(self) -> SidecarConnection | None:
         """Return the connection; None if there is none."""
         if os.getpid() != self._pid:
-            self._begin_afresh()
+            self._reset()
             self._reconnect_later(None)
         current = self._current
         return current if current is not None and current.is_open else None
@@ -118,7 +118,7 @@ class SidecarLink:
         self._say_lost(cause)
         self._reconnect_later(self._wait_s)
 
-    def _begin_afresh(self) -> None:
+    def _reset(self) -> None:
         """Reset to the state without a connection; also in a forked child, whose parent keeps the
         connection and which has no other thread.
         """

@@ -443,7 +443,7 @@ class SidecarChunkStore(ChunkStore):
                 return []
             extents = given
         finally:
-            connection.let_go(
+            connection.release(
                 len(sizes) - sum(not isinstance(extent, NotLent) for extent in extents)
             )
         return extents
@@ -495,7 +495,7 @@ class SidecarChunkStore(ChunkStore):
             if unused:
                 self._links.ask(connection, m.DoneWith(unused), m.Ok)
         finally:
-            connection.let_go(len(keys) - len(good))
+            connection.release(len(keys) - len(good))
         return good, reason
 
     def _give_back(self, extents: Sequence[ArenaExtent]) -> bool:

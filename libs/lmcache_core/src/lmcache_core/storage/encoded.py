@@ -289,7 +289,7 @@ class EncodedBackend(StorageBackend):
                 except BaseException:
                     chunk.release()
                     raise
-                futures[i].add_done_callback(partial(_let_go, chunk))
+                futures[i].add_done_callback(partial(_release_chunk, chunk))
         try:
             await wait_all(list(futures.values()))
         except BaseException:
@@ -318,5 +318,5 @@ def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
     yield chunks[begin:]
 
 
-def _let_go(chunk: Chunk, _: Future[Chunk | None]) -> None:
+def _release_chunk(chunk: Chunk, _: Future[Chunk | None]) -> None:
     chunk.release()

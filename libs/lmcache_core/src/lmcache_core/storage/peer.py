@@ -85,7 +85,7 @@ class P2PBackend(StorageBackend):
         try:
             return await pull.run(assignments)
         finally:
-            self._tasks.start("done", self._tell_done(pull.granted))
+            self._tasks.start("done", self._report_done(pull.granted))
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Store nothing: peers pull."""
@@ -108,7 +108,7 @@ class P2PBackend(StorageBackend):
             **asdict(self._parts.figures),
         }
 
-    async def _tell_done(self, pulls: Sequence[str]) -> None:
+    async def _report_done(self, pulls: Sequence[str]) -> None:
         with contextlib.suppress(UnavailableError):
             await self._parts.broker.done(self._instance, pulls)
 

@@ -188,10 +188,10 @@ def _quiet(sender: Any) -> Any:
             return True
 
     for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_of_others)
+        logging.getLogger(name).addFilter(_is_from_another_exporter)
     return Quiet()
 
 
-def _of_others(record: logging.LogRecord) -> bool:
+def _is_from_another_exporter(record: logging.LogRecord) -> bool:
     """Return whether another exporter logs this; a serving engine may have its own."""
     return not _SENDING.get()

@@ -21,7 +21,7 @@ from lmcache_core.blend import (
     SPTBlendRetriever,
 )
 from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
-from lmcache_core.blend.retriever import split_behind
+from lmcache_core.blend.retriever import split_after
 from lmcache_core.blend.selection import create_policy
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.errors import ConfigError
@@ -334,7 +334,7 @@ class PromptBlender:
         Raises:
             ValueError: It does not end with the separator, or contains it before its end.
         """
-        segments = split_behind(document.cpu().to(torch.int64), self._separator)
+        segments = split_after(document.cpu().to(torch.int64), self._separator)
         width = len(self._separator)
         if len(segments[-1]) < width or not torch.equal(segments[-1][-width:], self._separator):
             raise ValueError(
@@ -360,7 +360,7 @@ class PromptBlender:
         if self._blended is None or len(input_ids) < self._engine.config.blend_min_tokens:
             return None
         tokens = input_ids.cpu().to(torch.int64)
-        segments = split_behind(tokens, self._separator)
+        segments = split_after(tokens, self._separator)
         if len(segments) < 2:
             return None
         if sum(map(self._engine.lookup, segments)) <= self._engine.lookup(tokens):

@@ -91,7 +91,7 @@ class _GroupTransfer:
 
 class RefusingWorker:
     """A worker's side that cannot use vLLM's memory (yet): every load fails immediately, nothing is
-    stored, and reports say that this worker is out.
+    stored, and reports say that this worker does not take part.
 
     Args:
         reports_blocks: Report to vLLM which blocks of asynchronous loads failed; otherwise which

@@ -272,16 +272,16 @@ class DiskBackend(StorageBackend):
             with contextlib.suppress(OSError):  # logged on the first failure
                 has_restored = await self._pool.run(self._store.look_again)
             if has_restored:
-                self._tell_restored()
+                self._report_restored()
             pause_s = max(LOOK_AGAIN_S, (time.monotonic() - began) / LOOK_AGAIN_SHARE)
 
     def _written_late(self, future: Future[bool]) -> None:
         """Report a chunk whose write was abandoned and has finished since."""
         if self._loop is not None and future.exception() is None and future.result():
             with contextlib.suppress(RuntimeError):  # the loop has stopped: there is no listener
-                self._loop.call_soon_threadsafe(self._tell_restored)
+                self._loop.call_soon_threadsafe(self._report_restored)
 
-    def _tell_restored(self) -> None:
+    def _report_restored(self) -> None:
         if self.on_restored is not None:
             self.on_restored()
 

@@ -69,7 +69,7 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
     sentinels: list[redis.Redis] = []
     try:
         if parts.scheme == "redis-sentinel":
-            client, sentinels = _behind_sentinel(
+            client, sentinels = _sentinel_clients(
                 parts.netloc, parts.path.strip("/") or "mymaster", options.timeout_s
             )
         else:
@@ -266,7 +266,7 @@ def _connection_options(timeout_s: float) -> dict[str, Any]:
     }
 
 
-def _behind_sentinel(
+def _sentinel_clients(
     netloc: str, service: str, timeout_s: float
 ) -> tuple[redis.Redis, list[redis.Redis]]:
     credentials, _, hosts = netloc.rpartition("@")
