@@ -160,7 +160,7 @@ def answers(times: Sequence[AnswerTime]) -> Section:
             (time.name, f"{time.elapsed_ms:.2f}", f"{low:.2f} … {high:.2f}", goal, time.note)
         )
     return Section(
-        "Questions of a scheduler",
+        "Scheduler queries",
         ("what", "ms", "fastest … nine in ten", "goal", "what it is made of"),
         rows,
     )

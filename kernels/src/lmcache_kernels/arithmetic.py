@@ -1,4 +1,4 @@
-"""How Triton kernels read floating-point numbers, and where they run."""
+"""Conversion of floating-point words in Triton kernels, and launching."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lmcache_kernels.errors import KernelInputError
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch options of every kernel that computes with floating-point numbers: each operation is
-rounded by itself, as the reference does it.
+rounded separately, as in the reference.
 """
 
 
 def launching(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one for launches: a CUDA device, or any if Triton interprets.
+    """Make a device current for launches: a CUDA device, or any device if Triton interprets.
 
     Raises:
-        KernelInputError: No kernel runs there.
+        KernelInputError: Kernels cannot run on the device.
     """
     if device.type == "cuda":
         return torch.cuda.device(device)
@@ -34,7 +34,7 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def widen(raw, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the float32 values of the words of a dtype (`checks.KINDS`), exactly."""
+    """Return words of a dtype (`checks.KINDS`) as float32 values, exactly."""
     if KIND == 0:
         values = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif KIND == 1:
@@ -50,8 +50,8 @@ def narrow(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     if KIND == 0:
         bits = values.to(tl.uint32, bitcast=True)
         raw = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-        # Rounding by bits would make -0 of the NaN that GPUs compute, whose bits are all ones but
-        # for the sign.
+        # Rounding by bits would turn the NaN that GPUs compute, whose bits are all ones except the
+        # sign, into -0.
         raw = tl.where(values != values, 0x7FC0, raw).to(tl.int16)
     elif KIND == 1:
         raw = values.to(tl.float16).to(tl.int16, bitcast=True)

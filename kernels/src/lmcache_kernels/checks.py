@@ -1,4 +1,4 @@
-"""What the ops of the codec and of blending check, and the dtypes that they take."""
+"""Argument checks shared by the codec and blending ops, and the dtypes that they accept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORD_DTYPES = MappingProxyType(
     {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 )
 KINDS = MappingProxyType({torch.bfloat16: 0, torch.float16: 1, torch.float32: 2})
-"""How kernels are told which dtype the words are of."""
+"""Codes by which kernels receive the dtype of words."""
 FLOATS = tuple(KINDS)
 
 
@@ -24,7 +24,7 @@ def check_tensor(
     shape: Sequence[int | None],
     device: torch.device,
 ) -> None:
-    """Check a tensor that an op is given; None stands for any size.
+    """Check a tensor argument of an op; None stands for any size.
 
     Raises:
         KernelInputError: It has another dtype, shape or device, or is not contiguous.

@@ -1,4 +1,4 @@
-"""Arithmetic that the codec's Triton kernels share. Launch with `arithmetic.EXACT`."""
+"""Arithmetic shared by the codec's Triton kernels. Launch with `arithmetic.EXACT`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TO_WHOLE = tl.constexpr(12582912.0)
 
 @triton.jit
 def magnitude_bits(values):  # type: ignore[no-untyped-def]
-    """Return the int32 bit patterns of absolute values: ordered as the values are, those of
+    """Return the int32 bit patterns of absolute values, which are in the order of the values,
     non-finite ones last.
     """
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -24,7 +24,9 @@ def rounded(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fold(values, levels):  # type: ignore[no-untyped-def]
-    """Map integers at most `2 * levels + 1` out of range into `-levels … levels`, modulo that."""
+    """Map integers that exceed the range by at most `2 * levels + 1` into `-levels … levels`,
+    modulo that.
+    """
     values = tl.where(values > levels, values - (2 * levels + 1), values)
     return tl.where(values < -levels, values + (2 * levels + 1), values)
 

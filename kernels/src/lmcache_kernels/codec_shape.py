@@ -1,4 +1,4 @@
-"""The shape of quantised KV, and the numbers that the three codec ops share with every other
+"""The shape of quantised KV, and the constants that the three codec ops share with every other
 implementation of the format.
 """
 
@@ -11,14 +11,14 @@ import torch
 from lmcache_kernels.errors import KernelInputError
 
 LANES = 32
-"""Coders that take turns in a stream: one warp."""
+"""Coders interleaved in a stream: one warp."""
 PRECISION_BITS = 12
 """Frequencies of a table sum to 2^12."""
 STATE_WORDS = 2
 LOWEST_STATE = 1 << 15
 """Between symbols the state of a coder is in `LOWEST_STATE … 2^31 - 1`."""
 DELTA_FLAG = 128
-"""In the byte of a group of channels, together with the number of its table."""
+"""Flag in the byte of a group of channels, which also contains the number of its table."""
 MAX_GROUP = 64
 MAX_TOKENS = 1 << 15
 MAX_CHANNELS = 1 << 20
@@ -29,7 +29,7 @@ MAX_SECTION_SYMBOLS = 1 << 30
 @dataclass(frozen=True)
 class CodecShape:
     """KV `[planes, tokens, channels]` cut into groups of channels, which share shift and table, and
-    sections, which are streams.
+    into sections, which are streams.
 
     Attributes:
         planes: Layers times sides.
@@ -38,10 +38,10 @@ class CodecShape:
         group: Channels of a group, a power of two, at most `MAX_GROUP`; the last group of a plane
             may have fewer.
         section: Channels of a section, at most `channels`; the last section of a plane may have
-            fewer.
+        fewer.
 
     Raises:
-        KernelInputError: A number is out of its range.
+        KernelInputError: A number is out of range.
     """
 
     planes: int
@@ -85,24 +85,24 @@ class CodecShape:
 
     @property
     def max_words(self) -> int:
-        """Words of a section's stream, at most: the states, and one word a symbol."""
+        """Largest number of words in a section's stream: the states, and one word per symbol."""
         return self.tokens * self.section + LANES * STATE_WORDS
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of a tensor: planes, tokens, channels."""
+        """Sizes of the tensor: planes, tokens, channels."""
         return self.planes, self.tokens, self.channels
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPlanes:
-    """What an encoder writes, and a decoder reads, in addition to scales and levels. All on one
-    device, contiguous.
+    """Output of an encoder and input of a decoder, besides scales and levels. All on one device,
+    contiguous.
 
     Attributes:
-        shifts: int16 `[planes, groups]`: what is subtracted from every value of a group.
+        shifts: int16 `[planes, groups]`: subtracted from every value of a group.
         shapes: uint8 `[planes, groups]`: number of a group's table, and `DELTA_FLAG`.
-        lengths: int32 `[planes * sections]`: words of each stream.
+        lengths: int32 `[planes * sections]`: number of words of each stream.
         words: int16 `[sum of lengths]`: the bits of the streams' 16-bit words, section after
             section, plane after plane.
     """

@@ -1,4 +1,4 @@
-"""Probability tables of all alphabets on one device: made once, used for every call."""
+"""Probability tables of all alphabets on one device: created once, used for every call."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ class Alphabet(Protocol):
 
     @property
     def frequencies(self) -> Any:
-        """int64 `[tables, 2 * levels + 1]`, each row sums to `2^PRECISION_BITS`; tight and wide
-        tables in turn.
+        """int64 `[tables, 2 * levels + 1]`; each row sums to `2^PRECISION_BITS`; tight and wide
+        tables alternate.
         """
 
     @property
     def choice(self) -> Any:
-        """int64 `[2, tables / 2]`: bounds between variances in 1/256, the last beyond any, and
-        the largest symbol of each tight table.
+        """int64 `[2, tables / 2]`: bounds between variances in 1/256, the last above any variance,
+        and the largest symbol of each tight table.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class CodecTables:
-    """The tables of some alphabets, one after the other. Make them with `CodecTables.of`.
+    """The tables of several alphabets, concatenated. Create them with `CodecTables.of`.
 
     An alphabet's tables have `stride` entries each, the next power of two above `2 * levels`; the
     entries after its symbols are zeros.
 
     Attributes:
-        levels: Of each alphabet.
-        first_entries: Of each alphabet its first entry in the flat arrays.
-        strides: Of each alphabet the entries of one table.
-        coder: int64 `[entries]`. From the lowest bit: frequency (13 bits), where the symbol's slots
-            start (12), `b` (7), and a multiplier `m` (32), such that `(x * m) >> (31 + b)` is any
-            number `x` below 2^31 divided by the frequency.
-        start_and_frequency: int32 `[entries]`: where the symbol's slots start (upper half),
-            frequency (lower half).
+        levels: Levels of each alphabet.
+        first_entries: Index of each alphabet's first entry in the flat arrays.
+        strides: Number of entries of one table of each alphabet.
+        coder: int64 `[entries]`. From the lowest bit: frequency (13 bits), first slot of the symbol
+            (12), `b` (7), and a multiplier `m` (32), such that `(x * m) >> (31 + b)` is any number
+            `x` below 2^31 divided by the frequency.
+        start_and_frequency: int32 `[entries]`: first slot of the symbol (upper half), frequency
+        (lower half).
         slot_symbol: uint8 `[alphabets, tables * 2^PRECISION_BITS]`: the symbol (plus `levels`) of
-            each slot.
+        each slot.
         choice: int64 `[alphabets, 2, tables / 2]`.
     """
 
@@ -70,12 +70,12 @@ class CodecTables:
         """Copy tables to a device.
 
         Args:
-            alphabets: Each with as many tables.
-            device: Where to.
+            alphabets: Alphabets, all with the same number of tables.
+            device: The device.
 
         Raises:
-            KernelInputError: An array does not have the size that the others ask for, or a row does
-                not sum to `2^PRECISION_BITS`.
+            KernelInputError: The sizes of the arrays do not match, or a row does not sum to
+                `2^PRECISION_BITS`.
         """
         if not alphabets:
             raise KernelInputError("no tables")
@@ -105,23 +105,23 @@ class CodecTables:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The tables' device."""
         return self.coder.device
 
     @property
     def num_tables(self) -> int:
-        """Tables of each alphabet."""
+        """Number of tables of each alphabet."""
         return 2 * self.choice.shape[2]
 
     def of_planes(self, levels: Sequence[int]) -> torch.Tensor:
-        """Return what kernels need to know of each plane.
+        """Return the facts about each plane that kernels need.
 
         Args:
-            levels: Of each plane.
+            levels: Levels of each plane.
 
         Returns:
             int32 `[planes, 4]` on the tables' device: levels, number of the alphabet, its first
-            entry, its stride.
+                entry, its stride.
 
         Raises:
             KernelInputError: There are no tables for some levels.

@@ -1,11 +1,11 @@
 """The package's exceptions.
 
 ValueError
-`-- KernelInputError   tensors or slots that an op cannot work on; nothing was written
+`-- KernelInputError   arguments that an op cannot process; nothing was written
 """
 
 from __future__ import annotations
 
 
 class KernelInputError(ValueError):
-    """Tensors or slots that an op cannot work on. Raised before anything is written."""
+    """Arguments that an op cannot process. Raised before anything is written."""

@@ -1,4 +1,4 @@
-"""Pages of a paged KV cache: what they look like in memory, checked before anything is written."""
+"""Pages of a paged KV cache: their memory layout, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ HostArray = npt.NDArray[Any]
 
 
 class Pages:
-    """The pages of some layers, checked against each other once and then used for many copies. Make
-    them with `Pages.of`.
+    """The pages of some layers, checked against each other once and then used for many copies.
+    Create them with `Pages.of`.
 
-    Holds references to the tensors: their memory lives as long as this object.
+    Holds references to the tensors, which keep their memory alive.
 
     Attributes:
         tensors: The first side of every layer, then the second: `num_sides * num_layers` tensors
             `[num_blocks, block_size, num_heads, head_size]`, all on one device and of one dtype.
-            Strides are free and may differ between them, but the elements of a head are contiguous
-            and nothing overlaps.
+            Strides are arbitrary and may differ between them, but the elements of a head are
+            contiguous and nothing overlaps.
         num_sides: 2 for K and V, 1 for a latent.
         num_layers: Layers.
         block_size: Tokens in a block.
@@ -36,10 +36,10 @@ class Pages:
         hidden_size: Elements of one token on one side of one layer: `num_heads * head_size`.
         row_bytes: Bytes of one token on one side of one layer.
         run_bytes: Bytes of one token that are contiguous in every tensor: a whole row, or one head.
-        alignment_bytes: What every address, stride and contiguous run is a multiple of.
+        alignment_bytes: Common divisor of every address, stride and contiguous run.
         are_distinct: Whether no two tensors begin at the same address.
-        dtype: Of every tensor.
-        device: Of every tensor.
+        dtype: Dtype of every tensor.
+        device: Device of every tensor.
     """
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], num_sides: int) -> None:
@@ -77,13 +77,13 @@ class Pages:
         """Check tensors against each other.
 
         Args:
-            *sides: K of each layer and V of each layer; or one sequence alone, where a token has
-                one vector for both. Each tensor is `[num_blocks, block_size, num_heads,
-                head_size]`, all of one shape, dtype and device.
+            *sides: K of each layer and V of each layer; or a single sequence, if a token has one
+                vector for both. Each tensor is `[num_blocks, block_size, num_heads, head_size]`,
+                all of the same shape, dtype and device.
 
         Raises:
-            KernelInputError: They do not fit together, or one has elements that overlap, or heads
-                whose elements are not contiguous.
+            KernelInputError: They do not match, one has elements that overlap, or heads whose
+                elements are not contiguous.
         """
         if not 1 <= len(sides) <= 2 or not sides[0] or len(sides[0]) != len(sides[-1]):
             raise KernelInputError(
@@ -103,10 +103,10 @@ class Pages:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """For one launch over all tensors: int64 `[len(tensors), 5]` on their device.
+        """Description of all tensors for one launch: int64 `[len(tensors), 5]` on their device.
 
-        Of each tensor its address, its strides from block to block, token to token and head to head
-        (all in bytes), and the block size.
+        For each tensor its address, its strides between blocks, tokens and heads (all in bytes),
+        and the block size.
         """
         size = self.dtype.itemsize
         rows = [
@@ -116,8 +116,8 @@ class Pages:
         return torch.tensor(rows, dtype=torch.int64).to(self.device)
 
     def words(self, word_bytes: int) -> tuple[torch.Tensor, ...]:
-        """Return each tensor as untyped words, sharing memory: `[num_blocks, block_size, row]`;
-        `[…, num_heads, head]` where heads lie apart. Made once for each size.
+        """Return each tensor as untyped words, sharing memory: `[num_blocks, block_size, row]`, or
+        `[…, num_heads, head]` if heads are separate. Cached per size.
 
         Args:
             word_bytes: 1, 2, 4 or 8; divides `alignment_bytes`.
@@ -135,17 +135,17 @@ class Pages:
         return self._words[word_bytes]
 
     def units(self, word_bytes: int, unit: int) -> list[tuple[torch.Tensor, int] | None]:
-        """Return each tensor cut into units of neighbouring tokens, so that one index names a unit.
-        Made once for each pair of arguments.
+        """Return each tensor split into units of adjacent tokens, so that one index selects a unit.
+        Cached per pair of arguments.
 
         Args:
             word_bytes: See `words`.
             unit: Tokens in a unit; divides the block size.
 
         Returns:
-            For each tensor a view `[…, *shape of a unit]` and how many units apart two blocks are
-            in it; None where the distance of two blocks is not a whole number of units. A unit is
-            flat where its tokens are one contiguous run. Units between two blocks are foreign.
+            For each tensor a view `[…, *shape of a unit]` and the distance of two blocks in units;
+                None if that distance is not a whole number of units. A unit is flat if its tokens
+                are one contiguous run. Units between two blocks belong to other data.
         """
         if (word_bytes, unit) not in self._units:
             self._units[word_bytes, unit] = [
@@ -172,8 +172,8 @@ def _cut(words: torch.Tensor, unit: int, is_flat: bool) -> tuple[torch.Tensor, i
 
 
 def _used_strides(page: torch.Tensor) -> tuple[int, int, int]:
-    """Return the strides of blocks, tokens and heads, in elements; 0 where a dimension has one
-    entry only and is never stepped along.
+    """Return the strides of blocks, tokens and heads, in elements; 0 for a dimension of size 1,
+    which is never stepped along.
     """
     block, token, head = (
         stride if size > 1 else 0

@@ -87,7 +87,7 @@ def figures(outcome: Outcome) -> Section:
         ("bits turned", f"{outcome.num_flips:,}", ""),
         ("connections cut", f"{outcome.num_cut:,}", ""),
     ]
-    return Section("Chaos: what came out", ("what", "", "note"), rows)
+    return Section("Chaos: results", ("what", "", "note"), rows)
 
 
 def _sort_of(fault: str) -> str:

@@ -135,8 +135,7 @@ async def test_a_refusal_is_counted_and_tried_again(
         await cluster.beat("a", 700)
         await until(lambda: has_failed_thrice(cluster))
         assert (
-            sum("deletion costs of pods cannot be set" in message for message in caplog.messages)
-            == 1
+            sum("pod deletion costs cannot be set" in message for message in caplog.messages) == 1
         ), "said once"
         api.patch_status = 200
         await until(lambda: cluster.costs()["a"] == "700")

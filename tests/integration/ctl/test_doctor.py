@@ -157,7 +157,7 @@ def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
         "ports": ({"port": 18999, "lm_port": 18999}, "lm_port=18999 is the value of port too"),
         "lookup": (
             {"lookup_url": "localhost:8081"},
-            "lookup_url='localhost:8081' (lookup.yaml): its URL: it needs the form",
+            "lookup_url='localhost:8081' (lookup.yaml): its URL: must be",
         ),
         "remote": (
             {"remote_url": "s3://b"},
@@ -322,7 +322,7 @@ def test_addresses_of_an_engine(cluster: SmallCluster, tmp_path: Path) -> None:
     ]
     assert [level for level, _ in told["wrong"]] == ["error"] * 3
     assert any(
-        what.startswith("lookup_url='localhost:8081': it needs the form http://host:port")
+        what.startswith("lookup_url='localhost:8081': must be http://host:port")
         for _, what in told["wrong"]
     )
     assert "s3cret" not in text

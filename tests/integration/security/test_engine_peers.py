@@ -107,7 +107,7 @@ def test_engine_and_sidecar_pull_from_one_another(beside_sidecars: TlsEngines) -
 
 WHAT_TO_DO = {
     "trust in the peer": "certificate verify failed",
-    "a certificate": "if it wants a certificate of its callers, set peer_tls_cert_file",
+    "a certificate": "if it requires a certificate of its callers, set peer_tls_cert_file",
     "a certificate that the peer trusts": (
         "one of its authorities must have signed that in peer_tls_cert_file"
     ),
@@ -194,7 +194,7 @@ def test_lookup_and_broker_that_want_a_certificate(
             "peer_tls_client_ca_file": None,
         }
         started.start(None, house, **plain, peer_tls_cert_file=None, peer_tls_key_file=None)
-        hint = "if it wants a certificate of its callers, set peer_tls_cert_file"
+        hint = "if it requires a certificate of its callers, set peer_tls_cert_file"
         eventually(
             lambda: all(
                 re.search(f"{name} https://.*{hint}", caplog.text) for name in ("lookup", "broker")

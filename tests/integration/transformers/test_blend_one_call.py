@@ -173,7 +173,7 @@ def test_a_model_that_is_not_known_is_computed_and_it_is_said(options, tmp_path)
     ).eval()
     prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
     with blending(model, tmp_path, options) as (_, plain):
-        assert "test: GraniteForCausalLM is none of" in plain.reason_against_blending
+        assert "test: GraniteForCausalLM is not one of" in plain.reason_against_blending
         plain.keep_document(document(30, 1))
         answer = plain.generate(prompt, 4)
         assert not answer.is_blended

@@ -44,7 +44,7 @@ def test_a_snapshot_is_a_copy():
 
 
 def test_a_counter_never_falls():
-    with pytest.raises(AssertionError, match="cannot fall"):
+    with pytest.raises(AssertionError, match="cannot decrease"):
         Counters().add(STORED_CHUNKS_TOTAL, -1)
 
 

@@ -204,7 +204,7 @@ def test_k_that_does_not_fit_is_refused(k, out, words):
 def test_out_is_k_or_somewhere_else(first, second):
     rotation, pool = Rotation(POSITIONS, POSITIONS, TABLE, TABLE), torch.arange(56.0).view(7, 2, 4)
     before = pool.clone()
-    with pytest.raises(KernelInputError, match="over a part of K"):
+    with pytest.raises(KernelInputError, match="overlaps a part of K"):
         rope_rotate(pool[first : first + 3], rotation, pool[second : second + 3])
     assert torch.equal(pool, before)
     assert rope_rotate(pool[:3], rotation, pool[3:6]) is not None

@@ -252,7 +252,7 @@ async def test_the_breaker_guards_every_call_of_the_index_in_redis() -> None:
         with pytest.raises(UnavailableError):
             await index.ping()
     for call in calls:
-        with pytest.raises(UnavailableError, match="the redis index is away; next try in"):
+        with pytest.raises(UnavailableError, match="the redis index is unavailable; next try in"):
             await call()
     assert await index.sweep() == 0
     await index.close()

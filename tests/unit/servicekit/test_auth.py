@@ -109,7 +109,7 @@ async def anybody() -> str:
 
 
 def test_a_route_that_asks_for_no_role_cannot_be_made() -> None:
-    with pytest.raises(TypeError, match="/v1/open: its endpoint takes no ClientPrincipal"):
+    with pytest.raises(TypeError, match="/v1/open: its endpoint takes neither ClientPrincipal"):
         APIRouter(prefix="/v1", route_class=GuardedRoute).get("/open")(anybody)
 
 

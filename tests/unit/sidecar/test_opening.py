@@ -174,7 +174,7 @@ async def test_a_start_that_cannot_listen_leaves_the_arena_to_the_next(tmp_path:
     async with opening.lifespan(app := create_app(settings)):
         assert await app.state.sidecar.stack.batched_put([make_chunk("a")]) == [True]
     (tmp_path / "s.sock").write_text("no socket")
-    with pytest.raises(ConfigError, match="something else than a socket"):
+    with pytest.raises(ConfigError, match="something other than a socket"):
         async with opening.lifespan(create_app(settings)):
             pass
     (tmp_path / "s.sock").unlink()

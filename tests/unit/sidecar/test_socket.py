@@ -286,7 +286,7 @@ def test_a_draining_sidecar_takes_nothing_and_still_serves(
 def test_versions_must_meet(sidecar: RunningSocket) -> None:
     hello = msgspec.structs.replace(HELLO, version_min=2, version_max=6)
     connection = SidecarConnection(sidecar.path, hello, 5.0)
-    with pytest.raises(VersionError, match="speaks versions 1 to 1"):
+    with pytest.raises(VersionError, match="supports versions 1 to 1"):
         connection.open()
 
 

@@ -157,7 +157,9 @@ def test_one_client_more_than_there_may_be_is_turned_away_and_counted(
                 raw.connect(str(running.path))
                 assert raw.recv(1) == b""
         assert running.counters.value(metrics.REFUSED_CLIENTS_TOTAL, metrics.TOO_MANY) == 5
-        assert caplog.text.count("turned away: 2 are connected") == 1, "not a line for each"
+        assert caplog.text.count("turned away, too many are connected: num_connections=2") == 1, (
+            "not a line for each"
+        )
 
 
 def test_clients_that_talk_nonsense_do_not_fill_the_log(
@@ -167,4 +169,4 @@ def test_clients_that_talk_nonsense_do_not_fill_the_log(
         for _ in range(5):
             with greeted(running.path) as client:
                 assert isinstance(client.say(PLAIN_HELLO), m.ErrorMessage)
-        assert caplog.text.count("is refused: HELLO 2 after 1 is not a request") == 1
+        assert caplog.text.count("refused: error=HELLO 2 after 1 is not a request") == 1

@@ -1,4 +1,4 @@
-"""`blend_select`: the tokens of a batch whose KV deviates most from what was retrieved. The
+"""`blend_select`: selects the tokens of a batch whose KV deviates most from what was retrieved. The
 maths: `README.md`.
 """
 
@@ -19,18 +19,18 @@ __all__ = ["blend_deviation", "blend_deviation_reference", "blend_select", "blen
 def blend_deviation(
     fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor
 ) -> torch.Tensor:
-    """Return how far retrieved rows are from the fresh. Does not wait for the device.
+    """Return the distance of retrieved rows from fresh ones. Does not wait for the device.
 
     Args:
         fresh: bfloat16, float16 or float32 `[num_tokens, channels]`, contiguous.
-        retrieved: The same.
-        is_valid: Booleans `[num_tokens]` on their device: rows that were retrieved.
+        retrieved: Same shape and dtype.
+        is_valid: Booleans `[num_tokens]` on the same device: rows that were retrieved.
 
     Returns:
         float32 `[num_tokens]`: squared distances, 0 where not valid.
 
     Raises:
-        KernelInputError: The tensors do not fit together.
+        KernelInputError: The tensors do not match.
     """
     check_tensor("fresh rows", fresh, FLOATS, (None, None), fresh.device)
     check_tensor("retrieved rows", retrieved, (fresh.dtype,), fresh.shape, fresh.device)
@@ -51,23 +51,23 @@ def blend_select(
     counts: Sequence[int],
     num_tail_tokens: int,
 ) -> torch.Tensor:
-    """Choose tokens. Does not wait for the device.
+    """Select tokens. Does not wait for the device.
 
     Args:
-        deviation: float32 `[num_tokens]`, contiguous, none negative.
-        is_valid: Booleans `[num_tokens]` on its device.
-        starts: Where each request begins, and the number of tokens.
-        counts: How many tokens of each request are chosen by their deviation, of those that are not
-            chosen in any case; all where there are fewer. At most as many as the request has
-            tokens.
-        num_tail_tokens: Tokens at the end of each request that are chosen in any case, as those
-            that are not valid, and those whose deviation is not finite.
+        deviation: float32 `[num_tokens]`, contiguous, not negative.
+        is_valid: Booleans `[num_tokens]` on the same device.
+        starts: First token of each request, followed by the number of tokens.
+        counts: Number of tokens of each request to select by deviation, in addition to those that
+            are always selected; all if there are fewer. At most the number of tokens in the
+            request.
+        num_tail_tokens: Number of tokens at the end of each request that are always selected, like
+            those that are not valid or whose deviation is not finite.
 
     Returns:
         Booleans `[num_tokens]`.
 
     Raises:
-        KernelInputError: The tensors or numbers do not fit together.
+        KernelInputError: The tensors or numbers do not match.
     """
     check_tensor("deviation", deviation, (torch.float32,), (None,), deviation.device)
     check_tensor("is_valid", is_valid, (torch.bool,), (len(deviation),), deviation.device)
@@ -79,8 +79,8 @@ def blend_select(
     )
     if not rises or len(counts) != len(lengths):
         raise KernelInputError(
-            f"starts are {list(starts)} with {len(counts)} counts; starts rise from 0 to"
-            f" {len(deviation)}, a count a request"
+            f"starts are {list(starts)} with {len(counts)} counts; starts must rise from 0 to"
+            f" {len(deviation)}, with one count per request"
         )
     fit = all(0 <= count <= length for count, length in zip(counts, lengths, strict=True))
     if not fit or num_tail_tokens < 0:

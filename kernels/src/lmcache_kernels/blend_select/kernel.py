@@ -13,7 +13,7 @@ from lmcache_kernels.arithmetic import EXACT, launching, widen
 from lmcache_kernels.blend_select.reference import INFINITE
 from lmcache_kernels.checks import KINDS, WORD_DTYPES
 
-# Not tuned on a GPU: eight values a thread.
+# Not tuned on a GPU: eight values per thread.
 MAX_BLOCK = 1024
 _NUM_BITS = tl.constexpr(31)
 _INFINITE = tl.constexpr(INFINITE)
@@ -33,12 +33,12 @@ def deviation_kernel(  # type: ignore[no-untyped-def]
 
     Args:
         fresh_ptr: Words `[num_tokens, channels]`.
-        retrieved_ptr: The same.
+        retrieved_ptr: Words `[num_tokens, channels]`.
         valid_ptr: uint8 `[num_tokens]`.
         deviation_ptr: float32 `[num_tokens]`, written.
-        channels: Of a row.
-        KIND: Of the words: `checks.KINDS`.
-        BLOCK: Channels worked on at once.
+        channels: Length of a row.
+        KIND: Dtype of the words: `checks.KINDS`.
+        BLOCK: Channels processed per step.
     """
     token = tl.program_id(0).to(tl.int64)
     is_valid = tl.load(valid_ptr + token) != 0
@@ -56,8 +56,8 @@ def deviation_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_ranks(bits_ptr, valid_ptr, tokens, end):  # type: ignore[no-untyped-def]
-    """Return the ranks of some tokens by their deviation, as `reference.ranks_of`; -1 where not
-    valid, or from `end` on.
+    """Return the ranks of some tokens by deviation, like `reference.ranks_of`; -1 if not valid, or
+    from `end` on.
     """
     is_candidate = (tl.load(valid_ptr + tokens, mask=tokens < end, other=0) != 0) & (tokens < end)
     bits = tl.load(bits_ptr + tokens, mask=is_candidate, other=0)
@@ -68,7 +68,7 @@ def load_ranks(bits_ptr, valid_ptr, tokens, end):  # type: ignore[no-untyped-def
 def select_kernel(  # type: ignore[no-untyped-def]
     bits_ptr, valid_ptr, starts_ptr, counts_ptr, selected_ptr, num_tail_tokens, BLOCK: tl.constexpr
 ):
-    """Choose for one request.
+    """Select the tokens of one request.
 
     Args:
         bits_ptr: Bits of the deviations, int32 `[num_tokens]`.
@@ -76,8 +76,8 @@ def select_kernel(  # type: ignore[no-untyped-def]
         starts_ptr: int64 `[num_requests + 1]`.
         counts_ptr: int64 `[num_requests]`.
         selected_ptr: uint8 `[num_tokens]`, written.
-        num_tail_tokens: At the end, chosen in any case.
-        BLOCK: Tokens worked on at once.
+        num_tail_tokens: Tokens at the end that are always selected.
+        BLOCK: Tokens processed per step.
     """
     request = tl.program_id(0)
     start, end = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
@@ -110,7 +110,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
 def launch_deviation(
     fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor, deviation: torch.Tensor
 ) -> None:
-    """Fill float32 `[num_tokens]` on the current stream. Everything is checked.
+    """Fill float32 `[num_tokens]` on the current stream. The arguments have been checked.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.
@@ -143,7 +143,7 @@ def launch_select(
     num_tail_tokens: int,
     selected: torch.Tensor,
 ) -> None:
-    """Fill booleans `[num_tokens]` on the current stream. Everything is checked.
+    """Fill booleans `[num_tokens]` on the current stream. The arguments have been checked.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.

@@ -1,4 +1,4 @@
-"""The torch references of `blend_select`; what runs where there is no kernel."""
+"""The torch references of `blend_select`, used on devices without a kernel."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from itertools import pairwise
 import torch
 
 INFINITE = 0x7F800000
-"""Bits of the float32 infinity: of numbers that are not negative, those of finite ones are
-smaller.
-"""
+"""Bits of the float32 infinity: the bits of finite non-negative numbers are smaller."""
 
 
 def blend_deviation_reference(
     fresh: torch.Tensor, retrieved: torch.Tensor, is_valid: torch.Tensor
 ) -> torch.Tensor:
-    """Do what `blend_deviation` does, on any device."""
+    """Compute `blend_deviation`, on any device."""
     return (fresh.float() - retrieved.float()).square().sum(1).masked_fill(~is_valid, 0.0)
 
 
 def ranks_of(deviation: torch.Tensor) -> torch.Tensor:
-    """int32, ordered as the deviations are. What is not a number is the largest, and alike: its
-    sign is the machine's choice.
+    """Return int32 ranks in the order of the deviations. All NaNs have the same, largest rank,
+    since the sign of a NaN depends on the machine.
     """
     return (deviation.view(torch.int32) & 0x7FFFFFFF).clamp(max=INFINITE + 1)
 
@@ -34,7 +32,7 @@ def blend_select_reference(
     counts: Sequence[int],
     num_tail_tokens: int,
 ) -> torch.Tensor:
-    """Do what `blend_select` does, on any device."""
+    """Compute `blend_select`, on any device."""
     is_candidate = is_valid.clone()
     for start, end in pairwise(starts):
         is_candidate[max(start, end - num_tail_tokens) : end] = False

@@ -1,4 +1,4 @@
-"""`cachegen_decode`: streams of words to floating-point KV. The maths: `README.md`."""
+"""`cachegen_decode`: decodes streams of words to floating-point KV. The maths: `README.md`."""
 
 from __future__ import annotations
 
@@ -24,27 +24,25 @@ def cachegen_decode(
     out: torch.Tensor,
     by_token: bool,
 ) -> torch.Tensor:
-    """Decode every section and write the values that its symbols stand for. Does not wait for the
-    device.
+    """Decode every section and write the values of its symbols. Does not wait for the device.
 
-    Any contents of `encoded` lead to some values: no address outside the tensors is read or
-    written.
+    Any content of `encoded` is safe: no address outside the tensors is read or written.
 
     Args:
-        encoded: On the tables' device.
+        encoded: Streams on the tables' device.
         scales: int32 `[planes, tokens]` by token, else `[planes, 1]`: float32 bits.
-        levels: Of each plane.
-        shape: Of the KV.
-        tables: Those that it was encoded with.
+        levels: Levels of each plane.
+        shape: Shape of the KV.
+        tables: The tables that it was encoded with.
         out: Filled: bfloat16, float16 or float32 `shape.sizes`, contiguous, on the tables' device.
         by_token: Whether each token has a scale of its own, and symbols are divided by levels.
 
     Returns:
-        uint8 `[planes * sections]`: 0 where a section's stream was an encoder's; else 1, and its
-        values mean nothing.
+        uint8 `[planes * sections]`: 0 if a section's stream is a valid encoding; else 1, and its
+            values are meaningless.
 
     Raises:
-        KernelInputError: The arguments do not fit together, or there are no tables for some levels;
+        KernelInputError: The arguments do not match, or there are no tables for some levels;
             nothing was written.
     """
     device = tables.device

@@ -21,7 +21,7 @@ from lmcache_kernels.codec_shape import (
 from lmcache_kernels.codec_tables import CodecTables
 
 MAX_STEPS_IN_REGISTERS = 8
-"""Steps of a row whose last values fit in one 64-bit register of each lane, a byte each."""
+"""Steps per row whose previous values fit into one 64-bit register of each lane, one byte each."""
 _LANES = tl.constexpr(LANES)
 _STATE_WORDS = tl.constexpr(STATE_WORDS)
 _PRECISION_BITS = tl.constexpr(PRECISION_BITS)
@@ -32,20 +32,20 @@ _DELTA_FLAG = tl.constexpr(DELTA_FLAG)
 
 @triton.jit
 def decode_step(states, at, stream, model, shape, active):  # type: ignore[no-untyped-def]
-    """Decode one symbol (plus `levels`) in each active lane. No words lead to an address outside
-    the tables or the stream.
+    """Decode one symbol (plus `levels`) in each active lane. No stream content leads to an address
+    outside the tables or the stream.
 
     Args:
-        states: uint32, of each lane.
-        at: The next word of the stream.
-        stream: Words, and the last of them that may be read.
-        model: `slot_symbol` and `start_and_frequency` of the plane's alphabet, and entries of one
-            table.
+        states: uint32, one per lane.
+        at: Index of the next word of the stream.
+        stream: The words, and the index of the last one that may be read.
+        model: `slot_symbol` and `start_and_frequency` of the plane's alphabet, and the number of
+            entries of one table.
         shape: Number of each lane's table.
-        active: Lanes that have a symbol in this step.
+        active: Lanes with a symbol in this step.
 
     Returns:
-        Symbols, states, and the next word.
+        Symbols, states, and the index of the next word.
     """
     words_ptr, last = stream
     slot_symbol_ptr, entries_ptr, table_stride = model
@@ -82,8 +82,8 @@ def restored(centred, shift, scale, levels, KIND: tl.constexpr, BY_TOKEN: tl.con
 
 @triton.jit
 def load_channels(columns_ptr, column, active):  # type: ignore[no-untyped-def]
-    """Shift, table and (all bits or none) delta of some columns, of the plane's shifts, shapes,
-    `log2` of a group, and number of tables.
+    """Return shift, table and delta (all bits or none) of some columns, given the plane's shifts
+    and shapes, `log2` of a group, and the number of tables.
     """
     shifts_ptr, shapes_ptr, group_bits, num_tables = columns_ptr
     shift = tl.load(shifts_ptr + (column >> group_bits), mask=active, other=0).to(tl.int32)
@@ -93,21 +93,22 @@ def load_channels(columns_ptr, column, active):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def decode_rows(start, stream, model, plane, place, KIND: tl.constexpr, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decode a section whose rows are whole steps, and write its values as they come.
+    """Decode a section whose rows are whole steps, and write its values immediately.
 
-    The values of the row before, for deltas, wait in a queue: a byte for each step of a row.
+    The values of the previous row, needed for deltas, are kept in a queue: one byte per step of a
+    row.
 
     Args:
-        start: States, and the first word after them.
+        start: States, and the index of the first word after them.
         stream: See `decode_step`.
         model: See `decode_step`.
         plane: Output, scales, columns (see `load_channels`) and levels of the plane.
         place: tokens, channels, first channel, channels of the section.
-        KIND: Of the output.
+        KIND: Dtype of the output.
         BY_TOKEN: Whether there is a scale for each token.
 
     Returns:
-        States, and the next word.
+        States, and the index of the next word.
     """
     states, at = start
     out_ptr, scales_ptr, columns_ptr, levels = plane
@@ -135,7 +136,7 @@ def decode_rows(start, stream, model, plane, place, KIND: tl.constexpr, BY_TOKEN
 @triton.jit
 def decode_symbols(start, stream, model, plane, place, symbols_ptr):  # type: ignore[no-untyped-def]
     """Decode the symbols of a section of any width to `symbols_ptr`, uint8 `[tokens * width]`.
-    The rest is as in `decode_rows`.
+    Otherwise like `decode_rows`.
     """
     states, at = start
     columns_ptr = plane[2]
@@ -152,7 +153,7 @@ def decode_symbols(start, stream, model, plane, place, symbols_ptr):  # type: ig
 
 @triton.jit  # type: ignore[untyped-decorator]
 def restore_symbols(symbols_ptr, plane, place, KIND: tl.constexpr, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the values of the symbols that `decode_symbols` left. Arguments as in `decode_rows`."""
+    """Write the values of the symbols from `decode_symbols`. Arguments as in `decode_rows`."""
     out_ptr, scales_ptr, columns_ptr, levels = plane
     tokens, channels, first, width = place
     for begin in range(0, width, _LANES):
@@ -184,18 +185,18 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     BY_TOKEN: tl.constexpr,
     IS_DIRECT: tl.constexpr,
 ):
-    """Decode one section, from its first symbol to its last, with one warp.
+    """Decode one section from its first symbol to its last, with one warp.
 
     Args:
         encoded: Words, int64 ends and int32 lengths of the streams, shifts and shapes `[planes,
             groups]`, int32 scales.
         tables: `CodecTables.of_planes`, `slot_symbol` and `start_and_frequency`.
-        outputs: Words `[planes, tokens, channels]`; uint8 `[planes * sections]`: 0 where a stream
-            was an encoder's, else 1; and, unless `IS_DIRECT`, uint8 `[planes * sections, tokens *
+        outputs: Words `[planes, tokens, channels]`; uint8 `[planes * sections]`: 0 if a stream is a
+            valid encoding, else 1; and, unless `IS_DIRECT`, uint8 `[planes * sections, tokens *
             channels of a section]`, scratch.
-        sizes: Words in all (at least 1), tables of an alphabet, tokens, channels, groups, channels
-            of a section, log2 of those of a group.
-        KIND: Of the output.
+        sizes: Total number of words (at least 1), tables of an alphabet, tokens, channels, groups,
+            channels of a section, log2 of the channels of a group.
+        KIND: Dtype of the output.
         BY_TOKEN: Whether there is a scale for each token.
         IS_DIRECT: Whether the width of every section is a multiple of `LANES`, and at most
             `MAX_STEPS_IN_REGISTERS` times that.
@@ -257,7 +258,7 @@ def launch(
     out: torch.Tensor,
     by_token: bool,
 ) -> torch.Tensor:
-    """Decode on the current stream, in one launch. Everything is checked but the words.
+    """Decode on the current stream, in one launch. Everything except the words has been checked.
 
     Returns:
         uint8 `[planes * sections]`, see `decode_kernel`.

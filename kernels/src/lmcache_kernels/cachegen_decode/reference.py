@@ -1,5 +1,5 @@
-"""The reference of `cachegen_decode`, for tests: one symbol after the other, then whole planes
-at once.
+"""The reference of `cachegen_decode`, for tests: decodes one symbol after the other, then restores
+whole planes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def cachegen_decode_reference(
     out: torch.Tensor,
     by_token: bool,
 ) -> torch.Tensor:
-    """Do what `cachegen_decode` does, with the tables by their levels, on the CPU; no stream
-    may be shorter than its states.
+    """Compute `cachegen_decode` on the CPU, given the tables by their levels; no stream may be
+    shorter than its states.
     """
     words = encoded.words.numpy().view(np.uint16).tolist()
     ends = encoded.lengths.cumsum(0).tolist()
@@ -64,8 +64,8 @@ def cachegen_decode_reference(
 def _symbols(
     stream: list[int], tokens: int, tables: Integers, frequencies: Integers
 ) -> tuple[bool, Integers]:
-    """Return whether a stream was an encoder's, and its symbols `[tokens, width]`; after its end,
-    its last word is read again and again.
+    """Return whether a stream is a valid encoding, and its symbols `[tokens, width]`; after its
+    end, its last word is read repeatedly.
     """
     ends = np.cumsum(frequencies, 1)
     states = [stream[2 * lane] << 16 | stream[2 * lane + 1] for lane in range(LANES)]
@@ -89,7 +89,9 @@ def _symbols(
 
 
 def _whole(symbols: Integers, levels: int, has_deltas: npt.NDArray[np.bool_]) -> Integers:
-    """Values about their shift: symbols, or their running sum, modulo `2 * levels + 1`."""
+    """Return values relative to their shift: symbols, or their running sum, modulo `2 * levels +
+    1`.
+    """
     whole = np.where(has_deltas, np.cumsum(symbols, 0), symbols)
     return (whole + levels) % (2 * levels + 1) - levels
 

@@ -1,4 +1,4 @@
-"""`cachegen_encode`: small whole numbers to streams of words. The maths: `README.md`."""
+"""`cachegen_encode`: encodes small integers to streams of words. The maths: `README.md`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def cachegen_encode(
     the device.
 
     Args:
-        values: int16 `shape.sizes`, contiguous, on a CUDA device. Where `wraps`, in `-levels …
-            levels`; else those of a group span at most `2 * levels`.
-        shape: Its shape.
-        levels: Of each plane.
-        tables: On the same device.
-        wraps: Whether values are modulo `2 * levels + 1`: those quantised by token are, those by
-            plane are not.
+        values: int16 `shape.sizes`, contiguous, on a CUDA device. If `wraps`, in `-levels …
+            levels`; else the values of a group span at most `2 * levels`.
+        shape: Shape of the values.
+        levels: Levels of each plane.
+        tables: Tables on the same device.
+        wraps: Whether values are modulo `2 * levels + 1`: true for quantisation by token, false by
+            plane.
 
     Raises:
-        KernelInputError: The arguments do not fit together, or there are no tables for some levels.
+        KernelInputError: The arguments do not match, or there are no tables for some levels.
     """
     check_tensor("values", values, (torch.int16,), shape.sizes, tables.device)
     if len(levels) != shape.planes:

@@ -11,7 +11,7 @@ from lmcache_kernels.codec_arithmetic import fold
 from lmcache_kernels.codec_shape import DELTA_FLAG, LANES, LOWEST_STATE, PRECISION_BITS, CodecShape
 from lmcache_kernels.codec_tables import CodecTables
 
-# Not tuned on a GPU: 16 rows of 64 channels, eight values a thread.
+# Not tuned on a GPU: 16 rows of 64 channels, eight values per thread.
 TILE_TOKENS = tl.constexpr(16)
 TILE_CHANNELS = tl.constexpr(64)
 COPY_WORDS = tl.constexpr(1024)
@@ -26,14 +26,14 @@ _MEAN_OFFSET = tl.constexpr(65536)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def by_group(of_channel, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return what `TILE_CHANNELS` channels have, as `[groups, GROUP]`."""
+    """Return values of `TILE_CHANNELS` channels as `[groups, GROUP]`."""
     return tl.reshape(of_channel, [TILE_CHANNELS // GROUP, GROUP])
 
 
 @triton.jit
 def load_tile(values_ptr, first, columns, sizes):  # type: ignore[no-untyped-def]
-    """Load rows `first …` of some columns of a plane as int32, 0 where there are none; return them,
-    and where there are any.
+    """Load rows `first …` of some columns of a plane as int32, 0 outside the plane; return them
+    with the mask of those inside.
     """
     tokens, channels = sizes
     rows = first + tl.arange(0, TILE_TOKENS)[:, None]
@@ -48,8 +48,8 @@ def load_tile(values_ptr, first, columns, sizes):  # type: ignore[no-untyped-def
 
 @triton.jit  # type: ignore[untyped-decorator]
 def group_shift(values_ptr, columns, sizes, levels, WRAPS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the mean of each group, halves up, int32 `[groups]`; unless values wrap, moved until
-    all of them are within `levels` of it.
+    """Return the rounded mean of each group (halves up), int32 `[groups]`; unless values wrap,
+    moved until all of them are within `levels` of it.
     """
     tokens, channels = sizes
     total = tl.zeros([TILE_TOKENS, TILE_CHANNELS], tl.int32)
@@ -62,7 +62,7 @@ def group_shift(values_ptr, columns, sizes, levels, WRAPS: tl.constexpr, GROUP: 
         high = tl.maximum(high, tl.where(mask, tile, -32768))
     whole = tl.sum(by_group(tl.sum(total, 0).to(tl.int64), GROUP), 1)
     count = tl.maximum(tl.sum(by_group((columns < channels).to(tl.int64), GROUP), 1), 1) * tokens
-    # Division rounds towards zero: what is divided is made positive before and put right after.
+    # Division rounds towards zero: make the dividend positive before, and undo that afterwards.
     shift = ((2 * whole + count + 2 * count * _MEAN_OFFSET) // (2 * count) - _MEAN_OFFSET).to(
         tl.int32
     )
@@ -77,8 +77,8 @@ def group_shift(values_ptr, columns, sizes, levels, WRAPS: tl.constexpr, GROUP: 
 
 @triton.jit
 def measure(values_ptr, columns, sizes, levels, shift):  # type: ignore[no-untyped-def]
-    """Return of each channel, int32: squares about its shift and of its deltas, and the largest
-    magnitudes of both.
+    """Return for each channel, int32: the sums of squares relative to its shift and of its deltas,
+    and the largest magnitudes of both.
     """
     tokens = sizes[0]
     squares = tl.zeros([TILE_TOKENS, TILE_CHANNELS], tl.int32)
@@ -112,7 +112,7 @@ def choose_kernel(  # type: ignore[no-untyped-def]
     Args:
         values_ptr: int16 `[planes, tokens, channels]`.
         planes_ptr: `CodecTables.of_planes`.
-        choice: `CodecTables.choice`, and how many widths it has.
+        choice: `CodecTables.choice`, and its number of widths.
         outputs: int16 and uint8 `[planes, groups]`: shifts and shapes.
         sizes: tokens, channels, groups.
         WRAPS: Whether values are modulo `2 * levels + 1`.
@@ -152,7 +152,9 @@ def choose_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_symbols(values_ptr, model, token, column, channels, active, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the symbols (plus `levels`) of a step's lanes, and the tables they are coded with."""
+    """Return the symbols (plus `levels`) of a step's lanes, and the tables that they are coded
+    with.
+    """
     shifts_ptr, shapes_ptr, levels = model
     place = values_ptr + token.to(tl.int64) * channels + column
     value = tl.load(place, mask=active, other=0).to(tl.int32)
@@ -167,8 +169,8 @@ def load_symbols(values_ptr, model, token, column, channels, active, GROUP: tl.c
 
 @triton.jit
 def encode_step(states, at, packed, stream_ptr, active):  # type: ignore[no-untyped-def]
-    """Code one symbol in each active lane, the last lane first. Returns the states and where the
-    stream begins now.
+    """Code one symbol in each active lane, last lane first; return the states and the new start of
+    the stream.
     """
     frequency = (packed & 0x1FFF).to(tl.uint32)
     start = ((packed >> 13) & 0xFFF).to(tl.uint32)
@@ -188,14 +190,14 @@ def encode_step(states, at, packed, stream_ptr, active):  # type: ignore[no-unty
 def encode_kernel(  # type: ignore[no-untyped-def]
     values_ptr, model, coder_ptr, outputs, sizes, SECTION: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Encode one section, from its last symbol to its first, with one warp.
+    """Encode one section from its last symbol to its first, with one warp.
 
     Args:
         values_ptr: int16 `[planes, tokens, channels]`.
         model: `CodecTables.of_planes`, shifts and shapes `[planes, groups]`.
         coder_ptr: `CodecTables.coder`.
         outputs: int16 `[planes * sections, stride]`: each stream, at the end of its row; int32
-            `[planes * sections]`: words of each stream.
+            `[planes * sections]`: number of words of each stream.
         sizes: tokens, channels, groups, stride of the streams.
         SECTION: Channels of a section.
         GROUP: Channels of a group.
@@ -240,7 +242,7 @@ def encode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gather_streams_kernel(streams_ptr, lengths_ptr, ends_ptr, words_ptr, stride):  # type: ignore[no-untyped-def]
-    """Put one stream, which ends its row of `[sections, stride]`, to where it ends in `words`."""
+    """Copy one stream, at the end of its row of `[sections, stride]`, to its place in `words`."""
     section = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + section)
     source = streams_ptr + (section + 1) * stride - length
@@ -257,7 +259,7 @@ def gather_streams_kernel(streams_ptr, lengths_ptr, ends_ptr, words_ptr, stride)
 def launch_choose(
     values: torch.Tensor, planes: torch.Tensor, shape: CodecShape, tables: CodecTables, wraps: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose shift and shape of each group, on the current stream. Everything is checked.
+    """Choose shift and shape of each group, on the current stream. The arguments have been checked.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.
@@ -280,7 +282,7 @@ def launch_encode(
     shape: CodecShape,
     tables: CodecTables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode on the current stream: return streams `[planes * sections, max_words]`, each at the
+    """Encode on the current stream; return streams `[planes * sections, max_words]`, each at the
     end of its row, and their lengths.
 
     Raises:
@@ -305,7 +307,7 @@ def launch_encode(
 
 
 def launch_gather(streams: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the streams one after the other. Waits for the device, to learn their lengths.
+    """Return the streams concatenated. Waits for the device to learn their lengths.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.

@@ -1,5 +1,5 @@
-"""The reference of `cachegen_encode`, for tests: whole planes at once for the model, one symbol
-after the other for the streams.
+"""The reference of `cachegen_encode`, for tests: whole planes for the model, one symbol after the
+other for the streams.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cachegen_encode_reference(
     alphabets: Mapping[int, Alphabet],
     wraps: bool,
 ) -> EncodedPlanes:
-    """Do what `cachegen_encode` does, with the tables by their levels, for tensors on the CPU."""
+    """Compute `cachegen_encode` for tensors on the CPU, given the tables by their levels."""
     shifts = np.zeros((shape.planes, shape.groups), np.int16)
     shapes = np.zeros((shape.planes, shape.groups), np.uint8)
     streams: list[list[int]] = []
@@ -57,7 +57,7 @@ def cachegen_encode_reference(
 def _model(
     values: Integers, levels: int, alphabet: Alphabet, wraps: bool
 ) -> tuple[int, int, Integers]:
-    """Shift and shape of a group's values, and the symbols that they leave."""
+    """Return shift and shape of a group's values, and the symbols relative to them."""
     count, size = values.size, 2 * levels + 1
     shift = (2 * int(values.sum()) + count) // (2 * count)
     if not wraps:

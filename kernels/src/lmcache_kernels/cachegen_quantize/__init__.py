@@ -1,4 +1,4 @@
-"""`cachegen_quantize`: floating-point KV to small whole numbers. The maths: `README.md`."""
+"""`cachegen_quantize`: quantises floating-point KV to small integers. The maths: `README.md`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def cachegen_quantize_by_token(x: torch.Tensor, levels: Sequence[int]) -> Quanti
 
     Args:
         x: bfloat16, float16 or float32 `[planes, tokens, channels]`, contiguous, on a CUDA device.
-        levels: Of each plane, 1 … 127.
+        levels: Levels of each plane, 1 … 127.
 
     Raises:
-        KernelInputError: It cannot be divided so.
+        KernelInputError: `x` or `levels` are out of range.
     """
     _check(x)
     if len(levels) != x.shape[0] or not all(0 < own <= MAX_LEVELS for own in levels):
         raise KernelInputError(
-            f"levels are {list(levels)}; expected {x.shape[0]} numbers in 1 … {MAX_LEVELS}, one a"
+            f"levels are {list(levels)}; expected {x.shape[0]} numbers in 1 … {MAX_LEVELS}, one per"
             " plane"
         )
     from lmcache_kernels.cachegen_quantize.kernel import launch_by_token
@@ -63,7 +63,7 @@ def cachegen_quantize_by_plane(x: torch.Tensor, fineness: int) -> QuantizedPlane
         fineness: 1 … 1,024.
 
     Raises:
-        KernelInputError: It cannot be divided so.
+        KernelInputError: `x` or `fineness` are out of range.
     """
     _check(x)
     if not 0 < fineness <= MAX_FINENESS:

@@ -13,7 +13,7 @@ from lmcache_kernels.codec_arithmetic import magnitude_bits, rounded, whole_root
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Values, scales, errors and status."""
 
-# Not tuned on a GPU: a row of KV of 1,024 channels is one block of eight values a thread.
+# Not tuned on a GPU: a row of 1,024 channels is one block of eight values per thread.
 MAX_BLOCK = 1024
 TILE_TOKENS = tl.constexpr(8)
 TILE_CHANNELS = tl.constexpr(64)
@@ -27,8 +27,8 @@ _ONE_BITS = tl.constexpr(127 << 23)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def usable_scale(bits, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return whether the largest magnitude of a row or plane, as bits, is 0 or can be divided by;
-    and what to divide by: it, or else 1.
+    """Return whether the largest magnitude of a row or plane, as bits, is 0 or a usable divisor,
+    and the divisor: the magnitude, or 1.
     """
     is_usable = (bits >= _SMALLEST_BITS) & (bits <= LIMIT)
     return is_usable | (bits == 0), tl.where(is_usable, bits, _ONE_BITS).to(
@@ -38,15 +38,15 @@ def usable_scale(bits, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def usable_plane(bits, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return `usable_scale` of a plane: restored values may be half a step larger, and must stay
-    finite in float16.
+    """Return `usable_scale` of a plane, whose restored values may be half a step larger and must
+    stay finite in float16.
     """
     return usable_scale(bits, _LARGEST_HALF_BITS if KIND == 1 else _LARGEST_BITS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def largest_of_row(raw_ptr, channels, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the bits of the largest magnitude of the row that begins at `raw_ptr`."""
+    """Return the bits of the largest magnitude in the row that begins at `raw_ptr`."""
     largest = tl.zeros([BLOCK], tl.int32)
     for first in range(0, channels, BLOCK):
         columns = first + tl.arange(0, BLOCK)
@@ -57,8 +57,8 @@ def largest_of_row(raw_ptr, channels, KIND: tl.constexpr, BLOCK: tl.constexpr): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def count_errors(sums, x, restored, unit, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add to `(largest error, squared errors, squared values)` what a block of values and their
-    restored ones make, in 1/unit.
+    """Add a block of values and their restored ones to `(largest error, squared errors, squared
+    values)`, in units of 1/unit.
     """
     largest, squares, power = sums
     ours = widen(narrow(restored, KIND), KIND)
@@ -70,8 +70,8 @@ def count_errors(sums, x, restored, unit, KIND: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def add_errors(errors_ptr, sums):  # type: ignore[no-untyped-def]
-    """Raise and add to the three sums of a plane. They are of integers: the order in which rows
-    come does not matter.
+    """Combine a block's sums with the three sums of a plane. They are integers, so the order of
+    rows does not matter.
     """
     largest, squares, power = sums
     tl.atomic_max(errors_ptr, tl.max(largest, 0).to(tl.int64))
@@ -81,7 +81,8 @@ def add_errors(errors_ptr, sums):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def by_token_kernel(raw_ptr, levels_ptr, outputs, sizes, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Quantise one row: read for its largest magnitude, and again, from the cache, for its values.
+    """Quantise one row: read it for its largest magnitude, and again, from the cache, for its
+    values.
 
     Args:
         raw_ptr: Words `[planes, tokens, channels]`.
@@ -89,8 +90,8 @@ def by_token_kernel(raw_ptr, levels_ptr, outputs, sizes, KIND: tl.constexpr, BLO
         outputs: int16 `[planes, tokens, channels]`, int32 `[planes, tokens]`, int64 `[planes, 3]`
             of zeros, int32 `[planes]` of zeros.
         sizes: tokens, channels.
-        KIND: Of the words: `checks.KINDS`.
-        BLOCK: Channels worked on at once.
+        KIND: Dtype of the words: `checks.KINDS`.
+        BLOCK: Channels processed per step.
     """
     values_ptr, scales_ptr, errors_ptr, status_ptr = outputs
     tokens, channels = sizes
@@ -122,8 +123,8 @@ def by_token_kernel(raw_ptr, levels_ptr, outputs, sizes, KIND: tl.constexpr, BLO
 
 @triton.jit  # type: ignore[untyped-decorator]
 def plane_largest_kernel(raw_ptr, largest_ptr, sizes, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Raise int32 `[planes]`, zeros before, to the bits of each plane's largest magnitude. One
-    row a program.
+    """Raise int32 `[planes]`, initially zeros, to the bits of each plane's largest magnitude. One
+    row per program.
     """
     tokens, channels = sizes
     row = tl.program_id(0).to(tl.int64)
@@ -140,11 +141,11 @@ def plane_spread_kernel(raw_ptr, largest_ptr, spread_ptr, sizes, KIND: tl.conste
     Args:
         raw_ptr: Words `[planes, tokens, channels]`.
         largest_ptr: int32 `[planes]`.
-        spread_ptr: int64 `[planes, 2]`, zeros before: the sum of the channels' variances is added
-            to the first, the second is raised to the largest distance between two values of a
+        spread_ptr: int64 `[planes, 2]`, initially zeros: the sum of the channels' variances is
+            added to the first; the second is raised to the largest distance between two values of a
             channel.
         sizes: tokens, channels.
-        KIND: Of the words.
+        KIND: Dtype of the words.
     """
     tokens, channels = sizes
     plane = tl.program_id(0).to(tl.int64)
@@ -177,16 +178,16 @@ def plane_spread_kernel(raw_ptr, largest_ptr, spread_ptr, sizes, KIND: tl.conste
 
 @triton.jit  # type: ignore[untyped-decorator]
 def by_plane_kernel(raw_ptr, facts, outputs, sizes, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Quantise one row in steps that follow from what was measured of its plane.
+    """Quantise one row in steps derived from the measurements of its plane.
 
     Args:
         raw_ptr: Words `[planes, tokens, channels]`.
-        facts: What `plane_largest_kernel` and `plane_spread_kernel` wrote.
+        facts: Results of `plane_largest_kernel` and `plane_spread_kernel`.
         outputs: int16 `[planes, tokens, channels]`, int32 `[planes, 1]`, int64 `[planes, 3]` of
             zeros, int32 `[planes]`.
         sizes: tokens, channels, fineness.
-        KIND: Of the words.
-        BLOCK: Channels worked on at once.
+        KIND: Dtype of the words.
+        BLOCK: Channels processed per step.
     """
     largest_ptr, spread_ptr = facts
     values_ptr, scales_ptr, errors_ptr, status_ptr = outputs
@@ -221,8 +222,8 @@ def by_plane_kernel(raw_ptr, facts, outputs, sizes, KIND: tl.constexpr, BLOCK: t
 
 
 def launch_by_token(x: torch.Tensor, levels: torch.Tensor, outputs: Outputs) -> None:
-    """Quantise by token on the current stream, in one launch. Everything is checked; errors and
-    status are zeros.
+    """Quantise by token on the current stream, in one launch. The arguments have been checked;
+    errors and status are zeros.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.
@@ -236,8 +237,8 @@ def launch_by_token(x: torch.Tensor, levels: torch.Tensor, outputs: Outputs) -> 
 
 
 def launch_by_plane(x: torch.Tensor, fineness: int, outputs: Outputs) -> None:
-    """Quantise by plane on the current stream, in three launches. Everything is checked; errors are
-    zeros.
+    """Quantise by plane on the current stream, in three launches. The arguments have been checked;
+    errors are zeros.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.

@@ -1,4 +1,4 @@
-"""What `cachegen_quantize` returns."""
+"""The result of `cachegen_quantize`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class QuantizedPlanes:
-    """Whole numbers and what they are multiples of. All on the input's device, owned by the caller.
+    """Integers and their scales. All on the input's device, owned by the caller.
 
     Attributes:
         values: int16 `[planes, tokens, channels]`.
@@ -17,8 +17,8 @@ class QuantizedPlanes:
             row's or plane's scale.
         errors: int64 `[planes, 3]`: the largest error, the sum of squared errors, the sum of
             squared values, in 1/32767 of a scale.
-        status: int32 `[planes]`: 0; 1 where a value is not finite or a scale is not between 2^-100
-            and 2^100 (float16 by plane: 2^15): then nothing of the plane means anything.
+        status: int32 `[planes]`: 0; 1 if a value is not finite or a scale is not between 2^-100 and
+            2^100 (float16 by plane: 2^15): then nothing of the plane is meaningful.
     """
 
     values: torch.Tensor

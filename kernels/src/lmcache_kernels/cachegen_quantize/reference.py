@@ -1,5 +1,5 @@
-"""The torch reference of `cachegen_quantize`, for tests: whole tensors at once, one rounded
-float32 operation after the other.
+"""The torch reference of `cachegen_quantize`, for tests: whole tensors, one rounded float32
+operation after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_SPREAD = 252
 
 
 def cachegen_quantize_by_token_reference(x: torch.Tensor, levels: Sequence[int]) -> QuantizedPlanes:
-    """Do what `cachegen_quantize_by_token` does, on any device."""
+    """Compute `cachegen_quantize_by_token`, on any device."""
     wide = x.float()
     largest = wide.abs().amax(2, keepdim=True)
     is_usable = _is_usable(largest)
@@ -32,7 +32,7 @@ def cachegen_quantize_by_token_reference(x: torch.Tensor, levels: Sequence[int])
 
 
 def cachegen_quantize_by_plane_reference(x: torch.Tensor, fineness: int) -> QuantizedPlanes:
-    """Do what `cachegen_quantize_by_plane` does, on any device."""
+    """Compute `cachegen_quantize_by_plane`, on any device."""
     wide = x.float()
     tokens, channels = x.shape[1:]
     largest = wide.abs().amax((1, 2), keepdim=True)

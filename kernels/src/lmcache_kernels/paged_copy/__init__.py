@@ -1,5 +1,5 @@
-"""`paged_gather` and `paged_scatter`: between the pages of a KV cache and a contiguous chunk. The
-maths: `README.md`.
+"""`paged_gather` and `paged_scatter`: copy between the pages of a KV cache and a contiguous chunk.
+The maths: `README.md`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class CheckedSlots:
-    """Slots that have been checked against pages, once for all copies that go there. Make them with
+    """Slots that have been checked against pages once, for any number of copies. Create them with
     `CheckedSlots.of`.
 
     Attributes:
@@ -48,15 +48,15 @@ class CheckedSlots:
 
     @classmethod
     def of(cls, pages: Pages, slot_mapping: torch.Tensor, once: bool) -> CheckedSlots:
-        """Check slots against pages. Waits for the device when the slots are on one.
+        """Check slots against pages. Waits for the device if the slots are on one.
 
         Args:
             pages: The pages.
             slot_mapping: int64 `[num_tokens]`, on the pages' device or the CPU.
-            once: Demand that no slot occurs twice.
+            once: Require that no slot occurs twice.
 
         Raises:
-            KernelInputError: They do not fit the pages, a slot does not exist or (with `once`)
+            KernelInputError: They do not match the pages, or a slot does not exist or (with `once`)
                 occurs twice.
         """
         if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
@@ -83,11 +83,11 @@ class CheckedSlots:
         Args:
             blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages'
                 dtype and device.
-            writes_pages: Also demand that no slot occurs twice and no two page tensors are the same
+            writes_pages: Also require that no slot occurs twice and no two page tensors share
                 memory.
 
         Raises:
-            KernelInputError: They do not fit together.
+            KernelInputError: They do not match.
         """
         pages = self.pages
         expected = (pages.num_sides, pages.num_layers, self.slots.shape[0], pages.hidden_size)
@@ -103,7 +103,7 @@ class CheckedSlots:
             )
         if writes_pages and not pages.are_distinct:
             raise KernelInputError(
-                "two of the keys and values are the same memory: what would be written there is"
+                "two of the keys and values share memory: the result of writing there would be"
                 " ambiguous"
             )
         if writes_pages and not self.are_distinct:
@@ -113,7 +113,8 @@ class CheckedSlots:
 
 @dataclass(frozen=True, eq=False)
 class PagedCopy:
-    """Pages, chunk and slots of one copy, checked against each other. Make it with `checked_copy`.
+    """Pages, chunk and slots of one copy, checked against each other. Create it with
+    `checked_copy`.
 
     Attributes:
         pages: The pages.
@@ -134,7 +135,7 @@ class PagedCopy:
 
     @cached_property
     def alignment_bytes(self) -> int:
-        """What every address, stride and contiguous run of pages and chunk is a multiple of."""
+        """Common divisor of every address, stride and contiguous run of pages and chunk."""
         offset_bytes = int(self.blob.storage_offset()) * self.blob.element_size()
         return math.gcd(self.pages.alignment_bytes, self.blob.data_ptr(), offset_bytes)
 
@@ -147,14 +148,14 @@ class PagedCopy:
 def checked_copy(
     pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, writes_pages: bool
 ) -> PagedCopy:
-    """Check chunk and slots against the pages. Arguments and errors are those of `CheckedSlots.of`
-    and `CheckedSlots.copy_with`.
+    """Check chunk and slots against the pages. For arguments and errors see `CheckedSlots.of` and
+    `CheckedSlots.copy_with`.
     """
     return CheckedSlots.of(pages, slot_mapping, writes_pages).copy_with(blob, writes_pages)
 
 
 def paged_gather(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -> None:
-    """Fill `blob` with the KV of the named slots, bit for bit. Does not wait for the device to
+    """Fill `blob` with the KV of the given slots, bit for bit. Does not wait for the device to
     finish.
 
     Args:
@@ -165,45 +166,44 @@ def paged_gather(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -
             the pages' dtype and device.
 
     Raises:
-        KernelInputError: The tensors do not fit together, or a slot does not exist; `blob` is
-            untouched.
+        KernelInputError: The tensors do not match, or a slot does not exist; `blob` is untouched.
     """
     deque(paged_gather_steps(checked_copy(pages, slot_mapping, blob, writes_pages=False)), maxlen=0)
 
 
 def paged_scatter(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -> None:
-    """Write `blob` into the named slots of the pages, bit for bit; no other slot changes. Does not
+    """Write `blob` into the given slots of the pages, bit for bit; no other slot changes. Does not
     wait for the device to finish.
 
     Args:
         pages: Written.
-        slot_mapping: As of `paged_gather`, but no slot twice.
-        blob: As of `paged_gather`, but read.
+        slot_mapping: As for `paged_gather`, but without duplicates.
+        blob: As for `paged_gather`, but read.
 
     Raises:
-        KernelInputError: The tensors do not fit together, or a slot does not exist or occurs twice;
-            the pages are untouched.
+        KernelInputError: The tensors do not match, or a slot does not exist or occurs twice; the
+            pages are untouched.
     """
     deque(paged_scatter_steps(checked_copy(pages, slot_mapping, blob, writes_pages=True)), maxlen=0)
 
 
 def paged_gather_steps(copy: PagedCopy) -> Iterator[int]:
-    """Gather what has been checked, step by step: for callers who check several copies first, or
-    follow the copy with more.
+    """Gather a checked copy step by step, for callers that check several copies first, or
+    interleave the copy with other work.
 
     Yields:
-        How many of the pages, from the first, are in the chunk completely; on a device once, when
-        all are on their way.
+        How many of the pages, from the first, have been copied completely; on a device once, when
+            all copies have been launched.
     """
     return _steps(copy, to_pages=False)
 
 
 def paged_scatter_steps(copy: PagedCopy) -> Iterator[int]:
-    """Scatter what has been checked, step by step.
+    """Scatter a checked copy step by step.
 
     Yields:
-        How many of the pages, from the first, are filled from the chunk; on a device once, when all
-        are on their way.
+        How many of the pages, from the first, have been filled; on a device once, when all copies
+            have been launched.
     """
     return _steps(copy, to_pages=True)
 
@@ -227,7 +227,7 @@ def _steps(copy: PagedCopy, to_pages: bool) -> Iterator[int]:
 
 
 def _copy_on_host(copy: PagedCopy, to_pages: bool) -> Iterator[int]:
-    """Cut the slots into runs once; then each of the pages is one pass over blocks, not tokens."""
+    """Split the slots into runs once; then each page tensor is one pass over blocks, not tokens."""
     runs = find_runs(copy.slots.numpy(), copy.pages.block_size)
     pages: list[HostArray] = [page.numpy() for page in copy.pages.words(copy.word_bytes)]
     row = pages[0].shape[2:]
@@ -255,8 +255,8 @@ def _copy_on_host(copy: PagedCopy, to_pages: bool) -> Iterator[int]:
         else:
             view, apart = cut
             units = rows.reshape(len(runs.blocks), *view.shape[1:])
-            # An assignment by index is three times as fast in numpy, which copies a unit in one
-            # piece; a selection is as fast in torch, which uses several threads.
+            # Assignment by index is three times as fast in numpy, which copies a unit in one piece;
+            # selection is equally fast in torch, which uses several threads.
             if to_pages:
                 view.numpy()[_as_slice(numbers[apart])] = units
             else:
@@ -266,7 +266,7 @@ def _copy_on_host(copy: PagedCopy, to_pages: bool) -> Iterator[int]:
 
 
 def _as_slice(numbers: HostArray) -> HostArray | slice:
-    """Return consecutive numbers as a slice, which numpy copies faster; others as they are."""
+    """Return consecutive numbers as a slice, which numpy copies faster; others unchanged."""
     first, last = int(numbers[0]), int(numbers[-1])
     if last - first == len(numbers) - 1 and bool((numbers[1:] - numbers[:-1] == 1).all()):
         return slice(first, last + 1)
@@ -281,7 +281,7 @@ def _check_slots(slots: torch.Tensor, num_slots: int, once: bool) -> None:
     low, high, *repeats = torch.stack(facts).tolist()  # waits for the device once
     if low < 0 or high >= num_slots:
         raise KernelInputError(
-            f"slot_mapping holds {low if low < 0 else high}; the slots of these pages are 0 …"
+            f"slot_mapping contains {low if low < 0 else high}; the slots of these pages are 0 …"
             f" {num_slots - 1}"
         )
     if any(repeats):

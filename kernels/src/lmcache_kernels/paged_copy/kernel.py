@@ -38,7 +38,7 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     """Return the addresses of this program's tile in the pages and in the chunk.
 
     Program `(i, s, j)` has tokens `[i * TILE_TOKENS, …)` of page tensor `s` (a side of a layer),
-    words `[j * TILE_WORDS, …)` of each row.
+    and words `[j * TILE_WORDS, …)` of each row.
 
     Args:
         table_ptr: `Pages.table`, int64 `[num page tensors, 5]`.
@@ -47,8 +47,8 @@ def tile_addresses(  # type: ignore[no-untyped-def]
         num_tokens: Tokens in the chunk.
         ROW_WORDS: Words of a token.
         RUN_WORDS: How many of them are contiguous in the pages: all, or those of a head.
-        ALIGNMENT_BYTES: What all addresses, strides and runs are multiples of: 1, 2, 4, 8 or 16. A
-            word has so many, but at most 8.
+        ALIGNMENT_BYTES: Common divisor of all addresses, strides and runs: 1, 2, 4, 8 or 16. This
+            is also the size of a word, up to 8.
 
     Returns:
         `(page_ptrs, blob_ptrs, mask)`, each `[TILE_TOKENS, TILE_WORDS]`.

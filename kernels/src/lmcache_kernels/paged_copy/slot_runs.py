@@ -1,4 +1,4 @@
-"""Runs of tokens that are neighbours in the chunk and in the pages, found once for all layers of a
+"""Runs of tokens that are adjacent in the chunk and in the pages, found once for all layers of a
 copy on the host.
 """
 
@@ -14,13 +14,13 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens that lie side by side in one block.
+    """Adjacent tokens in one block.
 
     Attributes:
         token: First token in the chunk.
-        block: Block that they are in.
+        block: Block that contains them.
         offset: First token in the block.
-        length: Tokens.
+        length: Number of tokens.
     """
 
     token: int
@@ -31,8 +31,8 @@ class Run:
 
 @dataclass(frozen=True)
 class SlotRuns:
-    """A chunk as equal units of neighbouring tokens, between at most two runs that such units would
-    not fit.
+    """A chunk as equal units of adjacent tokens, with at most one run before and after that does
+    not fill a unit.
 
     ```
     chunk:   | edge |  unit  |  unit  |  …  |  unit  | edge |
@@ -40,11 +40,11 @@ class SlotRuns:
     ```
 
     Attributes:
-        edges: Runs at the begin and the end.
+        edges: Runs at the beginning and the end.
         begin: First token of the first unit.
         unit: Tokens in a unit; divides the block size.
         blocks: Block of each unit, `[num_units]`.
-        places: Which unit of its block it is, `[num_units]`.
+        places: Index of each unit in its block, `[num_units]`.
     """
 
     edges: tuple[Run, ...]
@@ -59,17 +59,17 @@ class SlotRuns:
         return self.begin + self.unit * len(self.blocks)
 
     def token_slots(self) -> tuple[Integers, Integers]:
-        """Return block and place in the block of each token of the units."""
+        """Return block and offset in the block of each token of the units."""
         return np.repeat(self.blocks, self.unit), (
             self.places[:, None] * self.unit + np.arange(self.unit)
         ).reshape(-1)
 
 
 def find_runs(slots: Integers, block_size: int) -> SlotRuns:
-    """Cut a chunk into runs.
+    """Split a chunk into runs.
 
-    Engines fill whole blocks, so that a unit is a block as a rule; at both ends of a chunk a block
-    may be cut. Slots without any order make units of one token.
+    Engines fill whole blocks, so a unit is usually a block; at both ends of a chunk a block may be
+    cut. Slots in arbitrary order result in units of one token.
 
     Args:
         slots: At least one, all valid.

@@ -1,4 +1,4 @@
-"""`rope_rotate`: cached K from the positions where it was computed to others. The maths:
+"""`rope_rotate`: rotates cached K from the positions where it was computed to others. The maths:
 `README.md`.
 """
 
@@ -20,16 +20,16 @@ class Rotation:
     """The positions that tokens are rotated from and to; the same for all layers.
 
     Attributes:
-        source: int64 `[num_tokens]`: positions that K carries.
-        target: int64 `[num_tokens]`: positions that it is to carry.
+        source: int64 `[num_tokens]`: current positions of K.
+        target: int64 `[num_tokens]`: new positions of K.
         source_table: float32 `[num_positions, num_rotated]`: cosines of each pair of dimensions,
             then sines.
-        target_table: The same for the target positions; of any number of positions.
-        is_interleaved: Whether neighbours form a pair, not dimensions half of `num_rotated` apart.
+        target_table: The same for the target positions; may have another number of positions.
+        is_interleaved: Whether adjacent dimensions form a pair, not those `num_rotated / 2` apart.
 
     Raises:
-        KernelInputError: They do not fit together, or a position is not in its table. Positions are
-            looked at: this waits for the device.
+        KernelInputError: They do not match, or a position is not in its table. Checking positions
+            waits for the device.
     """
 
     source: torch.Tensor
@@ -54,7 +54,7 @@ class Rotation:
                 table
             ):
                 raise KernelInputError(
-                    f"{name} positions reach from {int(positions.min())} to {int(positions.max())};"
+                    f"{name} positions range from {int(positions.min())} to {int(positions.max())};"
                     f" the table has {len(table)}"
                 )
         if (
@@ -81,15 +81,15 @@ def rope_rotate(
     Args:
         k: bfloat16, float16 or float32 `[num_tokens, num_heads, head_size]`, contiguous, on the
             rotation's device.
-        rotation: From where to where.
+        rotation: Source and target positions.
         out: Written: of K's shape, dtype and device, contiguous; may be `k`, but not another part
-            of its memory. None makes a new tensor.
+            of its memory. None allocates a new tensor.
 
     Returns:
         `out`.
 
     Raises:
-        KernelInputError: The tensors do not fit together; nothing was written.
+        KernelInputError: The tensors do not match; nothing was written.
     """
     device = rotation.source.device
     check_tensor("K", k, FLOATS, (len(rotation.source), None, None), device)
@@ -101,7 +101,7 @@ def rope_rotate(
         out = torch.empty_like(k)
     check_tensor("out", out, (k.dtype,), k.shape, device)
     if out.data_ptr() != k.data_ptr() and abs(out.data_ptr() - k.data_ptr()) < k.nbytes:
-        raise KernelInputError("out lies over a part of K; expected K itself, or other memory")
+        raise KernelInputError("out overlaps a part of K; expected K itself, or other memory")
     if k.device.type == "cuda":
         from lmcache_kernels.rope_rotate.kernel import launch
 

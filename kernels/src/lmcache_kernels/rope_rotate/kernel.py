@@ -22,16 +22,16 @@ MAX_BLOCK_HEADS = 8
 def rope_rotate_kernel(  # type: ignore[no-untyped-def]
     words, positions, tables, sizes, KIND: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Some heads of one token.
+    """Rotate some heads of one token.
 
     Args:
-        words: K `[num_tokens, num_heads, head_size]`; and the same, written.
+        words: K `[num_tokens, num_heads, head_size]`; and the output of the same shape.
         positions: int64 `[num_tokens]` of the source and of the target.
         tables: float32 `[num_positions, num_rotated]` of both.
         sizes: num_heads, head_size.
-        KIND: Of the words: `checks.KINDS`.
-        PAIRS: Number of pairs of dimensions; whether neighbours are a pair.
-        BLOCKS: Powers of two: heads worked on at once; at least the number of pairs; at least that
+        KIND: Dtype of the words: `checks.KINDS`.
+        PAIRS: Number of pairs of dimensions; whether adjacent dimensions form a pair.
+        BLOCKS: Powers of two: heads processed per step; at least the number of pairs; at least that
             of other dimensions, 0 for none.
     """
     HALF: tl.constexpr = PAIRS[0]
@@ -84,7 +84,7 @@ def rope_rotate_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(k: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
-    """Rotate on the current stream, in one launch. Everything is checked.
+    """Rotate on the current stream, in one launch. The arguments have been checked.
 
     Raises:
         KernelInputError: There is no kernel for the tensors' device.

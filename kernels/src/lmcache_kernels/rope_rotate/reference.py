@@ -1,4 +1,4 @@
-"""The torch reference of `rope_rotate`; what runs where there is no kernel."""
+"""The torch reference of `rope_rotate`, used on devices without a kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def rope_rotate_reference(k: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
-    """Do what `rope_rotate` does, on any device."""
+    """Compute `rope_rotate`, on any device."""
     cos_from, sin_from = rotation.source_table[rotation.source].chunk(2, 1)
     cos_to, sin_to = rotation.target_table[rotation.target].chunk(2, 1)
     cos = (cos_to * cos_from + sin_to * sin_from)[:, None]

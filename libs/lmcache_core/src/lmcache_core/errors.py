@@ -3,18 +3,18 @@
 LMCacheError
 |-- ConfigError          an option is unknown, impossible or contradicts another (also a ValueError)
 |-- IdentityError        a key cannot be built or read (also a ValueError)
-|-- RecordError          bytes that claim to be a record are not one, or are damaged
-|-- SerdeError           bytes that claim to be an encoded tensor are not one, are damaged, or need tables that are not here
-|-- ProtocolError        a peer broke the protocol; its connection is closed
-|   `-- VersionError     no protocol version in common
+|-- RecordError          bytes that claim to be a record are invalid or damaged
+|-- SerdeError           bytes that claim to be an encoded tensor are invalid or need other tables
+|-- ProtocolError        a peer violated the protocol; its connection is closed
+|   `-- VersionError     no common protocol version
 |-- UnavailableError     a tier, service or peer cannot be reached or did not answer in time
-|-- AuthenticationError  no, unknown or expired credentials
+|-- AuthenticationError  missing, unknown or expired credentials
 |-- CapacityError        a bound (memory, disk, queue, frame) is reached
-|-- IntegrityError       an allocator's books do not balance: a bug of ours
+|-- IntegrityError       an allocator's accounting does not add up: a bug of ours
 `-- LayoutError          engine memory does not look as declared (also a ValueError)
 
 A miss is not an exception: see `lmcache_core.storage.Miss`.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class IdentityError(LMCacheError, ValueError):
 
 
 class RecordError(LMCacheError):
-    """Bytes that claim to be a record are not one, or are damaged.
+    """Bytes that claim to be a record are invalid or damaged.
 
-    The text is the same when the same bytes are read again, and another one when they differ in
-    what is wrong.
+    The text is the same for repeated reads of the same bytes, and differs if the error differs.
 
     Attributes:
-        reason: One of `RecordReason`'s values, fit for a metric label.
+        reason: One of `RecordReason`'s values, suitable as a metric label.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -49,13 +48,13 @@ class RecordError(LMCacheError):
 
 
 class SerdeError(LMCacheError):
-    """Bytes that claim to be an encoded tensor are not one, are damaged, or name tables that are
-    not here.
+    """Bytes that claim to be an encoded tensor are invalid, damaged, or name tables that are not
+    here.
     """
 
 
 class ProtocolError(LMCacheError):
-    """The other side broke the protocol; the connection is closed."""
+    """The other side violated the protocol; the connection is closed."""
 
 
 class VersionError(ProtocolError):
@@ -75,7 +74,7 @@ class CapacityError(LMCacheError):
 
 
 class IntegrityError(LMCacheError):
-    """An allocator's books do not balance: a bug of ours, never of the caller."""
+    """An allocator's accounting does not add up: a bug of ours, never of the caller."""
 
 
 class LayoutError(LMCacheError, ValueError):

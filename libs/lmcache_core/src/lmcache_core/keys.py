@@ -1,5 +1,5 @@
 """Names of cached KV: the documented `CacheEngineKey`, the tenant's `ChunkKey`, the anonymous chunk
-id, and the `Lane` of what many chunks' names have in common.
+id, and the `Lane` shared by many chunks' names.
 
 Source: `docs/protocols.md`, "Identity". Golden vectors: `tests/contract/golden/identity.json`.
 """
@@ -34,20 +34,20 @@ _NO_GROUP = _LENGTH.pack(0)
 _NUM_TEXT_PARTS = 5
 _MAX_NUMBER_DIGITS = len(str(2**32 - 1))
 _MAX_CACHED_PREFIXES = 64
-"""Beginnings of canonical keys that are remembered: models times workers, each at most 2 KiB."""
+"""Cached prefixes of canonical keys: models times workers, each at most 2 KiB."""
 
 
 class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """The documented key of one chunk of KV. Immutable and hashable.
 
-    A struct and not a dataclass, since every lookup makes one for each chunk: it is made in a tenth
-    of the time, and hashed once.
+    A struct rather than a dataclass, since every lookup creates one for each chunk: it takes a
+    tenth of the time, and is hashed once.
 
     Attributes:
         fmt: Serving engine's KV format, for example "vllm" or "huggingface".
-        model_name: Model, as the serving engine names it; may hold any character.
+        model_name: Model, as named by the serving engine; may contain any character.
         world_size: Number of workers that share the KV of one token.
-        worker_id: Which of them this KV belongs to.
+        worker_id: The worker that this KV belongs to.
         chunk_hash: Hex SHA-256 of the chunk and everything before it (see `token_database`).
         group: Name of the layer group for hybrid models, "" for the only or full-attention group.
     """
@@ -60,11 +60,11 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     group: str = ""
 
     def canonical(self) -> bytes:
-        """Return unambiguous bytes of this key: length-prefixed UTF-8 fields and two little-endian
-        uint32.
+        """Return an unambiguous encoding of this key: length-prefixed UTF-8 fields and two
+        little-endian uint32.
 
         Raises:
-            IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or no Unicode text, the key
+            IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or not Unicode text, the key
                 is longer than `MAX_CANONICAL_KEY_BYTES`, or a number does not fit.
         """
         prefix = _canonical_prefix(self.fmt, self.model_name, self.world_size, self.worker_id)
@@ -80,7 +80,7 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
 
     @classmethod
     def from_canonical(cls, data: bytes) -> CacheEngineKey:
-        """Read `canonical()` bytes back.
+        """Parse the result of `canonical()`.
 
         Raises:
             IdentityError: The bytes are not a canonical key.
@@ -92,7 +92,7 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
             fmt, model_name, world_size, worker_id = _read_prefix(data[:at])
             if (
                 data[at : at + 2] == _HASH_LENGTH and data[at + _HASH_FIELD_BYTES :] == _NO_GROUP
-            ):  # nearly all keys; read in half the time
+            ):  # nearly all keys; parsed in half the time
                 return cls(
                     fmt,
                     model_name,
@@ -128,10 +128,10 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
 
     @classmethod
     def from_string(cls, text: str) -> CacheEngineKey:
-        """Read `to_string()` back.
+        """Parse the result of `to_string()`.
 
         Raises:
-            IdentityError: The text does not have its five or six parts, or a number is not one.
+            IdentityError: The text does not have five or six parts, or a number is malformed.
         """
         parts = text.split("@")
         if len(parts) not in (_NUM_TEXT_PARTS, _NUM_TEXT_PARTS + 1):
@@ -157,10 +157,10 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
 
     @classmethod
     def from_url(cls, text: str) -> CacheEngineKey:
-        """Read `to_url()` back.
+        """Parse the result of `to_url()`.
 
         Raises:
-            IdentityError: The text is not one that `to_url` writes.
+            IdentityError: The text is not a result of `to_url`.
         """
         try:
             data = base64.b64decode(
@@ -174,11 +174,11 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         return key
 
     def lane(self) -> Lane:
-        """Return everything of this name but the chunk hash."""
+        """Return everything of this name except the chunk hash."""
         return Lane(self.fmt, self.model_name, self.world_size, self.worker_id, self.group)
 
     def hash_bytes(self) -> bytes | None:
-        """Return the chunk hash as its 32 bytes, None where it is not 64 lower case hex digits."""
+        """Return the chunk hash as its 32 bytes; None if it is not 64 lower-case hex digits."""
         if len(self.chunk_hash) != 2 * CHUNK_HASH_BYTES:
             return None
         try:
@@ -188,15 +188,15 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         return data if data.hex() == self.chunk_hash else None
 
     def chunk_id(self) -> bytes:
-        """Return the anonymous name of this chunk for lookup and broker: 16 bytes that tell no
-        model and no token.
+        """Return the anonymous name of this chunk for lookup and broker: 16 bytes that reveal
+        neither model nor tokens.
         """
         return hashlib.sha256(_CHUNK_ID_TAG + self.canonical()).digest()[:CHUNK_ID_BYTES]
 
 
 class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
-    """A `CacheEngineKey` in the namespace of one authenticated tenant: what tiers are indexed
-    by. Immutable and hashable.
+    """A `CacheEngineKey` of one authenticated tenant, by which tiers are indexed. Immutable and
+    hashable.
     """
 
     tenant: str
@@ -217,7 +217,7 @@ class Lane(
     array_like=True,
     forbid_unknown_fields=True,
 ):
-    """What the names of successive chunks of one rank have in common; a chunk's name is its lane
+    """The common part of the names of consecutive chunks of one rank; a chunk's name is its lane
     and the 32 bytes of its hash. Fields as in `CacheEngineKey`. Immutable and hashable.
     """
 
@@ -228,11 +228,11 @@ class Lane(
     group: _Text = ""
 
     def check(self) -> None:
-        """Raise `IdentityError` where keys of this lane could not be spelled."""
+        """Raise `IdentityError` if keys of this lane cannot be encoded."""
         self.keys(bytes(CHUNK_HASH_BYTES))[0].canonical()
 
     def keys(self, hashes: bytes) -> list[CacheEngineKey]:
-        """Return the keys of chunk hashes that are packed in order."""
+        """Return the keys of chunk hashes packed in order."""
         fmt, model_name, world_size, rank = (
             self.fmt,
             self.model_name,
@@ -246,18 +246,18 @@ class Lane(
 
 
 class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The keys of successive chunks of one layer group, for all ranks: what one worker's keys have
-    in common is said once.
+    """The keys of consecutive chunks of one layer group, for all ranks, with their common part
+    stored once.
 
     Attributes:
         fmt: As in `CacheEngineKey`.
         model_name: As in `CacheEngineKey`.
-        world_size: Number of ranks; a chunk is there when all of them have stored it.
+        world_size: Number of ranks; a chunk exists when all of them have stored it.
         group: As in `CacheEngineKey`.
         hashes: The chunk hashes, `CHUNK_HASH_BYTES` each, packed in order.
 
     Raises:
-        ValueError: There is no rank, or the hashes are no whole number of hashes.
+        ValueError: There is no rank, or the hashes are not a whole number of hashes.
     """
 
     fmt: _Text
@@ -276,7 +276,7 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks, each of `world_size` keys."""
+        """Number of chunks, each of `world_size` keys."""
         return len(self.hashes) // CHUNK_HASH_BYTES
 
     def keys_of_rank(self, rank: int) -> list[CacheEngineKey]:
@@ -296,14 +296,14 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         ]
 
     def part(self, start: int, end: int) -> ChunkChain:
-        """Return the chain of the chunks from number `start` to the one in front of `end`."""
+        """Return the chain of chunks `[start, end)`."""
         return msgspec.structs.replace(
             self, hashes=self.hashes[start * CHUNK_HASH_BYTES : end * CHUNK_HASH_BYTES]
         )
 
 
 def _hex_of_each(hashes: bytes) -> list[str]:
-    """Return packed hashes as hex digits; one conversion for all, since lookups name many."""
+    """Return packed hashes as hex digits, in one conversion for all, since lookups contain many."""
     digits = hashes.hex()
     return [
         digits[at : at + 2 * CHUNK_HASH_BYTES] for at in range(0, len(digits), 2 * CHUNK_HASH_BYTES)
@@ -312,8 +312,8 @@ def _hex_of_each(hashes: bytes) -> list[str]:
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES, typed=True)
 def _canonical_prefix(fmt: str, model_name: str, world_size: int, worker_id: int) -> bytes:
-    """Return what the canonical bytes of all chunks of one worker begin with; a pure function,
-    remembered because lookups spell many keys.
+    """Return the common prefix of the canonical bytes of all chunks of one worker; cached because
+    lookups encode many keys.
     """
     try:
         numbers = _NUMBERS.pack(world_size, worker_id)
@@ -333,7 +333,7 @@ def _end_of_prefix(data: bytes) -> int:
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES)
 def _read_prefix(prefix: bytes) -> tuple[str, str, int, int]:
-    """Return the counterpart of `_canonical_prefix`, remembered for the same reason."""
+    """Invert `_canonical_prefix`; cached for the same reason."""
     fmt, at = _read_field(prefix, len(_CANONICAL_MAGIC))
     model_name, at = _read_field(prefix, at)
     world_size, worker_id = _NUMBERS.unpack_from(prefix, at)

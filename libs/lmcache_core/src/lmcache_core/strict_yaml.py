@@ -7,15 +7,17 @@ from typing import Any, Final
 import yaml
 
 MAX_BRACKETS: Final = 64
-"""In untrusted text: PyYAML's scanner looks ahead, in time quadratic in the open brackets."""
+"""Limit for untrusted text: PyYAML's scanner looks ahead, in time quadratic in the open
+brackets.
+"""
 
 
 class DuplicateNameError(yaml.MarkedYAMLError):
-    """A mapping has a name twice.
+    """A name occurs twice in a mapping.
 
     Attributes:
         name: The name.
-        line: Where it stands the second time, from 1.
+        line: Line of the second occurrence, from 1.
     """
 
     def __init__(self, name: str, mark: yaml.Mark) -> None:
@@ -26,7 +28,8 @@ class DuplicateNameError(yaml.MarkedYAMLError):
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here and not where mappings are built: there, what `<<` has merged looks like a duplicate.
+        # Checked here and not where mappings are built: there, names merged by `<<` look like
+        # duplicates.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -42,15 +45,15 @@ def load_yaml(text: bytes | str) -> Any:
     """Parse a text into YAML's safe types.
 
     Raises:
-        DuplicateNameError: A mapping in it has a name twice.
-        yaml.YAMLError: It is no YAML.
+        DuplicateNameError: A mapping has a name twice.
+        yaml.YAMLError: It is not YAML.
     """
     return _load(_Loader(text))
 
 
 class _ForeignLoader(_Loader):
-    """Refuses aliases, which make a short text large, and tags, whose constructors fail in other
-    ways than YAMLError.
+    """Refuses aliases, which make a short text large, and tags, whose constructors raise other
+    errors than YAMLError.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -64,7 +67,7 @@ def load_foreign_yaml(text: str) -> Any:
     """Parse untrusted text. The caller bounds its length.
 
     Raises:
-        yaml.YAMLError: It is no YAML, has an alias or a tag, or more than `MAX_BRACKETS` opening
+        yaml.YAMLError: It is not YAML, has an alias or a tag, or more than `MAX_BRACKETS` opening
             brackets.
         ValueError: A number or a date in it is impossible.
         RecursionError: It is nested too deeply.

@@ -1,1 +1,1 @@
-"""cache_storage: keeps KV chunks in memory and on disk, for everybody, over REST and lm://."""
+"""cache_storage: stores KV chunks in memory and on disk for all clients, over REST and lm://."""

@@ -1,4 +1,4 @@
-"""`/v1/stats` and `/v1/admin`: evict, clear, drain, and chunks that an operator keeps in memory."""
+"""`/v1/stats` and `/v1/admin`: evict, clear, drain, and pin chunks in memory."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class StorageStats(BaseModel):
     tiers: dict[str, dict[str, int]]
     drain: DrainView
     replicas: list[str] | None = Field(
-        description="The other instances, as they call themselves; null where none are configured"
+        description="Names of the other instances; null if none are configured"
     )
     reporter: dict[str, int] | None = Field(
-        description="What lookup has been told; null without one"
+        description="State of the reports to lookup; null without lookup"
     )
 
 
 class ClearTenantRequest(BaseModel):
-    """Whose chunks to forget: those of the caller's tenant where nothing is said."""
+    """The tenant to clear; by default the caller's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,19 +64,17 @@ class ClearTenantRequest(BaseModel):
 
 
 class PinKeysRequest(BaseModel):
-    """What to keep in memory, and for how long."""
+    """Chunks to pin in memory, and for how long."""
 
     model_config = ConfigDict(extra="forbid")
 
     keys: UrlKeys
     ttl_s: Ttl = DEFAULT_TTL_S
-    tenant: Tenant | None = Field(
-        None, description="Whose chunks: those of the caller's tenant where nothing is said"
-    )
+    tenant: Tenant | None = Field(None, description="Tenant of the chunks; by default the caller's")
 
 
 class UnpinnedKey(BaseModel):
-    """One chunk that is not kept."""
+    """One chunk that was not pinned."""
 
     key: str
     reason: str = Field(
@@ -85,25 +83,23 @@ class UnpinnedKey(BaseModel):
 
 
 class PinKeysAnswer(PinnedBytes):
-    """What is kept now."""
+    """The pins after a request."""
 
-    num_pinned: int = Field(description="Of the chunks asked for")
+    num_pinned: int = Field(description="How many of the requested chunks are pinned")
     not_pinned: list[UnpinnedKey]
 
 
 class UnpinKeysRequest(BaseModel):
-    """What to keep no longer."""
+    """Chunks to unpin."""
 
     model_config = ConfigDict(extra="forbid")
 
-    keys: UrlKeys | None = Field(None, description="Without it, everything of the tenant")
-    tenant: Tenant | None = Field(
-        None, description="Whose chunks: those of the caller's tenant where nothing is said"
-    )
+    keys: UrlKeys | None = Field(None, description="If absent, all chunks of the tenant")
+    tenant: Tenant | None = Field(None, description="Tenant of the chunks; by default the caller's")
 
 
 class PinnedKey(BaseModel):
-    """One chunk that is kept."""
+    """One pinned chunk."""
 
     key: str
     tenant: str
@@ -112,7 +108,7 @@ class PinnedKey(BaseModel):
 
 
 class PinnedKeys(PinnedBytes):
-    """Everything that is kept, of all tenants."""
+    """All pinned chunks, of all tenants."""
 
     pins: list[PinnedKey]
 

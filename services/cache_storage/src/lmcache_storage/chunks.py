@@ -1,4 +1,4 @@
-"""`/v1/chunks`: store, read, ask, remove, list. All in the namespace of the caller's tenant."""
+"""`/v1/chunks`: store, read, check, remove, list. All calls concern the caller's tenant."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 RECORD_TYPE: Final = "application/vnd.lmcache.record"
 SLICE_BYTES: Final = 128 << 10
-"""What is copied at once. Larger copies cost several times as much: the system takes their
-memory back and clears it page by page.
+"""Size of one copy. Larger copies cost several times as much: the system reclaims their memory and
+clears it page by page.
 """
 MAX_PAGE: Final = 1000
 MAX_KEYS: Final = 4096
@@ -43,10 +43,10 @@ RECORD_CONTENT: Final = {
 }
 
 UrlKey = Annotated[
-    str, Field(min_length=1, max_length=MAX_URL_KEY_CHARS, description="A key in its URL spelling")
+    str, Field(min_length=1, max_length=MAX_URL_KEY_CHARS, description="A key in its URL form")
 ]
 PathKey = Annotated[
-    str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL spelling")
+    str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL form")
 ]
 AcceptHeader = Annotated[
     str,
@@ -54,16 +54,16 @@ AcceptHeader = Annotated[
         alias="LMCache-Accept",
         max_length=MAX_ACCEPT_CHARS,
         description=(
-            "`lossless`: records that were encoded with loss are not served, and give place to what"
-            " is stored without. By default everything is served. A list with commas; words of"
-            " later versions are passed over."
+            "`lossless`: records that were encoded with loss are not served, and are replaced by"
+            " what is stored without loss. By default everything is served. A list with commas;"
+            " unknown words are ignored."
         ),
     ),
 ]
 
 
 class Keys(BaseModel):
-    """Chunks that are asked about."""
+    """Chunks to check."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -71,7 +71,7 @@ class Keys(BaseModel):
 
 
 class Present(BaseModel):
-    """Which of them are here, in the order of the keys."""
+    """Whether each chunk exists, in the order of the keys."""
 
     present: list[bool]
 
@@ -92,12 +92,12 @@ class ListedChunks(BaseModel):
 
 
 def chunk_key(tenant: str, url_key: str) -> ChunkKey:
-    """Return a key in a tenant's namespace; raise `IdentityError` for a malformed one."""
+    """Return the key for a tenant; raise `IdentityError` if it is malformed."""
     return ChunkKey(tenant, CacheEngineKey.from_url(url_key))
 
 
 async def _visible_store(storage: RunningStorage, accept: AcceptHeader = "") -> ServedStore:
-    """Return the chunks that the caller can decode."""
+    """Return the store as seen by a caller with these capabilities."""
     words = {word.strip().lower() for word in accept.split(",")}
     return storage.store.for_client(Accepts(lossy=LOSSLESS not in words))
 
@@ -131,7 +131,7 @@ async def put_chunk(
         raise DrainingError("this instance is draining")
     chunk = await receive_record(request, name, store, storage.limits)
     try:
-        # The first question reaches no bucket; the second knows what this client can decode.
+        # The first check does not reach the bucket; the second knows what this client can decode.
         [is_near] = await storage.near.contains([name])
         was_here = is_near and await store.contains([name]) == [True]
         if not await store.put(chunk):
@@ -160,7 +160,7 @@ async def get_chunk(
 async def head_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleStore) -> Response:
     """Check whether one chunk exists."""
     if await store.contains([chunk_key(principal.tenant, key)]) != [True]:
-        raise NotFoundError("the chunk is not here")
+        raise NotFoundError("the chunk does not exist here")
     response = Response(media_type=RECORD_TYPE)
     del response.headers["content-length"]
     return response
@@ -172,7 +172,7 @@ async def head_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleSto
 async def delete_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleStore) -> Response:
     """Remove one chunk."""
     if not await store.remove([chunk_key(principal.tenant, key)]):
-        raise NotFoundError("the chunk is not here")
+        raise NotFoundError("the chunk does not exist here")
     return Response(status_code=204)
 
 
@@ -191,8 +191,8 @@ async def contains_chunks(keys: Keys, principal: ClientPrincipal, store: Visible
 async def get_chunks(
     keys: Keys, principal: ClientPrincipal, storage: RunningStorage, store: VisibleStore
 ) -> Response:
-    """Read many records; missing ones are left out."""
-    # Each once: a short request must not ask for one record thousands of times.
+    """Read many records; missing ones are omitted."""
+    # Deduplicated: a short request must not ask for one record thousands of times.
     names = [chunk_key(principal.tenant, key) for key in dict.fromkeys(keys.keys)]
     return RecordsResponse(store, names, storage.limits)
 
@@ -220,16 +220,16 @@ async def receive_record(
     """Read a request's body into the arena and verify it there. The caller owns the chunk.
 
     Args:
-        request: Its body is one record.
+        request: A request whose body is one record.
         key: The key that the record must have.
-        store: Gives the memory.
-        limits: Bounds of a record's size and of how slow a client may be.
+        store: Provides the memory.
+        limits: Bounds on a record's size and on slow clients.
 
     Raises:
         RecordError: The body is not one intact record of that key.
         RecordTooLargeError: It declares more than `max_blob_bytes`.
         CapacityError: There is no room for it.
-        SlowClientError: The body did not arrive in time, or its client went away.
+        SlowClientError: The body did not arrive in time, or its client disconnected.
     """
     num_received = 0
 
@@ -240,7 +240,7 @@ async def receive_record(
                 num_received += len(piece)
                 yield piece
         except ClientDisconnect as exc:
-            raise SlowClientError("the client went away in the middle of its body") from exc
+            raise SlowClientError("the client disconnected in the middle of its body") from exc
 
     records = RecordStream(pieces())
     try:
@@ -251,8 +251,8 @@ async def receive_record(
                 RecordReason.SHORT, "the body does not begin with the intact head of a record"
             )
         if head.header.key != key.key.canonical():
-            raise RecordError(RecordReason.WRONG_KEY, "the record has another key than the path")
-        # Before memory is taken for what the head declares.
+            raise RecordError(RecordReason.WRONG_KEY, "the record's key differs from the path")
+        # Before memory is allocated for what the head declares.
         num_bytes = len(head.head) + head.payload_bytes
         declared = request.headers.get("content-length")
         if declared is not None and num_bytes != int(declared[:19]):
@@ -262,8 +262,8 @@ async def receive_record(
             )
         if num_bytes > limits.max_blob_bytes:
             raise RecordTooLargeError(
-                f"the head declares a record of {num_bytes} bytes; at most"
-                f" {limits.max_blob_bytes} are taken (max_record_mb)"
+                f"the head declares a record of {num_bytes} bytes; the limit is"
+                f" {limits.max_blob_bytes} (max_record_mb)"
             )
         async with paced(limits.transfer_s, lambda: num_received):
             result = await records.chunk(key, partial(store.allocate, tenant=key.tenant))
@@ -271,7 +271,7 @@ async def receive_record(
             if result.reason is MissReason.NO_MEMORY:
                 raise CapacityError(f"no room for a payload of {head.payload_bytes} bytes")
             raise RecordError(
-                RecordReason.DIGEST, "the payload is not the one that the head describes"
+                RecordReason.DIGEST, "the payload does not match the digest in its head"
             )
         try:
             async with asyncio.timeout(limits.transfer_s(0)):
@@ -291,7 +291,7 @@ class RecordResponse(Response):
 
     Args:
         chunk: Passes to this response, which releases it.
-        limits: How slow the client may be.
+        limits: Bounds on slow clients.
     """
 
     media_type = RECORD_TYPE
@@ -302,7 +302,7 @@ class RecordResponse(Response):
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the record."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if await _send_record(self._chunk, self._limits, send):
@@ -312,12 +312,12 @@ class RecordResponse(Response):
 
 
 class RecordsResponse(Response):
-    """The records of those chunks that are here, back to back, in the order of the keys.
+    """The records of those chunks that exist, back to back, in the order of the keys.
 
     Args:
-        store: Where they are.
-        keys: Their names.
-        limits: How many are referenced at once, and how slow the client may be.
+        store: The store.
+        keys: Names of the chunks.
+        limits: Bounds on chunks referenced at a time, and on slow clients.
     """
 
     media_type = RECORD_TYPE
@@ -330,8 +330,8 @@ class RecordsResponse(Response):
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read and send them, a few at a time. Where that is all of them, the length is told:
-        callers then read bytes, not HTTP chunks.
+        """Read and send the records, a few at a time. If all of them fit into one step, the length
+        is stated: callers then read bytes, not HTTP chunks.
         """
         size = self._limits.get_batch
         for begin in range(0, max(1, len(self._keys)), size):
@@ -359,12 +359,12 @@ class RecordsResponse(Response):
 
 
 async def _send_record(chunk: Chunk, limits: ServerLimits, send: Send) -> bool:
-    """Send a record's bytes, copied slice by slice: the transport may keep what it is given longer
-    than the chunk is referenced.
+    """Send a record's bytes, copied slice by slice: the transport may keep them longer than the
+    chunk is referenced.
 
     Returns:
-        False when the client was too slow: the answer is left unfinished, at which the server
-        closes the connection.
+        False if the client was too slow: the response is left incomplete, so that the server closes
+            the connection.
     """
     try:
         async with asyncio.timeout(limits.transfer_s(chunk.num_bytes)):
@@ -379,6 +379,6 @@ async def _send_record(chunk: Chunk, limits: ServerLimits, send: Send) -> bool:
                     }
                 )
     except TimeoutError:
-        logger.warning("client too slow for a record, cut off: num_bytes=%d", chunk.num_bytes)
+        logger.warning("client too slow for a record, disconnected: num_bytes=%d", chunk.num_bytes)
         return False
     return True

@@ -1,4 +1,4 @@
-"""Names of the storage's own counters, and what they mean."""
+"""Names and descriptions of the storage's own counters."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ DESCRIBED: Final = MappingProxyType(
             "Bytes of records sent, by the tier that had them.", LABEL_TIER
         ),
         MISSED_CHUNKS_TOTAL: Described(
-            "Chunks asked for and not sent, by the reason.", LABEL_REASON, tuple(MissReason)
+            "Chunks requested and not sent, by the reason.", LABEL_REASON, tuple(MissReason)
         ),
-        STORED_CHUNKS_TOTAL: Described("Chunks taken."),
-        STORED_BYTES_TOTAL: Described("Bytes of records taken."),
-        REFUSED_CHUNKS_TOTAL: Described("Chunks not taken, for want of room or while draining."),
+        STORED_CHUNKS_TOTAL: Described("Chunks stored."),
+        STORED_BYTES_TOTAL: Described("Bytes of records stored."),
+        REFUSED_CHUNKS_TOTAL: Described("Chunks refused, for lack of room or because of a drain."),
         REMOVED_CHUNKS_TOTAL: Described("Chunks removed on request."),
         MOVED_CHUNKS_TOTAL: Described(
-            "Chunks that were to go to other servers, at drains and when servers had come or gone.",
+            "Chunks to move to other servers, at drains and after servers have joined or left.",
             LABEL_OUTCOME,
             OUTCOMES,
         ),
         HANDED_OVER_BYTES_TOTAL: Described("Bytes of records sent to other servers."),
-        RECEIVED_CHUNKS_TOTAL: Described("Chunks taken over from other servers."),
-        RECEIVED_BYTES_TOTAL: Described("Bytes of records taken over from other servers."),
+        RECEIVED_CHUNKS_TOTAL: Described("Chunks received from other servers."),
+        RECEIVED_BYTES_TOTAL: Described("Bytes of records received from other servers."),
         COMPAT_REQUESTS_TOTAL: Described(
             "Requests of LMCache clients.", LABEL_COMMAND, COMPAT_COMMANDS
         ),
@@ -61,7 +61,7 @@ DESCRIBED: Final = MappingProxyType(
             COMPAT_CLOSE_REASONS,
         ),
         UNSERVABLE_VALUES_TOTAL: Described(
-            "Values that LMCache clients asked for and that were not served although held.",
+            "Values requested by LMCache clients that exist but could not be served.",
             LABEL_REASON,
             (CORRUPT, ENCODING),
         ),

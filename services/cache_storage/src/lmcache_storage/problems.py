@@ -1,8 +1,8 @@
-"""The storage's own errors, and how they look from outside.
+"""The storage's own errors, and their HTTP form.
 
 LMCacheError
-|-- DrainingError        this instance is about to leave: it takes no new chunks
-|-- RecordTooLargeError  a record's head declares more than a record may have here
+|-- DrainingError        this instance is shutting down and accepts no new chunks
+|-- RecordTooLargeError  a record's head declares more than the limit
 `-- SlowClientError      the rest of a body did not arrive in time
 """
 
@@ -17,21 +17,21 @@ from lmcache_servicekit.problems import ProblemType
 
 
 class DrainingError(LMCacheError):
-    """This instance is about to leave: it takes no new chunks. Reads go on."""
+    """This instance is shutting down and accepts no new chunks. Reads continue."""
 
 
 class RecordTooLargeError(LMCacheError):
-    """The head of a record declares more than a record may have here."""
+    """The head of a record declares more than the limit."""
 
 
 class SlowClientError(LMCacheError):
-    """The rest of a body did not arrive in time, or its client went away."""
+    """The rest of a body did not arrive in time, or its client disconnected."""
 
 
 PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = MappingProxyType(
     {
         DrainingError: ProblemType(
-            "draining", 503, "This instance takes no new chunks", headers={"Retry-After": "30"}
+            "draining", 503, "This instance accepts no new chunks", headers={"Retry-After": "30"}
         ),
         RecordTooLargeError: ProblemType("too-large", 413, "Content Too Large"),
         SlowClientError: ProblemType("slow-client", 408, "The body did not arrive in time"),

@@ -1,5 +1,5 @@
 """What this server serves over REST and lm://: counted, and open to handovers from servers that
-end.
+shut down.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from typing_extensions import override
 from lmcache_storage import metrics
 
 MAX_PENDING_SHARE = 4
-"""While more than one part in this many of the memory waits to be written to the disk, what is
-handed over waits: no disk has it.
+"""While more than one part in this many of the memory waits to be written to the disk, handovers
+wait: those chunks are on no disk yet.
 """
 MAX_WAIT_S = 5.0
 PAUSE_S = 0.01
 MAX_REMOVAL_WAIT_S = 5.0
-"""Longest that a store waits for the removal of the same chunk; it fails then."""
+"""Longest time that a store waits for the removal of the same chunk; then the store fails."""
 
 
 class Departures:
-    """Chunks that have moved to another server and are about to be forgotten. Clients are still
-    served them; other servers, which may end, are told that they are gone. On one event loop.
+    """Chunks that have moved to another server and are about to be dropped. Clients are still
+    served them; other servers, which may shut down, are told that they are gone. For one event
+    loop.
 
-    A chunk that is stored here again, for instance by a server that ends, stays.
+    A chunk that is stored here again, for instance by a server that shuts down, stays.
     """
 
     def __init__(self) -> None:
@@ -45,18 +46,18 @@ class Departures:
         return key in self._keys or key in self._removals
 
     def begin(self, keys: Iterable[ChunkKey]) -> None:
-        """Count these as departing. Call it before they are sent: a receiver may end at once and
-        ask whether its chunks are here.
+        """Mark these as departing. Call it before they are sent: a receiver may shut down right
+        away and ask whether its chunks are here.
         """
         self._keys.update(keys)
 
     def end(self, keys: Iterable[ChunkKey]) -> None:
-        """Let these stay after all."""
+        """Keep these after all."""
         self._keys.difference_update(keys)
 
     async def forget(self, keys: Sequence[ChunkKey], remove: Awaitable[object]) -> None:
-        """Remove departing chunks. Storing one of them waits until that is over: it would be
-        removed too.
+        """Remove departing chunks. A store of one of them waits until the removal has ended: it
+        would be removed, too.
 
         Args:
             keys: All of them depart, and none is stored before `remove` runs.
@@ -73,7 +74,7 @@ class Departures:
             removed.set()
 
     async def stay(self, key: ChunkKey) -> bool:
-        """Prepare for storing a chunk, which stays then; False if it cannot be stored now."""
+        """Prepare to store a chunk, so that it stays; False if it cannot be stored now."""
         self.end([key])
         try:
             async with asyncio.timeout(MAX_REMOVAL_WAIT_S):
@@ -85,13 +86,13 @@ class Departures:
 
 
 class KeepingStore(LocalStore):
-    """The tiers of a server. What is put there does not depart.
+    """The tiers of a server. A chunk that is put there does not depart.
 
     Args:
         stack: The tiers.
-        departures: What is about to be forgotten there.
-        accepts_puts: As of `LocalStore`.
-        timeout_s: As of `LocalStore`.
+        departures: Chunks that are about to be dropped there.
+        accepts_puts: See `LocalStore`.
+        timeout_s: See `LocalStore`.
     """
 
     def __init__(
@@ -110,14 +111,14 @@ class KeepingStore(LocalStore):
 
 
 class CountedStore(WrappedStore):
-    """Counts what clients of another store do.
+    """Counts the operations of another store's clients.
 
     Args:
-        store: Does the work.
-        counters: Where it is counted, under the names of `lmcache_storage.metrics`.
+        store: The wrapped store.
+        counters: Counters, under the names of `lmcache_storage.metrics`.
 
     Attributes:
-        store: As given: a look at its chunks sends them to no client.
+        store: The wrapped store, for access that is not counted.
     """
 
     def __init__(self, store: ServedStore, counters: Counters) -> None:
@@ -164,16 +165,16 @@ class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
     """All chunks of this server, for clients and for other servers that hand over theirs.
 
     Args:
-        store: All chunks as they come.
-        counters: As of `CountedStore`.
-        stack: Where chunks are kept.
+        store: All chunks, unchanged.
+        counters: See `CountedStore`.
+        stack: The tiers.
         disk: The disk tier of the stack; None without one.
-        departures: Chunks that are about to be forgotten.
-        takes_chunks: Whether this server still takes chunks.
+        departures: Chunks that are about to be dropped.
+        takes_chunks: Whether this server still accepts chunks.
 
     Attributes:
-        departures: As given.
-        num_received: Chunks that have been taken over so far.
+        departures: Chunks that are about to be dropped.
+        num_received: Chunks received so far.
     """
 
     def __init__(

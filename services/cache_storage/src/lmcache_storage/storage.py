@@ -40,24 +40,22 @@ if TYPE_CHECKING:
     from lmcache_storage.s3.backend import S3Backend
 
 BUCKET_CALLS = 6
-"""Requests, one after the other, that a call of the bucket's tier may take; each has
-`s3_timeout_s`.
-"""
+"""Consecutive requests that a call of the bucket's tier may need; each has `s3_timeout_s`."""
 PENDING_S3_SHARE = 8
-"""What waits to be written to the bucket may hold one part in this many of the memory: less than
-handovers wait for.
+"""Pending writes to the bucket may hold one part in this many of the memory, less than the limit at
+which handovers wait.
 """
 
 
 class StorageNode(Node[StorageSettings]):
-    """A node that serves everyone with a token: lm://, REST, and unmodified LMCache clients.
+    """A node that serves all clients with a token: lm://, REST, and unmodified LMCache clients.
 
     Attributes:
-        bucket: The further store; None where none is configured.
-        limits: Bounds of lm:// connections and of bodies over REST.
-        store: What lm:// and REST serve.
+        bucket: The further store; None if none is configured.
+        limits: Bounds on lm:// connections and on bodies over REST.
+        store: The store behind lm:// and REST.
         near: The same chunks without the bucket, which a store must not wait for.
-        servers: The other servers of this tier; None where none are configured.
+        servers: The other servers of this tier; None if none are configured.
     """
 
     bucket: S3Backend | None
@@ -84,7 +82,7 @@ class StorageNode(Node[StorageSettings]):
             drain_s=settings.drain_timeout_s,
         )
         tiers, stack = self.tiers, self.stack
-        # LMCache clients know one server, and would not find their values at another.
+        # LMCache clients know one server, and would not find their values on another.
         chunks = LocalChunks(
             tiers.hot,
             tiers.disk_files,
@@ -146,7 +144,7 @@ class StorageNode(Node[StorageSettings]):
 
     @override
     def refuse_stores(self) -> None:
-        """Do nothing: every store asks `takes_chunks`."""
+        """Do nothing: every store checks `takes_chunks`."""
 
     @override
     def accept_stores(self) -> None:
@@ -164,8 +162,8 @@ class StorageNode(Node[StorageSettings]):
             ordered = sorted(found.items(), key=lambda item: item[0].key.canonical())
             return [(key, num_bytes, names) for key, (num_bytes, names) in ordered]
 
-        # It takes as long as there are chunks: in a thread, and one at a time, since others need
-        # these threads too.
+        # Takes time in proportion to the number of chunks: run in a thread, and one at a time,
+        # since others need these threads, too.
         async with self._listing:
             return await asyncio.to_thread(collect)
 
@@ -190,8 +188,8 @@ class StorageNode(Node[StorageSettings]):
         )
 
     def _add_health_checks(self) -> None:
-        """Register what `/readyz` asks. Without disk, bucket, lookup or broker the storage still
-        serves from memory: they only degrade it.
+        """Register the checks of `/readyz`. Without disk, bucket, lookup or broker the storage
+        still serves from memory: they only degrade it.
         """
         health = self.state.health
         reporter, registration, bucket = self.reporter, self.registration, self.bucket
@@ -199,7 +197,7 @@ class StorageNode(Node[StorageSettings]):
         async def stores() -> str:
             if not self.takes_chunks():
                 raise DrainingError("draining")
-            return "new chunks are taken"
+            return "new chunks are accepted"
 
         async def arena() -> str:
             figures = self.stack.hot.stats()
@@ -213,7 +211,7 @@ class StorageNode(Node[StorageSettings]):
                 figures = disk.stats()
                 if figures["is_failing"]:
                     raise UnavailableError(
-                        "the disk does not take writes; new chunks are kept in memory only"
+                        "the disk refuses writes; new chunks are kept in memory only"
                     )
                 if figures["is_loading"]:
                     return "its directory is being read"
@@ -226,8 +224,7 @@ class StorageNode(Node[StorageSettings]):
                 await bucket.probe()
                 if bucket.refuses_writes:
                     raise UnavailableError(
-                        "the bucket does not take writes; new chunks are kept in memory and on"
-                        " disk only"
+                        "the bucket refuses writes; new chunks are kept in memory and on disk only"
                     )
                 return "answers"
 
@@ -265,4 +262,4 @@ async def _storage_of(request: Request) -> StorageNode:
 
 
 RunningStorage = Annotated[StorageNode, Depends(_storage_of)]
-"""What a route's signature asks for."""
+"""Dependency of routes that need the running storage."""

@@ -18,25 +18,25 @@ class LookupMetrics:
     """Counters of one app.
 
     Attributes:
-        requested_chunks: Chunks asked about.
-        found_chunks: Chunks of the prefixes that were answered.
+        requested_chunks: Chunks queried.
+        found_chunks: Chunks in the prefixes that were found.
         degraded_answers: Answers given without the index.
-        events: Stores and removals taken.
-        resyncs: Times that an instance was asked to announce everything again.
+        events: Stores and removals applied.
+        resyncs: Requests to an instance to announce everything again.
         swept_entries: Entries of ended leases that were cleared.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requested_chunks = Counter(
-            REQUESTED_CHUNKS_TOTAL, "Chunks asked about.", registry=registry
+            REQUESTED_CHUNKS_TOTAL, "Chunks queried.", registry=registry
         )
         self.found_chunks = Counter(
-            FOUND_CHUNKS_TOTAL, "Chunks of the prefixes that were answered.", registry=registry
+            FOUND_CHUNKS_TOTAL, "Chunks in the prefixes that were found.", registry=registry
         )
         self.degraded_answers = Counter(
             DEGRADED_ANSWERS_TOTAL, "Answers given without the index.", registry=registry
         )
-        self.events = Counter(EVENTS_TOTAL, "Stores and removals taken.", registry=registry)
+        self.events = Counter(EVENTS_TOTAL, "Stores and removals applied.", registry=registry)
         self.resyncs = Counter(
             RESYNCS_TOTAL, "Instances asked to announce everything again.", registry=registry
         )

@@ -59,8 +59,8 @@ bodies: Final = BodyTypes()
 
 
 async def _service(request: Request) -> LookupService:
-    # A coroutine: FastAPI runs plain functions in a thread, which costs more than the rest of a
-    # call.
+    # A coroutine: FastAPI runs plain functions in a thread, which would cost more than the rest of
+    # a call.
     service = request.app.state.lookup
     assert isinstance(service, LookupService)
     return service
@@ -77,25 +77,25 @@ Limit = Annotated[int, Query(ge=1, le=MAX_TENANTS_PER_ANSWER)]
 
 
 class DirectRoute(GuardedRoute):
-    """Hands its endpoint `request`, `caller` and `service`, which are all that it may take.
+    """Passes `request`, `caller` and `service` to its endpoint, which may take nothing else.
 
-    FastAPI finds them, too, and documents them as ever; but that takes longer than all else that
-    HTTP costs a lookup.
+    FastAPI resolves these parameters, too, and documents them as usual, but that takes longer than
+    all other HTTP processing of a lookup.
 
     Raises:
-        TypeError: The route has further parameters or dependencies, which nothing would run.
+        TypeError: The route has further parameters or dependencies, which would not be resolved.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
         parameters = set(inspect.signature(endpoint).parameters)
-        # FastAPI knows two dependencies: those of `caller` and `service`.
+        # FastAPI sees two dependencies: those of `caller` and `service`.
         if parameters != {"request", "caller", "service"} or len(self.dependant.dependencies) != 2:
             rule = "must take request, caller and service, and have no further dependencies"
             raise TypeError(f"{path}: a DirectRoute {rule}; make it a GuardedRoute")
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request."""
+        """Return the handler of a request."""
         guard = self.guard()
         endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
 
@@ -266,7 +266,7 @@ async def clear_tenant(
 
 
 class _Encoded(msgspec.Struct):
-    """`LookupAnswer` whose lists of holders are encoded already."""
+    """`LookupAnswer` with lists of holders that are already encoded."""
 
     num_prefix: int
     holders: list[msgspec.Raw]
@@ -274,7 +274,7 @@ class _Encoded(msgspec.Struct):
 
 
 def plain_json(answer: PackedLookupAnswer) -> bytes:
-    """The JSON of a `LookupAnswer`."""
+    """Return the JSON of a `LookupAnswer`."""
     holders: list[msgspec.Raw] = []
     for run in answer.runs:
         holders += [msgspec.Raw(msgspec.json.encode(run.unpack()))] * run.num_chunks

@@ -1,4 +1,4 @@
-"""Answers questions from the index, and takes events into it."""
+"""Answers questions from the index, and applies events to it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_ROUTED_INSTANCES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class LookupService:
-    """Answers questions of one tenant at a time, and takes events of one instance at a time.
+    """Answers questions of one tenant at a time, and applies events of one instance at a time.
 
     Attributes:
         index: The holders of chunks.
@@ -120,12 +120,12 @@ class LookupService:
         return LocationsAnswer(list(found[0][:MAX_LOCATIONS]))
 
     async def take(self, caller: Principal, body: EventsRequest | PackedEventsRequest) -> EventsAck:
-        """Take a batch.
+        """Apply a batch of events.
 
         Raises:
-            PermissionDeniedError: An event is in another tenant's namespace, and the caller's role
-                speaks for its own alone.
-            UnavailableError: The index is away; sending the batch again is safe.
+            PermissionDeniedError: An event concerns another tenant, and the caller's role covers
+                only its own.
+            UnavailableError: The index is unavailable; sending the batch again is safe.
         """
         reported: Sequence[StoreEvent | PackedEvent] = body.events
         events = [
@@ -148,7 +148,7 @@ class LookupService:
         return state
 
     async def stats(self, tenant: str) -> StatsAnswer:
-        """Return figures of one tenant; an index that is away is part of the answer."""
+        """Return figures of one tenant; an unavailable index is part of the answer."""
         try:
             return await self.index.stats(tenant)
         except UnavailableError:
@@ -165,14 +165,14 @@ class LookupService:
 
 
 def _runs(found: Sequence[list[Holder]]) -> list[tuple[list[Holder], int]]:
-    """Return each list of holders with the number of chunks in a row that have it: the chunks of a
-    prompt mostly have the same holders.
+    """Return each list of holders with the number of consecutive chunks that have it: the chunks of
+    a prompt mostly have the same holders.
     """
     runs: list[tuple[list[Holder], int]] = []
     begin = 0
     current = found[0] if found else []
     for place, holders in enumerate(found):
-        # An index may return one object for equal chunks, which is quick to see.
+        # An index may return one object for equal chunks, which is fast to compare.
         if holders is not current and holders != current:
             runs.append((current, place - begin))
             begin, current = place, holders
@@ -186,11 +186,11 @@ def _without(holders: Sequence[Holder], excluded: frozenset[str]) -> list[Holder
 
 
 def tenant_for(caller: Principal, asked: str | None) -> str:
-    """Return the tenant that a call is about.
+    """Return the tenant that a call concerns.
 
     Raises:
-        PermissionDeniedError: It is another one than the caller's, and the caller's token has not
-            the role `admin`.
+        PermissionDeniedError: It is not the caller's, and the caller's token lacks the role
+        `admin`.
     """
     if asked is None or asked == caller.tenant:
         return caller.tenant

@@ -1,5 +1,5 @@
-"""What the sidecar and the cache storage share: each is a node that keeps chunks, serves them over
-lm://, tells lookup and broker about itself, and hands over what it holds when it ends.
+"""The common part of the sidecar and the cache storage: a node stores chunks, serves them over
+lm://, reports to lookup and broker, and hands over its chunks when it shuts down.
 
 `node` opens and closes the shared parts in order. The services add what only they have.
 """

@@ -1,4 +1,4 @@
-"""Bodies of the admin routes that every node has: evict, clear, drain, pins."""
+"""Request and response bodies of the admin routes of every node: evict, clear, drain, pins."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 
 
 class DrainView(BaseModel):
-    """How far the drain is. `total` is the sum of the four figures behind it."""
+    """Progress of the drain. `total` is the sum of the four figures after it."""
 
     model_config = ConfigDict(from_attributes=True)
 
     state: DrainState
     total: int = Field(description="Chunks held when it began")
-    handed_over: int = Field(description="Chunks that another instance or storage has taken")
-    already_elsewhere: int = Field(description="Chunks that another instance held already")
-    failed: int = Field(description="Chunks that could not be read, or that no receiver took")
-    left: int = Field(description="Chunks not dealt with, so far or in time")
+    handed_over: int = Field(description="Chunks accepted by another instance or storage")
+    already_elsewhere: int = Field(description="Chunks that another instance already held")
+    failed: int = Field(description="Chunks that could not be read, or that no receiver accepted")
+    left: int = Field(description="Chunks not processed, so far or in time")
 
 
 class DrainAnswer(BaseModel):
-    """How far the drain is."""
+    """Progress of the drain."""
 
     draining: bool
     settled: bool = Field(description="Whether everything stored has reached the slower tiers")
@@ -45,26 +45,26 @@ class EvictBytesRequest(BaseModel):
 
 
 class EvictAnswer(BaseModel):
-    """What was freed."""
+    """The result of an eviction."""
 
     freed_bytes: int
 
 
 class ClearAnswer(BaseModel):
-    """What was forgotten."""
+    """The result of a clear."""
 
-    num_chunks: int = Field(description="Chunks in the tier that held most of them")
+    num_chunks: int = Field(description="Chunks in the tier that held the most of them")
 
 
 class PinnedBytes(BaseModel):
-    """What pins take."""
+    """Memory taken by pins."""
 
-    pinned_bytes: int = Field(description="Of all pins together")
+    pinned_bytes: int = Field(description="Total of all pins")
     max_pinned_bytes: int
 
 
 class UnpinAnswer(BaseModel):
-    """What was let go."""
+    """The result of unpinning."""
 
     num_unpinned: int
 

@@ -1,4 +1,6 @@
-"""The library's figures, for Prometheus: read when it asks, counted nowhere twice."""
+"""Exports the library's figures to Prometheus. They are read on each scrape and not counted
+twice.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ _GAUGES: Final = MappingProxyType(
         "num_chunks": (TIER_CHUNKS, "Chunks held."),
         "used_bytes": (TIER_USED_BYTES, "Bytes taken of the tier's capacity."),
         "capacity_bytes": (TIER_CAPACITY_BYTES, "The tier's capacity."),
-        "pending_write_bytes": (TIER_PENDING_BYTES, "Bytes that wait to be written to the tier."),
+        "pending_write_bytes": (TIER_PENDING_BYTES, "Bytes waiting to be written to the tier."),
     }
 )
 _CODEC_ERRORS: Final = (
@@ -50,7 +52,7 @@ _CODEC_ERRORS: Final = (
     (CODEC_WORST_MAX_RELATIVE_ERROR, "Largest error in any chunk so far.", 1, "max_relative"),
     (CODEC_WORST_RMS_RELATIVE_ERROR, "Largest root mean square error so far.", 1, "rms_relative"),
 )
-"""Name, meaning, place among the last and the worst errors of a profile, attribute."""
+"""Name, help text, index of the error in a profile's pair (last, worst), attribute."""
 _OPERATIONS: Final = ("contains", "get", "put", "remove", "clear")
 _METERED: Final = (LABEL_TIER, LABEL_OPERATION)
 TIER_EVENTS: Final = (
@@ -80,13 +82,13 @@ TIER_EVENTS: Final = (
 
 
 class Described(NamedTuple):
-    """What a counter means.
+    """The description of a counter.
 
     Attributes:
-        text: For people.
+        text: Help text.
         label: Name of its label, "" for none.
-        values: Values of the label that are shown from the start, at 0: what Prometheus first sees
-            at 1 has not grown for it.
+        values: Label values that are exported as 0 from the start: Prometheus does not see an
+            increase in a series that first appears at 1.
     """
 
     text: str
@@ -96,19 +98,19 @@ class Described(NamedTuple):
 
 @dataclass(eq=False)
 class CounterCollector(Collector):
-    """Counters of the library.
+    """Exports counters of the library.
 
     Attributes:
-        counters: What has been counted.
-        described: Which of it is shown, by counter name.
+        counters: The counters.
+        described: Those to export, by counter name.
     """
 
     counters: Counters
     described: Mapping[str, Described]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each counter; one without a label is there from the start, as are
-        the values of a label that are known.
+        """Yield a family for each counter; counters without labels and known label values appear
+        from the start.
         """
         counted = self.counters.snapshot()
         for name, (text, label_name, known) in self.described.items():
@@ -123,17 +125,17 @@ class CounterCollector(Collector):
 
 @dataclass(eq=False)
 class TierCollector(Collector):
-    """Figures of tiers.
+    """Exports figures of tiers.
 
     Attributes:
-        tiers: Gives them, by tier name.
+        tiers: Returns the figures, by tier name.
     """
 
     tiers: Callable[[], Mapping[str, Mapping[str, int]]]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a gauge for each size, a counter for what happens in tiers, and for metered tiers
-        what they were asked for, how long that took and what it brought.
+        """Yield a gauge for each size, a counter of events in tiers, and for metered tiers the
+        calls, their duration and their bytes.
         """
         tiers = self.tiers()
         for figure, (name, text) in _GAUGES.items():
@@ -143,7 +145,7 @@ class TierCollector(Collector):
                     gauge.add_metric([tier], figures[figure])
             yield gauge
         events = CounterMetricFamily(
-            TIER_EVENTS_TOTAL, "What happened in a tier.", labels=[LABEL_TIER, LABEL_EVENT]
+            TIER_EVENTS_TOTAL, "Events in a tier.", labels=[LABEL_TIER, LABEL_EVENT]
         )
         for tier, figures in tiers.items():
             for event in TIER_EVENTS:
@@ -152,10 +154,10 @@ class TierCollector(Collector):
         yield events
         calls = CounterMetricFamily(TIER_CALLS_TOTAL, "Calls of a tier.", labels=_METERED)
         num_bytes = CounterMetricFamily(
-            TIER_BYTES_TOTAL, "Bytes of records that a tier gave or took.", labels=_METERED
+            TIER_BYTES_TOTAL, "Bytes of records read from or written to a tier.", labels=_METERED
         )
         seconds = CounterMetricFamily(
-            TIER_SECONDS_TOTAL, "Time that calls of a tier took.", labels=_METERED
+            TIER_SECONDS_TOTAL, "Time spent in calls of a tier.", labels=_METERED
         )
         for tier, figures in tiers.items():
             for operation in _OPERATIONS:
@@ -169,10 +171,10 @@ class TierCollector(Collector):
 
 @dataclass(eq=False)
 class CodecErrorCollector(Collector):
-    """How far decoded values are from what was stored, as encoders have measured it.
+    """Exports how much decoded values differ from the stored ones, as measured by encoders.
 
     Attributes:
-        errors: Gives the last and the worst errors, by profile.
+        errors: Returns the last and the worst errors, by profile.
     """
 
     errors: Callable[[], Mapping[str, tuple[MeasuredError, MeasuredError]]]

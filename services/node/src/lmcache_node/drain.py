@@ -1,5 +1,5 @@
-"""The drain of a node: it takes nothing new, finishes its writes, and hands over what it holds,
-within a bound.
+"""The drain of a node: it accepts no new chunks, finishes its writes, and hands over its chunks
+within a time limit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class DrainState(StrEnum):
 
     SERVING = "serving"
     WRITING = "writing"
-    """No new chunks; those stored before are written to the slower tiers."""
+    """No new chunks are accepted; pending writes to the slower tiers are finished."""
     HANDING_OVER = "handing_over"
     DONE = "done"
 
 
 @dataclass(slots=True)
 class MoveProgress:
-    """Figures of one move of chunks to others. `total` is the sum of the other four.
+    """Progress of moving chunks to other nodes. `total` is the sum of the other four.
 
     Attributes:
-        total: Chunks that were to move.
-        handed_over: Sent, and kept by the receiver.
-        already_elsewhere: Held by a receiver, or by another node, already.
-        failed: Could not be read, or no receiver took them.
+        total: Chunks to move.
+        handed_over: Sent, and stored by the receiver.
+        already_elsewhere: Already held by a receiver or another node.
+        failed: Unreadable, or accepted by no receiver.
     """
 
     total: int = 0
@@ -45,52 +45,52 @@ class MoveProgress:
 
     @property
     def left(self) -> int:
-        """Chunks that were not dealt with, so far or in time."""
+        """Chunks that were not processed, so far or in time."""
         return self.total - self.handed_over - self.already_elsewhere - self.failed
 
 
 @dataclass(slots=True)
 class DrainProgress(MoveProgress):
-    """Figures of one drain.
+    """Progress of one drain.
 
     Attributes:
-        state: What the drain is doing.
+        state: Current stage.
     """
 
     state: DrainState = DrainState.SERVING
 
 
 class ChunkHandover(Protocol):
-    """Hands over what a node holds.
+    """Hands over the chunks of a node.
 
     Attributes:
-        has_takers: Whether there may be a receiver. Without one, chunks that stay are no loss.
-        writing_share: Share of a drain's time for pending writes, where there are receivers.
+        has_takers: Whether there may be a receiver. Without one, chunks that stay are not lost.
+        writing_share: Share of a drain's time for pending writes, if there are receivers.
     """
 
     has_takers: bool
     writing_share: float
 
     def count(self) -> int:
-        """Return how many chunks there are, shown from the beginning of the drain; 0 if `run` sets
-        it. Called in a thread.
+        """Return the number of chunks, shown from the beginning of the drain; 0 if `run` sets it.
+        Called in a thread.
         """
 
     async def run(self, progress: DrainProgress, deadline: float) -> None:
         """Hand over chunks until none is left, or until `deadline` on the loop's clock.
 
         Args:
-            progress: Kept up to date.
-            deadline: Whatever is underway then is given up.
+            progress: Updated along the way.
+            deadline: Work underway at this time is abandoned.
         """
 
     async def close(self) -> None:
-        """End the connections that `run` opened. Idempotent."""
+        """Close the connections that `run` opened. Idempotent."""
 
 
 class NodeDrain:
-    """The drain of one node. Calls during a drain wait for that one; a drain that has left
-    something is tried again by the next call.
+    """The drain of one node. A call during a drain waits for that drain; after an incomplete drain
+    the next call tries again.
 
     Args:
         timeout_s: Longest time that it takes.
@@ -115,7 +115,7 @@ class NodeDrain:
         self._timeout_s = timeout_s
         self._stack = stack
         self._handover = handover
-        # Its own tasks: a drain outlives the request that asked for it.
+        # Separate tasks: a drain outlives the request that started it.
         self._tasks = TaskSupervisor("drain", max_tasks=2)
         self._on_begin = on_begin
         self._on_cancel = on_cancel
@@ -126,7 +126,7 @@ class NodeDrain:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether the node takes nothing new any more."""
+        """Return whether the node has stopped accepting chunks."""
         return self._ended is not None
 
     @property
@@ -135,7 +135,7 @@ class NodeDrain:
         return not self.progress.left and not self.progress.failed and not self._stack.is_writing
 
     def begin(self) -> None:
-        """Drain in the background, unless a drain is running or has left nothing."""
+        """Drain in the background, unless a drain is running or has completed."""
         if self._ended is not None and (not self._ended.is_set() or self.is_complete):
             return
         is_first, self._ended = self._ended is None, asyncio.Event()
@@ -146,11 +146,11 @@ class NodeDrain:
             self._end(self.progress, self._ended)
 
     async def counted(self) -> None:
-        """Wait until it is known how many chunks there are, not until they are handed over."""
+        """Wait until the number of chunks is known, not until they are handed over."""
         await self._counted.wait()
 
     async def run(self) -> None:
-        """Drain, for up to `timeout_s` seconds. What could not be done is in `progress`."""
+        """Drain, for up to `timeout_s` seconds. `progress` shows what was left."""
         self.begin()
         assert self._ended is not None
         await self._ended.wait()

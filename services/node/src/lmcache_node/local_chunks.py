@@ -1,4 +1,4 @@
-"""The chunks of a node's own tiers, read for others without making room in memory."""
+"""The chunks of a node's own tiers, read without displacing others from memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lmcache_core.storage.base import ListsKeys, StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 
 MAX_READING_BYTES = 256 << 20
-"""Memory for chunks that are read from disk to be sent, encoded and decoded."""
+"""Memory for chunks read from disk to be sent, both encoded and decoded."""
 
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """Lists and reads what memory and disk hold. Reads do not go through the hot tier: they would
-    evict chunks there that have not been handed over yet.
+    """Lists and reads the chunks in memory and on disk. Reads bypass the hot tier: otherwise they
+    would evict chunks that have not been handed over yet.
 
     Attributes:
         hot: The memory tier.
-        listed: Lists what the disk holds; None without a disk.
+        listed: Lists the chunks on disk; None without a disk.
         disk: Reads from the disk; None without one.
-        timeout_s: Longest wait for the disk, for one batch.
-        is_wanted: Which chunks are listed.
+        timeout_s: Longest wait for the disk per batch.
+        is_wanted: Selects the chunks that are listed.
     """
 
     hot: LocalCPUBackend
@@ -39,8 +39,8 @@ class LocalChunks:
     )
 
     def hottest_first(self) -> list[tuple[ChunkKey, int]]:
-        """Return name and size in bytes of every chunk: those in memory, then those on disk alone,
-        the newest first. It takes as long as there are chunks; call it in a thread.
+        """Return name and size in bytes of every chunk: those in memory, then those only on disk,
+        newest first. Takes time in proportion to their number; call it in a thread.
         """
         found = dict(self.hot.hottest())
         for key, num_bytes in [] if self.listed is None else reversed(self.listed.held()):
@@ -48,7 +48,9 @@ class LocalChunks:
         return [(key, num_bytes) for key, num_bytes in found.items() if self.is_wanted(key)]
 
     async def read(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        """Return chunks, a reference each owned by the caller, or why they cannot be read."""
+        """Return chunks, with a reference each owned by the caller, or the reasons why they cannot
+        be read.
+        """
         results: list[Result] = [
             Miss(MissReason.NEVER_STORED) if chunk is None else chunk
             for chunk in self.hot.get_many(keys)

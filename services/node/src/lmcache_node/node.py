@@ -1,4 +1,4 @@
-"""What a sidecar and a storage server open and close alike, in order."""
+"""Opens and closes, in order, the common parts of a sidecar and a storage server."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ PIN_CHECK_S = 1.0
 
 
 class Part(Protocol):
-    """Something that is opened before use. Closing one that could not be opened is allowed."""
+    """A part that is opened before use. Closing it after a failed `open` is allowed."""
 
     async def open(self) -> None:
-        """Begin to work."""
+        """Start working."""
 
     async def close(self) -> None:
-        """End; idempotent."""
+        """Stop; idempotent."""
 
 
 P = TypeVar("P", bound=Part)
@@ -57,38 +57,37 @@ S = TypeVar("S", bound=NodeSettings)
 
 
 class Node(ABC, Generic[S]):
-    """A service that keeps chunks. `async with` opens its parts and closes them in reverse, also
-    those that were open when a later one failed.
+    """A service that stores chunks. `async with` opens its parts and closes them in reverse,
+    including those that were open when a later one failed.
 
-    A subclass implements `open`: it calls the steps below in this order and puts its own parts in
-    between.
+    A subclass implements `open`: it calls the steps below in this order and inserts its own parts.
 
     1. `open_clients`: lookup and broker can be asked.
-    2. `open_tiers`: chunks can be kept; pins expire.
-    3. `make_drain`: the way to the end exists before anything new is taken.
+    2. `open_tiers`: chunks can be stored; pins expire.
+    3. `make_drain`: shutdown is possible before anything new is accepted.
     4. `serve`: others reach the chunks over lm://.
-    5. `join`: lookup and broker are told. Neither is waited for.
-    6. `drain_at_stop`: the first thing that the end does is the drain.
+    5. `join`: register with lookup and broker, without waiting for either.
+    6. `drain_at_stop`: shutdown begins with the drain.
 
     Args:
-        state: What all services have.
-        settings: Those in `state`, with their type.
-        kind: What lookup and broker call it.
+        state: State common to all services.
+        settings: The settings in `state`, with their type.
+        kind: Kind of instance for lookup and broker.
 
     Attributes:
         settings: As loaded.
-        lookup: The client; None without a lookup_url.
-        broker: The same of the broker.
-        counters: What was asked for and what became of it.
+        lookup: Lookup's client; None without a lookup_url.
+        broker: The broker's client; None without a broker_url.
+        counters: Counters of requests and their results.
         tasks: Owns background work; ends before the tiers are closed.
-        announcer: Tells lookup what tiers gain and lose.
-        tiers: All tiers, by what they are.
-        stack: The same as one.
-        local_tiers: Those that keep chunks in this process, bare.
-        pins: What operators keep in memory.
-        drain: The way to the end.
+        announcer: Announces to lookup what tiers gain and lose.
+        tiers: All tiers, by kind.
+        stack: The tiers as one store.
+        local_tiers: The bare tiers that keep chunks in this process.
+        pins: Chunks that operators keep in memory.
+        drain: The drain.
         lm_server: Serves lm://.
-        distributed_url: Where others reach lm:// of this node.
+        distributed_url: Address at which others reach this node's lm://.
         reporter: Reports to lookup; None without a lookup_url.
         registration: The lease at the broker; None without a broker_url.
         started_at: On the monotonic clock.
@@ -126,7 +125,7 @@ class Node(ABC, Generic[S]):
 
     @abstractmethod
     def refuse_stores(self) -> None:
-        """Take no new chunks from clients: the drain begins."""
+        """Accept no new chunks from clients: the drain begins."""
 
     @abstractmethod
     def accept_stores(self) -> None:
@@ -149,13 +148,13 @@ class Node(ABC, Generic[S]):
         await self.exits.aclose()
 
     async def opened(self, part: P) -> P:
-        """Open a part, which is closed at the end even if its opening fails."""
+        """Open a part, and close it at the end even if opening it fails."""
         self.exits.push_async_callback(part.close)
         await part.open()
         return part
 
     async def open_clients(self) -> None:
-        """Make the clients of lookup and broker, where the settings name them."""
+        """Create the clients of lookup and broker, if the settings name them."""
         settings, tls = self.settings, self.tls.context
         if settings.lookup_url is not None:
             self.lookup = await self.opened(
@@ -174,12 +173,12 @@ class Node(ABC, Generic[S]):
         pending_bytes: Mapping[str, int] = MappingProxyType({}),
         drain_s: float = 0.0,
     ) -> None:
-        """Open the tiers and show their figures.
+        """Open the tiers and export their figures.
 
         Args:
-            tiers: Not opened.
-            described: What the counters of this service mean.
-            pending_bytes: As of `TierStack`.
+            tiers: Tiers, not opened yet.
+            described: Descriptions of this service's counters.
+            pending_bytes: See `TierStack`.
             drain_s: How long pending writes may take when the tiers are closed.
         """
         self.tiers, self.local_tiers = tiers, tiers.local
@@ -204,9 +203,9 @@ class Node(ABC, Generic[S]):
         """Listen for lm://.
 
         Args:
-            server: Made with the host and port of the settings.
-            advertised_url: Where others reach it; None: at the address that it listens on.
-            grace_s: How long requests in flight may go on at the end.
+            server: Server with the host and port of the settings.
+            advertised_url: Address at which others reach it; None: the address that it listens on.
+            grace_s: How long requests in flight may continue at shutdown.
 
         Raises:
             ConfigError: The address is taken, or not this machine's.
@@ -227,11 +226,11 @@ class Node(ABC, Generic[S]):
         listener: LeaseListener | None = None,
         load: Callable[[], float] | None = None,
     ) -> None:
-        """Become known to lookup and broker, in the background.
+        """Register with lookup and broker, in the background.
 
         Args:
-            figures: Called before each heartbeat: what the node has done and holds.
-            listener: Heeds what the broker asks for.
+            figures: Called before each heartbeat: counters of the node and what it holds.
+            listener: Handles the broker's requests.
             load: Called before each heartbeat: 0 (idle) to 1; None: always idle.
         """
         settings = self.settings
@@ -263,11 +262,11 @@ class Node(ABC, Generic[S]):
             await self.opened(self.registration)
 
     def drain_at_stop(self, *, before_stop: bool, at_exit: bool) -> None:
-        """Drain when the service ends, before any part is closed.
+        """Drain when the service shuts down, before any part is closed.
 
         Args:
             before_stop: On SIGTERM, while requests are still answered.
-            at_exit: When this node is closed, whatever closes it.
+            at_exit: When this node is closed, for any reason.
         """
         self.exits.push_async_callback(self.drain.close)
         if at_exit:
@@ -276,16 +275,16 @@ class Node(ABC, Generic[S]):
             self.state.before_stop.append(self.drain.run_last)
 
     def tier_figures(self) -> tuple[TierFigures, ...]:
-        """Return how full the local tiers are, as heartbeats tell it."""
+        """Return the fill levels of the local tiers, as sent in heartbeats."""
         return tier_figures({tier.name: tier.stats() for tier in self.local_tiers})
 
     def takes_chunks(self) -> bool:
-        """Return whether new chunks are taken: no drain has begun."""
+        """Return whether new chunks are accepted: no drain has begun."""
         return not self.drain.has_begun
 
     @property
     def is_settled(self) -> bool:
-        """Return whether everything stored is in the slower tiers and reported to lookup."""
+        """Return whether everything stored has reached the slower tiers and lookup."""
         return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
     async def undrain(self) -> None:
@@ -312,7 +311,7 @@ class Node(ABC, Generic[S]):
 
 
 def disk_spec(settings: NodeSettings, serde: str | None = None) -> DiskSpec | None:
-    """Describe the disk tier that the settings name; None where they name none."""
+    """Describe the disk tier in the settings; None if they have none."""
     if settings.disk_path is None:
         return None
     return DiskSpec(
@@ -325,33 +324,32 @@ def disk_spec(settings: NodeSettings, serde: str | None = None) -> DiskSpec | No
 
 
 def shown_token(path: Path | None) -> TokenFile | None:
-    """Return the token of `service_token_file`, read again when it changes.
+    """Return the token in `service_token_file`, re-read when it changes.
 
     Raises:
-        ConfigError: The file cannot be read or holds no token.
+        ConfigError: The file cannot be read or contains no token.
     """
     return None if path is None else TokenFile(path, "service_token_file")
 
 
 def check_outgoing(settings: NodeSettings) -> None:
-    """Refuse files that cannot be used before the service begins to start, so that its log ends
-    with that sentence.
+    """Check the files for outgoing connections before the service starts, so that its log ends with
+    the error.
 
     Raises:
-        ConfigError: As `shown_token` and `client_tls`, which read them for good.
+        ConfigError: See `shown_token` and `client_tls`, which read the files for use.
     """
     shown_token(settings.service_token_file)
     client_tls(settings)
 
 
 def client_tls(settings: NodeSettings) -> ClientTls:
-    """Return the context for `https://` and `lm+tls://`, read again when the files change.
+    """Return the context for `https://` and `lm+tls://`, reloaded when the files change.
 
-    A service that encrypts, or is told whom to trust, shows its token to no peer that does not
-    encrypt.
+    A service that encrypts, or has authorities configured, shows its token only to encrypted peers.
 
     Raises:
-        ConfigError: A file cannot be read or does not fit.
+        ConfigError: A file cannot be read or does not match.
     """
     files = TlsFiles(
         settings.tls_client_cert_file, settings.tls_client_key_file, settings.tls_ca_file

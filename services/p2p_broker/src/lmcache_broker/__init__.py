@@ -1,1 +1,1 @@
-"""The P2P broker: live peers, their addresses, and which of them serves a pull."""
+"""The P2P broker: live peers, their addresses, and the choice of the peer that serves a pull."""

@@ -1,4 +1,4 @@
-"""The broker's figures, for Prometheus. Names are constants here and nowhere else."""
+"""The broker's metrics for Prometheus. Their names are defined only here."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ SHARING_FAILURES_TOTAL: Final = "lmcache_broker_sharing_failures_total"
 
 
 class BrokerCollector(Collector):
-    """Reads the figures when Prometheus asks.
+    """Reads the figures on each scrape.
 
     Args:
         registry: Peers.
         scheduler: Requests and their answers.
         hot: Copies that were ordered.
-        discovery: Peers that were seen; None where there is no discovery.
+        discovery: Peers that were seen; None without discovery.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class BrokerCollector(Collector):
         yield Gauge(PEERS, "Peers with a live lease.", len(peers))
         yield Gauge(DRAINING_PEERS, "Live peers that get no new pulls.", num_draining)
         yield Gauge(PULLS_IN_FLIGHT, "Pulls and tickets that have not ended.", num_pulls)
-        yield Gauge(WAITING_REQUESTS, "Requests that wait for a busy peer.", num_waiting)
+        yield Gauge(WAITING_REQUESTS, "Requests waiting for a busy peer.", num_waiting)
         yield Gauge(
-            IS_SHARED, "Whether this broker knows what the others know.", registry.is_shared
+            IS_SHARED, "Whether this broker shares its state with the others.", registry.is_shared
         )
-        yield Counter(EXPIRED_LEASES_TOTAL, "Leases that ran out without a goodbye.", num_lost)
+        yield Counter(EXPIRED_LEASES_TOTAL, "Leases that expired without being ended.", num_lost)
         yield Counter(PULLS_TOTAL, "Tickets signed.", scheduler.num_pulls)
         yield Counter(ASSIGNED_CHUNKS_TOTAL, "Chunks assigned to a peer.", scheduler.num_assigned)
         yield Counter(
@@ -87,12 +87,10 @@ class BrokerCollector(Collector):
             "Requests that a full queue refused.",
             scheduler.num_turned_away,
         )
-        yield Counter(
-            ORDERED_COPIES_TOTAL, "Copies of hot chunks asked for.", self._hot.num_ordered
-        )
+        yield Counter(ORDERED_COPIES_TOTAL, "Copies of hot chunks ordered.", self._hot.num_ordered)
         yield Counter(
             SHARING_FAILURES_TOTAL,
-            "Calls to the shared memory that failed.",
+            "Failed calls to the shared peer store.",
             registry.num_failures,
         )
         if self._discovery is not None:
@@ -108,5 +106,7 @@ class BrokerCollector(Collector):
             num_set, num_failures = costs.num_patches, costs.num_failures
             yield Counter(DELETION_COSTS_SET_TOTAL, "Pods whose deletion cost was set.", num_set)
             yield Counter(
-                DELETION_COST_FAILURES_TOTAL, "Rounds of costs that failed.", num_failures
+                DELETION_COST_FAILURES_TOTAL,
+                "Failed rounds of setting deletion costs.",
+                num_failures,
             )

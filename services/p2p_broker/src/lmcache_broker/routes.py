@@ -36,12 +36,12 @@ from lmcache_broker.transfers.scheduler import TransferScheduler
 
 
 class BrokerStats(msgspec.Struct, frozen=True):
-    """Figures of the peers that the caller may see.
+    """Figures of the peers visible to the caller.
 
     Attributes:
         num_pulls: Tickets that have not expired.
-        num_waiting: Requests, of all tenants, that wait for a place.
-        is_shared: Whether the peer store that brokers share answers this broker.
+        num_waiting: Requests, of all tenants, that wait for a slot.
+        is_shared: Whether the store shared with other brokers is available.
     """
 
     num_peers: int
@@ -56,7 +56,7 @@ class EndedPulls(msgspec.Struct, frozen=True):
     """Pulls that were ended.
 
     Attributes:
-        num_ended: The requester's unfinished ones.
+        num_ended: How many of them were unfinished pulls of the requester.
     """
 
     num_ended: int
@@ -81,7 +81,7 @@ class BrokerParts:
 
 
 async def broker_parts(request: Request) -> BrokerParts:
-    """The running broker."""
+    """Return the running broker."""
     parts = request.app.state.broker
     assert isinstance(parts, BrokerParts)
     return parts
@@ -123,12 +123,12 @@ async def announce_peer(
 
 
 def _refuse_foreign_loopback(distributed_url: str, request: Request) -> None:
-    """Refuse a remote peer at a loopback address: others would connect to themselves."""
+    """Refuse a remote peer with a loopback address: others would connect to themselves."""
     host, caller = parse_distributed_url(distributed_url).host, request.client
     if is_loopback(host) and caller is not None and not is_loopback(caller.host):
         raise ConfigError(
-            f"distributed_url={distributed_url}: {host} is reached only from its own machine; name"
-            " an address of this peer"
+            f"distributed_url={distributed_url}: {host} is reachable only from its own machine;"
+            " name an address of this peer"
         )
 
 
@@ -191,7 +191,7 @@ async def assign_transfers(request: Request, principal: ClientPrincipal, parts: 
     if len(wanted) != len(body.chunks):
         raise invalid("a chunk id appears twice", "chunks")
     if any(chunk.tiers and len(chunk.tiers) != len(chunk.holders) for chunk in body.chunks):
-        raise invalid("tiers names one for each holder, or is left out", "chunks")
+        raise invalid("tiers must name one for each holder, or be omitted", "chunks")
     return json_answer(await parts.scheduler.ask(principal, body.requester, wanted, body.wait_ms))
 
 

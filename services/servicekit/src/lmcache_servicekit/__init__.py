@@ -1,4 +1,4 @@
-"""What every service shares, written once: settings, entry point, problems, health, metrics,
+"""The parts shared by all services: settings, entry point, problems, health, metrics,
 authentication.
 
 Import from the modules below. Services depend on this package and on `lmcache_core`, never on one

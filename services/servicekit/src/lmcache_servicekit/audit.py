@@ -1,8 +1,8 @@
-"""The audit log: one JSON line for each admin action, done or refused, on a logger of its own.
+"""The audit log: one JSON line for each admin action, done or refused, on a separate logger.
 
-The layer that checks the role decides what is written, so that no route can forget it; chunks that
-servers hand over by lm:// are counted into lines, too. Of a request's body only the fields of
-`AUDITED_FIELDS` are written: neither chunk hashes nor token ids, and no secret.
+The layer that checks the role decides what is written, so that no route can forget it. Chunks that
+servers hand over by lm:// are summarised in lines, too. Of a request's body only the fields in
+`AUDITED_FIELDS` are written: no chunk hashes, token ids or secrets.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class AuditEntry:
 
     Attributes:
         action: Method and path.
-        client: Address that it came from.
-        principal: Who asked; None: it is not known.
+        client: Address of the caller.
+        principal: The caller; None if unknown.
         details: The audited fields of the body.
     """
 
@@ -49,7 +49,7 @@ class AuditEntry:
 
 
 def begin_audit(request: Request) -> AuditEntry | None:
-    """Have a request written down once it is answered; return None where it only reads."""
+    """Start auditing a request; return None if it only reads."""
     if request.method in _READING:
         return None
     client = "unknown" if request.client is None else request.client.host
@@ -59,13 +59,13 @@ def begin_audit(request: Request) -> AuditEntry | None:
 
 
 async def note_body(request: Request, entry: AuditEntry) -> None:
-    """Take down the audited fields of a JSON body, if it is not too long."""
+    """Record the audited fields of a JSON body, unless it is too long."""
     body = await request.body()
     if not body or len(body) > MAX_AUDITED_BODY_BYTES:
         return
     try:
         values = json.loads(body)
-    except (ValueError, RecursionError):  # refused as not valid by the route
+    except (ValueError, RecursionError):  # the route refuses the body as invalid
         return
     if isinstance(values, dict):
         entry.details = {
@@ -78,13 +78,13 @@ async def note_body(request: Request, entry: AuditEntry) -> None:
 
 
 def end_audit(scope: Scope, service: str, instance: str, status: int) -> None:
-    """Write the line of a request that was answered, or has failed, if it is an admin action.
+    """Write the line of a request that has been answered or has failed, if it is an admin action.
 
     Args:
-        scope: Of the request.
+        scope: Scope of the request.
         service: Name of the service.
         instance: Name of this process among its peers.
-        status: Of the answer.
+        status: HTTP status of the response.
     """
     entry = scope.get(_SCOPE_KEY)
     if isinstance(entry, AuditEntry):
@@ -93,8 +93,8 @@ def end_audit(scope: Scope, service: str, instance: str, status: int) -> None:
 
 
 def handover_audit(service: str, instance: str) -> NoteHandovers:
-    """Return what writes the lines of chunks that other servers hand over by lm://, which has no
-    status.
+    """Return the function that writes the lines of handovers from other servers by lm://, which
+    have no status.
 
     Args:
         service: Name of the service.

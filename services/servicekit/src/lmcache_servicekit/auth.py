@@ -1,5 +1,5 @@
-"""Who is calling, whether it may, and how often: the dependencies that routes under `/v1` take,
-and the routes that ask them first.
+"""Authentication, authorisation and rate limits: the dependencies of routes under `/v1`, and the
+route class that evaluates them first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmcache_servicekit.state import service_state
 
 _bearer = HTTPBearer(
     auto_error=False,
-    description="A token of the service's token file; none is needed where none is configured.",
+    description="A token in the service's token file; not needed if none is configured.",
 )
 _SCOPE_KEY: Final = "lmcache.principal"
 MAX_SHOWN_CHARS: Final = 64
@@ -29,10 +29,10 @@ MAX_SHOWN_CHARS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class RoleRequired:
-    """A dependency of a `GuardedRoute` that lets in callers with a role, or with `admin`, and
-    returns who they are.
+    """A dependency of a `GuardedRoute` that admits callers with a role, or with `admin`, and
+    returns the caller.
 
-    What needs `admin` and changes something is written to the audit log, whatever becomes of it.
+    Calls that need `admin` and change something are written to the audit log, whatever the result.
 
     Attributes:
         role: The role.
@@ -45,17 +45,17 @@ class RoleRequired:
         request: Request,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     ) -> Principal:
-        """Return the caller that `GuardedRoute` has let in."""
+        """Return the caller that `GuardedRoute` has admitted."""
         principal: Principal = request.scope[_SCOPE_KEY]
         return principal
 
     async def admit(self, request: Request) -> Principal:
-        """Authenticate the caller and let it in. Called once for each request.
+        """Authenticate and authorise the caller. Called once for each request.
 
         Raises:
             AuthenticationError: The token is missing or unknown.
-            PermissionDeniedError: The role is too small, or the tenant another one.
-            ThrottledError: The tenant asks too often.
+            PermissionDeniedError: The role is not sufficient, or the tenant is another one.
+            ThrottledError: The tenant exceeds its rate.
         """
         credentials = await _bearer(request)
         state = service_state(request.app)
@@ -81,13 +81,13 @@ class GuardedRoute(APIRoute):
     """A route whose caller is let in before anything of its request is read: who is not, does not
     learn what a good request would be. Query parameters that it does not know are refused.
 
-    FastAPI parses a body before it asks the dependencies. A route whose endpoint and router ask for
-    no role is refused when it is made, so that none can forget it; `create_service_app` takes no
-    other routes.
+    FastAPI parses a body before it evaluates dependencies. A route whose endpoint and router
+    require no role is refused when it is created, so that none can forget it; `create_service_app`
+    accepts no other routes.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what lets a caller in, then answers."""
+        """Return a handler that first admits the caller, then answers."""
         guard = self.guard()
         answer = super().get_route_handler()
         known = frozenset(_query_parameters(self.dependant))
@@ -100,12 +100,12 @@ class GuardedRoute(APIRoute):
         return handle
 
     def guard(self) -> RoleRequired:
-        """Return the strictest guard of those that endpoint and router ask for."""
+        """Return the strictest guard among those of endpoint and router."""
         asked = {required.role: required for required in _required(self.dependant)}
         if not asked:
             raise TypeError(
-                f"{self.path}: its endpoint takes no ClientPrincipal and no AdminPrincipal, so that"
-                " anybody could call it"
+                f"{self.path}: its endpoint takes neither ClientPrincipal nor AdminPrincipal, so"
+                " that anyone could call it"
             )
         return asked.get("admin") or asked["client"]
 

@@ -1,8 +1,8 @@
 """Bodies that are msgspec types: the client's types read and write them, and the OpenAPI document
-is made from them.
+is generated from them.
 
-A service speaks JSON, or JSON for people and MessagePack for programs. Then `Content-Type` says
-which format a body has, and `Accept` which one the answer should have.
+A service speaks JSON, or JSON for people and MessagePack for programs. Then `Content-Type` states
+the format of a body, and `Accept` that of the response.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ P = TypeVar("P", bound=msgspec.Struct)
 
 _COMPONENT: Final = "#/components/schemas/{name}"
 
-# msgspec repeats what it was given in this case alone; it may be large, or secret.
+# Only in this case does msgspec repeat its input, which may be large or secret.
 _REPEATED: Final = re.compile(r"^(Invalid enum value) .*?( - at `[^`]*`)?$", re.DOTALL)
 _PLACE: Final = re.compile(r"^(.*) - at `\$\.?([^`]*)`$", re.DOTALL)
 
@@ -35,9 +35,9 @@ class RequestBody(Generic[J, P]):
     """Reads the body of a request.
 
     Args:
-        plain: Its type where it is JSON.
-        packed: Its type where it is MessagePack.
-        formats: The media types to take.
+        plain: Its type as JSON.
+        packed: Its type as MessagePack.
+        formats: The media types accepted.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class RequestBody(Generic[J, P]):
         self._read_packed = msgspec.msgpack.Decoder(packed).decode
 
     async def read(self, request: Request) -> J | P:
-        """Read and check a request's body. Fields that a newer client adds are ignored: the two may
+        """Read and check a request's body. Fields added by a newer client are ignored: the two may
         be one version apart.
 
         Raises:
-            HTTPException: 415: it has no format that is taken.
+            HTTPException: 415: its format is not accepted.
             RequestValidationError: It does not have this type; the text does not repeat it.
         """
         content_type = request.headers.get("content-type", "")
@@ -69,8 +69,8 @@ class RequestBody(Generic[J, P]):
             raise RequestValidationError([_validation_error(exc)]) from None
 
     def _read_json(self, data: bytes) -> J:
-        # JSON knows one kind of number, so 1.0 is an integer too. Only a body that is refused
-        # otherwise pays for that.
+        # JSON has one kind of number, so 1.0 is also an integer. Only a body that would otherwise
+        # be refused pays for this.
         try:
             return self._read_plain(data)
         except msgspec.ValidationError:
@@ -78,10 +78,10 @@ class RequestBody(Generic[J, P]):
 
 
 def wants_packed(request: Request) -> bool:
-    """Return whether the caller prefers MessagePack; with no preference it gets JSON.
+    """Return whether the caller prefers MessagePack; without a preference it gets JSON.
 
     Raises:
-        HTTPException: 406: it takes neither.
+        HTTPException: 406: it accepts neither.
     """
     accept = request.headers.get("accept")
     if accept is None or accept in ("*/*", MSGPACK):
@@ -97,7 +97,7 @@ def answered(request: Request, answer: msgspec.Struct) -> Response:
     """Encode an answer in the format that the caller prefers.
 
     Raises:
-        HTTPException: 406: the caller takes neither.
+        HTTPException: 406: the caller accepts neither.
     """
     return packed_answer(answer) if wants_packed(request) else json_answer(answer)
 
@@ -136,7 +136,7 @@ def _with_integers(value: Any) -> Any:
 
 
 def _weights(accept: str) -> dict[str, float]:
-    """Return the weight of each media range; one that cannot be read counts as 1."""
+    """Return the weight of each media range; a malformed one counts as 1."""
     found: dict[str, float] = {}
     for part in accept.split(","):
         name, *parameters = (piece.strip().lower() for piece in part.split(";"))
@@ -146,12 +146,12 @@ def _weights(accept: str) -> dict[str, float]:
 
 
 def _weight(weights: dict[str, float], kind: str) -> float:
-    """Return the weight of a media type, by the most exact range that names it."""
+    """Return the weight of a media type, from the most specific range that includes it."""
     return next((weights[name] for name in (kind, "application/*", "*/*") if name in weights), 0.0)
 
 
 def _validation_error(error: Exception) -> dict[str, object]:
-    """Return an error as the handler of validation errors wants it."""
+    """Return an error in the form that the handler of validation errors expects."""
     text = (
         _REPEATED.sub(r"\1\2", str(error))
         if isinstance(error, msgspec.DecodeError)
@@ -168,7 +168,7 @@ def _validation_error(error: Exception) -> dict[str, object]:
 
 
 class BodyTypes:
-    """Collects the types of all bodies as routes are declared, and makes their OpenAPI schemas.
+    """Collects the types of all bodies as routes are declared, and generates their OpenAPI schemas.
 
     Args:
         formats: Media types of the service's bodies.
@@ -226,8 +226,8 @@ class BodyTypes:
 
 
 def _cleaned(schema: Any) -> Any:
-    """Remove what only Python's regular expressions need, describe bytes as MessagePack holds them,
-    and put a docstring's `Attributes` at the properties.
+    """Remove what only Python's regular expressions need, describe bytes in MessagePack's terms,
+    and copy a docstring's `Attributes` to the properties.
     """
     if isinstance(schema, list):
         return [_cleaned(item) for item in schema]

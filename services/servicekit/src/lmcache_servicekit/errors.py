@@ -1,15 +1,15 @@
 """Errors that services raise beyond `lmcache_core.errors`.
 
 LMCacheError
-|-- NotFoundError          the named resource does not exist in the caller's namespace
-|-- ConflictError          the request contradicts the resource's present state
+|-- NotFoundError          the named resource does not exist for the caller's tenant
+|-- ConflictError          the request contradicts the resource's current state
 |-- PermissionDeniedError  the caller is known, but its role does not allow this
 |-- CapacityError
-|   `-- ThrottledError     the caller has too much in flight, or asks too often; it may try again
+|   `-- ThrottledError     the caller has too much in flight, or exceeds its rate; it may retry
 `-- UnavailableError
     `-- StoreRefusedError  a store answered, and refused this call
 
-They know no HTTP: `lmcache_servicekit.problems` maps them.
+They know nothing of HTTP: `lmcache_servicekit.problems` maps them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lmcache_core.errors import CapacityError, LMCacheError, UnavailableError
 
 
 class NotFoundError(LMCacheError):
-    """The named resource does not exist in the caller's namespace."""
+    """The named resource does not exist for the caller's tenant."""
 
 
 class ConflictError(LMCacheError):
-    """The request contradicts the present state of the resource."""
+    """The request contradicts the current state of the resource."""
 
 
 class PermissionDeniedError(LMCacheError):
@@ -30,11 +30,11 @@ class PermissionDeniedError(LMCacheError):
 
 
 class ThrottledError(CapacityError):
-    """The caller has too much in flight, or asks too often; it may try again later.
+    """The caller has too much in flight, or exceeds its rate; it may retry later.
 
     Args:
-        message: What there is too much of.
-        retry_after_s: When it may be tried again; None: soon.
+        message: The limit that was exceeded.
+        retry_after_s: When to retry; None: soon.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Liveness and readiness: `/healthz` says that the process lives, `/readyz` asks every registered
-dependency.
+"""Liveness and readiness: `/healthz` reports that the process is alive, `/readyz` queries every
+registered dependency.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 MAX_CHECKS: Final = 64
 
 Probe = Callable[[], Awaitable[str]]
-"""Returns a few words about the dependency, raises when it is not usable."""
+"""Returns a few words about the dependency; raises if it is not usable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class HealthCheck:
 
     Attributes:
         name: Key in the answer.
-        probe: Asks the dependency; is cancelled at its time limit.
+        probe: Queries the dependency; cancelled at its time limit.
         timeout_s: The time limit.
-        required: Whether the service cannot do its work without it. A failed optional check only
-            marks the answer `degraded`.
-        where: What does not answer when the time is over, with its host; never credentials.
+        required: Whether the service cannot work without it. A failed optional check only marks the
+            answer `degraded`.
+        where: Name and host of the dependency for a timeout; never credentials.
     """
 
     name: str
@@ -43,7 +43,7 @@ class HealthCheck:
 
 
 class CheckReport(BaseModel):
-    """What one check found."""
+    """The result of one check."""
 
     ok: bool
     detail: str
@@ -51,7 +51,7 @@ class CheckReport(BaseModel):
 
 
 class HealthReport(BaseModel):
-    """What all checks found; `unready` comes with status 503, the others with 200."""
+    """The results of all checks; `unready` comes with status 503, the others with 200."""
 
     status: Literal["ok", "degraded", "unready"]
     checks: dict[str, CheckReport]
@@ -59,7 +59,7 @@ class HealthReport(BaseModel):
 
 @dataclass(slots=True)
 class HealthRegistry:
-    """The checks of one service; a lifespan adds them while it opens what they probe."""
+    """The checks of one service; added by a lifespan as it opens what they probe."""
 
     _checks: dict[str, HealthCheck] = field(default_factory=dict)
     _failing: set[str] = field(default_factory=set)
@@ -73,12 +73,14 @@ class HealthRegistry:
         required: bool = True,
         where: str | None = None,
     ) -> None:
-        """Register a dependency; a second one of the same name replaces the first."""
+        """Register a dependency, replacing one with the same name."""
         assert name in self._checks or len(self._checks) < MAX_CHECKS, "too many health checks"
         self._checks[name] = HealthCheck(name, probe, timeout_s, required, where)
 
     async def run(self) -> HealthReport:
-        """Ask all dependencies at once; takes as long as the slowest of them or its time limit."""
+        """Query all dependencies concurrently; takes as long as the slowest of them or its time
+        limit.
+        """
         checks = list(self._checks.values())
         reports = await asyncio.gather(*(_run_check(check) for check in checks))
         for check, report in zip(checks, reports, strict=True):
@@ -119,8 +121,8 @@ async def _run_check(check: HealthCheck) -> CheckReport:
 
 
 def _describe(error: BaseException, check: HealthCheck) -> str:
-    """Our own errors' texts are fit to be shown; a library's may hold an address with
-    credentials.
+    """Return an error's text for display: our own texts are safe, a library's may contain an
+    address with credentials.
     """
     if isinstance(error, LMCacheError):
         return str(error)

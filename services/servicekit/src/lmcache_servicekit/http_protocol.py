@@ -1,5 +1,5 @@
-"""HTTP connections with bounds that the HTTP library lacks: on bytes around bodies, on time, on
-the number of connections.
+"""HTTP connections with bounds that the HTTP library lacks: on bytes outside of bodies, on time,
+and on the number of connections.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Request line and headers; also what a chunked body may take besides its bytes and
-`MAX_CHUNK_OVERHEAD` times as many.
+"""Bound on request line and headers; also on the framing of a chunked body, in addition to
+`MAX_CHUNK_OVERHEAD` times its size.
 """
 MAX_CHUNK_OVERHEAD: Final = 8
 MAX_CONNECTIONS: Final = 8192
@@ -27,11 +27,11 @@ HEAD_TIMEOUT_S: Final = 10.0
 The rest of a request that was answered before it was complete counts as bytes after its answer.
 """
 WRITE_TIMEOUT_S: Final = 30.0
-"""For what waits to be sent, and as long again as it takes at `SLOWEST_READER_BYTES_PER_S`."""
+"""Time to send pending output, in addition to the time at `SLOWEST_READER_BYTES_PER_S`."""
 SLOWEST_READER_BYTES_PER_S: Final = 64 << 10
 READ_BYTES: Final = 64 << 10
 PARSED_AT_ONCE: Final = 512
-"""Bytes outside of bodies; so few that they hold no more than some 30 requests."""
+"""Bytes outside of bodies, few enough to contain no more than some 30 requests."""
 
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"  # noqa: E501
 
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 
 class _HeldFlow(FlowControl):
-    """Reads nothing more while the connection holds requests that are not parsed yet.
+    """Pauses reading while the connection holds unparsed requests.
 
-    Without it, a handler that waits for its body or for its caller to leave resumes reading.
+    Without it, a handler that waits for its body or for its caller to disconnect resumes reading.
     """
 
     def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol) -> None:
@@ -57,10 +57,10 @@ class _HeldFlow(FlowControl):
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Ends a connection whose caller sends endless headers, or none, or does not read its answers.
 
-    Where there are too many, the one that has been without a request for longest makes room.
+    If there are too many connections, the one idle longest is closed.
 
-    Pipelined requests are parsed a few at a time: while one waits for the answers before it,
-    the bytes after it are held unparsed and nothing more is read.
+    Pipelined requests are parsed a few at a time: while one waits for the answers before it, the
+    bytes after it are kept unparsed and nothing more is read.
     """
 
     _num_received = 0
@@ -74,7 +74,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes that were read and are not parsed yet."""
+        """Bytes received but not parsed yet."""
         return len(self._held)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow = _HeldFlow(transport, self)
         if hasattr(transport, "max_size"):  # of asyncio's own; TLS and uvloop have fixed ones
             transport.max_size = READ_BYTES
-        # Those of this server that have no request underway, the one without for longest first.
+        # This server's connections without a request underway, the one idle longest first.
         self._idle = self.server_state.__dict__.setdefault("idle", {})
         if len(self.connections) > MAX_CONNECTIONS:
             leaving = next(iter(self._idle), self)
@@ -106,7 +106,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """Bound what waits to be sent: the transport closes itself after this."""
+        """Bound the pending output: the transport closes itself after this."""
         super().eof_received()
         self._bound_writing()
 
@@ -116,7 +116,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parse()
 
     def on_response_complete(self) -> None:
-        """Start the next request that waits, and parse more once none does."""
+        """Start the next waiting request, and parse more once none waits."""
         is_last = not self.pipeline
         super().on_response_complete()
         if self.transport.is_closing():
@@ -128,26 +128,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._parse()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Handle the first byte of a request."""
         self._num_received = self._num_body = self._body_left = 0
         self._in_head = True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of a request."""
+        """Handle a header of a request."""
         super().on_header(name, value)
         if self.headers[-1][0] == b"content-length":
-            self._body_left = int(value)  # the parser has refused what is no number
+            self._body_left = int(value)  # the parser has refused anything but a number
 
     def on_headers_complete(self) -> None:
-        """The last byte of its headers."""
+        """Handle the last byte of the headers."""
         self._in_head = False
         self._stop_timer()
         self._idle.pop(self, None)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of its body."""
+        """Handle a piece of the body."""
         self._num_body += len(body)
         self._body_left -= len(body)
         super().on_body(body)
@@ -161,12 +161,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_write_timer()
         super().resume_writing()
-        # Below the low-water mark is not empty, and a transport that is closing is never paused
-        # again.
+        # Below the low-water mark does not mean empty, and a transport that is closing is never
+        # paused again.
         self._bound_closing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End a connection on which nothing was asked for a while."""
+        """End a connection that has been idle for a while."""
         super().timeout_keep_alive_handler()
         self._bound_writing()
 
@@ -190,8 +190,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._bound_writing()
 
     def _bound_writing(self) -> None:
-        # A transport that is closed, or a handler that sends, would wait for ever for the caller to
-        # read.
+        # A closed transport, or a sending handler, would wait forever for the caller to read.
         num_bytes = self.transport.get_write_buffer_size()
         if num_bytes and self._write_timer is None:
             timeout_s = WRITE_TIMEOUT_S + num_bytes / SLOWEST_READER_BYTES_PER_S
@@ -204,7 +203,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _parse(self) -> None:
         while self._held and not self.pipeline and not self.transport.is_closing():
-            # Up to the end of a body there is no further request to be found.
+            # Before the end of a body there can be no further request.
             size = max(PARSED_AT_ONCE, self._body_left)
             part, self._held = self._held[:size], self._held[size:]
             self._num_received += len(part)
@@ -231,7 +230,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end(f"more than {MAX_HEAD_BYTES} bytes of headers")
 
     def _start_timer(self) -> None:
-        """Headers that come with their first byte, as they usually do, cost no timer."""
+        """Start the timer, unless the headers came with their first byte, as they usually do."""
         if self._timer is None and not self.transport.is_closing():
             self._timer = self.loop.call_later(
                 HEAD_TIMEOUT_S, self._end, f"no complete headers within {HEAD_TIMEOUT_S:g} s"

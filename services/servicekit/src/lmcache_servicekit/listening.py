@@ -1,4 +1,4 @@
-"""How a service listens, and how it says that it cannot."""
+"""Listening sockets of a service, and errors that name the options to change."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
     Args:
         host: Name or address.
-        port: 0 takes a free one.
-        shared: Let other processes of the same user have sockets on the address, too.
+        port: 0 picks a free one.
+        shared: Let other processes of the same user bind sockets to the address, too.
 
     Raises:
-        OSError: The address is taken or not this machine's.
+        OSError: The address is taken, or belongs to another machine.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,5 +1,5 @@
-"""One log line format for all services, and the log level over REST. Callers never log token ids or
-secrets, chunk ids only.
+"""The log format of all services, and the log level over REST. Callers never log token ids or
+secrets, only chunk ids.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CALLER_WARNING_INTERVAL_S: Final = 60.0
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, with `time` in UTC, `level`, `logger`, `message`; `request_id` and
-    `error` where there is one.
+    """One JSON object per line, with `time` in UTC, `level`, `logger`, `message`, and `request_id`
+    and `error` if there are any.
     """
 
     @override
@@ -54,8 +54,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class CallerFilter(logging.Filter):
-    """Lets through one warning a minute of each kind, on a logger of a library that writes one
-    for each caller who breaks a protocol.
+    """Passes one warning of each kind per minute, for a library's logger that writes one for each
+    caller that violates a protocol.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class CallerFilter(logging.Filter):
 
     @override
     def filter(self, record: logging.LogRecord) -> bool:
-        # Kinds are bounded: messages before their arguments are filled in.
+        # The number of kinds is bounded: messages before their arguments are filled in.
         if record.levelno != logging.WARNING:
             return True
         if record.created < self._next.get(str(record.msg), 0.0):
@@ -76,8 +76,7 @@ class CallerFilter(logging.Filter):
 def configure_logging(level: str, log_format: str) -> None:
     """Send all loggers to standard error. Replaces the handlers of the root logger.
 
-    The audit log goes there too, in lines that are JSON whatever the format and are written
-    whatever the level.
+    The audit log goes there, too, always as JSON and at any level.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
@@ -99,11 +98,11 @@ def configure_logging(level: str, log_format: str) -> None:
 
 
 def set_level(level: str, name: str | None = None) -> None:
-    """Log from now on what is at least so severe.
+    """Set the lowest severity to log from now on.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
-        name: Only this logger and those below it; None: the whole process, but for libraries that
+        name: Only this logger and those below it; None: the whole process, except libraries that
             log every request.
     """
     logger = logging.getLogger(name)
@@ -117,21 +116,21 @@ LoggerName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_]+(\.[A-
 
 
 class LogLevelRequest(BaseModel):
-    """Which level is wanted, and for what."""
+    """The level to set, and for which logger."""
 
     model_config = ConfigDict(extra="forbid")
 
     level: LogLevel
     logger: LoggerName | None = Field(
-        None, description="A module or package; without it, the whole process"
+        None, description="A module or package; if absent, the whole process"
     )
 
 
 class LogLevels(BaseModel):
-    """The levels in force."""
+    """The current levels."""
 
-    level: str = Field(description="Of the whole process")
-    loggers: dict[str, str] = Field(description="Of loggers that have one of their own")
+    level: str = Field(description="Level of the whole process")
+    loggers: dict[str, str] = Field(description="Levels of individual loggers")
 
 
 def create_log_router() -> APIRouter:

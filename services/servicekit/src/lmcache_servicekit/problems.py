@@ -1,4 +1,4 @@
-"""RFC 9457: the one table that maps domain errors to problem+json, and the handlers that use it.
+"""RFC 9457: the table that maps domain errors to problem+json, and the handlers that use it.
 
 Source: RFC 9457, section 3 (members of a problem details object).
 """
@@ -32,15 +32,15 @@ _TYPE_PREFIX: Final = "urn:lmcache:problem:"
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """How one kind of error looks from outside.
+    """The HTTP form of one kind of error.
 
     Attributes:
         slug: Last part of the `type` URN; stable, clients may compare it.
         status: HTTP status.
         title: One sentence for people, the same for all occurrences.
-        shows_detail: Whether the error's own text is sent. Not for failures of ours: it may name
+        shows_detail: Whether the error's own text is sent. Not for internal failures: it may name
             hosts or paths.
-        headers: Sent along.
+        headers: Headers of the response.
     """
 
     slug: str
@@ -77,8 +77,8 @@ PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
     core.IdentityError: ProblemType("bad-key", 400, "A key or id cannot be read"),
     core.RecordError: ProblemType("bad-record", 422, "The body is not an intact record"),
     core.SerdeError: ProblemType("bad-encoding", 422, "Bytes are not an intact encoding"),
-    core.ProtocolError: ProblemType("protocol", 400, "The protocol was broken"),
-    core.VersionError: ProblemType("version", 400, "No protocol version in common"),
+    core.ProtocolError: ProblemType("protocol", 400, "The protocol was violated"),
+    core.VersionError: ProblemType("version", 400, "No common protocol version"),
     core.UnavailableError: ProblemType(
         "unavailable",
         503,
@@ -93,7 +93,7 @@ PROBLEMS: Final[Mapping[type[Exception], ProblemType]] = {
     core.IntegrityError: ProblemType("integrity", 500, "The service failed", shows_detail=False),
     core.LayoutError: ProblemType("bad-layout", 400, "The memory layout does not fit"),
     errors.NotFoundError: ProblemType("not-found", 404, "There is no such resource"),
-    errors.ConflictError: ProblemType("conflict", 409, "The request contradicts the present state"),
+    errors.ConflictError: ProblemType("conflict", 409, "The request contradicts the current state"),
     errors.PermissionDeniedError: ProblemType(
         "forbidden", 403, "The caller's role does not allow this"
     ),
@@ -121,14 +121,13 @@ def problem_of(
 def problem_response(
     status: int, title: str, kind: str = "about:blank", detail: str | None = None, **more: Any
 ) -> JSONResponse:
-    """Build the answer.
+    """Build the response.
 
     Args:
         status: HTTP status, repeated in the body.
         title: The same for every occurrence of the problem.
         kind: The `type` URI.
-        detail: What is special about this occurrence; never a secret, never an internal failure's
-            text.
+        detail: Specific to this occurrence; never a secret, never the text of an internal failure.
         more: Extension members; `headers` is taken as the response's headers.
     """
     headers = more.pop("headers", None)
@@ -151,9 +150,8 @@ def install_problem_handlers(
     """Answer every error of `app` with problem+json.
 
     Args:
-        app: Its handlers for our errors, validation errors, HTTP exceptions and everything else are
-            set.
-        more: Entries for a service's own errors, looked up before those of `PROBLEMS`.
+        app: Gets handlers for our errors, validation errors, HTTP exceptions and everything else.
+        more: Entries for a service's own errors, which take precedence over `PROBLEMS`.
     """
     table = {**PROBLEMS, **(more or {})}
 
@@ -184,7 +182,7 @@ def install_problem_handlers(
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Name places and rules, and never repeat the input: it may be large or secret."""
+    """Report locations and rules, never the input, which may be large or secret."""
     assert isinstance(error, RequestValidationError)
     found = [
         {"at": ".".join(str(part) for part in item["loc"]), "message": str(item["msg"])}
@@ -221,16 +219,16 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 async def _on_lost_client(request: Request, error: Exception) -> JSONResponse:
-    # Without this answer, which is read by no client, the server logs a traceback for each client
-    # that dies while it sends.
+    # No client reads this response, but without it the server logs a traceback for each client that
+    # dies while sending.
     return problem_response(
-        400, http.HTTPStatus(400).phrase, detail="the client went away in the middle of its body"
+        400, http.HTTPStatus(400).phrase, detail="the client disconnected in the middle of its body"
     )
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    # The ASGI boundary. Starlette raises the error again after this answer, so that the server logs
-    # its traceback.
+    # The ASGI boundary. Starlette raises the error again after this response, so that the server
+    # logs its traceback.
     return problem_response(
         500, PROBLEMS[core.LMCacheError].title, PROBLEMS[core.LMCacheError].type
     )

@@ -1,8 +1,8 @@
 """Pipelines to one Redis server, or to the one that sentinels name.
 
-redis-py makes the connections: it logs in, speaks TLS, and finds the server behind sentinels; here
-it reads TLS files and passwords again for each connection. Commands are packed and answers are read
-here, which takes half the time that redis-py's own pipelines do (ADR 20).
+redis-py opens the connections: it authenticates, speaks TLS, and finds the server through
+sentinels; here TLS files and passwords are re-read for each connection. Commands are packed and
+replies read here, which takes half the time of redis-py's own pipelines (ADR 20).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ CLIENT_ERRORS: Final = (RedisError, RedisClusterException, OSError, TimeoutError
 
 
 class TlsConnection(SSLConnection):
-    """A connection over TLS that reads its files whenever it is made; redis-py's own reads them
+    """A connection over TLS that reads its files whenever it is opened; redis-py's own reads them
     once.
 
     Args:
-        tls: What it connects with.
-        options: Those of redis-py's connection.
+        tls: TLS settings.
+        options: Options of redis-py's connection.
     """
 
     def __init__(self, tls: ReloadingContext, **options: Any) -> None:
@@ -68,7 +68,7 @@ class SentinelTlsConnection(TlsConnection, SentinelManagedSSLConnection):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Stands in for redis-py's maker of contexts."""
+    """Replaces redis-py's factory of contexts by a given context."""
 
     context: ReloadingContext
 
@@ -78,11 +78,11 @@ class _Given:
 
 class SentinelLogin(CredentialProvider):
     """Reads the password of the sentinels for each new connection. While the file cannot be read,
-    the last password stays in force.
+    the last password remains in use.
 
     Args:
-        password_file: Holds the password.
-        username: Who asks; None for the default user.
+        password_file: File with the password.
+        username: User name; None for the default user.
 
     Raises:
         ConfigError: The file cannot be read or is empty.
@@ -94,8 +94,8 @@ class SentinelLogin(CredentialProvider):
         self._password = self._read()
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return what `AUTH` is sent with."""
-        # In the middle of a rotation the sentinels decide whether the last one still counts.
+        """Return the arguments of `AUTH`."""
+        # During a rotation the sentinels decide whether the last one is still valid.
         with contextlib.suppress(ConfigError):
             self._password = self._read()
         return (self._password,) if self._username is None else (self._username, self._password)
@@ -112,12 +112,12 @@ class SentinelLogin(CredentialProvider):
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """Where Redis is, and what it is shown.
+    """Address and credentials of Redis.
 
     Attributes:
-        url: Where.
-        tls: Whom to trust and what to show over TLS. Each new connection reads the files.
-        login: What sentinels are told; None: nothing.
+        url: The URL.
+        tls: Trusted authorities and client certificate. Each new connection reads the files.
+        login: Credentials for sentinels; None: none.
     """
 
     url: RedisUrl
@@ -126,7 +126,7 @@ class RedisAccess:
 
     @classmethod
     def of(cls, settings: RedisSettings) -> RedisAccess | None:
-        """Read it from settings; None where they name no Redis.
+        """Create it from settings; None if they name no Redis.
 
         Raises:
             ConfigError: The URL or the file of the sentinels' password cannot be read.
@@ -154,8 +154,8 @@ class RedisAccess:
     def server(
         self, timeout_s: float, max_connections: int
     ) -> tuple[redis_asyncio.Redis, list[redis_asyncio.Redis]]:
-        """Return a client of the one server, or of the one that the sentinels name, and the
-        clients of the sentinels. The caller closes all of them. Connects to nothing.
+        """Return a client of the one server, or of the one that the sentinels name, and the clients
+        of the sentinels. The caller closes all of them. Does not connect.
 
         Raises:
             ConfigError: The URL or a file for TLS cannot be read.
@@ -164,7 +164,7 @@ class RedisAccess:
         try:
             if self.url.has_sentinels:
                 return self._server_of_sentinels(limits, timeout_s)
-            # redis-py would make connections from a URL with TLS that never read their files again.
+            # For a URL with TLS, redis-py would open connections that never re-read their files.
             pool = redis_asyncio.ConnectionPool.from_url(
                 self.url.without_tls, **self._tls(TlsConnection), **limits
             )
@@ -177,7 +177,7 @@ class RedisAccess:
     def members(
         self, timeout_s: float, max_connections: int
     ) -> Callable[[Address], redis_asyncio.Redis]:
-        """Return what makes clients of single servers of the cluster. Connects to nothing.
+        """Return the factory of clients for single servers of the cluster. Does not connect.
 
         Raises:
             ConfigError: A file for TLS cannot be read.
@@ -213,11 +213,11 @@ class RedisAccess:
 
 
 def describe_failure(where: str, error: BaseException, timeout_s: float) -> str:
-    """Say what failed, without the error's own text, which may hold credentials.
+    """Describe a failure without the error's own text, which may contain credentials.
 
     Args:
-        where: Hosts and ports, as `RedisUrl.where` has them.
-        error: What redis-py or the sockets below it raised.
+        where: Hosts and ports, from `RedisUrl.where`.
+        error: Raised by redis-py or the sockets below it.
         timeout_s: Limit on the call.
     """
     if isinstance(error, TimeoutError):
@@ -235,7 +235,7 @@ def describe_failure(where: str, error: BaseException, timeout_s: float) -> str:
 
 def _limits(timeout_s: float, max_connections: int) -> dict[str, Any]:
     """Bound connecting and the number of connections. Each call has its caller's deadline, and is
-    sent again by `redis_client`.
+    repeated by `redis_client`.
     """
     return {
         "retry": Retry(NoBackoff(), 0),
@@ -261,7 +261,7 @@ class Script:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        # Redis names scripts so; nothing rests on the digest being hard to forge.
+        # Redis identifies scripts this way; nothing depends on the digest being hard to forge.
         self.digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -269,11 +269,11 @@ class RedisCommand(NamedTuple):
     """A command, or a call of a script.
 
     Attributes:
-        key: One of its keys: all are of one hash slot.
-        words: Name and arguments, or those of a script's call without its name; empty where
-            `packed` is given.
-        script: What is called.
-        packed: The whole command as it is sent.
+        key: One of its keys: all are in one hash slot.
+        words: Name and arguments, or those of a script's call without its name; empty if `packed`
+            is given.
+        script: The script to call.
+        packed: The whole command as sent.
     """
 
     key: str
@@ -282,7 +282,7 @@ class RedisCommand(NamedTuple):
     packed: bytes = b""
 
     def short(self) -> bytes:
-        """Return what is sent first: a script is called by its digest."""
+        """Return the first form to send: a script is called by its digest."""
         if self.packed:
             return self.packed
         return _pack(
@@ -290,26 +290,26 @@ class RedisCommand(NamedTuple):
         )
 
     def full(self) -> bytes:
-        """Return what is sent to a server that has forgotten the script."""
+        """Return the form for a server that has lost the script."""
         if self.script is None:
             return self.short()
         return _pack(("EVAL", self.script.text, *self.words))
 
 
 def call(script: Script, keys: Sequence[str], argv: Sequence[Argument]) -> RedisCommand:
-    """Make a script's call with keys of one hash slot, at least one."""
+    """Return a script's call with keys of one hash slot, at least one."""
     return RedisCommand(keys[0], (len(keys), *keys, *argv), script)
 
 
 class RedisNode:
     """Sends commands to one server, over the connections of a redis-py client that belongs to this
-    object. The constructor connects to nothing.
+    object. The constructor does not connect.
 
-    Every command must be one that may be sent twice.
+    Every command must be safe to send twice.
 
     Args:
-        client: The server.
-        sentinels: Clients of the sentinels that name it, which belong to this object, too.
+        client: Client of the server.
+        sentinels: Clients of the sentinels that name it, which also belong to this object.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class RedisNode:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call waits or is under way."""
+        """Whether no call waits or is underway."""
         return self._num_calls == 0
 
     async def close(self) -> None:
@@ -333,13 +333,13 @@ class RedisNode:
 
     async def exchange(self, commands: Sequence[RedisCommand]) -> list[Any]:
         """Send commands in one round trip, and in a second one the scripts that the server has
-        forgotten.
+        lost.
 
         Returns:
-            An answer for each command, a `ResponseError` where the server refuses.
+            A reply for each command, a `ResponseError` if the server refuses.
 
         Raises:
-            RedisError, OSError: The connection failed; what was sent may have been done.
+            RedisError, OSError: The connection failed; the commands may have been executed.
         """
         self._num_calls += 1
         try:
@@ -359,15 +359,15 @@ class RedisNode:
             self._num_calls -= 1
 
     async def ask(self, command: RedisCommand) -> Any:
-        """Send a command to a server that is only just getting its slot. Returns and raises as
+        """Send a command to a server that is still importing its slot. Returns and raises as
         `exchange`.
         """
         asking = RedisCommand("", ("ASKING",))
         return (await self.exchange([asking, command._replace(packed=command.full())]))[1]
 
     async def _send(self, requests: Sequence[bytes]) -> list[Any]:
-        # A connection lost before anything was answered is replaced once: the pool may hold some
-        # that a restart has cut.
+        # A connection lost before the first reply is replaced once: the pool may hold connections
+        # broken by a restart.
         for is_last in (False, True):
             answers: list[Any] = []
             connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
@@ -382,18 +382,18 @@ class RedisNode:
                     raise
             finally:
                 if len(answers) < len(requests):
-                    # Answers still to come on it would be taken for those of another question.
+                    # Later replies on it would be taken for those of another request.
                     await connection.disconnect(nowait=True)
                 await self._pool.release(connection)
         raise AssertionError("the loop returns or raises")
 
 
 class RedisClient:
-    """Runs commands and scripts on one server. The constructor connects to nothing.
+    """Runs commands and scripts on one server. The constructor does not connect.
 
     Args:
         node: The server, which belongs to this object.
-        where: Which Redis it is, for people.
+        where: Name of this Redis, for display.
     """
 
     def __init__(self, node: RedisNode, where: str) -> None:
@@ -405,28 +405,28 @@ class RedisClient:
         await self._node.close()
 
     async def ping(self, key: str) -> None:
-        """Ask every server whether it is there, and a cluster whether it can read `key`, which it
-        refuses while slots are missing. Raises as `many`.
+        """Check that every server responds, and that a cluster can read `key`, which it refuses
+        while slots are missing. Raises as `many`.
         """
         await self.many([RedisCommand(key, ("PING",))])
 
     async def many(self, commands: Sequence[RedisCommand]) -> list[Any]:
         """Run independent commands in one round trip to each server.
 
-        A command, but not a script, answers None where its key holds a value of another type.
+        A command, but not a script, returns None if its key holds a value of another type.
 
         Raises:
             ResponseError: One was refused, after all were answered.
-            RedisError, OSError: One was not answered; it may have been done.
+            RedisError, OSError: One was not answered; it may have been executed.
         """
         return checked(commands, await self._node.exchange(commands))
 
     async def run(self, script: Script, keys: Sequence[str], argv: Sequence[Argument]) -> Any:
-        """Run a script whose keys are of one hash slot. Raises as `many`."""
+        """Run a script whose keys are in one hash slot. Raises as `many`."""
         return (await self.many([call(script, keys, argv)]))[0]
 
     async def within(self, timeout_s: float, work: Awaitable[T]) -> T:
-        """Await commands for at most `timeout_s`, and say in words what failed.
+        """Await commands for at most `timeout_s`, and describe a failure in words.
 
         Raises:
             StoreRefusedError: Redis answered, and refused.
@@ -447,12 +447,12 @@ class RedisClient:
 def create_redis_client(
     access: RedisAccess, timeout_s: float, max_connections: int = MAX_CONNECTIONS
 ) -> RedisClient:
-    """Make the client that a URL asks for. Connects to nothing.
+    """Create the client for a URL, without connecting.
 
     Args:
-        access: Where, and what it is shown.
+        access: Address and credentials.
         timeout_s: Limit on connecting, and on each question to a sentinel.
-        max_connections: To one server; further callers wait.
+        max_connections: Connections to one server; further callers wait.
 
     Raises:
         ConfigError: The URL or a file for TLS cannot be read.
@@ -467,7 +467,7 @@ def create_redis_client(
 
 
 def checked(commands: Sequence[RedisCommand], answers: Sequence[Any]) -> list[Any]:
-    """Return answers, with None for commands on a value of another type.
+    """Return replies, with None for commands on a value of another type.
 
     Raises:
         ResponseError: One was refused.
@@ -483,7 +483,7 @@ def checked(commands: Sequence[RedisCommand], answers: Sequence[Any]) -> list[An
 
 
 def _pack(words: tuple[Argument, ...]) -> bytes:
-    # redis-py's own packing takes much longer. hiredis' types know tuples of one word alone.
+    # redis-py's own packing takes much longer. hiredis' types accept only tuples of one word.
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
     return packed
 
@@ -496,10 +496,11 @@ async def _read_one(connection: Any) -> Any:
 
 
 async def _read_arrived(connection: Any, answers: list[Any], num_wanted: int) -> None:
-    """Append answers that came together with the last one.
+    """Append replies that arrived together with the last one.
 
-    redis-py takes longer to read one answer than to do everything else, so its parser is asked for
-    them directly. redis-py does not promise that: with another parser, `_read_one` reads them.
+    redis-py takes longer to read one reply than to do everything else, so its parser is called
+    directly. redis-py does not guarantee that interface: with another parser, `_read_one` reads
+    them.
     """
     parser = getattr(connection, "_parser", None)
     reader = getattr(parser, "_reader", None)
@@ -510,11 +511,11 @@ async def _read_arrived(connection: Any, answers: list[Any], num_wanted: int) ->
         if isinstance(answer, LostConnectionError):
             raise answer
         if isinstance(answer, ReadOnlyError) and isinstance(connection, SentinelManagedConnection):
-            # As redis-py does with a first answer: a new connection asks the sentinels again.
-            raise LostConnectionError("the server is no master any more")
+            # As redis-py does with a first reply: a new connection asks the sentinels again.
+            raise LostConnectionError("the server is no longer a master")
         if isinstance(answer, hiredis.PushNotification):
             await parser.handle_push_response(answer)
-        elif type(answer) is object:  # more bytes have to come first
+        elif type(answer) is object:  # more bytes are needed
             return
         else:
             answers.append(answer)

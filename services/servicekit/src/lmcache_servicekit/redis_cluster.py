@@ -36,24 +36,24 @@ _Ranges = list[tuple[int, int, Address]]
 
 
 class SlotsUnknownError(LostConnectionError):
-    """No server of the cluster says who has a slot."""
+    """No server of the cluster knows which server has a slot."""
 
 
 def slot_of(key: str) -> int:
-    """Return the slot of a key that has a hash tag."""
+    """Return the slot of a key with a hash tag."""
     tag = key[key.index("{") + 1 : key.index("}")]
     return binascii.crc_hqx(tag.encode(), 0) % NUM_SLOTS
 
 
 class ClusterMap:
-    """Which server has which slots, as far as is known.
+    """The assignment of slots to servers, as far as known.
 
-    Asks a few servers at once and believes the first that knows all slots; a server that does not
-    have a slot says so when it is used.
+    Asks a few servers concurrently and adopts the first complete answer; a server that does not
+    have a slot reports that when it is used.
 
     Args:
         seeds: Servers to begin with.
-        make_node: Makes the connections to one; they belong to this object.
+        make_node: Creates the connections to a server; they belong to this object.
     """
 
     def __init__(self, seeds: Sequence[Address], make_node: Callable[[Address], RedisNode]) -> None:
@@ -91,13 +91,14 @@ class ClusterMap:
         raise SlotsUnknownError(f"no server is known to have slot {slot}")
 
     def masters(self) -> list[RedisNode]:
-        """Return every server that has slots."""
+        """Return every server with slots."""
         return [
             self.node_at(address) for address in sorted({address for _, _, address in self._ranges})
         ]
 
     async def refresh(self) -> None:
-        """Ask again if the map is stale. Callers that come meanwhile wait for the same answer.
+        """Refresh the map if it is stale. Callers that arrive during a refresh wait for the same
+        answer.
 
         Raises:
             SlotsUnknownError: No server answered.
@@ -149,8 +150,8 @@ class RedisClusterClient(RedisClient):
     """Sends each command to the server that has its slot, and follows slots that move.
 
     Args:
-        servers: Who has which slot; belongs to this object.
-        where: Which Redis it is, for people.
+        servers: The map of slots; belongs to this object.
+        where: Name of this Redis, for display.
     """
 
     def __init__(self, servers: ClusterMap, where: str) -> None:
@@ -167,7 +168,7 @@ class RedisClusterClient(RedisClient):
         await self.each_master([_PING])
 
     async def each_master(self, commands: Sequence[RedisCommand]) -> list[list[Any]]:
-        """Send commands to every master, and return its answers as `RedisNode.exchange` does.
+        """Send commands to every master, and return its replies as `RedisNode.exchange` does.
 
         Raises:
             RedisError, OSError: One did not answer.
@@ -207,13 +208,13 @@ class RedisClusterClient(RedisClient):
         try:
             found = await asyncio.gather(*calls, return_exceptions=True)
         except asyncio.CancelledError:
-            # The caller's time is up: a server that has not answered may have lost its slots.
+            # The caller's time is over: a server that has not answered may have lost its slots.
             self.servers.is_stale = True
             raise
         failures = [part for part in found if isinstance(part, BaseException)]
         if failures:
             self.servers.is_stale = True
-            # One whose outcome is unknown says more than one that was refused.
+            # An unknown outcome says more than a refusal.
             raise min(failures, key=lambda failure: isinstance(failure, ResponseError))
         for inside, part in zip(by_node.values(), found, strict=True):
             assert isinstance(part, list)
@@ -221,9 +222,7 @@ class RedisClusterClient(RedisClient):
                 answers[place] = answer
 
     async def _follow(self, command: RedisCommand, place: int, answers: list[Any]) -> None:
-        """Ask the server that is only just getting a slot; have the map read again where one has
-        moved.
-        """
+        """Ask the server that is importing a slot; have the map refreshed if a slot has moved."""
         answer = answers[place]
         if isinstance(answer, MovedError):
             self.servers.is_stale = True
@@ -235,7 +234,7 @@ class RedisClusterClient(RedisClient):
 
 
 def _ranges_of(answer: Any, asked_host: str) -> _Ranges:
-    """Read `CLUSTER SLOTS`: [first, last, [host, port, ...], ...]; a server that does not know its
+    """Parse `CLUSTER SLOTS`: [first, last, [host, port, ...], ...]; a server that does not know its
     own name leaves it empty.
     """
     ranges = []

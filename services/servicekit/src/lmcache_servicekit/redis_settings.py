@@ -1,4 +1,4 @@
-"""Where Redis is: the one grammar of its URLs in services, and their options."""
+"""The grammar of Redis URLs in services, and their options."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ TLS_SCHEMES: Final = ("rediss", "rediss-sentinel", "rediss-cluster")
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """A Redis URL, taken apart.
+    """A parsed Redis URL.
 
     Attributes:
         text: As given.
         scheme: One of `REDIS_SCHEMES`.
         addresses: Sentinels, or servers of the cluster to begin with; empty for one server.
-        service: What the sentinels call the server.
+        service: Name of the server at the sentinels.
         is_cluster: Whether it names a Redis Cluster.
         has_sentinels: Whether it names sentinels.
-        has_tls: Whether connections are made over TLS.
+        has_tls: Whether connections use TLS.
     """
 
     text: str = field(repr=False)
@@ -48,12 +48,13 @@ class RedisUrl:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Take a URL apart: `redis://`, `rediss://`, `unix://`;
+        """Parse a URL: `redis://`, `rediss://`, `unix://`;
         `redis[s]-sentinel://[user:password@]host:port,host:port/service`;
         `redis[s]-cluster://[user:password@]host:port,host:port`.
 
         Raises:
-            ConfigError: It cannot be read. The message does not repeat it: it may hold a password.
+            ConfigError: It cannot be read. The message does not repeat it: it may contain a
+            password.
         """
         try:
             scheme, path = urlsplit(text).scheme, urlsplit(text).path.strip("/")
@@ -84,7 +85,7 @@ class RedisUrl:
 
     @property
     def where(self) -> str:
-        """Which Redis it is, for people: hosts and ports, never credentials."""
+        """Name of this Redis for display: hosts and ports, never credentials."""
         if self.scheme == "unix":
             return f"redis at {urlsplit(self.text).path}"
         addresses = self.addresses or (_address_of(_hosts_of(self.text), DEFAULT_PORT),)
@@ -97,7 +98,7 @@ class RedisUrl:
 
 
 def unreadable() -> ConfigError:
-    """Make the error for a URL that cannot be read; it does not repeat the URL."""
+    """Return the error for a URL that cannot be read; it does not repeat the URL."""
     return ConfigError(
         "redis_url cannot be read; write redis://[user:password@]host:port[/database], and for"
         " others see its documentation"
@@ -121,7 +122,9 @@ _PREFIXES: Final = tuple(f"{scheme}://" for scheme in REDIS_SCHEMES)
 
 
 def _check_redis_url(url: SecretStr) -> SecretStr:
-    """The text of the error does not repeat the URL: it may hold a password."""
+    """Check the scheme. The text of the error does not repeat the URL: it may contain a
+    password.
+    """
     if not url.get_secret_value().startswith(_PREFIXES):
         raise ValueError(f"a Redis URL begins with one of {', '.join(_PREFIXES)}")
     return url

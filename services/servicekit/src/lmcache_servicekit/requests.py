@@ -1,5 +1,5 @@
-"""What surrounds each request: its id, in every log line and problem; its span where requests are
-traced; its metrics; its line in the audit log; and the bounds of its body.
+"""The middleware around each request: its id, in every log line and problem; its span if requests
+are traced; its metrics; its line in the audit log; and the bounds of its body.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 DEFAULT_MAX_BODY_BYTES: Final = 4 << 20
 BODY_TIMEOUT_S: Final = 10.0
 MIN_BYTES_PER_S: Final = 1 << 20
-"""A body may take `BODY_TIMEOUT_S`, and as long again as the largest there would take at this
-speed.
-"""
+"""A body may take `BODY_TIMEOUT_S`, plus the time of the largest allowed body at this speed."""
 
 _CLOSE: Final = {"Connection": "close"}
 
@@ -51,15 +49,15 @@ _BEGIN: Final = re.compile(
     r"/v1/(?:admin/)?[a-z-]{1,12}(?::[a-z]{1,12})?(?![^/])|/mutate$|/healthz$|/readyz$|/metrics$"
 )
 _UNTRACED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
-"""Paths that are polled, not asked for by a user's request."""
+"""Paths that are polled, not requested by users."""
 
 
 class RequestMiddleware:
-    """Takes `X-Request-Id` and `traceparent` from a request, or makes an id, and returns the id
-    with the answer; traces, counts and audits the request.
+    """Takes `X-Request-Id` and `traceparent` from a request, or generates an id, and returns the id
+    with the response; traces, counts and audits the request.
 
     Args:
-        app: What answers.
+        app: The next application.
         state: Has the registry, and the tracer once the app runs.
         service: Name of the service.
     """
@@ -89,7 +87,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         came = self._came_with(scope)
-        # What else callers write into a path may be secret.
+        # Other path segments written by callers may be secret.
         begin = _BEGIN.match(scope["path"])
         name = f"{scope['method']} {begin[0] if begin else UNMATCHED}"
         status, started = 500, time.perf_counter()
@@ -112,7 +110,7 @@ class RequestMiddleware:
                 self._count(scope, status, time.perf_counter() - started)
 
     def _came_with(self, scope: Scope) -> Carried:
-        """Return what the caller sent, without malformed parts; an id in any case."""
+        """Return the caller's context, without malformed parts; always with an id."""
         given = {
             name: value.decode("latin-1")
             for name, value in scope["headers"]
@@ -134,10 +132,10 @@ class RequestMiddleware:
 
 class BodyLimitMiddleware:
     """Answers 413 to a request whose body is, or grows, larger than its bound, and 408 to one whose
-    body does not come.
+    body does not arrive.
 
-    FastAPI's own `max_body_size` answers plain text where the length is declared; ours is a problem
-    in every case.
+    FastAPI's own `max_body_size` answers in plain text if the length is declared; here the answer
+    is always a problem.
 
     Args:
         app: The next application.
@@ -151,7 +149,7 @@ class BodyLimitMiddleware:
         self._bounds = sorted(bounds.items(), key=lambda item: -len(item[0]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse at once what declares too large a body, and watch the rest grow."""
+        """Refuse immediately if the declared body is too large, and watch others grow."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -177,7 +175,7 @@ class BodyLimitMiddleware:
                     408, f"a body here arrives within {timeout_s:.0f} s", _CLOSE
                 ) from None
             if not message.get("more_body", False):
-                deadline = None  # what comes now is that the caller leaves
+                deadline = None  # from here on only a disconnect can arrive
             num_bytes += len(message.get("body", b""))
             if num_bytes > bound:
                 raise HTTPException(413, detail, _CLOSE)

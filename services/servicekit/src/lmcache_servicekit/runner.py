@@ -1,4 +1,4 @@
-"""The entry point that all services share."""
+"""The entry point of all services."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def run_service(
         settings_cls: Its settings.
         create_app: Its app factory.
         argv: Arguments instead of the process's.
-        workers: How many processes are to serve the port; more than one only where none keeps
-            anything to itself.
+        workers: Number of processes that serve the port; more than one only if none keeps state.
 
     Returns:
         The exit code: 0 after a graceful end; 2 for bad settings, also for a port that is taken
@@ -124,13 +123,13 @@ def _listen(settings: ServiceSettings, num_workers: int) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address that a service is reached at, and where its port is written for others.
+    """The address of a service, and the file that publishes its port.
 
     Attributes:
-        name: Of the service.
-        settings: The service's.
+        name: Name of the service.
+        settings: The service's settings.
         listener: Bound, not listening.
-        port_file: Where its number is written; None for nowhere.
+        port_file: File for the port's number; None for none.
     """
 
     name: str
@@ -170,7 +169,7 @@ class Address:
 
 
 def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: Address) -> int:
-    """Each worker has a socket of its own on the port, and the kernel spreads connections over
+    """Run workers with a separate socket each on the port; the kernel spreads connections over
     them.
     """
     host, port = address.settings.host, address.listener.getsockname()[1]
@@ -194,9 +193,7 @@ def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: 
 
 
 class _Start:
-    """The app, whose failure to start for a foreseen reason is reported in its own words instead
-    of by a traceback.
-    """
+    """The app. An expected failure to start is reported in its own words instead of a traceback."""
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
@@ -207,7 +204,7 @@ class _Start:
             if message["type"] == "lifespan.startup.failed":
                 self.failure = sys.exc_info()[1]
                 if isinstance(self.failure, LMCacheError):
-                    # Reported as bad settings are: uvicorn's own lines would only hide it.
+                    # Reported like bad settings: uvicorn's own lines would only hide it.
                     logging.getLogger("uvicorn.error").disabled = True
                     message = {**message, "message": ""}
             await send(message)
@@ -216,8 +213,8 @@ class _Start:
 
 
 class _Server(uvicorn.Server):
-    """Announces that it listens, prepares its stop while it still answers, and ends at once at a
-    second signal.
+    """Announces that it listens, prepares its stop while it still answers, and ends immediately at
+    a second signal.
     """
 
     def __init__(
@@ -242,7 +239,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End gracefully at the first signal, at once at the second: what is underway may hang."""
+        """End gracefully at the first signal, immediately at the second: work underway may hang."""
         if self.should_exit:
             # Logging is not safe inside a handler.
             os.write(2, b"a second signal: ending at once\n")
@@ -251,7 +248,7 @@ class _Server(uvicorn.Server):
 
 
 def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
-    """Serve until a signal; the exit code."""
+    """Serve until a signal; return the exit code."""
     config = uvicorn.Config(
         start := _Start(app),
         http=BoundedHttpProtocol,
@@ -266,8 +263,8 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     config.load()
     tls = service_state(app).tls
     config.ssl = None if tls is None else BoundedContext(tls)
-    # uvicorn raises the signal again once it has shut down; by default that would turn a graceful
-    # end into "killed".
+    # uvicorn raises the signal again after its shutdown; by default that would turn a graceful end
+    # into "killed".
     for handled in (signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, lambda number, frame: sys.exit(0))
     try:

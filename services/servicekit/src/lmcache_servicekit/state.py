@@ -1,4 +1,4 @@
-"""What `create_service_app` puts into an app, with its types, and which build it is."""
+"""The typed state that `create_service_app` puts into an app, and the version of the build."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lmcache_servicekit.workers import WorkerMetrics
 
 @dataclass(slots=True)
 class ServiceState:
-    """The shared parts of one running app. A service's own parts live next to it in `app.state`.
+    """The shared parts of one running app. A service's own parts are also in `app.state`.
 
     Attributes:
         settings: As loaded.
-        tokens: Who may call; read again when its file changes.
+        tokens: Accepted tokens; re-read when the file changes.
         health: The checks of `/readyz`; a lifespan adds its own.
-        registry: Where the service's metrics are registered.
+        registry: Registry of the service's metrics.
         ports: Ports besides the HTTP one that a lifespan opened, by name; written to the port file.
         siblings: Where the metrics of all workers of the port are; None: there is only this
             process.
@@ -35,7 +35,7 @@ class ServiceState:
         limiter: How much each tenant may ask; None: as much as it likes.
         tracer: Traces requests while the app runs; None: they are not traced.
         before_stop: Awaited one after the other on SIGTERM, while requests are still answered; each
-            bounds its own time and fails never.
+            bounds its own time and must not fail.
     """
 
     settings: ServiceSettings
@@ -50,25 +50,25 @@ class ServiceState:
     tracer: Tracer | None = None
 
     def admit(self, tenant: str) -> None:
-        """Take one request of a tenant's.
+        """Count one request of a tenant.
 
         Raises:
-            ThrottledError: It has asked too much in the last second.
+            ThrottledError: It exceeds the tenant's rate.
         """
         wait_s = 0.0 if self.limiter is None else self.limiter.wait_s(tenant)
         if wait_s > 0:
-            raise ThrottledError("this tenant asks more than rate_limit_per_tenant allows", wait_s)
+            raise ThrottledError("this tenant exceeds rate_limit_per_tenant", wait_s)
 
 
 def service_state(app: FastAPI) -> ServiceState:
-    """Return the shared parts of `app`, which `create_service_app` has made."""
+    """Return the shared parts of `app`, created by `create_service_app`."""
     state: Any = app.state.service
     assert isinstance(state, ServiceState)
     return state
 
 
 def version_of(distribution: str) -> str:
-    """Return a distribution's version, `unknown` when it runs from a bare source tree."""
+    """Return a distribution's version, `unknown` if it runs from a bare source tree."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,5 +1,5 @@
-"""Several processes that serve one port: a parent that owns them and nothing else, and the metrics
-of all of them, whichever is asked.
+"""Several processes that serve one port: a parent that only manages them, and the metrics of all of
+them, available from each.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S: Final = 1.0
 STOP_MARGIN_S: Final = 10.0
-"""How much longer than its grace a worker may take to end before it is killed."""
+"""How much longer than its grace period a worker may take to end before it is killed."""
 START_LOOK_S: Final = 0.05
-"""How often a parent looks whether all workers listen."""
+"""How often the parent checks whether all workers listen."""
 
 _ENDING: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 _CONTEXT: Final = multiprocessing.get_context("fork")
@@ -38,12 +38,12 @@ _CONTEXT: Final = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeat:
-    """What one worker is given.
+    """The arguments of one worker.
 
     Attributes:
-        number: From 0 on.
-        listeners: One for each worker, on loopback, for what they tell each other; the worker
-            accepts on that of its own number.
+        number: Its number, from 0.
+        listeners: One per worker, on loopback, for communication between workers; the worker
+            accepts on the one with its own number.
     """
 
     number: int
@@ -51,21 +51,21 @@ class WorkerSeat:
 
 
 Serve = Callable[[WorkerSeat, Callable[[], None]], int]
-"""Serves until a signal; calls what it is given once it listens. Returns the exit code."""
+"""Serves until a signal; calls its argument once it listens. Returns the exit code."""
 
 
 class WorkerPool:
-    """Starts workers by fork, starts those again that end by themselves, and ends them all on
-    SIGTERM or SIGINT.
+    """Starts workers by fork, restarts those that end by themselves, and ends them all on SIGTERM
+    or SIGINT.
 
-    It belongs to a process that has no thread and no event loop: a fork would take half of them
-    along. Signals are blocked in the parent while it runs, and waited for.
+    It belongs to a process without threads and event loop, which a fork would copy only in part.
+    Signals are blocked in the parent while it runs, and waited for.
 
     Args:
-        num_workers: How many.
-        serve: What each of them does.
+        num_workers: Number of workers.
+        serve: Function of each worker.
         announce: Called once, when all of them listen for the first time.
-        grace_s: How long requests in flight may go on, in seconds.
+        grace_s: How long requests in flight may continue, in seconds.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class WorkerPool:
         """Run until a signal, or until a worker cannot start.
 
         Returns:
-            0 after a graceful end, 1 when a worker had to be killed, what a worker ended with that
-            could not start for the first time, 128 and the signal's number after a second signal.
+            0 after a graceful end, 1 if a worker had to be killed, the exit code of a worker that
+                failed to start the first time, 128 and the signal's number after a second signal.
         """
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(self._num_workers)]
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {*_ENDING, signal.SIGCHLD})
@@ -127,10 +127,10 @@ class WorkerPool:
         self._processes[seat.number] = process
 
     def _reap(self) -> int | None:
-        """Have workers that ended started again.
+        """Restart workers that have ended.
 
         Returns:
-            The exit code of one that has not come up the first time; None: go on.
+            The exit code of one that has not come up the first time; None: continue.
         """
         for number, process in list(self._processes.items()):
             if process.exitcode is None:
@@ -173,7 +173,7 @@ def _wait(timeout_s: float | None) -> int:
 def _work(
     serve: Serve, seat: WorkerSeat, ready: Callable[[], None], unblocked: Iterable[int]
 ) -> None:
-    """Serve as a worker, which ends with its parent, also when that is killed."""
+    """Serve as a worker, which ends with its parent, even if that is killed."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -195,11 +195,11 @@ MAX_SIBLING_BYTES: Final = 16 << 20
 
 
 class WorkerMetrics:
-    """Hands a worker's metrics to its siblings, and asks them for theirs.
+    """Serves a worker's metrics to its siblings, and collects theirs.
 
     Args:
         registry: The worker's own metrics.
-        seat: Which worker it is, and where the others are.
+        seat: Its number, and the addresses of the others.
     """
 
     def __init__(self, registry: CollectorRegistry, seat: WorkerSeat) -> None:
@@ -208,13 +208,13 @@ class WorkerMetrics:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Answer siblings."""
+        """Start answering siblings."""
         self._server = await asyncio.start_server(
             self._answer, sock=self._seat.listeners[self._seat.number].dup()
         )
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Stop answering siblings."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -244,7 +244,7 @@ class WorkerMetrics:
             return None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer every connection with what `/metrics` shows to any caller."""
+        """Answer every connection with the same metrics as `/metrics`."""
         try:
             async with asyncio.timeout(SIBLING_TIMEOUT_S):
                 writer.write(generate_latest(self._registry))
@@ -274,7 +274,7 @@ class _Merged(Collector):
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(
-            WORKER_UP, "Whether a worker of this port tells its metrics.", labels=[LABEL_WORKER]
+            WORKER_UP, "Whether a worker of this port reports its metrics.", labels=[LABEL_WORKER]
         )
         for worker, text in self._texts.items():
             up.add_metric([worker], text is not None)

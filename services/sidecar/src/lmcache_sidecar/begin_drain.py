@@ -1,8 +1,8 @@
-"""`python -m lmcache_sidecar.begin_drain [SOCKET]`: the hook of a pod that is to end.
+"""`python -m lmcache_sidecar.begin_drain [SOCKET]`: the preStop hook of a terminating pod.
 
 It sends SIGUSR1 to the process that listens on the sidecar's socket, which needs no token. The
-kernel tells its process id: 1 is the sidecar only where each container has process ids of its own.
-Needs the standard library alone, since a hook must be quick.
+kernel reports its process id; the sidecar is 1 only if each container has a process namespace of
+its own. Uses only the standard library, since a hook must be fast.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def listener_at(path: str) -> int:
-    """Return the id, in our namespace, of the process that listens at a socket.
+    """Return the id, in our namespace, of the process that listens on a socket.
 
     Raises:
-        OSError: No process listens there.
+        OSError: No process listens on it.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(TIMEOUT_S)
@@ -36,13 +36,13 @@ def listener_at(path: str) -> int:
 
 
 def main() -> int:
-    """Begin the drain; 1 where no sidecar is there, or not one that we see."""
+    """Begin the drain. Return 1 if there is no sidecar, or none in a visible process namespace."""
     path = sys.argv[1] if len(sys.argv) > 1 else DEFAULT_SOCKET
     try:
         process = listener_at(path)
-        if process <= 0:  # to kill(2) zero is our own process group
+        if process <= 0:  # for kill(2), zero means our own process group
             raise ProcessLookupError(
-                "the process that listens there is in a namespace that this one does not see"
+                "the process that listens there is in a namespace that this one cannot see"
             )
         os.kill(process, signal.SIGUSR1)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""How the engines of this pod name KV, and which keys chunks have because of that."""
+"""How the engines of this pod name KV, and the keys of chunks that follow from it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.errors import ConflictError
 
 MAX_DESCRIPTIONS = 64
-"""Of one client; of all that have gone; and that are told at once."""
+"""Limit per client, for all clients that have left together, and for one answer."""
 MAX_LEFT_BEHIND = 16
-"""Of one client that has gone."""
+"""Limit per client that has left."""
 MAX_NAMED_KEYS = 8192
 """Chunks times ranks times groups of layers."""
 MAX_NAMED_MODELS = 8
-"""Models that an error names."""
+"""Models that an error lists."""
 
 
 class Descriptions:
-    """The latest descriptions of each engine, and some of those of engines that have gone. On the
-    event loop only.
+    """The latest descriptions of each engine, and some of engines that have left. For use on the
+    event loop.
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class Descriptions:
         return len({known for said in (self._left_behind, *self._said.values()) for known in said})
 
     def note(self, description: Describe, client: Hashable = "") -> None:
-        """Note how a client names KV. This pushes out its own oldest description, never another
-        client's.
+        """Record how a client names KV. It may displace the client's oldest description, never
+        another client's.
         """
         said = self._said.pop(client, {})
         self._said[client] = said
         _add(said, description)
 
     def said_by(self, client: Hashable) -> tuple[Describe, ...]:
-        """Return what that client has said, the latest last."""
+        """Return the descriptions of that client, latest last."""
         return tuple(self._said.get(client, ()))
 
     def chunk_tokens(self) -> dict[str, float]:
@@ -57,19 +57,19 @@ class Descriptions:
         }
 
     def left(self, client: Hashable) -> None:
-        """Note that a client has gone."""
+        """Record that a client has left."""
         for description in list(self._said.pop(client, ()))[-MAX_LEFT_BEHIND:]:
             _add(self._left_behind, description)
 
     def of(self, model_name: str | None = None) -> list[Describe]:
-        """Return those of a model, or all: the latest of each client, then the one before of each,
-        and so on.
+        """Return the descriptions of a model, or all: the latest of each client, then the previous
+        one of each, and so on.
 
-        The client that spoke last comes first; those that have gone count as one that spoke before
-        all others. At most `MAX_DESCRIPTIONS`.
+        The client that sent one last comes first; those that have left count as one client, older
+        than all others. At most `MAX_DESCRIPTIONS`.
 
         Raises:
-            ConflictError: There is none.
+            ConflictError: There are none.
         """
         clients = (*reversed(self._said.values()), self._left_behind)
         in_turn = [
@@ -106,13 +106,13 @@ def _add(said: dict[Describe, None], description: Describe) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NamedChunk:
-    """A chunk, and its keys for all ranks and groups of layers.
+    """A chunk with its keys for all ranks and groups of layers.
 
     Attributes:
         chunk_hash: 64 hex digits.
         keys: By rank, then by group.
-        start: Its first token; None where only the hash is known.
-        end: After its last one.
+        start: Its first token; None if only the hash is known.
+        end: One past its last token.
     """
 
     chunk_hash: str
@@ -127,17 +127,17 @@ def named_chunks(
     chunk_hashes: Sequence[str],
     token_ids: Sequence[int] = (),
 ) -> Iterator[tuple[Describe, list[NamedChunk]]]:
-    """Name chunks as each description does, one after the other. A description by which there are
-    too many keys is skipped, so that it does not cost the others their answer.
+    """Name chunks according to each description, one description after the other. A description
+    that leads to too many keys is skipped, so that the others are still answered.
 
     Args:
-        tenant: Namespace of this pod.
+        tenant: Tenant of this pod.
         descriptions: At least one.
-        chunk_hashes: Names chunks; or
-        token_ids: A prompt of text, of whose chunks all are named.
+        chunk_hashes: Hashes of the chunks; or
+        token_ids: A prompt of text, all of whose chunks are named.
 
     Raises:
-        ConfigError: There are too many keys by every description; says what the first allows.
+        ConfigError: Every description leads to too many keys; states the limit of the first.
         ValueError: A token id is negative or above 2^32-1.
     """
     errors: list[ConfigError] = []
@@ -147,7 +147,7 @@ def named_chunks(
         if num_chunks * keys_per_chunk > MAX_NAMED_KEYS:
             error = (
                 f"{num_chunks} chunks of model {known.model_name!r} ({known.world_size} ranks,"
-                f" {len(known.groups)} groups of layers): at most {MAX_NAMED_KEYS} keys at once;"
+                f" {len(known.groups)} groups of layers): at most {MAX_NAMED_KEYS} keys a request;"
                 f" ask for {MAX_NAMED_KEYS // keys_per_chunk} chunks or fewer"
             )
             errors.append(ConfigError(error))
@@ -155,7 +155,7 @@ def named_chunks(
         named: list[tuple[str, int | None, int | None]]
         named = [(chunk_hash, None, None) for chunk_hash in chunk_hashes]
         if token_ids:
-            # Without numpy, which a sidecar needs for nothing else and which would be a third of
+            # Without numpy, which a sidecar does not need otherwise and which would be a third of
             # its image.
             chain = chain_hashes_of_bytes(known.root, tokens_as_bytes(token_ids), known.chunk_size)
             named = [(digest.hex(), start, end) for start, end, digest in chain]

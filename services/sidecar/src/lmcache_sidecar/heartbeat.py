@@ -1,4 +1,4 @@
-"""What this sidecar tells the broker with each heartbeat."""
+"""The figures that this sidecar sends to the broker with each heartbeat."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lmcache_sidecar import metrics
 from lmcache_sidecar.holders import Holders
 
 MAX_SAMPLED_CHUNKS: Final = 32
-"""Each that the remote tier does not have may cost one request to lookup."""
+"""Size of the sample: each chunk that the remote tier lacks may cost one request to lookup."""
 MEASURE_INTERVAL_S: Final = 60.0
 
 
 def machine_load() -> float:
-    """Return processes that want to run, over the last minute, for each processor: 0 (idle) to 1
-    (all of them busy).
+    """Return the runnable processes per processor over the last minute: 0 (idle) to 1 (all
+    processors busy).
     """
     return min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
@@ -40,8 +40,8 @@ def heartbeat_figures(
     exclusive_bytes: int | None,
     chunk_tokens: Mapping[str, float] = MappingProxyType({}),
 ) -> PeerFigures:
-    """Read the figures of this moment from the sidecar's counters, so that the broker shows what
-    `/metrics` shows.
+    """Return the current figures from the sidecar's counters, so that the broker shows the same as
+    `/metrics`.
 
     Args:
         tiers: Of this sidecar.
@@ -80,15 +80,15 @@ def heartbeat_figures(
 
 @dataclass
 class ExclusiveBytes:
-    """Estimates how many bytes only this sidecar holds: samples chunks at even distances from the
-    hottest to the coldest, and asks who else has them.
+    """Estimates how many bytes only this sidecar holds: samples chunks at even intervals from the
+    hottest to the coldest, and looks for other holders.
 
     Attributes:
-        chunks: What this sidecar holds.
+        chunks: The chunks of this sidecar.
         remote: The remote tier, without a breaker; None without one.
-        holders: Tells which peers and storage servers have what.
+        holders: Finds peers and storage servers that hold chunks.
         timeout_s: Longest wait for the remote tier.
-        num_bytes: The last estimate; None while lookup or the remote tier did not answer.
+        num_bytes: The latest estimate; None if lookup or the remote tier did not answer.
     """
 
     chunks: LocalChunks
@@ -98,7 +98,7 @@ class ExclusiveBytes:
     num_bytes: int | None = None
 
     async def measure(self) -> None:
-        """Renew the estimate; to be repeated."""
+        """Update the estimate. Call it repeatedly."""
         # In a thread: listing a large disk would keep the loop from serving engines.
         num_held, sample = await asyncio.to_thread(self._sampled)
         try:
@@ -125,7 +125,7 @@ class ExclusiveBytes:
             return 0
         found = await self.holders.of([key.key.chunk_id() for key, _ in sample], MAX_SAMPLED_CHUNKS)
         if None in found:
-            raise UnavailableError("lookup does not know who holds what")
+            raise UnavailableError("lookup does not know the holders of chunks")
         return sum(
             num_bytes for (_, num_bytes), holders in zip(sample, found, strict=True) if not holders
         )

@@ -1,4 +1,4 @@
-"""Who else holds chunks, as far as lookup knows."""
+"""Finds other holders of chunks, as far as lookup knows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lmcache_core.lookup import Holder, LookupClient
 
 @dataclass(frozen=True)
 class Holders:
-    """Asks lookup for each of several chunks, which need not be a prefix of anything.
+    """Asks lookup about several chunks, which need not form a prefix.
 
     Attributes:
-        lookup: Open for as long as this object is.
+        lookup: Must stay open as long as this object.
         instance: This instance, whose own chunks do not count.
     """
 
@@ -25,12 +25,12 @@ class Holders:
     ) -> list[Sequence[Holder] | None]:
         """Return the holders of each chunk; None for those about which nothing is known.
 
-        Lookup answers with the longest prefix that is held, so that every chunk that no instance
-        holds costs a question: ask about chunks in the order of their prompt.
+        Lookup returns the longest prefix with holders, so every chunk without a holder costs a
+        question: ask about chunks in the order of their prompt.
 
         Args:
             chunk_ids: 16 bytes each.
-            max_questions: After so many, the rest stays unknown.
+            max_questions: After this many, the rest stays unknown.
 
         Raises:
             UnavailableError: Lookup did not answer.

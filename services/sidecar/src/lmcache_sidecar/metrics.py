@@ -1,5 +1,5 @@
-"""Names of the sidecar's own counters, and what they mean: what the engines of the pod asked for
-and got.
+"""Names and descriptions of the sidecar's own counters: what the engines of the pod requested and
+got.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ NOT_KEPT: Final = "not_kept"
 
 DESCRIBED: Final = MappingProxyType(
     {
-        REQUESTED_CHUNKS_TOTAL: Described("Chunks that engines wanted to load."),
+        REQUESTED_CHUNKS_TOTAL: Described("Chunks requested by engines."),
         LOADED_CHUNKS_TOTAL: Described(
-            "Chunks handed to engines, by the tier that had them.", LABEL_TIER
+            "Chunks loaded by engines, by the tier that had them.", LABEL_TIER
         ),
         LOADED_BYTES_TOTAL: Described(
-            "Bytes handed to engines, by the tier that had them.", LABEL_TIER
+            "Bytes loaded by engines, by the tier that had them.", LABEL_TIER
         ),
         MISSED_CHUNKS_TOTAL: Described(
-            "Chunks wanted and not handed out, by the reason of the first that was missing.",
+            "Chunks requested and not loaded, by the reason of the first that was missing.",
             LABEL_REASON,
             tuple(MissReason),
         ),
@@ -80,51 +80,55 @@ DESCRIBED: Final = MappingProxyType(
         STORED_CHUNKS_TOTAL: Described("Chunks stored by engines."),
         STORED_BYTES_TOTAL: Described("Bytes stored by engines."),
         REFUSED_CHUNKS_TOTAL: Described(
-            "Reservations refused, for want of room or while draining."
+            "Reservations refused, for lack of room or because of a drain."
         ),
         CORRUPT_CHUNKS_TOTAL: Described(
-            "Chunks that engines found damaged in shared memory, and that were; they are not served"
-            " any more."
+            "Chunks in shared memory that engines reported as damaged, and that were; they are no"
+            " longer served."
         ),
         REFUSED_CLIENTS_TOTAL: Described(
-            "Connections of the socket that were ended for want of room or time.",
+            "Connections on the socket that were closed for lack of room or time.",
             LABEL_REASON,
             (TOO_MANY, NO_ROOM, TOO_SLOW),
         ),
         DRAINED_CHUNKS_TOTAL: Described(
-            "Chunks of this sidecar's drains, by what became of them.", LABEL_OUTCOME, OUTCOMES
+            "Chunks processed by this sidecar's drains, by result.", LABEL_OUTCOME, OUTCOMES
         ),
         HANDED_OVER_BYTES_TOTAL: Described("Bytes handed over to storage or to peers."),
         RECEIVED_CHUNKS_TOTAL: Described(
-            "Chunks taken over from peers that ended, and copies of hot ones."
+            "Chunks received from terminating peers, and copies of hot ones."
         ),
         RECEIVED_BYTES_TOTAL: Described(
-            "Bytes taken over from peers that ended, and copies of hot ones."
+            "Bytes received from terminating peers, and copies of hot ones."
         ),
-        COPIED_CHUNKS_TOTAL: Described("Hot chunks that peers were given copies of."),
-        COPIED_BYTES_TOTAL: Described("Bytes of hot chunks that peers were given copies of."),
+        COPIED_CHUNKS_TOTAL: Described("Hot chunks copied to peers."),
+        COPIED_BYTES_TOTAL: Described("Bytes of hot chunks copied to peers."),
         RECOVERED_CHUNKS_TOTAL: Described(
-            "Chunks that an earlier start has left in shared memory and that are served again."
+            "Chunks of an earlier start in shared memory that are served again."
         ),
         UNRECOVERED_CHUNKS_TOTAL: Described(
-            "Chunks that an earlier start has left in shared memory and that are not.",
+            "Chunks of an earlier start in shared memory that are not served again.",
             LABEL_REASON,
             (DAMAGED, NOT_KEPT),
         ),
         CODEC_ENCODED_CHUNKS_TOTAL: Described("Chunks encoded, for a tier or a peer.", LABEL_SERDE),
-        CODEC_ENCODED_RAW_BYTES_TOTAL: Described("Their bytes before.", LABEL_SERDE),
-        CODEC_ENCODED_BYTES_TOTAL: Described("Their bytes after.", LABEL_SERDE),
+        CODEC_ENCODED_RAW_BYTES_TOTAL: Described(
+            "Bytes of these chunks before encoding.", LABEL_SERDE
+        ),
+        CODEC_ENCODED_BYTES_TOTAL: Described("Bytes of these chunks after encoding.", LABEL_SERDE),
         CODEC_ENCODE_MICROSECONDS_TOTAL: Described(
-            "Time spent encoding, over all threads that wait for it.", LABEL_SERDE
+            "Time spent encoding, summed over threads.", LABEL_SERDE
         ),
         CODEC_UNENCODED_CHUNKS_TOTAL: Described(
             "Chunks that encoding would not have made smaller; they stay raw.", LABEL_SERDE
         ),
         CODEC_DECODED_CHUNKS_TOTAL: Described("Chunks decoded.", LABEL_SERDE),
-        CODEC_DECODED_RAW_BYTES_TOTAL: Described("Their bytes after.", LABEL_SERDE),
-        CODEC_DECODED_BYTES_TOTAL: Described("Their bytes before.", LABEL_SERDE),
+        CODEC_DECODED_RAW_BYTES_TOTAL: Described(
+            "Bytes of these chunks after decoding.", LABEL_SERDE
+        ),
+        CODEC_DECODED_BYTES_TOTAL: Described("Bytes of these chunks before decoding.", LABEL_SERDE),
         CODEC_DECODE_MICROSECONDS_TOTAL: Described(
-            "Time spent decoding, over all threads that wait for it.", LABEL_SERDE
+            "Time spent decoding, summed over threads.", LABEL_SERDE
         ),
     }
 )

@@ -1,4 +1,4 @@
-"""The lm:// server at which peers read this sidecar's chunks and hand over theirs."""
+"""The lm:// server through which peers read this sidecar's chunks and hand over theirs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lmcache_sidecar.settings import SidecarSettings
 
 
 class PeerStore(WrappedStore):
-    """The chunks of this sidecar as peers see them. It takes what this sidecar's own engines could
-    have stored or loaded: raw chunks of its tenant, and lossy ones only where that is allowed.
+    """The chunks of this sidecar as seen by peers. It accepts what this sidecar's own engines could
+    have stored or loaded: raw chunks of its tenant, and lossy ones only if that is allowed.
 
     Args:
-        store: What is wrapped; it refuses everything while handovers are not taken.
-        tenant: Of this pod.
-        accepts_lossy: Whether chunks that were encoded with loss are taken.
-        counters: What was received, under the names of `lmcache_sidecar.metrics`.
+        store: The wrapped store; it refuses everything while handovers are not accepted.
+        tenant: Tenant of this pod.
+        accepts_lossy: Whether chunks that were encoded with loss are accepted.
+        counters: Counters of received chunks, under the names of `lmcache_sidecar.metrics`.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ def create_peer_server(
     takes_handovers: Callable[[], bool],
     counters: Counters,
 ) -> LmServer:
-    """Make the server, not opened.
+    """Create the server, not opened.
 
     Args:
-        settings: Where it listens, and how peers show who they are.
-        state: Knows tokens and request limits.
+        settings: Address, and how peers authenticate.
+        state: Token table and request limits.
         stack: The tiers; only the local ones are served.
-        codecs: Encode what peers can read encoded.
-        takes_handovers: Whether peers may put chunks here just now.
+        codecs: Encode chunks for peers that can decode them.
+        takes_handovers: Whether peers may currently put chunks here.
         counters: See `PeerStore`.
 
     Raises:
@@ -76,7 +76,7 @@ def create_peer_server(
         keys = TicketKeyFile(settings.ticket_keys_file)
         verifier = TicketVerifier(keys, settings.instance_id).verify
         if settings.auth_tokens_file is None:
-            # Without a token file every caller would be let in as an administrator.
+            # Without a token file every caller would be admitted as an administrator.
             authenticate = _refuse_without_ticket
     local = LocalStore(stack, accepts_puts=takes_handovers)
     accepts_lossy = codecs.is_lossy(settings.peer_serde)

@@ -60,7 +60,7 @@ class SidecarNode(Node[SidecarSettings]):
     """A node whose memory tier is shared with the engines of its pod.
 
     Attributes:
-        arena_owner: Owns the shared memory, and what of it outlives this process.
+        arena_owner: Owns the shared memory and those parts of it that outlive this process.
         arena: The shared memory.
         socket_server: Serves the engines of the pod.
         descriptions: How the engines name KV.
@@ -84,14 +84,14 @@ class SidecarNode(Node[SidecarSettings]):
         settings, health = self.settings, self.state.health
         make_default_directories(settings)
         salt = read_secret_file(settings.salt_file, "salt_file") or ""
-        # Probes are answered while the arena is still waited for.
+        # Probes are answered while waiting for the arena.
         health.add("arena", _arena_is_not_open)
         self.arena_owner = owner = await self._open_arena()
         self.arena = owner.arena
         self.exits.callback(owner.close)
         await self.open_clients()
         serdes = [settings.disk_serde, settings.remote_serde, settings.peer_serde]
-        # Codecs compile when they open, so that nothing is compiled while a request waits.
+        # Codecs compile when they open, so that no request has to wait for that.
         codecs = await self.opened(create_codecs(serdes, counters=self.counters))
         await self.open_tiers(build_tiers(self._describe_tiers(codecs)), DESCRIBED)
         self.state.registry.register(CodecErrorCollector(codecs.figures.errors))
@@ -160,13 +160,13 @@ class SidecarNode(Node[SidecarSettings]):
 
     @property
     def is_registered(self) -> bool | None:
-        """Return whether lookup and broker know this sidecar now; None: none are configured."""
+        """Return whether lookup and broker know this sidecar; None if neither is configured."""
         if self.reporter is None or self.registration is None:
             return None
         return self.reporter.registered and self.registration.registered
 
     def takes_handovers(self) -> bool:
-        """Return whether peers may put chunks here just now."""
+        """Return whether peers may currently put chunks here."""
         return self.settings.accept_handover and self.takes_chunks()
 
     async def _open_arena(self) -> ArenaOwner:
@@ -199,15 +199,15 @@ class SidecarNode(Node[SidecarSettings]):
                 await wait_before_retry(min(ARENA_RETRY_S, left_s))
 
     def _describe_tiers(self, codecs: Codecs) -> TiersSpec:
-        """Return the tiers that the settings name, peers only where lookup and broker are known.
+        """Return the tiers in the settings; peers only if lookup and broker are configured.
 
-        Each has a codec, since others may have written what is stored there: engines are handed
-        nothing that was not asked for.
+        Each has a codec, because other writers may have encoded what is stored there: engines get
+        only encodings that were configured.
         """
         settings, owner = self.settings, self.arena_owner
         peers = remote = None
         if self.lookup is not None and self.broker is not None:
-            # Peers encode as they are set; what is taken from them is what this sidecar would send.
+            # Peers encode as configured; a received chunk must be one that this sidecar would send.
             accepts = Accepts(codecs.is_lossy(settings.peer_serde), frozenset(codecs.decodable()))
             pool = PeerPool(
                 settings.instance_id,
@@ -242,7 +242,7 @@ class SidecarNode(Node[SidecarSettings]):
         )
 
     def _make_handover(self, chunks: LocalChunks, holders: Holders | None) -> BrokerRequests | None:
-        """Make the drain, and what does as the broker asks; None without a broker."""
+        """Create the drain, and the handler of the broker's requests; None without a broker."""
         settings = self.settings
         sources: list[TakerSource] = []
         if self.tiers.remote is not None:
@@ -264,8 +264,10 @@ class SidecarNode(Node[SidecarSettings]):
         return BrokerRequests(self.drain, chunks, peers.connect, self.tasks, self.counters)
 
     def _drain_at_signal(self) -> None:
-        """Let SIGUSR1 begin the drain and end nothing: a pod's preStop hook needs no token."""
-        if threading.current_thread() is threading.main_thread():  # others get no signals
+        """Let SIGUSR1 begin the drain without ending the process: a pod's preStop hook needs no
+        token.
+        """
+        if threading.current_thread() is threading.main_thread():  # only it can handle signals
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGUSR1, self.drain.begin)
             self.exits.callback(loop.remove_signal_handler, signal.SIGUSR1)
@@ -300,4 +302,4 @@ async def _sidecar_of(request: Request) -> SidecarNode:
 
 
 RunningSidecar = Annotated[SidecarNode, Depends(_sidecar_of)]
-"""What a route's signature asks for."""
+"""Dependency of routes that need the running sidecar."""

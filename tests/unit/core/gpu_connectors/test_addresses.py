@@ -59,8 +59,8 @@ def test_tokens_that_were_not_checked_are_refused(connector, start, end):
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        (SLOTS - 1, "holds -1"),
-        (SLOTS * 1000, "holds 14000"),
+        (SLOTS - 1, "contains -1"),
+        (SLOTS * 1000, "contains 14000"),
         (torch.tensor([-1, -1, 9, 3, 4, 5, 14, 9]), "more than once"),
         (SLOTS[:6], "not all in slot_mapping"),
         (SLOTS.int(), "int64"),

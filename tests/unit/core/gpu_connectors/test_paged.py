@@ -76,7 +76,7 @@ def test_k_and_v_that_are_the_same_memory_are_read_but_not_written(connector):
     engine = [(k, k) for k, _ in make_kv_caches(one_group(), 1)]
     memory = make_memory(connector.get_shape(2), "bfloat16")
     connector.from_gpu(memory, 5, 7, kvcaches=engine, slot_mapping=torch.tensor(SLOTS))
-    with pytest.raises(LayoutError, match="same memory"):
+    with pytest.raises(LayoutError, match="share memory"):
         connector.to_gpu(memory, 5, 7, kvcaches=engine, slot_mapping=torch.tensor(SLOTS))
 
 

@@ -138,7 +138,7 @@ def test_both_forms_of_a_body_say_the_same() -> None:
 
 @pytest.mark.parametrize("kind", [PackedChunksRequest, PackedEvictRequest])
 def test_packed_ids_are_whole(kind: type[msgspec.Struct]) -> None:
-    with pytest.raises(msgspec.ValidationError, match="17 bytes are no list of chunk ids"):
+    with pytest.raises(msgspec.ValidationError, match="17 bytes are not a list of chunk ids"):
         msgspec.msgpack.decode(msgspec.msgpack.encode({"chunk_ids": b"x" * 17}), type=kind)
     with pytest.raises(ValueError, match="16 bytes"):
         pack_ids([b"short"])

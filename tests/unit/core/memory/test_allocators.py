@@ -347,7 +347,7 @@ def test_an_arena_gives_out_what_was_there_before_and_tells_when_it_is_free():
     allocator.check_integrity()
     other = allocator.allocate((CAPACITY - 2048,), None)
     assert other.metadata.address not in (0, 1024)
-    with pytest.raises(ValueError, match="no free extent"):
+    with pytest.raises(ValueError, match="not a free extent"):
         allocator.take([(512, 100), (1024, 1)])
     allocator.check_integrity()
     first.ref_count_up()

@@ -84,7 +84,7 @@ def test_an_older_kernel_is_no_error(file, monkeypatch, caplog):
     monkeypatch.setattr(module, "_populate", old_kernel)
     caplog.set_level(logging.DEBUG)
     BackgroundPopulation([mapped(file, writable=True)])._thread.join(10)
-    assert "not mapped ahead: [Errno 22]" in caplog.text
+    assert "pages ahead: error=[Errno 22]" in caplog.text
     view = memoryview(mmap.mmap(-1, 70 * MB + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     populate(view)
     assert faults_of(lambda: touch(view)) < 1000
@@ -110,4 +110,4 @@ def test_long_work_tells_how_far_it_is(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(module, "LOG_INTERVAL_S", 0.0)
     populate(memoryview(mmap.mmap(-1, 128 * MB)))
-    assert "of 0.1 GB of memory taken" in caplog.text
+    assert "of_gb=0.1" in caplog.text

@@ -145,7 +145,7 @@ def test_who_hangs_up_without_a_word_may_miss_a_certificate(tmp_path: Path) -> N
     pair = Authority(tmp_path).sign("client")
     assert (
         why_silent(client_context(cert_option="my_cert_file"))
-        == "; if it wants a certificate of its callers, set my_cert_file"
+        == "; if it requires a certificate of its callers, set my_cert_file"
     )
     assert "must have signed that in my_cert_file" in why_silent(
         client_context(TlsFiles(pair.cert, pair.key), "my_cert_file")

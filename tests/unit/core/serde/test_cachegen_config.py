@@ -151,10 +151,10 @@ def test_unusable_layers(start, end) -> None:
     [
         ([], "add a spec for layers 0 to 4"),
         ([(0, 3)], "add a spec for layers 3 to 4"),
-        ([(1, 4)], "let it begin at 0"),
-        ([(0, 1), (2, 4)], "let it begin at 1"),
-        ([(0, 3), (2, 4)], "let it begin at 3"),
-        ([(2, 4), (0, 2)], "let it begin at 0"),
+        ([(1, 4)], "must begin at 0"),
+        ([(0, 1), (2, 4)], "must begin at 1"),
+        ([(0, 3), (2, 4)], "must begin at 3"),
+        ([(2, 4), (0, 2)], "must begin at 0"),
     ],
 )
 def test_specs_cover_every_layer_once(specs, message: str) -> None:

@@ -45,9 +45,9 @@ def test_it_outlives_the_connection_while_memory_is_touched(
     connection = connected(sidecar)
     connection.hold(2)
     connection.close()
-    connection.let_go(1)
+    connection.release(1)
     assert not is_over(tmp_path, GENERATION)
-    connection.let_go(1)
+    connection.release(1)
     assert is_over(tmp_path, GENERATION)
 
 
@@ -60,7 +60,7 @@ def test_a_connection_that_times_out_keeps_it_until_nothing_is_held(
         connection.call(m.ReserveExtents((1000,)), m.Extents, 0.05)
     assert not connection.is_open
     assert not is_over(tmp_path, GENERATION)
-    connection.let_go(1)
+    connection.release(1)
     assert is_over(tmp_path, GENERATION)
 
 

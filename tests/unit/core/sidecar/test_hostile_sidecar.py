@@ -230,7 +230,7 @@ def test_a_stranger_on_the_socket_is_told_once(
             assert time.monotonic() < deadline
             time.sleep(0.02)
     (told,) = [
-        record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()
+        record.getMessage() for record in caplog.records if "is unusable" in record.getMessage()
     ]
     assert "speaks another protocol; set sidecar_socket to a sidecar's socket" in told
 

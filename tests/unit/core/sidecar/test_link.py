@@ -86,7 +86,7 @@ def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_caus
         return refused or sidecar.welcome(generation=generation)
 
     def num_complaints() -> int:
-        return caplog.text.count("answers, and cannot be used")
+        return caplog.text.count("answers but is unusable")
 
     link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
     link.open()

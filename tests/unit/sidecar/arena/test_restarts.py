@@ -28,7 +28,7 @@ def test_chunks_are_served_again_once_they_are_checked(
     assert start.owner.allocator.used_bytes == 3 * 1024
     caplog.set_level("INFO")
     start.recover()
-    assert "of 3 chunks 3 are served again, 0 were damaged, 0 are not kept" in caplog.text
+    assert "found=3 served=3 damaged=0 dropped=0" in caplog.text
     assert start.served() == names_of(start, "abc")
     assert start.announced == [make_key(name) for name in "abc"]
     assert start.counters.snapshot() == {(metrics.RECOVERED_CHUNKS_TOTAL, ""): 3}

@@ -1,4 +1,4 @@
-"""Blending: reuse of chunks that are no prefix. Needs torch.
+"""Blending: reuse of chunks that are not a prefix. Needs torch.
 
 Names are resolved on first use, as in all packages that a process without torch may import.
 """

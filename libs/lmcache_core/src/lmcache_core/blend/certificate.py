@@ -1,4 +1,4 @@
-"""The gate: a model is blended only with a certificate that says what blending costs its
+"""The certificates: a model is blended only with a measurement of what blending costs its
 answers.
 """
 
@@ -19,17 +19,17 @@ from lmcache_core.errors import ConfigError
 FORMAT_VERSION: Final = 1
 MAX_CERTIFICATE_BYTES: Final = 1 << 16
 MAX_CERTIFICATES_COMPARED: Final = 1000
-"""Of a folder, to say why none fits."""
+"""Certificates of a folder to examine for the reason why none matches."""
 ABANDONED_AFTER_S: Final = 3600.0
 """Age of a half-written file whose writer was killed."""
 
 
 class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How KV is blended: what a certificate holds for.
+    """The parameters of blending that a certificate covers.
 
     Attributes:
-        policy: Which tokens are recomputed: one of `selection.POLICY_NAMES`.
-        recompute_ratio: Share of them, 0 … 1.
+        policy: Selects the tokens to recompute: one of `selection.POLICY_NAMES`.
+        recompute_ratio: Their share, 0 … 1.
         separator: Token ids that end a document.
     """
 
@@ -43,18 +43,18 @@ class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of blended prompts against full recompute, over the tokens after the
-    documents that are judged.
+    """Measurements of blended prompts against full recompute, over the judged tokens after the
+    documents.
 
     Attributes:
-        num_prompts: How many prompts.
-        num_tokens: How many tokens were judged.
+        num_prompts: Number of prompts.
+        num_tokens: Number of judged tokens.
         kl_nats: Mean Kullback-Leibler divergence of the next token's distribution, in nats.
-        top1_agreement: Share of tokens whose most probable successor is the same.
-        delta_loss_nats: By how much the loss of the text grows, in nats a token.
+        top1_agreement: Share of tokens with the same most probable successor.
+        delta_loss_nats: Increase of the text's loss, in nats per token.
         delta_loss_error: Standard error of that, over prompts.
-        reused_share: Share of the prompts' tokens whose KV was retrieved; where it is 0, nothing
-            was blended.
+        reused_share: Share of the prompts' tokens whose KV was retrieved; if it is 0, nothing was
+            blended.
     """
 
     num_prompts: int
@@ -67,13 +67,13 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model must keep to.
+    """Bounds that a model must keep.
 
     Attributes:
         max_kl_nats: Largest mean divergence.
         min_top1_agreement: Smallest share of equal first choices.
-        max_delta_loss_nats: Largest growth of the loss; twice its standard error is added to what
-            was measured.
+        max_delta_loss_nats: Largest increase of the loss; twice its standard error is added to the
+        measurement.
     """
 
     max_kl_nats: float = 0.05
@@ -82,17 +82,17 @@ class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured, of what, and whether it is good enough.
+    """A measurement, its subject, and whether it meets the bounds.
 
     Attributes:
         format_version: `FORMAT_VERSION`.
-        model_name: Under which its KV is shared.
-        identity: Revision of the weights and the options that decide about KV, as in
+        model_name: Name under which the model's KV is shared.
+        identity: Revision of the weights and the options that affect KV, as in
             `LMCacheEngineMetadata.revision`.
-        profile: What it holds for.
-        bounds: What was asked for.
-        quality: What was found.
-        core_version: Of the library that measured.
+        profile: The parameters covered.
+        bounds: The bounds required.
+        quality: The measurements.
+        core_version: Version of the library that measured.
     """
 
     format_version: int
@@ -105,11 +105,13 @@ class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reasons(self) -> list[str]:
-        """Why the model may not be blended so; empty if it may. NaN is in no bounds."""
+        """Why the model may not be blended with this profile; empty if it may. NaN is within no
+        bounds.
+        """
         bounds, quality = self.bounds, self.quality
         reasons = []
         if not quality.reused_share > 0:
-            reasons.append("no KV was reused, so what was measured says nothing of blending")
+            reasons.append("no KV was reused, so the measurement says nothing about blending")
         if not quality.kl_nats <= bounds.max_kl_nats:
             reasons.append(
                 f"divergence of {quality.kl_nats:.4f} nats is above {bounds.max_kl_nats}"
@@ -131,15 +133,15 @@ class CertificateFolder:
     """Certificates as JSON files, one for each model and profile.
 
     Args:
-        folder: Where they lie; made when the first is saved.
+        folder: Their folder; created when the first is saved.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def path_of(self, model_name: str, identity: str, profile: BlendProfile) -> Path:
-        """Return where the certificate of a model and profile lies, if there is one."""
-        ratio = float(profile.recompute_ratio)  # 1 and 1.0 are one ratio, and not one text
+        """Return the path of the certificate of a model and profile, whether or not it exists."""
+        ratio = float(profile.recompute_ratio)  # 1 and 1.0 are the same ratio, but different texts
         named = msgspec.json.encode(
             (
                 FORMAT_VERSION,
@@ -151,11 +153,10 @@ class CertificateFolder:
         return self._folder / f"blend-{hashlib.sha256(named).hexdigest()[:32]}.json"
 
     def save(self, certificate: BlendCertificate) -> Path:
-        """Keep a certificate in the place of an older one; whole or not at all, even if others save
-        too.
+        """Store a certificate, replacing an older one, atomically even if others save, too.
 
         Returns:
-            Where it lies.
+            Its path.
         """
         path = self.path_of(certificate.model_name, certificate.identity, certificate.profile)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -172,8 +173,8 @@ class CertificateFolder:
         return path
 
     def reason_against(self, model_name: str, identity: str, profile: BlendProfile) -> str | None:
-        """Return why that model may not be blended so; None if it may. A certificate that cannot be
-        read is a reason, too.
+        """Return why that model may not be blended with the profile; None if it may. A certificate
+        that cannot be read is also a reason.
         """
         path = self.path_of(model_name, identity, profile)
         try:
@@ -204,13 +205,13 @@ class CertificateFolder:
         return None
 
     def _nearest(self, model_name: str, identity: str, profile: BlendProfile) -> str:
-        """Return in what a certificate of the same model differs, where there is one."""
+        """Return how a certificate of the same model differs, if there is one."""
         found = []
         for path in itertools.islice(self._folder.glob("blend-*.json"), MAX_CERTIFICATES_COMPARED):
             try:
                 other = _read(path)
             except ConfigError:
-                continue  # of that one nothing can be said
+                continue  # nothing can be said about that one
             if other is not None and other.model_name == model_name:
                 found.append(other)
         if any(other.profile == profile for other in found):

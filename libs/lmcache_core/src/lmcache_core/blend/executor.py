@@ -1,5 +1,5 @@
-"""CacheBlend: KV that was computed without what stands before it now, mended where that matters
-most.
+"""CacheBlend: reuses KV that was computed in another context, and recomputes the tokens for which
+that matters most.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from lmcache_core.blend.selection import Candidates, SelectionPolicy, create_pol
 PositionalEncoder = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 ]
-"""(positions `[num_tokens]`, Q, K) to (Q, K), rotated; tokens are the first dimension."""
+"""Maps (positions `[num_tokens]`, Q, K) to rotated (Q, K); tokens are the first dimension."""
 Move = Callable[[torch.Tensor], torch.Tensor]
-"""K of one layer at its original positions to K at the new ones; tokens are the first dimension."""
+"""Maps K of one layer at its original positions to K at the new ones; tokens are the first
+dimension.
+"""
 Mover = Callable[[torch.Tensor, torch.Tensor], Move]
-"""(original positions, positions) of a batch to what moves its layers: the reverse encoder and
-the encoder in one step.
+"""Maps (original positions, positions) of a batch to the function that moves its layers: the
+reverse encoder and the encoder in one step.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """The arguments of `BlendExecutor.blend`, by their names; `valid_mask` of booleans."""
+    """The arguments of `BlendExecutor.blend`, under their names; `valid_mask` is boolean."""
 
     retrieved_k: torch.Tensor | None
     retrieved_v: torch.Tensor | None
@@ -47,17 +49,17 @@ class _Layer:
     token_dim: int
 
     def check(self, num_fresh: int | None, *, looks_at_values: bool) -> list[int]:
-        """Check that lengths, shapes and positions fit together.
+        """Check that lengths, shapes and positions match.
 
         Args:
-            num_fresh: Tokens that are still computed; None: all.
-            looks_at_values: Check values of positions too, which waits for their device.
+            num_fresh: Number of tokens that are still computed; None: all.
+            looks_at_values: Check values of positions, too, which waits for their device.
 
         Returns:
-            Where each request begins, and the number of tokens.
+            First token of each request, followed by the number of tokens.
 
         Raises:
-            ValueError: They do not.
+            ValueError: They do not match.
         """
         num_tokens, originals = len(self.valid_mask), self.original_positions
         if self.valid_mask.ndim != 1 or originals.shape != (num_tokens,):
@@ -115,11 +117,11 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Selected:
-    """What the check layer chose of a batch.
+    """The selection of the check layer for a batch.
 
     Attributes:
         indices: Rows of the whole batch that are still computed, on its device.
-        valid_mask: As it was there: every layer after it needs these rows.
+        valid_mask: The mask of that layer: every later layer needs these rows.
         move: Moves K of all tokens of the batch.
     """
 
@@ -132,14 +134,14 @@ class CacheBlendImpl(BlendExecutor):
     """Moves retrieved K to its new positions and recomputes the share of tokens that a policy
     selects.
 
-    Layers before the policy's check layer are computed in full. On it tokens are selected; after
-    it only these are computed. Tokens without valid KV and the last of each request are always
-    among them. For one batch at a time: layer 0 begins a new one, and so may every layer up to the
-    check layer. What is refused leaves the batch as it was.
+    Layers before the policy's check layer are computed in full. Tokens are selected on that layer,
+    and only these are computed after it. Tokens without valid KV and the last ones of each request
+    are always among them. For one batch at a time: layer 0 begins a new one, and so may every layer
+    up to the check layer. A refused call leaves the batch unchanged.
 
-    An integration (`BlendingModel` is the model to follow):
+    An integration (see `BlendingModel` for an example):
 
-    1. asks `CertificateFolder.reason_against`, and tells the executor the rotation with
+    1. calls `CertificateFolder.reason_against`, and sets the rotation with
        `set_mover`, or with `set_positional_encoder` and `set_reverse_positional_encoder`;
     2. calls `task = retriever.new_request(input_tokens, query_start_loc)`, which looks up prefixes
        within the tiers' deadlines and fetches in the background;
@@ -152,11 +154,11 @@ class CacheBlendImpl(BlendExecutor):
        not its row.
 
     Args:
-        recompute_ratio: Share of each request's valid tokens that are recomputed, 0 … 1.
-        policy: How they are selected; by default those that deviate most on layer 1.
+        recompute_ratio: Share of each request's valid tokens to recompute, 0 … 1.
+        policy: Selects them; by default those that deviate most on layer 1.
 
     Raises:
-        ValueError: The ratio is no share.
+        ValueError: The ratio is out of range.
     """
 
     def __init__(self, recompute_ratio: float, policy: SelectionPolicy | None = None) -> None:
@@ -169,15 +171,17 @@ class CacheBlendImpl(BlendExecutor):
         self._next_layer = 0
 
     def set_positional_encoder(self, positional_encoder: PositionalEncoder) -> None:
-        """Set how Q and K are rotated at positions."""
+        """Set the function that rotates Q and K at positions."""
         self._encode = positional_encoder
 
     def set_reverse_positional_encoder(self, reverse_positional_encoder: PositionalEncoder) -> None:
-        """Set how that is undone, at the original positions of cached K."""
+        """Set the function that undoes this, at the original positions of cached K."""
         self._decode = reverse_positional_encoder
 
     def set_mover(self, mover: Mover) -> None:
-        """Set both in one step, which rounds once; it goes before the two encoders."""
+        """Set a function that does both in one step, which rounds once; it takes precedence over
+        the encoders.
+        """
         self._mover = mover
 
     @override
@@ -225,7 +229,7 @@ class CacheBlendImpl(BlendExecutor):
         return out
 
     def _selected_before(self, layer_id: int) -> _Selected | None:
-        """Return what was chosen on an earlier layer of this batch."""
+        """Return the selection made on an earlier layer of this batch."""
         if 0 <= layer_id <= self.policy.check_layer:
             return None
         if layer_id != self._next_layer:
@@ -236,7 +240,7 @@ class CacheBlendImpl(BlendExecutor):
         return self._selected
 
     def _select(self, layer: _Layer, starts: list[int]) -> tuple[_Selected, BlendOutput]:
-        """Choose the tokens that are still computed; of this layer all K and V are fresh."""
+        """Select the tokens that are still computed; on this layer all K and V are fresh."""
         device, dim, positions = layer.fresh_k.device, layer.token_dim, layer.positions
         is_valid, originals = layer.valid_mask.to(device), layer.original_positions.to(device)
         deviation = None
@@ -248,7 +252,7 @@ class CacheBlendImpl(BlendExecutor):
             )
             deviation = blend_deviation(ours, theirs, is_valid)
         candidates = Candidates(layer.valid_mask, is_valid, originals, positions, starts, deviation)
-        # A policy of others may leave out what is computed in any case.
+        # Another policy may leave out tokens that are always computed.
         is_selected = with_the_rest(self.policy.choose(candidates), candidates)
         indices = mask_to_indices(is_selected)
         counts = torch.cat([is_selected.new_zeros(1, dtype=torch.int64), is_selected.cumsum(0)])
@@ -264,8 +268,8 @@ class CacheBlendImpl(BlendExecutor):
         )
 
     def _fill(self, selected: _Selected, layer: _Layer) -> BlendOutput:
-        """Return all tokens' KV: the retrieved, moved, and the fresh in its place where there is
-        any.
+        """Return the KV of all tokens: the retrieved and moved one, replaced by the fresh one where
+        there is any.
         """
         if len(selected.valid_mask) != len(layer.valid_mask):
             raise ValueError(
@@ -278,7 +282,7 @@ class CacheBlendImpl(BlendExecutor):
                 f"a layer has no retrieved KV of {num_lost} tokens, though the layer at which"
                 " tokens were selected had"
             )
-        # Some token was valid when they were selected, so it is valid here.
+        # Some token was valid when tokens were selected, so it is valid here.
         assert layer.retrieved_k is not None
         assert layer.retrieved_v is not None
         dim, positions = layer.token_dim, layer.positions

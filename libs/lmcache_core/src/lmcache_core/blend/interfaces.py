@@ -1,5 +1,5 @@
-"""What blending is made of: a retriever, which brings the KV of chunks that are no prefix, and an
-executor, which mends it.
+"""The parts of blending: a retriever, which fetches the KV of chunks that are not a prefix, and an
+executor, which corrects it.
 
 Source: the LMCache documentation, "LMCache Blend".
 """
@@ -14,13 +14,13 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class BlendRetrieverResult:
-    """One layer of what a retriever found.
+    """One layer of a retriever's result.
 
     Attributes:
-        k: K as it was cached, `[num_tokens, …]`; None when nothing was found.
-        v: V, of the same shape; None when nothing was found.
-        valid_mask: Booleans on the CPU, `[num_tokens]`: whether the row of K and V means anything.
-        original_positions: int64 `[num_tokens]`, on their device: where the token stood when its KV
+        k: K as cached, `[num_tokens, …]`; None if nothing was found.
+        v: V, of the same shape; None if nothing was found.
+        valid_mask: Booleans on the CPU, `[num_tokens]`: whether the rows of K and V are valid.
+        original_positions: int64 `[num_tokens]`, on their device: the token's position when its KV
             was computed; 0 where not valid.
     """
 
@@ -32,16 +32,16 @@ class BlendRetrieverResult:
 
 @dataclass(frozen=True, eq=False)
 class BlendOutput:
-    """What a layer's attention is to be computed with.
+    """The input of a layer's attention.
 
     Attributes:
         q: Q of the selected tokens, in order.
         k: K of all tokens.
         v: V of all tokens.
         positions: Positions of the selected tokens in their requests.
-        local_indices: int64: which rows of the fresh Q were selected.
-        query_start_loc: Where each request begins among the selected tokens, and their number; None
-            when this layer selected nothing.
+        local_indices: int64: rows of the fresh Q that were selected.
+        query_start_loc: First selected token of each request, followed by their number; None if
+            this layer selected nothing.
     """
 
     q: torch.Tensor
@@ -53,7 +53,7 @@ class BlendOutput:
 
 
 class BlendRetrieverTask(ABC):
-    """A retrieval that is under way."""
+    """A retrieval that is underway."""
 
     @abstractmethod
     def result(self, layer_id: int) -> BlendRetrieverResult:
@@ -65,25 +65,23 @@ class BlendRetrieverTask(ABC):
 
 
 class BlendRetriever(ABC):
-    """Finds the KV of parts of prompts, wherever they stand in them."""
+    """Finds the KV of parts of prompts, independent of their position."""
 
     @abstractmethod
     def new_request(
         self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> BlendRetrieverTask:
-        """Begin to retrieve; does not wait for KV.
+        """Start retrieving, without waiting for KV.
 
         Args:
-            input_tokens: Token ids of all requests of a batch, one after the other, `[num_tokens]`.
-            query_start_loc: Where each request begins, and the number of tokens, `[num_requests +
-                1]`.
+            input_tokens: Token ids of all requests of a batch, concatenated, `[num_tokens]`.
+            query_start_loc: First token of each request, followed by the number of tokens,
+                `[num_requests + 1]`.
         """
 
 
 class BlendExecutor(ABC):
-    """Decides, layer by layer, which tokens are recomputed, and puts their KV in the place of
-    the retrieved.
-    """
+    """Decides, layer by layer, which tokens are recomputed, and replaces their retrieved KV."""
 
     @abstractmethod
     def blend(
@@ -105,23 +103,24 @@ class BlendExecutor(ABC):
 
         Args:
             layer_id: From 0.
-            retrieved_k: K as cached, of all tokens: rotated at `original_positions`. None when
+            retrieved_k: K as cached, of all tokens: rotated at `original_positions`. None if
                 nothing was found.
-            retrieved_v: V of all tokens. None when nothing was found.
+            retrieved_v: V of all tokens. None if nothing was found.
             valid_mask: On the CPU, `[num_tokens]`: whether a token has retrieved KV.
-            original_positions: `[num_tokens]`: where the token stood when its KV was computed.
+            original_positions: `[num_tokens]`: the token's position when its KV was computed.
             fresh_q: Q of the tokens that are still computed, rotated at `positions`.
-            fresh_k: K of these, rotated likewise.
+            fresh_k: K of these, also rotated.
             fresh_v: V of these.
             positions: Their positions in their requests.
-            query_start_loc: Where each request begins among all tokens, and their number,
+            query_start_loc: First token of each request among all tokens, followed by their number,
                 `[num_requests + 1]`; the same in every layer.
-            token_dim: Which dimension of Q, K and V counts tokens.
+            token_dim: The dimension of Q, K and V that counts tokens.
         """
 
 
 def request_starts(query_start_loc: torch.Tensor, num_tokens: int) -> list[int]:
-    """Return where each request of a batch begins, and the number of tokens, as plain numbers.
+    """Return the first token of each request of a batch, followed by the number of tokens, as plain
+    integers.
 
     Raises:
         ValueError: They do not rise from 0 to the number of tokens.
@@ -138,12 +137,12 @@ def request_starts(query_start_loc: torch.Tensor, num_tokens: int) -> list[int]:
 def create_index(
     ndims: int, target_dim: int, index: torch.Tensor | slice
 ) -> tuple[torch.Tensor | slice, ...]:
-    """Return an index of `ndims` dimensions that takes everything but for one.
+    """Return an index of `ndims` dimensions that selects everything in all but one.
 
     Args:
         ndims: Dimensions of the tensor to be indexed.
-        target_dim: The one; negative counts from the last.
-        index: What to take of it.
+        target_dim: The one dimension; negative counts from the last.
+        index: What to select in it.
 
     Raises:
         ValueError: There is no such dimension.
@@ -171,7 +170,7 @@ def indices_to_mask(indices: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def mask_to_indices(mask: torch.Tensor) -> torch.Tensor:
-    """Return int64 indices, in order, of what is not zero in a one-dimensional mask, on its
+    """Return int64 indices, in order, of the non-zero elements of a one-dimensional mask, on its
     device.
     """
     return mask.nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Finds the KV of the parts of a prompt that a special token sequence ends."""
+"""Finds the KV of those parts of a prompt that end with a special token sequence."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine import LMCacheEngine
 
 MAX_SEGMENTS_AT_ONCE = 8
-"""Segments that are retrieved at the same time."""
+"""Segments retrieved concurrently."""
 RETRIEVAL_TIMEOUT_S = 120.0
-"""For all segments of a batch together. Beyond every deadline of the tiers: a longer wait
-has met a defect.
+"""Limit for all segments of a batch together. It exceeds every deadline of the tiers: a longer wait
+is due to a defect.
 """
 _FORMATS = ("vllm", "huggingface")
 
 
-def split_behind(tokens: torch.Tensor, separator: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts of a prompt, each but the last with the separator at its end.
+def split_after(tokens: torch.Tensor, separator: torch.Tensor) -> list[torch.Tensor]:
+    """Return the parts of a prompt, each except the last with the separator at its end.
 
     Args:
         tokens: Token ids `[num_tokens]`.
@@ -40,7 +40,7 @@ def split_behind(tokens: torch.Tensor, separator: torch.Tensor) -> list[torch.Te
     width, start, parts = len(separator), 0, []
     if len(tokens) >= width:
         for at in (tokens.unfold(0, width, 1) == separator).all(1).nonzero().flatten().tolist():
-            if at >= start:  # else it begins within the one before
+            if at >= start:  # else it overlaps the previous one
                 parts.append(tokens[start : at + width])
                 start = at + width
     return [*parts, tokens[start:]] if start < len(tokens) else parts
@@ -51,9 +51,9 @@ class RetrievedSegment:
     """KV of one segment.
 
     Attributes:
-        layers: K and V of each layer, `[num_tokens, num_heads, head_size]`; None where nothing was
-            found.
-        is_loaded: Booleans on the CPU, `[num_tokens]`; other rows of K and V mean nothing.
+        layers: K and V of each layer, `[num_tokens, num_heads, head_size]`; None if nothing was
+        found.
+        is_loaded: Booleans on the CPU, `[num_tokens]`; other rows of K and V are meaningless.
     """
 
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] | None
@@ -62,11 +62,11 @@ class RetrievedSegment:
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """What is retrieved as one.
+    """A part that is retrieved as one.
 
     Attributes:
-        tokens: Of the prompt, `[num_tokens]`.
-        chain: What is asked for: these tokens, and what fills up their last chunk where that is
+        tokens: Its tokens in the prompt, `[num_tokens]`.
+        chain: The tokens to look up: these, plus those that complete their last chunk if that is
             cached as a whole.
     """
 
@@ -79,8 +79,8 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
 
     Args:
         token_segments: Token ids of each segment, in the order of the input.
-        tasks: Of each, what will be found.
-        fmt: Format of the KV, "vllm" or "huggingface"; in both the heads of a token lie together.
+        tasks: Future result of each segment.
+        fmt: Format of the KV, "vllm" or "huggingface"; in both, the heads of a token are adjacent.
 
     Raises:
         ValueError: The format is unknown, or there is not one task for each segment.
@@ -105,8 +105,8 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
 
         Raises:
             ValueError: There is no such layer.
-            TimeoutError: The segments did not come within `RETRIEVAL_TIMEOUT_S`.
-            Exception: What the engine raised for a segment; with `error_handling`, that segment is
+            TimeoutError: The segments did not arrive within `RETRIEVAL_TIMEOUT_S`.
+            Exception: An error of the engine for a segment; with `error_handling`, that segment is
                 not found instead.
         """
         found = next((part.layers for part in self._parts if part.layers is not None), None)
@@ -157,21 +157,21 @@ class SPTBlendRetrieverTask(BlendRetrieverTask):
 
 class SPTBlendRetriever(BlendRetriever):
     """Splits prompts after each occurrence of a special token sequence and retrieves every segment
-    as a prompt of its own.
+    as a separate prompt.
 
-    Of `x x x spt y y spt z z` the segments are `x x x spt`, `y y spt` and `z z`; so a text to be
-    found is stored with the sequence at its end. Whole chunks are found, and with
-    `save_unfull_chunk` the last part of a segment too. First segments that are cached together, as
-    the prefix that they are in this prompt, are retrieved as that.
+    The segments of `x x x spt y y spt z z` are `x x x spt`, `y y spt` and `z z`; so a text to be
+    found must be stored with the sequence at its end. Whole chunks are found, and with
+    `save_unfull_chunk` the last part of a segment, too. First segments that are cached together, as
+    the prefix that they form in this prompt, are retrieved as such.
 
     Args:
         spt: Token ids of the sequence, at least one.
-        cache_engine: Opened; made for KV as nested tuples (`VLLMNestedTupleGPUConnector`).
-        metadata: What the KV is.
-        device: Where KV is wanted; by default where the input tokens are.
+        cache_engine: An open engine for KV as nested tuples (`VLLMNestedTupleGPUConnector`).
+        metadata: Describes the KV.
+        device: Device of the results; by default that of the input tokens.
 
     Raises:
-        ValueError: The sequence is empty, or its elements are no token ids.
+        ValueError: The sequence is empty, or its elements are not token ids.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class SPTBlendRetriever(BlendRetriever):
         self._threads.open()
 
     def close(self) -> None:
-        """Wait for what is under way, and end the threads; what has not begun, or comes later,
-        finds nothing. Idempotent.
+        """Wait for retrievals underway, and stop the threads; retrievals that have not begun, or
+        come later, find nothing. Idempotent.
         """
         self._is_closed = True
         self._threads.close()
@@ -205,12 +205,12 @@ class SPTBlendRetriever(BlendRetriever):
     def new_request(
         self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> SPTBlendRetrieverTask:
-        """Ask the tiers how much of each prompt of several segments is cached as a prefix, one
-        prompt after the other within the deadlines of the tiers, and begin to retrieve.
+        """Ask the tiers how much of each prompt with several segments is cached as a prefix, one
+        prompt after the other within the deadlines of the tiers, and start retrieving.
 
         Raises:
-            ValueError: The tokens are no row of token ids, or `query_start_loc` does not rise from
-                0 to their number.
+            ValueError: The tokens are not a row of token ids, or `query_start_loc` does not rise
+                from 0 to their number.
         """
         if input_tokens.ndim != 1 or not _are_ids(input_tokens):
             raise ValueError(
@@ -231,10 +231,10 @@ class SPTBlendRetriever(BlendRetriever):
         )
 
     def _segments(self, tokens: torch.Tensor) -> list[_Segment]:
-        """Return the parts of one request. Those that are cached as the prefix that they are here
-        are one: nothing of it needs mending.
+        """Return the parts of one request. Segments that are cached as the prefix that they form
+        here are one part: none of its tokens need recomputing.
         """
-        parts = split_behind(tokens, self._spt)
+        parts = split_after(tokens, self._spt)
         segments = [_Segment(part, part) for part in parts]
         if len(parts) < 2 or self._is_closed:
             return segments

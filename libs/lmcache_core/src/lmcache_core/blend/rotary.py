@@ -1,9 +1,8 @@
-"""Rotary position embeddings, forward and back: K that was computed at one position becomes K at
-another.
+"""Rotary position embeddings, forward and back: K computed at one position becomes K at another.
 
 Sources: RoFormer (arXiv 2104.09864), dynamic NTK (no paper), YaRN (arXiv 2309.00071), and the
-    scaling of Llama 3.1. What
-`transformers` computes for the same parameters is the reference: the tests compare with it.
+scaling of Llama 3.1. The reference is what `transformers` computes for the same parameters: the
+tests compare with it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """How a model rotates, as its configuration says.
+    """How a model rotates, according to its configuration.
 
     Attributes:
         head_size: Dimensions of a head.
@@ -80,12 +79,12 @@ class RopeParameters:
 
     @property
     def num_rotated(self) -> int:
-        """How many dimensions of a head are rotated."""
+        """Number of dimensions of a head that are rotated."""
         return self.head_size if self.rotary_dims is None else self.rotary_dims
 
     @property
     def scale(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """Factor of cosines and sines."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -100,8 +99,8 @@ class RopeParameters:
         """Return the radians per position.
 
         Args:
-            num_positions: Length of the prompt, which only "dynamic" asks for; None: at most
-                `max_positions`.
+            num_positions: Length of the prompt, needed only for "dynamic"; None: at most
+            `max_positions`.
 
         Returns:
             float32 `[num_rotated / 2]`.
@@ -140,7 +139,7 @@ class RopeParameters:
         return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
     def _dimension_of(self, num_rotations: float) -> float:
-        """Return the dimension that turns so often in the prompts of the training."""
+        """Return the dimension that makes `num_rotations` turns in the training's prompts."""
         trained = self.original_max_positions or self.max_positions
         turns = trained / (num_rotations * 2 * math.pi)
         return self.num_rotated * math.log(turns) / (2 * math.log(self.theta))
@@ -155,16 +154,15 @@ class RopeParameters:
 
 
 class RotaryEmbedding:
-    """Rotates Q and K as a model does, and back.
+    """Rotates Q and K like a model, and back.
 
-    Its methods have the form that `CacheBlendImpl` takes.
+    Its methods have the form that `CacheBlendImpl` expects.
 
     Args:
         parameters: How the model rotates.
         num_positions: Length of the prompt that the model rotates for, see
             `RopeParameters.frequencies`.
-        original_num_positions: Length of the prompts whose KV is cached; only "dynamic" asks for
-            it.
+        original_num_positions: Length of the prompts whose KV is cached; needed only for "dynamic".
     """
 
     def __init__(
@@ -197,7 +195,7 @@ class RotaryEmbedding:
     def decode(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Undo `encode` for KV that is cached. Arguments as there."""
+        """Undo `encode` for cached KV. Arguments as there."""
         at = self._table(positions, self._original_frequencies, 1 / self._parameters.scale)
         rotation = self._rotation(at, None)
         return self._rotated(q, rotation), self._rotated(k, rotation)
@@ -205,16 +203,16 @@ class RotaryEmbedding:
     def mover(
         self, original_positions: torch.Tensor, positions: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Decode at the original positions and encode at the new ones, in one step and one
-        rounding.
+        """Return a function that decodes at the original positions and encodes at the new ones, in
+        one step and one rounding.
 
         Args:
             original_positions: `[num_tokens]`.
             positions: `[num_tokens]`.
 
         Returns:
-            What rotates cached K of one layer, `[num_tokens, …]`, and gives a new tensor of the
-            same shape and dtype.
+            Function that rotates cached K of one layer, `[num_tokens, …]`, into a new tensor of the
+                same shape and dtype.
         """
         source = self._table(original_positions, self._original_frequencies)
         target = self._table(positions, self._frequencies)

@@ -1,4 +1,4 @@
-"""Which tokens of a request are recomputed, though their KV was retrieved."""
+"""Selects the tokens of a request that are recomputed although their KV was retrieved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmcache_core.config import BLEND_POLICIES
 RECOMPUTED_TAIL_TOKENS = 1
 """Tokens at the end of each request that are always computed: logits are not cached."""
 _SLACK = 1e-9
-"""A ratio of two decimals is not cheated by its binary form."""
+"""Keeps a ratio of two decimals from losing a token to its binary representation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +26,11 @@ class Candidates:
     Attributes:
         valid_mask: Booleans on the CPU, `[num_tokens]`: whether KV was retrieved.
         is_valid: The same on the device of the others.
-        original_positions: `[num_tokens]`: where they stood when it was computed.
-        positions: `[num_tokens]`: where they stand in their requests.
-        starts: Where each request begins, and the number of tokens.
-        deviation: float32 `[num_tokens]`: how far the retrieved KV is from the fresh, 0 where not
-            valid; None if unused.
+        original_positions: `[num_tokens]`: positions at which their KV was computed.
+        positions: `[num_tokens]`: positions in their requests.
+        starts: First token of each request, followed by the number of tokens.
+        deviation: float32 `[num_tokens]`: distance of the retrieved KV from the fresh one, 0 where
+            not valid; None if unused.
     """
 
     valid_mask: torch.Tensor
@@ -42,7 +42,7 @@ class Candidates:
 
 
 class SelectionPolicy(Protocol):
-    """Chooses the tokens that are recomputed.
+    """Selects the tokens that are recomputed.
 
     For example every n-th token, for an executor `CacheBlendImpl(0.0, EveryNth(8))`:
 
@@ -58,29 +58,29 @@ class SelectionPolicy(Protocol):
 
     @property
     def check_layer(self) -> int:
-        """The layer on which tokens are chosen; after it only these are computed."""
+        """The layer on which tokens are selected; after it only these are computed."""
 
     @property
     def needs_deviation(self) -> bool:
-        """Whether the choice depends on values."""
+        """Whether the selection depends on values."""
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
         """Return booleans `[num_tokens]` on the device of the candidates.
 
-        What is not valid, and the last `RECOMPUTED_TAIL_TOKENS` of each request, is computed
-        whether it is among them or not.
+        Tokens that are not valid, and the last `RECOMPUTED_TAIL_TOKENS` of each request, are
+        computed whether or not they are selected.
         """
 
 
 @dataclass(frozen=True)
 class MostDeviating:
-    """CacheBlend (arXiv 2405.16444): the tokens whose KV deviates most on an early layer deviate
-    most on all.
+    """CacheBlend (arXiv 2405.16444): tokens whose KV deviates most on an early layer deviate most
+    on all layers.
 
     Attributes:
-        ratio: Share of a request's valid tokens, rounded down; what is computed in any case comes
+        ratio: Share of a request's valid tokens, rounded down; tokens that are always computed come
             on top.
-        check_layer: Where deviations are looked at. The KV of layer 0 depends on nothing but the
+        check_layer: Layer on which deviations are measured. The KV of layer 0 depends only on the
             token.
     """
 
@@ -89,7 +89,7 @@ class MostDeviating:
     needs_deviation: bool = True
 
     def choose(self, candidates: Candidates) -> torch.Tensor:
-        """See `SelectionPolicy.choose`; of tokens that deviate alike, the first."""
+        """See `SelectionPolicy.choose`; among tokens with equal deviation, the first."""
         assert candidates.deviation is not None
         counts = [
             share_of(int(candidates.valid_mask[a:b].sum()), self.ratio)
@@ -106,13 +106,13 @@ class MostDeviating:
 
 @dataclass(frozen=True)
 class FirstOfChunk:
-    """LegoLink (EPIC, arXiv 2410.15332): the first tokens of each chunk, which saw nothing but the
-    chunk's own beginning.
+    """LegoLink (EPIC, arXiv 2410.15332): the first tokens of each chunk, which saw only the chunk's
+    own beginning.
 
     Attributes:
-        ratio: Share of each chunk's tokens, rounded up; a chunk begins where a token was the first
-            of its prompt. One that begins its prompt here too is where it was computed, and is left
-            as it is.
+        ratio: Share of each chunk's tokens, rounded up; a chunk begins at a token that was the
+            first of its prompt. A chunk that also begins its prompt here is at its original place,
+            and left unchanged.
     """
 
     ratio: float
@@ -129,7 +129,7 @@ class FirstOfChunk:
             device=valid.device,
         )
         begins = is_first.clone()
-        begins[heads] = True  # what a request has is no part of a chunk of the one before
+        begins[heads] = True  # a request does not continue a chunk of the previous one
         chunk_of = begins.long().cumsum(0)
         lengths = torch.zeros(len(valid) + 1, dtype=torch.float64, device=valid.device).index_add_(
             0, chunk_of, valid.double()
@@ -141,7 +141,7 @@ class FirstOfChunk:
 
 @dataclass(frozen=True)
 class NoneAtAll:
-    """Takes retrieved KV unchanged: the least work, and for comparison."""
+    """Uses retrieved KV unchanged: the least work, and a baseline."""
 
     check_layer: int = 0
     needs_deviation: bool = False
@@ -152,7 +152,9 @@ class NoneAtAll:
 
 
 def with_the_rest(chosen: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """Return booleans `[num_tokens]`, new: what was chosen, and what is computed in any case."""
+    """Return new booleans `[num_tokens]`: the selected tokens, and those that are always
+    computed.
+    """
     chosen = chosen | ~candidates.is_valid
     for start, end in pairwise(candidates.starts):
         chosen[max(start, end - RECOMPUTED_TAIL_TOKENS) : end] = True
@@ -166,14 +168,14 @@ POLICY_NAMES = BLEND_POLICIES
 
 
 def create_policy(name: str, recompute_ratio: float) -> SelectionPolicy:
-    """Return the policy of that name.
+    """Return the policy with that name.
 
     Args:
         name: One of `POLICY_NAMES`.
-        recompute_ratio: Share of the valid tokens that it chooses, 0 … 1.
+        recompute_ratio: Share of the valid tokens that it selects, 0 … 1.
 
     Raises:
-        ValueError: There is none, or the ratio is no share.
+        ValueError: The name is unknown, or the ratio is out of range.
     """
     if name not in _POLICIES:
         raise ValueError(f"selection policy {name!r}; known are {', '.join(POLICY_NAMES)}")

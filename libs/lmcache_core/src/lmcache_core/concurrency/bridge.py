@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a thread of its own; `run` hands it a coroutine and waits for the result.
+    """An event loop in a separate thread; `run` passes it a coroutine and waits for the result.
 
-    The thread is a daemon, so a caller that forgets `close` does not hang the interpreter's exit.
+    The thread is a daemon, so a caller that forgets `close` does not block the interpreter's exit.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,10 +45,10 @@ class LoopThread:
         """Run `work` on the loop and wait for it.
 
         Args:
-            work: What to run.
+            work: Coroutine to run.
             timeout_s: Longest wait.
-            discard: Gives back what a result owns; called with one that came too late for its
-                caller.
+            discard: Releases what a result owns; called if the result comes too late for the
+            caller.
 
         Raises:
             UnavailableError: It did not end within `timeout_s` and has been cancelled, or the loop
@@ -62,8 +62,8 @@ class LoopThread:
             tasks[0].add_done_callback(finish)
 
         def finish(task: asyncio.Task[T]) -> None:
-            # Exactly one side ends up with the result: the caller, or `discard` when the caller has
-            # stopped waiting.
+            # Exactly one side gets the result: the caller, or `discard` if the caller has stopped
+            # waiting.
             if task.cancelled():
                 answer.cancel()
             elif not answer.set_running_or_notify_cancel():
@@ -94,14 +94,12 @@ class LoopThread:
             if self._loop is not None:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
-            pass  # closed in this moment
+            pass  # closed concurrently
         work.close()
         raise UnavailableError("the event loop is closed")
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the loop and join its thread; what still runs on the loop is cancelled.
-        Idempotent.
-        """
+        """Stop the loop and join its thread, cancelling what still runs on it. Idempotent."""
         loop, self._loop = self._loop, None
         if loop is None or self._thread is None:
             return
@@ -121,7 +119,7 @@ class LoopThread:
                 loop.call_soon_threadsafe(callback)
                 return
         except RuntimeError:
-            pass  # closed in this moment
+            pass  # closed concurrently
         for work in works:
             work.close()
         raise UnavailableError("the event loop is closed")

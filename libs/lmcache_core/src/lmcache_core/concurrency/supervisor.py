@@ -1,4 +1,4 @@
-"""Every background task has an owner that joins it: this one."""
+"""The owner that joins every background task."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Final
 logger = logging.getLogger(__name__)
 
 CANCEL_WAIT_S: Final = 5.0
-"""How long `cancel_and_join` waits for the tasks that it cancelled."""
+"""How long `cancel_and_join` waits for cancelled tasks."""
 
 
 class TaskSupervisor:
     """Owns background tasks of one component; `close` cancels and joins them.
 
-    A task that fails is logged with its name and, if it was started by `repeat`, tried again after
-    its interval: this is one of the three places where any exception is caught.
+    A task that fails is logged with its name and, if it was started by `repeat`, retried after its
+    interval: this is one of the three places where any exception is caught.
 
     Args:
         name: The component, for log lines.
-        max_tasks: Bound on tasks alive at once; `start` refuses above it.
+        max_tasks: Bound on live tasks; `start` refuses above it.
     """
 
     def __init__(self, name: str, max_tasks: int = 1024) -> None:
@@ -34,8 +34,8 @@ class TaskSupervisor:
         """Run `work` once in the background.
 
         Returns:
-            False when the supervisor is closed or full; `work` is then closed unrun and the caller
-            decides what is lost.
+            False if the supervisor is closed or full; `work` is then closed without running and the
+                caller decides what is lost.
         """
         if self._closed or len(self._tasks) >= self._max_tasks:
             work.close()
@@ -50,8 +50,8 @@ class TaskSupervisor:
         return True
 
     def repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: float) -> bool:
-        """Run `work` now and then every `interval_s` seconds until `close`; a failure is logged
-        and does not end it.
+        """Run `work` immediately and then every `interval_s` seconds until `close`; a failure is
+        logged and does not end it.
         """
         return self.start(name, self._repeat(name, work, interval_s))
 
@@ -59,7 +59,7 @@ class TaskSupervisor:
         """Wait up to `drain_s` seconds for tasks to end by themselves, then cancel and join the
         rest.
 
-        A task that has not ended `CANCEL_WAIT_S` after it was cancelled is logged and left.
+        A task that has not ended `CANCEL_WAIT_S` after its cancellation is logged and abandoned.
         """
         self._closed = True
         tasks = list(self._tasks)
@@ -94,11 +94,11 @@ class TaskSupervisor:
 
 
 async def cancel_and_join(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their ends; one that has not ended `CANCEL_WAIT_S` later is logged
-    by its name and left.
+    """Cancel tasks and wait for them to end; one that has not ended after `CANCEL_WAIT_S` is logged
+    by its name and abandoned.
 
-    The results and failures of those that have ended can still be asked of them; a failure that is
-    not asked for is not reported.
+    Results and exceptions of ended tasks can still be retrieved; an exception that is not retrieved
+    is not reported.
     """
     for task in tasks:
         task.cancel()
@@ -115,13 +115,13 @@ async def cancel_and_join(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 async def run_together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run several pieces of work at once; the first failure, or cancellation, ends all of them.
+    """Run several coroutines concurrently; the first failure, or cancellation, ends all of them.
 
-    The caller bounds how many there are and how long they take.
+    The caller bounds their number and duration.
 
     Raises:
-        BaseException: What the first of them raised that failed. When it is raised, all of them
-            have ended, but for those that ignore their cancellation: see `cancel_and_join`.
+        BaseException: What the first one that failed has raised. When it is raised, all of them
+            have ended, except those that ignore their cancellation: see `cancel_and_join`.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -137,22 +137,22 @@ def _name_of(task: asyncio.Future[Any]) -> str:
 
 
 ACCEPT_TURNS: Final = 4
-"""Turns of the event loop after which a connection that it had taken from the backlog is known
-to its protocol, or has ended.
+"""Iterations of the event loop after which a connection taken from the backlog is known to its
+protocol, or has ended.
 """
 
 
 async def stop_listening(server: asyncio.Server) -> None:
-    """Take no more connections, and know of all that were taken.
+    """Accept no more connections, and keep track of all that were accepted.
 
-    asyncio loses a connection that it is accepting while its server closes: the other side waits at
-    a socket that stays open until it is collected. Here accepting stops first, and the server
-    closes a few turns of the loop later. The caller has decided before what becomes of
-    connections that are still made in between.
+    asyncio loses a connection that it is accepting while its server closes: the other side waits on
+    a socket that stays open until it is garbage-collected. Here accepting stops first, and the
+    server closes a few iterations of the loop later. The caller has decided beforehand how to treat
+    connections that are made in between.
 
     Args:
-        server: Of the loop that runs; accepted connections continue. Closed already, nothing is
-            done.
+        server: Server of the running loop; accepted connections continue. If it is closed, nothing
+            is done.
     """
     loop = asyncio.get_running_loop()
     for listening in server.sockets:
@@ -162,6 +162,6 @@ async def stop_listening(server: asyncio.Server) -> None:
 
 
 async def take_turns(num_turns: int) -> None:
-    """Let the event loop turn so often."""
+    """Yield to the event loop `num_turns` times."""
     for _ in range(num_turns):
         await asyncio.sleep(0)

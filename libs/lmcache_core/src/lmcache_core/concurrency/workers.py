@@ -9,14 +9,14 @@ from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
 MAX_THREADS = 4
-"""More do not help: two or three digests at once read memory as fast as it can be read."""
+"""More do not help: two or three concurrent digests read memory as fast as possible."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class _Task(Generic[T]):
-    """Work that waits for a thread, and can be taken back while none has begun."""
+    """Work that waits for a thread, and can be withdrawn while it has not begun."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
@@ -31,11 +31,11 @@ class _Task(Generic[T]):
             self.future.set_exception(exc)
             raise
         finally:
-            del self  # else what was raised holds its own future, and all that the work was given
+            del self  # else the exception would hold its own future, and all arguments of the work
 
     def was_taken_back(self) -> bool:
-        """Take it back, unless a thread has it; whatever is still in a queue then does nothing
-        and holds nothing.
+        """Withdraw the work unless a thread has begun it; if it is still in a queue, it then does
+        nothing and holds nothing.
         """
         if not self.future.cancel():
             return False
@@ -44,8 +44,8 @@ class _Task(Generic[T]):
 
 
 class Workers:
-    """Runs functions in threads while it is open, and in the caller's thread while it is not, or
-    where no thread can be started.
+    """Runs functions in threads while it is open, and in the caller's thread while it is not, or if
+    no thread can be started.
 
     Args:
         name: Prefix of the threads' names.
@@ -59,18 +59,18 @@ class Workers:
         self._pool: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
-        """Allow threads; they are started when first needed."""
+        """Allow threads, which are started on demand."""
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self._name)
 
     def close(self) -> None:
-        """Let what runs end, and join the threads. Idempotent."""
+        """Let running work finish, and join the threads. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run `work` soon, and once; the caller waits for the future. What it raises without
-        threads, it raises here.
+        """Run `work` soon, exactly once; the caller waits for the future. Without threads, an
+        exception of `work` is raised here.
         """
         pool = self._pool
         if pool is not None:
@@ -78,8 +78,7 @@ class Workers:
             try:
                 pool.submit(task.run)
             except RuntimeError:
-                # Closed in this moment; or no thread could be started, and the work is queued all
-                # the same.
+                # Closed concurrently; or no thread could be started, although the work is queued.
                 if not task.was_taken_back():
                     return task.future
             else:

@@ -1,8 +1,8 @@
-"""The engine's configuration and the descriptions of what KV it handles. No torch at run time:
-dtypes may be given by their names.
+"""The engine's configuration and the description of its KV. No torch at run time: dtypes may be
+given by name.
 
 ConfigError
-    raised for whatever is unknown, impossible or contradictory; its text names the option, the
+    raised for everything that is unknown, invalid or contradictory; its text names the option, the
     value and the fix, never a secret
 """
 

@@ -1,7 +1,7 @@
-"""`python -m lmcache_core.config FILE`: what an engine would take from a configuration file,
-LMCache's own names included.
+"""`python -m lmcache_core.config FILE`: show which options an engine would take from a
+configuration file, including LMCache's own names.
 
-Prints the options as YAML, secrets masked, or a line for each that is refused, and then ends with
+Prints the options as YAML with secrets masked; or one line for each that is refused, and exits with
 code 2.
 """
 
@@ -19,9 +19,9 @@ EXIT_BAD_CONFIG = 2
 
 
 def main() -> int:
-    """Try the file that the command line names; the exit code."""
+    """Check the file named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m lmcache_core.config", description="Try a configuration file of an engine."
+        prog="python -m lmcache_core.config", description="Check a configuration file of an engine."
     )
     parser.add_argument("file", help="YAML, as LMCACHE_CONFIG_FILE names it")
     try:

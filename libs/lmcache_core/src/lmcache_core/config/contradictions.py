@@ -1,4 +1,4 @@
-"""Options that are fine alone and contradict each other."""
+"""Options that are valid alone and contradict each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Opt
     """Refuse a config whose options contradict one another.
 
     Args:
-        config: Each of its values is possible.
+        config: Config whose values are all valid.
         options: All options.
 
     Raises:
@@ -36,7 +36,7 @@ def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Opt
         for names, why in _contradictions(config):
             raise ConfigError(f"{said(names.split())}: {why}")
         return
-    # Nothing else contradicts once these have their defaults.
+    # With these at their defaults, nothing else contradicts.
     refused = [
         name
         for name, option in options.items()
@@ -129,7 +129,7 @@ def _contradictions_of_a_peer(c: LMCacheEngineConfig) -> Iterator[tuple[str, str
     if not c.peer_ticket_keys_file and not is_loopback:
         yield (
             "enable_p2p distributed_url peer_ticket_keys_file",
-            "other machines reach it, and nothing is asked of them; set peer_ticket_keys_file to"
+            "other machines can reach it without credentials; set peer_ticket_keys_file to"
             " the keys that the broker signs with",
         )
     if is_encrypted and c.peer_tls_cert_file is None:

@@ -1,5 +1,5 @@
-"""The engine's configuration. Its fields are the one table of options: types, defaults, units,
-checks and meanings.
+"""The engine's configuration. Its fields are the table of options: types, defaults, units, checks
+and meanings.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TEN_YEARS_S = 10 * 365 * 86400
 
 @dataclass(frozen=True, repr=False)
 class LMCacheEngineConfig:
-    """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Each one's meaning stands with
-    it, and in docs/configuration.md.
+    """Options of an `LMCacheEngine`; sizes are in GB (2^30 bytes). Their meanings are given with
+    the fields, and in docs/configuration.md.
 
     The first fifteen are the documented ones, with their defaults in `from_defaults`. The others
     are this library's own.
 
     Raises:
-        ConfigError: Values are impossible, a line for each, or contradict one another.
+        ConfigError: Values are invalid, one line for each, or contradict one another.
     """
 
     chunk_size: int = option(
@@ -329,7 +329,7 @@ class LMCacheEngineConfig:
         """Return the documented defaults; `options` are further attributes of this class.
 
         Raises:
-            ConfigError: An option is unknown, its value impossible, or it contradicts another.
+            ConfigError: An option is unknown, its value invalid, or it contradicts another.
         """
         return _build(_flat(locals()), "from_defaults")
 
@@ -350,11 +350,11 @@ class LMCacheEngineConfig:
         error_handling: bool = False,
         **options: Any,
     ) -> LMCacheEngineConfig:
-        """Return a config from one of the documented backend names (`cpu`, `local_disk`, `remote`,
+        """Return a config for one of the documented backend names (`cpu`, `local_disk`, `remote`,
         `local_cpu_disk_remote` …).
 
-        Args other than `backend` are attributes of this class; the backend decides which tiers
-        there are. A disk has 5 GB unless `max_local_disk_size` says more or less.
+        Args other than `backend` are attributes of this class; the backend selects the tiers. A
+        disk has 5 GB unless `max_local_disk_size` is given.
 
         Raises:
             ConfigError: The backend or an option is unknown, or an option contradicts the backend.
@@ -367,8 +367,8 @@ class LMCacheEngineConfig:
 
     @staticmethod
     def from_file(file_path: str) -> LMCacheEngineConfig:
-        """Return a config from a YAML file; names that it leaves out have their default, and no
-        remote tier.
+        """Return a config from a YAML file; omitted names have their defaults, and there is no
+        remote tier by default.
 
         LMCache's own names are accepted where they mean the same (docs/configuration.md).
 
@@ -399,7 +399,7 @@ OPTIONS = options_of(LMCacheEngineConfig, LMCacheEngineConfig.from_defaults)
 
 
 def _flat(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function, those in its `**options` among them."""
+    """Return the arguments of a function, including those in its `**options`."""
     return {
         **{name: value for name, value in arguments.items() if name != "options"},
         **arguments["options"],

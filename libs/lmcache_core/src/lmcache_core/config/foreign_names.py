@@ -1,8 +1,8 @@
-"""LMCache's other names in YAML files and variables: accepted where they mean the same or ask for
-nothing, else refused with the way out.
+"""LMCache's other names in YAML files and variables: accepted if they mean the same or request
+nothing, else refused with advice.
 
-Two generations of names occur: those before `local_cpu` (`local_device`, `max_local_cache_size` …)
-and those that came after the documented fifteen (`cache_policy`, `use_layerwise` …). Source: the
+There are two generations of names: those before `local_cpu` (`local_device`, `max_local_cache_size`
+…) and those after the documented fifteen (`cache_policy`, `use_layerwise` …). Source: the
 configuration reference of LMCache's documentation, its definitions and their defaults.
 """
 
@@ -22,13 +22,13 @@ _Translation = Callable[[Any, Mapping[str, Any]], dict[str, Any] | None]
 
 @dataclass(frozen=True)
 class ForeignName:
-    """A name of LMCache's that is none of ours.
+    """A name of LMCache's that is not one of ours.
 
     Attributes:
-        accepted: Which values are accepted and what they set, for people.
-        translate: From the value, and all names with it, to our options; None refuses the value.
-        instead: What to do where the value is refused.
-        part_of: The name without which LMCache does not read this one, "" for none.
+        accepted: Accepted values and what they set, for display.
+        translate: Maps the value, and all names with it, to our options; None refuses the value.
+        instead: Advice if the value is refused.
+        part_of: The name without which LMCache ignores this one, "" for none.
     """
 
     accepted: str
@@ -44,8 +44,8 @@ def in_our_names(
 
     Args:
         named: Values by our names and LMCache's.
-        options: All of ours.
-        origin: Where they are from, for errors.
+        options: All of our options.
+        origin: Their source, for errors.
 
     Raises:
         ConfigError: One is refused, as `translated` says. The text has a line for each.
@@ -109,12 +109,12 @@ def _cache_policy(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _only(instead: str, *defaults: Any) -> ForeignName:
-    """Return a name whose value is accepted while it asks for nothing: LMCache's default, null or
+    """Return a name whose value is accepted if it requests nothing: LMCache's default, null or
     empty.
     """
 
     def translate(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:
-        is_default = any(  # True is no 1 here
+        is_default = any(  # True is not 1 here
             value == d and isinstance(value, bool) == isinstance(d, bool) for d in defaults
         )
         return {} if is_default or value in _EMPTY else None
@@ -124,13 +124,13 @@ def _only(instead: str, *defaults: Any) -> ForeignName:
 
 
 def _part_of(switch: str, names: str, instead: str | None = None) -> dict[str, ForeignName]:
-    """Return the names that LMCache reads only where `switch` is set: any value goes where it is
+    """Return the names that LMCache reads only if `switch` is set: any value is accepted if it is
     not.
 
     Args:
-        switch: An option that is refused by itself, or with `instead` is an option here too.
-        names: The names, with spaces.
-        instead: What to do where the switch is set. Empty values go then, too.
+        switch: An option that is refused by itself, or with `instead` also an option here.
+        names: The names, separated by spaces.
+        instead: Advice if the switch is set. Empty values are then accepted, too.
     """
 
     def translate(value: Any, named: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -226,7 +226,7 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "pins end with the connection that holds them; leave it out", 30
         ),
         "enable_kv_events": _only(
-            "the lookup service is told of stores and removals; set it to false", False
+            "the lookup service learns of stores and removals; set it to false", False
         ),
         "use_gpu_connector_v3": _only(
             "the GPU connector is an argument of the engine; set it to false", False
@@ -236,7 +236,7 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "mp_host": _only("set sidecar_socket to the socket of the pod's sidecar"),
         **_part_of("mp_host", "mp_port"),
         "enable_lazy_memory_allocator": _only(
-            "memory is allocated at once, so that it cannot run short later; set"
+            "all memory is allocated at the start, so that it cannot run short later; set"
             " max_local_cpu_size to what there is",
             False,
         ),

@@ -1,4 +1,4 @@
-"""What the KV is that an engine or a memory pool handles."""
+"""Describes the KV that an engine or a memory pool handles."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ KV_DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
-"""Names of the dtypes that KV comes in: those that `lmcache_core.memory.dtypes` knows the size
-of.
-"""
+"""Names of the dtypes of KV: those whose size `lmcache_core.memory.dtypes` knows."""
 
 
 @dataclass(frozen=True)
 class LMCacheEngineMetadata:
-    """What the KV is. The first six are the documented fields; the others are part of the identity
-    too.
+    """Describes the KV. The first six are the documented fields; the others are also part of the
+    identity.
 
     Attributes:
-        model_name: Model, as the serving engine names it.
+        model_name: Model, as named by the serving engine.
         world_size: Number of workers.
         worker_id: This worker.
         fmt: KV format of the serving engine, "vllm" or "huggingface".
         kv_dtype: `torch.dtype` or its name.
-        kv_shape: `(num_layers, 2, chunk_size, num_kv_heads, head_size)`; 1 instead of 2 where keys
-            and values are one.
+        kv_shape: `(num_layers, 2, chunk_size, num_kv_heads, head_size)`; 1 instead of 2 if keys and
+            values are one.
         revision: Revision of the weights.
         adapter: Name and revision of the LoRA adapter, "" for none.
-        layout: Physical layout where it is more than `kv_shape` says.
+        layout: Physical layout, if `kv_shape` does not determine it.
 
     Raises:
-        ConfigError: There is no such worker, or no such KV.
+        ConfigError: The worker or the KV shape is invalid.
     """
 
     model_name: str
@@ -80,8 +78,8 @@ class LMCacheEngineMetadata:
         return dtype_name_of(self.kv_dtype)
 
     def layout_fingerprint(self) -> str:
-        """Return the text that differs whenever the bytes of a chunk mean something else: sides,
-        layers, heads, head size, layout.
+        """Return a text that differs if the bytes of a chunk mean something else: sides, layers,
+        heads, head size, layout.
         """
         layers, sides, _, heads, head_size = self.kv_shape
         return f"KV_BLOB/1;layers={layers};sides={sides};heads={heads};head_size={head_size};{self.layout}"  # noqa: E501
@@ -89,13 +87,13 @@ class LMCacheEngineMetadata:
 
 @dataclass(frozen=True)
 class LMCacheMemPoolMetadata:
-    """What a memory pool holds.
+    """Describes the content of a memory pool.
 
     Attributes:
         kv_shape: Shape of the KV of one whole chunk, for example `(num_layers, 2, chunk_size,
             num_kv_heads, head_size)`.
         kv_dtype: `torch.dtype` or its name.
-        max_local_cache_size: Room of the pool, GB (2^30 bytes).
+        max_local_cache_size: Size of the pool, GB (2^30 bytes).
     """
 
     kv_shape: tuple[int, ...]
@@ -109,7 +107,7 @@ class LMCacheMemPoolMetadata:
 
 
 def dtype_name_of(dtype: torch.dtype | str) -> str:
-    """Return the name of a dtype, whether it came as one or as its name."""
+    """Return the name of a dtype, given as a dtype or a name."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,5 +1,5 @@
-"""What is known about one option: type, unit, allowed values, meaning. Checks, the environment's
-reader and the documentation use it.
+"""The facts about an option: type, unit, allowed values, meaning. Used by checks, the environment's
+reader and the documentation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lmcache_core.config.registry import REMOTE_SCHEMES
 
 VERIFY_HOT_MODES = ("always", "sampled", "never")
 DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")
-"""How a process without torch can encode chunks; "naive" is not at all."""
+"""Serdes available to a process without torch; "naive" means no encoding."""
 REMOTE_SERDES = (*DISK_SERDES, "torch", "safetensor", "fast")
 BLEND_POLICIES = ("deviation", "first_of_chunk", "none")
 SIDECAR_SETTING = "set the sidecar's "
@@ -34,11 +34,11 @@ KIND_NAMES = MappingProxyType(
 
 @dataclass(frozen=True)
 class Form:
-    """A shape that a text must have.
+    """A required form of a text.
 
     Attributes:
-        fits: Whether a text has it.
-        wanted: The shape, for people.
+        fits: Returns whether a text has it.
+        wanted: Description of the form.
     """
 
     fits: Callable[[str], bool]
@@ -47,18 +47,19 @@ class Form:
 
 @dataclass(frozen=True)
 class Option:
-    """One option of the engine. What follows `beside_sidecar` is read off the model's field.
+    """One option of the engine. The attributes after `beside_sidecar` are derived from the model's
+    field.
 
     Attributes:
         group: Heading in the documentation.
         meaning: One or two sentences.
         unit: Unit of a number.
         limits: Least and greatest number.
-        choices: The only values, where they are few.
-        form: The shape of a text; unless given, that it is not empty.
+        choices: The only values, if there are few.
+        form: The form of a text; by default, not empty.
         secret: Never shown.
-        beside_sidecar: What to do instead of setting it where the tiers are the sidecar's; "" where
-            it may be set there too.
+        beside_sidecar: What to do instead of setting it if a sidecar has the tiers; "" if it may be
+            set there, too.
         name: Its name; `LMCACHE_<NAME>` in the environment.
         kind: bool, int, float or str.
         optional: Whether None is a value.
@@ -82,7 +83,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """The allowed values, for people."""
+        """Description of the allowed values."""
         if self.choices:
             text = ("" if len(self.choices) == 1 else "one of ") + ", ".join(
                 _as_yaml(choice) for choice in self.choices
@@ -97,7 +98,7 @@ class Option:
         return f"{text}, or none" if self.optional else text
 
     def problem(self, value: Any) -> str | None:
-        """Return why a value is impossible, without secrets; None where it is possible."""
+        """Return why a value is invalid, without secrets; None if it is valid."""
         if self._holds(value):
             return None
         unit = f" ({self.unit})" if self.unit else ""
@@ -105,14 +106,14 @@ class Option:
         return f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}"
 
     def shown(self, value: Any) -> str:
-        """Return a value as people may see it: neither a secret nor the credentials in a URL."""
+        """Return a value for display: without secrets and credentials in a URL."""
         return "…" if self.secret and value != "" else shown(value)
 
     def _holds(self, value: Any) -> bool:
         if value is None:
             return self.optional
         kinds = (int, float) if self.kind is float else (self.kind,)
-        if type(value) not in kinds:  # exactly: True is no number
+        if type(value) not in kinds:  # exactly: True is not a number
             return False
         if self.choices:
             return value in self.choices
@@ -130,8 +131,8 @@ def option(
     Args:
         group: See `Option`.
         meaning: See `Option`.
-        default: Left out where `from_defaults` has it.
-        sidecar: The sidecar's settings that take its place where the tiers are the sidecar's.
+        default: Omitted if `from_defaults` has it.
+        sidecar: The sidecar's settings that replace it if a sidecar has the tiers.
         facts: Further attributes of `Option`.
     """
     if sidecar:
@@ -142,7 +143,7 @@ def option(
 
 
 def options_of(model: Any, documented_defaults: Callable[..., Any]) -> Mapping[str, Option]:
-    """Return the options of a dataclass whose fields are all made by `option`, in their order.
+    """Return the options of a dataclass whose fields are all created by `option`, in their order.
 
     Args:
         model: The dataclass; a field with a default is one of this library's own.
@@ -169,7 +170,7 @@ def options_of(model: Any, documented_defaults: Callable[..., Any]) -> Mapping[s
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error may show it: bounded, without a URL's credentials and query; of a
+    """Return a value for an error: bounded, without a URL's credentials and query, and for a
     mapping only the names.
     """
     text = f"{{{', '.join(map(str, value))}}}" if isinstance(value, Mapping) else repr(value)
@@ -184,13 +185,13 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error about a name that is none: the nearest one, or all."""
+    """Return the end of an error about an unknown name: the nearest one, or all."""
     names = list(known)
     return _nearest(name, names) or f"; known: {', '.join(names)}"
 
 
 def _nearest(value: Any, known: Iterable[Any]) -> str:
-    """Return the text of `did_you_mean` where one of the known ones is near; else nothing."""
+    """Return the text of `did_you_mean` if a known value is near; else ""."""
     near = (
         difflib.get_close_matches(value, [name for name in known if isinstance(name, str)], n=1)
         if isinstance(value, str)
@@ -201,7 +202,7 @@ def _nearest(value: Any, known: Iterable[Any]) -> str:
 
 def is_remote_url(text: str) -> bool:
     """Return whether a text is a URL with one of `REMOTE_SCHEMES` that names a host, or hosts, and
-    no impossible port (for `file`: a path).
+    no invalid port (for `file`: a path).
     """
     try:
         parts = urlsplit(text)
@@ -224,14 +225,14 @@ def _is_host(text: str) -> bool:
 
 
 def problems_of(values: Mapping[str, Any], options: Mapping[str, Option]) -> list[str]:
-    """Return a sentence for each of these values that is impossible."""
+    """Return a sentence for each of these values that is invalid."""
     problems = (options[name].problem(value) for name, value in values.items())
     return [problem for problem in problems if problem is not None]
 
 
 def as_directory_url(value: Any) -> Any:
-    """Return a plain absolute path, as LMCache also takes it, in our form; its lists with commas
-    stay what they are, and are refused.
+    """Return a plain absolute path, which LMCache also accepts, in our form; lists with commas are
+    left unchanged, and refused.
     """
     if not (
         isinstance(value, str)
@@ -244,14 +245,14 @@ def as_directory_url(value: Any) -> Any:
 
 
 def directory_of_url(url: str) -> str:
-    """Return the path that a `file:` URL names. A name that is not UTF-8 has surrogates, as in
-    all of Python.
+    """Return the path in a `file:` URL. A name that is not UTF-8 has surrogates, as everywhere in
+    Python.
     """
     return os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(url).path)))
 
 
 def _is_file_name(text: str) -> bool:
-    """Return whether the file system's encoding has the text."""
+    """Return whether the file system's encoding can represent the text."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -282,7 +283,7 @@ DIRECTORY_URL = Form(
     "a directory as /dir/ or file:///dir/ (there with ?, # and comma written as %3F, %23, %2C)",
 )
 MAX_SOCKET_PATH_BYTES = 107
-"""What Linux takes for a Unix socket."""
+"""Limit of Linux for the path of a Unix socket."""
 SOCKET_PATH = Form(
     lambda text: (
         text.startswith("/")

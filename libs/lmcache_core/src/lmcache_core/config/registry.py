@@ -1,6 +1,6 @@
-"""The implementations that options choose by name: the one place to add one.
+"""The implementations that options select by name, and the only place to add one.
 
-Modules are named, not imported: they are above this room, and imported when first used.
+Modules are named, not imported: they are in a higher layer, and imported on first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVICTION_POLICIES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RemoteScheme:
-    """What a scheme of `remote_url` stands for.
+    """The implementation of a scheme of `remote_url`.
 
     Attributes:
         module: Its `create` makes the tier.

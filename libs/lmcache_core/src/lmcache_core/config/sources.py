@@ -1,4 +1,4 @@
-"""Where options come from: the environment and YAML files."""
+"""Sources of options: the environment and YAML files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SERVICE_ENV_PREFIXES = tuple(
 CONFIG_FILE_ENV = "LMCACHE_CONFIG_FILE"
 MAX_FILE_BYTES = 1 << 20
 DEFAULT_DISK_GB = 5.0
-"""Room for a disk that a file, or a documented backend, names without a size."""
+"""Size of a disk that a file, or a documented backend, names without a size."""
 MAX_FOREIGN_CHARS = 1 << 10
-"""Of a variable whose text is YAML, which may be a stranger's: PyYAML takes about 10 µs a
-character.
+"""Longest variable that is parsed as YAML, which may belong to another program: PyYAML takes about
+10 µs per character.
 """
 IGNORED_ENV_NAMES = ("LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", "LMCACHE_TRACK_USAGE")
 _NONE_TEXTS = ("", "none", "null")
-# What Kubernetes adds for a service `lmcache-vllm`, or any whose name begins so:
+# Kubernetes adds these for a service `lmcache-vllm`, or any whose name begins the same:
 # LMCACHE_VLLM_SERVICE_HOST, LMCACHE_VLLM_PORT=tcp://… Names of ports have at most 63 characters, so
-# that the pattern is linear in the length of a name, which may be a stranger's.
+# that the pattern is linear in the length of a name, which may belong to another program.
 _LINK_NAME = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$"
 )
@@ -58,7 +58,7 @@ def values_of_environment(
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name in options:
             named[name] = _parse(options[name], text)
-        elif _is_somebody_elses(variable, text):
+        elif _is_not_ours(variable, text):
             continue
         elif name in FOREIGN_NAMES:
             named[name] = _parse_foreign(variable, text)
@@ -70,8 +70,8 @@ def values_of_environment(
 
 
 def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    """Return the options that a YAML file sets: no remote tier unless it names one, and some room
-    for a disk that it names without.
+    """Return the options that a YAML file sets: by default no remote tier, and a default size for a
+    disk that it names without one.
 
     Args:
         path: The file, at most `MAX_FILE_BYTES` long.
@@ -117,10 +117,10 @@ def named_in_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def _parse_yaml(text: bytes, path: str) -> Any:
-    """Return the file's contents. Errors are cut off from their cause: PyYAML's quote the file, and
-    a file may hold a secret.
+    """Return the file's contents. Errors are raised without their cause: PyYAML's quote the file,
+    which may contain a secret.
     """
-    import yaml  # here, since a process that reads no file may be without it
+    import yaml  # here, since a process that reads no file may not have it
 
     from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 
@@ -138,7 +138,7 @@ def _parse_yaml(text: bytes, path: str) -> Any:
         raise ConfigError(f"{path}: is not valid YAML ({type(exc).__name__})") from None
 
 
-def _is_somebody_elses(variable: str, text: str) -> bool:
+def _is_not_ours(variable: str, text: str) -> bool:
     return (
         variable in (CONFIG_FILE_ENV, *IGNORED_ENV_NAMES)
         or variable.startswith(SERVICE_ENV_PREFIXES)
@@ -165,7 +165,7 @@ def _parse(option: Option, text: str) -> Any:
 
 
 def _parse_foreign(variable: str, text: str) -> Any:
-    """Return a list, mapping, number or truth value as YAML has it; any other text is itself.
+    """Return a list, mapping, number or truth value parsed as YAML; any other text unchanged.
 
     Raises:
         ConfigError: The text is too long for such a value.

@@ -1,7 +1,7 @@
-"""What exists because the documentation names it, and nothing of this system runs.
+"""The parts that exist only because the documentation names them; this system does not run them.
 
-Nothing else imports this package, but for lazy re-exports under the documented names (`make
-contracts` checks it), so a reader of the live path may skip it.
+Nothing else imports this package, except lazy re-exports under the documented names (checked by
+`make contracts`), so a reader of the live path may skip it.
 
 | module | documented as | what it is |
 |---|---|---|

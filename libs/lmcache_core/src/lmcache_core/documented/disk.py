@@ -26,7 +26,7 @@ from lmcache_core.storage.disk.backend import DiskBackend
 from lmcache_core.storage.disk.store import TIER_NAME
 
 MAX_PUT_TASKS = 1024
-"""So many chunks may wait to be written; each keeps its memory until then."""
+"""Chunks that may wait to be written; each keeps its memory until then."""
 BLOCKING_WAIT_S = 10.0
 """How long `get_blocking` and `remove` wait for a disk that does not answer."""
 

@@ -1,4 +1,4 @@
-"""The documented names of backends: which tiers each of them means."""
+"""The documented names of backends, and the tiers that each of them selects."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _DECIDED = ("local_cpu", "local_disk")
 
 
 def tiers_of(backend: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a backend decides.
+    """Return the options that a backend determines.
 
     Args:
         backend: One of `LEGACY_BACKENDS`.
         values: The other options, by name.
 
     Raises:
-        ConfigError: The backend is none of these, or an option says what the backend decides.
+        ConfigError: The backend is unknown, or an option is given that the backend determines.
     """
     if backend not in LEGACY_BACKENDS:
         raise ConfigError(f"backend={backend!r}: must be one of {', '.join(LEGACY_BACKENDS)}")
     for name in _DECIDED:
         if name in values:
             raise ConfigError(
-                f"{name}={shown(values[name])}: decided by backend={backend!r}; leave it out or use"
-                " from_defaults"
+                f"{name}={shown(values[name])}: determined by backend={backend!r}; leave it out or"
+                " use from_defaults"
             )
     uses_disk = "disk" in backend
     return {

@@ -1,4 +1,4 @@
-"""Pinned memory for what engines copy, byte buffers for what only passes through."""
+"""Pinned memory for what engines copy, byte buffers for data that only passes through."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from lmcache_core.memory.tensor import PinMemoryAllocator, TensorMemoryObj
 class MixedMemoryAllocator(MemoryAllocatorInterface):
     """A pinned arena, and byte buffers for the format `BINARY_BUFFER`. Thread-safe.
 
-    Every other format, `BINARY` too, lies in the arena: encoded chunks that a tier keeps are
-    counted with the rest, and only bytes on their way through (a reply, a value to be sent) are
-    buffers.
+    Every other format, including `BINARY`, is in the arena: encoded chunks that a tier keeps are
+    counted with the rest, and only bytes in transit (a reply, a value to be sent) are buffers.
 
     Args:
         size: Bytes of the arena.
-        buffer_capacity_bytes: Bytes of buffers that may be handed out at once; by default as many
+        buffer_capacity_bytes: Bytes of buffers that may be allocated at a time; by default as many
             as the arena has.
 
     Raises:
@@ -38,22 +37,22 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that the arena can hand out."""
+        """Bytes that the arena can allocate."""
         return self._arena.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the arena has handed out, alignment included."""
+        """Bytes that the arena has allocated, alignment included."""
         return self._arena.used_bytes
 
     @property
     def buffer_capacity_bytes(self) -> int:
-        """Bytes of buffers that can be handed out."""
+        """Bytes of buffers that can be allocated."""
         return self._buffers.capacity_bytes
 
     @property
     def buffer_used_bytes(self) -> int:
-        """Bytes of buffers handed out."""
+        """Bytes of buffers allocated."""
         return self._buffers.used_bytes
 
     @override
@@ -69,10 +68,10 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
 
     @override
     def free(self, memory_obj: MemoryObj) -> None:
-        """Takes the memory whatever the references.
+        """Free the memory regardless of references.
 
         Raises:
-            IntegrityError: The object is free already, or was handed out by another allocator.
+            IntegrityError: The object is already free, or belongs to another allocator.
         """
         self._side_of(memory_obj).free(memory_obj)
 

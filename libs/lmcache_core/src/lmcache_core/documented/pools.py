@@ -26,7 +26,7 @@ class KVObj:
     """A slot of a pool, and the part of it that one chunk fills.
 
     Attributes:
-        chunk_idx: Which slot.
+        chunk_idx: Index of the slot.
         size: Bytes of the chunk.
         data: A view of the slot's memory in the shape and dtype of the chunk; its content is
             undefined until it is written.
@@ -38,36 +38,36 @@ class KVObj:
 
 
 class BasePool(ABC):
-    """Hands out slots."""
+    """Allocates slots."""
 
     @abstractmethod
     def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
-        """Return a slot for a chunk of that shape and dtype; moves no data.
+        """Return a slot for a chunk of that shape and dtype, without moving data.
 
         Args:
-            kv_chunk: The KV that is to be kept.
+            kv_chunk: The KV to be stored.
 
         Returns:
-            A slot, owned by the caller until `free`; None when the pool is full.
+            A slot, owned by the caller until `free`; None if the pool is full.
 
         Raises:
-            ValueError: Such a chunk does not fit a slot, whether the pool is full or not.
+            ValueError: Such a chunk does not fit a slot, whether or not the pool is full.
         """
 
     @abstractmethod
     def free(self, kv_obj: KVObj) -> None:
-        """Take a slot back; its `data` is not to be used any more.
+        """Free a slot; its `data` must not be used any more.
 
         Raises:
-            IntegrityError: It is free already, or another pool's.
+            IntegrityError: It is already free, or belongs to another pool.
         """
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Compare the books: each slot is free or handed out, once.
+        """Check the accounting: each slot is free or allocated, once.
 
         Raises:
-            IntegrityError: They do not balance.
+            IntegrityError: It does not add up.
         """
 
 
@@ -115,7 +115,7 @@ class LocalPool(BasePool):
 
     @property
     def num_free(self) -> int:
-        """Slots that can be handed out."""
+        """Slots that can be allocated."""
         return len(self._free)
 
     def init_max_chunk_num(self, metadata: LMCacheMemPoolMetadata) -> int:
@@ -179,7 +179,7 @@ class LocalPool(BasePool):
 
 
 class LocalCPUPool(LocalPool):
-    """Slots in host memory, pinned when there is CUDA."""
+    """Slots in host memory, pinned if CUDA is available."""
 
     def _make_arena(self, size: int) -> torch.Tensor:
         arena = host_arena(size)
@@ -188,9 +188,7 @@ class LocalCPUPool(LocalPool):
 
 
 class LocalCPUBufferPool(LocalCPUPool):
-    """Slots in host memory where chunks are staged on their way elsewhere: callers expect it to
-    be full at times, and try again.
-    """
+    """Slots in host memory for staging chunks: callers expect it to be full at times, and retry."""
 
 
 class LocalGPUPool(LocalPool):

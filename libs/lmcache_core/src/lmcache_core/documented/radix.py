@@ -1,5 +1,5 @@
-"""The radix token database: the keys of the chunked one, without hashing again what has been
-seen before.
+"""The radix token database: the same keys as the chunked one, without hashing known prefixes
+again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _KnownChunks:
         self.root = root
         self._max_chunks = max_chunks
         self._lock = threading.Lock()
-        # (hash of the chunk before, block) -> key, least recently used first. A use moves a whole
+        # (hash of the previous chunk, block) -> key, least recently used first. A use moves a whole
         # path to the end, last chunk first, so the first entry never has a chunk after it.
         self._keys: OrderedDict[tuple[str, bytes], CacheEngineKey] = OrderedDict()
 
@@ -95,27 +95,27 @@ class _KnownChunks:
 
 
 def _nodes(blocks: Sequence[bytes], keys: Sequence[CacheEngineKey]) -> Iterator[tuple[str, bytes]]:
-    """Return what each full chunk of a known sequence is found by."""
+    """Return the trie keys of each full chunk of a known sequence."""
     befores = chain(("",), (key.chunk_hash for key in keys))
     return zip(befores, blocks[: len(keys)], strict=False)
 
 
 class RadixTokenDatabase(TokenDatabase):
-    """Names chunks exactly as `ChunkedTokenDatabase` does, but compares the tokens of a prefix that
-    it knows instead of hashing them.
+    """Names chunks exactly like `ChunkedTokenDatabase`, but compares the tokens of a known prefix
+    instead of hashing them.
 
-    The full chunks of every sequence are kept in a tree, together with their keys. What is left of
-    a sequence after its longest known prefix is hashed and put into the tree; a last, partial chunk
+    The full chunks of every sequence are kept in a tree, together with their keys. The rest of a
+    sequence after its longest known prefix is hashed and added to the tree; a last, partial chunk
     is hashed every time. The tree is an index of what has been *named*, not of what is *cached*.
-    Multimodal contents take part: a chunk that spans overlap is known by its tokens and a SHA-256
-    of its extras. A chunk takes `4 * chunk_size` bytes for its tokens and some 600 more: about 26
-    MiB in all at the default bound, with chunks of 256 tokens.
+    Multimodal contents are included: a chunk that spans overlap is identified by its tokens and a
+    SHA-256 of its extras. A chunk takes `4 * chunk_size` bytes for its tokens and some 600 more:
+    about 26 MiB in all at the default bound, with chunks of 256 tokens.
 
     Args:
-        config: Gives chunk size and salt.
-        metadata: Gives the identity of the KV.
-        max_tokens: Bound on the tokens in the tree; those used longest ago go first, from the ends
-            of their sequences.
+        config: Provides chunk size and salt.
+        metadata: Provides the identity of the KV.
+        max_tokens: Bound on the tokens in the tree; those used longest ago are dropped first, from
+            the ends of their sequences.
 
     Raises:
         ValueError: The bound is below one chunk.
@@ -148,7 +148,7 @@ class RadixTokenDatabase(TokenDatabase):
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """Do all work at once; the result only reads it out."""
+        """Do all work immediately; iterating over the result only reads it."""
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         keys = self._keys(ids, spans)
@@ -171,7 +171,7 @@ class RadixTokenDatabase(TokenDatabase):
 
     @override
     def use_salt(self, salt: str) -> None:
-        """Forget what was named with the salt before."""
+        """Forget everything named with the previous salt."""
         self._known = _KnownChunks(identity_root(self._metadata, salt), self._max_chunks)
 
     def clear(self) -> None:
@@ -190,7 +190,7 @@ class RadixTokenDatabase(TokenDatabase):
         self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]
     ) -> list[CacheEngineKey]:
         """Return the keys of all chunks, a last partial one included."""
-        # Taken once: the salt may change meanwhile.
+        # Read once: the salt may change concurrently.
         known, blocks = self._known, self._blocks(ids, spans)
         keys = known.find(blocks)
         num_known = len(keys)
@@ -203,8 +203,8 @@ class RadixTokenDatabase(TokenDatabase):
         return keys
 
     def _blocks(self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]) -> list[bytes]:
-        """Return what makes each full chunk the one it is, given those before it: its tokens, and a
-        hash of its extras if it has any.
+        """Return what identifies each full chunk, given those before it: its tokens, and a hash of
+        its extras if it has any.
         """
         num_bytes = self.chunk_size * TOKEN_BYTES
         data = ids.tobytes()

@@ -29,10 +29,10 @@ class LMCBackendInterface(ABC):
     """Stores tensors by key.
 
     Args:
-        dst_device: Where retrieved tensors lie: "cpu", "cuda", "cuda:1" and so on.
+        dst_device: Device of retrieved tensors: "cpu", "cuda", "cuda:1" and so on.
 
     Raises:
-        RuntimeError: No such kind of device.
+        RuntimeError: Unknown kind of device.
     """
 
     def __init__(self, dst_device: str = "cuda") -> None:
@@ -55,12 +55,12 @@ class LMCBackendInterface(ABC):
 
     @abstractmethod
     def get(self, key: CacheEngineKey) -> torch.Tensor | None:
-        """Return a chunk as it was stored, on `dst_device`; None when it is not there."""
+        """Return a chunk as it was stored, on `dst_device`; None if it does not exist."""
 
     def batched_put(
         self, keys_and_chunks: Iterable[tuple[CacheEngineKey, torch.Tensor]], blocking: bool = True
     ) -> int:
-        """Store several chunks; see `put`. Returns how many were given."""
+        """Store several chunks; see `put`. Returns the number of chunks passed."""
         num_chunks = 0
         for key, kv_chunk in keys_and_chunks:
             self.put(key, kv_chunk, blocking=blocking)
@@ -68,24 +68,24 @@ class LMCBackendInterface(ABC):
         return num_chunks
 
     def batched_get(self, keys: Iterable[CacheEngineKey]) -> Iterable[torch.Tensor | None]:
-        """Return several chunks, one after the other as they are asked for; see `get`."""
+        """Return several chunks, one after the other on demand; see `get`."""
         for key in keys:
             yield self.get(key)
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what the backend holds. Idempotent."""
+        """Release what the backend holds. Idempotent."""
 
 
 class StackTensorBackend(LMCBackendInterface):
     """Tensors of any shape and known dtype over the tiers of a chunk store. Thread-safe.
 
-    A chunk is visible (to `contains` and `get` of all that share the store) when host memory has
-    it; slower tiers follow in the background, whatever `blocking` says. A chunk that finds no room
-    is not stored. A tensor that was retrieved is a copy, which nothing here touches again.
+    A chunk is visible (to `contains` and `get` of all users of the store) once host memory has it;
+    slower tiers follow in the background, regardless of `blocking`. A chunk without room is not
+    stored. A retrieved tensor is an independent copy.
 
     Args:
-        store: Opened; closed with this backend.
+        store: An open store; closed with this backend.
         dst_device: See `LMCBackendInterface`.
     """
 

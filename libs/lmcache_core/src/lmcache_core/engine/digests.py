@@ -1,4 +1,4 @@
-"""Digests that keep pace with a copy, so that what they read is still in the processor's cache."""
+"""Digests computed alongside a copy, while the data is still in the processor's cache."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lmcache_core.record import payload_hasher
 FILL_STEP_BYTES = 2 << 20
 FILL_POLL_S = 100e-6
 MAX_IDLE_POLLS = 20
-"""After so many in a row the thread turns to other work; the next step calls it back."""
+"""After this many steps in a row the thread turns to other work; the next step resumes it."""
 INLINE_BYTES = 256 << 10
-"""The digest of so little takes less time than handing it to a thread."""
+"""Below this size, digesting takes less time than handing the work to a thread."""
 CHECK_STEP_BYTES = 1 << 20
-"""Tuned on two cores of an AMD EPYC with 32 MiB of last-level cache: a thread of its own wants
-larger steps than the copying thread.
+"""Tuned on two cores of an AMD EPYC with 32 MiB of last-level cache: a separate thread works best
+with larger steps than the copying thread.
 """
 
 
 class FillingDigest:
-    """The digest of a payload that is being filled, computed in another thread that follows the
-    copy.
+    """The digest of a payload being filled, computed in another thread that follows the copy.
 
-    That thread polls how far the copy is: to wake it for each step would slow the copy by several
-    percent.
+    That thread polls the progress of the copy: waking it for each step would slow the copy by
+    several percent.
 
     Args:
-        payload: Filled from its beginning; must stay valid until what `finish` gives is done.
-        workers: Where the digest is computed.
+        payload: Filled from its beginning; must stay valid until the future returned by `finish` is
+            done.
+        workers: Threads that compute the digest.
     """
 
     def __init__(self, payload: memoryview, workers: Workers) -> None:
@@ -42,20 +42,20 @@ class FillingDigest:
         self._follower: Future[None] | None = None
 
     def filled(self, num_bytes: int) -> None:
-        """Note that so many bytes, from the first, will not change any more."""
+        """Record that the first `num_bytes` bytes are final."""
         self._num_filled = num_bytes
         is_idle = self._follower is None or self._follower.done()
         if is_idle and num_bytes - self._num_digested >= FILL_STEP_BYTES:
             self._follower = self._workers.submit(self._follow)
 
     def finish(self) -> Future[bytes]:
-        """Return the digest of the payload, whose bytes are all filled now."""
+        """Return the digest of the payload, all of which has been filled."""
         self._num_filled = len(self._payload)
         self._is_over = True
         return self._workers.submit(self._digest, self._follower)
 
     def abandon(self) -> None:
-        """Wait until nothing is being read any more."""
+        """Wait until the payload is no longer being read."""
         self._is_over = True
         if self._follower is not None:
             self._follower.result()
@@ -72,7 +72,7 @@ class FillingDigest:
 
     def _digest(self, follower: Future[None] | None) -> bytes:
         if follower is not None:
-            follower.result()  # it has begun before, and ends now that nothing more will come
+            follower.result()  # it has already started, and ends because nothing more will come
         self._take_up()
         return self._hasher.digest()
 
@@ -83,8 +83,7 @@ class FillingDigest:
 
 
 class FollowingDigest:
-    """The digest of a payload that is being copied, taken in the copying thread right after each
-    piece.
+    """The digest of a payload being copied, updated in the copying thread right after each piece.
 
     Args:
         payload: Copied from its beginning.
@@ -96,12 +95,12 @@ class FollowingDigest:
         self._num_digested = 0
 
     def copied(self, num_bytes: int) -> None:
-        """Note that so many bytes, from the first, have been copied."""
+        """Record that the first `num_bytes` bytes have been copied."""
         if num_bytes - self._num_digested >= CHECK_STEP_BYTES:
             self._hasher.update(self._payload[self._num_digested : num_bytes])
             self._num_digested = num_bytes
 
     def finish(self) -> bytes:
-        """Return the digest of the payload, whose bytes have all been copied."""
+        """Return the digest of the payload, all of which has been copied."""
         self._hasher.update(self._payload[self._num_digested :])
         return self._hasher.digest()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lmcache_core.gpu_connectors import EngineMemory
 
 TIERS = frozenset({HOT_TIER, "LocalDiskBackend", "P2PBackend", "RemoteBackend"})
-"""What `lookup` can be limited to."""
+"""The tiers that `lookup` can be limited to."""
 
 
 class LMCacheEngine:
@@ -41,12 +41,12 @@ class LMCacheEngine:
 
     Args:
         config: Options.
-        metadata: What the KV is.
+        metadata: Describes the KV: model, shapes, dtype, ranks.
         memory_allocator: Host memory for chunks in embedded mode; None with a sidecar, whose arena
             is used.
         token_database: Names chunks.
         gpu_connector: Copies between the serving engine's KV and memory objects.
-        store: Where chunks are kept; by default as configured (embedded tiers, or the
+        store: The chunk store; by default the one that the config selects (embedded tiers or the
             sidecar).
     """
 
@@ -113,18 +113,18 @@ class LMCacheEngine:
         """Check, before the first request, that the connector for paged memory reads and writes it
         as the serving engine does.
 
-        A known pattern goes gather, store, load, scatter for each layer group and is compared; the
-        memory is left as it was. When the store takes nothing just now (the sidecar is away), only
-        the layout is checked.
+        Sends a known pattern through gather, store, load and scatter for each layer group and
+        compares it; the memory is restored afterwards. If the store accepts nothing at the moment
+        (no sidecar), only the layout is checked.
 
         Args:
-            kvcaches: What the connector will be given in service; nothing else uses its first and
-                last blocks meanwhile.
+            kvcaches: The argument that the connector will get in service; nothing else may use its
+                first and last blocks during the check.
             engine_memory: The serving engine's own view of that memory, for example
                 `LogicalMemory`.
 
         Raises:
-            ValueError: The pattern did not come back as it was sent: the layout is not as declared.
+            ValueError: The pattern came back changed: the layout is not as declared.
             TypeError: The connector is not one for paged memory.
         """
         from lmcache_core.gpu_connectors import PagedConnector, run_canary
@@ -143,15 +143,15 @@ class LMCacheEngine:
         spans: Sequence[MultimodalSpan] = (),
         **kwargs: Any,
     ) -> None:
-        """Keep the KV of these tokens (without `save_unfull_chunk`: of whole chunks); returns
-        before slow tiers have written.
+        """Store the KV of these tokens (of whole chunks only, unless `save_unfull_chunk` is set);
+        returns before slow tiers have written it.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
-            mask: Booleans, shape `[seq_len]`, Falses first: tokens whose KV is already kept.
-            spans: Images and the like for placeholder tokens; without them equal placeholders
-                would share KV.
-            **kwargs: For the GPU connector, for example `kvcaches`.
+            mask: Booleans, shape `[seq_len]`, Falses first: tokens whose KV is already stored.
+            spans: Images and other inputs that placeholder tokens stand for; without them equal
+                placeholders would share KV.
+            **kwargs: Arguments of the GPU connector, for example `kvcaches`.
 
         Raises:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or
@@ -175,20 +175,20 @@ class LMCacheEngine:
         spans: Sequence[MultimodalSpan] = (),
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Put the cached KV of the longest prefix of these tokens into the serving engine.
+        """Copy the cached KV of the longest prefix of these tokens into the serving engine.
 
-        What takes longer to load than to compute (see `PrefillRate`) is a miss.
+        A chunk that takes longer to load than to compute (see `PrefillRate`) is a miss.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
             mask: Booleans, shape `[seq_len]`, Falses first: tokens that are not wanted.
             spans: As in `store`.
-            **kwargs: For the GPU connector, for example `kvcaches`.
+            **kwargs: Arguments of the GPU connector, for example `kvcaches`.
 
         Returns:
-            Booleans on CPU, shape `[seq_len]`: True where KV has been put into the serving engine.
-            After these, memory that was meant for this KV may hold parts of a chunk that turned
-            out damaged: it must be computed in any case.
+            Booleans on CPU, shape `[seq_len]`: True where KV has been copied into the serving
+                engine. Memory for the tokens after these may contain parts of a damaged chunk:
+                their KV must be computed in any case.
 
         Raises:
             ValueError: The number of Falses in the mask is not a multiple of the chunk size, or
@@ -218,7 +218,7 @@ class LMCacheEngine:
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
             search_range: Names of tiers ("Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend");
-                None means all.
+                None: all.
             spans: As in `store`.
 
         Raises:
@@ -240,7 +240,7 @@ class LMCacheEngine:
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> None:
-        """Begin to read the KV of these tokens into host memory; returns at once.
+        """Begin to read the KV of these tokens into host memory; returns immediately.
 
         Args:
             tokens: Token ids, shape `[seq_len]`.
@@ -251,8 +251,8 @@ class LMCacheEngine:
             self._store.prefetch([key for _, _, key in self._named(tokens, mask, spans)])
 
     def note_prefill(self, num_tokens: int, elapsed_s: float) -> None:
-        """Note how long the serving engine took to compute so many tokens, where its integration
-        knows exactly.
+        """Record how long the serving engine took to compute `num_tokens`, for integrations that
+        measure it.
         """
         self._prefill.note(num_tokens, elapsed_s)
 
@@ -264,7 +264,7 @@ class LMCacheEngine:
         self, tokens: torch.Tensor, mask: torch.Tensor | None, spans: Sequence[MultimodalSpan]
     ) -> list[NamedChunk]:
         """Return the chunks of these tokens."""
-        # A token database may lack the parameter for spans, as long as there are none.
+        # A token database need not have the parameter `spans` if there are none.
         more = (spans,) if spans else ()
         return list(self._token_database.process_tokens(tokens, mask, *more))
 
@@ -287,7 +287,7 @@ def create_engine(
 
 
 class LMCacheEngineBuilder:
-    """Makes, finds and destroys engines of this process: the documented registry, by instance
+    """Creates, finds and destroys the engines of this process: the documented registry, by instance
     id.
     """
 
@@ -302,7 +302,7 @@ class LMCacheEngineBuilder:
         metadata: LMCacheEngineMetadata,
         gpu_connector: GPUConnectorInterface,
     ) -> LMCacheEngine:
-        """Return the engine of that id, made and opened if it does not exist.
+        """Return the engine of that id, created and opened if it does not exist.
 
         Raises:
             ValueError: It exists with another config or metadata.
@@ -328,7 +328,7 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Close and forget the engine of that id, if there is one."""
+        """Close and remove the engine of that id, if there is one."""
         with cls._lock:
             engine = cls._instances.pop(instance_id, None)
         if engine is not None:

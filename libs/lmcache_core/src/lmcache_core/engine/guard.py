@@ -1,4 +1,4 @@
-"""What becomes of a failure inside the cache: raised to the serving engine, or a miss
+"""Handles failures inside the cache: raise to the serving engine, or turn into a miss
 (`error_handling`).
 """
 
@@ -13,17 +13,17 @@ from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
 logger = logging.getLogger(__name__)
 
 CallGuard = Callable[[str], AbstractContextManager[object]]
-"""Gives a context for one call of that name: a `DegradingGuard`, or `nullcontext`."""
+"""Returns a context manager for one call of that name: a `DegradingGuard` or `nullcontext`."""
 
 
 class DegradingGuard:
-    """Ends a call quietly, logged and counted, whatever failed in it.
+    """Ends a call without raising, logged and counted, whatever failed in it.
 
-    This is the degrading wrapper among the places where any exception is caught.
+    This is one of the few places where any exception is caught: the degrading wrapper.
 
     Args:
-        counters: Where failed calls are counted, by operation.
-        raised: What is raised all the same; by default wrong arguments (`ValueError`).
+        counters: Counters for failed calls, by operation.
+        raised: Exceptions that are raised anyway; by default wrong arguments (`ValueError`).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How fast the serving engine computes KV, and so what a chunk that is loaded saves."""
+"""Learns how fast the serving engine computes KV, and so what loading a chunk saves."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable, Hashable
 
 RISE = 0.5
 FALL = 0.05
-"""A faster prefill than believed is believed at once (deadlines become shorter: the safe side);
-a slower one may be queueing.
+"""A faster prefill than estimated is adopted immediately (deadlines become shorter, which is safe);
+a slower one may be due to queueing.
 """
 MAX_OPEN_PREFILLS = 256
 MAX_PREFILL_S = 60.0
 MIN_PREFILL_S = 5e-3
-"""No model worth a cache is quicker: the KV that was stored then had been computed before."""
+"""No model worth a cache is faster: a higher rate means that the KV had been computed before."""
 MIN_PREFILL_TOKENS = 32
-"""Fewer tell of what a prefill costs at least, not of its rate."""
+"""Fewer tokens reveal the fixed cost of a prefill rather than its rate."""
 
 
 class PrefillRate:
@@ -43,16 +43,16 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate; None while nothing is known."""
+        """The rate; None while unknown."""
         return self._configured if self._configured is not None else self._learned
 
     def recompute_s(self, num_tokens: int) -> float | None:
-        """Return seconds that computing so many tokens takes; None while nothing is known."""
+        """Return the seconds that computing `num_tokens` takes; None while unknown."""
         rate = self.tokens_per_s
         return None if rate is None else num_tokens / rate
 
     def note(self, num_tokens: int, elapsed_s: float) -> None:
-        """Learn from so many tokens that the serving engine computed in that time."""
+        """Learn that the serving engine computed `num_tokens` in `elapsed_s`."""
         if num_tokens < MIN_PREFILL_TOKENS or not MIN_PREFILL_S <= elapsed_s <= MAX_PREFILL_S:
             return
         rate = num_tokens / elapsed_s
@@ -63,8 +63,8 @@ class PrefillRate:
                 self._learned += (RISE if rate > self._learned else FALL) * (rate - self._learned)
 
     def missed(self, key: Hashable) -> None:
-        """Note a retrieve that found everything before this chunk, and not the chunk: the
-        serving engine begins to compute.
+        """Record a retrieve that found everything before this chunk but not the chunk itself: the
+        serving engine begins to compute it.
         """
         with self._lock:
             self._open[key] = self._clock()
@@ -73,11 +73,11 @@ class PrefillRate:
                 self._open.popitem(last=False)
 
     def is_open(self, key: Hashable) -> bool:
-        """Return whether this chunk was missed, and has not been stored since."""
+        """Return whether this chunk was missed and has not been stored since."""
         return key in self._open
 
     def stored(self, key: Hashable, num_tokens: int) -> None:
-        """Note a store that begins with this chunk and brings so many tokens."""
+        """Record a store that begins with this chunk and brings `num_tokens`."""
         with self._lock:
             began = self._open.pop(key, None)
         if began is not None:

@@ -1,6 +1,4 @@
-"""Chooses, once, the chunk store of the engine: embedded tiers or the pod's sidecar; traced if
-configured.
-"""
+"""Selects the engine's chunk store: embedded tiers or the pod's sidecar; traced if configured."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ class SidecarClient:
     """How this process identifies itself to the sidecar.
 
     Attributes:
-        name: Names the engine, the same for all of its processes.
-        groups: Layer groups that chunks are stored for, by their names in keys; none: this process
+        name: Name of the engine, the same for all of its processes.
+        groups: Layer groups that chunks are stored for, by their names in keys; empty: this process
             does not name chunks.
         loads_beside: Whether one thread loads while another one stores.
     """
@@ -55,20 +53,18 @@ def create_chunk_store(
     workers: Workers | None = None,
     client: SidecarClient | None = None,
 ) -> ChunkStore:
-    """Return the chunk store that the config names; not opened.
+    """Return the chunk store that the config selects; not opened.
 
     Args:
         config: Options.
-        metadata: What the KV is.
+        metadata: Describes the KV.
         memory_allocator: Host memory for chunks; only in embedded mode.
-        counters: Where misses are counted.
+        counters: Counters for misses.
         workers: Threads for digests.
-        client: How this process identifies itself to the sidecar; by default as an engine of its
-            own.
+        client: How this process identifies itself to the sidecar; by default as a separate engine.
 
     Raises:
-        ConfigError: Embedded mode without an allocator, or traces without the packages that they
-            need.
+        ConfigError: Embedded mode lacks an allocator, or tracing lacks a package that it needs.
     """
     client = client or SidecarClient(f"engine-{os.getpid()}")
     store: ChunkStore
@@ -115,7 +111,7 @@ def _sidecar_store(
     hello = engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device])
 
     def describe(salt: str) -> Describe:
-        """Tell, once the salt is known, how this engine names chunks."""
+        """Return how this engine names chunks, once the salt is known."""
         root = identity_root(metadata, salt)
         fmt, model_name, world_size = metadata.fmt, metadata.model_name, metadata.world_size
         return Describe(fmt, model_name, world_size, config.chunk_size, root, client.groups)
@@ -132,12 +128,12 @@ def _sidecar_store(
 
 
 class TracedChunkStore:
-    """A `ChunkStore` around another one: each call that may reach a tier is a span, and has an id
-    for the logs of all that work for it. A trace begins here.
+    """A `ChunkStore` that traces another one: each call that may reach a tier is a span, and has an
+    id for the logs of every component involved. A trace begins here.
 
     Args:
-        store: Is wrapped.
-        tracer: Takes the spans; closed with the store.
+        store: The store to trace.
+        tracer: Receives the spans; closed with the store.
     """
 
     def __init__(self, store: ChunkStore, tracer: Tracer) -> None:

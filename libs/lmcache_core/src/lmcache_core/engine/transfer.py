@@ -1,4 +1,4 @@
-"""Chunks between the serving engine's memory and the chunk store."""
+"""Moves chunks between the serving engine's memory and the chunk store."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ NamedChunk = tuple[int, int, CacheEngineKey]
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a memory object of some number of tokens holds."""
+    """What a memory object for a given number of tokens holds."""
 
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
@@ -66,13 +66,12 @@ class KVTransfer:
     """Fills chunks from the serving engine and the serving engine from chunks.
 
     Args:
-        store: Where chunks are kept.
+        store: The chunk store.
         gpu_connector: Copies between the serving engine's KV and memory objects.
-        metadata: What the KV is.
-        counters: Where chunks are counted.
+        metadata: Describes the KV.
+        counters: Counters for chunks.
         workers: Threads for digests.
-        unit_tokens: Tokens in what the connector counts as one: more than 1 where it moves
-            whole blocks.
+        unit_tokens: Tokens per unit of the connector: more than 1 if it moves whole blocks.
     """
 
     def __init__(
@@ -94,11 +93,11 @@ class KVTransfer:
         self._known: dict[int, _Expected] = {}
 
     def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> list[bool]:
-        """Copy the chunks that are not in host memory out of the serving engine and make them
-        visible, as many from the first as there is memory for.
+        """Copy the chunks that are not in host memory out of the serving engine and publish them,
+        as many from the first as there is memory for.
 
         Returns:
-            Of each whether it is visible now.
+            Whether each chunk is visible now.
         """
         shapes = [self._expected(end - start).metadata.shape for start, end, _ in named]
         reserved = self._store.reserve([key for _, _, key in named], shapes, self._dtype)
@@ -131,7 +130,7 @@ class KVTransfer:
             self._counters.add(STORED_BYTES_TOTAL, num_bytes)
             self._counters.add(UNSTORED_CHUNKS_TOTAL, visible.count(False))
         finally:
-            # Memory that is given back must not be read any more.
+            # Released memory must not be read any more.
             pending = [digest for digest in digests if isinstance(digest, Future)]
             if pending:
                 wait(pending)
@@ -150,14 +149,14 @@ class KVTransfer:
         """Copy chunks into the serving engine.
 
         Args:
-            named: Which; in order.
-            recompute_s: What recomputing one of them costs, None when not known.
-            kwargs: For the GPU connector.
-            wanted: First token, one past the last, to be written; of chunks that reach beyond,
-                only the part inside. None: everything.
+            named: The chunks, in order.
+            recompute_s: Cost of recomputing one of them; None if unknown.
+            kwargs: Arguments of the GPU connector.
+            wanted: First token, one past the last, to be written; of chunks that extend beyond,
+                only the part inside is written. None: everything.
 
         Returns:
-            How many, from the first, are there now.
+            How many, from the first, are loaded now.
         """
         chunks = self._store.get([key for _, _, key in named], recompute_s, check_later=True)
         num_loaded = 0
@@ -191,8 +190,8 @@ class KVTransfer:
         return num_loaded
 
     def through_store(self, memory: MemoryObj) -> MemoryObj:
-        """Return a copy of that memory that has been through the chunk store; the memory itself
-        when the store takes nothing just now.
+        """Return a copy of `memory` that has been through the chunk store; `memory` itself if the
+        store accepts nothing at the moment.
         """
         shape = tuple(memory.metadata.shape)
         key = CacheEngineKey("canary", "canary", 1, 0, secrets.token_hex(32))
@@ -223,8 +222,8 @@ class KVTransfer:
         kwargs: dict[str, Any],
         needs_digest: bool,
     ) -> bytes | Future[bytes] | None:
-        """Copy a chunk out of the serving engine; return its digest, if needed, of which that of a
-        large one follows in another thread.
+        """Copy a chunk out of the serving engine and return its digest if needed; that of a large
+        chunk is computed in another thread.
         """
         if not needs_digest or memory.get_size() <= INLINE_BYTES:
             self._gpu_connector.from_gpu(memory, start, end, **kwargs)
@@ -248,8 +247,8 @@ class KVTransfer:
         kwargs: dict[str, Any],
         wanted: tuple[int, int] | None,
     ) -> bool:
-        """Copy the wanted tokens of a chunk into the serving engine; False when its bytes do not
-        have its digest, where that was still to be checked.
+        """Copy the wanted tokens of a chunk into the serving engine; False if its digest was still
+        unchecked and does not match.
         """
         payload = chunk.memory.byte_array
         low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
@@ -283,12 +282,12 @@ class KVTransfer:
             key.canonical(), RAW_SERDE, "", is_lossy, tensors, digest or UNSEALED_DIGEST
         )
         chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, None, memory, HOT_TIER)
-        chunk.is_sealed = digest is not None  # its head is made only if it leaves the process
+        chunk.is_sealed = digest is not None  # its head is built only if it leaves the process
         return chunk
 
     def _expected(self, num_tokens: int) -> _Expected:
-        """Return what a memory object of that many tokens holds. Remembered, since nearly all
-        chunks have the same length.
+        """Return what a memory object of that many tokens holds. Cached, since nearly all chunks
+        have the same length.
         """
         known = self._known.get(num_tokens)
         if known is None:
@@ -299,7 +298,7 @@ class KVTransfer:
             if tensors is None:
                 tensors = (TensorSpec("", self._dtype, tuple(shape), 0, size),)
             metadata = MemoryObjMetadata(shape, self._dtype, 0, 0, 1, MemoryFormat.KV_BLOB)
-            # Here and not for each chunk, of which only the key and the digest are its own.
+            # Built once for all chunks of this length; only the key and the digest differ.
             RecordHeader(_ANY_KEY, RAW_SERDE, "", False, tensors, UNSEALED_DIGEST).check(size)
             known = _Expected(tensors, size, metadata)
             if len(self._known) >= MAX_KNOWN_LENGTHS:
@@ -308,10 +307,10 @@ class KVTransfer:
         return known
 
     def _misfit(self, chunk: Chunk, key: CacheEngineKey, num_tokens: int) -> MissReason | None:
-        """Return why a chunk is not exactly the KV that the connector takes (raw, these tensors and
-        nothing else); None if it is.
+        """Return why a chunk is not exactly the KV that the connector takes (raw, with these
+        tensors and nothing else); None if it is.
 
-        The tier that a chunk comes from decides whether it may have been encoded with loss.
+        Whether it may have been encoded with loss was decided by the tier that it comes from.
         """
         if chunk.key.key != key:
             return MissReason.IDENTITY
@@ -321,7 +320,7 @@ class KVTransfer:
         return None if is_kv and is_whole else MissReason.LAYOUT
 
     def _part(self, payload: memoryview, num_tokens: int, low: int, high: int) -> MemoryObj:
-        """Return tokens `[low, high)` of a chunk of so many, as a KV_BLOB of its own."""
+        """Return tokens `[low, high)` of a chunk of `num_tokens`, as a separate KV_BLOB."""
         whole, expected = np.frombuffer(payload, np.uint8), self._expected(high - low)
         part = np.zeros(expected.num_bytes, np.uint8)
         of_chunk = self._expected(num_tokens).tensors
@@ -335,10 +334,10 @@ class KVTransfer:
 
 
 class LoadedWithLoss:
-    """Keys of chunks that the serving engine loaded with loss, a bounded number. Thread-safe.
+    """A bounded set of keys of chunks that the serving engine loaded with loss. Thread-safe.
 
-    The serving engine may store such a chunk again once no tier of this process has it any more.
-    Its values are still not the computed ones and must not be stored as if they were.
+    The serving engine may store such a chunk again once no tier of this process has it. Its values
+    are not the computed ones, and must not be stored as if they were.
     """
 
     def __init__(self) -> None:
@@ -346,10 +345,10 @@ class LoadedWithLoss:
         self._lock = threading.Lock()
 
     def __contains__(self, key: CacheEngineKey) -> bool:
-        return key in self._keys  # one step, which no other thread can interrupt
+        return key in self._keys  # atomic
 
     def note(self, key: CacheEngineKey, is_lossy: bool) -> None:
-        """Note that a chunk has just been loaded, and whether with loss."""
+        """Record that a chunk has just been loaded, with or without loss."""
         if not is_lossy and not self._keys:
             return
         with self._lock:

@@ -1,7 +1,7 @@
-"""GPU connectors: between a serving engine's KV and memory objects. Needs torch.
+"""GPU connectors: copy between a serving engine's KV and memory objects. Needs torch.
 
-What works on paged memory also needs the package lmcache_kernels (extra `kernels`); it is resolved
-on first use.
+Connectors for paged memory also need the package lmcache_kernels (extra `kernels`), which is
+resolved on first use.
 """
 
 from __future__ import annotations

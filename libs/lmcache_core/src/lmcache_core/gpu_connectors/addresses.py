@@ -1,5 +1,5 @@
-"""Where the tokens of a transfer lie in an engine's pages: checked once, then used for every
-chunk of it.
+"""The slots of a transfer's tokens in an engine's pages: checked once, then used for every
+chunk.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lmcache_core.gpu_connectors.binding import Binding
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
-    """The slots of tokens `[begin, end)` in the pages of each group, checked. Make them with
+    """The slots of tokens `[begin, end)` in the pages of each group, checked. Create them with
     `Addresses.of`.
 
     Attributes:
         binding: The pages.
         begin: First token.
-        end: One past the last.
-        slots: Of each group.
+        end: One past the last token.
+        slots: Slots in each group.
     """
 
     binding: Binding
@@ -41,18 +41,18 @@ class Addresses:
             binding: The pages.
             slot_mapping: As `PagedGPUConnector` takes it.
             begin: First token.
-            end: One past the last.
+            end: One past the last token.
 
         Raises:
             ValueError: There is no slot mapping.
-            LayoutError: A token has no slot, or a slot does not exist, or has two tokens, or two
-                groups share a block.
+            LayoutError: A token has no slot, a slot does not exist or has two tokens, or two groups
+                share a block.
         """
         names = [group.name for group in binding.layout.groups]
         parts = [_part(mapping, begin, end) for mapping in _mappings(slot_mapping, names)]
         try:
-            # Also when it is only read, a slot has one token: a second one would be kept with KV
-            # that is not its own.
+            # Even for reading, a slot has one token: a second one would be stored with KV that is
+            # not its own.
             slots = tuple(
                 CheckedSlots.of(pages, part, once=True)
                 for pages, part in zip(binding.pages, parts, strict=True)
@@ -75,16 +75,16 @@ class Addresses:
     def copies(
         self, staged: torch.Tensor, start: int, end: int, writes_pages: bool
     ) -> list[tuple[int, PagedCopy]]:
-        """Return one copy for each group, all checked, and where it begins in the chunk, bytes.
+        """Return one checked copy for each group, with its offset in the chunk in bytes.
 
         Args:
             staged: The chunk's bytes, on the pages' device.
-            start: First token, of those that were checked.
-            end: One past the last.
+            start: First token, among those that were checked.
+            end: One past the last token.
             writes_pages: Whether the pages are written.
 
         Raises:
-            LayoutError: Tokens that were not checked, or the chunk does not fit.
+            LayoutError: Some tokens were not checked, or the chunk does not fit.
         """
         if not self.begin <= start <= end <= self.end:
             raise LayoutError(

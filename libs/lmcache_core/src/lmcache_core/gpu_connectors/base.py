@@ -22,10 +22,10 @@ class GPUConnectorInterface(ABC):
 
     reports_progress = False
     """Whether the connector copies a chunk in the order of its bytes, so that a digest can follow
-    while they are in the processor's cache. `from_gpu` and `to_gpu` then take one more keyword
-    argument, `progress`: called now and then, in the same thread, with how many bytes of the memory
-    object, from the first, are filled or have been copied. It makes no tensors: it may run in
-    inference mode.
+    while they are in the processor's cache. `from_gpu` and `to_gpu` then accept one more keyword
+    argument, `progress`: called from time to time, in the same thread, with the number of bytes of
+    the memory object, from the first, that have been filled or copied. It must not create tensors:
+    it may run in inference mode.
     """
 
     @abstractmethod
@@ -56,14 +56,14 @@ class GPUConnectorInterface(ABC):
         """
 
     def checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of `from_gpu` and `to_gpu`, with what one check for all
-        chunks of a call has found.
+        """Return the keyword arguments of `from_gpu` and `to_gpu`, with the results of one check
+        for all chunks of a call.
         """
         return kwargs
 
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...] | None:
-        """Return each tensor's group, dtype, shape, and place in the memory object, bytes; None
-        where it is the one tensor of `get_shape`.
+        """Return each tensor's group, dtype, shape, and position in the memory object in bytes;
+        None if there is just the tensor of `get_shape`.
         """
         return None
 
@@ -85,17 +85,17 @@ def checked_tensor(
     """Return the tensor in a memory object.
 
     Args:
-        memory_obj: Of any format.
-        shape: What its shape must be.
-        dtype: What its dtype must be.
+        memory_obj: Memory object of any format.
+        shape: Required shape.
+        dtype: Required dtype.
         is_filled: Whether the caller is going to write to it.
 
     Raises:
         LayoutError: It has another shape or dtype, is not contiguous, or must not be written.
-        AssertionError: It holds no tensor.
+        AssertionError: It contains no tensor.
     """
     tensor: torch.Tensor | None = memory_obj.tensor
-    assert tensor is not None, "the memory object holds no tensor"
+    assert tensor is not None, "the memory object contains no tensor"
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or not tensor.is_contiguous():
         got = f"{tuple(tensor.shape)} of {tensor.dtype}"
         got += "" if tensor.is_contiguous() else ", not contiguous"

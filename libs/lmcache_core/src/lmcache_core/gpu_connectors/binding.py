@@ -1,6 +1,4 @@
-"""An engine's tensors, matched with a layout: what makes pages for the kernels out of
-`kvcaches`.
-"""
+"""Matches an engine's tensors with a layout: makes pages for the kernels from `kvcaches`."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ class Binding:
     """A layout and the pages of its groups.
 
     Attributes:
-        layout: What a memory object holds.
-        pages: Pages of each group, in the order of its groups; all on one device.
+        layout: Content of a memory object.
+        pages: Pages of each group, in the order of the groups; all on one device.
     """
 
     layout: KVLayout
@@ -31,14 +29,12 @@ class Binding:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """The pages' device."""
         return self.pages[0].device
 
     @cached_property
     def sharing(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of groups that lie in the same memory, by their numbers: a block belongs to one
-        of them.
-        """
+        """Pairs of groups in the same memory, by their numbers: a block belongs to one of them."""
         starts = [{page.data_ptr() for page in pages.tensors} for pages in self.pages]
         return tuple(
             (i, j) for i, j in combinations(range(len(starts)), 2) if starts[i] & starts[j]
@@ -49,13 +45,13 @@ def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
     """Match tensors with a declared layout.
 
     Args:
-        layout: What they are declared to be.
-        kvcaches: The tensors (or pairs) of each layer, group after group; or by layer name, as
-            `LayerGroup.layers` says, or in that order where the groups name no layers.
+        layout: The declared layout.
+        kvcaches: The tensors (or pairs) of each layer, group after group; or by layer name, as in
+            `LayerGroup.layers`, or in that order if the groups name no layers.
 
     Raises:
         LayoutError: They are not as declared.
-        KernelInputError: As for `Pages.of`.
+        KernelInputError: See `Pages.of`.
     """
     pages = []
     parts = layout.split(layers_of(layout, kvcaches))
@@ -69,18 +65,18 @@ def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
 
 
 def bind_pairs(num_layers: int, hidden_size: int, kvcaches: Any) -> Binding:
-    """Match tensors with what the documented paged connectors take; heads and dtype are taken from
-    the tensors.
+    """Match tensors with the arguments of the documented paged connectors; heads and dtype are
+    taken from the tensors.
 
     Args:
-        num_layers: How many layers there must be.
-        hidden_size: What num_heads * head_size must be.
+        num_layers: Required number of layers.
+        hidden_size: Required num_heads * head_size.
         kvcaches: For each layer a pair (K, V) or one tensor `[2, …]`; K and V are `[num_blocks,
             block_size, num_heads, head_size]`.
 
     Raises:
-        LayoutError: They are something else.
-        KernelInputError: As for `Pages.of`.
+        LayoutError: They do not match.
+        KernelInputError: See `Pages.of`.
     """
     layers = list(kvcaches)
     if len(layers) != num_layers:
@@ -117,7 +113,7 @@ def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
     """Return the tensor (or pair) of each layer, group after group.
 
     Args:
-        layout: Says how many there are, and their names.
+        layout: States the number and names of the layers.
         kvcaches: In that order; or by layer name.
 
     Raises:
@@ -146,12 +142,12 @@ def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor,
     head_size]`.
 
     Args:
-        group: What the layer is declared to be.
+        group: The declared layout of the layer.
         layer: Its tensor, or pair.
-        name: Names it in errors.
+        name: Name of the layer in errors.
 
     Raises:
-        LayoutError: It is something else.
+        LayoutError: It does not match.
     """
     wrong = LayoutError(
         f"{name} is {_described(layer)}; declared is {group.tensor_shape()} of {group.dtype}"
@@ -188,10 +184,10 @@ def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor,
 
 
 def signature_of(kvcaches: Any) -> tuple[Any, ...]:
-    """Return what is equal for the same tensors: address, shape, strides, dtype and device.
+    """Return a value that is equal for the same tensors: address, shape, strides, dtype and device.
 
     Raises:
-        LayoutError: Something else than tensors is among them.
+        LayoutError: An item is not a tensor.
     """
     items: Iterable[Any] = (
         kvcaches.items() if isinstance(kvcaches, Mapping) else enumerate(kvcaches)

@@ -1,9 +1,10 @@
-"""A known pattern through the whole cache, before any KV is trusted to it.
+"""Sends a known pattern through the whole cache before any KV is trusted to it.
 
-A layout that is declared wrongly, but consistently, round-trips with itself: what is gathered in a
-wrong order is scattered back in the same wrong order, until it goes to other slots or to an engine
-with the right layout. So the connector does not judge itself: the pattern is written into engine
-memory and read from it by plain indexing of the engine's own tensors, or by the engine's operator.
+A layout that is declared wrongly but consistently round-trips with itself: data gathered in a wrong
+order is scattered back in the same wrong order, and the error shows only in other slots or in an
+engine with the right layout. So the connector does not check itself: the pattern is written into
+engine memory and read back by plain indexing of the engine's own tensors, or by the engine's
+operator.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
 
 MAX_CANARY_TOKENS = 32
-"""Tokens in the pattern: parts of two blocks, few enough that an attach takes a fraction of a
+"""Tokens in the pattern: they cover parts of two blocks, and an attach takes only a fraction of a
 second.
 """
 PATTERN_SEED = 0x1CEB00DA
@@ -34,11 +35,11 @@ SIDE_NAMES = {1: ("latent",), 2: ("K", "V")}
 
 @dataclass(frozen=True)
 class _Spots:
-    """Where one group's pattern goes.
+    """The slots of one group's pattern.
 
     Attributes:
-        source: Slots that are gathered.
-        target: Slots that are scattered to, none of them in `source`.
+        source: Slots to gather from.
+        target: Slots to scatter to, none of them in `source`.
         watched: Blocks of both, and their neighbours that no other group uses.
     """
 
@@ -56,20 +57,20 @@ def run_canary(
     """Send a pattern from engine memory through gather, transport and scatter into other slots, and
     compare at every step.
 
-    Uses the first and the last blocks of every group, which the engine must not touch meanwhile;
-    whether this returns or raises, they are then as before. Groups may be the same memory, as in
-    hybrid models, if there are at least four blocks for each group.
+    Uses the first and the last blocks of every group, which the engine must not touch during the
+    check; their content is restored in any case. Groups may share memory, as in hybrid models, if
+    there are at least four blocks for each group.
 
     Args:
         connector: The connector under test.
-        kvcaches: What it will be given in service.
-        engine: Judges it. Its layout says what a memory object must hold.
-        transport: Stores the memory object and loads it again. Borrows its argument; what it
-            returns is released here, unless it is the argument itself.
+        kvcaches: The argument that it will get in service.
+        engine: Checks it. Its layout states what a memory object must contain.
+        transport: Stores the memory object and loads it again. Borrows its argument; its result is
+            released here, unless it is the argument itself.
 
     Raises:
-        LayoutError: What arrived is not what was sent: the layout is not as declared, or the
-            transport changed bytes; or there are fewer than two slots to try it with.
+        LayoutError: The pattern arrived changed: the layout is not as declared, or the transport
+            changed bytes; or there are fewer than two slots for the test.
     """
     with torch.inference_mode():
         binding = connector.binding_of(kvcaches)
@@ -143,8 +144,8 @@ def _check_same_kv(declared: KVLayout, engine: KVLayout) -> None:
 
 
 def _choose_spots(engine: EngineMemory) -> list[_Spots]:
-    """Return the slots at both ends of each group's blocks, at other places in the block for the
-    source than for the target.
+    """Return slots at both ends of each group's blocks, at different offsets in the block for
+    source and target.
     """
     sizes = [engine.num_slots(i) for i in range(len(engine.layout.groups))]
     chosen: list[tuple[list[int], list[int]]] = []
@@ -187,7 +188,7 @@ def _choose_spots(engine: EngineMemory) -> list[_Spots]:
 
 
 def _slots_in(first: int, second: int, block_size: int) -> list[int]:
-    """Return all slots of two blocks, or of the one that both are."""
+    """Return all slots of two blocks, or of one if they are the same."""
     return [
         block * block_size + i
         for block in dict.fromkeys((first, second))
@@ -196,7 +197,7 @@ def _slots_in(first: int, second: int, block_size: int) -> list[int]:
 
 
 def _ends(slots: list[int], num_tokens: int) -> list[int]:
-    """Return so many slots, half from the begin and half from the end."""
+    """Return `num_tokens` slots, half from the beginning and half from the end."""
     return slots[: num_tokens - num_tokens // 2] + slots[len(slots) - num_tokens // 2 :]
 
 
@@ -242,8 +243,8 @@ def _watched(engine: EngineMemory, spots: list[_Spots]) -> Iterator[torch.Tensor
 
 @contextmanager
 def _preserved(engine: EngineMemory, binding: Binding, spots: list[_Spots]) -> Iterator[None]:
-    """Put back what the pattern overwrites, both where the engine and where the connector
-    believes that the slots are.
+    """Restore what the pattern overwrites, where the engine and where the connector assumes the
+    slots to be.
     """
     views = list(_watched(engine, spots))
     for pages, spot in zip(binding.pages, spots, strict=True):

@@ -1,5 +1,5 @@
-"""Engine memory as the engine itself sees it: what judges a connector, so it shares no code with
-the copying.
+"""Engine memory as the engine itself sees it. It checks a connector, so it shares no code with the
+copying.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class EngineMemory(Protocol):
     """
 
     layout: KVLayout
-    """What the engine's KV is."""
+    """The layout of the engine's KV."""
 
     def num_slots(self, group: int) -> tuple[int, int]:
-        """Return the blocks of a group, and slots in a block."""
+        """Return the number of blocks of a group, and of slots in a block."""
 
     def write(self, group: int, layer: int, slot: int, cells: torch.Tensor) -> None:
-        """Put a token's KV into a slot. `cells`: `[sides, num_kv_heads, head_size]` of the
+        """Write a token's KV into a slot. `cells`: `[sides, num_kv_heads, head_size]` of the
         group's dtype, on the CPU.
         """
 
     def read(self, group: int, layer: int, slot: int) -> torch.Tensor:
-        """Return the KV in a slot, as `cells` of `write`."""
+        """Return the KV in a slot, in the form of `cells` in `write`."""
 
     def block_memory(self, group: int, block: int) -> Sequence[torch.Tensor]:
-        """Return the views of all that `write` may change in a block, in all layers of the
+        """Return views of everything that `write` may change in a block, in all layers of the
         group.
         """
 
@@ -44,7 +44,7 @@ class LogicalMemory(EngineMemory):
     """The engine's tensors, indexed one token at a time by the shape that the engine gives them.
 
     Args:
-        layout: The engine's own description of its tensors; taken from the engine, not from the
+        layout: The engine's own description of its tensors, taken from the engine and not from the
             connector.
         kvcaches: As for `PagedGPUConnector`.
 

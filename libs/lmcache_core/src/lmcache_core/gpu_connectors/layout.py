@@ -1,7 +1,7 @@
-"""What KV looks like: layer groups, how an engine's tensors hold them, and how a memory object
-does. No torch.
+"""The layout of KV: layer groups, their form in an engine's tensors, and in a memory object. No
+torch.
 
-A memory object holds each group as `[sides, num_layers, num_tokens, num_kv_heads * head_size]`,
+A memory object contains each group as `[sides, num_layers, num_tokens, num_kv_heads * head_size]`,
 whatever the engine's tensors look like.
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Order(StrEnum):
-    """Order of the axes in the *shape* of an engine's tensor; its strides are free."""
+    """Order of the axes in the *shape* of an engine's tensor; its strides are arbitrary."""
 
     NHD = "NHD"
     """tokens, heads, elements"""
@@ -33,10 +33,10 @@ class Order(StrEnum):
 
 
 class Packing(StrEnum):
-    """Where K and V are, with B blocks and `…` the order of the rest."""
+    """Location of K and V, with B blocks and `…` the order of the other axes."""
 
     SPLIT = "split"
-    """A pair (K, V) of tensors `[B, …]`; one tensor `[B, …]` where there is one side."""
+    """A pair (K, V) of tensors `[B, …]`; one tensor `[B, …]` if there is one side."""
     KV_FIRST = "kv_first"
     """One tensor `[2, B, …]`."""
     BLOCK_FIRST = "block_first"
@@ -47,22 +47,22 @@ class Packing(StrEnum):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers whose KV has one shape.
+    """Layers whose KV has the same shape.
 
     Attributes:
-        name: Names the group in records; "" where it is the only one.
-        num_layers: Layers in it.
+        name: Name of the group in records; "" if it is the only one.
+        num_layers: Number of its layers.
         num_kv_heads: KV heads on this worker; 1 for a latent.
         head_size: Elements of a head; for a latent all its elements (rank and rotary part).
-        dtype: A `torch.dtype` or its name; kept as the name.
+        dtype: A `torch.dtype` or its name; stored as the name.
         sides: 2 for K and V, 1 for a latent that serves as both.
         order: Order of the axes of the engine's tensors.
-        packing: Where K and V are in them; "split" for a latent. A latent's tensors may lack the
+        packing: Location of K and V in them; "split" for a latent. A latent's tensors may lack the
             axis of the single head.
-        layers: Names of the layers in their order, for engines that give their tensors by name.
+        layers: Names of the layers in their order, for engines that pass their tensors by name.
 
     Raises:
-        LayoutError: A field is impossible.
+        LayoutError: A field is invalid.
     """
 
     name: str
@@ -103,7 +103,7 @@ class LayerGroup:
         return self.sides, self.num_layers, num_tokens, self.num_kv_heads * self.head_size
 
     def tensor_shape(self) -> str:
-        """Return the shape of the engine's tensors of a layer, for people."""
+        """Return the shape of the engine's tensors of a layer, for display."""
         inner = (
             f"block_size, {self.num_kv_heads}"
             if self.order is Order.NHD
@@ -122,11 +122,11 @@ class KVLayout:
     """The KV of a model on one worker.
 
     Attributes:
-        groups: Its layer groups, each with a name of its own, in the order in which a memory object
-            holds them.
+        groups: Its layer groups, each with a unique name, in the order in which a memory object
+        contains them.
 
     Raises:
-        LayoutError: No group, or two of one name.
+        LayoutError: There is no group, or two have the same name.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -141,16 +141,16 @@ class KVLayout:
 
     @property
     def kv_dtype(self) -> str:
-        """Dtype of a memory object's elements: that of all groups, or "uint8" where they differ."""
+        """Dtype of a memory object's elements: that of all groups, or "uint8" if they differ."""
         dtypes = {group.dtype for group in self.groups}
         return dtypes.pop() if len(dtypes) == 1 else "uint8"
 
     def fingerprint(self) -> str:
-        """Return the text that is equal for two layouts exactly when their memory objects mean the
+        """Return a text that is equal for two layouts exactly if their memory objects mean the
         same.
 
-        Order, packing and layer names of the engine's tensors are not in it: they do not show in a
-        memory object.
+        Order, packing and layer names of the engine's tensors are not included: they do not affect
+        a memory object.
         """
         parts = (
             f"{g.name!r}:{g.sides}x{g.num_layers}x{g.num_kv_heads}x{g.head_size}:{g.dtype}"
@@ -159,13 +159,13 @@ class KVLayout:
         return "kv/1;" + ";".join(parts)
 
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...]:
-        """Return where each group lies in a memory object of that many tokens, bytes; each begins
-        at a multiple of 512.
+        """Return the position of each group in a memory object of that many tokens, in bytes; each
+        begins at a multiple of 512.
         """
         return _tensor_specs(self.groups, num_tokens)
 
     def split(self, layers: Sequence[T]) -> list[Sequence[T]]:
-        """Cut what all layers have, group after group, into the parts of the groups."""
+        """Split a sequence over all layers, group after group, into the parts of the groups."""
         parts, at = [], 0
         for group in self.groups:
             parts.append(layers[at : at + group.num_layers])
@@ -173,13 +173,13 @@ class KVLayout:
         return parts
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of a memory object of that many tokens."""
+        """Return the size in bytes of a memory object of that many tokens."""
         last = self.tensor_specs(num_tokens)[-1]
         return last.offset + last.length
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
         """Return the shape of a memory object in elements of `kv_dtype`: `[sides, num_layers,
-        num_tokens, hidden]` of one group, else flat.
+        num_tokens, hidden]` for one group, else flat.
         """
         if len(self.groups) == 1:
             return self.groups[0].shape(num_tokens)

@@ -14,8 +14,8 @@ from lmcache_core.memory.base import MemoryFormat, MemoryObj
 from lmcache_core.memory.views import bytes_under
 
 MAX_BYTEWISE = 64 << 10
-"""Of a layer. Up to here its slices as tensors take longer than the copy; beyond, torch copies with
-several threads.
+"""Bytes of a layer up to which slicing tensors takes longer than the copy; beyond, torch copies
+with several threads.
 """
 
 
@@ -24,11 +24,11 @@ class _CheckedKV:
 
     Args:
         kvcaches: The (K, V) tensors of every layer.
-        num_layers: How many there must be.
-        hidden_dim_size: What num_heads * head_size must be.
+        num_layers: Required number of layers.
+        hidden_dim_size: Required num_heads * head_size.
 
     Raises:
-        LayoutError: The tensors are not as declared, or not all alike.
+        LayoutError: The tensors are not as declared, or not all the same.
     """
 
     def __init__(self, kvcaches: Any, num_layers: int, hidden_dim_size: int) -> None:
@@ -59,7 +59,7 @@ class _CheckedKV:
         self.sides: list[torch.Tensor] = [pair[side] for side in range(2) for pair in layers]
         self.dtypes = (self.dtype, str(self.dtype).removeprefix("torch."))
         self.token_bytes = hidden_dim_size * self.dtype.itemsize
-        # Whether no two sides begin at the same place.
+        # Whether no two sides begin at the same address.
         self.are_apart = len({side.data_ptr() for side in self.sides}) == len(self.sides)
         self._views: list[memoryview] | None = None
 
@@ -67,7 +67,7 @@ class _CheckedKV:
         """Return these tokens of each side.
 
         Raises:
-            LayoutError: They are not all there.
+            LayoutError: Some do not exist.
         """
         if not 0 <= start <= end:
             raise LayoutError(f"[{start}, {end}) is not a range of tokens")
@@ -76,7 +76,7 @@ class _CheckedKV:
         return [side[start:end] for side in self.sides]
 
     def views(self) -> list[memoryview]:
-        """Return the bytes of each side; empty unless all lie in host memory without gaps."""
+        """Return the bytes of each side; empty unless all are in host memory without gaps."""
         if self._views is None:
             is_whole = all(side.is_cpu and side.is_contiguous() for side in self.sides)
             self._views = [bytes_under(side.detach()) for side in self.sides] if is_whole else []
@@ -90,7 +90,7 @@ class _CheckedKV:
 
 
 class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
-    """For KV given as `kvcaches`: `num_layers` pairs (K, V), each `[num_tokens, num_heads,
+    """For KV passed as `kvcaches`: `num_layers` pairs (K, V), each `[num_tokens, num_heads,
     head_size]` (any split of hidden_dim_size).
 
     Everything is checked before anything is written. Both directions have finished when they
@@ -113,7 +113,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy from `kvcaches`, which must be given."""
+        """Copy from `kvcaches`, which is required."""
         kv, progress = self._kv(kwargs), kwargs.get("progress")
         views = self._views(kv, memory_obj, start, end)
         if views and not views[0][1].readonly:
@@ -122,12 +122,12 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
                 if progress is not None:
                     progress(i * len(chunk))
             return
-        # Plain copies, in whatever mode the engine made its tensors; and faster.
+        # Plain copies, independent of the mode in which the engine created its tensors; and faster.
         with torch.inference_mode():
             engine_sides = kv.slices(start, end)
             chunk_sides = self._slices(kv, memory_obj, end - start, is_filled=True)
             step_bytes = memory_obj.get_size() // len(engine_sides)
-            # On a device nothing is filled before it has finished.
+            # On a device nothing is filled until it has finished.
             is_host = engine_sides[0].device.type == "cpu"
             for i, (source, target) in enumerate(zip(engine_sides, chunk_sides, strict=True), 1):
                 target.copy_(source, non_blocking=True)
@@ -137,7 +137,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
 
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy to `kvcaches`, which must be given."""
+        """Copy to `kvcaches`, which is required."""
         kv, progress = self._kv(kwargs), kwargs.get("progress")
         views = self._views(kv, memory_obj, start, end)
         if views and kv.are_apart:
@@ -172,10 +172,10 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
     def _views(
         self, kv: _CheckedKV, memory_obj: MemoryObj, start: int, end: int
     ) -> list[tuple[memoryview, memoryview]]:
-        """Return the bytes of these tokens in engine memory and in the memory object, side by side.
+        """Return the bytes of these tokens in engine memory and in the memory object, in pairs.
 
-        Empty where they are not copied as bytes: there is much of them, they are on a device or
-        have gaps; or something is wrong, which `_slices` finds.
+        Empty if they are not copied as bytes: they are large, on a device or have gaps; or
+        something is wrong, which `_slices` detects.
         """
         meta, side_bytes = memory_obj.metadata, (end - start) * kv.token_bytes
         if not (
@@ -207,17 +207,17 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
 
 
 def _require_apart(sides: list[torch.Tensor]) -> None:
-    """Refuse to write tensors that are the same memory, or one whose elements are.
+    """Refuse to write to tensors that share memory, or to one whose elements do.
 
     Raises:
-        LayoutError: What would be written there is ambiguous.
+        LayoutError: The result would be ambiguous.
     """
     if sides[0].numel() == 0:
         return
     if len({side.data_ptr() for side in sides}) < len(sides):
         raise LayoutError(
-            "two of the keys and values in kvcaches are the same memory: what would be written"
-            " there is ambiguous"
+            "two of the keys and values in kvcaches are the same memory: the result of writing"
+            " there would be ambiguous"
         )
     for side in sides:
         if side.is_contiguous():

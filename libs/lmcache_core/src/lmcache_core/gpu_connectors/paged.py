@@ -25,20 +25,20 @@ from lmcache_core.record import TensorSpec
 class PagedConnector(GPUConnectorInterface):
     """Base of the connectors for paged memory: check everything, copy all layers, wait.
 
-    Everything is checked before anything is written: on an error memory object and pages are
+    Everything is checked before anything is written: on an error, memory object and pages are
     untouched. The memory object may be on the pages' device or in host memory; both directions have
     finished when they return. Thread-safe.
 
     Args:
-        staging_tokens: Room of a staging buffer on the pages' device that is kept between calls; 0
-            allocates where one is needed.
+        staging_tokens: Size of a staging buffer on the pages' device that is kept between calls; 0
+            allocates on demand.
     """
 
     reports_progress = True
 
     def __init__(self, staging_tokens: int = 0) -> None:
         # Engines pass the same tensors with every call. The binding holds them, so that an address
-        # cannot come to mean other memory; replaced as a whole, so that no lock is needed.
+        # cannot be reused for other memory; it is replaced as a whole, so that no lock is needed.
         self._last: tuple[tuple[Any, ...], Binding] | None = None
         self._staging = StagingBuffer(staging_tokens)
 
@@ -66,7 +66,7 @@ class PagedConnector(GPUConnectorInterface):
             _finish(binding.device)
 
     def binding_of(self, kvcaches: Any) -> Binding:
-        """Return the layout and the pages that this connector sees in these tensors.
+        """Return the layout and the pages of these tensors as seen by this connector.
 
         Raises:
             ValueError: There are none, or they are not as declared.
@@ -88,20 +88,18 @@ class PagedConnector(GPUConnectorInterface):
         return binding
 
     def addresses_of(self, kvcaches: Any, slot_mapping: Any, begin: int, end: int) -> Addresses:
-        """Return where tokens `[begin, end)` lie, checked once for many chunks: pass it as
-        `addresses`, as long as the engine's tensors stay.
+        """Return the slots of tokens `[begin, end)`, checked once for many chunks: pass the result
+        as `addresses`, as long as the engine's tensors stay the same.
 
         Raises:
             ValueError: An argument is missing.
-            LayoutError: The tensors or the slots do not fit.
+            LayoutError: The tensors or the slots do not match.
         """
         return Addresses.of(self.binding_of(kvcaches), slot_mapping, begin, end)
 
     @abstractmethod
     def _bind(self, kvcaches: Any) -> Binding:
-        """Match tensors with what the connector was made for; LayoutError when they are
-        something else.
-        """
+        """Match tensors with those that the connector was made for; LayoutError if they differ."""
 
     def _fill(self, memory_obj: MemoryObj, start: int, end: int, kwargs: dict[str, Any]) -> None:
         """Fill a memory object of any format; see `from_gpu`."""
@@ -113,7 +111,7 @@ class PagedConnector(GPUConnectorInterface):
             is_filled_at_once = staged is content and binding.device.type == "cpu"
             copies = addresses.copies(staged, start, end, writes_pages=False)
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
-                # The digest covers these bytes, and what lay there before must stay private.
+                # The digest covers these bytes, and their previous content must stay private.
                 staged[gap].zero_()
             for offset, copy in copies:
                 for num_pages in paged_gather_steps(copy):
@@ -131,22 +129,22 @@ class PagedConnector(GPUConnectorInterface):
 
 
 class PagedGPUConnector(PagedConnector):
-    """For KV in pages of a declared layout, given as two keyword arguments.
+    """For KV in pages of a declared layout, passed as two keyword arguments.
 
-    - `kvcaches`: the tensors of every layer as `KVLayout` declares them, group after group; or by
-      layer name (`LayerGroup.layers`).
+    - `kvcaches`: the tensors of every layer as declared by `KVLayout`, group after group; or by
+    layer name (`LayerGroup.layers`).
     - `slot_mapping`: int64 `[num_tokens]` for the whole token sequence, `slot = block * block_size
-      + offset`, on the pages' device or the CPU; one for all groups, or one for each group (a
-      sequence in their order, or by group name). It begins with -1 for the tokens whose KV the
-      engine already has; `[start, end)` must not overlap them, and names no slot twice. Where
-      groups lie in the same memory, as in hybrid models, a block belongs to one of them.
+    + offset`, on the pages' device or the CPU; one for all groups, or one for each group (a
+    sequence in their order, or by group name). It begins with -1 for tokens whose KV the engine
+    already has; `[start, end)` must not overlap them, and must not name a slot twice. If groups
+    share memory, as in hybrid models, a block belongs to one of them.
 
-    A memory object holds one group as `[sides, num_layers, num_tokens, hidden]`; several groups as
-    one flat tensor, each group's blob at a multiple of 512 bytes (`tensor_specs`), with zeros
+    A memory object contains one group as `[sides, num_layers, num_tokens, hidden]`; several groups
+    as one flat tensor, each group's blob at a multiple of 512 bytes (`tensor_specs`), with zeros
     between them. Its format is KV_BLOB in both cases.
 
     Args:
-        layout: What the engine's tensors are.
+        layout: Layout of the engine's tensors.
         staging_tokens: See `PagedConnector`.
     """
 
@@ -194,16 +192,16 @@ class VLLMPagedMemGPUConnector(PagedConnector):
 
 
 class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
-    """As `VLLMPagedMemGPUConnector`; `from_gpu` takes a memory object of any format and makes it a
-    KV_BLOB.
+    """Like `VLLMPagedMemGPUConnector`, but `from_gpu` accepts a memory object of any format and
+    makes it a KV_BLOB.
 
     Args:
         hidden_dim_size: num_heads * head_size on this worker.
         num_layers: Number of layers.
         use_gpu: Keep a staging buffer on the pages' device.
-        **kwargs: Of that buffer, without effect when `use_gpu` is False: `chunk_size`, the tokens
-            it has room for (longer chunks allocate), needed; `dtype` and `device`, by default those
-            of the pages, else they must be.
+        **kwargs: Options of that buffer, ignored unless `use_gpu`: `chunk_size`, its size in tokens
+            (longer chunks allocate), required; `dtype` and `device`, which must equal those of the
+            pages if given.
 
     Raises:
         TypeError: An unknown keyword argument.
@@ -235,7 +233,7 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy as `VLLMPagedMemGPUConnector` does; set the memory object's format to KV_BLOB."""
+        """Copy like `VLLMPagedMemGPUConnector`, and set the memory object's format to KV_BLOB."""
         self._fill(memory_obj, start, end, kwargs)
         memory_obj.metadata.fmt = MemoryFormat.KV_BLOB
 
@@ -272,11 +270,11 @@ def _finish(device: torch.device) -> None:
 
 
 class StagingBuffer:
-    """Lends bytes on the pages' device, from a buffer that is kept when it is large enough.
+    """Lends bytes on the pages' device, from a buffer that is kept if it is large enough.
     Thread-safe: one borrower at a time.
 
     Args:
-        num_tokens: Room of the kept buffer; 0 keeps none. It is allocated when it is first needed.
+        num_tokens: Size of the kept buffer; 0 keeps none. It is allocated on demand.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -289,13 +287,13 @@ class StagingBuffer:
         self, content: torch.Tensor, binding: Binding, num_tokens: int
     ) -> Iterator[torch.Tensor]:
         """Lend bytes on the pages' device for a memory object's content: the content itself if it
-        is there and no buffer is kept.
+        is already there and no buffer is kept.
 
         The device must have finished with them when the block ends.
 
         Args:
             content: uint8, flat.
-            binding: Says where the pages are.
+            binding: The pages.
             num_tokens: Tokens in the content.
         """
         if self.num_tokens == 0 and content.device == binding.device:
@@ -310,7 +308,8 @@ class StagingBuffer:
                     or self._buffer.device != binding.device
                     or self._buffer.shape[0] < capacity_bytes
                 ):
-                    # It outlives the caller's mode, and could be written in that one only.
+                    # It outlives the caller's mode, and could otherwise be written only in that
+                    # mode.
                     with torch.inference_mode(False):
                         self._buffer = torch.empty(
                             capacity_bytes, dtype=torch.uint8, device=binding.device

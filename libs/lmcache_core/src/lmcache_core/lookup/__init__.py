@@ -1,5 +1,5 @@
-"""The lookup service's client, and the reporter that tells the service what an instance holds.
-No torch.
+"""The lookup service's client, and the reporter that keeps the service informed of what an instance
+holds. No torch.
 """
 
 from lmcache_core.lookup.client import LookupClient

@@ -37,23 +37,23 @@ from lmcache_core.wire.json_http import JsonHttpClient, Reply
 T = TypeVar("T")
 
 JSON_ONLY_S: Final = 60.0
-"""After a service has not taken MessagePack, so long nothing else than JSON is sent: it may be
-replaced by a newer one at any time.
+"""After a service has rejected MessagePack, only JSON is sent for this long: the service may be
+upgraded at any time.
 """
 
 _DOES_NOT_TAKE_IT: Final = (400, 415, 422)
-"""Status of a service that cannot read a body. It may also mean that the question is wrong: then
-it is refused as JSON too.
+"""Status of a service that cannot read a body. It may also mean that the question is invalid: then
+it is refused as JSON, too.
 """
 
 _TAKES_BOTH: Final = {"accept": f"{MSGPACK}, {JSON};q=0.5"}
 
 
 class FormatChooser:
-    """Sends questions in the best format that the service takes.
+    """Sends questions in the best format that the service accepts.
 
     Args:
-        http: How the service is reached.
+        http: HTTP client of the service.
         clock: Seconds, monotonic.
     """
 
@@ -71,17 +71,17 @@ class FormatChooser:
         *,
         timeout_s: float | None = None,
     ) -> Reply:
-        """Ask, a second time as JSON if the service cannot read MessagePack.
+        """Send a question, a second time as JSON if the service cannot read MessagePack.
 
         Args:
             method: HTTP method.
-            path: Below the base URL.
+            path: Path below the base URL.
             packed: The body for MessagePack.
-            plain: Makes the body for JSON.
+            plain: Returns the body for JSON.
             timeout_s: Limit on both attempts together, instead of the client's.
 
         Returns:
-            An answer of success.
+            A successful reply.
 
         Raises:
             UnavailableError: No answer in time, or a refusal.
@@ -104,16 +104,16 @@ class FormatChooser:
         )
         if not reply.is_success:
             raise self._http.refused(reply)
-        # Only now it is the format that it did not take, and not the question.
+        # Only now is it certain that the format was rejected, not the question.
         if begin >= self._json_until:
             self._json_until = self._clock() + JSON_ONLY_S
         return reply
 
     def decode(self, reply: Reply, kind: type[T]) -> T:
-        """Read an answer in the format that it has, checking every bound that `kind` states.
+        """Decode a reply according to its format, checking every bound that `kind` states.
 
         Raises:
-            UnavailableError: It is not a `kind`.
+            UnavailableError: It is not a valid `kind`.
         """
         if not is_packed(reply):
             return self._http.decode(reply.data, kind)
@@ -124,18 +124,17 @@ class FormatChooser:
 
 
 class LookupClient:
-    """Asks one lookup service. Every failure is an `UnavailableError`; what to do without an answer
-    is the caller's choice.
+    """Queries one lookup service. Every failure is an `UnavailableError`; what to do without an
+    answer is the caller's choice.
 
-    Bodies are MessagePack; a service that is one version older and takes only JSON is spoken to in
-    JSON.
+    Bodies are MessagePack; a service one version older that accepts only JSON gets JSON.
 
     Args:
         base_url: `http://host:port` or `https://host:port`, without credentials.
-        token: Bearer token, or None where the service takes anyone.
+        token: Bearer token; None if the service requires none.
         timeout_s: Limit on each call, from connecting to the last byte.
         transport: Replaces the network in tests.
-        tls: Whom to trust and what to show, for https; None: who is trusted on this machine.
+        tls: Trusted authorities and client certificate for https; None: the system's authorities.
 
     Raises:
         ConfigError: `base_url` is not of that form.
@@ -156,7 +155,7 @@ class LookupClient:
         self._formats = FormatChooser(self._http)
 
     async def open(self) -> None:
-        """Make the connection pool. Connects to nothing yet."""
+        """Create the connection pool, without connecting yet."""
         await self._http.open()
 
     async def close(self) -> None:
@@ -170,16 +169,15 @@ class LookupClient:
         *,
         timeout_s: float | None = None,
     ) -> LookupAnswer:
-        """Ask who holds the longest prefix of a list of chunks.
+        """Return the holders of the longest prefix of a list of chunks.
 
         Args:
-            chunk_ids: 16 bytes each, in order. Only the first 8192 are asked about.
+            chunk_ids: 16 bytes each, in order. Only the first 8192 are queried.
             exclude: Instances whose holdings do not count, such as the caller itself.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
-            UnavailableError: The service did not answer, or refused, or answered something else
-                than it was asked.
+            UnavailableError: The service did not answer, refused, or its answer does not fit.
         """
         asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
         if not asked:
@@ -199,17 +197,15 @@ class LookupClient:
         *,
         timeout_s: float | None = None,
     ) -> RouteAnswer:
-        """Ask how long a prefix of these chunks each instance holds by itself.
+        """Return how long a prefix of these chunks each instance holds by itself.
 
         Args:
-            chunk_ids: 16 bytes each, in order. Only the first 8192 are asked about.
-            exclude: Instances that are not to be named. A service that is older names them all the
-                same: they are taken out here.
+            chunk_ids: 16 bytes each, in order. Only the first 8192 are queried.
+            exclude: Instances to leave out. An older service includes them: they are removed here.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
-            UnavailableError: The service did not answer, or refused, or answered something else
-                than it was asked.
+            UnavailableError: The service did not answer, refused, or its answer does not fit.
         """
         asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
         if not asked:
@@ -230,7 +226,7 @@ class LookupClient:
         *,
         timeout_s: float | None = None,
     ) -> ContainsAnswer:
-        """Ask of each of these chunks whether any instance holds it.
+        """Return for each of these chunks whether any instance holds it.
 
         Args:
             chunk_ids: 16 bytes each, at most 8192, in any order.
@@ -239,8 +235,8 @@ class LookupClient:
 
         Raises:
             ValueError: There are more than 8192.
-            UnavailableError: The service did not answer, or refused, or is too old to know the
-                question.
+            UnavailableError: The service did not answer, refused, or is too old to know the
+            question.
         """
         if len(chunk_ids) > MAX_CHUNKS_PER_LOOKUP:
             raise ValueError(
@@ -258,15 +254,15 @@ class LookupClient:
     async def locations(
         self, chunk_id: bytes, *, timeout_s: float | None = None
     ) -> LocationsAnswer:
-        """Ask for all holders of one chunk.
+        """Return all holders of one chunk.
 
         Args:
             chunk_id: 16 bytes.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
-            UnavailableError: The service did not answer, or refused, or is too old to know the
-                question.
+            UnavailableError: The service did not answer, refused, or is too old to know the
+            question.
         """
         path = f"/v1/chunks/{chunk_id_text(chunk_id)}/locations"
         return self._http.decode(
@@ -279,10 +275,10 @@ class LookupClient:
         """Take or renew an instance's lease.
 
         Args:
-            instance_id: Which instance.
-            incarnation: Which of its lives; a higher one ends those below it at once.
-            kind: What it is.
-            ttl_ms: The lease asked for, None for the service's default; the service may grant
+            instance_id: Id of the instance.
+            incarnation: Number of its current life; a higher one immediately ends all lower ones.
+            kind: Kind of instance.
+            ttl_ms: The lease to request, None for the service's default; the service may grant
                 another.
 
         Raises:
@@ -294,11 +290,11 @@ class LookupClient:
         )
 
     async def end_instance(self, instance_id: str, *, incarnation: int | None = None) -> None:
-        """End an instance's lease; none is fine too.
+        """End an instance's lease, if there is one.
 
         Args:
-            instance_id: Which instance.
-            incarnation: Leave the lease alone if it belongs to another life of the instance.
+            instance_id: Id of the instance.
+            incarnation: Leave the lease alone if it belongs to another incarnation.
 
         Raises:
             UnavailableError: The service did not answer, or refused.
@@ -317,14 +313,14 @@ class LookupClient:
         """Report stores and removals.
 
         Args:
-            instance_id: Whose.
-            incarnation: Of the lease.
-            first_sequence: Number of the first event; the others follow it without a gap.
+            instance_id: Id of the instance.
+            incarnation: Incarnation of the lease.
+            first_sequence: Number of the first event; the others follow without a gap.
             events: At most 2048.
 
         Raises:
-            UnavailableError: The service did not answer, or refused. Whether it took the events is
-                then unknown; sending them again is safe.
+            UnavailableError: The service did not answer, or refused. It may still have accepted the
+                events; sending them again is safe.
         """
         body = EventsRequest(
             validate_instance_id(instance_id), incarnation, first_sequence, list(events)

@@ -1,8 +1,9 @@
 """Messages of the lookup service (`docs/protocols.md`, lookup).
 
-Client and service read and write these types, and the service's OpenAPI document is made from them.
-Bodies are JSON for people and MessagePack with raw bytes for programs. What both formats say alike
-is one type. The others come in pairs: `ids` of both returns the chunk ids as bytes.
+Client and service read and write these types, and the service's OpenAPI document is generated from
+them. Bodies are JSON for people and MessagePack with raw bytes for programs. A message with the
+same form in both is one type. The others come in pairs: `ids` of both returns the chunk ids as
+bytes.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MAX_SIZE_BYTES: Final = 1 << 40
 MAX_TTL_MS: Final = 1 << 40
 TIER_PATTERN: Final = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 NO_LINE_END: Final = r"(?!\n)"
-"""Ends our patterns: Python's `$` also matches before a line's end. JSON Schema's does not, so
-that a document leaves it out.
+"""Ends our patterns: Python's `$` also matches before a final newline. JSON Schema's does not, so
+the OpenAPI document omits it.
 """
 
 _TIER = re.compile(TIER_PATTERN)
@@ -89,7 +90,7 @@ class Holding(NamedTuple):
         chunk_id: 16 bytes.
         tier: Name of the tier; any short word.
         size_bytes: Size of the record.
-        tenant: In whose namespace; None is the tenant of the instance's own token. Another one
+        tenant: Tenant that owns it; None is the tenant of the instance's own token. Another one
             needs a token with the role `admin`.
     """
 
@@ -100,8 +101,8 @@ class Holding(NamedTuple):
 
 
 class StoreEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chunk came to a tier of the instance, or went. Without `tenant` it is one of the
-    caller's tenant.
+    """A chunk that was added to a tier of the instance, or removed. Without `tenant` it belongs to
+    the caller's tenant.
     """
 
     op: EventOp
@@ -112,12 +113,12 @@ class StoreEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds a chunk.
+    """A holder of a chunk.
 
     Attributes:
-        instance: The instance's id, which the broker knows too.
-        kind: What it is.
-        tier: Where it lies there.
+        instance: The instance's id, also known to the broker.
+        kind: Kind of instance.
+        tier: Tier that holds the chunk there.
         size_bytes: Size of the record.
     """
 
@@ -146,7 +147,8 @@ class _PackedIds(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.chunk_ids) % CHUNK_ID_BYTES:
             raise ValueError(
-                f"{len(self.chunk_ids)} bytes are no list of chunk ids: each has {CHUNK_ID_BYTES}"
+                f"{len(self.chunk_ids)} bytes are not a list of chunk ids: each has"
+                f" {CHUNK_ID_BYTES}"
             )
 
     @property
@@ -156,7 +158,7 @@ class _PackedIds(msgspec.Struct, frozen=True):
 
 
 class ChunksRequest(_TextIds, frozen=True, omit_defaults=True):
-    """Which chunks, in order, and instances whose holdings do not count."""
+    """Chunks, in order, and instances whose holdings do not count."""
 
     exclude: Excluded = msgspec.field(default_factory=list)
 
@@ -168,7 +170,7 @@ class PackedChunksRequest(_PackedIds, frozen=True, omit_defaults=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
-    """What an instance says of itself; without `ttl_ms` it gets the service's default."""
+    """An instance's description of itself; without `ttl_ms` it gets the service's default."""
 
     incarnation: Incarnation
     kind: InstanceKind
@@ -214,7 +216,7 @@ class PackedEventsRequest(msgspec.Struct, frozen=True):
 
 
 class EvictRequest(_TextIds, frozen=True):
-    """Which chunks to forget; without `tenant` those of the caller's."""
+    """Chunks to forget; without `tenant` those of the caller's tenant."""
 
     tenant: TenantText | None = None
 
@@ -234,9 +236,10 @@ class LookupAnswer(msgspec.Struct, frozen=True):
     """Answer to a lookup.
 
     Attributes:
-        num_prefix: How many of the chunks, from the first on, have a holder.
-        holders: Who holds each of them, `num_prefix` lists with at least one entry.
-        degraded: The index was away: nothing is known, which is not the same as nothing being held.
+        num_prefix: How many of the chunks, from the first, have a holder.
+        holders: Holders of each of them: `num_prefix` lists with at least one entry.
+        degraded: The index was unavailable: nothing is known, which does not mean that nothing is
+            held.
     """
 
     num_prefix: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS_PER_LOOKUP)]
@@ -254,7 +257,7 @@ class PackedHolder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HolderRun(msgspec.Struct, frozen=True, array_like=True):
-    """So many chunks in a row that have the same holders."""
+    """A run of consecutive chunks with the same holders."""
 
     num_chunks: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS_PER_LOOKUP)]
     holders: Annotated[
@@ -267,7 +270,7 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedLookupAnswer(msgspec.Struct, frozen=True):
-    """`LookupAnswer` as MessagePack: the prefix is `runs`, joined."""
+    """`LookupAnswer` as MessagePack: `runs` joined make up the prefix."""
 
     num_prefix: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS_PER_LOOKUP)]
     runs: Annotated[list[HolderRun], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
@@ -277,7 +280,7 @@ class PackedLookupAnswer(msgspec.Struct, frozen=True):
         """Return the answer; chunks of a run share one list of holders.
 
         Raises:
-            ValueError: The runs are not `num_prefix` chunks long.
+            ValueError: The lengths of the runs do not add up to `num_prefix`.
         """
         if sum(run.num_chunks for run in self.runs) != self.num_prefix:
             raise ValueError(f"its runs do not add up to {self.num_prefix} chunks")
@@ -304,7 +307,7 @@ class RouteAnswer(msgspec.Struct, frozen=True):
 
 
 class ContainsAnswer(msgspec.Struct, frozen=True):
-    """Answer to a batch contains: for each chunk that was asked about whether it has a holder;
+    """Answer to a batch contains: for each chunk in the request, whether it has a holder;
     `degraded` as in `LookupAnswer`.
     """
 
@@ -313,7 +316,7 @@ class ContainsAnswer(msgspec.Struct, frozen=True):
 
 
 class LocationsAnswer(msgspec.Struct, frozen=True):
-    """Everybody who holds one chunk; `degraded` as in `LookupAnswer`."""
+    """All holders of one chunk; `degraded` as in `LookupAnswer`."""
 
     holders: Annotated[list[Holder], msgspec.Meta(max_length=MAX_LOCATIONS)]
     degraded: bool = False
@@ -324,8 +327,8 @@ class InstanceLease(msgspec.Struct, frozen=True):
 
     Attributes:
         ttl_ms: The lease ends this long after the request, unless renewed.
-        next_sequence: The event that the service waits for.
-        resync: The service wants a higher incarnation and everything from the beginning.
+        next_sequence: The event that the service expects next.
+        resync: The service requires a higher incarnation and all events from the beginning.
     """
 
     ttl_ms: TtlMs
@@ -357,7 +360,9 @@ class InstancesAnswer(msgspec.Struct, frozen=True):
 
 
 class StatsAnswer(msgspec.Struct, frozen=True):
-    """Figures of one tenant; without the index they are missing and `degraded` is set."""
+    """Figures of one tenant; if the index is unavailable, they are missing and `degraded` is
+    set.
+    """
 
     index: str
     degraded: bool
@@ -366,8 +371,8 @@ class StatsAnswer(msgspec.Struct, frozen=True):
 
 
 class TenantsAnswer(msgspec.Struct, frozen=True):
-    """Tenants in whose namespaces chunks were stored, sorted; `next_after` is where to go on,
-    null at the end.
+    """Tenants for which chunks were stored, sorted; `next_after` is where to continue, null at the
+    end.
     """
 
     tenants: Annotated[list[TenantText], msgspec.Meta(max_length=MAX_TENANTS_PER_ANSWER)]
@@ -384,7 +389,7 @@ def chunk_id_text(chunk_id: bytes) -> str:
     """Return the 32 hex digits of a chunk id.
 
     Raises:
-        ValueError: It has not 16 bytes.
+        ValueError: Its length is not 16 bytes.
     """
     if len(chunk_id) != CHUNK_ID_BYTES:
         raise ValueError(f"a chunk id has {CHUNK_ID_BYTES} bytes, not {len(chunk_id)}")
@@ -395,7 +400,7 @@ def validate_tier(tier: str) -> str:
     """Return `tier` unchanged.
 
     Raises:
-        ValueError: It is not a tier's name.
+        ValueError: It is not a valid name of a tier.
     """
     if _TIER.fullmatch(tier) is None:
         raise ValueError(f"a tier's name matches {TIER_PATTERN}")
@@ -416,16 +421,16 @@ def pack_ids(chunk_ids: Sequence[bytes]) -> bytes:
     """Join chunk ids.
 
     Raises:
-        ValueError: One has not 16 bytes.
+        ValueError: The length of one is not 16 bytes.
     """
     for chunk_id in chunk_ids:
         if len(chunk_id) != CHUNK_ID_BYTES:
-            chunk_id_text(chunk_id)  # its complaint says which length it has
+            chunk_id_text(chunk_id)  # its error states the length
     return b"".join(chunk_ids)
 
 
 def packed_events(request: EventsRequest) -> PackedEventsRequest:
-    """Return the same events as MessagePack says them."""
+    """Return the same events in the MessagePack form."""
     events = [
         PackedEvent(
             event.op, bytes.fromhex(event.chunk_id), event.tier, event.size_bytes, event.tenant
@@ -438,7 +443,7 @@ def packed_events(request: EventsRequest) -> PackedEventsRequest:
 
 
 def pack_run(num_chunks: int, holders: Sequence[Holder]) -> HolderRun:
-    """Return a run of chunks that all have these holders, of which the first 16 are named."""
+    """Return a run of chunks with these holders, of which the first 16 are named."""
     named = [
         PackedHolder(one.instance, one.kind, one.tier, one.size_bytes)
         for one in holders[:MAX_HOLDERS_PER_CHUNK]

@@ -1,4 +1,4 @@
-"""Keeps the lookup service told of what one instance holds."""
+"""Keeps the lookup service informed of what one instance holds."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _RESTART_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ReporterTiming:
-    """How a reporter paces itself.
+    """Timing and bounds of a reporter.
 
     Attributes:
-        ttl_ms: The lease to ask for; None: the service's default. It is renewed three times within
+        ttl_ms: The lease to request; None: the service's default. It is renewed three times within
             the lease that the service grants.
         gather_s: How long the first event waits for others, in seconds.
         retry_s: First wait after a failure; it doubles up to `max_retry_s`.
         max_retry_s: Longest wait after a failure or between two resyncs.
-        max_pending: Bound on events that wait while the service is away; beyond it a resync
+        max_pending: Bound on events that wait while the service is unavailable; beyond it a resync
             replaces them.
     """
 
@@ -56,14 +56,14 @@ class ReporterTiming:
 
 
 class Outbox:
-    """Events of one incarnation that the service has not acknowledged, in order and numbered.
+    """Numbered events of one incarnation that the service has not acknowledged, in order.
 
-    It begins in need of a resync: nothing is known of what the service knows. While it is in need,
-    events are not kept, since the announcement that follows says everything.
+    It starts out needing a resync, because the service's state is unknown. While it needs one,
+    events are not kept, since the announcement that follows covers everything.
 
     Args:
-        max_pending: Bound on events besides the announcement; one more loses them all and asks
-            for a resync.
+        max_pending: Bound on events besides the announcement; exceeding it drops them all and
+            requires a resync.
     """
 
     def __init__(self, max_pending: int) -> None:
@@ -78,7 +78,7 @@ class Outbox:
 
     @property
     def num_unacknowledged(self) -> int:
-        """Events that are still to be sent or acknowledged."""
+        """Events that have yet to be sent or acknowledged."""
         return len(self._announcement) + len(self._pending)
 
     def add(self, event: StoreEvent) -> None:
@@ -92,17 +92,15 @@ class Outbox:
         self._pending.append(event)
 
     def lose(self) -> None:
-        """Forget everything: the service has to be told from the beginning, by a higher
-        incarnation.
-        """
+        """Drop everything: the service needs a full announcement, by a higher incarnation."""
         self._announcement.clear()
         self._pending.clear()
-        self._num_sent = 0  # an answer to what is under way acknowledges nothing
+        self._num_sent = 0  # answers to requests underway acknowledge nothing
         self.needs_resync = True
 
     def begin(self, incarnation: int) -> None:
-        """Start an incarnation: keep events from now on. `announce` is next, before any batch."""
-        assert incarnation > self.incarnation, "an incarnation only rises"
+        """Start an incarnation: keep events from now on. Call `announce` next, before any batch."""
+        assert incarnation > self.incarnation, "incarnations only increase"
         self._announcement = deque()
         self._pending.clear()
         self._first_sequence = self._num_sent = 0
@@ -110,9 +108,9 @@ class Outbox:
         self.needs_resync = False
 
     def announce(self, announcement: deque[StoreEvent]) -> None:
-        """Say what was held at some time after `begin`, before all events that came since."""
-        assert self._num_sent == 0, "it is the first that is sent"
-        if not self.needs_resync:  # too many events may have come meanwhile
+        """Queue what was held at some time after `begin`, ahead of all events since."""
+        assert self._num_sent == 0, "the announcement is sent first"
+        if not self.needs_resync:  # too many events may have arrived since
             self._announcement = announcement
 
     def batch(self, max_events: int) -> tuple[int, list[StoreEvent]]:
@@ -128,8 +126,8 @@ class Outbox:
         return self._first_sequence, events
 
     def acknowledge(self, next_sequence: int) -> None:
-        """Drop what the service has taken. A number that cannot be true means that it has
-        forgotten: everything is lost.
+        """Drop the events that the service has accepted. An impossible number means that it has
+        lost its state: everything is dropped.
         """
         num_taken = next_sequence - self._first_sequence
         if not 0 <= num_taken <= self._num_sent:
@@ -142,24 +140,24 @@ class Outbox:
 
 
 class InstanceReporter:
-    """Owns an instance's lease and the sequenced events of its stores and removals.
+    """Owns an instance's lease and the numbered events of its stores and removals.
 
-    A service that is away is never the caller's problem: nothing here raises for it or waits for
-    it. Events wait, bounded; when they are too many, or the service has missed some, the reporter
-    takes a higher incarnation and announces everything again.
+    An unavailable service never affects the caller: no method raises for it or waits for it. Events
+    wait, within bounds; if there are too many, or the service has missed some, the reporter takes a
+    higher incarnation and announces everything again.
 
     All methods belong to the event loop that `open` ran on.
 
     Args:
-        client: Open for as long as this object is.
-        instance_id: Whose holdings are reported.
-        kind: What the instance is.
-        snapshot: Everything that is held now. Called in a thread, since there may be very much;
-            what `stored` said before is in it.
-        timing: Pace and bounds.
+        client: Must stay open as long as this object.
+        instance_id: Instance whose holdings are reported.
+        kind: Kind of instance.
+        snapshot: Returns everything that is held now, including what `stored` reported before.
+            Called in a thread, because it may be long.
+        timing: Timing and bounds.
 
     Raises:
-        ValueError: `instance_id` is not well-formed.
+        ValueError: `instance_id` is malformed.
     """
 
     def __init__(
@@ -187,12 +185,12 @@ class InstanceReporter:
 
     @property
     def registered(self) -> bool:
-        """Whether the last lease that the service granted is still running."""
+        """Whether the latest lease from the service is still valid."""
         return time.monotonic() < self._lease_ends
 
     @property
     def synced(self) -> bool:
-        """Whether the service has acknowledged everything, under a running lease."""
+        """Whether the service has acknowledged everything, under a valid lease."""
         is_told = (
             not self._outbox.needs_resync
             and not self._is_listing
@@ -202,7 +200,7 @@ class InstanceReporter:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Figures for status pages."""
+        """Return figures for status pages."""
         return {
             "incarnation": self._outbox.incarnation,
             "num_unacknowledged": self._outbox.num_unacknowledged,
@@ -212,12 +210,12 @@ class InstanceReporter:
         }
 
     async def open(self) -> None:
-        """Begin to report. Returns at once, whether or not the service is there."""
+        """Begin to report. Returns immediately, whether or not the service is available."""
         self._supervisor.repeat("report", self._report, interval_s=_RESTART_S)
 
     def announce_again(self) -> None:
-        """Announce all that is held in a new incarnation: it is more than can be told one by
-        one.
+        """Announce everything again in a new incarnation, after more changes than single events can
+        report.
         """
         self._outbox.lose()
         self._wake.set()
@@ -225,7 +223,7 @@ class InstanceReporter:
     def stored(
         self, chunk_id: bytes, tier: str, size_bytes: int, tenant: str | None = None
     ) -> None:
-        """Tell that a chunk can be had from now on. Call it after the chunk is complete; see
+        """Report that a chunk is available from now on. Call it after the chunk is complete; see
         `Holding` for the arguments.
 
         Raises:
@@ -237,7 +235,7 @@ class InstanceReporter:
         self._wake.set()
 
     def removed(self, chunk_id: bytes, tier: str, tenant: str | None = None) -> None:
-        """Tell that a chunk is gone from a tier.
+        """Report that a chunk is gone from a tier.
 
         Raises:
             ValueError: An argument is malformed.
@@ -246,8 +244,8 @@ class InstanceReporter:
         self._wake.set()
 
     async def close(self) -> None:
-        """Stop reporting and end the lease if the service can be reached; otherwise it runs out
-        by itself.
+        """Stop reporting and end the lease if the service is reachable; otherwise the lease
+        expires.
         """
         await self._supervisor.close()
         if not self.registered or self._reachable is False:
@@ -257,11 +255,11 @@ class InstanceReporter:
             await self._client.end_instance(self._instance_id, incarnation=self._last_incarnation)
         except UnavailableError as exc:
             logger.info(
-                "instance %s leaves its lookup lease to run out: %s", self._instance_id, exc
+                "lookup lease not ended, it expires: instance=%s error=%s", self._instance_id, exc
             )
 
     async def _report(self) -> None:
-        """Do what is due, wait for the next thing to be due, for ever."""
+        """Do what is due and wait for the next due time, forever."""
         while True:
             await asyncio.sleep(self._backoff.wait_s)
             try:
@@ -271,7 +269,7 @@ class InstanceReporter:
                 self._note(False, str(exc))
                 continue
             if self._outbox.needs_resync:
-                # Resyncs are paced like failures: a service that asks for one each time must not be
+                # Resyncs are paced like failures: a service that always asks for one must not be
                 # flooded with announcements.
                 self._backoff.failed()
             elif self._outbox.num_unacknowledged == 0:
@@ -286,7 +284,7 @@ class InstanceReporter:
             await asyncio.sleep(self._timing.gather_s)
 
     async def _advance(self) -> None:
-        """Hold a lease that is not about to end, then hand over one batch."""
+        """Ensure a lease that is not about to end, then send one batch."""
         if self._outbox.needs_resync:
             await self._resync()
         elif time.monotonic() >= self._renew_at:
@@ -303,16 +301,16 @@ class InstanceReporter:
         self._take(ack.next_sequence, ack.resync)
 
     async def _resync(self) -> None:
-        """Take a lease of a higher incarnation first: no announcement is made for a service that
-        is away.
+        """Take a lease of a higher incarnation first: no announcement is prepared for a service
+        that is unavailable.
         """
         self._last_incarnation = max(time.time_ns(), self._last_incarnation + 1)
         lease = await self._renew(self._last_incarnation, acknowledges=False)
         if not lease:
             return
         self._num_resyncs += 1
-        # Events are kept from here on, and are sent after the announcement: what changes while it
-        # is made is told, whether or not the announcement has it.
+        # Events are kept from here on and sent after the announcement: changes made while it is
+        # prepared are reported even if it already includes them.
         self._outbox.begin(self._last_incarnation)
         self._is_listing = True
         try:
@@ -330,13 +328,13 @@ class InstanceReporter:
         """Take or renew the lease.
 
         Returns:
-            False when the service does not want this incarnation.
+            False if the service rejects this incarnation.
         """
         asked_at = time.monotonic()
         lease = await self._client.renew_instance(
             self._instance_id, incarnation=incarnation, kind=self._kind, ttl_ms=self._timing.ttl_ms
         )
-        self._note(True, f"lookup grants a lease of {lease.ttl_ms} ms")
+        self._note(True, f"lookup lease granted: ttl_ms={lease.ttl_ms}")
         self._lease_ends = float("-inf") if lease.resync else asked_at + lease.ttl_ms / 1000
         self._renew_at = asked_at + lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
         if acknowledges:
@@ -350,7 +348,7 @@ class InstanceReporter:
             self._outbox.acknowledge(next_sequence)
 
     def _note(self, reachable: bool, detail: str) -> None:
-        """Log changes only: a service that is away for an hour is one line."""
+        """Log changes only: an hour without the service is one line."""
         if reachable != self._reachable:
             self._reachable = reachable
             logger.log(

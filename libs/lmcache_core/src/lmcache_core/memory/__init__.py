@@ -1,4 +1,4 @@
-"""Memory that holds chunks: formats, reference-counted objects, allocators, arenas, pools.
+"""Memory for chunks: formats, reference-counted objects, allocators, arenas, pools.
 
 Allocators are resolved on first use: a serving process that only fills the sidecar's arena needs
 none of them, and a process without torch can import this package.

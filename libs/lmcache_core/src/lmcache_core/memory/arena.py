@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def touched_memory(size: int) -> memoryview:
     """Return at least `size` bytes of private host memory in whole pages: writable, page-aligned,
-    and touched so that no first use is slow.
+    and touched so that first use is fast.
 
-    Huge pages where the kernel has them: touching them is several times faster.
+    Uses huge pages if the kernel supports them: touching them is several times faster.
 
     Raises:
         ValueError: The size is negative.
@@ -52,18 +52,18 @@ def touched_memory(size: int) -> memoryview:
 
 
 class ArenaMemoryObj(CountedMemoryObj):
-    """A piece of an arena; made by `ArenaAllocator`."""
+    """A piece of an arena, created by `ArenaAllocator`."""
 
     __slots__ = ()
 
 
 class ArenaAllocator(CountingAllocator):
-    """Cuts one writable buffer into memory objects. Thread-safe.
+    """Divides one writable buffer into memory objects. Thread-safe.
 
     Args:
         buffer: Writable, contiguous bytes; stays referenced while the allocator lives.
-        on_freed: Called with the offset of everything that is given back, under the allocator's
-            lock: it must not call back.
+        on_freed: Called with the offset of everything that is freed, under the allocator's lock: it
+            must not call back.
 
     Raises:
         ValueError: The buffer is read-only.
@@ -78,8 +78,8 @@ class ArenaAllocator(CountingAllocator):
 
     @classmethod
     def anonymous(cls, size: int) -> ArenaAllocator:
-        """Return an arena of `size` bytes (at least one page) of private memory, touched so that no
-        first use is slow.
+        """Return an arena of `size` bytes (at least one page) of private memory, touched so that
+        first use is fast.
         """
         return cls(touched_memory(size)[: max(size, mmap.PAGESIZE)])
 
@@ -94,14 +94,15 @@ class ArenaAllocator(CountingAllocator):
         return None if meta is None else self._object(meta)
 
     def take(self, extents: Sequence[tuple[int, int]]) -> list[ArenaMemoryObj]:
-        """Take just these extents, which an earlier process has handed out: offset and bytes each.
+        """Allocate exactly these extents, which an earlier process has allocated: offset and size
+        each.
 
         Returns:
             One object of plain bytes each, with one reference, which the caller owns.
 
         Raises:
-            ValueError: They are not free, not aligned, out of bounds or overlap; nothing has then
-                been taken.
+            ValueError: They are not free, not aligned, out of bounds or overlap; then nothing has
+                been allocated.
         """
         blocks = [FreeBlock(offset, extent_bytes(size)) for offset, size in extents]
         metas = [

@@ -1,7 +1,7 @@
-"""Locks in an arena's directory: who owns it, and whether clients of a start of the sidecar are
-still there.
+"""Locks in an arena's directory: which process owns it, and whether clients of a sidecar's earlier
+start still use it.
 
-A lock ends with its process at the latest, however that ends. No torch.
+A lock ends with its process at the latest, in whatever way the process ends. No torch.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ class FileLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether it has not been released."""
+        """Whether the lock is held."""
         return self._fd is not None
 
     def release(self) -> None:
-        """Unlock. Idempotent. A forked child shares the lock with its parent: it only lets go of
-        its share.
+        """Unlock. Idempotent. A forked child shares the lock with its parent and releases only its
+        share.
         """
         fd, self._fd = self._fd, None
         if fd is None:
             return
         if self._pid == os.getpid():
             with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # also where a child still has the file open
+                fcntl.flock(fd, fcntl.LOCK_UN)  # effective even if a child still has the file open
         os.close(fd)
 
 
 def own_directory(directory: Path) -> FileLock:
-    """Lock an arena's directory for its one sidecar; made when missing, for its owner and group.
+    """Lock an arena's directory for its one sidecar; created if missing, for its owner and group.
 
-    The directory is locked and not the arena's file, since a file that is replaced would take the
-    right to replace it along.
+    The directory is locked, not the arena's file: replacing a file would also replace the right to
+    replace it.
 
     Raises:
-        ConfigError: Another sidecar has it, or it cannot be made or opened.
+        ConfigError: Another sidecar has locked it, or it cannot be created or opened.
     """
     setting = f"arena_path={str(directory)!r}"
     try:
@@ -79,16 +79,16 @@ def own_directory(directory: Path) -> FileLock:
 
 
 def generation_path(directory: Path, generation: int) -> Path:
-    """Return the file that clients of that generation hold a lock on."""
+    """Return the file that clients of that generation lock."""
     return directory / f"{generation:016x}{GENERATION_SUFFIX}"
 
 
 def begin_generation(directory: Path, generation: int, mode: int) -> None:
-    """Make the file that clients of a new generation lock, for the processes that may open the
+    """Create the file that clients of a new generation lock, for the processes that may open the
     arena.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: It cannot be created.
     """
     path = generation_path(directory, generation)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -99,10 +99,10 @@ def begin_generation(directory: Path, generation: int, mode: int) -> None:
 
 
 def join_generation(directory: Path, generation: int) -> FileLock:
-    """Say as a client that memory of this generation is being touched, until the lock is released.
+    """Lock a generation as a client that touches its memory, until the lock is released.
 
     Raises:
-        UnavailableError: There is no such generation, or it is over.
+        UnavailableError: There is no such generation, or it has ended.
     """
     path = generation_path(directory, generation)
     try:
@@ -117,13 +117,13 @@ def join_generation(directory: Path, generation: int) -> FileLock:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as exc:
         os.close(fd)
-        raise UnavailableError(f"generation {path} is over: {exc}") from exc
+        raise UnavailableError(f"generation {path} has ended: {exc}") from exc
     return FileLock(fd)
 
 
 def is_over(directory: Path, generation: int) -> bool:
-    """Return whether no client of an earlier generation is left. One whose file is gone is not
-    known to be over.
+    """Return whether no client of a generation is left. If its file is missing, that is unknown:
+    return False.
     """
     try:
         fd = os.open(generation_path(directory, generation), _READ)
@@ -139,7 +139,9 @@ def is_over(directory: Path, generation: int) -> bool:
 
 
 def forget_generation(directory: Path, generation: int) -> None:
-    """Remove the file of a generation that is over, or whose clients can do no harm. Idempotent."""
+    """Remove the file of a generation that has ended, or whose clients can do no harm.
+    Idempotent.
+    """
     with contextlib.suppress(OSError):
         generation_path(directory, generation).unlink()
 

@@ -1,4 +1,4 @@
-"""Interfaces of memory: the format of a chunk, the reference-counted object that holds one, the
+"""Interfaces of memory: the format of a chunk, the reference-counted object that holds one, and the
 allocator.
 
 No torch at run time.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MemoryFormat(Enum):
-    """How the bytes of a memory object are to be read. The numbers are documented and never
+    """How to interpret the bytes of a memory object. The numbers are documented and never
     change.
     """
 
@@ -33,21 +33,21 @@ class MemoryFormat(Enum):
     """Encoded bytes outside any arena."""
 
     def token_dim(self) -> int:
-        """Return which dimension counts tokens."""
+        """Return the dimension that counts tokens."""
         return 2 if self is MemoryFormat.KV_BLOB else 0
 
 
 @dataclass(slots=True)
 class MemoryObjMetadata:
-    """What a memory object holds and where.
+    """Content and location of a memory object.
 
     Attributes:
         shape: Shape of the tensor in it (`torch.Size` is a tuple of ints).
         dtype: `torch.dtype`, its name, or None for plain bytes.
         address: Offset in the arena, bytes.
         phy_size: Bytes taken from the arena, alignment included.
-        ref_count: References held; at zero the memory is free again.
-        fmt: How to read it.
+        ref_count: References held; at zero the memory is freed.
+        fmt: How to interpret the bytes.
     """
 
     shape: Sequence[int]
@@ -58,21 +58,21 @@ class MemoryObjMetadata:
     fmt: MemoryFormat = MemoryFormat.UNDEFINED
 
     def get_size(self) -> int:
-        """Return the bytes of the content, without alignment."""
+        """Return the size of the content in bytes, without alignment."""
         return num_bytes(self.shape, self.dtype if self.dtype is not None else "uint8")
 
 
 class MemoryObj(ABC):
-    """A reference-counted piece of memory. Give a reference back with `with obj:` or
+    """A reference-counted piece of memory. Release a reference with `with obj:` or
     `ref_count_down()`.
     """
 
     __slots__ = ("metadata",)
     metadata: MemoryObjMetadata
-    """What it holds. Not a copy: do not change it."""
+    """Description of the content. Not a copy: do not change it."""
 
     def get_memory_format(self) -> MemoryFormat:
-        """Return how to read it."""
+        """Return the format of the content."""
         return self.metadata.fmt
 
     @abstractmethod
@@ -81,7 +81,7 @@ class MemoryObj(ABC):
 
     @abstractmethod
     def ref_count_down(self) -> None:
-        """Give one reference back; the last one frees the memory."""
+        """Release one reference; releasing the last one frees the memory."""
 
     @abstractmethod
     def get_ref_count(self) -> int:
@@ -102,7 +102,7 @@ class MemoryObj(ABC):
         """
 
     def get_size(self) -> int:
-        """Return the bytes of the content, without alignment."""
+        """Return the size of the content in bytes, without alignment."""
         return self.metadata.get_size()
 
     def __enter__(self) -> MemoryObj:
@@ -129,7 +129,7 @@ class FreeBlock(NamedTuple):
 
 
 class MemoryAllocatorInterface(ABC):
-    """Hands out memory objects."""
+    """Allocates memory objects."""
 
     @abstractmethod
     def allocate(
@@ -141,13 +141,13 @@ class MemoryAllocatorInterface(ABC):
         """Return memory for a tensor of that shape and dtype.
 
         Returns:
-            An object with one reference, which the caller owns; its content is undefined. None when
-            there is no room.
+            An object with one reference, which the caller owns; its content is undefined. None if
+                there is no room.
         """
 
     @abstractmethod
     def free(self, memory_obj: MemoryObj) -> None:
-        """Take the memory back. Not for callers: give references back with `ref_count_down`
+        """Free the memory. Not for callers, which release references with `ref_count_down`
         instead.
         """
 
@@ -157,9 +157,9 @@ class MemoryAllocatorInterface(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Compare the books: free + used is the capacity, nothing overlaps, neighbours are
+        """Check the accounting: free + used is the capacity, nothing overlaps, neighbours are
         coalesced.
 
         Raises:
-            IntegrityError: They do not balance.
+            IntegrityError: It does not add up.
         """

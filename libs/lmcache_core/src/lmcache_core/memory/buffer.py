@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_BUFFER_CAPACITY_BYTES = 5 << 30
-"""As much as the documented default of `max_local_cpu_size`."""
+"""Equal to the documented default of `max_local_cpu_size`."""
 
 
 class BytesBufferMemoryObj(CountedMemoryObj):
@@ -23,7 +23,7 @@ class BytesBufferMemoryObj(CountedMemoryObj):
 
     Args:
         raw_bytes: The content, shared, not copied.
-        metadata: What it holds; by default flat bytes in `BINARY_BUFFER` format.
+        metadata: Describes the content; by default flat bytes in `BINARY_BUFFER` format.
         allocator: Counts its references and its bytes; without one the count is always 1.
     """
 
@@ -42,8 +42,7 @@ class BytesBufferMemoryObj(CountedMemoryObj):
 
 
 class ByteBudget:
-    """A number of bytes that may be in use at once, wherever they are. Not thread-safe: its owner
-    locks.
+    """A budget of bytes in use, wherever they are. Not thread-safe: its owner locks.
 
     Args:
         capacity: Bytes.
@@ -59,15 +58,15 @@ class ByteBudget:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that are taken."""
+        """Number of allocated blocks."""
         return len(self._used)
 
     def allocate(self, size: int) -> FreeBlock | None:
-        """Take `size` bytes (at least one, so that empty blocks are bounded too); None when so many
-        are not left.
+        """Take `size` bytes (at least one, so that empty blocks are bounded, too); None if fewer
+        are left.
 
         Returns:
-            A block whose `start` is no place but a name, never used twice.
+            A block whose `start` is not an offset but an id, never reused.
         """
         taken = max(size, 1)
         if taken > self.capacity - self.used_bytes:
@@ -78,36 +77,36 @@ class ByteBudget:
         return FreeBlock(name, taken)
 
     def free(self, start: int) -> None:
-        """Give back the block of that name.
+        """Return the block with that id to the budget.
 
         Raises:
-            IntegrityError: There is none.
+            IntegrityError: There is no such block.
         """
         size = self._used.pop(start, None)
         if size is None:
-            raise IntegrityError(f"free of block {start}: it is not handed out")
+            raise IntegrityError(f"free of block {start}: it is not allocated")
         self.used_bytes -= size
 
     def check_integrity(self) -> None:
-        """Compare the books.
+        """Check the accounting.
 
         Raises:
-            IntegrityError: The sum is wrong or over the budget.
+            IntegrityError: The sum is wrong or exceeds the budget.
         """
         used_bytes = sum(self._used.values())
         if used_bytes != self.used_bytes or used_bytes > self.capacity:
             raise IntegrityError(
-                f"blocks hold {used_bytes} bytes, the books say {self.used_bytes} of"
+                f"blocks hold {used_bytes} bytes, the total says {self.used_bytes} of"
                 f" {self.capacity}"
             )
 
 
 class BufferAllocator(CountingAllocator):
-    """Makes `BytesBufferMemoryObj`s of zeros, as many as the budget allows. Thread-safe.
+    """Allocates zeroed `BytesBufferMemoryObj`s within a budget. Thread-safe.
 
     Args:
         device: Must be "cpu".
-        capacity_bytes: Bytes that may be handed out at once.
+        capacity_bytes: Bytes that may be allocated at a time.
 
     Raises:
         ValueError: Another device, or a negative capacity.
@@ -117,7 +116,7 @@ class BufferAllocator(CountingAllocator):
         self, device: str = "cpu", capacity_bytes: int = DEFAULT_BUFFER_CAPACITY_BYTES
     ) -> None:
         if device != "cpu":
-            raise ValueError(f"device={device!r}: byte buffers live on the cpu")
+            raise ValueError(f"device={device!r}: must be 'cpu', where byte buffers live")
         self.device = device
         super().__init__(ByteBudget(capacity_bytes))
 
@@ -128,7 +127,7 @@ class BufferAllocator(CountingAllocator):
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.BINARY_BUFFER,
     ) -> BytesBufferMemoryObj | None:
-        """Allocate zeros; the address in the metadata is a name, not a place."""
+        """Allocate zeros; the address in the metadata is an id, not a location."""
         meta = self._take(tuple(shape), dtype, fmt)
         if meta is None:
             return None

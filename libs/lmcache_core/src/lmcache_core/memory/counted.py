@@ -1,4 +1,4 @@
-"""Reference counts: what all allocators have in common, wherever their memory is. No torch."""
+"""Reference counting shared by all allocators, wherever their memory is. No torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OnFreed = Callable[[int], None]
 
 
 class Room(Protocol):
-    """Says what is taken and what is free. Not thread-safe: the allocator locks.
+    """Tracks which space is taken and which is free. Not thread-safe: the allocator locks.
 
     Attributes:
-        capacity: Bytes that can be taken.
+        capacity: Total bytes.
         used_bytes: Bytes taken.
     """
 
@@ -38,26 +38,26 @@ class Room(Protocol):
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that are taken."""
+        """Number of allocated blocks."""
 
     def allocate(self, size: int) -> FreeBlock | None:
-        """Take a block that holds `size` bytes; None when there is no room."""
+        """Take a block of at least `size` bytes; None if there is no room."""
 
     def free(self, start: int) -> None:
-        """Give back the block that begins at `start`."""
+        """Free the block that begins at `start`."""
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when the books do not balance."""
+        """Raise IntegrityError if the accounting does not add up."""
 
 
 class CountedMemoryObj(MemoryObj):
     """Host memory whose references its allocator counts.
 
     Args:
-        view: Its bytes, as many as the metadata say.
-        metadata: What it holds.
-        allocator: Takes it back; without one the memory belongs to the garbage collector and the
-            count is always 1.
+        view: Its bytes, as many as the metadata state.
+        metadata: Describes the content.
+        allocator: Frees it; without one the memory belongs to the garbage collector and the count
+            is always 1.
     """
 
     __slots__ = ("_allocator", "_view")
@@ -103,21 +103,20 @@ class CountedMemoryObj(MemoryObj):
         return tensor_over(self.byte_array, self.metadata.shape, self.metadata.dtype)
 
     def _require_held(self) -> None:
-        """Refuse to show memory that may belong to another object by now."""
+        """Refuse access to memory that may already belong to another object."""
         if self._allocator is not None and self.metadata.ref_count <= 0:
             raise IntegrityError(
-                f"memory at {self.metadata.address} is used after its last reference was given back"
+                f"memory at {self.metadata.address} is used after its last reference was released"
             )
 
 
 class CountingAllocator(MemoryAllocatorInterface):
-    """Keeps the books of objects that are handed out, and gives their room back with their last
-    reference. Thread-safe.
+    """Tracks allocated objects, and frees the space of each with its last reference. Thread-safe.
 
     Args:
-        room: What there is to hand out; belongs to this allocator.
-        on_freed: Called with the address of everything that is given back, under this allocator's
-            lock: it must not call back.
+        room: The space to allocate from; must not be shared with another allocator.
+        on_freed: Called with the address of everything that is freed, under this allocator's lock:
+            it must not call back.
     """
 
     def __init__(self, room: Room, on_freed: OnFreed | None = None) -> None:
@@ -128,19 +127,19 @@ class CountingAllocator(MemoryAllocatorInterface):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that can be handed out."""
+        """Bytes that can be allocated."""
         return self._room.capacity
 
     @property
     def used_bytes(self) -> int:
-        """Bytes handed out, alignment included."""
+        """Bytes allocated, alignment included."""
         return self._room.used_bytes
 
     def change_ref_count(self, meta: MemoryObjMetadata, by: int) -> None:
         """Add `by` to an object's references and free it at zero.
 
         Raises:
-            IntegrityError: The object is free already, or was handed out by another allocator.
+            IntegrityError: The object is already free, or belongs to another allocator.
         """
         with self._lock:
             if self._handed_out.get(meta.address) is not meta:
@@ -151,11 +150,11 @@ class CountingAllocator(MemoryAllocatorInterface):
 
     @override
     def free(self, memory_obj: MemoryObj) -> None:
-        """Takes the memory whatever the references.
+        """Free the memory regardless of references.
 
         Raises:
-            IntegrityError: The object is free already (its address may be another one's by now), or
-                was handed out by another allocator.
+            IntegrityError: The object is already free (its address may have been reused), or
+                belongs to another allocator.
         """
         meta = memory_obj.metadata
         with self._lock:
@@ -179,12 +178,12 @@ class CountingAllocator(MemoryAllocatorInterface):
                     f"objects hold {held_bytes} bytes, {self._room.used_bytes} are taken"
                 )
             if any(meta.ref_count < 1 for meta in self._handed_out.values()):
-                raise IntegrityError("memory is handed out on which nobody holds a reference")
+                raise IntegrityError("memory without a reference is still allocated")
 
     def _take(
         self, shape: Sequence[int], dtype: torch.dtype | str | None, fmt: MemoryFormat
     ) -> MemoryObjMetadata | None:
-        """Return room for that tensor, with one reference; None when there is none."""
+        """Return space for that tensor, with one reference; None if there is none."""
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={tuple(shape)}: a dimension is negative")
         size = num_bytes(shape, dtype or "uint8")
@@ -198,7 +197,7 @@ class CountingAllocator(MemoryAllocatorInterface):
 
     def _require_ours(self, meta: MemoryObjMetadata) -> None:
         if self._handed_out.get(meta.address) is not meta:
-            why = "was handed out by another allocator" if meta.ref_count > 0 else "is free already"
+            why = "belongs to another allocator" if meta.ref_count > 0 else "is already free"
             raise IntegrityError(
                 f"memory at {meta.address} {why}: its references cannot be changed here"
             )

@@ -1,6 +1,4 @@
-"""Names and sizes of the dtypes that KV comes in. Names are torch's, without the module; no
-torch here.
-"""
+"""Names and sizes of KV dtypes. Names are torch's, without the module; torch is not needed."""
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ def dtype_name(dtype: object) -> str:
 
 
 def num_bytes(shape: Sequence[int], dtype: object) -> int:
-    """Return the bytes of a contiguous tensor of that shape and dtype."""
+    """Return the size in bytes of a contiguous tensor of that shape and dtype."""
     return math.prod(shape) * _itemsize(dtype)
 
 
-@cache  # spelling a torch dtype takes longer than all the rest
+@cache  # formatting a torch dtype takes longer than everything else
 def _itemsize(dtype: object) -> int:
     return DTYPE_ITEMSIZE[dtype_name(dtype)]

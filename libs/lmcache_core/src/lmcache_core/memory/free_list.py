@@ -1,4 +1,4 @@
-"""An explicit free list over a range of offsets: best fit, coalescing, quick at any number of
+"""An explicit free list over a range of offsets: best fit, coalescing, fast for any number of
 extents.
 """
 
@@ -14,17 +14,16 @@ ALIGN_BYTES = 512
 
 
 def extent_bytes(size: int) -> int:
-    """Return what `size` bytes take of an arena: whole units of the alignment, at least one."""
+    """Return what `size` bytes take in an arena: whole units of the alignment, at least one."""
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES or ALIGN_BYTES
 
 
 class FreeList:
-    """Offsets in `[0, capacity)`, cut at multiples of `ALIGN_BYTES`. Not thread-safe: its owner
-    locks.
+    """Offsets in `[0, capacity)`, in multiples of `ALIGN_BYTES`. Not thread-safe: its owner locks.
 
-    Free extents lie in one bin per size; the sizes that have a bin are sorted. A neighbour is found
-    by the offset at which it begins or ends, so that only a size that appears or vanishes costs a
-    search; different sizes are few, and a plain list of them is quick.
+    Free extents are kept in one bin per size, and the sizes in use are sorted. A neighbour is found
+    by the offset at which it begins or ends, so a search is needed only when a size appears or
+    vanishes; distinct sizes are few, and a plain list of them is fast.
 
     Args:
         capacity: Bytes to manage; a tail shorter than the alignment is left unused.
@@ -43,7 +42,7 @@ class FreeList:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that are handed out."""
+        """Number of allocated blocks."""
         return len(self._used)
 
     def free_blocks(self) -> list[FreeBlock]:
@@ -51,12 +50,12 @@ class FreeList:
         return [FreeBlock(start, size) for start, size in sorted(self._size_at.items())]
 
     def allocate(self, size: int) -> FreeBlock | None:
-        """Take the smallest free extent that holds `size` bytes (at least one alignment unit); of
-        several, the one freed last.
+        """Take the smallest free extent that holds `size` bytes (at least one alignment unit);
+        among equals, the one freed last.
 
         Returns:
-            The extent taken, its size a multiple of the alignment; None when no extent is large
-            enough.
+            The extent taken, its size a multiple of the alignment; None if no extent is large
+                enough.
         """
         wanted = have = extent_bytes(size)
         if wanted not in self._bins:
@@ -65,7 +64,7 @@ class FreeList:
                 return None
             have = self._sizes[at]
         starts = self._bins[have]
-        # O(1); a look at the last entry of a dict is O(n) once others after it were deleted.
+        # O(1); the last entry of a dict takes O(n) to find after deletions behind it.
         start, _ = starts.popitem()
         self._unindex(start, have, starts)
         if have > wanted:
@@ -75,11 +74,11 @@ class FreeList:
         return FreeBlock(start, wanted)
 
     def take(self, extents: Sequence[FreeBlock]) -> None:
-        """Take just these extents: what was handed out by the books of an earlier process.
+        """Take exactly these extents, which an earlier process has allocated.
 
         Raises:
             ValueError: One is empty, not aligned, out of bounds, not free, or overlaps another;
-                nothing has then been taken.
+                then nothing has been taken.
         """
         holes = self.free_blocks()
         starts = [hole.start for hole in holes]
@@ -98,7 +97,7 @@ class FreeList:
                 or not is_inside
             ):
                 raise ValueError(
-                    f"[{extent.start}, {extent.start + extent.size}) is no free extent of"
+                    f"[{extent.start}, {extent.start + extent.size}) is not a free extent of"
                     f" {self.capacity} bytes"
                 )
             taken_of.setdefault(hole, []).append(extent)
@@ -116,14 +115,14 @@ class FreeList:
                 self._insert(at, hole.start + hole.size - at)
 
     def free(self, start: int) -> None:
-        """Give back the extent that begins at `start`, joined with free neighbours.
+        """Free the extent that begins at `start`, and join it with free neighbours.
 
         Raises:
-            IntegrityError: No extent handed out begins there (freed twice, or never allocated).
+            IntegrityError: No allocated extent begins there (freed twice, or never allocated).
         """
         size = self._used.pop(start, None)
         if size is None:
-            raise IntegrityError(f"free of offset {start}: no block is handed out there")
+            raise IntegrityError(f"free of offset {start}: no block is allocated there")
         self.used_bytes -= size
         end = start + size
         size_after = self._size_at.get(end)
@@ -137,7 +136,7 @@ class FreeList:
         self._insert(start, end - start)
 
     def check_integrity(self) -> None:
-        """Compare the books, in O(n).
+        """Check the accounting, in O(n).
 
         Raises:
             IntegrityError: Extents overlap, leave gaps, are not coalesced, or the sums and indexes
@@ -155,13 +154,13 @@ class FreeList:
             at, num_seen, was_free = at + size, num_seen + 1, is_free
         if at != self.capacity or used_bytes != self.used_bytes:
             raise IntegrityError(
-                f"extents end at {at} of {self.capacity}; {used_bytes} bytes are handed out, the"
-                f" books say {self.used_bytes}"
+                f"extents end at {at} of {self.capacity}; {used_bytes} bytes are allocated, the"
+                f" total says {self.used_bytes}"
             )
         if num_seen != len(self._size_at) + len(self._used):
             raise IntegrityError(
-                f"{len(self._size_at)} free extents and {len(self._used)} taken ones overlap: only"
-                f" {num_seen} follow one another"
+                f"{len(self._size_at)} free extents and {len(self._used)} allocated ones overlap:"
+                f" only {num_seen} follow one another"
             )
         self._check_indexes()
 

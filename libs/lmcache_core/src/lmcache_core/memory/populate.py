@@ -1,4 +1,4 @@
-"""Give mapped memory its pages before it is used, so that no first use waits for page faults."""
+"""Populates mapped memory with pages before use, so that first use causes no page faults."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
-"""Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python does not name
-them, and its own `madvise` holds the interpreter's lock.
+"""Source: Linux, include/uapi/asm-generic/mman-common.h (5.14 and later); Python lacks these
+constants, and its own `madvise` holds the interpreter's lock.
 """
 STEP_BYTES = 64 << 20
 BACKGROUND_STEP_BYTES = 16 << 20
@@ -28,7 +28,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Buffer(ctypes.Structure):
-    """`Py_buffer`; what follows its first field is room enough for the others."""
+    """`Py_buffer`; `others` has room for all of its further fields."""
 
     _fields_ = (("address", ctypes.c_void_p), ("others", ctypes.c_void_p * 15))
 
@@ -41,8 +41,8 @@ _release_buffer.restype = None
 
 
 def populate(view: memoryview) -> None:
-    """Give every page of a new mapping memory, with a thread for each processor. Progress is logged
-    every `LOG_INTERVAL_S`. A mapping of a file needs its blocks already.
+    """Give every page of a new mapping memory, with one thread per processor. Progress is logged
+    every `LOG_INTERVAL_S`. Blocks of a mapped file must already be allocated.
 
     Args:
         view: All bytes of a writable, page-aligned mapping; all are zero.
@@ -61,13 +61,17 @@ def populate(view: memoryview) -> None:
         except OSError as exc:
             if exc.errno != errno.EINVAL:
                 raise
-            # The kernel is older.
+            # An older kernel.
             view[at : at + step : mmap.PAGESIZE] = bytes(-(-step // mmap.PAGESIZE))
         with lock:
             num_done += step
             if time.monotonic() >= log_at:
                 log_at += LOG_INTERVAL_S
-                logger.info("%.1f of %.1f GB of memory taken", num_done / 2**30, num_bytes / 2**30)
+                logger.info(
+                    "allocating memory: done_gb=%.1f of_gb=%.1f",
+                    num_done / 2**30,
+                    num_bytes / 2**30,
+                )
 
     num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS, -(-num_bytes // STEP_BYTES))
     with ThreadPoolExecutor(max(num_threads, 1), "lmcache-populate") as threads:
@@ -76,8 +80,8 @@ def populate(view: memoryview) -> None:
 
 
 class BackgroundPopulation:
-    """Maps pages that exist already into this process, beside its work: at most half of the time of
-    one processor. A kernel that cannot do that leaves them to page faults.
+    """Maps existing pages into this process in the background, using at most half of one processor.
+    A kernel without support leaves them to page faults.
 
     Args:
         views: Bytes of page-aligned mappings; kept until the work has ended.
@@ -90,7 +94,7 @@ class BackgroundPopulation:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it within a step. Idempotent."""
+        """Stop within one step. Idempotent."""
         self._is_over.set()
 
     def _run(self) -> None:
@@ -104,7 +108,7 @@ class BackgroundPopulation:
                 try:
                     _populate(view, at, min(BACKGROUND_STEP_BYTES, len(view) - at), advice)
                 except OSError as exc:
-                    logger.debug("pages of the arena are not mapped ahead: %s", exc)
+                    logger.debug("cannot map the arena's pages ahead: error=%s", exc)
                     return
                 if self._is_over.wait(time.monotonic() - began):
                     return
@@ -118,7 +122,7 @@ def _populate(view: memoryview, at: int, num_bytes: int, advice: int) -> None:
         whole = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         while _libc.madvise(address, whole, advice):
             number = ctypes.get_errno()
-            if number == errno.EFAULT:  # a write would have been a SIGBUS
+            if number == errno.EFAULT:  # a write would have caused a SIGBUS
                 number = errno.ENOSPC
             if number not in {errno.EINTR, errno.EAGAIN}:
                 raise OSError(number, os.strerror(number))

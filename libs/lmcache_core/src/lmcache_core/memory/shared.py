@@ -1,9 +1,9 @@
 """The shared-memory arena: a file that the sidecar owns and every serving process of the pod maps.
 
-The sidecar allocates and touches the whole file before it listens (a sparse tmpfs write past the
-limit is SIGBUS inside the serving engine, and pages are charged to the process that touches them
-first) and never truncates or resizes it. Each start is a new generation, in the same file where
-that fits: `arena_locks` tells when the clients of an earlier one are gone.
+The sidecar allocates and touches the whole file before it listens, and never truncates or resizes
+it: a sparse tmpfs write past the limit is a SIGBUS inside the serving engine, and pages are charged
+to the process that touches them first. Each start is a new generation, in the same file if it fits:
+`arena_locks` tells when the clients of an earlier one are gone.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class SharedArena:
 
     Attributes:
         path: The file.
-        size: Bytes.
-        generation: Random name of the sidecar start that it belongs to.
+        size: Size in bytes.
+        generation: Random id of the sidecar's start that it belongs to.
         load_view: Read-only bytes of the whole file.
         store_view: Writable bytes of the whole file.
-        lock: The owner's: of the directory. A client's: of the generation, to be released when it
-            touches nothing of it any more.
+        lock: The owner's is on the directory. A client's is on the generation, to be released when
+            the client no longer touches the arena.
         inode: Number of the file on its volume.
     """
 
@@ -60,12 +60,12 @@ class SharedArena:
 
 @dataclass(frozen=True)
 class ArenaFile:
-    """How an arena file is to be.
+    """Properties of an arena file.
 
     Attributes:
         directory: Shared volume of the pod.
-        size: Bytes; rounded up to whole pages of the volume.
-        mode: Permissions of the file, whatever the umask.
+        size: Size in bytes; rounded up to whole pages of the volume.
+        mode: Permissions of the file, regardless of the umask.
         huge_pages: Ask for transparent huge pages.
 
     Raises:
@@ -79,7 +79,7 @@ class ArenaFile:
 
     def __post_init__(self) -> None:
         if self.size <= 0:
-            raise ValueError(f"size={self.size}: an arena has at least one byte")
+            raise ValueError(f"size={self.size}: must be at least 1")
 
     @property
     def path(self) -> Path:
@@ -90,22 +90,22 @@ class ArenaFile:
         """Return the size in whole pages: on hugetlbfs those of the volume.
 
         Raises:
-            OSError: The volume does not tell.
+            OSError: The volume does not report its page size.
         """
         page, block = mmap.PAGESIZE, os.statvfs(self.directory).f_bsize
         page = block if page < block <= _MAX_PAGE_BYTES and block % page == 0 else page
         return -(-self.size // page) * page
 
     def create(self, lock: FileLock) -> SharedArena:
-        """Make, allocate, touch and map a new file in the place of an older one, whose clients keep
-        writing to what is no longer read.
+        """Create, allocate, touch and map a new file, replacing an older one, whose clients then
+        write to a file that is no longer read.
 
         Args:
-            lock: On the directory.
+            lock: The lock on the directory.
 
         Raises:
             CapacityError: The volume cannot hold that many bytes.
-            ConfigError: The directory cannot be written to.
+            ConfigError: The directory is not writable.
         """
         try:
             size = self.num_bytes()
@@ -123,7 +123,7 @@ class ArenaFile:
             arena = self._map(fd, size, lock)
             if self.huge_pages:
                 _take_huge_pages(fd, arena.store_view)
-            os.posix_fallocate(fd, 0, size)  # at once where there is no room; fills nothing
+            os.posix_fallocate(fd, 0, size)  # fails immediately if there is no room; writes nothing
             populate(arena.store_view)
             return arena
         except (OSError, OverflowError, ValueError) as exc:
@@ -135,14 +135,14 @@ class ArenaFile:
             os.close(fd)
 
     def reopen(self, lock: FileLock) -> SharedArena | None:
-        """Map the file that an earlier start has made, as a new generation; None when there is none
-        that fits: then nothing has changed.
+        """Map the file that an earlier start has created, as a new generation. None if no file
+        fits: then nothing has changed.
 
         Args:
-            lock: On the directory.
+            lock: The lock on the directory.
 
         Raises:
-            CapacityError: It cannot be opened just now, which says nothing about what is in it.
+            CapacityError: It cannot be opened at the moment, which says nothing about its content.
         """
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -195,8 +195,8 @@ class ArenaFile:
 
 
 def is_none_of_ours(path: Path, exc: OSError) -> bool:
-    """Return whether opening failed since no file of this user is there, and not for a reason that
-    may pass.
+    """Return whether opening failed because there is no file of this user, not for a reason that
+    may be temporary.
     """
     if isinstance(exc, FileNotFoundError):
         return True
@@ -208,8 +208,8 @@ def is_none_of_ours(path: Path, exc: OSError) -> bool:
 
 
 def cannot_be_opened(path: Path, exc: OSError) -> CapacityError:
-    """Return what to raise where a file of an earlier start is there and cannot be used just
-    now.
+    """Return the error for a file of an earlier start that exists but cannot be used at the
+    moment.
     """
     return CapacityError(
         f"{path}: {exc.strerror}; what is in it is kept: let this user open it, or remove it to"
@@ -220,7 +220,7 @@ def cannot_be_opened(path: Path, exc: OSError) -> CapacityError:
 def create_shared_arena(
     directory: Path, size: int, mode: int = DEFAULT_MODE, huge_pages: bool = False
 ) -> SharedArena:
-    """Own a directory and make a new arena file there; see `own_directory` and
+    """Lock a directory and create an arena file there; see `own_directory` and
     `ArenaFile.create`.
     """
     file = ArenaFile(directory, size, mode, huge_pages)
@@ -233,12 +233,12 @@ def create_shared_arena(
 
 
 def attach_shared_arena(path: Path, size: int, generation: int) -> SharedArena:
-    """Join the generation of an arena file that a sidecar owns and map it, twice: read-only for
+    """Join the generation of an arena file that a sidecar owns and map it twice: read-only for
     loads, writable for stores.
 
     Raises:
-        UnavailableError: The file is not there, is shorter than the sidecar said, or the generation
-            is over.
+        UnavailableError: The file is missing or shorter than the sidecar stated, or the generation
+            has ended.
     """
     with contextlib.ExitStack() as undo:
         lock = join_generation(path.parent, generation)
@@ -271,7 +271,7 @@ def unlink_shared_arena(arena: SharedArena) -> None:
 
 
 def _take_huge_pages(fd: int, view: memoryview) -> None:
-    """Fill a new file with huge pages as far as there are any: once it has small pages it keeps
+    """Fill a new file with huge pages, as far as there are any: once it has small pages it keeps
     them.
     """
     volume = os.fstatvfs(fd)

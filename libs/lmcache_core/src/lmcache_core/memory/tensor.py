@@ -26,17 +26,17 @@ from lmcache_core.memory.views import bytes_under
 logger = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 64 << 30
-"""Registered in one call; drivers refuse calls of 512 GiB and more."""
+"""Largest size to register in one call; drivers refuse 512 GiB and more."""
 
 
 class TensorMemoryObj(CountedMemoryObj):
-    """A flat byte tensor with a description of what it holds.
+    """A flat byte tensor with a description of its content.
 
     Args:
         raw_data: uint8, flat, at least `metadata.get_size()` elements, on any device; or exactly
             its bytes in host memory.
-        metadata: What it holds.
-        allocator: Takes it back; without one the tensor belongs to the garbage collector.
+        metadata: Describes the content.
+        allocator: Frees it; without one the tensor belongs to the garbage collector.
     """
 
     __slots__ = ("_on_device",)
@@ -47,7 +47,7 @@ class TensorMemoryObj(CountedMemoryObj):
         metadata: MemoryObjMetadata,
         allocator: CountingAllocator | None = None,
     ) -> None:
-        # Host memory is kept as bytes: a view of bytes is made in a tenth of a tensor's time.
+        # Host memory is kept as bytes: creating a view of bytes takes a tenth of a tensor's time.
         self._on_device: torch.Tensor | None = None
         if not isinstance(raw_data, memoryview):
             if raw_data.is_cpu:
@@ -92,7 +92,7 @@ class TensorMemoryAllocator(CountingAllocator):
     """An explicit-list allocator over one byte tensor. Thread-safe.
 
     Args:
-        tensor: Contiguous, on any device that has memory; its bytes become the arena.
+        tensor: Contiguous, on any device with memory; its bytes become the arena.
 
     Raises:
         ValueError: The tensor is not contiguous, or has no memory.
@@ -141,14 +141,14 @@ class HostMemoryAllocator(TensorMemoryAllocator):
 
 
 class PinMemoryAllocator(HostMemoryAllocator):
-    """An arena of host memory that CUDA can copy from and to directly; without CUDA it is plain
-    host memory.
+    """An arena of pinned host memory, which CUDA copies from and to directly; plain host memory
+    without CUDA.
 
     Args:
         size: Bytes.
 
     Attributes:
-        is_pinned: Whether CUDA has its pages.
+        is_pinned: Whether the pages are pinned.
 
     Raises:
         ValueError: The size is negative.
@@ -219,8 +219,8 @@ def device_arena(size: int, device: str) -> torch.Tensor:
 
 
 def pin(arena: torch.Tensor, owner: object) -> bool:
-    """Lock a host arena's pages for CUDA, in place, until `owner` is collected; without CUDA, or
-    when it refuses, say so in the log.
+    """Pin a host arena's pages for CUDA, in place, until `owner` is collected; log it if CUDA is
+    missing or refuses.
 
     The pages are registered rather than allocated by torch, whose pinned allocator rounds up to a
     power of two.
@@ -230,7 +230,7 @@ def pin(arena: torch.Tensor, owner: object) -> bool:
     """
     if not torch.cuda.is_available():
         logger.info(
-            "no CUDA device: the arena of %.2f GB is plain host memory", arena.nbytes / (1 << 30)
+            "no CUDA device, the arena is plain host memory: size_gb=%.2f", arena.nbytes / (1 << 30)
         )
         return False
     if arena.nbytes == 0:
@@ -252,7 +252,7 @@ def pin(arena: torch.Tensor, owner: object) -> bool:
             )
             return False
         addresses.append(address)
-    # The finalizer holds the arena, so that its pages cannot go before they are unpinned.
+    # The finalizer holds the arena, so that its pages are not freed before they are unpinned.
     weakref.finalize(owner, _unpin, arena, addresses)
     return True
 
@@ -263,13 +263,13 @@ def _unpin(arena: torch.Tensor, addresses: list[int]) -> None:
 
 
 def _take_pending_error() -> int | None:
-    """Clear the error that the CUDA runtime keeps after a call that it refused.
+    """Clear the error that the CUDA runtime keeps after a refused call.
 
-    Torch would raise it at its next call, at a place that has nothing to do with it. Torch's own
-    binding lacks the function, so it is looked up in the runtime that torch has loaded.
+    Otherwise torch would raise it at its next, unrelated call. Torch's binding lacks the function,
+    so it is looked up in the runtime that torch has loaded.
 
     Returns:
-        The error; None where no runtime is loaded.
+        The error; None if no runtime is loaded.
     """
     for name in _loaded_runtimes():
         try:

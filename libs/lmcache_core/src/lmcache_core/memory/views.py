@@ -1,6 +1,4 @@
-"""Tensors over bytes and bytes under tensors, without a copy. torch is imported when first
-needed.
-"""
+"""Tensors over bytes and bytes under tensors, without a copy. torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -34,7 +32,9 @@ def tensor_over(
 
 @cache
 def _warn_unseen() -> None:
-    """Trigger, unseen, the warning that torch gives once a process for a read-only buffer."""
+    """Trigger, and suppress, the warning that torch issues once per process for a read-only
+    buffer.
+    """
     import torch
 
     with warnings.catch_warnings():

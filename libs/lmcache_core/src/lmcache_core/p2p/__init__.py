@@ -1,5 +1,5 @@
-"""Peers that serve one another's chunks: their addresses, the broker's client and the lease that
-keeps an instance known.
+"""Peers that serve one another's chunks: their addresses, the broker's client, and the lease that
+keeps an instance registered.
 """
 
 from lmcache_core.p2p.broker_client import BrokerClient

@@ -1,4 +1,4 @@
-"""The broker's client: one HTTP call a method, bounded in time and size, every failure an
+"""The broker's client: one HTTP call per method, bounded in time and size; every failure is an
 `UnavailableError`.
 """
 
@@ -23,13 +23,13 @@ class BrokerClient(JsonHttpClient):
 
     Args:
         base_url: `http://host:port` or `https://host:port`, without credentials.
-        token: Bearer token, or None where the broker takes anyone.
+        token: Bearer token; None if the broker requires none.
         timeout_s: Limit on each call, from connecting to the last byte.
         transport: Replaces the network in tests.
-        tls: Whom to trust and what to show, for https; None: who is trusted on this machine.
+        tls: Trusted authorities and client certificate for https; None: the system's authorities.
 
     Raises:
-        ConfigError: `base_url` is not of that form, or `token` cannot stand in a header.
+        ConfigError: `base_url` is not of that form, or `token` is not a valid header value.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class BrokerClient(JsonHttpClient):
         drain: m.DrainReport | None = None,
         figures: m.PeerFigures | None = None,
     ) -> m.Lease:
-        """Announce a peer, or renew its lease: the same call, which a broker that has forgotten
-        everything takes as well.
+        """Announce a peer, or renew its lease: the same call, so that it also works for a broker
+        that has lost its state.
 
         Args:
-            peer: Who announces itself.
+            peer: The peer.
             load: 0 (idle) to 1 (full).
-            ttl_ms: The lease asked for, None for none in particular; the broker may grant another.
-            draining: The peer wants no new pulls.
-            drain: How far it is on its way to its end.
-            figures: What it has done and holds; brokers that are too old ignore it.
+            ttl_ms: The lease to request, None for the default; the broker may grant another.
+            draining: The peer accepts no new pulls.
+            drain: Progress of its drain.
+            figures: Its counters and what it holds; ignored by older brokers.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
@@ -82,7 +82,7 @@ class BrokerClient(JsonHttpClient):
         return self.decode(await self.call("PUT", _peer_path(peer.id), body), m.Lease)
 
     async def deregister(self, instance_id: str) -> None:
-        """End a peer's lease; none is fine too.
+        """End a peer's lease, if there is one.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
@@ -90,7 +90,7 @@ class BrokerClient(JsonHttpClient):
         await self.call("DELETE", _peer_path(instance_id), absent_ok=True)
 
     async def drain(self, instance_id: str) -> None:
-        """Send a peer no new pulls. Needs the role `admin`; a peer drains itself with
+        """Assign no new pulls to a peer. Needs the role `admin`; a peer drains itself with
         `register(draining=True)`.
 
         Raises:
@@ -113,23 +113,22 @@ class BrokerClient(JsonHttpClient):
         *,
         wait_ms: int = 0,
     ) -> list[Assignment]:
-        """Ask who should serve chunks.
+        """Ask for peers to serve chunks.
 
         Args:
             requester: The instance that will pull.
-            chunks: Distinct chunk ids (16 bytes) with the ids of those who may hold them, or also
-                in which tier. Only the first 4096 chunks and the first 16 holders of each are asked
-                about.
-            wait_ms: When every holder is busy, the broker may wait so long for one; it has to be
-                less than this client's timeout.
+            chunks: Distinct chunk ids (16 bytes) with the ids of their possible holders, optionally
+                with their tiers. Only the first 4096 chunks and the first 16 holders of each are
+                sent.
+            wait_ms: How long the broker may wait for a free holder; must be less than this client's
+                timeout.
 
         Returns:
-            Pulls that cover each chunk at most once. A chunk that is in none is not served
-            now.
+            Pulls that cover each chunk at most once. A chunk that is in none of them cannot be
+                served now.
 
         Raises:
-            UnavailableError: The broker did not answer, or refused, or answered something else than
-                it was asked.
+            UnavailableError: The broker did not answer, refused, or its answer does not fit.
         """
         named = [
             _holders_of(chunk_id, holders[:MAX_HOLDERS_PER_CHUNK])
@@ -145,19 +144,18 @@ class BrokerClient(JsonHttpClient):
         return answer.assignments
 
     async def renew(self, requester: str, pull: str) -> m.Renewal | None:
-        """Prolong a pull by the life of another ticket.
+        """Extend a pull by the lifetime of another ticket.
 
         Args:
-            requester: Who pulls.
+            requester: The instance that pulls.
             pull: `Assignment.pull`.
 
         Returns:
-            The new ticket; None where the broker does not know the pull, thinks it has lasted too
-            long, or is too old to renew any.
+            The new ticket; None if the broker does not know the pull, considers it too long, or is
+                too old to renew pulls.
 
         Raises:
-            UnavailableError: The broker did not answer, or refused, or answered something else than
-                it was asked.
+            UnavailableError: The broker did not answer, refused, or its answer does not fit.
         """
         body = m.PullsRequest(validate_instance_id(requester), [pull])
         answer = self.decode(
@@ -167,13 +165,12 @@ class BrokerClient(JsonHttpClient):
         return next((renewal for renewal in answer.renewed if renewal.pull == pull), None)
 
     async def done(self, requester: str, pulls: Sequence[str]) -> None:
-        """Say that pulls are over, so that others need not wait for the ends of their tickets. A
-        broker that is too old ignores it.
+        """Report that pulls have ended, so that others need not wait for their tickets to expire.
+        Ignored by older brokers.
 
         Args:
-            requester: Who pulled.
-            pulls: `Assignment.pull` of each; only the first 4096 are told, and empty ones are left
-                out.
+            requester: The instance that pulled.
+            pulls: `Assignment.pull` of each; only the first 4096 are sent, empty ones are skipped.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
@@ -188,7 +185,7 @@ class BrokerClient(JsonHttpClient):
             )
 
     def _check(self, assignment: Assignment, requester: str, asked: dict[str, list[str]]) -> None:
-        """Check an assignment against what was asked. Takes its chunks out of `asked`, so that a
+        """Check an assignment against the request. Removes its chunks from `asked`, so that a
         second mention fails.
         """
         try:
@@ -200,7 +197,7 @@ class BrokerClient(JsonHttpClient):
         for chunk_id in assignment.chunk_ids:
             if assignment.instance not in asked.pop(chunk_id, ()):
                 raise self.unusable(
-                    "it assigns a chunk twice, unasked, or to one who does not hold it"
+                    "it assigns a chunk that was assigned before, not requested, or not held there"
                 )
 
 

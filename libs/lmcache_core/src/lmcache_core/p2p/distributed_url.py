@@ -1,4 +1,4 @@
-"""Where an instance serves its chunks to others: `lm://host:port`, or `lm+tls://host:port` where
+"""The address at which an instance serves its chunks: `lm://host:port`, or `lm+tls://host:port` if
 it is encrypted.
 """
 
@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 MAX_DISTRIBUTED_URL_CHARS: Final = 300
 
-# One expression for the whole text leaves no room for credentials, paths or anything that a URL
-# parser would forgive.
+# One expression for the whole text leaves no room for credentials, paths or other things that a URL
+# parser would accept.
 _URL = re.compile(
     r"lm(?:\+tls)?://(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[1-9][0-9]{0,4})"
 )
@@ -35,30 +35,28 @@ class DistributedUrl(NamedTuple):
 
 
 def parse_distributed_url(url: str) -> DistributedUrl:
-    """Read `lm://host:port`, `lm://[v6]:port`, or the same with `lm+tls`; see `is_encrypted`.
+    """Parse `lm://host:port`, `lm://[v6]:port`, or the same with `lm+tls`; see `is_encrypted`.
 
     Raises:
-        ValueError: It has another form, or names an address where no other pod can be: the
-            unspecified one, a multicast or link-local one (where clouds keep their credentials), or
-            one in a spelling of its own.
+        ValueError: It has another form, or names an address that no other pod can have:
+            unspecified, multicast, link-local (where clouds serve credentials), or in a
+            non-standard spelling.
     """
     match = _URL.fullmatch(url) if len(url) <= MAX_DISTRIBUTED_URL_CHARS else None
     if match is None:
         raise ValueError(
-            "a distributed URL has the form lm://host:port or lm+tls://host:port, without"
+            "a distributed URL must be lm://host:port or lm+tls://host:port, without"
             " credentials or path"
         )
     host, port = match["host"].strip("[]"), int(match["port"])
     if port > 65535:
-        raise ValueError("a distributed URL's port is at most 65535")
+        raise ValueError("a distributed URL's port must be at most 65535")
     address = _address(host, must_be_one=match["host"].startswith("["))
     if address is None and _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None:
-        # The system's resolver takes 0, 127.1 or 0x7f000001 for addresses too.
-        raise ValueError("a distributed URL's IPv4 address is four decimal numbers")
+        # The system's resolver also accepts 0, 127.1 or 0x7f000001 as addresses.
+        raise ValueError("a distributed URL's IPv4 address must be four decimal numbers")
     if address is not None and address.version == 6 and address.ipv4_mapped is not None:
-        raise ValueError(
-            "a distributed URL's IPv4 address is written as such, not within an IPv6 address"
-        )
+        raise ValueError("a distributed URL's IPv4 address must not be embedded in an IPv6 address")
     if address is not None and (
         address.is_unspecified
         or address.is_multicast
@@ -66,19 +64,19 @@ def parse_distributed_url(url: str) -> DistributedUrl:
         or address in _NOWHERE
     ):
         raise ValueError(
-            "a distributed URL names an address that others can reach: no unspecified, multicast or"
-            " link-local one"
+            "a distributed URL must name an address that others can reach: not an unspecified,"
+            " multicast or link-local one"
         )
     return DistributedUrl(host, port)
 
 
 def is_encrypted(url: str) -> bool:
-    """Return whether connections to that distributed URL are."""
+    """Return whether connections to that distributed URL are encrypted."""
     return url.startswith(_ENCRYPTED)
 
 
 def distributed_url_of(host: str, port: int, encrypted: bool) -> str:
-    """Return the URL of an instance there."""
+    """Return the distributed URL for a host and port."""
     return f"{_ENCRYPTED if encrypted else 'lm://'}{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -87,5 +85,5 @@ def _address(host: str, must_be_one: bool) -> ipaddress.IPv4Address | ipaddress.
         return ipaddress.ip_address(host)
     except ValueError:
         if must_be_one:
-            raise ValueError("a distributed URL holds an IPv6 address in its brackets") from None
+            raise ValueError("a distributed URL must have an IPv6 address in brackets") from None
         return None

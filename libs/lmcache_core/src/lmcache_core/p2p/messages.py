@@ -1,7 +1,7 @@
 """Messages between instances and the broker (`docs/protocols.md`, p2p_broker).
 
-Client and broker read and write these types, and the broker's OpenAPI document is made from them.
-Fields that are not known are ignored: a newer peer must be able to register.
+Client and broker read and write these types, and the broker's OpenAPI document is generated from
+them. Unknown fields are ignored: a newer peer must be able to register.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MAX_WAIT_MS: Final = 10_000
 CHUNK_ID_BYTES: Final = 16
 MAX_TIERS: Final = 16
 MAX_COUNTED_LABELS: Final = 32
-"""Names in one table: tiers, reasons of misses."""
+"""Largest number of names in one table: tiers, reasons of misses."""
 MAX_COUNTED_PEERS: Final = 64
 MAX_LABEL_CHARS: Final = 253
 MAX_COUNT: Final = (1 << 53) - 1
-"""Larger numbers are not the same in every JSON."""
+"""Larger numbers are not represented exactly in every JSON implementation."""
 
 ShortText = Annotated[str, msgspec.Meta(max_length=300)]
 TopologyName = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9._-]{{0,253}}${NO_LINE_END}")]
@@ -48,19 +48,19 @@ Counts = Annotated[dict[Label, BoundedCount], msgspec.Meta(max_length=MAX_COUNTE
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """An instance that serves chunks, as it describes itself. The broker reads its owner from its
+    """An instance that serves chunks, as it describes itself. The broker takes its owner from its
     token.
 
     Attributes:
         id: The instance's id, unique in its tenant.
-        incarnation: Rises with every start; a lower one than the known one is refused.
-        distributed_url: Where it serves, `lm://host:port`.
-        kind: What it is.
+        incarnation: Increases with every start; a value below the last known one is refused.
+        distributed_url: Its address, `lm://host:port`.
+        kind: Kind of instance.
         zone: Failure domain (`topology.kubernetes.io/zone`), or empty.
         node: Machine, or empty.
 
     Raises:
-        ValueError: The id or the URL is malformed, or the incarnation negative.
+        ValueError: The id or the URL is malformed, or the incarnation is negative.
     """
 
     id: str
@@ -74,19 +74,19 @@ class Peer(msgspec.Struct, frozen=True):
         validate_instance_id(self.id)
         parse_distributed_url(self.distributed_url)
         if self.incarnation < 0:
-            raise ValueError("an incarnation is not negative")
+            raise ValueError("an incarnation must not be negative")
 
 
 class DrainReport(msgspec.Struct, frozen=True):
     """Progress of a drain.
 
     Attributes:
-        state: `serving`, `writing`, `handing_over` or `done`; a newer instance may name others.
+        state: `serving`, `writing`, `handing_over` or `done`; a newer instance may have others.
         total: Chunks that the instance holds; the sum of the others.
-        handed_over: Sent to peers or storage, and kept there.
-        already_elsewhere: Held by another peer already.
-        failed: No peer took them, or they could not be read.
-        left: Not dealt with so far.
+        handed_over: Sent to peers or storage, and stored there.
+        already_elsewhere: Already held by another peer.
+        failed: Accepted by no peer, or unreadable.
+        left: Not processed yet.
     """
 
     state: Annotated[str, msgspec.Meta(pattern=rf"^[a-z_]{{1,32}}${NO_LINE_END}")]
@@ -138,10 +138,10 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class TierFigures(msgspec.Struct, frozen=True):
-    """How full one tier is.
+    """Fill level of one tier.
 
     Attributes:
-        capacity_bytes: 0 where it is not known.
+        capacity_bytes: 0 if unknown.
     """
 
     name: Label
@@ -166,12 +166,12 @@ class ModelFigures(msgspec.Struct, frozen=True):
 
 
 class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counters of an instance since its start, and what it holds now. All of it is optional.
+    """Counters of an instance since its start, and what it holds now. Every field is optional.
 
     Attributes:
         requested_chunks: Chunks that engines asked for.
         loaded_chunks: Chunks that engines got, by tier.
-        loaded_bytes: Bytes of these, by tier.
+        loaded_bytes: Their bytes, by tier.
         missed_chunks: Chunks that engines did not get, by reason.
         stored_chunks: Chunks that engines stored.
         stored_bytes: Bytes of these.
@@ -200,13 +200,13 @@ class AnnounceRequest(msgspec.Struct, frozen=True):
     """Announcement of a peer; body of `PUT /v1/peers/{id}`.
 
     Attributes:
-        incarnation: Rises with every start of the peer.
-        distributed_url: Where it serves, `lm://host:port` or `lm+tls://host:port`.
+        incarnation: Increases with every start of the peer.
+        distributed_url: Its address, `lm://host:port` or `lm+tls://host:port`.
         load: 0 (idle) to 1 (full).
-        ttl_ms: The lease asked for; the broker may grant less.
-        draining: The peer wants no new pulls in this incarnation.
+        ttl_ms: The lease requested; the broker may grant less.
+        draining: The peer accepts no new pulls in this incarnation.
         drain: Progress of its drain.
-        figures: Counters of its work.
+        figures: Its counters.
 
     Raises:
         ValueError: The URL is malformed.
@@ -228,7 +228,7 @@ class AnnounceRequest(msgspec.Struct, frozen=True):
 
 
 class HeldBy(NamedTuple):
-    """Who may hold a chunk, and in which of its tiers."""
+    """A possible holder of a chunk, and the tier that holds it."""
 
     instance: str
     tier: str
@@ -239,8 +239,8 @@ class ChunkHolders(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         chunk_id: 32 hex digits.
-        holders: Their ids.
-        tiers: The tier at each holder: as many, or none.
+        holders: Ids of the instances.
+        tiers: The tier at each holder, one per holder; may be empty.
     """
 
     chunk_id: ChunkIdText
@@ -254,7 +254,7 @@ class TransferRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         requester: The instance that will pull.
         chunks: Distinct chunks.
-        wait_ms: How long to wait for a holder while all of them are busy.
+        wait_ms: How long to wait for a holder while all are busy.
     """
 
     requester: InstanceText
@@ -276,11 +276,11 @@ class Assignment(msgspec.Struct, frozen=True):
         instance: The serving instance.
         distributed_url: Its address.
         chunk_ids: 32 hex digits each, in the order of the request.
-        ticket: To show to the serving instance. A secret until it expires.
-        expires_ms: End of the ticket, Unix time in milliseconds.
-        pull: Its id in `/v1/transfers:renew` and `/v1/transfers:done`; empty when the broker is too
-            old for either.
-        ttl_ms: Life of the ticket from now; 0 when the broker is too old to renew it.
+        ticket: To present to the serving instance. Secret until it expires.
+        expires_ms: Expiry of the ticket, Unix time in milliseconds.
+        pull: Its id in `/v1/transfers:renew` and `/v1/transfers:done`; empty if the broker is too
+            old for both.
+        ttl_ms: Remaining lifetime of the ticket; 0 if the broker is too old to renew it.
     """
 
     instance: ShortText
@@ -305,9 +305,9 @@ class Renewal(msgspec.Struct, frozen=True):
 
     Attributes:
         pull: Its `Assignment.pull`.
-        ticket: Replaces the ticket before it. A secret until it expires.
-        expires_ms: End of the ticket, Unix time in milliseconds.
-        ttl_ms: Life of the ticket from now.
+        ticket: Replaces the previous ticket. Secret until it expires.
+        expires_ms: Expiry of the ticket, Unix time in milliseconds.
+        ttl_ms: Remaining lifetime of the ticket.
     """
 
     pull: Annotated[str, msgspec.Meta(max_length=64)]
@@ -322,7 +322,7 @@ class Renewal(msgspec.Struct, frozen=True):
 class RenewResponse(msgspec.Struct, frozen=True):
     """Pulls that were renewed: the requester's unfinished ones, at peers that are still live.
 
-    A broker that is too old answers otherwise, which reads as no pull at all.
+    An older broker's answer has another form, which reads as no pulls.
     """
 
     renewed: Annotated[tuple[Renewal, ...], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)] = ()
@@ -349,7 +349,9 @@ class PeersResponse(msgspec.Struct, frozen=True):
 
 
 def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> dict[str, int]:
-    """Return the largest of these counts, at most so many, with names that a heartbeat may hold."""
+    """Return the largest of these counts, at most `max_names`, with names that a heartbeat
+    accepts.
+    """
     named = (
         (name, min(count, MAX_COUNT))
         for name, count in counts.items()
@@ -359,7 +361,7 @@ def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> d
 
 
 def tier_figures(stats: Mapping[str, Mapping[str, int]]) -> tuple[TierFigures, ...]:
-    """Return how full tiers are.
+    """Return the fill levels of tiers.
 
     Args:
         stats: `StorageBackend.stats` of each, by its name.

@@ -1,4 +1,4 @@
-"""Connections to peers, one each, the least recently used given up first."""
+"""Connections to peers, one each; the least recently used is closed first."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from lmcache_core.wire.client import ClientOptions, LmClient
 
 MAX_PEERS: Final = 128
 SUSPECT_S: Final = 2.0
-"""How long a peer that came to a standstill is not asked: a stopped process takes connections and
-never answers.
+"""How long a peer that has stalled is not asked: a stopped process accepts connections and never
+answers.
 """
 
 
 def peer_client(distributed_url: str, token: ShownToken, options: ClientOptions) -> LmClient:
-    """Return the client of a peer, encrypted where its URL says so, and nowhere else.
+    """Return the client of a peer, encrypted if and only if its URL says so.
 
     Args:
-        distributed_url: Of the peer.
-        token: What it is shown. Anyone who may announce a peer could receive it, so where
-            `options.tls` says so it is shown only to those whose certificate was checked.
-        options: Whose `tls` counts for peers that are encrypted; None: who is trusted on this
-            machine.
+        distributed_url: The peer's address.
+        token: Token to present. Anyone who may announce a peer could receive it, so if
+            `options.tls` requires it, only peers with a verified certificate get it.
+        options: Options, whose `tls` applies to encrypted peers; None: the system's authorities.
 
     Raises:
-        ValueError: Not a distributed URL.
+        ValueError: `distributed_url` is malformed.
     """
     host, port = parse_distributed_url(distributed_url)
     if is_encrypted(distributed_url):
@@ -46,17 +45,17 @@ class PeerPool:
     """Clients by distributed URL.
 
     Args:
-        name: This instance, for the peers' logs.
-        tier: Name that chunks from peers carry.
+        name: Name of this instance in the peers' logs.
+        tier: Name of the tier that chunks from peers are attributed to.
         timeout_s: Deadline of a call.
         connect_timeout_s: Deadline of connecting; a dead peer costs at most this once per back-off
             interval.
-        accepts: Which records peers may send.
-        tls: Whom to trust and what to show where peers are encrypted; None: who is trusted on this
-            machine.
+        accepts: Records that peers may send.
+        tls: Trusted authorities and client certificate for encrypted peers; None: the system's
+            authorities.
 
     Attributes:
-        timeout_s: Deadline of a call that names none.
+        timeout_s: Deadline of a call without its own.
     """
 
     def __init__(
@@ -81,15 +80,15 @@ class PeerPool:
         self._suspects: OrderedDict[str, float] = OrderedDict()
 
     async def client(self, distributed_url: str) -> LmClient:
-        """Return the client of that peer; connects when first used.
+        """Return the client of that peer, which connects on first use.
 
         Raises:
-            ValueError: Not a distributed URL.
-            UnavailableError: It came to a standstill a moment ago.
+            ValueError: `distributed_url` is malformed.
+            UnavailableError: The peer has stalled recently.
         """
         if asyncio.get_running_loop().time() < self._suspects.get(distributed_url, 0.0):
             raise UnavailableError(
-                f"{distributed_url} came to a standstill and is not asked again for {SUSPECT_S:g} s"
+                f"{distributed_url} has stalled and is not asked again for {SUSPECT_S:g} s"
             )
         client = self._clients.get(distributed_url)
         if client is None:
@@ -113,7 +112,7 @@ class PeerPool:
             await client.close()
 
     async def close(self) -> None:
-        """End every connection. Idempotent."""
+        """Close every connection. Idempotent."""
         while self._clients:
             _, client = self._clients.popitem()
             await client.close()

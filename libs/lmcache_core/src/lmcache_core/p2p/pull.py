@@ -1,12 +1,12 @@
-"""One read from peers: pulled from the holder that the broker names, from a second one when the
-first is late, from the next when it fails.
+"""One read from peers: from the holder that the broker assigns, from a second one if that is late,
+and from the next one if it fails.
 
     holders ──broker──> assignments ──> race (one peer, some chunks) ──late──> broker again, without
-    those asked before
+    those already asked
                                              └──failed or stalled──────────> the same
 
-A chunk is there when its whole record has been verified; a second copy is given back. A peer that
-is second for all of its chunks is cancelled.
+A chunk has arrived when its whole record has been verified; a second copy is released. A peer that
+is overtaken for all of its chunks is cancelled.
 """
 
 from __future__ import annotations
@@ -30,42 +30,45 @@ from lmcache_core.telemetry.sparse_log import SparseLog
 logger = logging.getLogger(__name__)
 
 BATCH_CHUNKS: Final = 8
-"""Chunks of one GET: when the peer is late, what was asked for and has not come whole is asked
-for twice.
+"""Chunks in one GET: if the peer is late, only the chunks of unfinished GETs are requested
+twice.
 """
 MAX_BATCHES_UNDERWAY: Final = 4
 MAX_QUEUE_S: Final = 0.2
-"""For a holder while all of them are busy: the remote tier may have the chunks, too, and is not
-asked before.
+"""Longest wait for a holder while all are busy: the remote tier, which is asked afterwards, may
+have the chunks, too.
 """
 MAX_HOLDERS_ASKED: Final = 4
-"""For one chunk, one after the other or side by side."""
+"""Bound on the holders asked for one chunk, in turn or concurrently."""
 RENEWALS_PER_TICKET: Final = 3
-"""So that one that fails leaves time for another."""
+"""Leaves time for another attempt if a renewal fails."""
 MIN_RENEWAL_S: Final = 0.05
 STALL_SHARE: Final = 0.5
-"""Of a read's time: a peer that brings nothing for so long is given up, so that the next holder,
-or the next tier, still has time.
+"""Part of a read's time after which a silent peer is abandoned, so that the next holder or the next
+tier still has time.
 """
 
 
 HEDGE_WINDOW: Final = 64
-"""Pulls of one size class that are remembered."""
+"""Pulls remembered per size class."""
 MIN_SAMPLES: Final = 16
 MAX_SIZE_CLASS: Final = 12
 HEDGE_QUANTILE: Final = 0.95
 MIN_HEDGE_S: Final = 0.005
-"""Below this a second question costs more than the wait that it saves."""
+"""Below this, a second request costs more than the wait that it saves."""
 UNKNOWN_SHARE: Final = 0.25
-"""Of the time that is left, while too few pulls are known."""
+"""Part of the remaining time after which a pull is late, while too few pulls are known."""
 MAX_HEDGES_SAVED: Final = 5.0
 HEDGES_PER_PULL: Final = 0.1
-"""A slow network makes all pulls late; asking every peer twice then makes it slower."""
+"""Additional pulls per pull. A slow network makes all pulls late; asking every peer twice would
+make it slower.
+"""
 
 
 class Hedging:
-    """Decides when a pull is late, from how long pulls of its size class (chunks to the power of
-    two) took, and whether it may be doubled: one in ten over time, a few at once.
+    """Decides when a pull is late, based on the duration of pulls in its size class (number of
+    chunks, by powers of two), and whether it may be doubled: one in ten over time, with small
+    bursts.
     """
 
     def __init__(self) -> None:
@@ -75,16 +78,16 @@ class Hedging:
         ]
 
     def observe(self, num_chunks: int, elapsed_s: float) -> None:
-        """Note how long a pull of so many chunks took until it was over, or given up because
+        """Record how long a pull of `num_chunks` took until it ended or was abandoned because
         another peer was faster.
         """
         self._class_of(num_chunks).append(elapsed_s)
 
     def hedge_s(self, num_chunks: int, left_s: float) -> float:
-        """Return after how many seconds a pull is late.
+        """Return the number of seconds after which a pull is late.
 
         Args:
-            num_chunks: What it is to bring.
+            num_chunks: Number of chunks requested.
             left_s: Time until its deadline.
         """
         samples = sorted(self._class_of(num_chunks))
@@ -93,11 +96,11 @@ class Hedging:
         return max(MIN_HEDGE_S, samples[min(len(samples) - 1, int(len(samples) * HEDGE_QUANTILE))])
 
     def earn(self) -> None:
-        """Note that a pull begins."""
+        """Record that a pull begins."""
         self._saved = min(MAX_HEDGES_SAVED, self._saved + HEDGES_PER_PULL)
 
     def spend(self) -> bool:
-        """Return whether this pull may be doubled; then it counts as such."""
+        """Return whether this pull may be doubled, and count it if so."""
         if self._saved < 1.0:
             return False
         self._saved -= 1.0
@@ -113,15 +116,15 @@ class PullFigures:
 
     Attributes:
         pulls: Peers that were asked.
-        failed_pulls: Those that did not bring all that they were asked for.
-        renewed_pulls: Tickets that ended before their pulls were over, and were replaced.
-        hedged_pulls: Those that were late, so that another peer was asked too.
-        won_hedges: Chunks that the other peer brought first.
-        failed_over_chunks: Chunks that were asked for again because a peer failed.
-        pulled_chunks: Chunks that came.
-        pulled_bytes: Bytes of these.
-        wasted_bytes: Of chunks that came a second time.
-        corrupt_chunks: Chunks that came damaged, or were not what was asked for.
+        failed_pulls: Pulls that did not deliver everything requested.
+        renewed_pulls: Tickets that were replaced because they expired before their pulls ended.
+        hedged_pulls: Pulls that were late, so that another peer was asked, too.
+        won_hedges: Chunks that the other peer delivered first.
+        failed_over_chunks: Chunks that were requested again because a peer failed.
+        pulled_chunks: Chunks received.
+        pulled_bytes: Their bytes.
+        wasted_bytes: Bytes of chunks that arrived a second time.
+        corrupt_chunks: Chunks that arrived damaged, or were not the ones requested.
     """
 
     pulls: int = 0
@@ -137,10 +140,10 @@ class PullFigures:
 
 
 class PulledBytes(OrderedDict[str, int]):
-    """Bytes that came, by the peer that sent them; of the peers that sent something last."""
+    """Bytes received, by peer; keeps the peers that sent something most recently."""
 
     def add(self, peer_id: str, num_bytes: int) -> None:
-        """Count what a peer has sent."""
+        """Count bytes sent by a peer."""
         self[peer_id] = self.pop(peer_id, 0) + num_bytes
         if len(self) > MAX_COUNTED_PEERS:
             self.popitem(last=False)
@@ -148,16 +151,16 @@ class PulledBytes(OrderedDict[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class PullParts:
-    """What all pulls of one instance share.
+    """State shared by all pulls of one instance.
 
     Attributes:
         instance: This instance.
-        broker: Says who serves.
+        broker: Assigns holders.
         peers: Connections.
-        hedging: When another peer is asked as well.
-        figures: What came of them.
-        pulled: The same bytes by peer.
-        log: Tells of peers that fail.
+        hedging: Decides when another peer is asked as well.
+        figures: Results of all pulls.
+        pulled: Bytes received, by peer.
+        log: Reports peers that fail.
     """
 
     instance: str
@@ -174,14 +177,14 @@ class _Race:
     """One peer at work on some chunks.
 
     Attributes:
-        assignment: Who.
-        ticket: What it is shown from now on.
-        open: Places of its chunks that have not come yet.
-        num_chunks: How many it was asked for.
+        assignment: The peer and its chunks.
+        ticket: The current ticket.
+        open: Indices of its chunks that have not arrived yet.
+        num_chunks: Number of chunks requested from it.
         began: On the loop's clock.
-        moved: When something last came from it.
-        is_hedge: Another peer was asked for the same before.
-        work: What pulls.
+        moved: Time at which something last arrived from it.
+        is_hedge: Another peer was asked for the same chunks before.
+        work: The task that pulls.
     """
 
     assignment: Assignment
@@ -195,18 +198,19 @@ class _Race:
 
 
 class PeerPull:
-    """Reads chunks from peers, once. On the event loop only.
+    """Reads chunks from peers, once. For use on the event loop.
 
     Args:
-        parts: Shared with other reads.
+        parts: State shared with other reads.
         keys: Names of the chunks.
-        holders: Who may hold each of the first of them; chunks without any are not asked for.
-        allocate: Where payloads go.
+        holders: Possible holders of the first chunks, one entry per chunk; chunks without any are
+        not requested.
+        allocate: Allocates memory for payloads.
         deadline: On the loop's clock.
 
     Attributes:
-        granted: Names of the pulls that the broker has granted; report them as done when they are
-            over.
+        granted: Ids of the pulls that the broker has granted; report them as done when they have
+        ended.
     """
 
     def __init__(
@@ -232,22 +236,22 @@ class PeerPull:
         self._group = asyncio.TaskGroup()
 
     async def assign(self) -> Sequence[Assignment]:
-        """Ask the broker, for the first time.
+        """Ask the broker for the first time.
 
         Raises:
-            UnavailableError: It could not be asked.
+            UnavailableError: The broker is unavailable.
         """
         return await self._assigned(range(len(self._untried)), wait_s=self._stall_s)
 
     async def run(self, assignments: Sequence[Assignment]) -> list[Result]:
-        """Pull what comes before the deadline, which is kept here: callers need no limit.
+        """Pull until the deadline, which is enforced here: callers need no timeout.
 
         Args:
-            assignments: Of `assign`.
+            assignments: Result of `assign`.
 
         Returns:
-            One result a key, in order; the caller owns the chunks. What no peer has brought is a
-            miss.
+            One result per key, in order; the caller owns the chunks. A chunk that no peer has
+                delivered is a miss.
         """
         try:
             async with self._group:
@@ -260,8 +264,8 @@ class PeerPull:
         return self._results
 
     async def _assigned(self, places: Sequence[int], wait_s: float = 0.0) -> Sequence[Assignment]:
-        """Return whom the broker names for these chunks, of the holders that have not been asked
-        yet; when all are busy, after a wait for one.
+        """Return the broker's assignments for these chunks among the holders not asked yet; if all
+        are busy, wait for one.
         """
         asked = {
             i
@@ -303,7 +307,7 @@ class PeerPull:
             self._group.create_task(self._watch(race))
 
     async def _watch(self, race: _Race) -> None:
-        """Let a peer work; ask another one as well when it is late, instead when it fails."""
+        """Let a peer work; ask another one as well if it is late, or instead if it fails."""
         work = race.work = self._group.create_task(self._work(race))
         renewing = self._group.create_task(self._renew(race))
         hedge_at = race.began + self._parts.hedging.hedge_s(
@@ -328,7 +332,7 @@ class PeerPull:
         await self._judge(race)
 
     async def _renew(self, race: _Race) -> None:
-        """Renew the ticket of a pull that takes longer than its life, until cancelled."""
+        """Renew the ticket of a pull that outlasts it, until cancelled."""
         pull, ttl_ms = race.assignment.pull, race.assignment.ttl_ms
         while pull and ttl_ms:
             await asyncio.sleep(max(MIN_RENEWAL_S, ttl_ms / 1000 / RENEWALS_PER_TICKET))
@@ -337,12 +341,12 @@ class PeerPull:
             except UnavailableError:
                 continue
             if renewal is None:
-                return  # the ticket lasts for a while still, and then this peer has failed
+                return  # the ticket stays valid for a while; then this peer fails
             race.ticket, ttl_ms = renewal.ticket, renewal.ttl_ms
             self._parts.figures.renewed_pulls += 1
 
     async def _judge(self, race: _Race) -> None:
-        """Learn from a race that is over, and see to what it has not brought."""
+        """Learn from a finished race, and handle what it has not delivered."""
         now, parts = self._now(), self._parts
         if not race.open:
             late_s = parts.hedging.hedge_s(race.num_chunks, self._deadline - race.began)
@@ -350,7 +354,7 @@ class PeerPull:
             if race.moved == race.began and now - race.began >= late_s:
                 await parts.peers.suspect(
                     race.assignment.distributed_url
-                )  # others were faster, and it has shown no life at all
+                )  # others were faster, and it has sent nothing at all
             return
         parts.figures.failed_pulls += 1
         left_alone = sorted(race.open.difference(*(other.open for other in self._races)))
@@ -368,8 +372,8 @@ class PeerPull:
         self._begin(assignments, is_hedge)
 
     async def _work(self, race: _Race) -> None:
-        """Pull the chunks of a race, a few batches underway at a time. A hedge begins at the
-        end: the two meet, and little comes twice.
+        """Pull the chunks of a race, a few batches at a time. A hedge starts from the end: the two
+        meet, and little is sent twice.
         """
         places = sorted(race.open, reverse=race.is_hedge)
         batches = iter([places[i : i + BATCH_CHUNKS] for i in range(0, len(places), BATCH_CHUNKS)])
@@ -390,7 +394,7 @@ class PeerPull:
 
     async def _get(self, race: _Race, places: Sequence[int]) -> Sequence[Result]:
         def allocate(num_bytes: int) -> MemoryObj | None:
-            race.moved = self._now()  # a record has begun to come
+            race.moved = self._now()  # a record has begun to arrive
             return self._allocate(num_bytes)
 
         try:
@@ -438,6 +442,6 @@ _NEVER_STORED: Final = Miss(MissReason.NEVER_STORED)
 _PEER_IS_GONE: Final = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 _DAMAGED: Final = frozenset({MissReason.CORRUPT, MissReason.IDENTITY})
 _SAYS_LITTLE: Final = _PEER_IS_GONE | {MissReason.NEVER_STORED}
-"""Reasons that any other one replaces: that the second holder is away says less than why the first
-did not serve.
+"""Reasons that any other one overrides: that the second holder is unavailable says less than why
+the first one did not serve.
 """

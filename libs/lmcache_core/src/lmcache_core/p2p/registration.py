@@ -1,4 +1,4 @@
-"""Keeps one instance known to the broker for as long as it serves."""
+"""Keeps one instance registered with the broker for as long as it serves."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ from lmcache_core.p2p.messages import CopyOrder, DrainReport, Peer, PeerFigures
 logger = logging.getLogger(__name__)
 
 FIRST_INTERVAL_S: Final = 5.0
-"""Between two tries while no broker has granted a lease whose length says it, where none in
-particular was asked for.
-"""
+"""Interval between two attempts while no broker has granted a lease, if no length was requested."""
 RENEWALS_PER_LEASE: Final = 3
 DRAINING_INTERVAL_S: Final = 1.0
-"""Between two renewals of an instance that drains, so that its progress can be seen."""
+"""Interval between two renewals of a draining instance, so that its progress is visible."""
 
 _MIN_PAUSE_S: Final = 0.05
 
 
 class LeaseListener(Protocol):
-    """Follows what the broker asks of an instance, and reports how far that is. Called on the loop;
-    must not block.
+    """Handles the broker's requests to an instance, and reports progress. Called on the loop; must
+    not block.
     """
 
     def drain_wanted(self) -> None:
-        """Begin the drain: the instance is about to end. Called once."""
+        """Begin the drain: the instance is about to shut down. Called once."""
 
     def copies_wanted(self, orders: Sequence[CopyOrder]) -> None:
-        """Give these chunks to others too."""
+        """Copy these chunks to other peers."""
 
     def drain_report(self) -> DrainReport | None:
-        """Return how far a drain is; None before it."""
+        """Return the progress of a drain; None before it."""
 
 
 class PeerRegistration:
-    """Owns the renewal of one peer's lease.
+    """Renews one peer's lease.
 
-    A broker that is away costs nothing but the lease: `open` does not wait for it, and the next
-    renewal registers again, since an announcement carries everything that the broker has to know.
-    That includes draining, which outlives a broker's restart.
+    An unavailable broker costs nothing but the lease: `open` does not wait for it, and the next
+    renewal registers again, since an announcement contains everything that the broker needs. That
+    includes draining, which survives a broker's restart.
 
     Args:
-        client: Open for as long as this object is.
-        peer: Who is registered.
+        client: Must stay open as long as this object.
+        peer: The peer to register.
         load: Called before each renewal; 0 (idle) to 1 (full).
-        ttl_ms: The lease to ask for; None: the broker's `default_lease_ttl_ms`. It is renewed three
-            times within the lease that it grants.
-        listener: Follows the broker's requests.
-        figures: Called before each renewal, on the loop: what the instance has done and holds.
+        ttl_ms: The lease to request; None: the broker's `default_lease_ttl_ms`. It is renewed three
+            times within the lease granted.
+        listener: Handles the broker's requests.
+        figures: Called before each renewal, on the loop: counters of the instance and what it
+            holds.
 
     Attributes:
         draining: Whether this instance gets no new pulls, by its own decision or the broker's.
@@ -89,15 +88,15 @@ class PeerRegistration:
 
     @property
     def registered(self) -> bool:
-        """Whether the last lease that the broker granted is still running."""
+        """Whether the latest lease from the broker is still valid."""
         return time.monotonic() < self._lease_ends
 
     async def open(self) -> None:
-        """Begin to register. Returns at once."""
+        """Begin to register. Returns immediately."""
         self._supervisor.repeat("lease", self._beat, interval_s=_MIN_PAUSE_S)
 
     def drain(self) -> None:
-        """Ask for no new pulls, now and for the rest of this incarnation."""
+        """Request no new pulls, now and for the rest of this incarnation."""
         self.draining = True
         self._wake.set()
 
@@ -109,8 +108,8 @@ class PeerRegistration:
         self._wake.set()
 
     async def close(self) -> None:
-        """Stop renewing and end the lease if the broker can be reached; otherwise it runs out by
-        itself.
+        """Stop renewing and end the lease if the broker is reachable; otherwise the lease
+        expires.
         """
         await self._supervisor.close()
         self._lease_ends = 0.0
@@ -122,8 +121,8 @@ class PeerRegistration:
             logger.info("lease not ended, it expires: peer=%s error=%s", self._peer.id, exc)
 
     async def _beat(self) -> None:
-        """Wait until a renewal is due, then renew. Waiting comes first, so that an unexpected
-        failure is not retried at once.
+        """Wait until a renewal is due, then renew. The wait comes first, so that an unexpected
+        failure is not retried immediately.
         """
         with contextlib.suppress(TimeoutError):
             interval_s = (
@@ -149,7 +148,7 @@ class PeerRegistration:
                 figures=None if self._figures is None else self._figures(),
             )
         except UnavailableError as exc:
-            # Only changes are logged: a broker that is away for an hour is one line.
+            # Only changes are logged: an hour without a broker is one line.
             if self._reachable is not False:
                 logger.warning("broker unavailable, retrying: peer=%s error=%s", self._peer.id, exc)
             self._reachable = False

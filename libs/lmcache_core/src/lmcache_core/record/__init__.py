@@ -1,4 +1,4 @@
-"""The record: chunk bytes with identity and digest, the one container for every crossing. No
+"""The record: chunk bytes with identity and digest, the one container for every transfer. No
 torch.
 """
 

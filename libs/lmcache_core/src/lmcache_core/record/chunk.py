@@ -1,5 +1,5 @@
-"""A chunk in memory, and its absence: the values that pass between engine, tiers and transports.
-No torch.
+"""A chunk in memory, and its absence: the values that pass between engine, tiers and transports. No
+torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lmcache_core.record.codec import encode_head, head_bytes
 from lmcache_core.record.header import RecordHeader, payload_digest
 
 HOT_TIER = "Hot"
-"""The name of the tier in host memory."""
+"""The name of the host-memory tier."""
 
 
 class MissReason(StrEnum):
-    """Why a chunk was not served. Every miss is counted under one of these."""
+    """Why a chunk was not served. Every miss is counted under one of these reasons."""
 
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"
@@ -35,9 +35,9 @@ class MissReason(StrEnum):
     BREAKER_OPEN = "breaker_open"
     NO_MEMORY = "no_memory"
     ENCODING = "encoding"
-    """Lossy where lossless was asked, or encoded by a serde that is not open here."""
+    """Lossy where lossless is required, or encoded by a serde that is not open here."""
     PROFILE = "profile"
-    """Encoded with a profile or tables that are not known here."""
+    """Encoded with an unknown profile or unknown tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +48,24 @@ class Miss:
 
 
 class Chunk:
-    """A chunk in memory. The receiver owns a reference on `memory` and gives it back with
-    `release`.
+    """A chunk in memory. The receiver owns a reference on `memory` and releases it with `release`.
 
-    Its head is bytes that came with it, or is made when first asked for, as its digest is
-    (`unsealed`): a chunk that never leaves the process costs neither.
+    Its head either came with it or is built on first use, together with its digest (`unsealed`): a
+    chunk that never leaves the process costs neither.
 
     Args:
         key: Its name.
         header: The parsed head of its record.
-        head: The head's bytes, as they go to a file or a socket; None: made, with the digest, when
-            first asked for.
+        head: The head's bytes, as written to a file or a socket; None: built on first use, with the
+        digest.
         memory: Its payload, `byte_array` of exactly the record's payload length. Never changed
             while the chunk lives.
         tier: Name of the tier that it came from.
-        stored_at: When that tier stored it, seconds since the epoch; None: not known, or just now.
+        stored_at: When that tier stored it, seconds since the epoch; None: unknown, or just now.
 
     Attributes:
-        is_sealed: Whether its digest is known; if not, asking for `header` or `head` reads the
-            whole payload.
+        is_sealed: Whether its digest is known; if not, accessing `header` or `head` reads the whole
+            payload.
         is_unchecked: The code that copies the payload must compare its digest (`unchecked`).
     """
 
@@ -103,8 +102,8 @@ class Chunk:
 
     @classmethod
     def unsealed(cls, key: ChunkKey, header: RecordHeader, memory: MemoryObj, tier: str) -> Chunk:
-        """Return a chunk whose digest is computed when first needed; `header.digest` is replaced
-        then.
+        """Return a chunk whose digest is computed on first use, which then replaces
+        `header.digest`.
         """
         return cls(key, header, None, memory, tier)
 
@@ -117,21 +116,21 @@ class Chunk:
 
     @property
     def head(self) -> bytes:
-        """The head's bytes, as they go to a file or a socket."""
+        """The head's bytes, as written to a file or a socket."""
         if self._head is None:
             self._head = encode_head(self.header, self.memory.get_size())
         return self._head
 
     @property
     def described(self) -> RecordHeader:
-        """The header as far as it is known: everything but, if the chunk is not sealed, the
-        digest.
+        """The header without computing anything: if the chunk is not sealed, its digest is not
+        valid.
         """
         return self._header
 
     @property
     def lossy(self) -> bool:
-        """Whether its encoding loses something."""
+        """Whether its encoding is lossy."""
         return self._header.lossy
 
     @property
@@ -142,7 +141,7 @@ class Chunk:
         return num_head_bytes + self.memory.get_size()
 
     def sealed(self) -> Chunk:
-        """Return this chunk, with its digest computed if it was not. Thread-safe; releases the GIL
+        """Return this chunk after computing its digest if necessary. Thread-safe; releases the GIL
         while it reads.
         """
         if not self.is_sealed:
@@ -160,8 +159,8 @@ class Chunk:
         return self
 
     def moved(self, memory: MemoryObj, tier: str) -> Chunk:
-        """Return the same chunk in that memory (equal bytes, a reference of its own) of that
-        tier.
+        """Return the same chunk in another memory with equal bytes and its own reference,
+        attributed to that tier.
         """
         # Read before the header, which another thread that seals this chunk sets first.
         is_sealed, head = self.is_sealed, self._head
@@ -170,22 +169,22 @@ class Chunk:
         return chunk
 
     def unchecked(self) -> Chunk:
-        """Return this chunk (and its reference), whose digest the copying code checks."""
+        """Return this chunk (with its reference), whose digest the copying code checks."""
         chunk = self.moved(self.memory, self.tier)
         chunk.is_unchecked = True
         return chunk
 
     def release(self) -> None:
-        """Give this chunk's reference back."""
+        """Release this chunk's reference."""
         self.memory.ref_count_down()
 
 
 class Allocate(Protocol):
-    """Where a tier puts what it reads: arena memory, by eviction if need be."""
+    """Allocates memory for what a tier reads: arena memory, evicting chunks if necessary."""
 
     def __call__(self, num_bytes: int) -> MemoryObj | None:
-        """Return memory for that many bytes, one reference owned by the caller; None when there is
-        no room.
+        """Return memory for that many bytes, with one reference owned by the caller; None if there
+        is no room.
         """
 
 
@@ -193,7 +192,7 @@ Result = Chunk | Miss
 
 
 def release_all(results: Iterable[Result | None]) -> None:
-    """Give back the chunks among results that nobody will get."""
+    """Release the chunks among results that will not be used."""
     for result in results:
         if isinstance(result, Chunk):
             result.release()
@@ -203,23 +202,23 @@ class StagedFrom(IntEnum):
     """Where a staged chunk was found; the values are those of the bytes in `Staged.tiers`."""
 
     NOWHERE = 0
-    """It is not there for all ranks, or nothing is promised of it."""
+    """Not held for all ranks, or not promised."""
     HOT = 1
     """It was in host memory."""
     DISK = 2
     PEER = 3
     REMOTE = 4
     OTHER = 5
-    """A tier that has no number of its own."""
+    """A tier without a number of its own."""
 
 
 class Staged(NamedTuple):
-    """What is in host memory, for all ranks of a chain, and stays there until the ticket is given
-    back.
+    """The chunks of chains that are in host memory for all ranks, and stay there until the ticket
+    is released.
 
     Attributes:
-        is_ready: Nothing more will come: no lift was needed, or it is over.
-        tiers: For each chain one byte a chunk, a `StagedFrom`; nothing while the store has not
+        is_ready: Nothing more will come: no lift was needed, or it has ended.
+        tiers: For each chain one byte per chunk, a `StagedFrom`; empty while the store has not
             answered.
     """
 

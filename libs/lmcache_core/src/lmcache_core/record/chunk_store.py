@@ -1,4 +1,4 @@
-"""What the engine needs of storage. Embedded and sidecar mode differ in which object implements
+"""The engine's interface to storage. Embedded and sidecar mode differ in the object that implements
 it.
 """
 
@@ -14,39 +14,42 @@ from lmcache_core.record.chunk import Chunk, Staged
 
 
 class NotLent(StrEnum):
-    """Why `ChunkStore.reserve` gives no memory for a chunk."""
+    """Why `ChunkStore.reserve` returns no memory for a chunk."""
 
     KNOWN = "known"
-    """It is in host memory already."""
+    """It is already in host memory."""
     NO_ROOM = "no_memory"
 
 
 class ChunkStore(Protocol):
-    """Chunks by key, in memory that this process can read and write. Thread-safe; nothing here
-    raises for a missing tier.
+    """Chunks by key, in memory that this process can read and write. Thread-safe; no method raises
+    for a missing tier.
     """
 
     def open(self, on_salt: Callable[[str], None]) -> None:
-        """Start. `on_salt` is called, then and later, when the store knows the salt of this
-        process's tenant.
+        """Start. `on_salt` is called when the salt of this process's tenant becomes known, and
+        whenever it changes.
         """
 
     def close(self) -> None:
-        """Finish or abandon background writes by deadline and stop. Idempotent."""
+        """Stop, after finishing background writes up to a deadline and abandoning the rest.
+        Idempotent.
+        """
 
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
-        """Return how many chunks, from the first, are cached in the tiers named (any tier when
-        None).
+        """Return how many chunks, from the first, are cached in the named tiers (None: any
+        tier).
         """
 
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Begin to read chunks into host memory; returns at once."""
+        """Begin to read chunks into host memory; returns immediately."""
 
     def is_worth(self, saving_s: float) -> bool:
-        """Return whether a question that can save so much time is worth asking now. Asks nothing.
+        """Return whether a question that can save `saving_s` is worth asking now, without asking
+        it.
 
-        False while the store is away, or answers so late that waiting would cost more than a small
-        part of that time.
+        False while the store is unavailable, or answers so late that waiting would cost more than a
+        small part of that time.
         """
 
     def stage(
@@ -62,41 +65,41 @@ class ChunkStore(Protocol):
         """Return which of these chunks are in host memory for all ranks, and keep them there; begin
         to read the rest from slower tiers. Waits for no tier.
 
-        A chunk that is promised is not evicted until `unstage`, or until it has not been
-        asked about for a while (minutes). Asked again with the same ticket and chains it reports
-        progress; other chains under the same ticket are a new question.
+        A promised chunk is not evicted until `unstage`, or until it has not been asked about for
+        some minutes. Called again with the same ticket and chains, it reports progress; other
+        chains under the same ticket are a new question.
 
         Args:
             ticket: Name of the question, for example the request's id.
-            chains: What is asked for.
-            is_prefix: Nothing after the first missing chunk of a chain counts or is read.
-                Otherwise each chunk counts for itself.
-            recompute_s: What recomputing one chunk costs, as far as is known: reading does
-                not take longer than that for each chunk.
-            wait_s: How long to wait for the answer; asked again with the same ticket and chains,
-                wait for the same answer. None: until the store's own deadline.
-            saving_s: What the answer can save. With `wait_s`, a store whose answers take too long
-                for that is away.
+            chains: The chunks.
+            is_prefix: Ignore everything after the first missing chunk of a chain. Otherwise each
+                chunk counts individually.
+            recompute_s: Cost of recomputing one chunk, if known: reading takes no longer than that
+                for each chunk.
+            wait_s: How long to wait for the answer; a repeated call waits for the same answer.
+                None: until the store's own deadline.
+            saving_s: What the answer can save. With `wait_s`, a store that answers too late for
+                that counts as unavailable.
 
         Returns:
-            None when the store is away: nothing is known, and nothing held. Without `tiers` when it
-            has not answered yet.
+            None if the store is unavailable: nothing is known, and nothing held. Without `tiers` if
+                it has not answered yet.
         """
 
     def unstage(self, tickets: Sequence[str]) -> None:
-        """Keep what these tickets were promised no longer; unknown tickets are passed over."""
+        """Release what these tickets were promised; unknown tickets are ignored."""
 
     def reserve(
         self, keys: Sequence[CacheEngineKey], shapes: Sequence[Sequence[int]], dtype: str
     ) -> list[MemoryObj | NotLent]:
-        """Return memory to fill for each chunk that is not in host memory yet. Each object is
+        """Return memory to fill for each chunk that is not in host memory yet. Each object must be
         passed to `put` (then `release`) or to `abort`.
         """
 
     @property
     def needs_digests(self) -> bool:
-        """Whether chunks should come to `put` with their digests; otherwise these are made when
-        a chunk leaves the process.
+        """Whether chunks should come to `put` with their digests; otherwise digests are computed
+        when a chunk leaves the process.
         """
 
     def put(self, chunks: Sequence[Chunk]) -> list[bool]:
@@ -108,37 +111,39 @@ class ChunkStore(Protocol):
         recompute_s: float | None = None,
         check_later: bool = False,
     ) -> list[Chunk]:
-        """Return the longest prefix of these chunks that arrives in time, verified. Each goes to
-        `release` when it has been copied.
+        """Return the longest prefix of these chunks that arrives in time, verified. Pass each to
+        `release` after copying it.
 
-        What is missing is counted with its reason.
+        Missing chunks are counted with their reasons.
 
         Args:
-            keys: Their names.
-            recompute_s: What recomputing one chunk costs, as far as is known: what takes longer
-                to load is a miss.
-            check_later: Leave chunks whose digest is due `is_unchecked`: the caller compares it
-                along with its copy, and calls `reject`.
+            keys: Names of the chunks.
+            recompute_s: Cost of recomputing one chunk, if known: a chunk that takes longer to load
+                is a miss.
+            check_later: Leave chunks whose digest must be checked `is_unchecked`: the caller checks
+                it while copying, and calls `reject` if it differs.
         """
 
     def reject(self, chunk: Chunk) -> None:
-        """Report that the bytes of a chunk do not have its digest, so that it is not served
-        again. Still to be released.
+        """Report that the bytes of a chunk do not match its digest, so that it is not served again.
+        It must still be released.
         """
 
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Drop chunks that will not be asked for again, where that is cheap; others just age."""
+        """Drop chunks that will not be requested again, if that is cheap; otherwise let them
+        age.
+        """
 
     def release(self, chunks: Sequence[Chunk]) -> bool:
-        """Give the references of these chunks back.
+        """Release the references of these chunks.
 
         Returns:
             Whether all of them were certainly held until now; False means that what was read from
-            them may have been overwritten.
+                them may have been overwritten.
         """
 
     def abort(self, memories: Sequence[MemoryObj]) -> None:
-        """Give reserved memory back unused."""
+        """Release reserved memory unused."""
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the figures by tier."""

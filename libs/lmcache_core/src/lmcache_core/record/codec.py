@@ -1,4 +1,4 @@
-"""Bytes of a record: prefix, header, checksum, payload.
+"""Encoding of a record: prefix, header, checksum, payload.
 
 Source: `docs/protocols.md`, "Record". Golden vectors: `tests/contract/golden/records.json`.
 """
@@ -40,12 +40,12 @@ _DECODER = msgspec.msgpack.Decoder(RecordHeader)
 
 @dataclass(frozen=True, slots=True)
 class RecordPrefix:
-    """The fixed first bytes of a record: how long the rest is.
+    """The fixed first bytes of a record, which state the lengths of the rest.
 
     Attributes:
-        head_bytes: Prefix, header, padding and checksum; where the payload begins.
-        header_bytes: The header alone.
-        payload_bytes: The payload.
+        head_bytes: Length of prefix, header, padding and checksum; the offset of the payload.
+        header_bytes: Length of the header alone.
+        payload_bytes: Length of the payload.
     """
 
     head_bytes: int
@@ -54,10 +54,11 @@ class RecordPrefix:
 
 
 def encode_head(header: RecordHeader, payload_bytes: int) -> bytes:
-    """Return everything of a record but its payload; a multiple of `HEAD_ALIGN_BYTES` long.
+    """Return everything of a record except its payload; its length is a multiple of
+    `HEAD_ALIGN_BYTES`.
 
     Raises:
-        RecordError: The header does not fit its bounds or that payload.
+        RecordError: The header exceeds its bounds or does not match the payload.
     """
     header.check(payload_bytes)
     encoded = _ENCODER.encode(header)
@@ -74,12 +75,12 @@ def encode_head(header: RecordHeader, payload_bytes: int) -> bytes:
 
 
 def head_bytes(header: RecordHeader) -> int:
-    """Return how long `encode_head` will be; its digest may be any."""
+    """Return the length of `encode_head`; the digest does not affect it."""
     return _head_units(len(_ENCODER.encode(header))) * HEAD_ALIGN_BYTES
 
 
 def decode_prefix(data: bytes | bytearray | memoryview) -> RecordPrefix:
-    """Read the first `PREFIX_BYTES` of a record, to learn how long its head and payload are.
+    """Parse the first `PREFIX_BYTES` of a record, which state the lengths of its head and payload.
 
     Raises:
         RecordError: Too short, not a record, another version, or lengths out of bounds.
@@ -111,17 +112,17 @@ def decode_prefix(data: bytes | bytearray | memoryview) -> RecordPrefix:
 def decode_head(
     head: bytes | bytearray | memoryview, expected: CacheEngineKey | None = None
 ) -> tuple[RecordHeader, int]:
-    """Read and check the head of a record.
+    """Parse and check the head of a record.
 
     Args:
         head: Exactly the head: `RecordPrefix.head_bytes` bytes.
-        expected: The key that was asked for; another one is refused.
+        expected: The key requested; another one is refused.
 
     Returns:
         The header and the payload's length.
 
     Raises:
-        RecordError: Anything is wrong with it.
+        RecordError: The head is invalid.
     """
     prefix = decode_prefix(head)
     if len(head) != prefix.head_bytes:
@@ -171,10 +172,10 @@ def _head_units(header_bytes: int) -> int:
 
 
 def decoded_bytes(header: RecordHeader) -> int:
-    """Return the bytes of the decoded payload: its tensors, one after the other.
+    """Return the size of the decoded payload: its tensors, one after the other.
 
     Raises:
-        RecordError: More than a payload may have.
+        RecordError: It exceeds the limit of a payload.
     """
     size = sum(num_bytes(spec.shape, spec.dtype) for spec in header.tensors)
     if size > MAX_PAYLOAD_BYTES:
@@ -186,21 +187,21 @@ def decoded_bytes(header: RecordHeader) -> int:
 
 
 def decoded_header(header: RecordHeader) -> RecordHeader:
-    """Return the header of the decoded payload, its digest still to be computed.
+    """Return the header of the decoded payload, its digest yet to be computed.
 
-    Key, profile and the lossy mark are kept, so that values that are not those which were stored
-    never pass for them. What the encoder measured was of the encoded payload, and is left out.
+    Key, profile and the lossy mark are kept, so that decoded values are never taken for the
+    original ones. The encoder's measurements concern the encoded payload, and are dropped.
     """
     extensions = tuple(
         extension for extension in header.extensions if extension.id != REPORT_EXTENSION
     )
-    tensors = tuple(_one_behind_the_other(header.tensors))
+    tensors = tuple(_packed(header.tensors))
     return RecordHeader(
         header.key, RAW_SERDE, header.profile, header.lossy, tensors, UNSEALED_DIGEST, extensions
     )
 
 
-def _one_behind_the_other(tensors: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+def _packed(tensors: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
     at = 0
     for spec in tensors:
         length = num_bytes(spec.shape, spec.dtype)

@@ -1,4 +1,4 @@
-"""What a record says about its payload.
+"""The header of a record, which describes its payload.
 
 Source: `docs/protocols.md`, "Record". Golden vectors: `tests/contract/golden/records.json`.
 """
@@ -18,7 +18,7 @@ from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
 
 DIGEST_BYTES = 16
 UNSEALED_DIGEST = bytes(DIGEST_BYTES)
-"""Stands in a header whose digest is still to be computed."""
+"""Placeholder in a header whose digest is yet to be computed."""
 
 
 def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:
@@ -27,15 +27,15 @@ def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:
 
 
 def payload_hasher() -> xxhash.xxh3_128:
-    """Return the same digest of a payload that comes in pieces: give them to `update`, in order,
-    then ask for `digest()`.
+    """Return a hasher that computes the same digest incrementally: pass the pieces to `update`, in
+    order, then call `digest()`.
     """
     return xxhash.xxh3_128()
 
 
 RAW_SERDE = "naive"
 REPORT_EXTENSION = 1
-"""Id of the extension with what an encoder measured of its own work; ignorable."""
+"""Id of the extension with an encoder's measurements of its own work; ignorable."""
 MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
 MAX_EXTENSIONS = 64
@@ -64,8 +64,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         group: Layer group, "" for the only one.
         dtype: Name of the dtype of the decoded tensor.
         shape: Shape of the decoded tensor.
-        offset: Where its encoded bytes begin in the payload.
-        length: How many they are.
+        offset: Offset of its encoded bytes in the payload.
+        length: Length of its encoded bytes.
     """
 
     group: str
@@ -94,10 +94,10 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     Attributes:
         key: Canonical bytes of the `CacheEngineKey`.
-        serde: How the payload is encoded, "naive" for raw bytes.
+        serde: Encoding of the payload, "naive" for raw bytes.
         profile: Profile of the encoding, "" for none.
-        lossy: Whether decoding gives other values than were stored.
-        tensors: What the payload holds.
+        lossy: Whether decoded values differ from those stored.
+        tensors: Content of the payload.
         digest: xxh3-128 of the payload.
         extensions: Fields of later versions.
     """
@@ -111,14 +111,14 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     extensions: tuple[Extension, ...] = ()
 
     def engine_key(self) -> CacheEngineKey:
-        """Return the key, read."""
+        """Return the parsed key."""
         return CacheEngineKey.from_canonical(self.key)
 
     def check(self, payload_bytes: int) -> None:
         """Check every field against its bounds and against the payload's length.
 
         Raises:
-            RecordError: Something does not fit.
+            RecordError: A field is out of bounds or inconsistent.
         """
         if not 0 < len(self.key) <= MAX_CANONICAL_KEY_BYTES:
             raise RecordError(RecordReason.BOUNDS, f"key of {len(self.key)} bytes")
@@ -139,7 +139,7 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
             if extension.must_understand:
                 raise RecordError(
                     RecordReason.EXTENSION,
-                    f"extension {extension.id} must be understood and is not known",
+                    f"extension {extension.id} must be understood and is unknown",
                 )
         self._check_tensors(payload_bytes)
 

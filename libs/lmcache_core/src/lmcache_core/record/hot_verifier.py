@@ -1,4 +1,4 @@
-"""Whether a load from host memory checks the digest: `verify_hot`."""
+"""Decides whether a load from host memory checks the digest: `verify_hot`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MODES = ("always", "sampled", "never")
 
 
 class HotVerifier:
-    """Decides, and checks.
+    """Chooses chunks to check, and checks them.
 
     Args:
         mode: "always", "sampled" (a random one of each 16) or "never".
-        rng: Chooses which.
+        rng: Source of randomness.
     """
 
     def __init__(self, mode: str, rng: random.Random | None = None) -> None:
@@ -31,8 +31,8 @@ class HotVerifier:
 
     @classmethod
     def lenient(cls, mode: str) -> HotVerifier:
-        """Make a verifier of the mode that a sidecar names; an unknown mode, of a newer
-        sidecar, reads as "always".
+        """Return a verifier for the mode that a sidecar names; an unknown mode, of a newer sidecar,
+        reads as "always".
         """
         return cls(mode if mode in MODES else "always")
 
@@ -42,24 +42,24 @@ class HotVerifier:
         return self.mode != "never"
 
     def num_intact(self, chunks: Sequence[Chunk], workers: Workers) -> int:
-        """Return how many of them, from the first, did not turn out damaged; the checks run side by
-        side.
+        """Return how many of the chunks, from the first, were not found damaged; the checks run in
+        parallel.
         """
         chosen = [i for i, _ in enumerate(chunks) if self.chooses()]
         checks = [workers.submit(_is_intact, chunks[i]) for i in chosen]
-        # All of them: the caller gives the memory back when this returns.
+        # Wait for all of them: the caller releases the memory when this returns.
         verdicts = [check.result() for check in checks]
         return next(
             (i for i, is_intact in zip(chosen, verdicts, strict=True) if not is_intact), len(chunks)
         )
 
     def chooses(self) -> bool:
-        """Return whether the next chunk is one of those that are checked."""
+        """Return whether the next chunk is to be checked."""
         return self.mode == "always" or (self.mode == "sampled" and self._is_sampled())
 
     def _is_sampled(self) -> bool:
-        # Not each sixteenth: of prompts of 16 chunks that would always be the same one. Threads may
-        # race here: a group then has a chunk more or less.
+        # Not every sixteenth: for prompts of 16 chunks that would always be the same one. Threads
+        # may race here: a group then has one chunk more or less.
         if self._left <= 0:
             self._left, self._chosen = SAMPLE_INTERVAL, self._rng.randrange(SAMPLE_INTERVAL)
         self._left -= 1

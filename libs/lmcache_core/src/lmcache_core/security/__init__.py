@@ -1,5 +1,5 @@
-"""Who is calling (tokens, principals, tenants), what a peer may be asked for (tickets), and what
-the network may see of it (TLS).
+"""Identity of callers (tokens, principals, tenants), permission to pull from a peer (tickets), and
+encryption (TLS).
 """
 
 from lmcache_core.names import validate_instance_id, validate_tenant

@@ -1,5 +1,5 @@
-"""A bound on the TLS handshakes of a listener that are underway: the protocols above see a
-connection only when its handshake is over.
+"""Bounds the number of TLS handshakes underway on a listener: the protocols above see a connection
+only after its handshake.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from lmcache_core._typing import override
 logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKES: Final = 256
-"""Underway on one listener. Honest clients need milliseconds each."""
+"""Handshakes underway on one listener. Honest clients need milliseconds each."""
 MAX_HANDSHAKE_S: Final = 60.0
-"""What event loops give a handshake that they are told nothing else of."""
+"""Default handshake timeout of event loops."""
 MARGIN_S: Final = 1.0
 LOG_INTERVAL_S: Final = 60.0
 
 
 class CountedObject(ssl.SSLObject):
-    """The TLS side of a connection, whose handshake counts for its listener if that has a bound."""
+    """The TLS side of a connection, whose handshake counts towards its listener's bound, if any."""
 
     listener: BoundedContext | None = None
     began_at: float | None = None
 
     def do_handshake(self) -> None:
-        """Go on with the handshake. The first call raises `ssl.SSLError` where too many are
-        underway.
-        """
+        """Continue the handshake. The first call raises `ssl.SSLError` if too many are underway."""
         if self.listener is not None and self.began_at is None:
             self.began_at = time.monotonic()
             self.listener.begin(self)
@@ -50,11 +48,11 @@ class CountedObject(ssl.SSLObject):
 
 
 class BoundedContext(ssl.SSLContext):
-    """The context of one listener: handshakes above its bound fail at once, and their connections
-    end.
+    """The context of one listener: handshakes above its bound fail immediately, and their
+    connections end.
 
-    Connections whose handshake is over do not count, nor do those that went away in the middle of
-    it.
+    Connections whose handshake has finished do not count, nor do those that disconnected in the
+    middle of it.
     """
 
     _context: ssl.SSLContext
@@ -72,11 +70,11 @@ class BoundedContext(ssl.SSLContext):
         """Bound the handshakes of a listener.
 
         Args:
-            context: Of `server_context`; other listeners may have it, too, each with a bound of its
-                own.
-            max_handshakes: Underway at once.
-            max_s: How long the listener lets one take. One that began before that is over, though
-                its object may still be there.
+            context: Created by `server_context`; other listeners may share it, each with its own
+            bound.
+            max_handshakes: Handshakes underway at a time.
+            max_s: The listener's handshake timeout. A handshake that began earlier has ended, even
+                if its object still exists.
         """
         bounded = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
         bounded._context = context
@@ -89,13 +87,13 @@ class BoundedContext(ssl.SSLContext):
     @override
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
         made = self._context.wrap_bio(*args, **kwargs)
-        assert isinstance(made, CountedObject), "the context is of server_context"
+        assert isinstance(made, CountedObject), "the context was not created by server_context"
         made.listener = self
         return made
 
     def begin(self, handshake: CountedObject) -> None:
-        """Count a handshake, or raise `ssl.SSLError`, the only exception that event loops take
-        for an answer.
+        """Count a handshake, or raise `ssl.SSLError`, the only exception that event loops treat as
+        an answer.
         """
         now = time.monotonic()
         if len(self._underway) >= self._max_handshakes:
@@ -106,8 +104,7 @@ class BoundedContext(ssl.SSLContext):
             if now - self._logged_at >= LOG_INTERVAL_S:
                 self._logged_at = now
                 logger.warning(
-                    "%d TLS handshakes are underway on one listener: further connections end at"
-                    " once",
+                    "too many TLS handshakes underway on one listener, refusing more: limit=%d",
                     self._max_handshakes,
                 )
             raise ssl.SSLError("too many TLS handshakes are underway")

@@ -1,7 +1,7 @@
-"""The keys that broker and peers share, as people write them: `id:base64`, the first one signs.
+"""The keys shared by broker and peers, in their text form: `id:base64`, the first one signs.
 
-To rotate: append the new key everywhere, then move it to the front at the broker, then drop the old
-one everywhere. No restart is needed.
+To rotate: append the new key everywhere, then move it to the front at the broker, then remove the
+old one everywhere. No restart is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 
 
 class TicketKeyFile(Reloaded[dict[str, bytes]]):
-    """Key id to secret, as a file has them now, the one that signs first.
+    """Key id to secret, with the current content of a file, the signing key first.
 
     Args:
         path: See `read_ticket_keys`.
@@ -44,22 +44,20 @@ class TicketKeyFile(Reloaded[dict[str, bytes]]):
 
 
 TicketKeys = Mapping[str, bytes] | TicketKeyFile
-"""Key id to secret, 16 to 256 bytes each, the one that signs first: keys that stay, or those of
-a file.
-"""
+"""Key id to secret, 16 to 256 bytes each, the signing key first: fixed keys, or those of a file."""
 
 
 def current_keys(keys: TicketKeys) -> Mapping[str, bytes]:
-    """Return the keys that count now."""
+    """Return the keys that are currently valid."""
     return keys.current() if isinstance(keys, TicketKeyFile) else keys
 
 
 def parse_ticket_keys(entries: Iterable[str], source: str = "ticket_keys") -> dict[str, bytes]:
-    """Read `id:base64` entries, in order.
+    """Parse `id:base64` entries, in order.
 
     Args:
         entries: Standard or URL-safe base64, padded or not.
-        source: Named in errors.
+        source: Name of the source in errors.
 
     Raises:
         ConfigError: An entry is wrong, an id appears twice, or there are none or too many. Shows no
@@ -89,7 +87,7 @@ def parse_ticket_keys(entries: Iterable[str], source: str = "ticket_keys") -> di
 
 
 def read_ticket_keys(path: str | Path) -> dict[str, bytes]:
-    """Read a key file: one `id:base64` a line; empty lines and lines that start with `#` are
+    """Read a key file: one `id:base64` per line; empty lines and lines that start with `#` are
     skipped.
 
     Raises:
@@ -109,7 +107,7 @@ def check_key(key_id: str, secret: bytes, where: str) -> None:
     """Check the bounds of one key.
 
     Raises:
-        ConfigError: The id is no name, or the secret is too short or too long.
+        ConfigError: The id is malformed, or the secret is too short or too long.
     """
     if _KEY_ID.fullmatch(key_id) is None:
         raise ConfigError(f"{where}: a key's id matches {_KEY_ID.pattern}; rename it")

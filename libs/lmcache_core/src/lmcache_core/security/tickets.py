@@ -37,14 +37,14 @@ def unix_ms() -> int:
 
 
 class Ticket(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """What a ticket says.
+    """The content of a ticket.
 
     Attributes:
-        key_id: Which shared key signed it.
+        key_id: Id of the shared key that signed it.
         instance: The serving peer.
         requester: The instance that may pull.
-        tenant: The only namespace it may pull from.
-        expires_unix_ms: Not valid from this moment on, but for the verifier's skew allowance.
+        tenant: The only tenant that it may pull from.
+        expires_unix_ms: Invalid from this moment on, except for the verifier's skew allowance.
     """
 
     key_id: str
@@ -72,10 +72,10 @@ class TicketSigner:
         self._keys = keys
 
     def sign(self, *, instance: str, requester: str, tenant: str, expires_unix_ms: int) -> str:
-        """Make a ticket's text, at most 4096 characters.
+        """Return the text of a new ticket, at most 4096 characters.
 
         Raises:
-            ValueError: A name is not well-formed or the expiry is not positive.
+            ValueError: A name is malformed or the expiry is not positive.
         """
         if expires_unix_ms <= 0:
             raise ValueError("a ticket expires at a positive Unix time")
@@ -94,13 +94,13 @@ class TicketSigner:
 
 
 class TicketVerifier:
-    """Checks tickets that were handed to one instance.
+    """Checks tickets presented to one instance.
 
     Args:
         keys: See `TicketKeys`; several while keys rotate.
         instance_id: The instance that checks; a ticket for another one is refused.
         clock: Unix time in milliseconds.
-        skew_ms: How long after its expiry a ticket is still taken, for clocks that differ.
+        skew_ms: How long after its expiry a ticket is still accepted, for clocks that differ.
 
     Raises:
         ConfigError: A key is out of bounds.
@@ -123,11 +123,11 @@ class TicketVerifier:
     def verify(self, text: str) -> Ticket:
         """Check form, code, instance and expiry, in this order.
 
-        The caller still has to compare `tenant` and `requester` with what it knows of its
+        The caller must still compare `tenant` and `requester` with what it knows about its
         connection.
 
         Args:
-            text: Hostile until this returns.
+            text: Untrusted until this returns.
 
         Raises:
             AuthenticationError: The ticket is malformed, forged, for another instance or expired.
@@ -143,8 +143,8 @@ class TicketVerifier:
         secret = current_keys(self._keys).get(ticket.key_id)
         if secret is None:
             raise AuthenticationError("the ticket's key is unknown")
-        # Compared as text: a second spelling of the same code (unused bits of the last character)
-        # is refused too.
+        # Compared as text: a second encoding of the same code (unused bits of the last character)
+        # is refused, too.
         if not hmac.compare_digest(_code(secret, payload).encode(), code):
             raise AuthenticationError("the ticket's code is wrong")
         if ticket.instance != self._instance_id:

@@ -1,4 +1,4 @@
-"""TLS from files: contexts whose new connections use what the files hold by then."""
+"""TLS from files: new connections use the current content of the files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmcache_core.security.watched_files import Reloaded
 logger = logging.getLogger(__name__)
 
 _PEM = re.compile(r"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----(.*?)-----END ", re.DOTALL)
-"""With the labels that OpenSSL takes for a server's certificate."""
+"""The labels that OpenSSL accepts for a server's certificate."""
 _TIME = rb"(?:\x17\x0d|\x18\x0f)(\d{12,14})Z"
 _VALIDITY = re.compile(rb"\x30[\x1e\x20\x22]" + _TIME + _TIME)
 """Two times, each a UTCTime until 2049 and a GeneralizedTime from 2050 on: RFC 5280, section
@@ -34,10 +34,10 @@ class TlsFiles:
     """PEM files of one side.
 
     Attributes:
-        cert_file: Its certificate, followed by those between it and the root.
-        key_file: The certificate's key, without a passphrase; None where it is in the same file.
-        ca_file: Who must have signed the other side's certificate. None: a server asks for no
-            certificate, a client trusts whom this machine trusts.
+        cert_file: Its certificate, followed by the intermediate ones.
+        key_file: The certificate's key, without a passphrase; None if it is in the same file.
+        ca_file: Authorities that must have signed the other side's certificate. None: a server
+            requests no certificate, a client trusts the system's authorities.
     """
 
     cert_file: Path | None = None
@@ -46,26 +46,26 @@ class TlsFiles:
 
     @classmethod
     def named(cls, cert_file: str | None, key_file: str | None, ca_file: str | None) -> TlsFiles:
-        """Make them from an engine's options."""
+        """Return the files named by an engine's options."""
         return cls(
             *(None if name is None else Path(name) for name in (cert_file, key_file, ca_file))
         )
 
     @property
     def paths(self) -> list[Path]:
-        """Those that are set."""
+        """The paths that are set."""
         return [path for path in (self.cert_file, self.key_file, self.ca_file) if path is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """How a client of lm+tls:// sees to its connections.
+    """TLS settings of a client of lm+tls://.
 
     Attributes:
-        context: Whom it trusts, and what it shows.
-        name: What the servers' certificates name; None: the host that was connected to.
-        only_encrypted: Whether servers that others have named, such as peers, are shown tokens only
-            where the connection is encrypted.
+        context: Trusted authorities and the client's certificate.
+        name: Name in the servers' certificates; None: the host of the connection.
+        only_encrypted: Whether servers named by others, such as peers, get tokens only over
+            encrypted connections.
     """
 
     context: ssl.SSLContext
@@ -74,12 +74,12 @@ class ClientTls:
 
 
 class ReloadingContext(ssl.SSLContext):
-    """Hands each new connection to a context with what the files hold now, as far as that is good;
-    standing connections keep theirs.
+    """Delegates each new connection to a context with the current content of the files, as far as
+    it is valid; existing connections keep theirs.
 
-    Files are looked at when a connection begins, at most once a second. Settings of this object
-    itself reach no connection: it trusts no one and has no certificate, so that going around its
-    methods gives no connection.
+    Files are checked when a connection begins, at most once a second. Settings of this object
+    itself affect no connection: it trusts no authority and has no certificate, so that bypassing
+    its methods allows no connection.
 
     Attributes:
         if_silent: See `why_silent`.
@@ -89,7 +89,7 @@ class ReloadingContext(ssl.SSLContext):
     if_silent: str
 
     def __new__(cls, build: Callable[[], ssl.SSLContext], files: TlsFiles) -> ReloadingContext:
-        """Make a context for `server_context` and `client_context`."""
+        """Create a context for `server_context` and `client_context`."""
         context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
         context._contexts = Reloaded(build, files.paths, "certificates")
         context.if_silent = ""
@@ -105,16 +105,16 @@ class ReloadingContext(ssl.SSLContext):
 
 
 def server_context(files: TlsFiles) -> ReloadingContext:
-    """Return what a server listens with: TLS 1.3, and no session tickets, since a client that
-    resumes a session does not show its certificate again.
+    """Return the context of a server: TLS 1.3, without session tickets, since a client that resumes
+    a session does not show its certificate again.
 
     Args:
-        files: With a `cert_file`. With a `ca_file` clients must show a certificate.
+        files: Files with a `cert_file`. With a `ca_file` clients must show a certificate.
 
     Raises:
-        ConfigError: A file cannot be read or does not fit. The text names files and no content.
+        ConfigError: A file cannot be read or does not match. The text names files and no content.
     """
-    assert files.cert_file is not None, "a server has a certificate"
+    assert files.cert_file is not None, "a server needs a certificate"
 
     def build() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -131,15 +131,15 @@ def server_context(files: TlsFiles) -> ReloadingContext:
 
 
 def client_context(files: TlsFiles | None = None, cert_option: str = "") -> ReloadingContext:
-    """Return what a client connects with. The server's certificate, and the name in it, are always
+    """Return the context of a client. The server's certificate, and the name in it, are always
     checked.
 
     Args:
-        files: Whom to trust, and what to show to servers that ask.
+        files: Trusted authorities, and the certificate for servers that request one.
         cert_option: The option that names `files.cert_file`, for `why_silent`.
 
     Raises:
-        ConfigError: A file cannot be read or does not fit. The text names files and no content.
+        ConfigError: A file cannot be read or does not match. The text names files and no content.
     """
     wanted = files or TlsFiles()
 
@@ -156,37 +156,38 @@ def client_context(files: TlsFiles | None = None, cert_option: str = "") -> Relo
 
     context = ReloadingContext(build, wanted)
     if cert_option and wanted.cert_file is None:
-        context.if_silent = f"; if it wants a certificate of its callers, set {cert_option}"
+        context.if_silent = f"; if it requires a certificate of its callers, set {cert_option}"
     elif cert_option:
         context.if_silent = (
-            "; if it wants a certificate of its callers, one of its authorities must have signed"
+            "; if it requires a certificate of its callers, one of its authorities must have signed"
             f" that in {cert_option}"
         )
     return context
 
 
 def why_silent(context: ssl.SSLContext | None) -> str:
-    """Return the end of an error about a server that shook hands and then hung up without a word.
+    """Return the end of an error about a server that completed the handshake and then closed the
+    connection without a word.
 
-    That is all that a client sees where its certificate is missed or not trusted: under TLS 1.3 its
-    handshake is over by then, and event loops drop the alert that would say so.
+    That is all a client sees if its certificate is missing or not trusted: under TLS 1.3 its
+    handshake has finished by then, and event loops drop the alert that would say so.
 
     Args:
-        context: What was connected with; None for nothing encrypted.
+        context: Context of the connection; None if it was not encrypted.
     """
     return context.if_silent if isinstance(context, ReloadingContext) else ""
 
 
 def no_context() -> ssl.SSLContext:
-    """Return a context that trusts no one, for URLs without TLS where a library wants one."""
+    """Return a context that trusts no authority, for URLs without TLS where a library needs one."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def certificate_end(path: Path) -> float:
-    """Return the Unix time at which the first certificate of a PEM file ends.
+    """Return the Unix time at which the first certificate of a PEM file expires.
 
     Raises:
-        ConfigError: The file cannot be read or holds none.
+        ConfigError: The file cannot be read or contains no certificate.
     """
     try:
         pem = _PEM.search(path.read_text(encoding="latin-1"))
@@ -204,7 +205,7 @@ def certificate_end(path: Path) -> float:
 
 
 def day_of(unix_s: float) -> str:
-    """Return the day of a certificate's end, for people."""
+    """Return the day on which a certificate expires, for display."""
     return f"{datetime.datetime.fromtimestamp(unix_s, datetime.UTC):%Y-%m-%d}"
 
 
@@ -221,7 +222,7 @@ def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
     ends_s = certificate_end(files.cert_file)
     if (
         ends_s < time.time()
-    ):  # no reason to end: it may be replaced at any time, and some callers need none
+    ):  # not fatal: it may be replaced at any time, and some callers need none
         logger.warning(
             "certificate has expired, peers that verify it refuse it: file=%s expired=%s",
             files.cert_file,
@@ -239,7 +240,7 @@ def _load_trusted(context: ssl.SSLContext, path: Path) -> None:
 
 
 def _refuse_passphrase() -> str:
-    """Else OpenSSL would ask the terminal, and wait."""
+    """Raise an error; otherwise OpenSSL would prompt on the terminal, and wait."""
     raise ValueError("the key has a passphrase")
 
 

@@ -1,4 +1,4 @@
-"""The bearer token that a client shows, from a file that may be replaced while it runs."""
+"""The bearer token that a client presents, from a file that may be replaced at run time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_TOKEN_FILE_BYTES: Final = 4096
 
 
 class TokenFile(Reloaded[str]):
-    """A token and where it comes from.
+    """A token and its source.
 
     Args:
-        path: Holds the token and nothing else but white space around it.
+        path: File that contains only the token, apart from surrounding white space.
         option: Name of the option, for errors.
 
     Raises:
-        ConfigError: The file cannot be read or holds no token. Shows none of it.
+        ConfigError: The file cannot be read or contains no token. Shows none of it.
     """
 
     def __init__(self, path: Path, option: str) -> None:
@@ -29,7 +29,7 @@ class TokenFile(Reloaded[str]):
 
     @property
     def text(self) -> str:
-        """The token as the file has it now; looks at the file now and then."""
+        """The current token; checks the file from time to time."""
         return self.current()
 
     def __repr__(self) -> str:
@@ -37,11 +37,11 @@ class TokenFile(Reloaded[str]):
 
 
 ShownToken = str | TokenFile | None
-"""What a client shows: a token that stays, one from a file, or none."""
+"""The token of a client: a fixed one, one from a file, or none."""
 
 
 def token_text(token: ShownToken) -> str | None:
-    """Return the token to show now."""
+    """Return the current token."""
     return token.text if isinstance(token, TokenFile) else token
 
 
@@ -52,5 +52,5 @@ def _read_token(path: Path, option: str) -> str:
     if not text:
         raise ConfigError(f"{where} is empty: write the token into it")
     if not (text.isascii() and text.isprintable() and " " not in text):
-        raise ConfigError(f"{where} holds something else than visible ASCII characters: {fix}")
+        raise ConfigError(f"{where} contains something other than visible ASCII characters: {fix}")
     return text

@@ -1,13 +1,13 @@
-"""Callers: which bearer token belongs to which tenant, in which role, and how many requests a
-caller has in a second. The token file:
+"""Callers: the tenant and role of each bearer token, and the rate of a caller's requests. The token
+file:
 
 ```yaml
 tokens:
   - {name: vllm-prod, tenant: prod, role: client, token_sha256: 2f1a…}
   - {name: operator, tenant: prod, role: admin, token: at least sixteen characters}
 ```
-Only digests are kept in memory. A token is high-entropy random text, so that one SHA-256 is enough:
-there is nothing to stretch.
+Only digests are kept in memory. A token is high-entropy random text, so one SHA-256 is enough: key
+stretching would add nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Principal:
     """An authenticated caller.
 
     Attributes:
-        tenant: The namespace of all that it stores and reads.
+        tenant: The tenant of everything that it stores and reads.
         role: `client` stores and reads. `storage`, for storage servers, also speaks for other
             tenants' chunks: see `speaks_for_all_tenants`. `admin` may also clear, evict and drain.
         name: For logs; unique in its token file. Never a secret.
@@ -58,7 +58,7 @@ class Principal:
 
 
 def speaks_for_all_tenants(role: str) -> bool:
-    """Return whether a caller of that role may hold, hand over and report the chunks of every
+    """Return whether a caller with that role may hold, hand over and report the chunks of every
     tenant.
     """
     return role in ("storage", "admin")
@@ -115,18 +115,18 @@ class TokenTable:
 
     @classmethod
     def anonymous(cls) -> TokenTable:
-        """Return a table that takes anyone, with any token or none, for `Principal("default",
-        "admin", "anonymous")`.
+        """Return a table that accepts any token or none, for `Principal("default", "admin",
+        "anonymous")`.
         """
         return cls((), None)
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether every caller is let in."""
+        """Whether every caller is admitted."""
         return self._source is None
 
     def authenticate(self, token: str | None) -> Principal:
-        """Find who a token belongs to. Time depends on the number of entries, not on which one
+        """Return the owner of a token. The time depends on the number of entries, not on which one
         matches.
 
         Raises:
@@ -148,12 +148,12 @@ class TokenTable:
         return found
 
     def reload_if_changed(self) -> bool:
-        """Read the file again if it changed since the last read. Does file I/O.
+        """Re-read the file if it has changed since it was last read. Does file I/O.
 
-        A file that went bad leaves the last good table in force, and is reported once per change.
+        An invalid file leaves the last valid table in force, and is reported once per change.
 
         Returns:
-            True when a new table took over.
+            True if a new table is in force.
 
         Raises:
             ConfigError: The changed file is missing or wrong.
@@ -178,8 +178,8 @@ def _digest(token: str) -> bytes:
 
 
 def _read(path: Path) -> tuple[_Credential, ...]:
-    """Errors are raised `from None`: the parsers' own messages quote the file, and with it
-    tokens.
+    """Return the entries of a token file. Errors are raised `from None`: the parsers' own messages
+    quote the file, and with it tokens.
     """
     data = read_bounded(
         path, f"token file {path}", MAX_TOKEN_FILE_BYTES, "remove tokens that are not used"
@@ -254,15 +254,14 @@ MAX_BUCKETS: Final = 4096
 
 
 class RateLimiter:
-    """One bucket for each caller, which holds one second's requests, at least one, and fills
-    evenly.
+    """One bucket per caller, which holds one second's requests, at least one, and refills evenly.
 
-    Beyond `MAX_BUCKETS` callers the one that has been away longest is forgotten, and has a full
-    bucket if it comes again. For one thread.
+    Beyond `MAX_BUCKETS` callers the one that was idle longest is forgotten, and gets a full bucket
+    if it returns. For one thread.
 
     Args:
-        per_second: Requests a second.
-        clock: Monotonic time, seconds.
+        per_second: Requests per second.
+        clock: Seconds, monotonic.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -273,10 +272,11 @@ class RateLimiter:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, caller: str) -> float:
-        """Take one request of that caller's.
+        """Take one request from the caller's bucket.
 
         Returns:
-            0 when it may be served; else it was not taken, and one may be in that many seconds.
+            0 if the request may be served; otherwise nothing was taken, and one may be in this many
+                seconds.
         """
         now = self._clock()
         level, at = self._buckets.pop(caller, (self._capacity, now))

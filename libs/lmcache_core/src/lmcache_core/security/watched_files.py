@@ -1,4 +1,4 @@
-"""Files that others replace while we run: certificates, tokens, keys."""
+"""Files that are replaced at run time: certificates, tokens, keys."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Identity = tuple[int, ...]
 
 
 class WatchedFiles:
-    """Tells whether files have changed. Safe to share between threads.
+    """Detects whether files have changed. Safe to share between threads.
 
     Args:
         paths: The files; links are followed, since a mounted secret is replaced by moving one.
-        interval_s: Pause between two looks.
-        clock: Monotonic time, seconds.
+        interval_s: Pause between two checks.
+        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class WatchedFiles:
         self._next_look = clock() + interval_s
 
     def have_changed(self) -> bool:
-        """Return whether a file changed or went since the last call, or since the beginning."""
+        """Return whether a file has changed or disappeared since the last call, or since the
+        start.
+        """
         with self._lock:
             now = self._clock()
             if now < self._next_look:
@@ -57,7 +59,9 @@ class WatchedFiles:
 
 
 def identity_of(path: Path) -> Identity | None:
-    """Return what tells this file from one that takes its place; None if there is none."""
+    """Return values that distinguish this file from a later one with its path; None if there is
+    none.
+    """
     try:
         stat = path.stat()
     except OSError:
@@ -70,9 +74,9 @@ def read_bounded(path: Path, where: str, max_bytes: int, if_larger: str) -> byte
 
     Args:
         path: The file.
-        where: What errors call it.
+        where: Name of the file in errors.
         max_bytes: Its largest size.
-        if_larger: What to do about a larger one.
+        if_larger: Advice for a larger file.
 
     Raises:
         ConfigError: It cannot be read or is larger.
@@ -90,8 +94,8 @@ def read_bounded(path: Path, where: str, max_bytes: int, if_larger: str) -> byte
 
 
 class Reloaded(Generic[T]):
-    """A value read from files, and read again when they change. Files that go bad leave the last
-    good value in force, logged once per change.
+    """A value read from files, and re-read when they change. Invalid files leave the last valid
+    value in force, logged once per change.
 
     Args:
         read: Reads the value; raises `ConfigError`.
@@ -99,18 +103,18 @@ class Reloaded(Generic[T]):
         what: Name of the value in logs.
 
     Raises:
-        ConfigError: The first reading fails.
+        ConfigError: The first read fails.
     """
 
     def __init__(self, read: Callable[[], T], paths: Iterable[Path], what: str) -> None:
         self._read = read
         self._what = what
-        # Before the reading: what changes meanwhile is read again.
+        # Before reading: a change in between is read again.
         self._watch = WatchedFiles(paths)
         self._value = read()
 
     def current(self) -> T:
-        """Return the value as the files have it now; looks at them at most once a second."""
+        """Return the current value; checks the files at most once a second."""
         if self._watch.have_changed():
             try:
                 self._value = self._read()

@@ -1,4 +1,5 @@
-"""Tensors as bytes and back: the documented serdes, and the codecs of chunks that leave a process.
+"""Converts tensors to bytes and back: the documented serdes, and the codecs of chunks that leave a
+process.
 
 Names are resolved on first use: most of them need torch, and a process without torch can import
 this package.
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 RAW = "naive"
 CODEC_NAMES = ("cachegen", "cachegen:high", "cachegen:low", "lossless")
-"""Codecs that need no torch."""
+"""Codecs that do not need torch."""
 DOCUMENTED_NAMES = ("torch", "safetensor", "fast")
 SERDE_NAMES = (RAW, *DOCUMENTED_NAMES, *CODEC_NAMES)
 _PROFILES = MappingProxyType(
@@ -67,11 +68,11 @@ __all__ = [
 
 
 def create_codec(name: str | None, threads: int = 0) -> ChunkCodec | None:
-    """Return the codec of that name, not opened; None for `naive` and None: payloads stay raw.
+    """Return the codec with that name, not opened; None for `naive` and None: payloads stay raw.
 
     Args:
         name: One of `SERDE_NAMES`.
-        threads: How many work on one payload; 0: as many as there are processors.
+        threads: Threads that work on one payload; 0: one for each processor.
 
     Raises:
         ConfigError: There is no such codec.

@@ -10,11 +10,11 @@ from lmcache_core._typing import override
 from lmcache_core.memory.dtypes import dtype_name
 
 BytesLike = bytes | bytearray | memoryview
-"""What the deserializers read: contiguous bytes of whatever owner, only read and not kept."""
+"""Input of the deserializers: contiguous bytes of any owner, only read and not kept."""
 
 
 class Serializer(ABC):
-    """Writes a tensor as bytes that say all about it: values, shape and dtype. Stateless and
+    """Writes a tensor as bytes that describe it completely: values, shape and dtype. Stateless and
     thread-safe.
     """
 
@@ -30,16 +30,16 @@ class Serializer(ABC):
             Its encoding. The caller owns it.
 
         Raises:
-            ValueError: This serde cannot encode such a tensor; the text says what it takes.
+            ValueError: This serde cannot encode such a tensor; the text says what it accepts.
         """
 
 
 class Deserializer(ABC):
-    """Reads what the `Serializer` of the same serde wrote. Stateless and thread-safe.
+    """Reads the output of the same serde's `Serializer`. Stateless and thread-safe.
 
     Args:
         dtype: Dtype of the tensors that `from_bytes` returns, a `torch.dtype` or its name; None: as
-            they were stored.
+            stored.
 
     Raises:
         ValueError: Not a dtype of `DTYPE_ITEMSIZE`.
@@ -55,41 +55,38 @@ class Deserializer(ABC):
         """Decode a tensor.
 
         Args:
-            bs: All bytes of one encoding, and no more. Only read, and not referred to by the
-                result.
+            bs: All bytes of one encoding, and no more. Only read, and not referenced by the result.
 
         Returns:
-            A contiguous CPU tensor of the shape that was stored, of this deserializer's dtype. The
-            caller owns it and its memory.
+            A contiguous CPU tensor of the stored shape, of this deserializer's dtype. The caller
+                owns it and its memory.
 
         Raises:
-            SerdeError: The bytes are no encoding of this serde, or are damaged. Found out in time
-                and memory that are bounded by the length of `bs`.
+            SerdeError: The bytes are not an encoding of this serde, or are damaged. Detecting this
+                takes time and memory bounded by the length of `bs`.
         """
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in the dtype that was asked for; the same object where it has that
-        already.
+        """Return the tensor in the requested dtype; the same object if it already has that
+        dtype.
         """
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 class PlainDeserializer(Deserializer):
-    """A deserializer whose `from_bytes` is `from_bytes_normal` and the conversion to the dtype
-    that was asked for.
+    """A deserializer whose `from_bytes` is `from_bytes_normal` followed by the conversion to the
+    requested dtype.
     """
 
     @override
     def from_bytes(self, bs: BytesLike) -> torch.Tensor:
-        """Decode and convert; takes up to eight times the bytes that were stored (uint8 to
-        float64).
-        """
+        """Decode and convert; takes up to eight times the stored bytes (uint8 to float64)."""
         return self._converted(self.from_bytes_normal(bs))
 
     @abstractmethod
     def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:
-        """Decode without conversion: return the tensor in the dtype that was stored.
+        """Decode without conversion: return the tensor in the stored dtype.
 
         Raises:
-            SerdeError: As of `from_bytes`.
+            SerdeError: See `from_bytes`.
         """

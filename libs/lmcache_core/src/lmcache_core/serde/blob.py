@@ -32,9 +32,9 @@ class Head:
 
     Attributes:
         mode: How the tensor is encoded.
-        dtype: Number of the element type; what it means is the mode's.
+        dtype: Number of the element type; its meaning depends on the mode.
         itemsize: Bytes of an element.
-        sizes: Four numbers, whose meaning is the mode's.
+        sizes: Four numbers, whose meaning depends on the mode.
     """
 
     __slots__ = ("dtype", "itemsize", "mode", "sizes")
@@ -53,13 +53,13 @@ class Head:
 
 
 class Reader:
-    """Reads a blob from the front; never beyond its end.
+    """Reads a blob from the front, never beyond its end.
 
     Args:
         blob: Its bytes.
 
     Raises:
-        SerdeError: From every method, when the bytes do not suffice or are not what they must be.
+        SerdeError: From every method, if there are too few bytes or they are invalid.
     """
 
     def __init__(self, blob: memoryview) -> None:
@@ -84,13 +84,13 @@ class Reader:
         return self._blob[self._at - num_bytes : self._at]
 
     def array(self, dtype: str, count: int) -> npt.NDArray[np.generic]:
-        """Return the next array, little-endian; a view where it lies aligned, a copy elsewhere."""
+        """Return the next array, little-endian; a view if it is aligned, else a copy."""
         view = self.take(np.dtype(dtype).itemsize * count)
         return np.require(np.frombuffer(view, dtype), requirements=["A"])
 
     @property
     def left(self) -> int:
-        """Bytes that are still to be read."""
+        """Number of bytes that have not been read yet."""
         return len(self._blob) - self._at
 
     def finish(self) -> None:

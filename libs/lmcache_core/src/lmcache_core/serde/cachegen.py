@@ -1,4 +1,4 @@
-"""How many bins each layer's keys and values are quantised to. No torch, no numba.
+"""The number of bins that each layer's keys and values are quantised to. No torch, no numba.
 
 The other documented names of this module are resolved on first use: they need both, and are in
 `lmcache_core.documented.cachegen`.
@@ -93,7 +93,7 @@ SHALLOW_LAYERS = 10
 FINE_KEY_LAYERS = 10
 FINE_VALUE_LAYERS = 2
 DEFAULT_LAYERS = 32
-"""Taken for a model of which nothing is known."""
+"""Assumed for an unknown model."""
 MAX_MODEL_CONFIG_BYTES = 4 << 20
 
 DOCUMENTED_LAYERS = MappingProxyType(
@@ -116,8 +116,8 @@ class QuantizationSpec:
     """Bins of a run of layers.
 
     Attributes:
-        start_layer: The first of them.
-        end_layer: The layer after the last of them.
+        start_layer: First layer of the run.
+        end_layer: One past its last layer.
         bins: Even, 4 to 256; `bins - 1` values are used, symmetric around zero.
 
     Raises:
@@ -149,10 +149,11 @@ class CacheGenConfig:
     """Bins of every layer of a model.
 
     Attributes:
-        nlayers: How many layers it has.
-        kspecs: Bins of the keys: runs of layers, each beginning where the one before it ends, the
-            first at 0, the last at or after `nlayers`. Any sequence is taken, a tuple is kept.
-        vspecs: Bins of the values, likewise.
+        nlayers: Number of layers.
+        kspecs: Bins of the keys: runs of layers, each beginning where the previous one ends, the
+            first at 0, the last ending at or after `nlayers`. Any sequence is accepted and stored
+            as a tuple.
+        vspecs: Bins of the values, in the same form.
 
     Raises:
         ConfigError: The specs leave a gap, overlap or end early, or `nlayers` is not 1 to 4096.
@@ -174,13 +175,13 @@ class CacheGenConfig:
 
     @classmethod
     def from_model_name(cls, model_name: str) -> CacheGenConfig:
-        """Return the configuration of a model: documented, or derived from how many layers it has.
-        Never a refusal.
+        """Return the configuration of a model: documented, or derived from its number of layers.
+        Never refuses.
 
         Args:
-            model_name: One of the documented names; or a directory whose `config.json` names the
-                layers; or the last part of a documented name. For any other, 32 layers are assumed:
-                the bins of layers beyond are those of the last one.
+            model_name: One of the documented names; or a directory whose `config.json` states the
+                number of layers; or the last part of a documented name. For any other, 32 layers
+                are assumed: further layers have the bins of the last one.
         """
         layers = (
             DOCUMENTED_LAYERS.get(model_name)
@@ -205,13 +206,13 @@ class CacheGenConfig:
         """Return the bins of the keys of each layer.
 
         Args:
-            num_layers: How many layers to tell; None: `nlayers`. Layers beyond `nlayers` have the
-                bins of the last one.
+            num_layers: Number of layers to return; None: `nlayers`. Layers beyond `nlayers` have
+                the bins of the last one.
         """
         return _bins_of(self.kspecs, self.nlayers, num_layers)
 
     def bins_of_values(self, num_layers: int | None = None) -> tuple[int, ...]:
-        """Return the bins of the values of each layer; arguments as of `bins_of_keys`."""
+        """Return the bins of the values of each layer; arguments as for `bins_of_keys`."""
         return _bins_of(self.vspecs, self.nlayers, num_layers)
 
 
@@ -224,7 +225,7 @@ def _check_cover(name: str, specs: Sequence[QuantizationSpec], nlayers: int) -> 
     for spec in specs:
         if spec.start_layer != end:
             raise ConfigError(
-                f"{name}: {spec} begins at layer {spec.start_layer}: let it begin at {end}, where"
+                f"{name}: {spec} begins at layer {spec.start_layer}: it must begin at {end}, where"
                 " the one before it ends"
             )
         end = spec.end_layer
@@ -264,8 +265,8 @@ def _layers_of_last_part(model_name: str) -> int | None:
 
 
 def _layers_of_directory(model_name: str) -> int | None:
-    """Return how many layers the `config.json` of a local model names, also that of a multimodal
-    one's text part; None: it cannot be told.
+    """Return the number of layers in the `config.json` of a local model, including a multimodal
+    model's text part; None if unknown.
     """
     if not model_name:
         return None

@@ -39,8 +39,8 @@ _STORED_HEAD = Head(Mode.STORED, 0, 0, (0, 0, 0, 0)).pack()
 
 Pieces = list[Any]
 SHORT_TOKENS = 64
-"""Below, a channel has too few values to measure its spread: the profiles of our own quantise as
-the documented one there.
+"""Below this, a channel has too few values to measure its spread: our own profiles then quantise
+like the documented one.
 """
 PLANE_LEVELS = 127
 
@@ -63,8 +63,8 @@ _FINENESS = {Profile.HIGH: 144, Profile.LOW: 240}
 
 
 def quantiser_of(profile: Profile, shape: Sequence[int]) -> Quantiser:
-    """Return how a tensor `[sides, layers, tokens, channels]` is quantised: keys first, then
-    values; where there is one side, it is as keys.
+    """Return the quantiser of a tensor `[sides, layers, tokens, channels]`: keys first, then
+    values; a single side is treated as keys.
     """
     sides, layers, tokens, _ = shape
     if profile is Profile.STANDARD or tokens < SHORT_TOKENS:
@@ -79,8 +79,8 @@ def quantiser_of(profile: Profile, shape: Sequence[int]) -> Quantiser:
 
 
 def error_groups(profile: Profile, shape: Sequence[int]) -> list[tuple[str, slice]]:
-    """Return the groups of planes whose errors are told together: layers of keys, and of values,
-    that are quantised alike.
+    """Return the groups of planes whose errors are reported together: layers of keys, and of
+    values, with the same quantisation.
     """
     sides, layers, _, _ = shape
     levels = quantiser_of(profile, shape).levels

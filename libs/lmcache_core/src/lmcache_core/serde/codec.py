@@ -61,8 +61,8 @@ def report_extension(report: EncodingReport) -> Extension | None:
 
 
 def encoding_report(header: RecordHeader) -> EncodingReport | None:
-    """Return the report that a record carries; None when there is none that can be read here: it is
-    for people, and never decides anything.
+    """Return the report that a record carries, if it can be read here, else None: it is for
+    people, and never decides anything.
     """
     for extension in header.extensions:
         if extension.id == REPORT_EXTENSION and len(extension.data) <= MAX_REPORT_BYTES:

@@ -1,8 +1,8 @@
 """The documented serdes `torch`, `safetensor` and `fast` as codecs of chunks. Imports torch when
 opened.
 
-They say nothing in fewer bytes; they are for servers whose other clients expect these encodings.
-Each tensor of the chunk is one encoding.
+They do not make data smaller; they are for servers whose other clients expect these encodings. Each
+tensor of the chunk is one encoding.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class DocumentedCodec(ChunkCodec):
 
     @override
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:
-        """Encode a raw payload. Never None, though the result is a little longer: a user of
-        such a serde wants that encoding.
+        """Encode a raw payload. Never returns None, although the result is a little longer: users
+        of such a serde expect that encoding.
         """
         serializer = self._serializer
         if serializer is None:

@@ -1,6 +1,8 @@
-"""Any tensor as a blob without loss, and back: one block of elements at a time, each on any thread.
+"""Encodes any tensor as a blob without loss, and decodes it: one block of elements at a time, each
+on any thread.
 
-What varies little in its elements (the exponent) is entropy-coded, the rest stays (docs/codec.md).
+The part of the elements that varies little (the exponent) is entropy-coded, the rest is stored as
+is (docs/codec.md).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from lmcache_core.serde.tables import PRECISION_BITS, TOTAL, reciprocals
 Array = npt.NDArray[Any]
 
 ROTATED = frozenset({"float64", "float32", "float16", "bfloat16"})
-"""Dtypes whose sign goes to the low end; the exponent of the 8-bit ones shares its byte with the
+"""Dtypes whose sign moves to the low end; the exponent of the 8-bit ones shares its byte with the
 rest anyway.
 """
 RUN_ELEMENTS = 1 << 15
@@ -170,7 +172,9 @@ class LosslessCoder:
 
 
 def block_elements(shape: Sequence[int]) -> int:
-    """Return the elements that share a table: whole layers of KV where that gives a fair number."""
+    """Return the number of elements that share a table: whole layers of KV if that is a suitable
+    size.
+    """
     if len(shape) != 4:
         return MAX_BLOCK_ELEMENTS
     layer = shape[2] * shape[3]
@@ -180,8 +184,8 @@ def block_elements(shape: Sequence[int]) -> int:
 
 
 def normalised(counts: Array) -> Array:
-    """Return the frequencies that sum to `TOTAL`, at least 1 for each symbol that occurs (one
-    does), 0 for the others.
+    """Return frequencies that sum to `TOTAL`, at least 1 for each symbol that occurs (one does), 0
+    for the others.
     """
     frequencies = np.where(
         counts > 0, np.maximum(1, counts * TOTAL // int(counts.sum())), 0

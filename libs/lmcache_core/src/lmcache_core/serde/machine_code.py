@@ -1,13 +1,13 @@
-"""Machine code of the codecs' inner loops: compiled once a process, before the first request, and
-kept next to the source where that can be written.
+"""Machine code of the codecs' inner loops: compiled once per process, before the first request, and
+cached next to the source if that is writable.
 
-Code compiled at install (`python -m lmcache_core.serde.warm_up`) is read from there, on a read-only
-file system too. Where none fits this machine's processor and these sources, compiling takes some
-seconds at start-up. The files lie in `__pycache__`, trusted like Python's own.
+Code compiled at installation (`python -m lmcache_core.serde.warm_up`) is read from there, also on a
+read-only file system. If none matches this machine's processor and these sources, compiling takes
+some seconds at start-up. The files are in `__pycache__`, and trusted like Python's own.
 
 numba looks code up by the exact kind of processor. An image is built on one machine and runs on
-others, where it would be compiled at each start: some twenty seconds of a processor. So code for an
-image is made for a common kind of processor, and a mark next to the code names that kind.
+others, where it would be compiled at each start: some twenty seconds of processor time. So code for
+an image is compiled for a common kind of processor, and a mark next to the code names that kind.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Loop = Callable[..., Any]
 S = TypeVar("S")
 T = TypeVar("T")
 MARK = Path(__file__).parent / "__pycache__" / "lmcache-processor"
-"""Holds the name of the kind; lies where the machine code lies."""
+"""File with the name of the kind, next to the machine code."""
 GENERIC = "generic"
-"""LLVM's name for what every processor of the architecture has."""
+"""LLVM's name for the features of every processor of the architecture."""
 AVX2 = "x86-64-v3"
-"""Servers of the last ten years. CacheGen's loops run 2 times as fast as `generic`, and at 0.8 of
-the speed of code for the very processor.
+"""Servers of the last ten years. CacheGen's loops run 2 times as fast as with `generic`, and at 0.8
+of the speed of code for the exact processor.
 
 Source: `lmcachectl codec measure --threads 1` on an AMD EPYC, processor time.
 """
@@ -51,7 +51,7 @@ FEATURES_OF_AVX2 = frozenset(
 
 @dataclass(frozen=True)
 class Loops:
-    """Compiled functions; each is documented where it is written, under the same name."""
+    """Compiled functions; each is documented with its source, under the same name."""
 
     encode_sections: Loop
     decode_sections: Loop
@@ -66,8 +66,8 @@ class Loops:
 
 @functools.cache
 def load_loops() -> Loops:
-    """Compile, or read what was compiled at install. Some seconds where nothing was; at once when
-    called again.
+    """Compile the loops, or read those compiled at installation. Compiling takes some seconds;
+    repeated calls return immediately.
 
     Raises:
         ConfigError: numba is not installed.
@@ -90,7 +90,7 @@ def load_loops() -> Loops:
 
 
 def check_numba() -> None:
-    """Check that numba is there.
+    """Check that numba is installed.
 
     Raises:
         ConfigError: It is not.
@@ -107,17 +107,17 @@ def compiled(function: Callable[..., Any], signatures: Sequence[str]) -> Callabl
     with a `TypeError`, never compiled for.
 
     Args:
-        function: Of a module in a file; only numba's subset of Python.
+        function: A function of a module in a file, in numba's subset of Python.
         signatures: Its argument types, for example `void(uint8[::1], int64)`.
 
     Returns:
-        A dispatcher of numba; `is_kept` tells whether its code is there for other processes.
+        A dispatcher of numba; `is_kept` tells whether its code is stored for other processes.
     """
     import numba
     from numba.core import caching
 
     class BesideSource(caching.InTreeCacheLocator):
-        """Also where nothing can be written: what is there can be read."""
+        """Usable even if nothing can be written: existing code can be read."""
 
         def ensure_cache_path(self) -> None:
             with contextlib.suppress(OSError):
@@ -162,14 +162,14 @@ def compiled(function: Callable[..., Any], signatures: Sequence[str]) -> Callabl
 
 
 def mark_common_processor() -> str:
-    """Let all processes that use this package make their machine code for a common kind of
-    processor, and look for code of that kind.
+    """Make all processes that use this package compile for a common kind of processor, and look for
+    code of that kind.
 
     Returns:
-        The kind: the best that this machine has.
+        The kind: the best one that this machine supports.
 
     Raises:
-        OSError: The mark cannot be kept.
+        OSError: The mark cannot be written.
     """
     kind = AVX2 if has_processor(AVX2) else GENERIC
     MARK.parent.mkdir(exist_ok=True)
@@ -178,10 +178,10 @@ def mark_common_processor() -> str:
 
 
 def settle_processor() -> None:
-    """Follow the mark, if there is one. Does nothing where this machine lacks what it names, or
-    where numba may have compiled already.
+    """Follow the mark, if there is one. Does nothing if this machine lacks the marked features, or
+    if numba may already have compiled code.
 
-    A choice by numba's own variable NUMBA_CPU_NAME is kept.
+    A choice by numba's own variable NUMBA_CPU_NAME takes precedence.
     """
     if "numba" in sys.modules:
         return
@@ -193,14 +193,14 @@ def settle_processor() -> None:
         from numba.core import config
 
         if config.CPU_NAME is None:
-            # No features besides the kind's: numba would add this machine's own, and look for code
-            # with those.
+            # No features besides the kind's: otherwise numba would add this machine's own, and look
+            # for code with those.
             config.CPU_NAME, config.CPU_FEATURES = kind, ""
 
 
 def has_processor(kind: str) -> bool:
-    """Return whether code for that kind runs on this machine. Needs llvmlite, which numba
-    brings.
+    """Return whether code for that kind runs on this machine. Needs llvmlite, which numba depends
+    on.
     """
     if kind != AVX2:
         return kind == GENERIC
@@ -213,19 +213,19 @@ def has_processor(kind: str) -> bool:
 
 
 def side_by_side(pool: Executor, work: Callable[[S], T], parts: Iterable[S]) -> list[T]:
-    """Return what `work` gives for each part, in their order.
+    """Return the results of `work` for each part, in their order.
 
-    Nothing is left at work when this returns or raises: the owner of the buffer may then give its
-    memory to others. `Executor.map` lets go of those that still run when the first one fails.
+    No work is running when this returns or raises, so the owner of the buffer may then reuse its
+    memory. `Executor.map` would leave the others running if the first one fails.
 
     Args:
-        pool: Where they are worked on.
+        pool: Threads to use.
         work: Called with each part, on any thread.
         parts: The parts.
 
     Raises:
-        RuntimeError: The pool takes no more work.
-        BaseException: What `work` raised for the first part for which it raised anything.
+        RuntimeError: The pool accepts no more work.
+        BaseException: The exception of the first part for which `work` failed.
     """
     futures: list[Future[T]] = []
     try:

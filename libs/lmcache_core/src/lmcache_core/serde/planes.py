@@ -1,8 +1,8 @@
-"""Elements taken apart into one byte that varies little and bytes that look random, and put
-together. Compiled by `machine_code`.
+"""Splits elements into one byte that varies little and bytes that look random, and joins them
+again. Compiled by `machine_code`.
 
-Of a floating-point element the sign goes to the low end first, so that for bfloat16 and float32 the
-first byte is the exponent.
+The sign of a floating-point element first moves to the low end, so that for bfloat16 and float32
+the first byte is the exponent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ COUNT_SIGNATURE = "void(uint8[::1], int64[:, ::1])"
 
 
 def split(raw: Any, shape: tuple[int, int], first: Any, rest: Any) -> None:
-    """Take elements apart.
+    """Split elements.
 
     Args:
         raw: uint8 `[elements * itemsize]`, little-endian elements.
-        shape: Bytes of an element (itemsize), and 1 to rotate each element left by one bit before.
+        shape: Bytes of an element (itemsize), and 1 to rotate each element left by one bit first.
         first: uint8 `[elements]`, written: the upper byte of each.
         rest: uint8 `[elements * (itemsize - 1)]`, written: the others.
     """
@@ -52,7 +52,7 @@ def split(raw: Any, shape: tuple[int, int], first: Any, rest: Any) -> None:
 
 
 def join(first: Any, rest: Any, shape: tuple[int, int], raw: Any) -> None:
-    """Put elements together that `split` took apart."""
+    """Join elements that `split` has split."""
     itemsize, rotated = shape
     if itemsize == 1:
         for i in range(first.size):
@@ -75,12 +75,12 @@ def join(first: Any, rest: Any, shape: tuple[int, int], raw: Any) -> None:
 
 
 def count(symbols: Any, counts: Any) -> None:
-    """Count symbols, in turn in each row of `counts`, so that runs of one symbol do not wait for
+    """Count symbols, using the rows of `counts` in turn, so that runs of one symbol do not wait for
     one another.
 
     Args:
         symbols: uint8.
-        counts: int64 `[4, 256]`, added to.
+        counts: int64 `[4, 256]`, incremented.
     """
     whole = symbols.size - symbols.size % 4
     for i in range(0, whole, 4):

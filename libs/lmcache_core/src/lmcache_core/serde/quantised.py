@@ -1,6 +1,6 @@
-"""A quantised tensor as a blob, and back: one plane at a time, each on any thread.
+"""Encodes a quantised tensor as a blob, and decodes it: one plane at a time, each on any thread.
 
-How a tensor is cut into planes, groups of channels and sections follows from its shape
+The split of a tensor into planes, groups of channels and sections follows from its shape
 (docs/codec.md).
 """
 
@@ -34,11 +34,11 @@ MAX_CHANNELS = 1 << 20
 MAX_PLANES = 1 << 16
 SECTION_CHANNELS = 128
 SECTION_TOKENS = 128
-"""A section has `SECTION_CHANNELS` channels, or more where it has fewer than `SECTION_TOKENS`
+"""A section has `SECTION_CHANNELS` channels, or more if there are fewer than `SECTION_TOKENS`
 tokens.
 """
 GROUP_SYMBOLS = 64
-"""Channels share a table where they have fewer symbols than this."""
+"""Channels with fewer symbols than this share a table."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Quantiser:
 
     Attributes:
         mode: By token or by plane.
-        levels: Of each plane: the largest symbol.
+        levels: Largest symbol of each plane.
         fineness: By plane: the step in 1/256 of the standard deviation.
     """
 
@@ -133,13 +133,13 @@ FOREIGN_STREAMS = "the streams of an encoded tensor are not those of an encoder"
 
 
 class NotQuantisableError(Exception):
-    """A value is not finite, or a scale cannot be divided by: the tensor is to be encoded
-    without loss.
+    """A value is not finite, or a scale is not a usable divisor: the tensor must be encoded without
+    loss.
     """
 
 
 class _Scratch(threading.local):
-    """Arrays of a thread, kept from plane to plane: fresh memory costs as much as the work."""
+    """A thread's arrays, kept from plane to plane: new memory would cost as much as the work."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
@@ -157,7 +157,7 @@ class QuantisedCoder:
     Args:
         loops: Machine code.
         tables: Probability tables.
-        pool: Where planes are worked on.
+        pool: Threads that work on planes.
     """
 
     def __init__(self, loops: Loops, tables: TableSet, pool: Executor) -> None:
@@ -175,12 +175,12 @@ class QuantisedCoder:
             raw: Its bytes.
             dtype: One of `layout.KINDS`.
             layout: Its shape.
-            quantiser: How.
+            quantiser: How to quantise it.
 
         Returns:
-            The pieces of the blob, in order, and int64 `[planes, 3]`: of each plane the largest
-            error, the sum of squared errors (in 1/UNIT of their scale, squared) and the sum of
-            squared values.
+            The pieces of the blob, in order, and int64 `[planes, 3]`: for each plane the largest
+                error, the sum of squared errors (in 1/UNIT of their scale, squared) and the sum of
+                squared values.
 
         Raises:
             NotQuantisableError: See there.
@@ -225,7 +225,7 @@ class QuantisedCoder:
         """Decode a blob after its head.
 
         Args:
-            reader: After the head.
+            reader: Positioned after the head.
             head: The head, of mode by token or by plane.
             layout: The tensor's shape; the blob's must be the same.
             out: The tensor's bytes, written.
@@ -326,15 +326,16 @@ class QuantisedCoder:
 
 @dataclass(frozen=True)
 class QuantisedBlob:
-    """The arrays of a blob, checked for all that a decoder must not meet; its streams are not.
+    """The arrays of a blob, checked for everything that a decoder must not encounter, except its
+    streams.
 
     Attributes:
-        by_token: Whether each token has a scale, else each plane.
-        levels: Largest symbol of each plane; there are tables for it.
+        by_token: Whether there is a scale for each token, or else for each plane.
+        levels: Largest symbol of each plane; a table for it exists.
         scales: uint32 `[planes, tokens or 1]`: float32 bits, finite, not negative.
         shifts: int16 `[planes, groups]`.
         shapes: uint8 `[planes, groups]`.
-        lengths: int32 `[planes, sections]`: words of each stream.
+        lengths: int32 `[planes, sections]`: number of words of each stream.
         words: int16: all streams.
     """
 
@@ -353,10 +354,10 @@ def read_quantised(
     """Read a blob after its head.
 
     Args:
-        reader: After the head.
+        reader: Positioned after the head.
         head: The head, of mode by token or by plane.
-        layout: Of the tensor; the blob's must be the same.
-        known_levels: The alphabets that there are tables for.
+        layout: Layout of the tensor; the blob's must be the same.
+        known_levels: The alphabets for which there are tables.
 
     Raises:
         SerdeError: The bytes are not such a blob.
@@ -404,12 +405,12 @@ def group_errors(
     """Return the largest and root mean square error of groups of planes.
 
     Args:
-        errors: int64 `[planes, 3]`, of `QuantisedCoder.encode`.
-        groups: Name and planes of each.
+        errors: int64 `[planes, 3]`, from `QuantisedCoder.encode`.
+        groups: Name and planes of each group.
 
     Returns:
-        Name, largest error relative to its scale, root of the squared errors relative to that of
-        the squared values.
+        For each group its name, the largest error relative to its scale, and the root of the
+            squared errors relative to that of the squared values.
     """
     figures = []
     for name, planes in groups:
@@ -421,12 +422,12 @@ def group_errors(
 
 
 def _by_channel(of_group: Array, layout: PlaneLayout) -> Array:
-    """Return what groups have, for each channel."""
+    """Return values of groups, expanded to channels."""
     return of_group if layout.group == 1 else np.repeat(of_group, layout.group)[: layout.channels]
 
 
 def _packed_scales(scales: Array, kind: int, by_token: bool) -> Array:
-    """Return the scales as they travel: by token as values of the dtype, by plane as float32."""
+    """Return the scales as stored: by token as values of the dtype, by plane as float32."""
     if not by_token or kind == FLOAT32:
         return scales
     return (
@@ -437,10 +438,10 @@ def _packed_scales(scales: Array, kind: int, by_token: bool) -> Array:
 
 
 def _unpacked_scales(reader: Reader, layout: PlaneLayout, kind: int, by_token: bool) -> Array:
-    """Return the scales as `restore` wants them: float32 bits, finite, not negative.
+    """Return the scales in the form that `restore` expects: float32 bits, finite, not negative.
 
     Raises:
-        SerdeError: They are not.
+        SerdeError: They are invalid.
     """
     count = layout.planes * (layout.tokens if by_token else 1)
     if not by_token or kind == FLOAT32:

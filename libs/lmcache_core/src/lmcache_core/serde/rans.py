@@ -35,7 +35,7 @@ DECODE_SIGNATURE = (
 
 
 def max_words(num_symbols: int) -> int:
-    """Return the words that a run of so many symbols takes at most: no symbol takes more than
+    """Return the largest number of words for `num_symbols` symbols: no symbol takes more than
     one.
     """
     return num_symbols + LANES * STATE_WORDS
@@ -43,8 +43,8 @@ def max_words(num_symbols: int) -> int:
 
 @register_jitable
 def _push(states: Any, lane: Any, tables: Any, entry: Any, words: Any, at: Any) -> Any:
-    """Encode one symbol with one lane; where its word, if any, was written: one before `at`, or
-    nowhere, at `at`.
+    """Encode one symbol with one lane; return the position of its word, one before `at`, or `at` if
+    it has none.
     """
     state = uint64(states[lane])
     count = uint64(tables[entry, 0])
@@ -73,16 +73,15 @@ def encode_sections(
         symbols: uint8 `[tokens * channels]`.
         shape: Rows (tokens), symbols of a row (channels), columns of a section, entries of one
             table (stride).
-        columns: uint8 `[channels]`: which table each column has; every symbol has a frequency
-            there.
-        tables: uint32 `[entries, 4]`: of each (table, symbol) the frequency, where its slots start,
+        columns: uint8 `[channels]`: table of each column; it has a frequency for every symbol.
+        tables: uint32 `[entries, 4]`: for each (table, symbol) the frequency, its first slot, the
             reciprocal and its shift.
         words: uint16, filled from its end; at least `max_words` of every section.
-        lengths: int64 `[sections]`, written: words of each section.
+        lengths: int64 `[sections]`, written: number of words of each section.
 
     Returns:
-        Where in `words` the first section's stream begins; the others follow, the last one ends
-        with `words`.
+        Index in `words` of the first section's stream; the others follow, and the last one ends
+            with `words`.
     """
     tokens, channels, section, stride = shape
     states = np.empty(LANES, np.uint32)
@@ -102,7 +101,7 @@ def encode_sections(
             column = width
             while whole_turns and column > uint64(
                 0
-            ):  # lanes stand still under the columns: the compiler unrolls a turn
+            ):  # the order of the lanes is fixed under the columns: the compiler unrolls a round
                 column -= uint64(LANES)
                 for back in range(LANES):
                     lane = uint64(LANES - 1 - back)
@@ -133,22 +132,22 @@ def decode_sections(
     start_and_frequency: Any,
     symbols: Any,
 ) -> Any:
-    """Decode a plane of symbols. Any words give some symbols: nothing outside the arrays is read or
-    written.
+    """Decode a plane of symbols. Any words result in some symbols: nothing outside the arrays is
+    read or written.
 
     Args:
         words: uint16.
-        place: Where the first section's stream begins, rows (tokens), symbols of a row (channels),
+        place: Index of the first section's stream, rows (tokens), symbols of a row (channels),
             columns of a section, binary logarithm of the entries of one table.
-        lengths: int64 `[sections]`: words of each section, each at least `LANES * STATE_WORDS`;
-            none ends past `words`.
-        columns: uint8 `[channels]`: which table each column has.
-        slot_symbol: uint8, of each (table, slot).
-        start_and_frequency: uint32, of each (table, symbol).
+        lengths: int64 `[sections]`: number of words of each section, each at least `LANES *
+            STATE_WORDS`; none ends past `words`.
+        columns: uint8 `[channels]`: table of each column.
+        slot_symbol: uint8, for each (table, slot).
+        start_and_frequency: uint32, for each (table, symbol).
         symbols: uint8 `[tokens * channels]`, written.
 
     Returns:
-        0 when the words were exactly those of an encoder, else another number.
+        0 if the words are a valid encoding, else another number.
     """
     begin, tokens, channels, section, stride_bits = place
     states = np.empty(LANES, np.uint32)

@@ -1,8 +1,8 @@
 """The Safe serde: a safetensors file of one tensor after the checked head of `tensor_bytes`. Needs
 torch and safetensors.
 
-The library writes; reading takes only files that are exactly what it writes for one tensor of the
-head's dtype and shape, and needs no library for that.
+Files are written by the library; only files that are exactly what it writes for one tensor of the
+head's dtype and shape are read, which needs no library.
 
 Source: the format is https://huggingface.co/docs/safetensors, "Format": length of the header as
     u64, the header as JSON, the data.
@@ -48,7 +48,7 @@ _DTYPES = MappingProxyType(
         "bool": "BOOL",
     }
 )
-"""What safetensors calls them."""
+"""Names of the dtypes in safetensors."""
 
 
 class SafeSerializer(Serializer):
@@ -83,11 +83,11 @@ class SafeDeserializer(PlainDeserializer):
 
 
 def _elements(head: TensorHead, file: memoryview) -> memoryview:
-    """Return the data of a file that is what safetensors writes for a tensor of that dtype and
-    shape, under our key and without metadata.
+    """Return the data of a file that is exactly what safetensors writes for a tensor of that dtype
+    and shape, under our key and without metadata.
 
     Raises:
-        SerdeError: The file is another.
+        SerdeError: The file differs.
     """
     header_bytes = int.from_bytes(file[:_LENGTH_BYTES], "little")
     data_at = _LENGTH_BYTES + header_bytes

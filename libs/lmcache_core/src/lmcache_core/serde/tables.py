@@ -50,7 +50,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShapeTables:
-    """The tables for symbols in `-levels … levels`, as the loops of coder and decoder want them.
+    """The tables for symbols in `-levels … levels`, in the form that the coding loops use.
 
     Attributes:
         levels: Largest symbol.
@@ -125,7 +125,7 @@ def bell_curves() -> TableSet:
 
 
 def flattened(levels: int, frequencies: I64) -> ShapeTables:
-    """Return the tables as the loops want them.
+    """Return the tables in the form that the loops use.
 
     Raises:
         SerdeError: See `TableSet`.

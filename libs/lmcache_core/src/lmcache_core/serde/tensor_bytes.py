@@ -1,12 +1,12 @@
-"""The container of the tensor serdes: a checked head, then the payload that the serde made; and the
+"""The container of the tensor serdes: a checked head, then the serde's payload; and the
 Fast serde, whose payload is the tensor's bytes. Needs torch.
 
     magic "LMTB" | version u8 | serde u8 | dtype u8 | dimensions u8 | payload length u64 | one u64
     for each dimension | digest | payload
 
-Integers are little-endian, and so are a tensor's elements. The digest is xxh3-128 of all that is
-before and after it, 16 bytes. It tells damage from whole bytes; it does not tell who wrote them,
-so that what a payload claims under a right digest is checked as well.
+Integers are little-endian, and so are a tensor's elements. The digest is xxh3-128 of everything
+before and after it, 16 bytes. It detects damage; it does not authenticate the writer, so the claims
+of a payload with a valid digest are checked as well.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lmcache_core.serde.base import BytesLike, PlainDeserializer, Serializer
 MAGIC = b"LMTB"
 VERSION = 1
 MAX_DIMENSIONS = 64
-"""Of torch: more it does not compute with."""
+"""Limit of torch."""
 MAX_CONTAINER_BYTES = 4 << 30
 MAX_ENVELOPE_BYTES = 64 << 10
-"""So much may a serde's own format put around the bytes of the tensor."""
+"""Bytes that a serde's own format may add to the bytes of the tensor."""
 MAX_EXTENT = 1 << 56
-"""Bound of the product of all sizes, an empty dimension counted as one: torch multiplies them
-without looking, also for an empty tensor.
+"""Bound on the product of all sizes, with an empty dimension counted as one: torch multiplies them
+without checking, even for an empty tensor.
 """
 
 DTYPE_CODES = MappingProxyType(
@@ -60,7 +60,7 @@ _PREFIX = struct.Struct("<4sBBBBQ")
 
 
 class SerdeId(IntEnum):
-    """Which serde made a payload."""
+    """The serde of a payload."""
 
     TORCH = 1
     SAFETENSOR = 2
@@ -70,10 +70,10 @@ class SerdeId(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorHead:
-    """What a head says about its payload.
+    """The description of a payload.
 
     Attributes:
-        serde: Which serde made it.
+        serde: Serde of the payload.
         dtype: Name of the tensor's dtype.
         shape: Its shape.
         payload_bytes: Length of the payload.
@@ -96,8 +96,8 @@ class TensorHead:
         return dtype
 
     def fault(self) -> str | None:
-        """Return what is out of bounds, None if nothing is. The payload of `FAST` is the tensor's
-        bytes; others may put an envelope around.
+        """Return which bound is exceeded, None if none is. The payload of `FAST` is the tensor's
+        bytes; others may add an envelope.
         """
         if len(self.shape) > MAX_DIMENSIONS:
             return f"{len(self.shape)} dimensions; at most {MAX_DIMENSIONS} can be encoded"
@@ -121,8 +121,8 @@ class TensorHead:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as all three serdes write it: a plain contiguous CPU tensor with exactly
-    its own memory. Copies only if it must.
+    """Return the tensor in the form that all three serdes write: a plain contiguous CPU tensor with
+    exactly its own memory. Copies only if necessary.
 
     Raises:
         TypeError: Not a tensor.
@@ -148,7 +148,7 @@ def dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a new tensor of that shape, as torch counts them: an
+    """Return the strides, in elements, of a new tensor of that shape, as torch computes them: an
     empty dimension counts as one.
     """
     strides = [1] * len(shape)
@@ -158,7 +158,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def head_of(serde: SerdeId, tensor: torch.Tensor, payload: BytesLike) -> TensorHead:
-    """Return the head of a payload that a serde made of a tensor."""
+    """Return the head for a serde's payload of a tensor."""
     return TensorHead(serde, dtype_name(tensor.dtype), tuple(tensor.shape), len(payload))
 
 
@@ -179,18 +179,18 @@ def seal(head: TensorHead, payload: BytesLike) -> bytes:
 
 
 def unseal(data: BytesLike, serde: SerdeId) -> tuple[TensorHead, memoryview]:
-    """Read and check a head, and its payload against it. Allocates nothing that grows with what the
-    head claims.
+    """Read and check a head, and its payload against it. Allocates nothing that grows with the
+    head's claims.
 
     Args:
         data: All bytes of one container.
-        serde: Which serde's payload is asked for; another one is refused.
+        serde: Serde of the payload requested; another one is refused.
 
     Returns:
         The head, and the payload: a view of `data`.
 
     Raises:
-        SerdeError: The bytes are no such container, or are damaged.
+        SerdeError: The bytes are not such a container, or are damaged.
     """
     view = memoryview(data)
     if not view.c_contiguous:
@@ -227,8 +227,8 @@ def unseal(data: BytesLike, serde: SerdeId) -> tuple[TensorHead, memoryview]:
 
 
 def check_elements(head: TensorHead, elements: memoryview) -> None:
-    """Check that the bytes of a tensor are values of its dtype: of a bool only 0 and 1 are, to
-    torch others are undefined behaviour.
+    """Check that the bytes of a tensor are values of its dtype: for a bool only 0 and 1 are, and
+    others are undefined behaviour in torch.
 
     Raises:
         SerdeError: They are not.
@@ -254,7 +254,7 @@ def decoded_tensor(head: TensorHead, elements: memoryview) -> torch.Tensor:
 
 
 class FastSerializer(Serializer):
-    """Writes the bytes of the tensor as they are; two reads and one copy of them."""
+    """Writes the bytes of the tensor unchanged, with two reads and one copy."""
 
     @override
     def to_bytes(self, t: torch.Tensor) -> bytes:
@@ -264,7 +264,7 @@ class FastSerializer(Serializer):
 
 
 class FastDeserializer(PlainDeserializer):
-    """Reads what `FastSerializer` wrote, shape included."""
+    """Reads the output of `FastSerializer`, shape included."""
 
     @override
     def from_bytes_normal(self, b: BytesLike) -> torch.Tensor:

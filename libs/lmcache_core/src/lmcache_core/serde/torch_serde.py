@@ -1,9 +1,9 @@
-"""The Torch serde: what `torch.save` writes, after the checked head of `tensor_bytes`. Needs
+"""The Torch serde: the output of `torch.save` after the checked head of `tensor_bytes`. Needs
 torch.
 
-Such a file is a zip archive that holds a pickle and the tensor's bytes. Nothing is unpickled: the
-pickle of a plain tensor of the head's dtype and shape is known in advance, and an archive with any
-other is refused. The tensor is made of the bytes.
+Such a file is a zip archive with a pickle and the tensor's bytes. Nothing is unpickled: the pickle
+of a plain tensor of the head's dtype and shape is known in advance, and an archive with any other
+is refused. The tensor is created from the bytes.
 
 Source: Python's `pickletools` (protocol 2); PKWARE's APPNOTE.TXT (zip), section 4.3.7; observed of
     torch 2.13.

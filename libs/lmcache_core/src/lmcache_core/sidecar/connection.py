@@ -41,8 +41,8 @@ A = TypeVar("A", bound=Message)
 MAX_UNANSWERED = 256
 """Requests on one connection whose answers have not been read."""
 SEND_TIMEOUT_S = 0.002
-"""For a request that is not waited for: other threads look for answers, and a message may exceed
-the socket's buffer.
+"""Send timeout of a request that is not waited for: other threads are reading answers, and a
+message may exceed the socket's buffer.
 """
 POLL_S = 0.05
 READ_BYTES = 64 << 10
@@ -51,7 +51,7 @@ _FIXES: dict[type[Exception], str] = {
         "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log"
     ),
     PermissionError: (
-        "; let the user that runs the engine use this socket, and the directory that it is in"
+        "; give the user that runs the engine access to this socket and its directory"
     ),
 }
 
@@ -61,7 +61,7 @@ class Question(Generic[A]):
 
     Args:
         id: Its correlation id.
-        request: What was sent.
+        request: The message that was sent.
         expected: Class of the answer.
     """
 
@@ -75,28 +75,28 @@ class Question(Generic[A]):
 
 
 class SidecarConnection:
-    """A connection that has said HELLO. Thread-safe; requests of several threads take turns.
+    """A connection that has sent HELLO. Thread-safe; requests of several threads take turns.
     Unusable in a forked child.
 
-    The sidecar answers in the order of the requests. So a request may be sent without waiting
-    (`send`); the next call reads its answer before its own.
+    The sidecar answers requests in order. So a request may be sent without waiting (`send`); the
+    next call reads its answer first.
 
-    Reservations and pins belong to it: when its socket closes, the sidecar takes them back and
-    gives the memory to others. So the socket of a connection that is given up stays until nothing
-    is held through it any more (`hold`, `let_go`). So does its share in the lock of the sidecar's
-    generation, from which the next sidecar knows what may still be written to.
+    Reservations and pins belong to the connection: when its socket closes, the sidecar reclaims
+    their memory and reuses it. So the socket of an abandoned connection stays open until nothing is
+    held through it (`hold`, `release`). So does its share of the lock on the sidecar's generation,
+    which tells the next sidecar what may still be written to.
 
     Args:
         path: The sidecar's socket.
-        hello: What to say first.
-        timeout_s: Deadline of connecting, and of each call that names none.
+        hello: First message to send.
+        timeout_s: Deadline of connecting, and of each call without its own.
 
     Attributes:
         is_greeted: Whether the sidecar has answered HELLO.
         greeting_s: How long that took.
-        welcome: The answer. Only after `open`, as the next one.
-        arena_info: What the sidecar has said about its arena.
-        verifier: Chooses what is verified of what is loaded.
+        welcome: The answer. Valid after `open`, like the next attribute.
+        arena_info: The sidecar's description of its arena.
+        verifier: Chooses which loaded chunks are verified.
     """
 
     welcome: HelloOk
@@ -115,7 +115,7 @@ class SidecarConnection:
         self._unanswered: deque[Question[Message]] = deque()
         self._last_id = 0
         self._lanes = LaneNumbers()
-        self._undeclared = bytearray()  # LANE frames that go before the next request
+        self._undeclared = bytearray()  # LANE frames to send before the next request
         self._header: FrameHeader | None = None  # of the frame that is arriving
         self._received = bytearray()
         self._unsent = bytearray()
@@ -132,9 +132,7 @@ class SidecarConnection:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the other end has closed the socket, as far as is known without asking it.
-        Waits for nothing.
-        """
+        """Return whether the other end is known to have closed the socket. Does not wait."""
         with self._books:
             if self._socket is None:
                 return True
@@ -144,17 +142,17 @@ class SidecarConnection:
 
     @property
     def arena(self) -> SharedArena:
-        """Return the mapped arena. Only after `open`; stays mapped while a view is held."""
+        """Return the mapped arena. Only after `open`; it stays mapped while a view is held."""
         assert self._arena is not None
         return self._arena
 
     def open(self) -> None:
-        """Connect, say HELLO, join the sidecar's generation, map the arena.
+        """Connect, send HELLO, join the sidecar's generation, and map the arena.
 
         Raises:
             UnavailableError: The sidecar does not listen, or does not answer in time.
-            VersionError: The sidecar speaks no version of ours.
-            ProtocolError: Its answer makes no sense.
+            VersionError: The sidecar supports none of our protocol versions.
+            ProtocolError: Its answer is malformed.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         connection.settimeout(self._timeout_s)
@@ -179,7 +177,7 @@ class SidecarConnection:
         self.verifier = HotVerifier.lenient(info.verify_hot)
 
     def names(self, keys: Sequence[CacheEngineKey]) -> list[NameRun]:
-        """Return keys as a request on this connection names them."""
+        """Return keys in the form in which requests on this connection name them."""
         runs = runs_of(keys)
         self._declare(lane for lane, _ in runs if lane is not None)
         return self._lanes.names(runs)
@@ -188,16 +186,16 @@ class SidecarConnection:
         """Return the number of a lane on this connection.
 
         Raises:
-            UnavailableError: The connection has no number left.
+            UnavailableError: The connection has no numbers left.
         """
         self._declare([lane])
         number = self._lanes.number(lane)
         if number is None:
-            raise UnavailableError("this connection has declared as many lanes as it may")
+            raise UnavailableError("this connection has no lane numbers left")
         return number
 
     def close(self) -> None:
-        """Make no more calls; close the socket as soon as nothing is held. Idempotent."""
+        """Refuse further calls; close the socket as soon as nothing is held. Idempotent."""
         with self._books:
             self._is_usable = False
             if self._population is not None:
@@ -205,17 +203,17 @@ class SidecarConnection:
             self._close_unless_held()
 
     def hold(self, count: int) -> None:
-        """Keep the socket open for that many pieces of the arena; before they are asked for, so
-        that no gap is left.
+        """Keep the socket open for `count` pieces of the arena. Call it before requesting them, so
+        that the socket cannot close in between.
         """
         with self._books:
             self._num_held += count
 
-    def let_go(self, count: int) -> None:
-        """Undo `hold`: that many pieces are not touched any more."""
+    def release(self, count: int) -> None:
+        """Undo `hold`: that many pieces are no longer accessed."""
         with self._books:
             self._num_held -= count
-            assert self._num_held >= 0, "more was let go than was held"
+            assert self._num_held >= 0, "more was released than held"
             self._close_unless_held()
 
     def call(
@@ -228,17 +226,17 @@ class SidecarConnection:
         """Send a request and wait for its answer.
 
         Args:
-            request: What to send.
+            request: The message to send.
             expected: Class of the answer.
-            timeout_s: Deadline of the exchange; past it the connection is given up, since an answer
-                may still be on its way.
-            turn_s: Longest wait for requests of other threads; past it the connection is as good as
-                before. By default `timeout_s`.
+            timeout_s: Deadline of the exchange. If it passes, the connection is closed, because an
+                answer may still arrive.
+            turn_s: Longest wait for requests of other threads. If it passes, the connection remains
+                usable. By default `timeout_s`.
 
         Raises:
             UnavailableError: The connection is gone or busy, or the deadline has passed.
             VersionError: HELLO was refused for its version.
-            ProtocolError: The sidecar refused the request or answered something else.
+            ProtocolError: The sidecar refused the request or sent an unexpected answer.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self._turn_within(limit_s if turn_s is None else turn_s):
@@ -255,25 +253,25 @@ class SidecarConnection:
         """Send a request without waiting for its answer.
 
         Raises:
-            UnavailableError: The connection is gone or busy, or too many answers are missing.
+            UnavailableError: The connection is gone or busy, or has too many unanswered requests.
         """
         with self._turn_within(SEND_TIMEOUT_S):
             return self._send(request, expected, SEND_TIMEOUT_S)
 
     @property
     def unanswered_s(self) -> float:
-        """Age of the oldest question whose answer has not been read; 0.0 if there is none."""
+        """The age of the oldest question without an answer; 0.0 if there is none."""
         try:
             return time.monotonic() - self._unanswered[0].sent_at
-        except IndexError:  # without the turn, another thread may just have read it
+        except IndexError:  # another thread may have read the answer: no lock is held
             return 0.0
 
     def read_arrived(self) -> float:
-        """Read the answers that have arrived; return the age of the oldest question without one.
+        """Read the answers that have arrived; return the age of the oldest unanswered question.
 
         Raises:
             UnavailableError: The connection is gone or busy.
-            ProtocolError: The sidecar refused a request, or answered something else.
+            ProtocolError: The sidecar refused a request or sent an unexpected answer.
         """
         with self._turn_within(SEND_TIMEOUT_S):
             self._read_arrived()
@@ -284,8 +282,8 @@ class SidecarConnection:
 
         Raises:
             UnavailableError: The connection is gone.
-            ProtocolError: The sidecar refused this request or an earlier one, or answered something
-                else.
+            ProtocolError: The sidecar refused this request or an earlier one, or sent an unexpected
+                answer.
         """
         deadline = time.monotonic() + wait_s
         try:
@@ -299,21 +297,21 @@ class SidecarConnection:
         return question.answer
 
     def await_answer(self, question: Question[A], timeout_s: float) -> A | None:
-        """Like `answer_to`, but leave the connection to other threads while nothing arrives."""
+        """Like `answer_to`, but release the connection to other threads while nothing arrives."""
         deadline = time.monotonic() + timeout_s
         self.hold(1)
         try:
             while (answer := self.answer_to(question, 0.0)) is None and (
                 left_s := deadline - time.monotonic()
             ) > 0:
-                assert self._socket is not None, "it is held"
+                assert self._socket is not None, "the connection is held"
                 arrives = select.poll()
                 arrives.register(self._socket, select.POLLIN)
-                # Another thread may read our answer along with its own: look again soon.
+                # Another thread may read our answer along with its own: check again soon.
                 arrives.poll(min(left_s, POLL_S) * 1000)
             return answer
         finally:
-            self.let_go(1)
+            self.release(1)
 
     @contextlib.contextmanager
     def _turn_within(self, limit_s: float) -> Iterator[None]:
@@ -328,25 +326,25 @@ class SidecarConnection:
             finally:
                 self._turn.release()
         finally:
-            self.let_go(1)
+            self.release(1)
 
     def _greet(self) -> tuple[HelloOk, ArenaInfo]:
         try:
             welcome = self.call(self._hello, HelloOk)
         except _NotAFrame as exc:
-            # One text for all of it: `SidecarLink` reports each cause once, not each random byte.
+            # One text for all cases: `SidecarLink` reports each cause once, not each random byte.
             raise ProtocolError(
-                "what answers there speaks another protocol; set sidecar_socket to a sidecar's"
-                " socket"
+                "the server on this socket speaks another protocol; set sidecar_socket to a"
+                " sidecar's socket"
             ) from exc
         if not self._hello.version_min <= welcome.version <= self._hello.version_max:
             spoken = f"{self._hello.version_min} to {self._hello.version_max}"
             raise VersionError(
-                f"the sidecar answered in version {welcome.version}; this client speaks {spoken}"
+                f"the sidecar answered in version {welcome.version}; this client supports {spoken}"
             )
         if welcome.arena is None:
             raise ProtocolError(
-                "what answers there has no arena; set sidecar_socket to a sidecar's socket"
+                "the server on this socket has no arena; set sidecar_socket to a sidecar's socket"
             )
         return welcome, welcome.arena
 
@@ -361,10 +359,10 @@ class SidecarConnection:
     def _send(self, request: Message, expected: type[A], limit_s: float) -> Question[A]:
         connection = self._usable_socket()
         if len(self._unanswered) >= MAX_UNANSWERED:
-            self._read_arrived()  # some may have arrived and not been fetched
+            self._read_arrived()  # answers may have arrived unread
         if len(self._unanswered) >= MAX_UNANSWERED:
             raise UnavailableError(
-                f"sidecar at {self._path}: {MAX_UNANSWERED} requests are not answered yet"
+                f"sidecar at {self._path}: {MAX_UNANSWERED} requests are unanswered"
             )
         question = Question(self._last_id + 1, request, expected)
         frames = self._preface(question.id) + build_frame(question.id, request)
@@ -372,7 +370,7 @@ class SidecarConnection:
         try:
             self._flush(connection, deadline)
         except (TimeoutError, BlockingIOError) as exc:
-            raise UnavailableError(f"sidecar at {self._path}: it does not read") from exc
+            raise UnavailableError(f"sidecar at {self._path}: it reads no requests") from exc
         self._last_id = question.id
         self._unanswered.append(question)  # type: ignore[arg-type]
         with self._books:
@@ -406,7 +404,7 @@ class SidecarConnection:
                 self._read_until(self._unanswered[-1], 0.0)
 
     def _read_until(self, question: Question[A], deadline: float) -> None:
-        """Read answers up to that one.
+        """Read answers up to that of `question`.
 
         Raises:
             OSError: It did not arrive in time (`TimeoutError`, `BlockingIOError`).
@@ -414,7 +412,7 @@ class SidecarConnection:
         """
         while question.answer is None:
             connection = self._usable_socket()
-            # A sidecar that waits for us to read its answers takes no more questions until we do.
+            # A sidecar that is waiting for us to read its answers reads no questions until we do.
             with contextlib.suppress(TimeoutError, BlockingIOError):
                 self._flush(connection, deadline)
             try:
@@ -437,7 +435,7 @@ class SidecarConnection:
     ) -> tuple[FrameHeader, Message]:
         if self._header is None:
             self._fill(connection, len(MAGIC), deadline)
-            if not self._received.startswith(MAGIC):  # a stranger may say less than a header
+            if not self._received.startswith(MAGIC):  # a foreign server may send less than a header
                 raise ProtocolError("not a frame: wrong magic")
             self._fill(connection, HEADER_BYTES, deadline)
             header = parse_header(self._taken(HEADER_BYTES))
@@ -449,12 +447,12 @@ class SidecarConnection:
         return header, parse_meta(header.type, self._taken(header.meta_bytes))
 
     def _fill(self, connection: socket.socket, num_bytes: int, deadline: float) -> None:
-        """Receive until there are so many bytes."""
+        """Receive until `num_bytes` are buffered."""
         while (missing := num_bytes - len(self._received)) > 0:
             connection.settimeout(max(0.0, deadline - time.monotonic()))
             received = connection.recv(max(missing, READ_BYTES))
             if not received:
-                raise ConnectionResetError("it closed the connection")
+                raise ConnectionResetError("the sidecar closed the connection")
             self._received += received
 
     def _taken(self, num_bytes: int) -> bytes:
@@ -466,7 +464,7 @@ class SidecarConnection:
         is_error = isinstance(answer, ErrorMessage)
         if correlation_id != question.id and not (is_error and correlation_id == 0):
             raise ProtocolError(
-                f"the sidecar answered request {correlation_id} where {question.id} was due"
+                f"the sidecar answered request {correlation_id}, expected {question.id}"
             )
         if isinstance(answer, ErrorMessage):
             kind = VersionError if answer.code == ErrorCode.VERSION else ProtocolError
@@ -489,7 +487,9 @@ class SidecarConnection:
         return connection
 
     def _preface(self, correlation_id: int) -> bytes:
-        """Return the CONTEXT frame of a request, where one is known and the sidecar heeds it."""
+        """Return the CONTEXT frame of a request, if there is a trace and the sidecar supports
+        it.
+        """
         whose = carried()
         if whose is None or not self.is_greeted or CONTEXT not in self.welcome.capabilities:
             return b""
@@ -502,11 +502,11 @@ class SidecarConnection:
         self._socket = None
         if self._arena is not None:
             self._arena.lock.release()
-        if self._pid == os.getpid():  # in a forked child it would end the parent's connection
+        if self._pid == os.getpid():  # in a forked child this would end the parent's connection
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         connection.close()
 
 
 class _NotAFrame(ProtocolError):
-    """Bytes that are no frame of this protocol."""
+    """The bytes received are not a frame of this protocol."""

@@ -1,5 +1,5 @@
-"""Pieces of the sidecar's arena, lent to this process, and what the sidecar says about them, looked
-at before it is believed.
+"""Pieces of the sidecar's arena lent to this process, and validation of what the sidecar says about
+them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 class ArenaExtent(BytesBufferMemoryObj):
-    """Bytes of the shared arena. The sidecar counts it as lent until the store gives `handle` back,
+    """Bytes of the shared arena. The sidecar counts them as lent until the store returns `handle`,
     or the connection's socket closes.
 
     Args:
-        connection: Whose it is; handles of another connection mean nothing. It is held
-            (`SidecarConnection.hold`) for this extent.
+        connection: Connection that lent it; handles of another connection are meaningless. It is
+            held (`SidecarConnection.hold`) for this extent.
         handle: The id that the sidecar gave it.
         view: The bytes.
-        metadata: What they hold.
+        metadata: Describes the content.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class ArenaExtent(BytesBufferMemoryObj):
         self.is_lent = True
 
     def end(self) -> None:
-        """Note that the bytes are not touched any more. Idempotent."""
+        """Record that the bytes are no longer accessed. Idempotent."""
         if self.is_lent:
             self.is_lent = False
-            self.connection.let_go(1)
+            self.connection.release(1)
 
 
 def lent(memories: Sequence[MemoryObj]) -> list[ArenaExtent]:
-    """Return those of them that are still lent."""
+    """Return those of these memories that are still lent."""
     return [memory for memory in memories if isinstance(memory, ArenaExtent) and memory.is_lent]
 
 
@@ -62,8 +62,8 @@ def reserved_extents(
     shapes: Sequence[Sequence[int]],
     dtype: str,
 ) -> list[MemoryObj | NotLent] | None:
-    """Return memory for tensors of these shapes, or why there is none; None when the answer is not
-    about them.
+    """Return memory for tensors of these shapes, or the reason why there is none; None if the
+    answer does not match the request.
     """
     sizes = [num_bytes(shape, dtype) for shape in shapes]
     if len(items) != len(sizes) or not all(
@@ -88,13 +88,13 @@ def reserved_extents(
 def loaded_chunk(
     connection: SidecarConnection, key: CacheEngineKey, extent: Extent
 ) -> Chunk | None:
-    """Return the chunk of that name, still to be verified; None when the extent cannot be it."""
+    """Return the chunk of that name, not yet verified; None if the extent cannot hold it."""
     if not _is_inside(connection, extent):
         return None
     try:
         header, payload_bytes = decode_head(extent.head, key)
     except RecordError as exc:
-        logger.warning("the sidecar served a damaged record head: %s", exc.reason)
+        logger.warning("the sidecar served a damaged record head: reason=%s", exc.reason)
         return None
     if payload_bytes != extent.length:
         return None

@@ -1,4 +1,4 @@
-"""The connection to a sidecar that may be absent, hang, die and come back."""
+"""The connection to a sidecar that may be absent, hang, die and return."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ A = TypeVar("A", bound=Message)
 T = TypeVar("T")
 
 TURN_S = 0.5
-"""Longest wait for other threads' requests before a call does without the cache."""
+"""Longest wait for other threads' requests before a call proceeds without the cache."""
 
 FIRST_WAIT_S = 0.1
 MAX_WAIT_S = 1.0
-"""Between two attempts to connect: so long may a sidecar that is back go unnoticed. A pod's first
-request comes as soon as its engine has started.
+"""Longest interval between two attempts to connect, and so the longest time for which a returning
+sidecar goes unnoticed. A pod's first request comes as soon as its engine has started.
 """
 SLOW_S = 0.05
 WAIT_PER_COST = 4
-"""A connection that made a caller wait longer than `SLOW_S` is not made again before this many
-times that wait: a sidecar that says HELLO and then hangs must not be slower than no cache.
+"""After a connection that made a caller wait longer than `SLOW_S`, the next attempt waits this many
+times as long: a sidecar that answers HELLO and then hangs must not be slower than no cache.
 """
 MAX_WAIT_AFTER_SLOW_S = 30.0
 STEADY_S = 10.0
-"""A connection that lasted so long was a good one: the waits start over."""
+"""A connection that lasted this long was good: the waits start over."""
 
 
 class SidecarLink:
-    """One connection, made again in the background: once `open` has returned no caller waits for
-    connecting.
+    """One connection, re-established in the background: once `open` has returned, no caller waits
+    for connecting.
 
     Args:
         path: The sidecar's socket.
-        hello: What to say at each connection.
-        timeout_s: Deadline of connecting, and of calls that name none.
-        on_connected: Called with each connection before others can see it, maybe in a background
-            thread. One on which it fails is none.
+        hello: First message of each connection.
+        timeout_s: Deadline of connecting, and of calls without their own.
+        on_connected: Called with each connection before it is visible to others, possibly in a
+            background thread. If it fails, the connection is discarded.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class SidecarLink:
         self._connected_at = 0.0
         self._wait_s = FIRST_WAIT_S
         self._complaint = ""
-        self._begin_afresh()
+        self._reset()
 
     @property
     def connection(self) -> SidecarConnection | None:
-        """Return the connection, or None while there is none."""
+        """Return the connection; None if there is none."""
         if os.getpid() != self._pid:
-            self._begin_afresh()
+            self._reset()
             self._reconnect_later(None)
         current = self._current
         return current if current is not None and current.is_open else None
 
     def open(self) -> None:
-        """Try to connect, once here and then in the background."""
+        """Try to connect, once immediately and then in the background."""
         try:
             self._connect()
         except (UnavailableError, ProtocolError, OSError) as exc:
@@ -85,7 +85,7 @@ class SidecarLink:
             self._reconnect_later(None)
 
     def close(self) -> None:
-        """Close the connection and make no other. Idempotent."""
+        """Close the connection and stop reconnecting. Idempotent."""
         self._closing.set()
         with self._lock:
             current, self._current = self._current, None
@@ -96,12 +96,12 @@ class SidecarLink:
             thread.join(self._timeout_s)
 
     def lost(self, connection: SidecarConnection, cause: LMCacheError, cost_s: float) -> None:
-        """Note that a connection is no longer open; calling it again is harmless.
+        """Record that a connection is no longer open; repeated calls are harmless.
 
         Args:
-            connection: Which.
-            cause: Why.
-            cost_s: How long a caller has waited for nothing.
+            connection: The connection.
+            cause: Why it was lost.
+            cost_s: How long a caller waited in vain.
         """
         with self._lock:
             if self._current is not connection:
@@ -118,9 +118,9 @@ class SidecarLink:
         self._say_lost(cause)
         self._reconnect_later(self._wait_s)
 
-    def _begin_afresh(self) -> None:
-        """Start without a connection: also in a forked child, whose parent keeps the connection and
-        in which no other thread lives on.
+    def _reset(self) -> None:
+        """Reset to the state without a connection; also in a forked child, whose parent keeps the
+        connection and which has no other thread.
         """
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -189,18 +189,16 @@ class SidecarLink:
                 if self._current is not None:
                     self._thread = None
                     return
-                wait_s = (
-                    self._wait_s
-                )  # lost again already, and this thread was taken to be still at work
+                wait_s = self._wait_s  # lost again before this thread was known to have ended
 
     def _complain(self, cause: LMCacheError, is_there: bool) -> None:
-        """Log that a sidecar answers but cannot be used, once for each cause: that does not pass by
+        """Log once per cause that a sidecar answers but is unusable: that does not resolve by
         itself.
         """
         if is_there and str(cause) != self._complaint and not self._closing.is_set():
             self._complaint = str(cause)
             logger.error(
-                "the sidecar answers, and cannot be used: socket=%s error=%s", self._path, cause
+                "the sidecar answers but is unusable: socket=%s error=%s", self._path, cause
             )
 
     def _say_lost(self, cause: LMCacheError | OSError) -> None:
@@ -209,22 +207,23 @@ class SidecarLink:
 
 
 class SidecarLinks:
-    """Links of one client to one sidecar. What one of them has lent goes back through that one.
+    """The links of one client to one sidecar. Whatever a link has lent is returned through that
+    link.
 
     Args:
-        links: They; each is closed with the others.
+        links: The links; they are closed together.
     """
 
     def __init__(self, links: Sequence[SidecarLink]) -> None:
         self._links = tuple(links)
 
     def open(self) -> None:
-        """Try to connect; no sidecar is not an error."""
+        """Try to connect; a missing sidecar is not an error."""
         for link in self._links:
             link.open()
 
     def close(self) -> None:
-        """End the connections. Idempotent."""
+        """Close the connections. Idempotent."""
         for link in self._links:
             link.close()
 
@@ -244,7 +243,7 @@ class SidecarLinks:
     def send(
         self, connection: SidecarConnection, request: Message, expected: type[A]
     ) -> Question[A] | None:
-        """Call `SidecarConnection.send`; return None if it could not be sent."""
+        """Call `SidecarConnection.send`; return None if sending failed."""
         return self._tried(connection, lambda: connection.send(request, expected))
 
     def answer_to(
@@ -256,15 +255,15 @@ class SidecarLinks:
     def seconds_to_answer(
         self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float
     ) -> float:
-        """Ask without keeping other threads from asking, and return how long the answer took.
+        """Ask without blocking other threads' requests, and return how long the answer took.
 
-        Return infinity if there is no answer, or the question cannot be sent just now. A connection
-        that leaves this question or an earlier one unanswered for `timeout_s` is given up.
+        Return infinity if there is no answer, or the question cannot be sent now. A connection that
+        leaves this question or an earlier one unanswered for `timeout_s` is closed.
         """
         question = self.send(connection, request, expected)
         if question is None:
-            # It may be full of questions that a hanging sidecar does not read. While another
-            # thread has the turn, nothing is known: its call has a deadline of its own.
+            # The connection may be full of questions that a hanging sidecar does not read. While
+            # another thread holds it, nothing is known: that call has its own deadline.
             unanswered_s = self._tried(connection, connection.read_arrived)
             if unanswered_s is not None and unanswered_s > timeout_s:
                 self.give_up(
@@ -281,7 +280,7 @@ class SidecarLinks:
 
     def give_up(self, connection: SidecarConnection, why: str) -> None:
         """Close a connection whose sidecar cannot be trusted, or missed a message that it must
-        know.
+        receive.
         """
         connection.close()
         self._lost(connection, ProtocolError(why), 0.0)
@@ -298,8 +297,8 @@ class SidecarLinks:
             return None
 
     def _lost(self, connection: SidecarConnection, cause: LMCacheError, cost_s: float) -> None:
-        """Tell all links: a sidecar that has gone has closed the other connections too. They are
-        made again at once, not at their next call.
+        """Report the loss to all links: a sidecar that is gone has closed the other connections,
+        too. They reconnect immediately, not at their next call.
         """
         for link in self._links:
             link.lost(connection, cause, cost_s)

@@ -1,4 +1,4 @@
-"""How long the sidecar takes to answer just now."""
+"""Tracks how quickly the sidecar answers at present."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ import time
 from collections.abc import Callable
 
 QUICK_S = 0.003
-"""A wait of this length is never too long: an answer of a sidecar that is well takes a fraction
-of it.
-"""
+"""A wait this short is always acceptable: a healthy sidecar answers in a fraction of it."""
 MAX_DELAY = 0.02
-"""Beyond that, an answer is worth waiting for if the wait is at most this part of what it can
+"""Beyond that, an answer is worth waiting for if the wait is at most this fraction of what it can
 save.
 """
 MAX_FIRST_DELAY = 0.25
-"""As long as all answers have been quick, one that is not is waited for up to this part."""
+"""While all answers have been quick, a late one is awaited for up to this fraction."""
 REST_PER_LOSS = 20
 MAX_REST_S = 1.0
-"""After a wait for nothing the sidecar is not asked for this many times that wait, so that an
-unsteady one costs a few percent at most.
+"""After a wait in vain, the sidecar is not asked for this many times as long, so that an unsteady
+one costs a few percent at most.
 """
 PROBE_S = 0.25
-"""Between two probes of a sidecar that is late, from question to question: one that took longer
-says little about now, and may have waited for this process itself.
+"""Interval between two probes of a late sidecar, from question to question: a probe that took
+longer says little about the present, and may have waited for this process itself.
 """
 
 
 class Pace:
-    """The last known time of an answer, and a thread that asks again in the background while that
-    is long. Thread-safe.
+    """Keeps the latest answer time of the sidecar; while it is long, a background thread probes it.
+    Thread-safe.
 
     Args:
-        probe: Asks the sidecar for nothing; returns how long its answer took, infinity if it has
-            not answered or could not be asked just now, None without a connection.
+        probe: Sends an empty question and returns how long its answer took; infinity if it was not
+            answered or could not be sent now, None without a connection.
     """
 
     def __init__(self, probe: Callable[[], float | None]) -> None:
@@ -47,23 +45,23 @@ class Pace:
 
     @property
     def is_quick(self) -> bool:
-        """Return whether an answer can be expected at once."""
+        """Return whether an immediate answer can be expected."""
         return self._took_s <= QUICK_S
 
     def is_worth(self, saving_s: float) -> bool:
-        """Return whether an answer that can save so much is worth the wait."""
+        """Return whether an answer that can save `saving_s` is worth the wait."""
         return self._took_s <= max(QUICK_S, MAX_DELAY * saving_s)
 
     def patience_s(self, saving_s: float) -> float:
-        """Return how long to wait for a late answer that can save so much."""
+        """Return how long to wait for a late answer that can save `saving_s`."""
         return max(QUICK_S, MAX_FIRST_DELAY * saving_s)
 
     def took(self, seconds: float, rest_s: float = 0.0) -> None:
-        """Note that an answer took so long, or has not come for so long.
+        """Record that an answer took `seconds`, or has been outstanding for that long.
 
         Args:
-            seconds: How long.
-            rest_s: For how long not to ask again even if the sidecar is quick.
+            seconds: The time.
+            rest_s: How long not to ask again even if the sidecar is quick.
         """
         self._took_s = seconds
         if seconds > QUICK_S:
@@ -78,19 +76,19 @@ class Pace:
                     self._thread.start()
 
     def wasted(self, seconds: float) -> None:
-        """Note that a caller has waited so long for nothing."""
+        """Record that a caller waited this long in vain."""
         self.took(seconds, min(REST_PER_LOSS * seconds, MAX_REST_S))
 
     def unsent(self, unanswered_s: float) -> None:
-        """Note that a question could not be sent, while an earlier one has had no answer for so
-        long.
+        """Record that a question could not be sent while an earlier one has been unanswered for
+        `unanswered_s`.
         """
         if self.is_quick:
-            # That answer may have come and not been read: the probe finds out.
+            # That answer may have arrived unread: the probe finds out.
             self.took(min(unanswered_s, 2 * QUICK_S))
 
     def close(self) -> None:
-        """End the thread, after the probe that is under way. Idempotent."""
+        """Stop the thread after the probe in progress. Idempotent."""
         with self._lock:
             self._closing.set()
             thread = self._thread
@@ -102,11 +100,11 @@ class Pace:
         while not self._closing.wait(max(wait_s, self._rests_until - time.monotonic())):
             took_s = self._probe()
             with self._lock:
-                # A rest may have begun while the probe was under way.
+                # A rest may have begun during the probe.
                 has_rested = time.monotonic() >= self._rests_until
                 if took_s is None or (took_s <= QUICK_S and has_rested):
                     # Without a connection nothing is known: the next one is measured when it is
-                    # made.
+                    # established.
                     self._took_s = 0.0
                     self._thread = None
                     return

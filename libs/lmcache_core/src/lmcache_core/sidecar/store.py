@@ -1,10 +1,10 @@
-"""The engine's chunk store in sidecar mode: no tier of its own, everything through the pod's
+"""The engine's chunk store in sidecar mode: no tier of its own, everything goes through the pod's
 sidecar.
 
-The sidecar may be absent, hang, be killed or restarted at any moment: every call then answers as an
-empty cache would, and reconnects by itself when the sidecar is back. A hanging sidecar costs one
-call its deadline; the calls after it cost nothing (`SidecarLink`). One that answers late is not
-waited for where that costs more than it can save (`Pace`).
+The sidecar may be absent, hang, be killed or be restarted at any moment. Every call then answers
+like an empty cache, and the store reconnects when the sidecar is back. A hanging sidecar costs one
+call its deadline; the calls after it cost nothing (`SidecarLink`). A late answer is not waited for
+if that costs more than it can save (`Pace`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from lmcache_core.wire.capabilities import DESCRIBE, REJECT, STAGE
 logger = logging.getLogger(__name__)
 
 CALL_MARGIN_S = 0.5
-"""What an answer may take beyond the deadline that the sidecar was given."""
+"""Extra time for an answer, beyond the deadline given to the sidecar."""
 STEP_SHARE = 8
-"""A question in whose way no tier stands is waited for this part of a tier's deadline: an
-engine's step waits for it.
+"""A question that involves no tier may take one part in this many of a tier's deadline: an engine
+step waits for it.
 """
 CHUNK_S = 0.001
-"""What a busy sidecar may take for each chunk of a question: that much is not late."""
+"""Extra time for each chunk of a question to a busy sidecar; that much is not late."""
 MAX_UNSAID = 4 * m.MAX_NAMES
-"""Tickets to be given back when the sidecar reads again; it forgets the others by itself."""
+"""Released tickets to report when the sidecar reads again; it forgets the others by itself."""
 UNANSWERED = Staged(False, ())
 
 A = TypeVar("A", bound=m.Message)
@@ -54,15 +54,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question about chunks that was sent and not waited for."""
+    """A question about chunks that was sent without waiting for the answer."""
 
     connection: SidecarConnection
     question: Question[m.Promise]
     request: m.Stage
 
     def is_about(self, connection: SidecarConnection, request: m.Stage) -> bool:
-        """Return whether it asks the same on that connection. What computing costs may be known
-        better meanwhile.
+        """Return whether it asks the same on that connection. The cost of recomputing may differ:
+        its estimate improves over time.
         """
         mine = self.request
         return self.connection is connection and (mine.chains, mine.is_prefix) == (
@@ -77,15 +77,14 @@ class SidecarChunkStore(ChunkStore):
 
     Args:
         path: The sidecar's socket.
-        hello: What to say at each connection.
+        hello: First message of each connection.
         timeout_s: Longest wait for chunks from the sidecar's tiers.
-        counters: Where misses are counted.
+        counters: Counters for misses.
         workers: Threads that check digests; opened and closed by their owner.
-        describe: Given the sidecar's salt, says how this client names KV; None: the sidecar is not
-            told.
-        loads_beside: Whether one thread loads while another one stores: loads then have a
-            connection of their own, since a chunk that is lifted from a slow tier keeps its
-            connection busy.
+        describe: Given the sidecar's salt, returns how this client names KV; None: the sidecar does
+            not learn it.
+        loads_beside: Whether one thread loads while another one stores: loads then use a connection
+            of their own, since a chunk being lifted from a slow tier keeps its connection busy.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class SidecarChunkStore(ChunkStore):
             else self._link
         )
         self._links = SidecarLinks((self._link, self._load_link) if loads_beside else (self._link,))
-        # What is probed, also before the link shows it. Weak, since it keeps its arena mapped.
+        # Probed even before the link publishes it. Weak, since a connection keeps its arena mapped.
         self._newest: Callable[[], SidecarConnection | None] = lambda: None
         self._pace = Pace(self._probe)
         self._step_s = timeout_s / STEP_SHARE
@@ -205,12 +204,12 @@ class SidecarChunkStore(ChunkStore):
 
     @override
     def unstage(self, tickets: Sequence[str]) -> None:
-        # What cannot be said now is said later, or the sidecar finds out by itself.
+        # What cannot be reported now is reported later, or the sidecar finds out by itself.
         for ticket in tickets:
             self._asked.pop(ticket, None)
         connection = self._link.connection
         if connection is None or STAGE not in connection.welcome.capabilities:
-            self._unsaid.clear()  # tickets are those of a connection
+            self._unsaid.clear()  # tickets belong to a connection
             return
         self._unsaid += map(_fitted_ticket, tickets)
         del self._unsaid[:-MAX_UNSAID]
@@ -242,7 +241,7 @@ class SidecarChunkStore(ChunkStore):
         for at in range(0, len(chunks), m.MAX_NAMES):
             batch = chunks[at : at + m.MAX_NAMES]
             extents = lent([chunk.memory for chunk in batch])
-            assert len(extents) == len(batch), "a chunk is put once, in memory of this store"
+            assert len(extents) == len(batch), "each chunk is put once, in this store's memory"
             commit = m.Commit(
                 tuple(
                     (extent.handle, chunk.head)
@@ -285,7 +284,8 @@ class SidecarChunkStore(ChunkStore):
     def reject(self, chunk: Chunk) -> None:
         # The sidecar checks for itself, and stops serving the chunk if it is damaged.
         logger.warning(
-            "chunk %s in the sidecar's arena is damaged and is not used", chunk.key.key.chunk_hash
+            "chunk in the sidecar's arena is damaged, recomputing it: chunk=%s",
+            chunk.key.key.chunk_hash,
         )
         extent = chunk.memory
         if (
@@ -297,7 +297,7 @@ class SidecarChunkStore(ChunkStore):
 
     @override
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
-        pass  # the sidecar's eviction sees to them
+        pass  # the sidecar evicts them itself
 
     @override
     def release(self, chunks: Sequence[Chunk]) -> bool:
@@ -314,8 +314,8 @@ class SidecarChunkStore(ChunkStore):
         return {} if answer is None else answer.stats
 
     def _say_unstaged(self, connection: SidecarConnection) -> bool:
-        """Say which tickets have been given back, and wait for no answer; whether all of them
-        have been said.
+        """Report released tickets without waiting for an answer; return whether all have been
+        reported.
         """
         while self._unsaid:
             if (
@@ -355,15 +355,14 @@ class SidecarChunkStore(ChunkStore):
     def _send_stage(
         self, connection: SidecarConnection, ticket: str, request: m.Stage, saving_s: float
     ) -> _Asked | None:
-        """Send a question unless it is on its way; None if it is not worth it, or cannot be
-        sent.
+        """Send a question unless the same one is on its way; None if it is not worth it or cannot
+        be sent.
         """
         known = self._asked.get(ticket)
         if known is not None and known.is_about(connection, request):
             return known
         self._asked.pop(ticket, None)
-        # A ticket that was given back may be asked for again: the sidecar must hear of it in that
-        # order.
+        # A released ticket may be asked for again: the sidecar must receive both in that order.
         may_ask = self._pace.is_worth(saving_s) and self._say_unstaged(connection)
         question = self._send(connection, request, m.Promise) if may_ask else None
         if question is None:
@@ -380,7 +379,7 @@ class SidecarChunkStore(ChunkStore):
         return question
 
     def _unanswered(self, ticket: str, asked: _Asked, saving_s: float) -> Staged | None:
-        """Decide about a question without an answer: wait, or do without it."""
+        """Wait for the answer to a question, or proceed without it."""
         waited_s = time.monotonic() - asked.question.sent_at
         if waited_s <= self._pace.patience_s(saving_s):
             if self._pace.is_quick:
@@ -393,7 +392,9 @@ class SidecarChunkStore(ChunkStore):
     def _ask_in_step(
         self, connection: SidecarConnection, request: m.Message, expected: type[A], num_chunks: int
     ) -> A | None:
-        """Ask what a step waits for, and note how long that took; None when there is no answer."""
+        """Ask a question that a step waits for, and record how long it took; None without an
+        answer.
+        """
         begin = time.monotonic()
         answer = self._links.ask(connection, request, expected, self._step_s + num_chunks * CHUNK_S)
         self._pace.took(time.monotonic() - begin - num_chunks * CHUNK_S)
@@ -402,11 +403,11 @@ class SidecarChunkStore(ChunkStore):
     def _probe(self) -> float | None:
         connection = self._newest()
         if connection is None or not connection.is_open:
-            return None  # nothing is known: the next connection is measured when it is made
+            return None  # nothing is known: the next connection is measured when it is established
         return self._links.seconds_to_answer(connection, m.Ping(), m.Pong, self._timeout_s)
 
     def _greeted(self, connection: SidecarConnection) -> None:
-        """Prepare a connection before it is used otherwise."""
+        """Prepare a connection before any other use."""
         salt = connection.arena_info.salt
         self._on_salt(salt)
         took_s = connection.greeting_s
@@ -436,13 +437,13 @@ class SidecarChunkStore(ChunkStore):
             if given is None:
                 self._links.give_up(
                     connection,
-                    "the sidecar answered RESERVE with memory that was not asked for or that is not"
-                    " there",
+                    "the sidecar answered RESERVE with memory that was not requested or does not"
+                    " exist",
                 )
                 return []
             extents = given
         finally:
-            connection.let_go(
+            connection.release(
                 len(sizes) - sum(not isinstance(extent, NotLent) for extent in extents)
             )
         return extents
@@ -494,7 +495,7 @@ class SidecarChunkStore(ChunkStore):
             if unused:
                 self._links.ask(connection, m.DoneWith(unused), m.Ok)
         finally:
-            connection.let_go(len(keys) - len(good))
+            connection.release(len(keys) - len(good))
         return good, reason
 
     def _give_back(self, extents: Sequence[ArenaExtent]) -> bool:
@@ -507,7 +508,7 @@ class SidecarChunkStore(ChunkStore):
     def _return(
         self, extents: Sequence[ArenaExtent], request: m.Message, expected: type[A]
     ) -> A | None:
-        """Give lent memory back, by a request or, where that cannot be said, by ending the
+        """Return lent memory by a request or, if that cannot be delivered, by closing the
         connection.
         """
         connection = extents[0].connection
@@ -531,12 +532,12 @@ def _microseconds(recompute_s: float | None) -> int:
 def _staged(
     answer: m.Promise, asked: Sequence[ChunkChain], chains: Sequence[ChunkChain]
 ) -> Staged | None:
-    """Return what is staged of these chains; None when the answer is not about them.
+    """Return what is staged of these chains; None if the answer does not match the question.
 
     Args:
-        answer: The sidecar's.
-        asked: What it was asked about: the beginnings of the chains. The rest is not there.
-        chains: What is wanted.
+        answer: The sidecar's answer.
+        asked: The question: a prefix of each chain. The rest counts as absent.
+        chains: The full chains.
     """
     if [len(tiers) for tiers in answer.tiers] != [chain.num_chunks for chain in asked]:
         return None
@@ -548,9 +549,7 @@ def _staged(
 
 
 def _fitted_chains(chains: Sequence[ChunkChain]) -> tuple[ChunkChain, ...]:
-    """Return the beginnings of these chains, equally many chunks of each, as far as one request may
-    name them.
-    """
+    """Return prefixes of these chains, equally many chunks of each, that fit into one request."""
     num_keys = sum(chain.num_chunks * chain.world_size for chain in chains)
     if num_keys <= m.MAX_STAGE_KEYS:
         return tuple(chains)
@@ -559,8 +558,8 @@ def _fitted_chains(chains: Sequence[ChunkChain]) -> tuple[ChunkChain, ...]:
 
 
 def _fitted_ticket(ticket: str) -> str:
-    """Return a name that a request may hold; serving engines take request ids of any length from
-    their users.
+    """Return the ticket's name, shortened to fit into a request; serving engines accept request ids
+    of any length from their users.
     """
     if 0 < len(ticket) <= m.MAX_TICKET_NAME_CHARS and ticket.isascii():
         return ticket

@@ -1,4 +1,4 @@
-"""Tiers: where chunks are kept. Implementations are imported when first named."""
+"""Tiers that store chunks. Implementations are imported on first use."""
 
 from __future__ import annotations
 

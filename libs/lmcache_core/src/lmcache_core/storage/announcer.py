@@ -1,4 +1,4 @@
-"""Tells lookup which chunks the local tiers hold."""
+"""Announces to lookup which chunks the local tiers hold."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class TierAnnouncer:
-    """A `StackListener` that passes on what local tiers gain and lose.
+    """A `StackListener` that reports what local tiers gain and lose.
 
-    Made before tiers and reporter; `connect` joins them. Until then it says nothing. All calls
-    belong to one event loop.
+    Construct it before the tiers and the reporter; `connect` joins them. Events before `connect`
+    are dropped. All calls belong to one event loop.
 
     Args:
         own_tenant: Tenant of the token that the reporter shows; chunks of other tenants are
@@ -33,17 +33,17 @@ class TierAnnouncer:
         self._tiers: dict[str, LocalTier] = {}
 
     def connect(self, reporter: InstanceReporter, tiers: Sequence[LocalTier]) -> None:
-        """Pass on what these tiers gain and lose from now on."""
+        """Report what these tiers gain and lose from now on."""
         self._reporter = reporter
         self._tiers = {tier.name: tier for tier in tiers}
 
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
-        """Announce what a tier has kept; tiers that are not local are not announced."""
+        """Report a chunk that a tier has stored; tiers that are not local are ignored."""
         if self._reporter is not None and tier in self._tiers:
             self._reporter.stored(key.key.chunk_id(), tier, num_bytes, self._tenant(key))
 
     def removed_from(self, tier: str) -> OnRemoved:
-        """Return what that tier is to call with every key that it gives up."""
+        """Return the callback that this tier calls with every key it drops."""
 
         def removed(key: ChunkKey) -> None:
             if self._reporter is not None:
@@ -58,9 +58,10 @@ class TierAnnouncer:
                 yield Holding(key.key.chunk_id(), tier.name, num_bytes, self._tenant(key))
 
     async def announce_when_loaded(self, tier: DiskBackend) -> None:
-        """Announce what a tier finds once it has been read, and whenever it can read more later.
+        """Announce a tier's chunks once its directory has been read, and again when more become
+        readable.
 
-        A large disk is read in the background, and one that is not there at the start is opened
+        A large disk is read in the background, and one that is missing at the start is opened
         later.
         """
         reporter = self._reporter

@@ -13,41 +13,45 @@ from lmcache_core.record import Allocate, Chunk, Result
 
 OnRemoved = Callable[[ChunkKey], None]
 IsUnwanted = Callable[[ChunkKey], bool]
-"""Tells which chunks are being removed."""
+"""Returns whether a chunk is being removed."""
 
 
 class StorageBackend(ABC):
-    """One tier. Every call is batched; results stand in the order of the keys.
+    """One tier. Every call is batched; results are in the order of the keys.
 
-    A call never raises for a chunk that is missing, damaged or does not fit: those are values. It
-    raises `UnavailableError` when the whole tier cannot be reached. Cancellation is safe at any
-    await: memory allocated so far is given back.
+    A chunk that is missing, damaged or too large is reported as a value, never raised. A call
+    raises `UnavailableError` only when the whole tier cannot be reached. Cancellation is safe at
+    any await: memory allocated so far is released.
     """
 
     name: str
     wrapped: StorageBackend | None = None
-    """The tier inside, of one that adds something to another."""
+    """The wrapped tier, if this one decorates another."""
 
     @property
     def is_bypassed(self) -> bool:
-        """Return whether calls, or writes alone, are answered without asking the device."""
+        """Return whether calls, or only writes, are answered without touching the device."""
         return False
 
     def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
-        """Return how many chunks, from the first, a read should ask for; all where that is unknown.
+        """Return how many chunks, from the first, a read should ask for; all if the cost is
+        unknown.
 
         Args:
-            num_chunks: How many are wanted.
-            limit_s: The read must be over by then.
-            recompute_s: What computing one chunk instead costs; a read that costs more than
-                computing what it brings is worth nothing.
+            num_chunks: Number of chunks wanted.
+            limit_s: Time within which the read must finish.
+            recompute_s: Cost of computing one chunk instead. A read that costs more than
+                recomputing what it brings is not worth making.
         """
         return num_chunks
 
     @abstractmethod
     async def open(self) -> None:
-        """Do the I/O that the constructor must not do. Raises `UnavailableError` or
-        `ConfigError`.
+        """Do the I/O that the constructor must not do.
+
+        Raises:
+            UnavailableError: The tier cannot be reached.
+            ConfigError: An option is wrong.
         """
 
     @abstractmethod
@@ -56,47 +60,47 @@ class StorageBackend(ABC):
 
     @abstractmethod
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which of them a `batched_get` would find now."""
+        """Return which of these chunks a `batched_get` would find now."""
 
     @abstractmethod
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read chunks, each verified (key, head, digest). The caller owns every chunk returned.
+        """Read chunks and verify each (key, head, digest). The caller owns every chunk returned.
 
         Args:
-            keys: Their names.
-            allocate: Where payloads go.
-            timeout_s: What has not come by then is a miss with reason `deadline`; what has come is
-                returned. None: the tier's own limit.
+            keys: Names of the chunks.
+            allocate: Allocates memory for payloads.
+            timeout_s: Chunks that have not arrived by then are misses with reason `deadline`; the
+                others are returned. None: the tier's own limit.
         """
 
     @abstractmethod
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks (borrowed: a backend that keeps the memory takes its own reference). True:
-        kept, or was there already.
+        """Store chunks and return True for each that is stored now or was before.
 
-        When it returns, what is True is visible to `batched_contains` and complete.
+        Chunks are borrowed: a backend that keeps the memory takes its own reference. On return,
+        every chunk reported as True is complete and visible to `batched_contains`.
         """
 
     @abstractmethod
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; the number that were there."""
+        """Remove chunks and return how many were there."""
 
     @abstractmethod
     async def clear(self, tenant: str | None = None) -> int:
-        """Forget everything (of that tenant); the number of chunks."""
+        """Remove everything (of that tenant) and return the number of chunks."""
 
     @abstractmethod
     def stats(self) -> dict[str, int]:
-        """Return figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and what
-        else the tier counts.
+        """Return figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and the
+        tier's own counters.
         """
 
 
 @runtime_checkable
 class ListsKeys(Protocol):
-    """Ability: a tier that knows what it holds."""
+    """A tier that can list its chunks."""
 
     def keys(self) -> list[ChunkKey]:
         """Return the names of all chunks held now."""
@@ -106,8 +110,8 @@ class ListsKeys(Protocol):
 
 
 def lister_of(backend: StorageBackend) -> ListsKeys | None:
-    """Return what can tell which chunks this tier holds, the tier itself or one inside it; None
-    when it does not know.
+    """Return the object that lists this tier's chunks: the tier itself or one it wraps. None if
+    neither can.
     """
     while backend.wrapped is not None:
         backend = backend.wrapped
@@ -116,10 +120,10 @@ def lister_of(backend: StorageBackend) -> ListsKeys | None:
 
 @asynccontextmanager
 async def caller_limit(timeout_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Cancel the work inside after `timeout_s` seconds (None: never) and go on behind it.
+    """Cancel the body after `timeout_s` seconds (None: never) and continue after the block.
 
     Yields:
-        What tells, by `expired()`, whether the time was over before the work was done.
+        The timeout; its `expired()` tells whether the body was cut short.
     """
     limit = asyncio.timeout(None if timeout_s is None else max(0.0, timeout_s))
     try:

@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 
 
 class ByteGate:
-    """Lets users in, first come first served, as long as what they use together is within the
-    bound. On one event loop.
+    """Admits requests in order of arrival while the bytes in use stay within a bound. For one event
+    loop.
 
     Args:
-        max_bytes: The bound. A user that alone needs more is let in when nobody else is.
+        max_bytes: The bound. A request larger than the bound is admitted only when the gate is
+            idle.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -23,7 +24,7 @@ class ByteGate:
 
     @asynccontextmanager
     async def using(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until so many bytes may be used; they are given back at the end."""
+        """Wait until `num_bytes` may be used, and release them at the end of the context."""
         taken = min(num_bytes, self._max_bytes)
         if self._waiting or self.used_bytes + taken > self._max_bytes:
             turn = asyncio.get_running_loop().create_future()
@@ -31,7 +32,7 @@ class ByteGate:
             try:
                 await turn
             except asyncio.CancelledError:
-                if not turn.cancelled():  # it had come in that moment
+                if not turn.cancelled():  # admitted just before the cancellation
                     self._give_back(taken)
                 raise
         else:

@@ -1,5 +1,5 @@
-"""The codecs of one process: opened once, however many tiers use them, with the threads that
-they are called in.
+"""The codecs of one process, opened once for all tiers that use them, and the threads that run
+them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
 logger = logging.getLogger(__name__)
 
 MAX_CODEC_THREADS = 4
-"""Chunks decoded at once, and, in other threads, twice as many as are encoded; a codec may use
-threads of its own for each.
+"""Chunks decoded at the same time; as many are encoded in other threads. A codec may use threads of
+its own for each chunk.
 """
 CLOSE_WAIT_S = 10.0
 ALSO_DECODED = MappingProxyType({"cachegen": ("lossless",)})
-"""What a codec decodes besides what it is called: CacheGen keeps losslessly what it cannot
+"""Serdes that a codec decodes in addition to its own: CacheGen stores losslessly what it cannot
 quantise.
 """
 
@@ -48,16 +48,16 @@ quantise.
 def create_codecs(
     serdes: Iterable[str | None], decode_documented: bool = False, counters: Counters | None = None
 ) -> Codecs:
-    """Return the codecs that options name, not opened.
+    """Return the codecs that options name, not yet opened.
 
     Args:
-        serdes: Values of `remote_serde` and its like; None and "naive" are none.
-        decode_documented: Also decode `torch`, `safetensor` and `fast`, where their packages are
-            installed.
-        counters: Where their work is counted.
+        serdes: Values of `remote_serde` and similar options; None and "naive" name no codec.
+        decode_documented: Also decode `torch`, `safetensor` and `fast` if their packages are
+        installed.
+        counters: Counters for the codecs' work.
 
     Raises:
-        ConfigError: There is no such serde.
+        ConfigError: A serde is unknown.
     """
     named = {
         serde: codec
@@ -73,21 +73,20 @@ def create_codecs(
 
 
 class Codecs:
-    """Codecs, shared by those who open them. On one event loop, but for `decoder_of`.
+    """Codecs shared by several users. For one event loop, except `decoder_of`.
 
-    Only what is open decodes: a record of another serde is a miss, and nothing is imported or
-    compiled because of it.
+    Only an open codec decodes: a record of another serde is a miss, and never causes an import or a
+    compilation.
 
     Args:
-        named: Those that options name, by that name. All of them can be opened, or none is.
-        further: Others that decode; left out where they cannot be opened.
-        counters: Where their work is counted.
+        named: Codecs that options name, by that name. Either all of them open or none does.
+        further: Codecs that only decode; skipped if they cannot be opened.
+        counters: Counters for the codecs' work.
 
     Attributes:
-        decoding: Threads to decode in: reads do not wait in one line with writes, which have more
-            time.
-        encoding: Threads to encode in.
-        figures: What was encoded and decoded.
+        decoding: Threads that decode, separate so that reads never queue behind writes.
+        encoding: Threads that encode.
+        figures: Statistics of encoding and decoding.
     """
 
     def __init__(
@@ -107,17 +106,17 @@ class Codecs:
         self.figures = CodecFigures(counters)
 
     def named(self, serde: str | None) -> ChunkCodec | None:
-        """Return the codec that an option names; None for none and "naive"."""
+        """Return the codec that an option names; None for None and "naive"."""
         return None if serde is None else self._named.get(serde)
 
     def is_lossy(self, serde: str | None) -> bool:
-        """Return whether the codec that an option names may lose something."""
+        """Return whether the codec that an option names may be lossy."""
         codec = self.named(serde)
         return codec is not None and codec.lossy
 
     def decodable(self) -> list[str]:
-        """Return the names of the serdes that are decoded here for certain, those that options
-        name; known before they are open.
+        """Return the serdes that are certain to be decoded here, those that options name; known
+        before the codecs are open.
         """
         named = [codec.serde for codec in self._named.values()]
         return list(
@@ -127,10 +126,10 @@ class Codecs:
         )
 
     async def open(self) -> None:
-        """Open all for one more user, who closes them.
+        """Open all codecs for one more user, which must call `close`.
 
         Raises:
-            ConfigError: One that an option names cannot be had.
+            ConfigError: A codec that an option names is unavailable.
         """
         async with self._lock:
             if self._num_users == 0:
@@ -146,14 +145,14 @@ class Codecs:
             self._num_users += 1
 
     async def close(self) -> None:
-        """Count one user less; the last one ends their threads."""
+        """Release one user's hold; the last one stops the threads."""
         async with self._lock:
             self._num_users -= 1
             if self._num_users == 0:
                 await self._close_all()
 
     def decoder_of(self, header: RecordHeader) -> ChunkCodec | MissReason:
-        """Return what decodes a record, or why nothing does."""
+        """Return the codec that decodes a record, or the reason why there is none."""
         for codec in self._open:
             if codec.decodes(header):
                 return codec
@@ -170,16 +169,16 @@ class Codecs:
             if not all(have_ended):
                 logger.warning("codecs did not stop in time, leaving their threads")
         finally:
-            await asyncio.to_thread(_close_all, opened)  # a cancellation does not stop it
+            await asyncio.to_thread(_close_all, opened)  # a thread is not stopped by cancellation
 
 
 def _open_all(
     named: Mapping[str, ChunkCodec], further: Sequence[ChunkCodec]
 ) -> tuple[ChunkCodec, ...]:
-    """Open all, or none. Blocking.
+    """Open all or none. Blocking.
 
     Raises:
-        ConfigError: One that an option names cannot be had.
+        ConfigError: A codec that an option names is unavailable.
     """
     opened: list[ChunkCodec] = []
     try:
@@ -212,21 +211,20 @@ def _close_all(opened: Sequence[ChunkCodec]) -> None:
 
 
 PROFILE_SEPARATOR = "@"
-"""Between the name of a profile and the id of its tables."""
+"""Separates the name of a profile from the id of its tables."""
 
 
 def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chunk | None:
-    """Return a raw chunk, encoded and sealed.
+    """Return a raw chunk encoded and sealed.
 
     Args:
-        codec: Open.
-        chunk: Raw; borrowed.
-        figures: Where the work is counted.
+        codec: An open codec.
+        chunk: A raw chunk; borrowed.
+        figures: Statistics to update.
 
     Returns:
-        A chunk with memory of its own, outside any arena; None when its record would not be
-        smaller: it stays as it is. Lossy if the codec is, and also if the chunk was decoded from a
-        lossy record before.
+        A chunk with its own memory, outside any arena; None if its record would not be smaller. It
+            is lossy if the codec is, or if the chunk was once decoded from a lossy record.
     """
     header = chunk.described
     began = time.perf_counter()
@@ -250,7 +248,7 @@ def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chu
     head = encode_head(made, len(payload))
     elapsed_s = time.perf_counter() - began
     raw_bytes = chunk.memory.get_size()
-    # The longer head may have eaten what the payload saved.
+    # The longer head may have used up what the payload saved.
     if len(payload) < raw_bytes and len(head) + len(payload) >= chunk.num_bytes:
         figures.left_raw(codec.serde, elapsed_s)
         return None
@@ -261,15 +259,15 @@ def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chu
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A chunk that is to be decoded into other memory; owns a reference on both until it has run or
-    is abandoned.
+    """A chunk waiting to be decoded into other memory; owns a reference on both until it has run or
+    is released.
 
     Attributes:
-        codec: Decodes such records.
-        chunk: Encoded.
-        memory: For the decoded payload, of exactly its length.
-        figures: Where the work is counted.
-        seals: Also compute the digest of what was decoded.
+        codec: Codec that decodes the record.
+        chunk: The encoded chunk.
+        memory: Memory for the decoded payload, of exactly its length.
+        figures: Statistics to update.
+        seals: Whether to compute the digest of the decoded payload, too.
     """
 
     codec: ChunkCodec
@@ -279,7 +277,7 @@ class Decoding:
     seals: bool
 
     def run(self) -> Result:
-        """Decode. The result takes over the decoded memory."""
+        """Decode. The result takes over the memory of the decoded payload."""
         began = time.perf_counter()
         encoded, memory = self.chunk, self.memory
         header = encoded.described
@@ -308,7 +306,7 @@ class Decoding:
         return chunk
 
     def release(self) -> None:
-        """Give both references back; it does not run."""
+        """Release both references without decoding."""
         self.memory.ref_count_down()
         self.chunk.release()
 

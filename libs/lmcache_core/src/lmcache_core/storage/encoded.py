@@ -1,4 +1,4 @@
-"""A tier whose records are encoded: raw chunks on this side, fewer bytes on the other."""
+"""A tier whose records are encoded: raw chunks above it, smaller records below."""
 
 from __future__ import annotations
 
@@ -31,32 +31,29 @@ from lmcache_core.telemetry import CodecFigures
 logger = logging.getLogger(__name__)
 
 MAX_ENCODING_BYTES = 128 << 20
-"""Raw bytes of one tier that are encoded and not yet written; further puts wait."""
+"""Raw bytes being encoded or written for one tier; further puts wait."""
 MAX_DECODE_SHARE = 0.5
-"""Of a caller's time, kept for decoding what the tier brings; as much as decoding took lately,
-at most this.
-"""
+"""Part of a caller's time reserved for decoding: as long as decoding took recently, up to this."""
 NEWEST_WEIGHT = 0.5
 MAX_NAMED_SERDES = 16
 
 
 class EncodedBackend(StorageBackend):
-    """Encodes what is put, decodes what is got, and lets in only what its user accepts.
+    """Encodes on put, decodes on get, and lets only acceptable records through.
 
-    Raw records pass as they are. With a lossy serde everything that can be decoded here is
-    accepted; otherwise a lossy record is a miss (`encoding`), its key is said not to be there, and
-    a lossless chunk of that key takes its place; the same of one that does not decode (`corrupt`).
-    What cannot be decoded here alone (`encoding`, `profile`) is said not to be there either, and
-    stays, since others may read it. Work on bytes is done in the threads of `codecs`, the event
-    loop does none of it.
+    Raw records pass unchanged. With a lossy serde, every record that can be decoded here is
+    accepted. Otherwise a lossy record is a miss (`encoding`), its key is reported as absent, and a
+    lossless chunk of that key replaces it. A record that fails to decode (`corrupt`) is treated the
+    same way. A record that only this process cannot decode (`encoding`, `profile`) is also reported
+    as absent, but stays, since other readers may use it. Work on bytes runs in the threads of
+    `codecs`, never on the event loop.
 
     Args:
         backend: The tier; opened and closed with this one.
-        codecs: Opened with this tier, and closed when all who share them have closed.
-        serde: How raw chunks are encoded, one that `codecs` was made with; None or "naive": not at
-            all.
-        accepts_lossy: Whether lossy records are let in; by default if `serde` is lossy.
-        seals: Compute digests of decoded chunks in the same threads, where somebody will ask for
+        codecs: Opened with this tier, and closed when all its users have closed.
+        serde: Encoding of raw chunks, one that `codecs` was made with; None or "naive": none.
+        accepts_lossy: Whether lossy records are let through; by default if `serde` is lossy.
+        seals: Compute digests of decoded chunks in the same threads, for readers that will need
             them.
     """
 
@@ -89,7 +86,7 @@ class EncodedBackend(StorageBackend):
 
     @override
     async def open(self) -> None:
-        """Make the codecs ready, which may take a minute the first time, then open the tier.
+        """Open the codecs, which may take a minute the first time, then the tier.
 
         Raises:
             ConfigError: A package that the serde needs is not installed.
@@ -105,7 +102,7 @@ class EncodedBackend(StorageBackend):
 
     @override
     async def close(self) -> None:
-        """Close the tier once what is being decoded has ended. Idempotent."""
+        """Close the tier once running decodes have ended. Idempotent."""
         was_open, self._is_open = self._is_open, False
         try:
             await self._backend.close()
@@ -115,8 +112,8 @@ class EncodedBackend(StorageBackend):
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which of them a `batched_get` would find now; records that are known to be
-        unusable here are not there.
+        """Return which chunks a `batched_get` would find now; records known to be unusable here
+        count as absent.
         """
         found = await self._backend.batched_contains(keys)
         return [
@@ -128,8 +125,8 @@ class EncodedBackend(StorageBackend):
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read and decode chunks. Encoded payloads lie in memory from `allocate` too, until they
-        are decoded.
+        """Read and decode chunks. Until they are decoded, encoded payloads also occupy memory from
+        `allocate`.
         """
         now = asyncio.get_running_loop().time
         deadline = None if timeout_s is None else now() + timeout_s
@@ -142,14 +139,14 @@ class EncodedBackend(StorageBackend):
         try:
             for i, (key, result) in enumerate(zip(keys, results, strict=True)):
                 if isinstance(result, Chunk):
-                    results[i] = Miss(MissReason.DEADLINE)  # the chunk belongs to `_let_in` now
+                    results[i] = Miss(MissReason.DEADLINE)  # `_let_in` owns the chunk now
                     let_in = self._let_in(result, None if is_late else allocate)
                     if isinstance(let_in, ChunkJob):
                         jobs[i] = let_in
                     else:
                         results[i] = let_in
                 elif result.reason is MissReason.ENCODING and not self._accepts_lossy:
-                    self._replaceable.note(key)  # its server filtered what is refused here
+                    self._replaceable.note(key)  # the server filters what would be refused here
             await finish(jobs.values(), None if deadline is None else max(0.0, deadline - began))
         except BaseException:
             for job in jobs.values():
@@ -166,7 +163,7 @@ class EncodedBackend(StorageBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Encode and keep chunks; lossy ones are not kept where only lossless ones are served."""
+        """Encode and store chunks; lossy ones are refused where only lossless ones are served."""
         kept: list[bool] = []
         for group in _groups(chunks):
             async with self._gate.using(sum(chunk.memory.get_size() for chunk in group)):
@@ -188,15 +185,15 @@ class EncodedBackend(StorageBackend):
 
     @override
     def stats(self) -> dict[str, int]:
-        """Return the tier's figures, what was encoded and decoded, and how many records were
-        refused for their encoding.
+        """Return the tier's figures, those of the codecs, and how many records were refused for
+        their encoding.
         """
         return (
             self._backend.stats() | self._figures.stats() | {"refused_encodings": self._num_refused}
         )
 
     def _time_to_read(self, timeout_s: float | None, num_chunks: int) -> float | None:
-        """Return what is left of the caller's time for the tier itself."""
+        """Return the part of the caller's time that is left for the tier itself."""
         return (
             None
             if timeout_s is None
@@ -204,8 +201,7 @@ class EncodedBackend(StorageBackend):
         )
 
     def _let_in(self, chunk: Chunk, allocate: Allocate | None) -> Result | ChunkJob[Result]:
-        """Return the chunk if it may pass as it is, the job that decodes it, or why it may not
-        pass.
+        """Return the chunk if it passes unchanged, the job that decodes it, or the miss to report.
 
         Takes over the chunk's reference. Without `allocate` it is too late to decode anything.
         """
@@ -254,7 +250,9 @@ class EncodedBackend(StorageBackend):
         return Miss(reason)
 
     async def _put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Encode and write chunks that are few enough to be held twice."""
+        """Encode and write chunks, few enough that their raw and encoded forms fit in memory
+        together.
+        """
         accepted = [
             i
             for i, c in enumerate(chunks)
@@ -274,8 +272,8 @@ class EncodedBackend(StorageBackend):
         return kept
 
     async def _encoded(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Return these chunks as they are to be written; what is encoded lies outside any arena,
-        the others are the caller's.
+        """Return these chunks as they are to be written. Encoded ones lie outside any arena; the
+        others are the caller's own.
         """
         encoder = self._encoder
         if encoder is None:
@@ -291,7 +289,7 @@ class EncodedBackend(StorageBackend):
                 except BaseException:
                     chunk.release()
                     raise
-                futures[i].add_done_callback(partial(_let_go, chunk))
+                futures[i].add_done_callback(partial(_release_chunk, chunk))
         try:
             await wait_all(list(futures.values()))
         except BaseException:
@@ -307,8 +305,8 @@ class EncodedBackend(StorageBackend):
 
 
 def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """Yield the chunks in runs of at most `MAX_ENCODING_BYTES`, or of one that is larger; one empty
-    run when there are none.
+    """Yield the chunks in runs of at most `MAX_ENCODING_BYTES`, or of one larger chunk; one empty
+    run if there are none.
     """
     begin = num_bytes = 0
     for i, chunk in enumerate(chunks):
@@ -320,5 +318,5 @@ def _groups(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
     yield chunks[begin:]
 
 
-def _let_go(chunk: Chunk, _: Future[Chunk | None]) -> None:
+def _release_chunk(chunk: Chunk, _: Future[Chunk | None]) -> None:
     chunk.release()

@@ -1,6 +1,6 @@
-"""What stands before every slower tier: deadlines, breaker, price and observers.
+"""The guard around every slower tier: deadlines, breaker, price and observers.
 
-The order is fixed here: admission (breaker; the price is asked for beforehand), the deadline, the
+The order is fixed: admission (the breaker; the price is queried beforehand), the deadline, the
 observers, then the tier with its codec.
 """
 
@@ -35,29 +35,29 @@ logger = logging.getLogger(__name__)
 _TROUBLE = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 _MAX_EXPONENT = 32
 MIN_BYTES_PER_S = 8 << 20
-"""A tier that writes more slowly than this hangs, as far as its callers can tell."""
+"""A tier that writes more slowly than this counts as hung."""
 REMOVAL_S = 0.01
-"""What the removal of one chunk may take."""
+"""Extra time for the removal of one chunk."""
 CLEAR_TIMEOUT_S = 300.0
 READ_GRACE_S = 1.0
-"""What a get may need beyond its caller's limit to give back what it has."""
+"""Extra time for a get, beyond its caller's limit, to hand over what it has."""
 PROBE_INTERVAL = 16
-"""Of so many reads that look too expensive, one is made all the same (within its deadline), or a
-tier that has recovered would never be seen.
+"""One in this many reads that look too expensive is made anyway, within its deadline; otherwise a
+tier that has recovered would never be noticed.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GuardOptions:
-    """When calls of a tier end, and when its breaker opens and closes.
+    """When calls of a tier time out, and when its breaker opens and closes.
 
     Attributes:
-        num_failures: Failures in a row that open the breaker.
+        num_failures: Consecutive failures that open the breaker.
         cool_down_s: Wait before the first probe; doubles with each probe that fails.
         cool_down_cap_s: Longest wait.
-        slow_call_s: A call that its caller gave up after at least this long counts as a failure.
-        timeout_s: Longest wait for a call that has no limit of its caller's; what is put or removed
-            adds to it by its size.
+        slow_call_s: A call that its caller cancelled after at least this long counts as a failure.
+        timeout_s: Longest wait for a call without a limit of its own; puts and removals get more
+            time in proportion to their size.
     """
 
     num_failures: int = 5
@@ -74,7 +74,7 @@ class _State(StrEnum):
 
 
 class _Breaker:
-    """Counts failures and decides which calls may pass."""
+    """Counts failures and decides which calls are admitted."""
 
     def __init__(self, name: str, options: GuardOptions, clock: Callable[[], float]) -> None:
         self._name = name
@@ -91,7 +91,7 @@ class _Breaker:
         return self._state is not _State.CLOSED
 
     def admit(self) -> bool:
-        """Return whether a call may go through; when the cool-down is over one probe may."""
+        """Return whether a call is admitted; after the cool-down one probe is."""
         if self._state is _State.CLOSED:
             return True
         if self._state is _State.PROBING or self._clock() < self._probe_at:
@@ -129,18 +129,20 @@ class _Breaker:
         self._probe_at = self._clock() + wait_s
 
     def learned_nothing(self) -> None:
-        """Take note of a call that proved nothing: if it was the probe, the next call is."""
+        """Record a call that proved nothing: if it was the probe, the next call becomes the
+        probe.
+        """
         if self._state is _State.PROBING:
             self._state = _State.OPEN
 
 
 @dataclass(slots=True)
 class _Attempt(TierCall):
-    """A call that was let through, and how the breaker is to judge it.
+    """An admitted call, and how the breaker is to judge it.
 
     Attributes:
-        proves_nothing: It ended neither well nor badly.
-        failure: Why the tier failed although the call returned, "" if it did not.
+        proves_nothing: The outcome says nothing about the tier.
+        failure: Why the tier failed although the call returned; "" if it did not.
         is_hung: The guard's deadline ended it.
     """
 
@@ -150,29 +152,29 @@ class _Attempt(TierCall):
 
 
 class Guard(StorageBackend):
-    """A tier that may fail or hang: every call ends, failures are misses, and while the tier keeps
-    failing it is bypassed.
+    """A tier that may fail or hang: every call ends, failures become misses, and a tier that keeps
+    failing is bypassed.
 
-    Every call has a deadline. `UnavailableError` becomes misses, False or 0. A get that brings no
-    chunk and a miss for want of the tier (`unavailable`, `deadline`) is a failure too, and so is a
-    call that its caller gave up after `slow_call_s`; one whose caller had less time than that
-    proves nothing. After several failures in a row calls return at once, as misses with reason
-    `breaker_open`, False or 0, until a probe succeeds.
+    Every call has a deadline. `UnavailableError` becomes misses, False or 0. A get that returns no
+    chunk and at least one miss caused by the tier (`unavailable`, `deadline`) also counts as a
+    failure, and so does a call that its caller cancelled after `slow_call_s`; a call with less time
+    than that proves nothing. After several consecutive failures, calls return immediately, as
+    misses with reason `breaker_open`, False or 0, until a probe succeeds.
 
-    One put that does not end opens a breaker for writes alone, which only a put closes: reads of
-    such a tier may be sound. A tier must be safe to abandon: what it still reads after a cancelled
-    put it keeps referenced.
+    A single put that hangs opens a separate breaker for writes, which only a successful put closes:
+    reads of such a tier may still work. A tier must be safe to abandon: it keeps a reference on
+    whatever it still reads after a put was cancelled.
 
-    An answer that needed no device proves nothing about it, so it neither opens nor closes a
-    breaker. A tier that lists its keys gives such answers to `batched_contains`, to a put that adds
-    no chunk, and to a get or removal that finds none; every tier does so to a call without keys.
+    An answer that did not need the device proves nothing about it, so it neither opens nor closes a
+    breaker. A tier that lists its keys answers that way to `batched_contains`, to a put that adds
+    no chunk, and to a get or removal that finds none; every tier does for a call without keys.
 
     Args:
         backend: The tier; opened and closed with this one.
-        options: Its deadlines, and when to bypass it.
-        is_priced: Measure what reads cost, so that `num_worth` can say whether one pays off. For
-            readers that can compute instead.
-        observers: Told of every call that is let through; by default trace, log and metrics.
+        options: Deadlines, and when to bypass the tier.
+        is_priced: Measure the cost of reads, so that `num_worth` can tell whether one pays off. For
+            readers that can compute the KV instead.
+        observers: Notified of every admitted call; by default trace, log and metrics.
         clock: Seconds, monotonic.
     """
 
@@ -261,7 +263,7 @@ class Guard(StorageBackend):
                 results = await self._backend.batched_get(keys, allocate, timeout_s)
                 self._judge_get(attempt, results, timeout_s)
         except asyncio.CancelledError:
-            # The caller gave up. Where its time was over, the tier did not heed its limit.
+            # The caller gave up. If its time was over, the tier overran its limit.
             elapsed_s = self._clock() - began
             if self._cost is not None and timeout_s is not None and elapsed_s >= timeout_s:
                 self._cost.observe(0, 0, elapsed_s)
@@ -272,7 +274,7 @@ class Guard(StorageBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks; of a put that hung, those that the tier has by then are True."""
+        """Store chunks; after a put that hung, those that the tier holds by now are True."""
         kept = [False] * len(chunks)
         if not chunks or not self._writes.admit():
             return kept
@@ -315,7 +317,7 @@ class Guard(StorageBackend):
 
     @override
     def stats(self) -> dict[str, int]:
-        """Return the tier's figures, those of the observers, whether the tier or writes to it are
+        """Return the figures of the tier and the observers, whether the tier or its writes are
         bypassed, how often that began, and how many reads looked too expensive.
         """
         figures = self._backend.stats() | {
@@ -369,8 +371,8 @@ class Guard(StorageBackend):
     async def _attempt(
         self, operation: Operation, keys: Sequence[ChunkKey], limit_s: float
     ) -> AsyncIterator[_Attempt]:
-        """End the call inside after `limit_s` seconds, tell the observers, and judge it by how it
-        ends; swallows `UnavailableError`.
+        """Run the body with a deadline of `limit_s` seconds, notify the observers, and judge the
+        outcome; swallows `UnavailableError`.
         """
         attempt = _Attempt(self.name, operation, keys)
         began = self._clock()
@@ -389,7 +391,7 @@ class Guard(StorageBackend):
             self._breaker.failed(attempt.failure)
         except asyncio.CancelledError:
             if self._clock() - began >= self._options.slow_call_s:
-                self._breaker.failed("given up by its caller")
+                self._breaker.failed("cancelled by its caller")
             else:
                 self._breaker.learned_nothing()
             raise
@@ -422,20 +424,20 @@ class Guard(StorageBackend):
 
 
 DECAY = 0.9
-"""Weight that an observation loses with each that follows: about the last ten count."""
+"""Weight of an observation relative to the next one: about the last ten count."""
 MIN_OBSERVATIONS = 6
-"""More than the failures in a row that open a breaker: a tier that hangs from the start is the
-breaker's affair, a slow one is ours.
+"""More than the consecutive failures that open a breaker: a tier that hangs from the start is left
+to the breaker, a slow one is handled by price.
 """
 RECOVERED_FACTOR = 4
 NUM_RECOVERED = 2
-"""So many reads in a row, each so many times cheaper than expected: the tier is another one now,
-and what it cost before is forgotten.
+"""`NUM_RECOVERED` consecutive reads, each `RECOVERED_FACTOR` times cheaper than expected, mean that
+the tier has changed; earlier observations are discarded.
 """
 
 
 class ReadCost:
-    """Learns the cost of reads from one tier."""
+    """Learns the cost of reading from one tier."""
 
     def __init__(self) -> None:
         self._mean_chunk_bytes = 0.0
@@ -444,8 +446,8 @@ class ReadCost:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, num_chunks: int, num_bytes: int, elapsed_s: float) -> None:
-        """Learn from a read that brought so many chunks and bytes (none, if it was given up) in
-        that time.
+        """Learn from a read of `num_chunks` chunks and `num_bytes` bytes (0 if it was abandoned)
+        that took `elapsed_s`.
         """
         expected_s = self._seconds(num_bytes)
         is_cheap = (
@@ -470,12 +472,12 @@ class ReadCost:
             )
 
     def expected_s(self, num_chunks: int) -> float | None:
-        """Return the seconds that reading so many chunks takes; None while too little is known."""
+        """Return the expected seconds for reading `num_chunks`; None while too little is known."""
         return self._seconds(num_chunks * self._mean_chunk_bytes)
 
     def num_within(self, num_chunks: int, limit_s: float) -> int:
-        """Return how many of so many chunks, from the first, a read should bring within `limit_s`;
-        all while too little is known.
+        """Return how many of `num_chunks`, from the first, a read can bring within `limit_s`; all
+        while too little is known.
         """
         return bisect_right(
             range(1, num_chunks + 1), limit_s, key=lambda num: self.expected_s(num) or 0.0

@@ -23,37 +23,35 @@ if TYPE_CHECKING:
     import torch
 
 MAX_VICTIMS_PER_ALLOCATION = 1024
-"""Chunks looked at before an allocation gives up; the next one goes on where it stopped."""
+"""Chunks examined before an allocation gives up; the next one continues from there."""
 RECEIVING_SHARE = 2
-"""What is on its way in for one tenant may hold one part in this many of the memory."""
+"""Payloads being received for one tenant may hold at most one part in this many of the memory."""
 KEPT_SHARE = 4
-"""One part in this many is not lent to what is on its way in, of any tenant."""
+"""One part in this many of the memory is never lent to payloads being received."""
 GAPS_SHARE = 8
-"""For what a tenant announces, chunks of its size are given up, and as much again but no more than
-one part in this many of the memory, since what they leave free may lie in several places.
+"""To make room for an announced payload, chunks of its size are evicted, and as much again but at
+most one part in this many of the memory, because the freed space may be fragmented.
 """
 LISTED_AT_ONCE = 1024
-"""Chunks that a listing looks at before it lets go of the lock."""
+"""Chunks that a listing visits before it releases the lock."""
 REMOVED_AT_ONCE = 1024
-"""Chunks that a removal takes before others have their turn."""
+"""Chunks removed before other work gets its turn."""
 EVICTED_AT_ONCE_BYTES = 64 << 20
 MAX_EXPIRED_PER_CALL = 16
-"""Chunks whose time is over that a call forgets on its way; more than one, so that they do not
-pile up.
-"""
+"""Expired chunks that one call drops in passing; more than one, so that they do not accumulate."""
 
 
 @runtime_checkable
 class BoundedMemory(Protocol):
-    """Ability: an allocator that can be full."""
+    """An allocator with a bounded capacity."""
 
     @property
     def capacity_bytes(self) -> int:
-        """Return the bytes that can be handed out."""
+        """Return the bytes that can be allocated."""
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes handed out, alignment included."""
+        """Return the bytes allocated, alignment included."""
 
 
 OnKept = Callable[[Chunk], None]
@@ -63,11 +61,11 @@ class HeldChunk(NamedTuple):
     """Facts about a chunk that the tier holds.
 
     Attributes:
-        num_bytes: Of the whole record.
-        stored_at: When it was stored, seconds since the epoch; None: not known.
+        num_bytes: Size of the whole record.
+        stored_at: When it was stored, seconds since the epoch; None if unknown.
         num_holders: References on its memory other than the tier's own: readers, pins, writes to
             slower tiers.
-        lossy: Whether its encoding has lost something.
+        lossy: Whether its encoding is lossy.
     """
 
     num_bytes: int
@@ -78,20 +76,20 @@ class HeldChunk(NamedTuple):
 
 class LocalCPUBackend(StorageBackend):
     """Chunks in host memory. The sync methods are thread-safe and never wait for I/O; the async
-    ones are the same calls.
+    ones do the same.
 
-    The tier holds one reference on every chunk it keeps. A chunk on which anybody else holds one (a
-    reader, a write to a slower tier, a client's pin) is not evicted. One whose time is over is a
-    miss, and goes when the next call comes by, pinned or not.
+    The tier holds one reference on every chunk. A chunk with another reference (a reader, a write
+    to a slower tier, a client's pin) is not evicted. An expired chunk is a miss, and the next call
+    drops it, pinned or not.
 
     Args:
-        allocator: The arena, which must be a `BoundedMemory`; others may allocate from it too.
-        policy: Which chunks go first; belongs to this tier.
-        on_removed: Called with every key that the tier gives up, in the thread that caused it,
-            without a lock held.
-        limits: What it does not keep although it has room.
-        clock: Tells the age of chunks.
-        on_kept: Called with every chunk that the tier keeps, in this arena's memory, under the
+        allocator: The arena, which must be a `BoundedMemory`; others may allocate from it, too.
+        policy: Eviction order; must not be shared with another tier.
+        on_removed: Called with every key that the tier drops, in the thread that caused it, without
+            a lock held.
+        limits: Limits of age and quota, applied even while there is room.
+        clock: Seconds since the epoch, for the age of chunks.
+        on_kept: Called with every chunk that the tier stores, in this arena's memory, under the
             tier's lock: it must not call back.
     """
 
@@ -124,8 +122,8 @@ class LocalCPUBackend(StorageBackend):
         self._incoming: list[tuple[MemoryObj, str]] = []
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Return memory for a payload, by eviction if need be; one reference owned by the caller.
-        None when there is no room.
+        """Return memory for a payload, evicting chunks if necessary; the caller owns one reference.
+        None if there is no room.
         """
         return self.allocate_tensor((num_bytes,), None, MemoryFormat.BINARY)
 
@@ -135,8 +133,8 @@ class LocalCPUBackend(StorageBackend):
         dtype: torch.dtype | str | None,
         fmt: MemoryFormat = MemoryFormat.KV_BLOB,
     ) -> MemoryObj | None:
-        """Return memory for a tensor, by eviction if need be; one reference owned by the caller.
-        None when there is no room.
+        """Return memory for a tensor, evicting chunks if necessary; the caller owns one reference.
+        None if there is no room.
         """
         memory_obj = self._allocator.allocate(shape, dtype, fmt)
         if memory_obj is not None:
@@ -155,21 +153,19 @@ class LocalCPUBackend(StorageBackend):
         return memory_obj
 
     def receive(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        """Return memory for a payload that a tenant has announced; one reference owned by the
-        caller.
+        """Return memory for a payload that a tenant has announced; the caller owns one reference.
 
-        The bytes may never come. Until they are a chunk, the memory counts against the tenant:
-        against its quota, for which it gives up its own chunks and no others, and against a part of
-        the tier.
+        The bytes may never arrive. Until they form a chunk, the memory counts against the tenant's
+        quota, which only its own chunks make room for, and against its share of the tier.
 
         Args:
-            num_bytes: As announced.
+            num_bytes: Announced size.
             tenant: The tenant that will store it.
 
         Returns:
-            None when there is no room, or no more for that tenant. In the second case others have
-            given up nothing; in the first, chunks of about its size, at most twice that (see
-            `GAPS_SHARE`).
+            None if there is no room, or if the tenant may not hold more. In the second case no
+                other tenant loses a chunk; in the first, chunks of about the payload's size are
+                evicted, at most twice that (see `GAPS_SHARE`).
         """
         gone: list[ChunkKey] = []
         with self._lock:
@@ -183,11 +179,11 @@ class LocalCPUBackend(StorageBackend):
         return memory_obj
 
     def get_many(self, keys: Sequence[ChunkKey], is_access: bool = True) -> list[Chunk | None]:
-        """Return the chunks that are held, None for the others; each with a reference of its own,
-        owned by the caller.
+        """Return the chunks held, each with a reference that the caller owns, and None for the
+        others.
 
-        Counts as an access to all of them (if it `is_access`), the last one first: of a chain of
-        chunks the head is then the most recent.
+        If `is_access`, counts as an access to all of them, in reverse order: the head of a chain of
+        chunks then counts as the most recent.
         """
         with step("tier Hot get"), self._lock:
             gone = self._expire(keys)
@@ -201,22 +197,22 @@ class LocalCPUBackend(StorageBackend):
         return found
 
     def results(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        """Like `get_many`, with the reason why a chunk is missing."""
+        """Like `get_many`, but a missing chunk is a miss with its reason."""
         return [
             self.miss(key) if chunk is None else chunk
             for key, chunk in zip(keys, self.get_many(keys), strict=True)
         ]
 
     def put_many(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks, taking a reference on the memory of each; memory outside any arena is copied
-        into this one.
+        """Store chunks, taking a reference on the memory of each; memory outside any arena is
+        copied into this one.
 
-        A chunk that is held already stays as it is, unless it is lossy and the new one is not. The
-        last one is kept first: of a chain of chunks the tail then goes before the head.
+        A chunk that is already held is kept, unless it is lossy and the new one is not. Chunks are
+        stored last first, so that the tail of a chain is evicted before its head.
 
         Returns:
-            For each whether it is held now; False when memory had to be copied and there was no
-            room, or by its tenant's quota.
+            Whether each chunk is held now. False if its memory had to be copied and there was no
+                room, or if it exceeds its tenant's quota.
         """
         with step("tier Hot put"):
             for chunk in reversed(chunks):
@@ -229,8 +225,8 @@ class LocalCPUBackend(StorageBackend):
             return [self._find(key) is not None for key in keys]
 
     def remove_many(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; how many were held. Memory that a reader still references is freed when
-        it lets go.
+        """Drop chunks and return how many were held. Memory that a reader still references is freed
+        when the reader releases it.
         """
         with self._lock:
             gone = [key for key in dict.fromkeys(keys) if key in self._chunks]
@@ -240,8 +236,8 @@ class LocalCPUBackend(StorageBackend):
         return len(gone)
 
     def evict_bytes(self, num_bytes: int) -> int:
-        """Give up chunks in the policy's order until at least that many bytes are free again;
-        the bytes freed.
+        """Evict chunks in the policy's order until at least `num_bytes` are free again; return the
+        bytes freed.
         """
         gone: list[ChunkKey] = []
         with self._lock:
@@ -257,8 +253,8 @@ class LocalCPUBackend(StorageBackend):
         return freed
 
     def miss(self, key: ChunkKey) -> Miss:
-        """Return the miss to report for a chunk that is not held: evicted or expired, as far as
-        remembered, or never stored.
+        """Return the miss to report for a chunk that is not held: evicted or expired if remembered,
+        else never stored.
         """
         with self._lock:
             return self._ledger.miss(key)
@@ -274,13 +270,13 @@ class LocalCPUBackend(StorageBackend):
         return self._sizes(keys)
 
     def hottest(self) -> list[tuple[ChunkKey, int]]:
-        """Like `held`, roughly what would be evicted last first."""
+        """Like `held`, but roughly in reverse order of eviction."""
         with self._lock:
             keys = self._ledger.coldest_first()
         return self._sizes(keys[::-1])
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[HeldChunk | Miss]:
-        """Return what is known of chunks. Does not count as an access."""
+        """Return what is known about chunks. Does not count as an access."""
         with self._lock:
             found = [(key, self._find(key)) for key in keys]
             return [
@@ -291,13 +287,13 @@ class LocalCPUBackend(StorageBackend):
             ]
 
     def clear_now(self, tenant: str | None = None) -> int:
-        """Forget everything (of that tenant); the number of chunks."""
+        """Drop everything (of that tenant) and return the number of chunks."""
         return sum(self._clear_in_parts(tenant))
 
     @override
     def stats(self) -> dict[str, int]:
-        """Return figures; `arena_used_bytes` also counts memory that is not (or no
-        longer) a chunk of this tier.
+        """Return figures; `arena_used_bytes` also counts memory that is not a chunk of this tier,
+        or no longer one.
         """
         with self._lock:
             return self._ledger.stats() | {
@@ -309,10 +305,10 @@ class LocalCPUBackend(StorageBackend):
             }
 
     def check_integrity(self) -> None:
-        """Compare the books of tier, policy and arena.
+        """Check the accounting of tier, policy and arena.
 
         Raises:
-            IntegrityError: They do not balance.
+            IntegrityError: The totals do not add up.
         """
         self._allocator.check_integrity()
         with self._lock:
@@ -328,10 +324,10 @@ class LocalCPUBackend(StorageBackend):
                 )
 
     async def open(self) -> None:
-        """Do nothing: the arena exists."""
+        """Do nothing: the arena already exists."""
 
     async def close(self) -> None:
-        """Give up every chunk, so that the arena is empty once readers let go. Not reported as
+        """Drop every chunk, so that the arena is empty once readers release theirs. Not reported as
         removals.
         """
         with self._lock:
@@ -346,9 +342,7 @@ class LocalCPUBackend(StorageBackend):
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read chunks; `allocate` is not called, since the chunks are in
-        memory.
-        """
+        """Read chunks; `allocate` is never called because the chunks are already in memory."""
         return self.results(keys)
 
     @override
@@ -361,7 +355,7 @@ class LocalCPUBackend(StorageBackend):
 
     @override
     async def clear(self, tenant: str | None = None) -> int:
-        """Forget everything. What is stored meanwhile may go, too."""
+        """Drop everything. Chunks stored during the call may be dropped, too."""
         num_removed = 0
         for num_in_part in self._clear_in_parts(tenant):
             num_removed += num_in_part
@@ -369,7 +363,7 @@ class LocalCPUBackend(StorageBackend):
         return num_removed
 
     async def evict(self, num_bytes: int) -> int:
-        """Do as `evict_bytes`, a little at a time."""
+        """Like `evict_bytes`, but in small steps."""
         freed = 0
         while freed < num_bytes:
             part = self.evict_bytes(min(num_bytes - freed, EVICTED_AT_ONCE_BYTES))
@@ -390,7 +384,7 @@ class LocalCPUBackend(StorageBackend):
         return found
 
     def _clear_in_parts(self, tenant: str | None) -> Iterator[int]:
-        """Forget everything (of that tenant), and yield the number of chunks after each part."""
+        """Drop everything (of that tenant) in steps, and yield the number of chunks after each."""
         with self._lock:
             keys = list(self._chunks)
         for begin in range(0, len(keys), REMOVED_AT_ONCE):
@@ -414,7 +408,7 @@ class LocalCPUBackend(StorageBackend):
                 kept = chunk if is_ours else chunk.moved(memory_obj, self.name)
                 if kept.stored_at is None:
                     kept.stored_at = self._clock()
-                if kept.key in self._chunks:  # it takes the place of a lossy one
+                if kept.key in self._chunks:  # it replaces a lossy one
                     self._drop(kept.key)
                 self._chunks[kept.key] = kept
                 self._ledger.add(kept.key, memory_obj.metadata.phy_size, kept.stored_at)
@@ -428,7 +422,7 @@ class LocalCPUBackend(StorageBackend):
             self._report(gone)
 
     def _copy(self, chunk: Chunk) -> MemoryObj | None:
-        """Return the chunk's payload in this arena; None when it is not to be kept, or there is no
+        """Return the chunk's payload in this arena; None if the chunk is refused or there is no
         room.
         """
         gone: list[ChunkKey] = []
@@ -445,23 +439,23 @@ class LocalCPUBackend(StorageBackend):
             for key in gone:
                 self._on_removed(key)
 
-    # What follows is called under the lock.
+    # The methods below are called with the lock held.
 
     def _find(self, key: ChunkKey) -> Chunk | None:
-        """Return the chunk if it may be served; not an access."""
+        """Return the chunk if it may be served, without counting an access."""
         chunk = self._chunks.get(key)
         if chunk is not None and self._ledger.has_ttl and not self._ledger.is_live(key):
             return None
         return chunk
 
     def _lend(self, num_bytes: int, tenant: str, gone: list[ChunkKey]) -> MemoryObj | None:
-        """Return memory for what a tenant has announced; None if it may not be lent so much more,
+        """Return memory for an announced payload; None if the tenant may not borrow so much more,
         or there is no room.
 
         Args:
-            num_bytes: As announced.
+            num_bytes: Announced size.
             tenant: The tenant that asks.
-            gone: Extended by the keys that were given up.
+            gone: Receives the keys that were evicted.
         """
         own = sum(memory.metadata.phy_size for memory, whose in self._incoming if whose == tenant)
         of_all = sum(memory.metadata.phy_size for memory, _ in self._incoming)
@@ -488,13 +482,13 @@ class LocalCPUBackend(StorageBackend):
         return memory_obj
 
     def _admits(self, chunk: Chunk, num_bytes: int, gone: list[ChunkKey]) -> bool:
-        """Return whether a chunk is to be kept. Its tenant's own chunks are given up for it as far
-        as the quota demands.
+        """Return whether a chunk is to be stored. Evicts chunks of its tenant if the quota requires
+        it.
 
         Args:
             chunk: The chunk.
-            num_bytes: What it will take.
-            gone: Extended by the keys that were given up.
+            num_bytes: Memory that it will take.
+            gone: Receives the keys that were evicted.
         """
         held = self._find(chunk.key)
         if held is not None and (chunk.lossy or not held.lossy):
@@ -515,8 +509,8 @@ class LocalCPUBackend(StorageBackend):
         return True
 
     def _expire(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Forget chunks whose time is over: all of `keys`, and a few others. Those with readers
-        too: nothing waits for them.
+        """Drop expired chunks: all of `keys`, and a few others. Those with readers, too: removal
+        does not wait for readers.
         """
         if not self._ledger.has_ttl:
             return []
@@ -530,16 +524,16 @@ class LocalCPUBackend(StorageBackend):
     def _give_up(
         self, limit: int | None = None, tenant: str | None = None, spared: ChunkKey | None = None
     ) -> Iterator[ChunkKey]:
-        """Forget chunks one by one: first those whose time is over, then, in the policy's order,
-        those that nobody references.
+        """Evict chunks one by one: first expired ones, then, in the policy's order, those without
+        references.
 
         Args:
-            limit: How many are looked at; None: all.
-            tenant: Whose chunks go, for its quota; None: everybody's.
-            spared: Never given up.
+            limit: Number of chunks to examine; None: all.
+            tenant: Evict only this tenant's chunks, for its quota; None: any tenant's.
+            spared: Never evicted.
 
         Yields:
-            What has just been forgotten.
+            The key just evicted.
         """
         for key in self._ledger.past(len(self._chunks) if limit is None else limit):
             self._drop(key, MissReason.EXPIRED)
@@ -551,7 +545,7 @@ class LocalCPUBackend(StorageBackend):
             yield key
 
     def _drop(self, key: ChunkKey, reason: MissReason | None = None) -> None:
-        """Forget a held chunk; for the reason see `Ledger.remove`."""
+        """Drop a held chunk; for the reason see `Ledger.remove`."""
         chunk = self._chunks.pop(key)
         self._ledger.remove(key, chunk.memory.metadata.phy_size, reason)
         chunk.memory.ref_count_down()

@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 CODECS_OPEN_TIMEOUT_S = 180.0
-"""Instead, where a serde has machine code: what was not compiled at install is compiled then."""
+"""The limit if a serde has machine code: code not compiled at installation is compiled then."""
 MARGIN_S = 0.5
 PUT_SHARE = 8
-"""A put, which waits for no tier, may take this part of a tier's deadline: an engine's step
-waits for it.
+"""A put, which waits for no tier, may take one part in this many of a tier's deadline: an engine
+step waits for it.
 """
 PUT_CHUNK_S = 0.001
-"""And for each chunk so much."""
+"""Extra time for each chunk of a put."""
 MAX_PREFETCHES = 64
 
 T = TypeVar("T")
@@ -57,14 +57,14 @@ T = TypeVar("T")
 class StorageManager(ChunkStore):
     """The tiers in this process as the engine's chunk store.
 
-    Hot chunks are served in the caller's thread; only what is not hot crosses to the loop thread.
-    Tiers that do not answer in time are misses. Before `open` and after `close` it is an empty
-    cache that takes nothing.
+    Hot chunks are served in the caller's thread; only others cross to the loop thread. Tiers that
+    do not answer in time are misses. Before `open` and after `close` it acts as an empty cache that
+    stores nothing.
 
     Args:
-        config: Which tiers there are.
+        config: Configuration, which selects the tiers.
         memory_allocator: Host memory for chunks.
-        counters: Where misses are counted.
+        counters: Counters for misses.
         workers: Threads that check digests; opened and closed by their owner.
     """
 
@@ -117,7 +117,7 @@ class StorageManager(ChunkStore):
             raise
 
     def close(self) -> None:
-        """Finish background writes within `close_drain_s` seconds, abandon the rest, stop the
+        """Finish background writes within `close_drain_s` seconds, abandon the rest, and stop the
         loop thread. Idempotent.
         """
         stack, self._stack = self._stack, None
@@ -134,9 +134,10 @@ class StorageManager(ChunkStore):
                     exc,
                 )
             self._loop.close()
-            # A slower tier is opened once, an engine perhaps again.
+            # A slower tier can be opened only once, while an engine may be reopened.
             self._tiers = build_tiers(self._spec(), self._hot)
-            # What was put or lifted meanwhile, or if the tiers did not close in time.
+            # Drop what was stored or lifted during the close, or if the tiers did not close in
+            # time.
             self._hot.clear_now()
 
     @override
@@ -167,7 +168,7 @@ class StorageManager(ChunkStore):
 
     @override
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Begin to lift chunks into host memory, `MAX_PREFETCHES` times at once at most."""
+        """Begin to lift chunks into host memory, in at most `MAX_PREFETCHES` concurrent lifts."""
         stack = self._stack
         if stack is None or not self._prefetches.acquire(blocking=False):
             return
@@ -177,7 +178,7 @@ class StorageManager(ChunkStore):
             self._prefetches.release()
 
     def is_worth(self, saving_s: float) -> bool:
-        """See `ChunkStore.is_worth`: what is in this process answers at once."""
+        """Return True: the tiers are in this process and answer without delay."""
         return True
 
     @override
@@ -234,7 +235,7 @@ class StorageManager(ChunkStore):
         if stack is not None and not self._tiers.lower and self._keep_hot:
             kept_hot = self._hot.put_many(chunks)
             if self._stack is None:
-                self._hot.clear_now()  # closed in this moment
+                self._hot.clear_now()  # closed concurrently
             return kept_hot
         limit_s = self._timeout_s / PUT_SHARE + PUT_CHUNK_S * len(chunks)
         kept = (
@@ -270,8 +271,8 @@ class StorageManager(ChunkStore):
         self._hot.remove_many([chunk.key])
 
     def evict(self, keys: Sequence[CacheEngineKey]) -> int:
-        """Forget chunks in the tiers of this process (host memory and disk), also where they are
-        on their way; how many there were.
+        """Remove chunks from the tiers of this process (host memory and disk), including chunks
+        still being written, and return how many there were.
         """
         stack = self._stack
         num_removed = (
@@ -308,8 +309,8 @@ class StorageManager(ChunkStore):
         discard: Callable[[T], None] | None = None,
         margin_s: float = MARGIN_S,
     ) -> T | None:
-        """Return what `work`, which has `limit_s` seconds, gives, or None when it gave nothing in
-        time and in the margin.
+        """Return the result of `work`, which has `limit_s` seconds, or None if there is none in
+        time, with a margin.
         """
         try:
             return self._loop.run(work, limit_s + margin_s, discard)
@@ -317,7 +318,7 @@ class StorageManager(ChunkStore):
             logger.warning("tiers did not answer: error=%s", exc)
             return None
         except ValueError as exc:
-            # To the engine's caller that would mean that an argument is wrong.
+            # The engine's caller would take the original exception for a wrong argument.
             raise LMCacheError(f"a tier failed: {exc!r}") from exc
 
     async def _open_stack(self) -> TierStack:
@@ -361,20 +362,18 @@ class StorageManager(ChunkStore):
             self._prefetches.release()
 
     def _all_from_hot(self, names: Sequence[ChunkKey]) -> list[Result] | None:
-        """Return what host memory says to these chunks; None when slower tiers may have more to
-        say.
-        """
+        """Return the results from host memory; None if slower tiers may have more to add."""
         if self._tiers.lower and not all(self._hot.contains_many(names)):
             return None
         results = self._hot.results(names)
         if self._tiers.lower and any(isinstance(result, Miss) for result in results):
-            release_all(results)  # one was evicted in this moment
+            release_all(results)  # one was evicted concurrently
             return None
         return results
 
     def _prefix(self, results: Sequence[Result], check_later: bool) -> list[Chunk]:
-        """Return the chunks in front of the first miss and of the first that is damaged in host
-        memory; the others are given back and counted.
+        """Return the chunks before the first miss, or before the first one damaged in host memory;
+        the others are released and counted.
         """
         chunks = list(_leading_chunks(results))
         if check_later:
@@ -432,14 +431,14 @@ def engine_spec(
     """Describe the tiers of an embedded engine.
 
     Args:
-        config: Which there are.
+        config: Configuration, which selects the tiers.
         memory: Host memory for chunks.
-        peers: What joins the engine to others; None: nothing does.
-        counters: Where the work of codecs is counted.
+        peers: Connects the engine to its peers; None: it has none.
+        counters: Counters for the codecs' work.
 
     Raises:
-        ConfigError: The token file or a TLS file cannot be read, or a serde's packages are not
-            installed.
+        ConfigError: The token file or a TLS file cannot be read, or a package that a serde needs is
+            not installed.
     """
     from lmcache_core.storage.codecs import create_codecs
 

@@ -1,4 +1,4 @@
-"""What is told of every call of a tier: the log, the counters, and the trace of a request."""
+"""Observers of every call of a tier: log, counters and request trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from lmcache_core.telemetry.request_context import step
 logger = logging.getLogger(__name__)
 
 HASH_CHARS: Final = 12
-"""So much of a chunk's hash finds it in another log line; nothing else of its key is logged."""
+"""Digits of a chunk's hash that are logged, enough to correlate lines; the rest of its key is not
+logged.
+"""
 _PREFIX, _SUFFIX = "lmcache_tier_", "_total"
 
 Operation = Literal["contains", "get", "put", "remove", "clear"]
@@ -36,14 +38,14 @@ class TierCall:
     """One call of a tier.
 
     Attributes:
-        tier: Its name.
-        operation: What it was asked for.
-        keys: Of the chunks it was asked for; empty for `clear`.
-        num_chunks: Chunks found, got, kept or removed.
-        num_bytes: Of the records got or kept.
-        misses: Chunks that a get did not bring, by reason.
-        seconds: How long it took; known when it has ended.
-        error: Name of the exception that ended it, "" for none. A call that its caller gave up,
+        tier: Name of the tier.
+        operation: The operation called.
+        keys: Keys of the chunks requested; empty for `clear`.
+        num_chunks: Chunks found, read, stored or removed.
+        num_bytes: Size of the records read or stored.
+        misses: Chunks that a get did not return, by reason.
+        seconds: Duration; known once the call has ended.
+        error: Name of the exception that ended it, "" for none. A call that its caller cancelled,
             or that reached its deadline, ends with `CancelledError`.
     """
 
@@ -58,25 +60,27 @@ class TierCall:
 
 
 class Observer:
-    """Follows the calls of one tier on the event loop; must not block. Does nothing by itself."""
+    """Follows the calls of one tier on the event loop; must not block. The base class does
+    nothing.
+    """
 
     def during(self, call: TierCall) -> AbstractContextManager[None]:
-        """Return a context in which the tier does the work of a call."""
+        """Return a context manager that surrounds the tier's work for a call."""
         return nullcontext()
 
     def ended(self, call: TierCall) -> None:
-        """Take note of a call, however it ended."""
+        """Record a call, however it ended."""
 
     def stats(self) -> dict[str, int]:
-        """Return figures for the statistics of the tier."""
+        """Return figures for the tier's statistics."""
         return {}
 
 
 class TraceObserver(Observer):
-    """Makes a span of each call, named after the tier.
+    """Creates a span for each call, named after the tier.
 
-    Where nothing is traced that is one look at a context variable. What is written behind belongs
-    to no request, and has no span.
+    Without an active trace this costs one look-up of a context variable. Background writes belong
+    to no request and have no span.
     """
 
     @override
@@ -85,10 +89,10 @@ class TraceObserver(Observer):
 
 
 class LogObserver(Observer):
-    """Writes one line a call at level debug.
+    """Logs one line per call at level debug.
 
     Args:
-        logger: Where the lines go.
+        logger: Logger to write to.
     """
 
     def __init__(self, logger: logging.Logger = logger) -> None:
@@ -115,8 +119,8 @@ class MetricsObserver(Observer):
     """Counts calls, chunks, bytes, failed calls and time by operation, and misses by reason.
 
     Args:
-        counters: Where to count; for one tier alone, since the one label that a counter has is the
-            operation or the reason.
+        counters: Counters of this tier alone, since a counter's one label is the operation or the
+            reason.
     """
 
     def __init__(self, counters: Counters | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The peer tier: chunks that other pods hold, found through lookup, assigned by the broker,
+"""The peer tier: chunks that other pods hold, located through lookup, assigned by the broker, and
 pulled over lm://.
 """
 
@@ -22,17 +22,17 @@ from lmcache_core.storage.base import StorageBackend, caller_limit
 PEER_TIER = "P2PBackend"
 PEER_KIND = "sidecar"
 MAX_GOODBYES = 64
-"""Words to the broker that pulls are over, underway at once; beyond, their tickets tell it."""
+"""Concurrent reports to the broker that a pull has ended; beyond this the tickets just expire."""
 GOODBYE_S = 0.2
 
 
 class P2PBackend(StorageBackend):
-    """Reads from peers; keeps nothing itself.
+    """Reads from peers; stores nothing itself.
 
     Args:
         instance: This instance, which is never asked.
-        lookup: Says who holds a chunk; opened and closed by its owner.
-        broker: Says who of them should serve it; opened and closed by its owner.
+        lookup: Client that finds the holders of a chunk; opened and closed by its owner.
+        broker: Client that assigns the peer to pull from; opened and closed by its owner.
         peers: Connections; closed with this tier.
     """
 
@@ -49,14 +49,14 @@ class P2PBackend(StorageBackend):
 
     @property
     def pulled(self) -> PulledBytes:
-        """Return what came, by peer."""
+        """Return the bytes pulled, by peer."""
         return self._parts.pulled
 
     async def open(self) -> None:
         """Do nothing: peers are connected to when needed."""
 
     async def close(self) -> None:
-        """End the connections to peers."""
+        """Close the connections to peers."""
         await self._tasks.close(GOODBYE_S)
         await self._peers.close()
 
@@ -85,18 +85,18 @@ class P2PBackend(StorageBackend):
         try:
             return await pull.run(assignments)
         finally:
-            self._tasks.start("done", self._tell_done(pull.granted))
+            self._tasks.start("done", self._report_done(pull.granted))
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep nothing: peers pull."""
+        """Store nothing: peers pull."""
         return [False] * len(chunks)
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Remove nothing: what peers hold is theirs."""
+        """Remove nothing: peers own their chunks."""
         return 0
 
     async def clear(self, tenant: str | None = None) -> int:
-        """Remove nothing: what peers hold is theirs."""
+        """Remove nothing: peers own their chunks."""
         return 0
 
     def stats(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ class P2PBackend(StorageBackend):
             **asdict(self._parts.figures),
         }
 
-    async def _tell_done(self, pulls: Sequence[str]) -> None:
+    async def _report_done(self, pulls: Sequence[str]) -> None:
         with contextlib.suppress(UnavailableError):
             await self._parts.broker.done(self._instance, pulls)
 

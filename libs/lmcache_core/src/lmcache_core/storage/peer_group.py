@@ -1,5 +1,5 @@
-"""Joins an embedded engine to its peers: it pulls what they hold, and serves what it holds itself
-at its `distributed_url`.
+"""Connects an embedded engine to its peers: it pulls what they hold, and serves its own chunks at
+its `distributed_url`.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class PeerGroup:
     """The peers of an engine. Opened and closed on one event loop, as often as the engine is.
 
     Args:
-        config: With `enable_p2p`, and what goes with it.
+        config: Configuration with `enable_p2p` and the options that it requires.
 
     Attributes:
-        announcer: Tells lookup what the engine's tiers hold.
-        locate: Tells which server of a remote tier holds what; unavailable while the engine is
-            closed.
+        announcer: Announces to lookup what the engine's tiers hold.
+        locate: Finds the server of a remote tier that holds a chunk; unavailable while the engine
+        is closed.
 
     Raises:
-        ConfigError: A file or a URL cannot be read.
+        ConfigError: A file cannot be read, or a URL is malformed.
     """
 
     def __init__(self, config: LMCacheEngineConfig) -> None:
-        assert config.lookup_url is not None, "the config has checked it"
-        assert config.broker_url is not None, "the config has checked it"
-        assert config.distributed_url is not None, "the config has checked it"
+        assert config.lookup_url is not None, "checked by the config"
+        assert config.broker_url is not None, "checked by the config"
+        assert config.distributed_url is not None, "checked by the config"
         token = (
             None
             if config.peer_token_file is None
@@ -100,23 +100,23 @@ class PeerGroup:
         return P2PBackend(self._instance, self._lookup, self._broker, pool)
 
     def removed_from(self, tier: str) -> OnRemoved:
-        """Return what a tier calls, from any thread, with every key that it gives up."""
+        """Return the callback that a tier calls, from any thread, with every key it drops."""
         removed = self.announcer.removed_from(tier)
 
         def soon(key: ChunkKey) -> None:
             loop = self._loop
             if loop is not None:
-                with suppress(RuntimeError):  # closed in this moment
+                with suppress(RuntimeError):  # closed concurrently
                     loop.call_soon_threadsafe(removed, key)
 
         return soon
 
     async def open(self, stack: TierStack, disk: DiskBackend | None) -> None:
-        """Serve the local tiers of a stack and register, in the background. Where the address is
-        taken, peers are asked and not served.
+        """Serve the local tiers of a stack and register, in the background. If the address is
+        taken, peers are asked but not served.
 
         Args:
-            stack: Open; `announcer` is its listener.
+            stack: An open stack with `announcer` as its listener.
             disk: Its disk tier.
         """
         self._loop = asyncio.get_running_loop()
@@ -127,7 +127,7 @@ class PeerGroup:
         await self._codecs.open()
         self._exits.push_async_callback(self._codecs.close)
         store = EncodingStore(LocalStore(stack, accepts_puts=lambda: False), self._codecs, RAW)
-        authenticate = _anybody if verify is None else _refuse_without_ticket
+        authenticate = _any_client if verify is None else _refuse_without_ticket
         server = LmServer(
             store,
             authenticate,
@@ -170,11 +170,11 @@ def _address(url: str) -> DistributedUrl:
 
 
 def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]:
-    """Return what is connected with, and what peers are served with; None where the URL says that
-    they are not encrypted.
+    """Return the TLS settings of the client and of the server; None for the server if the URL is
+    not encrypted.
 
     Raises:
-        ConfigError: A file cannot be read or does not fit.
+        ConfigError: A file cannot be read or does not match.
     """
     cert_file, key_file = config.peer_tls_cert_file, config.peer_tls_key_file
     shown = client_context(
@@ -188,8 +188,9 @@ def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]
     )
 
 
-def _anybody(token: str | None) -> Principal:
-    """Let every client read that reaches the address: without ticket keys, which the config allows
+def _any_client(token: str | None) -> Principal:
+    """Let every client that reaches the address read: there are no ticket keys, as the config
+    allows
     on loopback only.
     """
     return Principal(DEFAULT_TENANT, "client", "anybody")

@@ -1,4 +1,4 @@
-"""Chunks that an operator keeps hot for a while."""
+"""Chunks that an operator pins in hot memory for a while."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PINNED_SHARE = 2
 """Pinned chunks may hold one part in this many of the arena."""
 BATCH_CHUNKS = 16
 PIN_BOUND = "pin_bound"
-"""Why a chunk is not pinned that is there: too much is pinned already."""
+"""Why an existing chunk is not pinned: too much is pinned already."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorPin:
-    """A chunk that is kept.
+    """A pinned chunk.
 
     Attributes:
         key: Its name.
-        num_bytes: What it takes of the arena.
-        expires_in_s: How long yet.
+        num_bytes: How much of the arena it takes.
+        expires_in_s: Remaining time.
     """
 
     key: ChunkKey
@@ -40,14 +40,14 @@ class _Pin:
 
 
 class PinBoard:
-    """Holds a reference on every pinned chunk, which keeps it from being evicted. On the event loop
-    only.
+    """Holds a reference on every pinned chunk, which protects it from eviction. For use on the
+    event loop.
 
     Args:
         stack: The tiers; a chunk that is not hot is lifted.
         arena_bytes: Size of the arena.
-        timeout_s: Longest wait on the slower tiers for a batch of chunks.
-        clock: Monotonic seconds.
+        timeout_s: Longest wait for the slower tiers per batch of chunks.
+        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class PinBoard:
         ]
 
     async def pin(self, keys: Sequence[ChunkKey], ttl_s: float) -> dict[ChunkKey, str]:
-        """Keep chunks hot from now on for `ttl_s` seconds, also those that are pinned already.
+        """Keep chunks hot for `ttl_s` seconds from now, including those already pinned.
 
         Returns:
-            Why not, for each that is not pinned: the reason of its miss, or `PIN_BOUND`.
+            The reason for each chunk that is not pinned: that of its miss, or `PIN_BOUND`.
         """
         reasons: dict[ChunkKey, str] = {}
         for at in range(0, len(keys), BATCH_CHUNKS):
@@ -101,7 +101,7 @@ class PinBoard:
         return reasons
 
     def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        """Keep these no longer; how many were pinned."""
+        """Unpin these chunks and return how many were pinned."""
         gone = [self._pins.pop(key) for key in list(keys) if key in self._pins]
         for pin in gone:
             self.num_bytes -= _size(pin.chunk)
@@ -109,8 +109,8 @@ class PinBoard:
         return len(gone)
 
     def unpin_hashes(self, chunk_hashes: frozenset[str] | None) -> int:
-        """Keep the chunks of these hashes (all, if None) no longer, of whatever rank and group;
-        how many were pinned.
+        """Unpin the chunks with these hashes (None: all), of any rank and group, and return how
+        many were pinned.
         """
         return self.unpin(
             [
@@ -121,7 +121,7 @@ class PinBoard:
         )
 
     async def expire(self) -> None:
-        """Let go of pins whose time is over, and of chunks that are no longer served."""
+        """Release pins that have expired, and chunks that are no longer served."""
         now = self._clock()
         kept = self._stack.hot.contains_many(list(self._pins))
         self.unpin(
@@ -133,9 +133,7 @@ class PinBoard:
         )
 
     def close(self) -> None:
-        """Let go of everything, and pin nothing any more: this process is on its way to its end.
-        Idempotent.
-        """
+        """Release everything and refuse new pins: the process is shutting down. Idempotent."""
         self._is_closed = True
         self.unpin(list(self._pins))
 

@@ -1,4 +1,6 @@
-"""Digests of chunks that are about to leave the process, without holding up the event loop."""
+"""Computes digests of chunks that are about to leave the process, without blocking the event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ INLINE_SEAL_BYTES = 1 << 20
 
 
 async def seal_all(chunks: Sequence[Chunk]) -> None:
-    """Compute the digests that chunks still lack, large ones in threads: nothing leaves the
-    process without.
+    """Compute missing digests, those of large chunks in threads: no chunk leaves the process
+    without one.
     """
     loop = asyncio.get_running_loop()
     sealing = []
@@ -23,7 +25,7 @@ async def seal_all(chunks: Sequence[Chunk]) -> None:
             chunk.sealed()
             continue
         chunk.memory.ref_count_up()
-        # Shielded: it must run, or nothing gives the reference back.
+        # Shielded: if it did not run, the reference would never be released.
         sealing.append(asyncio.shield(loop.run_in_executor(None, _seal_and_release, chunk)))
     await asyncio.gather(*sealing)
 

@@ -1,5 +1,5 @@
-"""What a process serves to others over lm://: the chunks of its own tiers, by default never those
-of its peers or of its remote tier, and each client only what it can decode.
+"""What a process serves over lm://: the chunks of its own tiers, by default never those of its
+peers or of its remote tier, and to each client only what it can decode.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lmcache_core.wire.served import AdaptsToClients, ServedStore
 
 
 class LocalStore(ServedStore):
-    """A `ServedStore` over the local tiers of a stack, or those that are named.
+    """A `ServedStore` over the local tiers of a stack, or over the tiers that are named.
 
     Args:
         stack: The tiers.
-        accepts_puts: Asked at every PUT and its allocation: False while draining, or always for a
+        accepts_puts: Queried at every PUT and its allocation: False while draining, or always for a
             read-only store.
-        timeout_s: Longest wait on slower tiers for one request.
+        timeout_s: Longest wait for slower tiers in one request.
         tiers: Names of the tiers that are served; None: all.
     """
 
@@ -72,10 +72,10 @@ class LocalStore(ServedStore):
 
 
 class WrappedStore(ServedStore):
-    """A `ServedStore` around another one that forwards everything.
+    """A `ServedStore` that forwards everything to another one.
 
     Args:
-        store: What is wrapped.
+        store: The wrapped store.
     """
 
     def __init__(self, store: ServedStore) -> None:
@@ -103,11 +103,11 @@ class WrappedStore(ServedStore):
 
 
 class LosslessStore(WrappedStore):
-    """A store as clients see it that take nothing lossy: a lossy record is a miss, is not there,
-    and gives place to a lossless one.
+    """A store as seen by clients that accept only lossless records: a lossy record is a miss,
+    counts as absent, and is replaced by a lossless one.
 
     Args:
-        store: What is wrapped.
+        store: The wrapped store.
     """
 
     def __init__(self, store: ServedStore) -> None:
@@ -116,8 +116,8 @@ class LosslessStore(WrappedStore):
 
     @override
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks a `get` would find now; that a record is lossy is known only once it
-        was read.
+        """Return which chunks a `get` would find now. That a record is lossy is known only after it
+        has been read.
         """
         found = await self._store.contains(keys)
         return [
@@ -132,7 +132,7 @@ class LosslessStore(WrappedStore):
     @override
     async def put(self, chunk: Chunk) -> bool:
         if chunk.key in self._replaceable and not chunk.lossy:
-            # From every tier: those that write later would keep the record that they have.
+            # From every tier: tiers that are written later would keep their old record.
             await self._store.remove([chunk.key])
             self._replaceable.forget([chunk.key])
         return await self._store.put(chunk)
@@ -155,26 +155,26 @@ class LosslessStore(WrappedStore):
 
 
 MAX_ENCODING_BYTES = 128 << 20
-"""Raw bytes that are being encoded for peers at once; what more is asked for goes out raw, since
-waiting may take longer than sending.
+"""Raw bytes encoded for peers at the same time; further chunks are sent raw, since waiting may take
+longer than sending.
 """
 MAX_SENDING_BYTES = 256 << 20
-"""Encoded bytes that are held until they are sent."""
+"""Encoded bytes that may wait to be sent."""
 
 
 class EncodingStore(WrappedStore, AdaptsToClients):
-    """Serves raw chunks encoded, to clients who say that they decode the serde (and, if it loses
-    something, that they take that).
+    """Serves raw chunks encoded, to clients that can decode the serde and, if it is lossy, accept
+    lossy data.
 
-    All others get raw chunks, and nothing lossy unless they take it.
+    All others get raw chunks, and lossy records only if they accept them.
 
     Args:
-        store: What is wrapped.
-        codecs: Open while this store serves.
-        serde: How chunks are encoded, one that `codecs` was made with; "naive": not at all.
+        store: The wrapped store.
+        codecs: Codecs that are open while this store serves.
+        serde: Encoding of chunks, one that `codecs` was made with; "naive": none.
 
     Attributes:
-        encoding_bytes: Raw bytes that are being encoded now.
+        encoding_bytes: Raw bytes being encoded now.
     """
 
     def __init__(self, store: ServedStore, codecs: Codecs, serde: str) -> None:
@@ -203,12 +203,12 @@ class EncodingStore(WrappedStore, AdaptsToClients):
         return _EncodedView(store, codec, self)
 
     def stats(self) -> dict[str, int]:
-        """Return what was encoded, and how many encoded bytes wait to be sent."""
+        """Return the encoding figures, and how many encoded bytes wait to be sent."""
         return self._figures.stats() | {"sending_bytes": self._memory.used_bytes}
 
     def begin_encoding(self, codec: ChunkCodec, chunk: Chunk) -> ChunkJob[Chunk | None]:
-        """Encode a chunk (borrowed) in a thread, into memory that is counted; the result is None
-        where it goes out as it is.
+        """Encode a chunk (borrowed) in a thread, into memory that is counted; the result is None if
+        it is to be sent unchanged.
         """
         chunk.memory.ref_count_up()
         return self._threads.begin(self._encode, codec, chunk, unrun=chunk.release)
@@ -228,7 +228,7 @@ class EncodingStore(WrappedStore, AdaptsToClients):
 
 
 class _EncodedView(WrappedStore):
-    """An `EncodingStore` as a client sees it that decodes the serde."""
+    """An `EncodingStore` as seen by a client that decodes the serde."""
 
     def __init__(self, store: ServedStore, codec: ChunkCodec, owner: EncodingStore) -> None:
         super().__init__(store)

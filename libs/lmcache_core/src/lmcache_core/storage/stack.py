@@ -1,4 +1,4 @@
-"""The tiers of one process as one: hot memory in front, slower tiers behind it."""
+"""The tiers of one process as one store: hot memory first, then the slower tiers."""
 
 from __future__ import annotations
 
@@ -24,48 +24,46 @@ from lmcache_core.storage.write_behind import WriteBehind
 logger = logging.getLogger(__name__)
 
 LOCAL_TIERS = ("Hot", "LocalDiskBackend")
-"""Those that keep chunks in this pod."""
+"""Tiers that keep chunks in this pod."""
 DEFAULT_TIMEOUT_S = 2.0
 GRACE_S = 0.05
-"""What a tier may need to give back, at the deadline, what it has; one that needs longer loses
-that too.
+"""Extra time for a tier, at the deadline, to return what it has; a tier that needs longer loses it.
 """
 TIER_CLOSE_S = 30.0
-"""How long a tier may take to close: longer than any tier of ours waits for its threads and
-tasks.
+"""How long a tier may take to close: longer than any of our tiers waits for its threads and tasks.
 """
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
-"""Between two attempts to open a tier."""
+"""Bounds on the interval between two attempts to open a tier."""
 DEFAULT_PENDING_SHARE = 2
-"""Writes that wait for all slower tiers together may hold one part in this many of the hot tier."""
+"""Pending writes to all slower tiers together may hold one part in this many of the hot tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLimit:
-    """How long chunks may be waited for. On the event loop only.
+    """How long a read may wait for chunks. For use on the event loop.
 
     Attributes:
-        deadline: On the loop's clock.
-        recompute_s: What recomputing one chunk costs; None when that is not known.
+        deadline: Time on the loop's clock.
+        recompute_s: Cost of recomputing one chunk; None if unknown.
     """
 
     deadline: float
     recompute_s: float | None = None
 
     def left_s(self, num_chunks: int) -> float:
-        """Return the seconds that so many chunks are worth, and that are left; not positive when
-        there are none.
+        """Return how many seconds remain that reading `num_chunks` is worth; not positive if none
+        do.
         """
         left_s = self.deadline - asyncio.get_running_loop().time()
         return left_s if self.recompute_s is None else min(left_s, self.recompute_s * num_chunks)
 
 
 class StackListener(Protocol):
-    """Hears what tiers keep and forget; called on the loop, must not block."""
+    """Notified of chunks that tiers store and drop; called on the loop, must not block."""
 
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
-        """Note that a tier now holds a chunk, complete and readable."""
+        """Handle a chunk that a tier now holds, complete and readable."""
 
 
 class TierStack:
@@ -74,17 +72,17 @@ class TierStack:
     Args:
         hot: The host-memory tier; every chunk that enters the process lands in its arena.
         lower: Slower tiers, fastest first; opened and closed by the stack.
-        written: Those of them that every new chunk is written to; None means all.
-        listener: Hears of chunks that tiers of this process have kept.
-        keep_hot: Keep chunks that are stored or lifted in host memory; False uses it only on the
-            way through.
-        pending_bytes: Bounds on the writes that wait, by tier; equal parts of what
-            `DEFAULT_PENDING_SHARE` leaves for those that are not named.
+        written: Those of the slower tiers that every new chunk is written to; None: all.
+        listener: Notified of chunks that tiers of this process have stored.
+        keep_hot: Keep chunks that are stored or lifted in host memory; if False, they only pass
+            through it.
+        pending_bytes: Bounds on pending writes, by tier; other tiers get equal parts of what
+            `DEFAULT_PENDING_SHARE` leaves.
 
     Attributes:
-        hot: As given.
-        lower: Those of the slower tiers that are open.
-        keep_hot: As given.
+        hot: The host-memory tier.
+        lower: The slower tiers that are open.
+        keep_hot: Whether chunks stay in host memory.
     """
 
     def __init__(
@@ -113,8 +111,8 @@ class TierStack:
         self._writers: dict[str, WriteBehind] = {}
 
     async def open(self) -> None:
-        """Open every tier; one that cannot be had is left out until it can, since a broken disk
-        must not stop what works without it.
+        """Open every tier. One that is unavailable is left out and retried, so that a broken disk
+        does not stop the others.
 
         Raises:
             ConfigError: A tier's options are wrong, or another process owns its directory.
@@ -133,7 +131,7 @@ class TierStack:
     async def close(self, drain_s: float = 0.0) -> None:
         """Finish background writes for up to `drain_s` seconds, then close every tier. Idempotent.
 
-        A tier that has not closed after `TIER_CLOSE_S` is logged and left.
+        A tier that has not closed after `TIER_CLOSE_S` is logged and abandoned.
         """
         await self._opening.close()
         await asyncio.gather(*(writer.close(drain_s) for writer in self._writers.values()))
@@ -143,15 +141,15 @@ class TierStack:
             await _close_all([self.hot])
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every accepted chunk has reached (or failed to reach) the slower tiers;
-        False when that took too long.
+        """Wait until every accepted chunk has reached the slower tiers or failed to; False if that
+        took too long.
         """
         return all(
             await asyncio.gather(*(writer.drain(timeout_s) for writer in self._writers.values()))
         )
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Return arena memory, by eviction if need be; one reference owned by the caller."""
+        """Return arena memory, evicting chunks if necessary; the caller owns one reference."""
         return self.hot.allocate(num_bytes)
 
     async def batched_tiers(
@@ -160,8 +158,8 @@ class TierStack:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         search_range: Sequence[str] | None = None,
     ) -> list[str | None]:
-        """Return for each chunk the fastest tier that has it, or None; tiers outside `search_range`
-        (all when None) are not asked.
+        """Return for each chunk the fastest tier that has it, or None; only tiers in `search_range`
+        (None: all) are asked.
         """
         found: list[str | None] = [None] * len(keys)
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -175,7 +173,7 @@ class TierStack:
             with contextlib.suppress(TimeoutError, UnavailableError):
                 async with asyncio.timeout_at(deadline):
                     held = await tier.batched_contains([keys[i] for i in missing])
-            for i, has in zip(missing, held, strict=False):  # none without an answer
+            for i, has in zip(missing, held, strict=False):  # empty without an answer
                 found[i] = tier.name if has else None
         return found
 
@@ -187,18 +185,19 @@ class TierStack:
         search_range: Sequence[str] | None = None,
         recompute_s: float | None = None,
     ) -> list[Result]:
-        """Read chunks, each from the fastest tier that has it; what comes from below is kept hot.
+        """Read chunks, each from the fastest tier that has it; chunks from slower tiers are kept
+        hot.
 
-        A tier is not asked for more than is expected to come by the deadline: the rest are misses
-        with reason `deadline`.
+        A tier is not asked for more than it is expected to deliver by the deadline; the rest are
+        misses with reason `deadline`.
 
         Args:
-            keys: Their names.
-            timeout_s: Deadline for the whole call; what has not come by then is a miss.
-            prefix_only: Give back nothing behind the first miss.
-            search_range: Names of the lower tiers that are asked; None means all.
-            recompute_s: What recomputing one chunk costs; the deadline is then at most that, for
-                the chunks that are not hot.
+            keys: Names of the chunks.
+            timeout_s: Deadline of the whole call; chunks that have not arrived by then are misses.
+            prefix_only: Return nothing after the first miss.
+            search_range: Names of the slower tiers to ask; None: all.
+            recompute_s: Cost of recomputing one chunk; bounds the deadline for chunks that are not
+                hot.
 
         Returns:
             Results in the order of the keys; the caller owns every chunk.
@@ -225,8 +224,8 @@ class TierStack:
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks hot and write them to the slower tiers in the background (chunks are
-        borrowed).
+        """Store chunks in hot memory and write them to the slower tiers in the background (chunks
+        are borrowed).
         """
         kept = self._keep(chunks) if self.keep_hot else [True] * len(chunks)
         held = [chunk for chunk, is_kept in zip(chunks, kept, strict=True) if is_kept]
@@ -237,8 +236,8 @@ class TierStack:
     async def batched_remove(
         self, keys: Sequence[ChunkKey], search_range: Sequence[str] | None = None
     ) -> int:
-        """Forget chunks in the tiers named (all when None); how many were in the one that held
-        most.
+        """Remove chunks from the named tiers (None: all); return how many the tier with the most of
+        them held.
         """
         return await self._remove(
             frozenset(keys).__contains__, search_range, lambda tier: tier.batched_remove(keys)
@@ -247,8 +246,8 @@ class TierStack:
     async def clear(
         self, tenant: str | None = None, search_range: Sequence[str] | None = None
     ) -> int:
-        """Forget everything (of that tenant) in the tiers named (all when None); how many were
-        in the one that held most.
+        """Remove everything (of that tenant) from the named tiers (None: all); return how many
+        chunks the tier with the most of them held.
         """
         return await self._remove(
             lambda key: tenant is None or key.tenant == tenant,
@@ -272,8 +271,8 @@ class TierStack:
                 held.enter_context(writer.holding_back(is_unwanted))
             if self.hot in tiers:
                 held.enter_context(self._reads.removing(is_unwanted))
-            # Chunks stay hot until what is on its way to a tier is there, or a reader would see
-            # them go and come back.
+            # Chunks stay hot until writes underway have arrived, or a reader would see them vanish
+            # and come back.
             await asyncio.gather(
                 *(
                     writer.arrived(is_unwanted, DEFAULT_TIMEOUT_S)
@@ -282,32 +281,32 @@ class TierStack:
             )
             for writer in self._writers.values():
                 writer.forget(is_unwanted)
-            # Without a wait since the line above: what is put from here on is put after the
-            # removal, and is written when that is over.
+            # No await since the line above: anything put from here on follows the removal, and is
+            # written once that has finished.
             counts = [await remove(tier) for tier in tiers]
         return max(counts, default=0)
 
     @property
     def num_pending_bytes(self) -> int:
-        """Return bytes of memory held for writes to slower tiers; zero does not mean that nothing
+        """Return bytes of memory held for writes to slower tiers. Zero does not mean that nothing
         waits: see `is_writing`.
         """
         return sum(writer.pending_bytes for writer in self._writers.values())
 
     @property
     def num_waiting_names(self) -> int:
-        """Return chunks that wait by name alone for slower tiers, counted once per tier; their
-        bytes are not pending yet.
+        """Return chunks that wait by name only, once for each slower tier; their bytes are not
+        pending yet.
         """
         return sum(len(writer.later) for writer in self._writers.values())
 
     @property
     def is_writing(self) -> bool:
-        """Return whether an accepted chunk neither reached nor failed to reach a slower tier."""
+        """Return whether any accepted chunk is still on its way to a slower tier."""
         return any(writer.is_writing for writer in self._writers.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Return figures of every tier, by its name."""
+        """Return the figures of every tier, by its name."""
         figures = {tier.name: dict(tier.stats()) for tier in (self.hot, *self.lower)}
         for name, writer in self._writers.items():
             figures[name] |= {
@@ -324,7 +323,7 @@ class TierStack:
         limit: ReadLimit,
         search_range: Sequence[str] | None,
     ) -> None:
-        """Fill in what the slower tiers bring in time."""
+        """Fill in the chunks that slower tiers deliver in time."""
         missing = _missing(results)
         if self.keep_hot and await self._reads.wait_for_others(
             [keys[i] for i in missing], limit.left_s(len(missing))
@@ -380,8 +379,8 @@ class TierStack:
         return kept
 
     async def _open_later(self, tier: StorageBackend) -> None:
-        """Open a tier as soon as it can be. It holds what it held, also what was removed from the
-        others meanwhile.
+        """Open a tier as soon as possible. It may still hold chunks that were removed from the
+        others since.
         """
         pause_s = FIRST_RETRY_S
         last = ""
@@ -400,7 +399,7 @@ class TierStack:
             return
 
     def _join(self, opened: StorageBackend) -> None:
-        """Read a tier that has opened, in its place, and begin to write to it."""
+        """Insert a newly opened tier in its place for reads, and begin to write to it."""
         self.lower = tuple(tier for tier in self._tiers if tier is opened or tier in self.lower)
         writer = self._written_to.get(opened.name)
         if writer is not None:
@@ -413,11 +412,10 @@ class TierStack:
 
 
 async def _close_all(tiers: Sequence[StorageBackend]) -> None:
-    """Close tiers, all at once.
+    """Close tiers concurrently.
 
     Raises:
-        Exception: One of them failed other than by being unavailable; the others are closed all the
-            same.
+        Exception: One failed other than by being unavailable; the others are closed anyway.
     """
     closing = {asyncio.create_task(tier.close(), name=f"close/{tier.name}"): tier for tier in tiers}
     if not closing:
@@ -456,9 +454,9 @@ class InflightRead:
     """Chunks that one task is reading from slower tiers.
 
     Attributes:
-        keys: Their names.
-        unwanted: Those of them that are being removed: the task must not keep them.
-        done: Set when the read is over.
+        keys: Names of the chunks.
+        unwanted: Those being removed: the task must not keep them.
+        done: Set when the read has ended.
     """
 
     keys: frozenset[ChunkKey]
@@ -467,7 +465,9 @@ class InflightRead:
 
 
 class InflightReads:
-    """The reads of one stack, and the removals that they must not undo. On its event loop only."""
+    """Reads in progress of one stack, and the removals that they must not undo. For its event
+    loop.
+    """
 
     def __init__(self) -> None:
         self._active: list[InflightRead] = []
@@ -475,7 +475,7 @@ class InflightReads:
 
     @contextmanager
     def reading(self, keys: Sequence[ChunkKey]) -> Iterator[InflightRead]:
-        """Announce a read of these chunks for as long as the context lasts."""
+        """Register a read of these chunks for the duration of the context."""
         read = InflightRead(frozenset(keys))
         for is_unwanted in self._removals.values():
             read.unwanted.update(filter(is_unwanted, read.keys))
@@ -488,11 +488,11 @@ class InflightReads:
 
     @contextmanager
     def removing(self, is_unwanted: IsUnwanted) -> Iterator[None]:
-        """Announce that these chunks are being removed from one tier after the other.
+        """Register the removal of these chunks, which proceeds tier by tier.
 
-        Reads in progress, or begun meanwhile, may still find them in a tier whose turn is to come.
-        They do not keep them, even when they end later: a caller that saw a chunk gone must not
-        see it again.
+        Reads that overlap with it may still find them in a tier that comes later. Such reads do not
+        keep the chunks, even if they end after the removal: a chunk that a caller has seen
+        disappear must not reappear.
         """
         for read in self._active:
             read.unwanted.update(filter(is_unwanted, read.keys))
@@ -504,8 +504,8 @@ class InflightReads:
             del self._removals[removal]
 
     async def wait_for_others(self, keys: Sequence[ChunkKey], timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds until no other task is reading these chunks; False if
-        none was.
+        """Wait up to `timeout_s` seconds for other tasks that are reading these chunks; False if
+        there were none.
         """
         wanted = set(keys)
         others = [read for read in self._active if not wanted.isdisjoint(read.keys)]

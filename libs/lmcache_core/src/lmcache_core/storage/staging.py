@@ -1,5 +1,5 @@
-"""Staging: a request asks early for what it is going to load, under the name of a ticket. What is
-hot is held for it from then on, and the rest is lifted from slower tiers while the request waits.
+"""Staging: a request announces early what it is going to load, under a ticket. Hot chunks are held
+for it from then on, and the rest is lifted from slower tiers while the request waits.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ it; closing the generator at a yield releases everything that it holds.
 """
 MAX_TICKETS = 4096
 STAGE_LEASE_S = 120.0
-"""A ticket is forgotten so long after its client last asked about it."""
+"""Time after the client's last query at which a ticket is forgotten."""
 SWEEP_INTERVAL_S = 5.0
 """How often an owner calls `expire`."""
 HOT_BLOCK_KEYS = 512
-"""Chunks that are taken or given back in one step."""
+"""Chunks taken or released in one step."""
 LIFT_BLOCK_KEYS = 4096
-"""Keys that are looked at together: of a long chain of which little is stored, the rest costs
-nothing.
-"""
+"""Keys looked up together: if little of a long chain is stored, the rest costs nothing."""
 PROBE_SHARE = 2
-"""Finding out who has what may take one part in this many of a lift's time: a tier that hangs
-leaves time to read from the others.
+"""Locating chunks may take one part in this many of a lift's time: if a tier hangs, time is left to
+read from the others.
 """
 STAGED_SHARE = 2
-"""What is staged may hold one part in this many of the host memory: the rest is for stores,
-loads and lifts.
+"""Staged chunks may hold one part in this many of the host memory; the rest is for stores, loads
+and lifts.
 """
 MAX_LIFTS = 64
 
@@ -57,16 +55,16 @@ StartLift = Callable[[Coroutine[Any, Any, None]], bool]
 
 
 class ChunkBudget:
-    """Bounds the memory of chunks that are held together, and the lifts at once; a chunk that is
+    """Bounds the memory of chunks held for tickets, and the number of concurrent lifts. A chunk
     held several times counts once. Thread-safe.
 
     Args:
         max_bytes: Bound on the memory of all chunks held.
 
     Attributes:
-        max_bytes: The same.
-        used_bytes: What they take now.
-        lifts: Held by each lift.
+        max_bytes: Bound on the memory of all chunks held.
+        used_bytes: Memory that they take now.
+        lifts: Semaphore that each lift holds.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -80,12 +78,12 @@ class ChunkBudget:
         """Count chunks as held, as many from the first as there is room for.
 
         Args:
-            chunks: Their references belong to the caller, and stay for as long as they are counted
+            chunks: The caller owns their references, and keeps them as long as they are counted
                 here.
-            unit: So many belong together, and are taken together.
+            unit: Number of consecutive chunks that are taken together or not at all.
 
         Returns:
-            How many units were taken.
+            The number of units taken.
         """
         num_holders = self._num_holders
         with self._lock:
@@ -103,7 +101,7 @@ class ChunkBudget:
         return len(chunks) // unit
 
     def give(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Undo `take`; return the chunks that are not held any more."""
+        """Undo `take` and return the chunks that are no longer held."""
         with self._lock:
             return self._forget(chunks)
 
@@ -123,7 +121,7 @@ class ChunkBudget:
 
 
 class StagedChain:
-    """One chain of a ticket; `tiers` has a `StagedFrom` for each chunk, 0 while it is not held."""
+    """One chain of a ticket. `tiers` has a `StagedFrom` for each chunk, 0 while it is not held."""
 
     def __init__(self, tenant: str, chain: ChunkChain) -> None:
         self.num_ranks = chain.world_size
@@ -132,7 +130,7 @@ class StagedChain:
         self._chain = chain
 
     def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
-        """Return name these chunks, in ascending order, the ranks of one chunk together."""
+        """Return the names of these chunks, in ascending order, the ranks of one chunk together."""
         start, end = numbers[0], numbers[-1] + 1
         names = [
             ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()
@@ -147,13 +145,13 @@ class StagedChain:
         ]
 
     def blocks(self, numbers: Sequence[int], num_keys: int) -> Iterator[Sequence[int]]:
-        """Split these chunks into pieces of about so many keys."""
+        """Split these chunks into blocks of about `num_keys` keys."""
         step = max(1, num_keys // self.num_ranks)
         return (numbers[at : at + step] for at in range(0, len(numbers), step))
 
 
 class StageTicket:
-    """What was asked for, what is known of it, and what is held for it."""
+    """A staging request: its chains, what is known about them, and the chunks held for it."""
 
     def __init__(self, tenant: str, chains: Sequence[ChunkChain], is_prefix: bool) -> None:
         self.asked = (tuple(chains), is_prefix)
@@ -165,26 +163,26 @@ class StageTicket:
         self.last_asked_at = 0.0
 
     def staged(self) -> Staged:
-        """Return the answer as of now."""
+        """Return the current answer."""
         return Staged(self.is_ready, tuple(bytes(chain.tiers) for chain in self.chains))
 
 
 class Stager:
     """The tickets of one client. Thread-safe; no call waits for a tier.
 
-    Each operation is a generator of steps, of at most a few hundred chunks each. `run` takes all of
-    them at once, `run_cooperatively` with other work of the event loop in between.
+    Each operation is a generator of steps of at most a few hundred chunks each. `run` takes all
+    steps in a row; `run_cooperatively` yields to the event loop between them.
 
     Args:
         stack: The tiers.
-        tenant: Namespace of the client's chunks.
-        room: What this and other clients may hold together.
-        start_lift: Runs a lift on the stack's event loop; False when it will not, and has closed
-            it.
-        clock: Tells how old tickets are, seconds.
+        tenant: Tenant of the client's chunks.
+        room: Budget shared with other clients.
+        start_lift: Runs a lift on the stack's event loop; False if it will not, and has closed the
+            coroutine.
+        clock: Seconds, for the age of tickets.
 
     Attributes:
-        may_lift: Set to False to stage only what is hot from now on.
+        may_lift: Set to False to stage only hot chunks from now on.
     """
 
     def __init__(
@@ -207,16 +205,16 @@ class Stager:
 
     @property
     def num_tickets(self) -> int:
-        """Return the number of tickets that are known."""
+        """Return the number of known tickets."""
         return len(self._tickets)
 
     def run(self, steps: Steps[T]) -> T:
-        """Take all steps of an operation at once."""
+        """Run all steps of an operation in a row."""
         with self._lock:
             return _run(steps)
 
     async def run_cooperatively(self, steps: Steps[T]) -> T:
-        """Take the steps of an operation on this event loop, with other work in between. Cancelled
+        """Run the steps of an operation, yielding to the event loop between them. If cancelled
         between two steps, the operation is closed.
         """
         try:
@@ -241,19 +239,20 @@ class Stager:
         is_prefix: bool = True,
         recompute_s: float | None = None,
     ) -> Steps[Staged]:
-        """Hold what of these chunks is in host memory for all ranks, and begin to lift the rest.
+        """Hold those of these chunks that are in host memory for all ranks, and begin to lift the
+        rest.
 
-        A chunk that is removed between two steps counts as it was seen. Closed or cancelled
-        meanwhile, the ticket holds nothing.
+        A chunk removed between two steps counts as it was seen. If the generator is closed or the
+        task is cancelled, the ticket holds nothing.
 
         Args:
-            name: Of the ticket: that of the request.
-            chains: What is asked for; none, or the same as before, to ask how far the lift is.
-            deadline_s: Longest that the lift may take.
-            is_prefix: Nothing behind the first missing chunk of a chain counts or is lifted.
-                Otherwise each chunk counts for itself.
-            recompute_s: What computing one chunk (of all ranks and chains) anew costs; the lift
-                takes no longer than that for each chunk.
+            name: Name of the ticket: that of the request.
+            chains: Chunks to stage; none, or the same as before, to poll the progress of the lift.
+            deadline_s: Longest time that the lift may take.
+            is_prefix: Ignore everything after the first missing chunk of a chain. Otherwise each
+                chunk counts individually.
+            recompute_s: Cost of recomputing one chunk (of all ranks and chains); the lift takes no
+                longer than that for each chunk.
         """
         yield from self.expire()
         known = self._tickets.get(name)
@@ -279,17 +278,18 @@ class Stager:
         self._begin_lift(ticket, deadline_s, recompute_s)
         staged = ticket.staged()
         if known is not None:
-            # After the new one has taken its own, so that what both want is held all the time.
+            # After the new ticket has taken its references, so that chunks in both stay held
+            # throughout.
             yield from self._ending(known)
         return staged
 
     def _takes(self, name: str) -> bool:
-        """Return whether a new question may have that name."""
+        """Return whether a new ticket may have that name."""
         return not self._is_closed and (name in self._tickets or len(self._tickets) < MAX_TICKETS)
 
     def unstage(self, names: Sequence[str]) -> Steps[None]:
-        """Stop holding anything for these tickets; unknown ones are ignored. What is being read
-        for them is read to the end, and stays hot.
+        """Release everything held for these tickets; unknown ones are ignored. Reads in progress
+        finish, and their chunks stay hot.
         """
         for name in names:
             ticket = self._tickets.pop(name, None)
@@ -297,7 +297,7 @@ class Stager:
                 yield from self._ending(ticket)
 
     def expire(self) -> Steps[None]:
-        """Forget tickets that no client asked about for `STAGE_LEASE_S`."""
+        """Forget tickets that no client has queried for `STAGE_LEASE_S`."""
         while self._tickets:
             name, ticket = next(iter(self._tickets.items()))
             if self._clock() - ticket.last_asked_at < STAGE_LEASE_S:
@@ -306,16 +306,16 @@ class Stager:
             yield from self._ending(ticket)
 
     def close(self) -> Steps[None]:
-        """Forget every ticket and take no more. Idempotent. Cancelled between two steps, it may not
-        have forgotten all: close again then.
+        """Forget every ticket and refuse new ones. Idempotent. If cancelled between two steps, some
+        may remain: close again.
         """
         self._is_closed = True
         while self._tickets:
             yield from self._ending(self._tickets.popitem()[1])
 
     def _ending(self, ticket: StageTicket) -> Steps[None]:
-        """Give back what a forgotten ticket holds, a block of chunks in each step; closed, all of
-        the rest.
+        """Release what a forgotten ticket holds, one block of chunks per step; if closed, the rest
+        in one go.
         """
         ticket.is_over = True
         try:
@@ -349,14 +349,14 @@ class Stager:
         numbers: Sequence[int],
         codes: Sequence[int] | None = None,
     ) -> None:
-        """Take references on those of these chunks that are hot for all ranks and that there is
-        room for.
+        """Take references on those of these chunks that are hot for all ranks and fit in the
+        budget.
 
         Args:
-            ticket: Holds them.
-            chain: What they belong to.
-            numbers: Their places in it.
-            codes: Where each is from; None: all from host memory.
+            ticket: Ticket that holds them.
+            chain: Chain that they belong to.
+            numbers: Their indices in the chain.
+            codes: Source of each chunk; None: all from host memory.
         """
         found = self._stack.hot.get_many(chain.names_of(numbers))
         complete = _whole(found, chain.num_ranks, ticket.is_prefix)
@@ -402,7 +402,7 @@ class Stager:
     async def _lift_chain(
         self, ticket: StageTicket, chain: StagedChain, limit_s: float, recompute_s: float | None
     ) -> None:
-        """Bring the chunks of a chain that the tiers have for all ranks; others are not read."""
+        """Lift the chunks of a chain that the tiers hold for all ranks; others are not read."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
         missing = [i for i, tier in enumerate(chain.tiers) if not tier][
@@ -439,7 +439,7 @@ class Stager:
         )
         codes = [
             max(
-                # A miss is hot if another read brought it meanwhile.
+                # A miss may be hot by now if another read brought it.
                 _CODES.get(result.tier, StagedFrom.OTHER)
                 if isinstance(result, Chunk)
                 else StagedFrom.HOT
@@ -452,14 +452,15 @@ class Stager:
             with self._lock:
                 if not self._stack.keep_hot and not ticket.is_over:
                     self._stack.hot.put_many(arrived)
-                # Hold what the tier keeps, not the results: a load finds that, maybe another copy.
+                # Hold the tier's own chunks, not the results: a load finds the former, which may be
+                # other copies.
                 self._hold(ticket, chain, wanted, codes)
         finally:
             for chunk in arrived:
                 chunk.release()
 
     def _num_affordable(self, num_ranks: int) -> int:
-        """Estimate how many more chunks will find room: others are not worth reading, nor evicting
+        """Estimate how many more chunks will fit: others are worth neither reading nor evicting
         for.
         """
         figures = self._stack.hot.stats()
@@ -468,8 +469,8 @@ class Stager:
 
 
 def _whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> Sequence[int]:
-    """Return the numbers of the chunks found for all ranks; with `is_prefix` only those before the
-    first that was not.
+    """Return the indices of the chunks found for all ranks; with `is_prefix` only those before the
+    first gap.
     """
     if is_prefix:
         num_found = next((i for i, what in enumerate(found) if what is None), len(found))

@@ -6,9 +6,9 @@
                ├─ Guard(EncodedBackend(remote tier of a URL))       remote
                └─ Guard(any other tier, such as a bucket)           further
 
-Decisions: every slower tier has the same guard. Reads are priced where the reader can compute
-instead (engine, sidecar), not in a server that keeps chunks for others. A server without codecs
-keeps and gives records as they came.
+Every slower tier has the same guard. Reads are priced if the reader can compute the KV instead
+(engine, sidecar), but not in a server that stores chunks for others. A server without codecs stores
+and returns records unchanged.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotSpec:
-    """The tier in host memory.
+    """The host-memory tier.
 
     Attributes:
         memory: The arena.
-        limits: What the tier does not keep although it has room.
-        on_kept: Called with every chunk that it keeps; see `LocalCPUBackend`.
+        limits: Limits of age and quota, applied even while there is room.
+        on_kept: Called with every chunk that the tier stores; see `LocalCPUBackend`.
     """
 
     memory: MemoryAllocatorInterface
@@ -52,14 +52,14 @@ class HotSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSpec:
-    """The tier on a disk.
+    """The disk tier.
 
     Attributes:
         path: Its directory.
-        capacity_bytes: Hard bound on what lies there.
-        limits: What the tier does not keep although it has room.
-        fsync: Wait for the device before a chunk counts as kept.
-        serde: How raw chunks are encoded there; one of the codecs.
+        capacity_bytes: Hard bound on its content.
+        limits: Limits of age and quota, applied even while there is room.
+        fsync: Wait for the device before a chunk counts as stored.
+        serde: Encoding of raw chunks there; one of the codecs.
     """
 
     path: Path
@@ -71,11 +71,11 @@ class DiskSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeersSpec:
-    """The tier that reads from peers.
+    """The peer tier.
 
     Attributes:
-        backend: Made by the caller, since its clients belong to the caller.
-        accepts_lossy: Whether records that were encoded with loss are let in.
+        backend: Made by the caller, which owns its clients.
+        accepts_lossy: Whether lossy records are let through.
     """
 
     backend: P2PBackend
@@ -84,15 +84,15 @@ class PeersSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSpec:
-    """The tier that a URL names.
+    """The remote tier.
 
     Attributes:
         url: See `create_remote_backend`.
         timeout_s: Deadline of a call to its server.
-        token: Bearer token that it is shown.
-        serde: How raw chunks are encoded there; one of the codecs.
-        tls: Whom to trust and what to show.
-        locate: Knows which of several servers holds what.
+        token: Bearer token to present.
+        serde: Encoding of raw chunks there; one of the codecs.
+        tls: Trusted authorities and the client's certificate.
+        locate: Finds the one of several servers that holds a chunk.
     """
 
     url: str
@@ -108,17 +108,18 @@ class TiersSpec:
     """The tiers of a process.
 
     Attributes:
-        hot: Host memory.
-        disk: None for no such tier, as for all others.
-        peers: Other pods.
-        remote: A server or directory that many share.
+        hot: The host-memory tier.
+        disk: The disk tier; None here and below: there is no such tier.
+        peers: The peer tier.
+        remote: A server or directory shared by many.
         further: The last tier, made by the caller, such as a bucket.
-        policy: Which chunks hot tier and disk give up first.
-        codecs: With the serdes of disk and remote; None: records are neither encoded nor decoded.
-        seals: Compute digests of what is decoded, where the reader will ask for them.
-        is_priced: Ask a tier only for what it can bring faster than the reader computes it.
-        guards: Options of the guard, by name of the tier.
-        removed_from: Returns what a tier, by its name, calls with every key that it gives up.
+        policy: Eviction policy of the hot tier and the disk.
+        codecs: Codecs with the serdes of disk and remote; None: records are neither encoded nor
+            decoded.
+        seals: Compute digests of decoded chunks, for a reader that will need them.
+        is_priced: Read from a tier only what it can deliver faster than the reader computes it.
+        guards: Options of the guards, by name of the tier.
+        removed_from: Returns, for the name of a tier, the callback for every key it drops.
     """
 
     hot: HotSpec
@@ -136,17 +137,17 @@ class TiersSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSet:
-    """Tiers, not opened.
+    """Tiers, not opened yet.
 
     Attributes:
-        hot: Host memory.
-        lower: All slower ones behind their guards, fastest first.
+        hot: The host-memory tier.
+        lower: All slower tiers in their guards, fastest first.
         written: Those of them that every new chunk is written to.
-        disk_files: The disk tier itself, which lists what it holds.
-        guarded_disk: The same behind its guard.
-        disk: The disk tier with its codec and without its guard: it fails rather than misses.
-        remote: The same of the remote tier.
-        pulled: What came from peers.
+        disk_files: The bare disk tier, which can list its chunks.
+        guarded_disk: The disk tier in its guard.
+        disk: The disk tier with its codec but without its guard: it raises instead of missing.
+        remote: The remote tier, in the same form.
+        pulled: Bytes pulled, by peer.
     """
 
     hot: LocalCPUBackend
@@ -160,7 +161,7 @@ class TierSet:
 
     @property
     def local(self) -> tuple[LocalCPUBackend | DiskBackend, ...]:
-        """Return the tiers that keep chunks in this pod, bare."""
+        """Return the bare tiers that keep chunks in this pod."""
         return (self.hot,) if self.disk_files is None else (self.hot, self.disk_files)
 
     def stack(
@@ -170,7 +171,7 @@ class TierSet:
         keep_hot: bool = True,
         pending_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> TierStack:
-        """Return them as one; for the arguments see `TierStack`."""
+        """Return the tiers as one store; for the arguments see `TierStack`."""
         return TierStack(
             self.hot,
             self.lower,
@@ -182,14 +183,14 @@ class TierSet:
 
 
 def build_tiers(spec: TiersSpec, hot: LocalCPUBackend | None = None) -> TierSet:
-    """Build the tiers of a process. Nothing is opened.
+    """Build the tiers of a process without opening them.
 
     Args:
-        spec: Which there are.
-        hot: A hot tier to keep, where only the slower ones are built again.
+        spec: Describes the tiers.
+        hot: An existing hot tier to keep, when only the slower ones are rebuilt.
 
     Raises:
-        ConfigError: The policy or the URL is none.
+        ConfigError: The policy is unknown or the URL is malformed.
     """
     if hot is None:
         hot = LocalCPUBackend(

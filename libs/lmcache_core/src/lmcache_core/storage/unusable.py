@@ -10,8 +10,8 @@ from lmcache_core.keys import ChunkKey
 
 MAX_UNUSABLE_KEYS = 4096
 NOTED_S = 300.0
-"""Then a key is forgotten: another writer may have replaced the record, and a reader that is told
-that a chunk does not exist does not ask for it.
+"""Time after which a key is forgotten: another writer may have replaced the record, and a reader
+does not ask for a chunk that is reported as absent.
 """
 
 
@@ -19,9 +19,9 @@ class UnusableRecords:
     """Remembers which chunks were not served although a record exists; the oldest are forgotten
     first.
 
-    The reader then computes the chunk and stores it. It must not be told that the chunk exists
-    already, and a record that is to be replaced (lossy where lossless is asked for, or damaged)
-    must be removed first. On one event loop.
+    The reader then computes the chunk and stores it. So the chunk must be reported as absent, and a
+    record that is to be replaced (lossy where lossless is required, or damaged) must be removed
+    first. For one event loop.
 
     Args:
         clock: Seconds, monotonic.
@@ -40,14 +40,14 @@ class UnusableRecords:
         return len(self._keys)
 
     def note(self, key: ChunkKey) -> None:
-        """Remember that an unusable record of that chunk was seen."""
+        """Remember that a record of that chunk is unusable."""
         self._keys[key] = self._clock()
         self._keys.move_to_end(key)
         if len(self._keys) > MAX_UNUSABLE_KEYS:
             self._keys.popitem(last=False)
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget chunks that are gone, or can be served."""
+        """Forget chunks that are gone or can be served."""
         for key in keys:
             self._keys.pop(key, None)
 

@@ -1,5 +1,5 @@
-"""Background writes to a slower tier: bounded in bytes, dropped and counted beyond, joined at
-close.
+"""Background writes to a slower tier: bounded in bytes, dropped and counted beyond the bound,
+finished or abandoned at close.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from lmcache_core.storage.sealing import seal_all
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_NAMES = 1 << 16
-"""Chunks beyond the bound in bytes that wait by name; a prompt of a million tokens has 4,096."""
+"""Chunks that may wait by name, beyond the bound in bytes; a prompt of a million tokens has 4,096.
+"""
 BATCH_CHUNKS = 16
 BATCH_BYTES = 128 << 20
 """Bounds on one call of the tier, which has a deadline."""
 MAX_REFILL = 64
-"""Names looked up at once, on the event loop."""
+"""Names looked up in one step on the event loop."""
 BYPASSED_SHARE = 8
-"""While the tier is bypassed, what waits may hold one part in this many of the bound."""
+"""While the tier is bypassed, waiting chunks may hold one part in this many of the bound."""
 RESTART_S = 1.0
 
 
@@ -36,24 +37,23 @@ FindChunks = Callable[[Sequence[ChunkKey]], Sequence[Chunk | None]]
 
 
 class WriteBehind:
-    """Writes chunks to one tier, later and in order.
+    """Writes chunks to one tier later, in order.
 
-    A store that is longer than the bound is written in turns: its rest waits by name, and is taken
-    from memory when there is room again.
+    A store that is larger than the bound is written in several rounds: the rest waits by name, and
+    is fetched from memory when there is room again.
 
     Args:
         backend: The tier.
-        max_pending_bytes: Bound on the bytes that wait (each keeps its arena memory from being
-            evicted).
-        on_written: Called on the loop with every chunk that the tier has kept.
-        find: Gives chunks that are still in memory, a reference each; without it only what is
-            within the bound is written.
+        max_pending_bytes: Bound on waiting bytes, whose arena memory cannot be evicted.
+        on_written: Called on the loop with every chunk that the tier has stored.
+        find: Returns chunks that are still in memory, with a reference each; without it, only what
+            fits within the bound is written.
 
     Attributes:
-        later: Chunks that wait by name, until there is room for their bytes.
-        pending_bytes: Of the chunks that wait with their bytes, or are being written.
-        num_dropped: Chunks for which there was no room, no memory or no time.
-        num_failed: Chunks that the tier did not keep.
+        later: Chunks that wait by name until there is room for their bytes.
+        pending_bytes: Bytes of the chunks in memory that wait or are being written.
+        num_dropped: Chunks dropped for lack of room, memory or time.
+        num_failed: Chunks that the tier did not store.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class WriteBehind:
         self._tasks.repeat("writer", self._write_forever, RESTART_S)
 
     def offer(self, chunks: Sequence[Chunk]) -> None:
-        """Write chunks soon, in order: as many from the first as there is room for, the others in
-        later turns.
+        """Queue chunks for writing, in order: as many from the first as there is room for, the
+        others in later rounds.
 
         Takes a reference on each chunk that waits with its bytes. A chunk is dropped and counted if
         there is no room for its bytes or its name, or if the writer is closed.
@@ -115,10 +115,10 @@ class WriteBehind:
 
     @contextmanager
     def holding_back(self, is_unwanted: IsUnwanted) -> Iterator[None]:
-        """Let these chunks wait while they are being removed from the tier.
+        """Hold back writes of these chunks while they are being removed from the tier.
 
-        Whoever removes them waits for `arrived`, then calls `forget` and removes them from the
-        tier, or a pending write brings them back.
+        The remover must wait for `arrived`, then call `forget`, and only then remove them from the
+        tier; otherwise a pending write brings them back.
         """
         removal = object()
         self._removals[removal] = is_unwanted
@@ -139,8 +139,8 @@ class WriteBehind:
         self.later = deque(key for key in self.later if not is_unwanted(key))
 
     async def arrived(self, is_unwanted: IsUnwanted, timeout_s: float) -> None:
-        """Wait until none of these chunks is on its way, at most `timeout_s` seconds; what takes
-        longer is removed when it arrives.
+        """Wait until none of these chunks is being written, at most `timeout_s` seconds; one that
+        takes longer is removed when it arrives.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,7 +150,7 @@ class WriteBehind:
             self._unwanted.update(chunk.key for chunk in self._writing if is_unwanted(chunk.key))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is pending; False when that took longer than `timeout_s`."""
+        """Wait until nothing is pending; False if that took longer than `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -159,7 +159,9 @@ class WriteBehind:
         return True
 
     async def close(self, drain_s: float) -> None:
-        """Write what is pending for up to `drain_s` seconds, abandon the rest, join the writer."""
+        """Write pending chunks for up to `drain_s` seconds, abandon the rest, and stop the
+        writer.
+        """
         if drain_s > 0:
             await self.drain(drain_s)
         self._is_closed = True
@@ -174,7 +176,7 @@ class WriteBehind:
             self._refill()
             self._writing = self._next_batch()
             if not self._writing:
-                if not self._pending and self.later:  # a long store of which much has been evicted
+                if not self._pending and self.later:  # much of a long store has been evicted
                     await asyncio.sleep(0)
                     continue
                 if not self._pending:
@@ -191,14 +193,11 @@ class WriteBehind:
                 self._written.set()
                 for chunk in batch:
                     self._settle(chunk)
-            # A tier that is bypassed, or has the chunks already, answers without waiting for
-            # anything.
+            # A tier that is bypassed, or already has the chunks, answers without ever suspending.
             await asyncio.sleep(0)
 
     def _next_batch(self) -> list[Chunk]:
-        """Return the next chunks to write, which wait no more; those that are being removed from
-        the tier stay.
-        """
+        """Dequeue the next chunks to write; those being removed from the tier stay queued."""
         batch: list[Chunk] = []
         num_bytes = 0
         for chunk in self._pending:
@@ -241,11 +240,11 @@ class WriteBehind:
         self._pending.append(chunk)
 
     def _refill(self) -> None:
-        """Take from memory what waits by name, as far as there is room; what has been evicted
-        meanwhile is dropped and counted.
+        """Fetch from memory chunks that wait by name, as far as there is room; those evicted in the
+        meantime are dropped and counted.
         """
         for _ in range(min(len(self.later), MAX_REFILL)):
-            assert self._find is not None, "else nothing waits by name"
+            assert self._find is not None, "only a writer with `find` queues names"
             (chunk,) = self._find([self.later[0]])
             if chunk is None:
                 self.num_dropped += 1
@@ -255,7 +254,7 @@ class WriteBehind:
                 chunk.release()
                 if self._pending:
                     return
-                self.num_dropped += 1  # larger than the bound: there will never be room
+                self.num_dropped += 1  # larger than the bound: it will never fit
             self.later.popleft()
 
     def _settle(self, chunk: Chunk) -> None:

@@ -1,5 +1,5 @@
-"""What the library counts. No torch, no metrics client: a service exports these counters in its
-own way.
+"""The library's counters. No torch, no metrics client: a service exports these counters in its own
+way.
 """
 
 from lmcache_core.telemetry.codec_figures import CodecFigures as CodecFigures

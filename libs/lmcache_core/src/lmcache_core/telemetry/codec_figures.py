@@ -1,5 +1,5 @@
-"""What codecs did: bytes before and after, time, and how far decoded values are from what was
-stored.
+"""Statistics of codecs: bytes before and after, time, and how much decoded values differ from the
+stored ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from lmcache_core.telemetry.names import (
 )
 
 MAX_PROFILES = 64
-"""Profiles whose errors are remembered: they come from others' records, and a label's values must
-be bounded.
+"""Profiles whose errors are kept: they come from others' records, and a label's values must be
+bounded.
 """
 MAX_ERROR = 1e6
-"""A measured error is shown as at most this: the figure comes out of records, which may say
-anything.
-"""
+"""Upper bound on the error displayed: the figure comes from records, which may contain anything."""
 _PARTS_PER_MILLION = 1e6
 _PREFIX, _SUFFIX = "lmcache_codec_", "_total"
 
@@ -47,19 +45,19 @@ class MeasuredError:
     rms_relative: float
 
     def worst_with(self, other: MeasuredError) -> MeasuredError:
-        """Return the larger of each."""
+        """Return the larger of each error."""
         return MeasuredError(
             max(self.max_relative, other.max_relative), max(self.rms_relative, other.rms_relative)
         )
 
 
 class CodecFigures:
-    """Counts and errors of one user of codecs (a tier, a server), and through it of its whole
+    """Counts and errors of one user of codecs (a tier, a server), also added to those of the
     process. Thread-safe.
 
     Args:
-        counters: Where it is counted, by serde.
-        whole: The figures of the process, which are told the same.
+        counters: Counters, by serde.
+        whole: The statistics of the process, updated along.
     """
 
     def __init__(self, counters: Counters | None = None, whole: CodecFigures | None = None) -> None:
@@ -82,7 +80,7 @@ class CodecFigures:
         )
 
     def left_raw(self, serde: str, elapsed_s: float) -> None:
-        """Count a chunk that stays raw, since encoding would not make it smaller."""
+        """Count a chunk that stays raw because encoding would not make it smaller."""
         self._add(
             serde,
             {
@@ -110,7 +108,7 @@ class CodecFigures:
             self._whole._add(serde, amounts)
 
     def measured(self, profile: str, error: MeasuredError) -> None:
-        """Note the errors that the encoder of a chunk with that profile measured."""
+        """Record the errors that the encoder of a chunk with that profile measured."""
         bounded = MeasuredError(_bounded(error.max_relative), _bounded(error.rms_relative))
         with self._lock:
             if profile in self._last or len(self._last) < MAX_PROFILES:

@@ -14,14 +14,14 @@ class Counters:
         self._values: Counter[tuple[str, str]] = Counter()
 
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
-        """Raise a counter.
+        """Increase a counter.
 
         Args:
             name: One of `telemetry.names`.
-            amount: By how much, 0 or more.
+            amount: Increment, 0 or more.
             label: Value of the counter's label (tier or reason), "" for none.
         """
-        assert amount >= 0, f"{name} cannot fall by {-amount}"
+        assert amount >= 0, f"{name} cannot decrease by {-amount}"
         with self._lock:
             self._values[name, label] += amount
 

@@ -1,7 +1,7 @@
-"""Which request this code works for: its id, and its span where it is traced. Follows tasks and
-threads as contextvars do.
+"""The request that the current code works for: its id, and its span if it is traced. Follows tasks
+and threads as contextvars do.
 
-A process that traces nothing has no tracer; then a `step` is one look at a contextvar.
+Without tracing there is no tracer; a `step` then costs one look-up of a contextvar.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOTHING: Final = nullcontext()
 
 
 class Carried(NamedTuple):
-    """What goes along with a request to another process.
+    """Context that is passed with a request to another process.
 
     Attributes:
         request_id: "" for none.
@@ -44,9 +44,7 @@ class Carried(NamedTuple):
 
     @classmethod
     def checked(cls, request_id: str, traceparent: str) -> Carried:
-        """Return what a client sent, without malformed parts: it goes into logs
-        and to others.
-        """
+        """Return what a client sent, without malformed parts: it is logged and forwarded."""
         return cls(
             request_id if _REQUEST_ID.fullmatch(request_id) else "",
             traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
@@ -67,10 +65,10 @@ _CURRENT: Final[ContextVar[_Work | None]] = ContextVar("lmcache_work", default=N
 
 
 class RequestIds:
-    """Makes request ids of 32 hex digits: a random prefix, and a count. Thread-safe.
+    """Generates request ids of 32 hex digits: a random prefix, and a count. Thread-safe.
 
-    Drawing each would cost more than all the rest. They name requests in logs; guessing one gives
-    access to nothing.
+    Generating each at random would cost more than everything else. They identify requests in logs;
+    guessing one gives access to nothing.
     """
 
     def __init__(self) -> None:
@@ -83,14 +81,14 @@ class RequestIds:
 
 
 def current_request_id() -> str:
-    """Return the id of the request that this code works for, "" for none."""
+    """Return the id of the current request, "" for none."""
     work = _CURRENT.get()
     return "" if work is None else work.request_id
 
 
 def carried() -> Carried | None:
-    """Return what goes along with a request that is made here; None for nothing, as always where
-    nothing is traced or named.
+    """Return the context to pass with a request made here; None if there is none, as always without
+    a trace or an id.
     """
     work = _CURRENT.get()
     if work is None:
@@ -101,13 +99,13 @@ def carried() -> Carried | None:
 def working_for(
     name: str, came: Carried | None, tracer: Tracer | None, *, is_server: bool = True
 ) -> AbstractContextManager[None]:
-    """Return a context in which everything is done for that request. It is entered once.
+    """Return a context manager whose body works for that request. Enter it once.
 
     Args:
-        name: What is done.
-        came: What came along with the request.
-        tracer: Begins its span; None: nothing is traced.
-        is_server: Whether it is another process's request.
+        name: Name of the work.
+        came: Context received with the request.
+        tracer: Begins its span; None: no tracing.
+        is_server: Whether another process made the request.
     """
     request_id, traceparent = came or Carried()
     return _Inside(
@@ -117,7 +115,7 @@ def working_for(
 
 
 def step(name: str) -> AbstractContextManager[None]:
-    """Return the context of a part of the present work, a span of its own where that is traced."""
+    """Return a context manager for a part of the current work, with its own span if traced."""
     work = _CURRENT.get()
     if work is None or work.span is None:
         return _NOTHING
@@ -125,7 +123,7 @@ def step(name: str) -> AbstractContextManager[None]:
 
 
 class _Inside:
-    """Work from its begin to its end. No generator: this is entered for every request."""
+    """Work from its beginning to its end. Not a generator: this is entered for every request."""
 
     __slots__ = ("_before", "_begin", "_request_id", "_span")
 

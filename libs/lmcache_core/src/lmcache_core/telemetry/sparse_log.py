@@ -1,4 +1,4 @@
-"""Log lines that a client could trigger at will: at most one of a kind in a while."""
+"""Log lines that a client could trigger at will: at most one of a kind per interval."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ INTERVAL_S = 60.0
 
 
 class SparseLog:
-    """Writes the first line of a kind, and after `interval_s` at the earliest the next, which then
-    says how many were left out.
+    """Writes the first line of a kind, and the next one after `interval_s` at the earliest, with
+    the number of lines omitted in between.
 
-    A kind is a message before its arguments are filled in; there are as many as places that call
-    this. Not thread-safe.
+    A kind is a message before its arguments are filled in; there are as many as call sites. Not
+    thread-safe.
 
     Args:
-        logger: Where lines go.
+        logger: Logger to write to.
         interval_s: Shortest time between two lines of a kind, seconds.
-        clock: Seconds that never go back.
+        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SparseLog:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def log(self, level: int, message: str, *arguments: object) -> None:
-        """Log it, or count it as left out."""
+        """Log the message, or count it as omitted."""
         now = self._clock()
         last, num_left_out = self._kinds.get(message, (float("-inf"), 0))
         if now - last < self._interval_s:

@@ -1,5 +1,5 @@
-"""Spans by OpenTelemetry, sent by OTLP over HTTP. Its packages are imported when a tracer is
-opened, and not before.
+"""Spans by OpenTelemetry, sent by OTLP over HTTP. Its packages are imported only when a tracer is
+opened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_SPANS: Final = 2048
-"""Beyond, spans are dropped: workers never wait for the collector."""
+"""Queue of spans; beyond, spans are dropped: workers never wait for the collector."""
 MAX_BATCH_SPANS: Final = 512
 SEND_INTERVAL_MS: Final = 1000
 SEND_TIMEOUT_S: Final = 2.0
@@ -41,15 +41,14 @@ _SENDING: Final[ContextVar[bool]] = ContextVar("lmcache_sending_spans", default=
 def open_tracer(
     endpoint: str | None, service: str, instance: str, sample_ratio: float = DEFAULT_SAMPLE_RATIO
 ) -> Tracer | None:
-    """Begin to trace, if there is a collector.
+    """Start tracing, if there is a collector.
 
     Args:
         endpoint: Base URL of the collector's OTLP over HTTP, such as `http://collector:4318`; None:
             nothing is traced or imported.
-        service: What traces call this process.
-        instance: Its name among its like.
-        sample_ratio: Share of the traces that begin here; those that others have begun are followed
-            as they say.
+        service: Name of this process in traces.
+        instance: Its name among processes of the same kind.
+        sample_ratio: Share of the traces that begin here; for others the caller's decision applies.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -65,7 +64,7 @@ def open_tracer(
 
 
 class Tracer:
-    """Begins spans and sends those that have ended. Made by `open_tracer`."""
+    """Begins spans and sends those that have ended. Created by `open_tracer`."""
 
     def __init__(self, endpoint: str, service: str, instance: str, sample_ratio: float) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -95,9 +94,9 @@ class Tracer:
         """Begin a span.
 
         Args:
-            name: What is done.
-            traceparent: The work of another process that it is done for; "" for none.
-            is_server: Whether it is done for another process.
+            name: Name of the work.
+            traceparent: The caller's span in another process; "" for none.
+            is_server: Whether the work is done for another process.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
@@ -112,7 +111,7 @@ class Tracer:
         return Span(self._tracer, self._tracer.start_span(name, parent, kind))
 
     def close(self) -> None:
-        """Send what has ended; a collector that hangs is left to its thread. Idempotent."""
+        """Send spans that have ended; a hanging collector is left to its thread. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -128,7 +127,7 @@ class Tracer:
 
 
 class Span:
-    """A piece of work that is traced. Ended once."""
+    """A traced piece of work. Ended once."""
 
     def __init__(self, tracer: OtelTracer, span: OtelSpan) -> None:
         self._tracer = tracer
@@ -136,7 +135,7 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """Its name for other processes, as W3C Trace Context writes it."""
+        """Its identity for other processes, in the format of W3C Trace Context."""
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
@@ -159,7 +158,7 @@ class Span:
 
 
 def _quiet(sender: Any) -> Any:
-    """Return the exporter, whose failures are one line a minute instead of one for each attempt."""
+    """Return an exporter that logs failures once a minute instead of once per attempt."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Quiet(SpanExporter):
@@ -190,10 +189,10 @@ def _quiet(sender: Any) -> Any:
             return True
 
     for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_of_others)
+        logging.getLogger(name).addFilter(_is_from_another_exporter)
     return Quiet()
 
 
-def _of_others(record: logging.LogRecord) -> bool:
-    """Return whether another exporter logs this; a serving engine may have one of its own."""
+def _is_from_another_exporter(record: logging.LogRecord) -> bool:
+    """Return whether another exporter logs this; a serving engine may have its own."""
     return not _SENDING.get()

@@ -49,11 +49,11 @@ class MultimodalSpan:
 
 
 class TokenDatabase(ABC):
-    """Turns tokens into the keys of their chunks. One is asked by many threads at once.
+    """Turns tokens into the keys of their chunks. Called by many threads concurrently.
 
-    Only `process_tokens(tokens, mask)` must be there. One without the parameter `spans` serves
-    text, since spans are only given where there are some; one without `use_salt` serves tenants
-    without salt.
+    Only `process_tokens(tokens, mask)` is required. Without the parameter `spans` a database serves
+    text only, since spans are passed only if there are some; without `use_salt` it serves tenants
+    without a salt.
     """
 
     @abstractmethod
@@ -63,13 +63,13 @@ class TokenDatabase(ABC):
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> Iterable[tuple[int, int, CacheEngineKey]]:
-        """Cut tokens into chunks and name each.
+        """Split tokens into chunks and name each.
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype, on CPU.
             mask: Booleans, shape `[seq_len]`: Falses (if any) first, their number a multiple of the
-                chunk size. Masked chunks take part in the hashes but are not yielded.
-            spans: Multimodal contents for placeholder tokens; each is part of the name of every
+                chunk size. Masked chunks enter the hashes but are not yielded.
+            spans: Multimodal contents of placeholder tokens; each is part of the name of every
                 chunk that it overlaps and of all chunks after it.
 
         Returns:
@@ -84,8 +84,8 @@ class TokenDatabase(ABC):
         """Make the salt part of every key from now on.
 
         Raises:
-            ConfigError: This database knows no salt, and the salt is not empty: without it, tenants
-                would share keys.
+            ConfigError: This database does not support a salt, and the salt is not empty: without
+                it, tenants would share keys.
         """
         if salt:
             raise ConfigError(

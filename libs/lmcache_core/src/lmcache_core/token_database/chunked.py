@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class ChunkedTokenDatabase(TokenDatabase):
-    """Cuts tokens into chunks of `config.chunk_size` and names each by the chain hash. Keeps
-    nothing between calls.
+    """Splits tokens into chunks of `config.chunk_size` and names each by the chain hash. Keeps no
+    state between calls.
 
     Args:
-        config: Gives chunk size and salt.
-        metadata: Gives the identity of the KV.
+        config: Provides chunk size and salt.
+        metadata: Provides the identity of the KV.
     """
 
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata) -> None:
@@ -46,7 +46,7 @@ class ChunkedTokenDatabase(TokenDatabase):
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """Check the arguments at once, and hash each chunk when it is taken."""
+        """Check the arguments immediately, and hash each chunk when it is consumed."""
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         chain = chain_hashes(self._root, ids, self.chunk_size, spans)

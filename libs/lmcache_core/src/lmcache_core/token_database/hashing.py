@@ -1,4 +1,5 @@
-"""The identity chain: what a chunk hash covers, byte by byte. Only `tokens_as_uint32` needs numpy.
+"""The identity chain: the exact bytes that a chunk hash covers. Only `tokens_as_uint32` needs
+numpy.
 
 Source: `docs/protocols.md`, "Identity". Golden vectors: `tests/contract/golden/identity.json`.
 """
@@ -29,8 +30,8 @@ NO_EXTRAS = _LENGTH.pack(0)
 
 
 def identity_root(metadata: LMCacheEngineMetadata, salt: str = "") -> bytes:
-    """Return SHA-256 over what the KV is: model, revision, dtype, layout, adapter, salt. 32 bytes,
-    the chain's `h_{-1}`.
+    """Return SHA-256 over the identity of the KV: model, revision, dtype, layout, adapter, salt. 32
+    bytes, the chain's `h_{-1}`.
     """
     fields = (
         ("model", metadata.model_name),
@@ -48,8 +49,8 @@ def identity_root(metadata: LMCacheEngineMetadata, salt: str = "") -> bytes:
 
 
 def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
-    """Return token ids as contiguous little-endian uint32, whatever integer dtype they came in:
-    equal ids give equal keys.
+    """Return token ids as contiguous little-endian uint32, regardless of their integer dtype: equal
+    ids give equal keys.
 
     Raises:
         ValueError: Not a 1-D sequence of integers in 0 … 2^32-1.
@@ -63,7 +64,7 @@ def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
         return np.empty(0, dtype="<u4")
     if array.dtype.kind not in "iu":
         raise ValueError(f"tokens must be integers, not {array.dtype}")
-    # Read as unsigned, negative numbers are the largest: one pass finds both faults.
+    # Read as unsigned, negative numbers are the largest: one pass detects both errors.
     num_bits = 8 * array.dtype.itemsize - (array.dtype.kind == "i")
     as_unsigned = array.view(array.dtype.str.replace("i", "u"))
     if int(as_unsigned.max()) > min(MAX_TOKEN_ID, (1 << num_bits) - 1):
@@ -74,7 +75,7 @@ def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
 
 
 def tokens_as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Return what `tokens_as_uint32` holds, without numpy: for processes that hash few prompts.
+    """Return the bytes of `tokens_as_uint32` without numpy, for processes that hash few prompts.
 
     Raises:
         ValueError: A token id is outside 0 … 2^32-1.
@@ -113,10 +114,10 @@ def chain_hashes_of_bytes(
     spans: Sequence[MultimodalSpan] = (),
     first: int = 0,
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yield as `chain_hashes` does, for the bytes that `tokens_as_bytes` returns."""
+    """Yield as `chain_hashes` does, for bytes from `tokens_as_bytes`."""
     num_tokens = len(data) // TOKEN_BYTES
     extras = extras_of_chunks(spans, num_tokens, chunk_size)
-    # A copy of a digest that has read the tag, and updates instead of one joined message: the
+    # A copy of a digest that has consumed the tag, and updates instead of one joined message: the
     # fewest copies per chunk.
     tagged = hashlib.sha256(CHUNK_TAG)
     full_length = _LENGTH.pack(chunk_size)
@@ -152,7 +153,7 @@ def named_chunks(
 def extras_of_chunks(
     spans: Sequence[MultimodalSpan], num_tokens: int, chunk_size: int
 ) -> dict[int, bytes]:
-    """Return `extras_i` of the chunks that spans overlap, by the chunk's first token; the others
+    """Return `extras_i` of the chunks that spans overlap, by the chunk's first token; all others
     have `NO_EXTRAS`.
     """
     inside: dict[int, list[MultimodalSpan]] = {}

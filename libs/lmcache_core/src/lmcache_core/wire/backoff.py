@@ -1,4 +1,4 @@
-"""When to try a lost server again."""
+"""Decides when to retry a lost server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_EXPONENT = 32
 
 
 class Backoff:
-    """Bounded exponential waiting with jitter: the n-th failure in a row forbids tries for
+    """Bounded exponential back-off with jitter: the n-th consecutive failure forbids attempts for
     `initial_s * 2^n * (0.5 … 1)`.
 
     Args:
@@ -35,16 +35,16 @@ class Backoff:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the next try is allowed; 0 when it is allowed now."""
+        """Seconds until the next attempt is allowed; 0 if it is allowed now."""
         return max(0.0, self._not_before - self._clock())
 
     def failed(self) -> None:
-        """Note that a try failed."""
+        """Record a failed attempt."""
         longest = min(self._cap_s, self._initial_s * 2 ** min(self._num_failures, _MAX_EXPONENT))
         self._num_failures += 1
         self._not_before = self._clock() + longest * (0.5 + self._jitter() / 2)
 
     def succeeded(self) -> None:
-        """Note that a try succeeded: the next wait is the first one again."""
+        """Record a successful attempt: the next wait is the first one again."""
         self._num_failures = 0
         self._not_before = float("-inf")

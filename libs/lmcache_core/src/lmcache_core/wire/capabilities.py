@@ -1,4 +1,4 @@
-"""Names of optional abilities in HELLO, over TCP and over the sidecar's socket."""
+"""Names of optional capabilities in HELLO, over TCP and over the sidecar's socket."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from lmcache_core.wire.messages import MAX_CAPABILITIES
 LOSSY = "lossy"
 SERDE_PREFIX = "serde:"
 HANDOVER = "handover"
-"""The client is a server that hands its chunks over before it ends."""
+"""The client is a server that hands over its chunks before it shuts down."""
 HELD = "held"
-"""The client asks by HELD whether chunks of other tenants are there, before it gives up its own."""
+"""Before dropping its own, the client asks with HELD whether others hold a tenant's chunks."""
 CONTEXT = "context"
-"""CONTEXT frames are understood."""
+"""CONTEXT frames are supported."""
 STAGE = "stage"
 REJECT = "reject"
 DESCRIBE = "describe"
-"""The frames STAGE and DONE with tickets, REJECT, DESCRIBE are understood."""
+"""The frames STAGE, DONE with tickets, REJECT and DESCRIBE are supported."""
 ON_DEVICE = "on_device"
-"""The client's KV is on a GPU: where the sidecar allows it, loads are checked by sample."""
+"""The client's KV is on a GPU: if the sidecar allows it, only a sample of loads is verified."""
 LOCKS = "locks"
-"""The client locks the sidecar's generation before it maps the arena: otherwise the next
-sidecar cannot know what it writes to.
+"""The client locks the sidecar's generation before it maps the arena; otherwise the next sidecar
+cannot know whether it still writes to it.
 """
 SIDECAR_CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
-"""What a sidecar's socket understands beyond HELLO and loads and stores."""
+"""What a sidecar's socket supports beyond HELLO, loads and stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """The records that a client can take; raw lossless ones it always can.
+    """The records that a client accepts, besides raw lossless ones.
 
     Attributes:
-        lossy: Also those that were encoded with loss, raw or not.
+        lossy: Also records that were encoded with loss, raw or not.
         serdes: Names of the serdes that it decodes.
     """
 
@@ -43,7 +43,7 @@ class Accepts:
 
     @classmethod
     def said_by(cls, capabilities: Iterable[str]) -> Accepts:
-        """Return what a client's capabilities say."""
+        """Return what a client's capabilities express."""
         names = frozenset(capabilities)
         return cls(
             LOSSY in names,
@@ -53,7 +53,7 @@ class Accepts:
         )
 
     def capabilities(self) -> tuple[str, ...]:
-        """Return the capabilities that say it, in the same order every time."""
+        """Return the capabilities that express this, always in the same order."""
         names = ([LOSSY] if self.lossy else []) + [
             SERDE_PREFIX + serde for serde in sorted(self.serdes)
         ]
@@ -61,4 +61,4 @@ class Accepts:
 
 
 ONLY_LOSSLESS = Accepts()
-"""And raw: what every client can take."""
+"""And raw, which every client accepts."""

@@ -1,4 +1,4 @@
-"""A client of an lm:// server: one connection, many requests on it at once."""
+"""A client of an lm:// server: one connection with many concurrent requests."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class ClientOptions:
     """Options of a client.
 
     Attributes:
-        timeout_s: Deadline of a call that names none.
-        connect_timeout_s: Deadline of connecting and HELLO, whatever the deadline of the call that
-            needed it first.
-        put_window: PUTs on their way without an answer.
+        timeout_s: Deadline of a call without its own.
+        connect_timeout_s: Deadline of connecting and HELLO, independent of the deadline of the call
+            that needed it first.
+        put_window: Concurrent PUTs without an answer.
         backoff_initial_s: First wait after a failed connection.
-        backoff_cap_s: Longest one.
-        name: This client, for the server's logs and for tickets.
-        tier: Name that chunks from here carry.
-        accepts: Which records the server may send.
-        hands_over: Ask the server to take over chunks of other tenants.
-        tls: Encrypts, and checks the server; None: neither.
+        backoff_cap_s: Longest wait.
+        name: Name of this client, for the server's logs and for tickets.
+        tier: Name of the tier that chunks from here are attributed to.
+        accepts: Records that the server may send.
+        hands_over: Ask the server to accept chunks of other tenants.
+        tls: Encrypts, and verifies the server; None: neither.
     """
 
     timeout_s: float = 5.0
@@ -65,16 +65,16 @@ class ClientOptions:
 class LmClient:
     """Speaks lm:// to one server.
 
-    It connects when first needed and again after a loss, but not more often than its backoff
-    allows: until then calls fail at once. Calls may run at the same time and may be cancelled. All
-    raise `UnavailableError` when the server cannot be reached, refuses, or does not answer by their
-    deadline, `AuthenticationError` and `ProtocolError` where that is the cause.
+    It connects on demand and again after a loss, limited by its back-off: until then calls fail
+    immediately. Calls may run concurrently and may be cancelled. All raise `UnavailableError` if
+    the server cannot be reached, refuses, or does not answer by their deadline, and
+    `AuthenticationError` or `ProtocolError` if that is the cause.
 
     Args:
-        host: Where the server listens.
+        host: Host that the server listens on.
         port: Its port.
-        token: Bearer token, None for none; one from a file is read again for each connection.
-        options: How to behave.
+        token: Bearer token, None for none; a token file is re-read for each connection.
+        options: Options.
 
     Attributes:
         server: The name that the server gave when it was last reached; None before.
@@ -102,31 +102,31 @@ class LmClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection is open right now."""
+        """Whether a connection is currently open."""
         return self._connection is not None and self._connection.is_open
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What the server that is connected grants: with HANDOVER it takes chunks of all tenants,
-        with HELD it says which of them it holds.
+        """The capabilities that the connected server grants: with HANDOVER it accepts chunks of all
+        tenants, with HELD it reports which of them it holds.
         """
         return frozenset() if self._connection is None else self._connection.capabilities
 
     async def ping(self, timeout_s: float | None = None) -> None:
-        """Ask for a sign of life."""
+        """Check that the server responds."""
         deadline = self._deadline(timeout_s)
         await self._ask(await self._connect(deadline), (), lambda _: m.Ping(), m.Pong, deadline)
 
     async def contains(
         self, keys: Sequence[ChunkKey], timeout_s: float | None = None
     ) -> list[bool]:
-        """Return which of them the server has now."""
+        """Return which of these chunks the server has now."""
         return await self._ask_for(keys, m.Contains, timeout_s)
 
     async def holds(
         self, tenant: str, keys: Sequence[ChunkKey], timeout_s: float | None = None
     ) -> list[bool]:
-        """Like `contains`, of that tenant's chunks. Needs the capability HELD."""
+        """Like `contains`, for chunks of that tenant. Needs the capability HELD."""
         return await self._ask_for(keys, lambda names: m.Held(tenant, names), timeout_s)
 
     async def _ask_for(
@@ -143,18 +143,17 @@ class LmClient:
         ticket: str | None = None,
         timeout_s: float | None = None,
     ) -> list[Result]:
-        """Fetch chunks, each verified before it is returned.
+        """Fetch chunks and verify each. The caller owns the chunks returned.
 
         Args:
-            keys: Their names.
-            allocate: Where their payloads go.
-            prefix_only: The server stops at the first that is missing.
-            ticket: A broker's ticket, where the server wants one.
-            timeout_s: What has not arrived by then is a miss with reason `deadline`.
+            keys: Names of the chunks.
+            allocate: Allocates memory for payloads.
+            prefix_only: Stop at the first missing chunk.
+            ticket: A broker's ticket, if the server requires one.
+            timeout_s: Chunks that have not arrived by then are misses with reason `deadline`.
 
         Returns:
-            One result a key, in order; the caller owns the chunks. When the connection is lost
-            underway the rest are misses.
+            One result per key, in order. If the connection is lost underway, the rest are misses.
         """
         deadline = self._deadline(timeout_s)
         try:
@@ -186,7 +185,7 @@ class LmClient:
         ticket: str | None,
         deadline: float,
     ) -> tuple[list[Result], bool]:
-        """Send one GET; return a result a key, and whether the server gave its whole answer."""
+        """Send one GET; return one result per key, and whether the server answered completely."""
         results: list[Result | None] = [None] * len(keys)
         rest, is_complete = MissReason.UNAVAILABLE, False
         question = partial(m.Get, prefix_only=prefix_only, ticket=ticket)
@@ -218,20 +217,19 @@ class LmClient:
         return [Miss(rest) if result is None else result for result in results], is_complete
 
     async def put(self, chunks: Sequence[Chunk], timeout_s: float | None = None) -> list[bool]:
-        """Store chunks (borrowed), several on their way at once. True: the server has the whole,
-        verified chunk.
+        """Store chunks (borrowed), several concurrently. True: the server has the whole, verified
+        chunk.
         """
         return await self._push(chunks, lambda chunk: m.Put(), timeout_s)
 
     async def hand_over(
         self, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float | None = None
     ) -> list[bool]:
-        """Like `put`, each in the namespace of its own tenant and as old as it is. Needs the
-        capability HANDOVER.
+        """Like `put`, but each chunk keeps its tenant and age. Needs the capability HANDOVER.
 
         Args:
             chunks: Borrowed.
-            may_evict: Whether the server may give up others for them.
+            may_evict: Whether the server may evict others for them.
             timeout_s: Limit on this call instead of the client's.
         """
 
@@ -242,12 +240,12 @@ class LmClient:
         return await self._push(chunks, announce, timeout_s)
 
     async def remove(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> int:
-        """Forget chunks and return how many were there."""
+        """Remove chunks and return how many were there."""
         answers = await self._ask_in_batches(keys, m.Remove, m.RemoveOk, timeout_s)
         return sum(answer.count for answer in answers)
 
     async def close(self) -> None:
-        """End the connection; later calls fail. Idempotent."""
+        """Close the connection; later calls fail. Idempotent."""
         self._is_closed = True
         attempt = self._attempt
         if attempt is not None:
@@ -257,7 +255,7 @@ class LmClient:
     async def _push(
         self, chunks: Sequence[Chunk], announce: Announce, timeout_s: float | None
     ) -> list[bool]:
-        """Send chunks (borrowed), each after the message that `announce` makes."""
+        """Send chunks (borrowed), each preceded by the message that `announce` returns."""
         deadline = self._deadline(timeout_s)
         connection = await self._connect(deadline)
         unanswered: deque[Call] = deque()
@@ -299,7 +297,7 @@ class LmClient:
         kind: type[A],
         timeout_s: float | None,
     ) -> list[A]:
-        """Ask one question about all keys, as many at once as the server takes."""
+        """Ask one question about all keys, in batches as large as the server accepts."""
         deadline = self._deadline(timeout_s)
         answers: list[A] = []
         num_asked = 0
@@ -309,7 +307,7 @@ class LmClient:
             answer = await self._ask(connection, batch, question, kind, deadline)
             if isinstance(answer, m.ContainsOk) and len(answer.present) != len(batch):
                 connection.abort()
-                raise ProtocolError(f"{self._name} did not answer with one boolean a key")
+                raise ProtocolError(f"{self._name} did not answer with one boolean per key")
             answers.append(answer)
             num_asked += len(batch)
         return answers
@@ -328,12 +326,12 @@ class LmClient:
                 answer = await connection.next_item(call)
         except TimeoutError:
             raise UnavailableError(f"{self._name}: no {kind.frame_type.name} in time") from None
-        assert isinstance(answer, kind), "the connection lets no other one pass"
+        assert isinstance(answer, kind), "the connection rejects every other type"
         return answer
 
     async def _connect(self, deadline: float) -> ClientConnection:
-        """Return the connection. All callers wait for one attempt, which continues when they
-        leave: a short deadline says nothing about it.
+        """Return the connection. All callers wait for one attempt, which outlives them: a short
+        deadline proves nothing about it.
         """
         if self._connection is not None and self._connection.is_open:
             return self._connection
@@ -344,8 +342,8 @@ class LmClient:
                 raise UnavailableError(
                     f"{self._name} cannot be reached; next try in {self._backoff.wait_s:.2f} s"
                 )
-            # A connection's later log lines belong to no request, least of all to the one that
-            # happened to open it.
+            # The connection's log lines belong to no request, least of all to the one that happened
+            # to open it.
             self._attempt = asyncio.get_running_loop().create_task(
                 self._open_connection(), context=Context()
             )
@@ -391,7 +389,7 @@ class LmClient:
                 await connection.close()
             if isinstance(exc, (OSError, UnicodeError, LMCacheError)):
                 self._backoff.failed()
-            if isinstance(exc, (OSError, UnicodeError)):  # the latter from a host that is no name
+            if isinstance(exc, (OSError, UnicodeError)):  # UnicodeError: an invalid host name
                 raise UnavailableError(
                     f"{self._name}: {exc or 'could not be reached in time'}"
                 ) from exc
@@ -421,23 +419,23 @@ class _NotConnectedYetError(UnavailableError):
 
 
 def _take_misses(end: m.GetEnd, results: list[Result | None], prefix_only: bool) -> MissReason:
-    """Note the misses that GET_END names; return the reason that stands for the other keys.
+    """Record the misses that GET_END names; return the reason that applies to the other keys.
 
     Raises:
-        UnavailableError: It breaks the protocol.
+        UnavailableError: It violates the protocol.
     """
     reasons = [_reason(text) for _, text in end.misses]
     for (index, _), reason in zip(end.misses, reasons, strict=True):
         if index >= len(results) or results[index] is not None:
             raise UnavailableError(
-                f"GET_END breaks the protocol: it names key {index}, which is answered already or"
-                " was not asked for"
+                f"GET_END violates the protocol: it names key {index}, which was already answered"
+                " or not requested"
             )
         results[index] = Miss(reason)
     if prefix_only and reasons:
         return reasons[0]
     if None in results:
-        raise UnavailableError("GET_END breaks the protocol: it leaves a key unanswered")
+        raise UnavailableError("GET_END violates the protocol: it leaves a key unanswered")
     return MissReason.UNAVAILABLE
 
 

@@ -1,4 +1,4 @@
-"""The client's side of one connection: matches frames that arrive to the calls that wait."""
+"""The client's side of one connection: matches arriving frames to waiting calls."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _HELLO_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The content of a CHUNK frame for the key of that index."""
+    """The content of a CHUNK frame, for the key with that index."""
 
     index: int
     record: Received | Miss
 
 
 class Call:
-    """One request that has been sent, and what has come back for it.
+    """One request that has been sent, and the frames that have arrived for it.
 
     Args:
         correlation_id: Its number.
         answer: Type of the frame that ends it.
-        keys: For GET, what was asked for.
-        allocate: For GET, where payloads go.
+        keys: For GET, the keys requested.
+        allocate: For GET, allocates memory for payloads.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Call:
         self.keys = keys
         self.allocate = allocate
         self.items: asyncio.Queue[Arrival | Message | LMCacheError] = asyncio.Queue(
-            len(keys) + 1  # each key is answered once, and what ends the call comes once
+            len(keys) + 1  # each key is answered once, plus the frame that ends the call
         )
         self.seen: set[int] = set()
         self.abandoned = False
         self.received_before = 0
 
     def release(self) -> None:
-        """Give back the memory of what was not taken."""
+        """Release the memory of items that were not taken."""
         while not self.items.empty():
             item = self.items.get_nowait()
             if isinstance(item, Arrival) and isinstance(item.record, Received):
@@ -89,19 +89,19 @@ class Call:
 
 
 class ClientConnection:
-    """Sends requests and hands each frame that arrives to the call it belongs to.
+    """Sends requests and passes each arriving frame to its call.
 
-    Its reader task runs until `close`, or until the connection is lost or breaks the protocol; then
-    every call fails.
+    The reader task runs until `close`, or until the connection is lost or violates the protocol;
+    then every call fails.
 
     Args:
-        stream: A fresh connection.
+        stream: A new connection.
         name: Address of the server, for messages.
 
     Attributes:
-        max_batch: Most keys in one request.
-        server: What the server calls itself.
-        capabilities: Those that it heeds.
+        max_batch: Largest number of keys in one request.
+        server: The server's own name.
+        capabilities: Those that it supports.
     """
 
     def __init__(self, stream: FrameStream, name: str) -> None:
@@ -129,12 +129,12 @@ class ClientConnection:
         Args:
             token: Bearer token, None for none.
             client: Name of this client.
-            capabilities: Names of its abilities.
+            capabilities: Names of its capabilities.
 
         Raises:
-            AuthenticationError: The server does not take the token.
-            VersionError: No version in common.
-            ProtocolError: The answer is not one.
+            AuthenticationError: The server rejects the token.
+            VersionError: There is no common version.
+            ProtocolError: The answer is malformed.
             UnavailableError: The connection ended, or the server is busy.
         """
         await self._stream.send_message(
@@ -148,7 +148,7 @@ class ClientConnection:
             raise self._refusal(answer)
         if not m.VERSION_MIN <= answer.version <= m.VERSION_MAX:
             raise VersionError(
-                f"{self._name} chose version {answer.version}; this client speaks"
+                f"{self._name} chose version {answer.version}; this client supports"
                 f" {m.VERSION_MIN} to {m.VERSION_MAX}"
             )
         self.max_batch = min(answer.max_batch, m.MAX_BATCH_KEYS)
@@ -165,15 +165,15 @@ class ClientConnection:
         deadline: float,
         allocate: Allocate | None = None,
     ) -> AsyncIterator[Call]:
-        """Ask one question about keys; the answer must be taken inside, by `next_item`. Left by an
-        error, the call is given up.
+        """Send one question about keys; take the answer inside the context, by `next_item`. If the
+        body raises, the call is abandoned.
 
         Args:
             keys: At most `max_batch`.
-            question: Makes the request of the keys as they are named on this connection.
+            question: Returns the request, given the keys as they are named on this connection.
             answer: Type of the frame that ends the answer.
             deadline: Time of the event loop.
-            allocate: For GET, where payloads go.
+            allocate: For GET, allocates memory for payloads.
 
         Raises:
             UnavailableError: As `start`.
@@ -196,16 +196,16 @@ class ClientConnection:
             raise
 
     async def names(self, keys: Sequence[ChunkKey]) -> list[NameRun]:
-        """Return the keys as a request names them, after declaring the lanes that are new here.
+        """Return the keys in the form for a request, after declaring lanes that are new here.
 
         Raises:
-            IdentityError: A key cannot be spelled.
+            IdentityError: A key cannot be encoded.
             UnavailableError: The connection is lost.
         """
         runs = runs_of(key.key for key in keys)
         for lane, _ in runs:
             if lane is not None and self._lanes.declaration(lane) is not None:
-                # One at a time: numbers must arrive in order, and one counts only when its frame
+                # One at a time: numbers must arrive in order, and one is valid only once its frame
                 # is sent.
                 async with self._declaring:
                     declared = self._lanes.declaration(lane)
@@ -225,7 +225,7 @@ class ClientConnection:
         """Send a request. The caller takes its whole answer, or ends it by `abandon` or `expire`.
 
         Raises:
-            UnavailableError: The connection is lost, or too many requests were never answered.
+            UnavailableError: The connection is lost, or has too many unanswered requests.
         """
         if len(self._calls) >= MAX_UNANSWERED:
             self._stream.abort()
@@ -241,18 +241,18 @@ class ClientConnection:
         try:
             await self._stream.send_message(call.correlation_id, message, *blob, preface=preface)
         except BaseException:
-            # It was cancelled before its first byte; after that byte the stream has been aborted.
+            # Cancelled before its first byte; after that byte the stream has been aborted.
             call.release()
             self._calls.pop(call.correlation_id, None)
             raise
         return call
 
     async def next_item(self, call: Call) -> Arrival | Message:
-        """Return what comes next for that call.
+        """Return the next item for that call.
 
         Raises:
             UnavailableError: The connection is lost, or the server refused the request.
-            AuthenticationError: The server refused the request for want of credentials.
+            AuthenticationError: The server refused the request because credentials are missing.
         """
         item = await call.items.get()
         if isinstance(item, LMCacheError):
@@ -262,8 +262,8 @@ class ClientConnection:
         return item
 
     def abandon(self, call: Call) -> None:
-        """Give back the memory of a call whose waiter has left; frames still to come for it are
-        drained.
+        """Release the memory of a call whose waiter is gone; frames still to come for it are
+        discarded.
         """
         call.abandoned = True
         call.release()
@@ -275,9 +275,8 @@ class ClientConnection:
             self._incoming.drop()
 
     def expire(self, call: Call) -> None:
-        """Abandon a call whose deadline has passed, and give the connection up if it stalls: if
-        nothing has arrived since the call began, or a frame is half read that no other call waits
-        for.
+        """Abandon a call whose deadline has passed, and close the connection if it has stalled: if
+        nothing has arrived since the call began, or a half-read frame belongs to no other call.
         """
         owner = self._calls.get(self._current.correlation_id) if self._current is not None else None
         is_half_read = self._current is not None or self._stream.num_staged > 0
@@ -287,11 +286,11 @@ class ClientConnection:
             self._stream.abort()
 
     def abort(self) -> None:
-        """Give the connection up; every call on it fails."""
+        """Close the connection immediately; every call on it fails."""
         self._stream.abort()
 
     async def close(self) -> None:
-        """Abort the connection, join the reader and fail what still waits."""
+        """Abort the connection, join the reader, and fail all waiting calls."""
         self._stream.abort()
         if self._reader is not None:
             await cancel_and_join([self._reader])
@@ -340,7 +339,7 @@ class ClientConnection:
 
     async def _take_chunk(self, call: Call, index: int, blob_bytes: int) -> None:
         if call.allocate is None or index >= len(call.keys) or index in call.seen:
-            raise ProtocolError(f"CHUNK {index}, which was not asked for")
+            raise ProtocolError(f"CHUNK {index}, which was not requested")
         call.seen.add(index)
         if call.abandoned:
             await self._stream.discard(blob_bytes)
@@ -355,7 +354,7 @@ class ClientConnection:
 
     def _refusal(self, answer: Message) -> LMCacheError:
         if not isinstance(answer, m.ErrorMessage):
-            return ProtocolError(f"{self._name} sent {answer.frame_type.name} unasked")
+            return ProtocolError(f"{self._name} sent an unsolicited {answer.frame_type.name}")
         text = f"{self._name}: {answer.code}: {answer.message}"
         if answer.code == m.ErrorCode.AUTHENTICATION:
             return AuthenticationError(text)

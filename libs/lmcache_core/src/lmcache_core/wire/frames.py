@@ -1,4 +1,4 @@
-"""The header of a frame: its 32 bytes, its checksum, its bounds.
+"""The header of a frame: its 32 bytes, checksum and bounds.
 
 Source: `docs/protocols.md`, "lm://" and "Sidecar socket". Golden vectors:
 `tests/contract/golden/frames.json`.
@@ -19,7 +19,7 @@ MAGIC = b"LMF1"
 HEADER_BYTES = 32
 MAX_META_BYTES = 1 << 20
 MAX_ARENA_META_BYTES = 8 << 20
-"""Of a frame about the arena: it names up to 65,536 chunks, or the heads of 4,096."""
+"""Meta of a frame about the arena: it names up to 65,536 chunks, or the heads of 4,096."""
 MAX_BLOB_BYTES = MAX_PAYLOAD_BYTES + MAX_HEAD_BYTES
 MAX_CORRELATION_ID = (1 << 64) - 1
 
@@ -32,7 +32,7 @@ _RESERVED = bytes(3)
 
 
 class FrameType(IntEnum):
-    """What a frame says. Numbers never change their meaning."""
+    """Types of frames. Numbers never change their meaning."""
 
     HELLO = 1
     HELLO_OK = 2
@@ -69,7 +69,7 @@ class FrameType(IntEnum):
 
 
 _OF_ARENA = frozenset(range(FrameType.RESERVE, FrameType.PREFETCH + 1))
-"""Frames about a sidecar's arena, which only its Unix socket takes and sends."""
+"""Frames about a sidecar's arena, used only on its Unix socket."""
 WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
 _WITH_BLOB = WITH_RECORD | {FrameType.CHUNK}
 _OF_NO_REQUEST = frozenset({FrameType.ERROR, FrameType.LANE})
@@ -80,8 +80,8 @@ class FrameHeader(NamedTuple):
     """The header of one frame.
 
     Attributes:
-        type: What the frame says.
-        correlation_id: The request it belongs to; 0 is the connection itself.
+        type: Type of the frame.
+        correlation_id: The request that it belongs to; 0 is the connection itself.
         meta_bytes: Length of the MessagePack part.
         blob_bytes: Length of the raw bytes after it.
     """
@@ -108,13 +108,13 @@ def build_header(header: FrameHeader) -> bytes:
 
 
 def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
-    """Read and check the header of a frame.
+    """Parse and check the header of a frame.
 
     Args:
         data: Exactly `HEADER_BYTES` bytes.
 
     Raises:
-        ProtocolError: They are not the header of a frame, are damaged, or break a bound.
+        ProtocolError: The bytes are not a frame header, are damaged, or violate a bound.
     """
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"a frame header of {len(data)} bytes")

@@ -1,4 +1,4 @@
-"""The HTTP clients of this project's services: their token, trust and connections."""
+"""HTTP clients of this project's services: token, TLS trust and connections."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lmcache_core.telemetry.request_context import carried
 
 
 class BearerAuth(httpx.Auth):
-    """Puts a token into every request, in the header `Authorization`.
+    """Adds the token to every request, in the header `Authorization`.
 
     Args:
-        token: None for none; one from a file is read again when it changes.
-        service: What it is shown to, for errors.
+        token: None for none; a token file is re-read when it changes.
+        service: Name of the service, for errors.
 
     Raises:
-        ConfigError: No header can carry the token.
+        ConfigError: The token is not a valid header value.
     """
 
     def __init__(self, token: ShownToken, service: str) -> None:
@@ -29,10 +29,10 @@ class BearerAuth(httpx.Auth):
             token.isascii() and token.isprintable() and token and " " not in token
         )
         if not fits:
-            # Here and not in the HTTP library, whose complaint would quote the token.
+            # Checked here because the HTTP library's error would quote the token.
             raise ConfigError(
-                f"{service} token: it holds something else than visible ASCII characters; write the"
-                " token and nothing around it"
+                f"{service} token: it contains something other than visible ASCII characters; write"
+                " the token and nothing around it"
             )
         self._token = token
 
@@ -45,11 +45,12 @@ class BearerAuth(httpx.Auth):
 
 
 def context_for(url: str, tls: ssl.SSLContext | None) -> ssl.SSLContext:
-    """Return what an HTTP client of that URL verifies its server with.
+    """Return the context with which an HTTP client of that URL verifies its server.
 
     Args:
-        url: Of the server; without `https` nothing is encrypted, and this context trusts no server.
-        tls: As configured; None trusts what this machine trusts.
+        url: URL of the server; without `https` nothing is encrypted, and this context trusts no
+            server.
+        tls: Configured context; None trusts the system's authorities.
     """
     if not url.lower().startswith("https:"):
         return no_context()
@@ -65,20 +66,20 @@ def http_client(
     transport: httpx.AsyncBaseTransport | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> httpx.AsyncClient:
-    """Return a connection pool to one service, which connects to nothing yet.
+    """Return a connection pool for one service; it does not connect yet.
 
     Args:
-        base_url: Of the service.
+        base_url: URL of the service.
         auth: Its token.
         timeout_s: Longest wait for each step of a call; callers bound the whole call themselves.
-        tls: As `context_for` says.
-        limits: Connections at once, and how long they rest.
+        tls: See `context_for`.
+        limits: Concurrent connections, and how long idle ones are kept.
         transport: Replaces the network in tests.
-        headers: Of every request.
+        headers: Headers of every request.
     """
     return httpx.AsyncClient(
         base_url=base_url,
-        # A compressed answer could grow past its bound.
+        # A compressed answer could exceed its bound.
         headers={"accept-encoding": "identity", **(headers or {})},
         auth=auth,
         timeout=timeout_s,
@@ -86,13 +87,13 @@ def http_client(
         transport=transport,
         verify=tls,
         event_hooks={"request": [_prepare]},
-        # A proxy for the internet does not lead to a service in the cluster.
+        # A proxy for the internet does not reach a service in the cluster.
         trust_env=False,
     )
 
 
 async def _prepare(request: httpx.Request) -> None:
-    """Name the request that this one serves, and guard the TLS handshake that it may need."""
+    """Pass on the id of the request being served, and guard any TLS handshake."""
     connected: Any = None
 
     async def trace(event: str, info: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One record on its way in: from the socket into memory, checked at every step."""
+"""Receives one record: from the socket into memory, checked at every step."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Received:
 
 
 def miss_for(error: RecordError) -> Miss:
-    """Return the miss that a refused record is."""
+    """Return the miss that corresponds to a refused record."""
     return Miss(
         MissReason.IDENTITY if error.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT
     )
 
 
 async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
-    """Return whether the payload has the digest that its header names.
+    """Return whether the payload matches the digest in its header.
 
-    Large payloads are read in a thread. When this is cancelled, the thread may still read memory
-    that has been given back since: it writes nothing, and its result is dropped.
+    Large payloads are digested in a thread. If this is cancelled, the thread may still read memory
+    that has been released since; it writes nothing, and its result is dropped.
     """
     try:
         if len(payload) <= INLINE_VERIFY_BYTES:
@@ -64,7 +64,7 @@ async def verified(
     key: ChunkKey, header: RecordHeader, head: bytes, memory: MemoryObj, tier: str
 ) -> Result:
     """Return the chunk whose payload is in `memory`, or a miss if it is damaged. The reference on
-    `memory` passes to the chunk, or is given back.
+    `memory` passes to the chunk, or is released.
     """
     is_whole = False
     try:
@@ -76,13 +76,13 @@ async def verified(
 
 
 class IncomingRecord:
-    """Receive the record in the blob of one frame. The blob is consumed to its end, even when the
+    """Receives the record in the blob of one frame. The blob is consumed to its end, even if the
     record is damaged.
 
     Args:
-        stream: Stands at the first byte of the blob.
+        stream: Positioned at the first byte of the blob.
         blob_bytes: Length of the blob.
-        allocate: Where the payload goes.
+        allocate: Allocates memory for the payload.
     """
 
     def __init__(self, stream: FrameStream, blob_bytes: int, allocate: Allocate) -> None:
@@ -96,10 +96,10 @@ class IncomingRecord:
         """Read the record.
 
         Args:
-            expected: The key that was asked for; None takes any.
+            expected: The key requested; None accepts any.
 
         Returns:
-            The record, or why there is none. The caller owns the memory.
+            The record, or the reason why there is none. The caller owns the memory.
 
         Raises:
             UnavailableError: The connection ended.
@@ -132,7 +132,7 @@ class IncomingRecord:
         return Received(header, head, memory)
 
     def drop(self) -> None:
-        """Give the memory back now; the rest of the blob is read and thrown away."""
+        """Release the memory now; the rest of the blob is read and discarded."""
         self._dropped = True
         self._stream.forget_target()
         if self._memory is not None:

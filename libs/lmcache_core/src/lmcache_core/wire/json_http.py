@@ -1,5 +1,5 @@
-"""JSON over HTTP to one service of ours: one call a method, bounded in time and size, every
-failure an `UnavailableError`.
+"""JSON over HTTP to one of our services: one call per method, bounded in time and size; every
+failure is an `UnavailableError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Problem(msgspec.Struct):
 
 
 class Reply(NamedTuple):
-    """An answer, whatever its status. `content_type` is "" where none was sent."""
+    """A response with any status. `content_type` is "" if none was sent."""
 
     status: int
     content_type: str
@@ -40,25 +40,25 @@ class Reply(NamedTuple):
 
     @property
     def is_success(self) -> bool:
-        """Whether the status is one of success."""
+        """Whether the status is a success."""
         return 200 <= self.status < 300
 
 
 class JsonHttpClient:
-    """A connection pool to one service. The constructor does no I/O; `open` and `close` belong to
+    """A connection pool for one service. The constructor does no I/O; `open` and `close` belong to
     the owner.
 
     Args:
-        service: What it is called in errors, for example `lookup`.
+        service: Name of the service in errors, for example `lookup`.
         base_url: `http://host:port` or `https://host:port`, without credentials.
-        token: Bearer token, or None where the service takes anyone; one from a file is read again
-            when it changes.
-        timeout_s: Limit on each call that names none, from connecting to the last byte.
+        token: Bearer token; None if the service requires none; a token file is re-read when it
+            changes.
+        timeout_s: Limit on each call without its own, from connecting to the last byte.
         transport: Replaces the network in tests.
-        tls: Whom to trust and what to show, for https; None: who is trusted on this machine.
+        tls: Trusted authorities and client certificate for https; None: the system's authorities.
 
     Raises:
-        ConfigError: `base_url` is not of that form, or `token` cannot stand in a header.
+        ConfigError: `base_url` is not of that form, or `token` is not a valid header value.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class JsonHttpClient:
         self._was_answered = False
 
     async def open(self) -> None:
-        """Make the connection pool. Connects to nothing yet."""
+        """Create the connection pool, without connecting yet."""
         if self._client is not None:
             return
         self._client = http_client(
@@ -113,16 +113,16 @@ class JsonHttpClient:
 
         Args:
             method: HTTP method.
-            path: Below the base URL.
+            path: Path below the base URL.
             body: Sent as JSON.
             timeout_s: Limit on this call instead of the client's.
-            absent_ok: Whether status 404 is fine too.
+            absent_ok: Whether status 404 is also a success.
 
         Returns:
-            The answer's body.
+            The body of the response.
 
         Raises:
-            UnavailableError: No answer in time, one that is too long, or a refusal.
+            UnavailableError: No response in time, one that is too long, or a refusal.
         """
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"content-type": "application/json"}
@@ -140,21 +140,21 @@ class JsonHttpClient:
         *,
         timeout_s: float | None = None,
     ) -> Reply:
-        """Make one call with any body, and hand out any answer.
+        """Make one call with any body, and return any response.
 
-        A replica that ends closes the connections that are kept to it, and a call may be on its way
-        just then. Such a call is made again, on another connection and within the same limit: no
-        call of ours does harm when it is made twice.
+        A replica that shuts down closes its idle connections, possibly while a call is on its way.
+        Such a call is repeated on another connection within the same limit: all of our calls are
+        safe to repeat.
 
         Args:
             method: HTTP method.
-            path: Below the base URL.
+            path: Path below the base URL.
             content: The body, None for none.
-            headers: In addition to those of every call, or in their place.
+            headers: Added to those of every call, or replacing them.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
-            UnavailableError: No answer in time, or one that is too long.
+            UnavailableError: No response in time, or one that is too long.
         """
         if self._client is None:
             raise UnavailableError(f"{self._name}: the client is not open")
@@ -184,16 +184,16 @@ class JsonHttpClient:
         return Reply(response.status_code, response.headers.get("content-type", ""), data)
 
     def refused(self, reply: Reply) -> UnavailableError:
-        """Return the error for an answer that is a refusal, with the reason that it gives."""
+        """Return the error for a refusal, with the reason that the response states."""
         return UnavailableError(
             f"{self._name}: status {reply.status} {_reason(reply.data)}".rstrip()
         )
 
     def decode(self, data: bytes, kind: type[T]) -> T:
-        """Read an answer's body, checking every bound that `kind` states.
+        """Decode the body of a response, checking every bound that `kind` states.
 
         Raises:
-            UnavailableError: It is not a `kind`.
+            UnavailableError: It is not a valid `kind`.
         """
         try:
             return msgspec.json.decode(data, type=kind)
@@ -201,12 +201,12 @@ class JsonHttpClient:
             raise self.unusable(str(exc)) from exc
 
     def unusable(self, why: str) -> UnavailableError:
-        """Return the error for an answer that makes no sense."""
+        """Return the error for a malformed response."""
         return UnavailableError(f"{self._name}: unusable answer: {why}")
 
     async def _read(self, response: httpx.Response) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise self.unusable("it is compressed, unasked")
+            raise self.unusable("it is compressed, which was not requested")
         data = bytearray()
         async for part in response.aiter_bytes():
             data += part
@@ -216,7 +216,7 @@ class JsonHttpClient:
 
 
 def check_base_url(service: str, base_url: str) -> str:
-    """Return `base_url` if it is one. Errors do not repeat it: it may hold a password."""
+    """Return `base_url` if it is valid. Errors do not repeat it: it may contain a password."""
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as exc:
@@ -229,8 +229,8 @@ def check_base_url(service: str, base_url: str) -> str:
         or url.fragment
     ):
         raise ConfigError(
-            f"{service} URL: it needs the form http://host:port, without credentials; the token is"
-            " a setting of its own"
+            f"{service} URL: must be http://host:port, without credentials; the token is"
+            " a separate setting"
         )
     if url.port is not None and not 0 < url.port < 1 << 16:
         raise ConfigError(f"{service} URL: port {url.port} must be in 1 … 65535")
@@ -238,7 +238,7 @@ def check_base_url(service: str, base_url: str) -> str:
 
 
 def _reason(data: bytes) -> str:
-    """Return what a problem document says, quoted and short: it goes into logs."""
+    """Return the reason in a problem document, quoted and shortened: it goes into logs."""
     try:
         problem = msgspec.json.decode(data, type=_Problem)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Names on one connection: lanes, declared once, and the packed hashes that refer to them."""
+"""Names on one connection: lanes, declared once, and packed hashes that refer to them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lmcache_core.wire.messages import MAX_LANES, DeclareLane, NameRun
 
 
 class LaneNumbers:
-    """The numbers that a client has given to lanes."""
+    """The numbers that a client has assigned to lanes."""
 
     def __init__(self) -> None:
         self._numbers: dict[Lane, int] = {}
 
     def declaration(self, lane: Lane) -> DeclareLane | None:
-        """Return the frame that declares a lane; None if it has a number, or finds none.
+        """Return the frame that declares a lane; None if it already has a number, or none is left.
 
         Raises:
-            IdentityError: Keys of this lane cannot be spelled.
+            IdentityError: Keys of this lane cannot be encoded.
         """
         if lane in self._numbers or len(self._numbers) >= MAX_LANES:
             return None
@@ -31,11 +31,11 @@ class LaneNumbers:
         self._numbers[declared.lane] = declared.number
 
     def number(self, lane: Lane) -> int | None:
-        """Return a lane's number, None if it has none."""
+        """Return a lane's number; None if it has none."""
         return self._numbers.get(lane)
 
     def names(self, runs: Iterable[tuple[Lane | None, bytes]]) -> list[NameRun]:
-        """Return these runs of `runs_of` as a request names them."""
+        """Return the runs of `runs_of` in the form for a request."""
         names: list[NameRun] = []
         for lane, data in runs:
             number = None if lane is None else self._numbers.get(lane)
@@ -47,11 +47,11 @@ class LaneNumbers:
 
 
 def runs_of(keys: Iterable[CacheEngineKey]) -> list[tuple[Lane | None, bytes]]:
-    """Return the keys in order, those of one lane in a row together: their lane and the packed
+    """Return the keys in order, consecutive keys of one lane together: the lane and the packed
     hashes. Without a lane, one canonical key whose hash is not 32 bytes.
 
     Raises:
-        IdentityError: A key cannot be spelled.
+        IdentityError: A key cannot be encoded.
     """
     runs: list[tuple[Lane | None, bytearray]] = []
     for key in keys:
@@ -68,19 +68,19 @@ def runs_of(keys: Iterable[CacheEngineKey]) -> list[tuple[Lane | None, bytes]]:
 
 
 class KnownLanes:
-    """The server's side: what the numbers of one connection stand for."""
+    """The server's side: the lanes behind the numbers of one connection."""
 
     def __init__(self) -> None:
         self._lanes: list[Lane] = []
 
     def add(self, message: DeclareLane) -> None:
-        """Learn what a number stands for.
+        """Record what a number stands for.
 
         Raises:
-            ProtocolError: It is not the next number, or keys of such a lane cannot be spelled.
+            ProtocolError: It is not the next number, or keys of such a lane cannot be encoded.
         """
         if message.number != len(self._lanes):
-            raise ProtocolError(f"LANE {message.number} where {len(self._lanes)} was due")
+            raise ProtocolError(f"LANE {message.number}, expected {len(self._lanes)}")
         try:
             message.lane.check()
         except IdentityError as exc:
@@ -91,7 +91,7 @@ class KnownLanes:
         """Return a lane, and the packed hashes of a run in it.
 
         Raises:
-            IdentityError: There is no such lane, or these are no whole hashes.
+            IdentityError: There is no such lane, or the hashes are incomplete.
         """
         if number >= len(self._lanes):
             raise IdentityError(f"lane {number} has not been declared")
@@ -105,12 +105,12 @@ class KnownLanes:
         """Return the keys that a request names.
 
         Args:
-            names: As they came.
-            tenant: Whose namespace they are in.
-            max_keys: Most keys that are taken.
+            names: Names as received.
+            tenant: Tenant of the keys.
+            max_keys: Largest number of keys accepted.
 
         Raises:
-            IdentityError: They are too many, or one is not a name.
+            IdentityError: There are too many, or one is malformed.
         """
         num_keys = sum(
             1 if number is None else len(data) // CHUNK_HASH_BYTES for number, data in names

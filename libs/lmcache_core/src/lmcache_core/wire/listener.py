@@ -1,4 +1,4 @@
-"""A listener of byte streams: bounds how many there are, and drains them when it closes."""
+"""A listener for byte streams: bounds their number, and drains them when it closes."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ class FrameSession(Protocol):
     """Serves one connection."""
 
     async def run(self) -> None:
-        """Serve, and end the connection."""
+        """Serve the connection and end it."""
 
     def drain(self) -> None:
-        """Take no more requests; the connection ends when those underway are answered."""
+        """Accept no more requests; the connection ends when those underway are answered."""
 
 
 OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """Let a loop that has no descriptor left for new connections log that once a minute.
+    """Make a loop that has no descriptor left for new connections log that once a minute.
 
     asyncio's own loop logs a traceback for each place of the backlog, every second: with a backlog
-    of 2048 a process that is out of descriptors would do nothing else.
+    of 2048 a process without descriptors would do nothing else.
     """
     sparse = SparseLog(logger)
 
     def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES and "socket" in context:
-            sparse.log(logging.ERROR, "cannot accept connections, they wait: error=%s", error)
+            sparse.log(
+                logging.ERROR, "cannot accept connections, leaving them queued: error=%s", error
+            )
         else:
             loop.default_exception_handler(context)
 
@@ -55,20 +57,20 @@ def limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class FrameListener:
-    """Listens, and serves a bounded number of connections at once, each by a session of its own.
+    """Listens, and serves a bounded number of connections concurrently, each by its own session.
 
     Args:
-        name: Who listens, for errors and for the names of tasks.
-        max_connections: Served at once. As many more may be told why not; further ones are
-            closed unheard.
-        begin: Makes the session of a connection.
-        turned_away: Called for each connection that is too many.
-        goodbye: What is sent to these; None closes them unheard.
-        max_strangers: Connections at once that have not been `let_in`; the oldest gives place to a
-            further one. 0: every connection is let in at once.
+        name: Name of the listener, for errors and for the names of tasks.
+        max_connections: Connections served concurrently. As many more may be sent the reason for
+            their refusal; further ones are closed without a word.
+        begin: Creates the session of a connection.
+        turned_away: Called for each connection beyond the limit.
+        goodbye: Message for such connections; None closes them without a word.
+        max_strangers: Concurrent connections that have not been `let_in`; a new one displaces the
+            oldest. 0: every connection is let in immediately.
 
     Attributes:
-        sessions: Of the connections that are served now.
+        sessions: Sessions of the connections being served.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class FrameListener:
         self._server: asyncio.Server | None = None
         self.sessions: set[FrameSession] = set()
         self._max_strangers = max_strangers
-        self._strangers: dict[FrameStream, None] = {}  # the oldest first
+        self._strangers: dict[FrameStream, None] = {}  # oldest first
         self._served: set[FrameStream] = set()
         self._leaving: set[FrameStream] = set()
         self._tasks = TaskSupervisor(name, 2 * (max_connections + max_strangers))
@@ -99,7 +101,7 @@ class FrameListener:
         """The port that it listens on. Only while it is open.
 
         Raises:
-            UnavailableError: It is not.
+            UnavailableError: It is not open.
         """
         if self._server is None or not self._server.sockets:
             raise UnavailableError(f"{self._name} does not listen")
@@ -108,11 +110,11 @@ class FrameListener:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open now, but for those that are told goodbye."""
+        """Open connections, except those being turned away."""
         return len(self._served) + len(self._strangers)
 
     def let_in(self, stream: FrameStream) -> bool:
-        """Give a stranger a place among those that are served; False: there is none."""
+        """Promote a stranger to the connections that are served; False if there is no room."""
         if stream in self._strangers:
             if len(self._served) >= self._max_connections:
                 self._turned_away(stream)
@@ -131,13 +133,13 @@ class FrameListener:
         """Listen.
 
         Args:
-            host: Where.
-            port: 0 takes a free one.
-            tls: Encrypts every connection; None: none is.
+            host: Address to bind.
+            port: 0 picks a free one.
+            tls: Encrypts every connection; None: no encryption.
             handshake_s: Longest TLS handshake; only with `tls`.
 
         Returns:
-            The sockets that listen. Connections take their options over.
+            The listening sockets. Connections inherit their options.
 
         Raises:
             UnavailableError: The address cannot be bound.
@@ -170,8 +172,8 @@ class FrameListener:
         )
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening, let requests underway end for up to `drain_s` seconds, then end what
-        is left. Idempotent.
+        """Stop listening, let requests underway finish for up to `drain_s` seconds, then end the
+        rest. Idempotent.
         """
         self._is_closing = True
         if self._server is not None:
@@ -187,7 +189,7 @@ class FrameListener:
         self._served.clear()
         self._strangers.clear()
         self._leaving.clear()
-        # No `Server.wait_closed`: from Python 3.12 on it also waits for TLS handshakes that never
+        # No `Server.wait_closed`: since Python 3.12 it also waits for TLS handshakes that never
         # end.
         self._server = None
 

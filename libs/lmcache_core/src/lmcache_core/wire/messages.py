@@ -36,7 +36,7 @@ VERSION_MIN = 1
 VERSION_MAX = 1
 MAX_BATCH_KEYS = 128
 MAX_LANES = 256
-"""Declared by one connection; keys of further lanes are spelled in full."""
+"""Lanes per connection; keys of further lanes are spelled out in full."""
 MAX_TOKEN_CHARS = 512
 MAX_TICKET_CHARS = 4096
 MAX_NAME_CHARS = 128
@@ -44,14 +44,14 @@ MAX_CAPABILITIES = 32
 MAX_ERROR_CHARS = 512
 MAX_AGE_MS = (1 << 53) - 1
 ANY_SERVER = "lmcache"
-"""The name in HELLO_OK of a server that was given none."""
+"""Name in HELLO_OK of a server without one of its own."""
 MAX_NAMES = 4096
-"""Names, extents or tickets in one frame about the arena, but for STAGE."""
+"""Names, extents or tickets in one frame about the arena, except STAGE."""
 MAX_CHAINS = 16
 MAX_STAGE_KEYS = 64 << 10
 """Chunks times ranks, over all chains of one STAGE."""
 MAX_RANKS = 1024
-"""Of one engine; a chunk has one key for each."""
+"""Cache groups of one engine; a chunk has one key for each."""
 MAX_TICKET_NAME_CHARS = 128
 MAX_RECOMPUTE_US = 3_600_000_000
 
@@ -62,8 +62,8 @@ _Index = Annotated[int, Meta(ge=0, lt=MAX_BATCH_KEYS)]
 _Tenant = Annotated[str, Meta(pattern=rf"^{TENANT_PATTERN}$(?!\n)", max_length=63)]
 _LaneNumber = Annotated[int, Meta(ge=0, lt=MAX_LANES)]
 NameRun = tuple[_LaneNumber | None, Annotated[bytes, Meta(max_length=MAX_CANONICAL_KEY_BYTES)]]
-"""Chunk names in a row: a lane's number and the packed hashes, `CHUNK_HASH_BYTES` each. Without a
-number, one canonical key, of a chunk whose hash is not 32 bytes or whose lane found no number.
+"""A run of chunk names: a lane's number and the packed hashes, `CHUNK_HASH_BYTES` each. Without a
+number, one canonical key of a chunk whose hash is not 32 bytes or whose lane got no number.
 """
 _NameRuns = Annotated[list[NameRun], Meta(max_length=MAX_BATCH_KEYS)]
 _ManyRuns = Annotated[
@@ -86,7 +86,7 @@ _StagedRun = tuple[
 
 
 class ErrorCode(StrEnum):
-    """The cause that an ERROR frame names."""
+    """The cause in an ERROR frame."""
 
     VERSION = "version"
     AUTHENTICATION = "authentication"
@@ -108,16 +108,16 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StrictMessage(Message, frozen=True, forbid_unknown_fields=True):
-    """The meta of a frame of the agreed version: a field too many is refused."""
+    """The meta of a frame of the agreed version: surplus fields are refused."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A process that connects to a sidecar: for status pages and layout checks.
+    """A process that connects to a sidecar, for status pages and layout checks.
 
     Attributes:
-        name: Names the engine, the same for all of its processes.
+        name: Name of the engine, the same for all of its processes.
         pid: Process id, in the client's own namespace.
-        rank: Which part of the KV it handles.
+        rank: The part of the KV that it handles.
         model: Model of the KV.
         layout: Fingerprint of the KV's layout, "" for none.
         world_size: Number of ranks.
@@ -132,14 +132,14 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ArenaInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Where a sidecar's arena is and how to use it.
+    """Location and use of a sidecar's arena.
 
     Attributes:
-        path: The file that is mapped.
+        path: The file to map.
         num_bytes: Its size.
         generation: The sidecar's generation, whose lock the client takes.
         verify_hot: Which loads a client verifies.
-        salt: Goes into the names of chunks.
+        salt: Part of the names of chunks.
     """
 
     path: _Text
@@ -153,12 +153,12 @@ class Hello(Message, frozen=True):
     """Opens a connection.
 
     Attributes:
-        version_min: Oldest version the client speaks.
-        version_max: Newest one.
-        capabilities: Names of optional abilities; see `lmcache_core.wire.capabilities`.
+        version_min: Oldest version that the client supports.
+        version_max: Newest version.
+        capabilities: Names of optional capabilities; see `lmcache_core.wire.capabilities`.
         token: Bearer token, nil without one.
-        client: Name of the client, for logs and to compare tickets with.
-        engine: What the client is, on a sidecar's socket.
+        client: Name of the client, for logs and for comparison with tickets.
+        engine: Description of the client, on a sidecar's socket.
     """
 
     frame_type = FrameType.HELLO
@@ -174,11 +174,11 @@ class HelloOk(Message, frozen=True):
     """Accepts a connection.
 
     Attributes:
-        version: Version that both speak from here on.
-        capabilities: Those of the client's that the server has too.
+        version: Version that both use from here on.
+        capabilities: The client's capabilities that the server supports, too.
         server: Name of the server: its instance id, or `ANY_SERVER`.
-        max_batch: Most keys in one request.
-        arena: Where chunks are exchanged, on a sidecar's socket.
+        max_batch: Largest number of keys in one request.
+        arena: The arena for exchanging chunks, on a sidecar's socket.
     """
 
     frame_type = FrameType.HELLO_OK
@@ -190,7 +190,7 @@ class HelloOk(Message, frozen=True):
 
 
 class Contains(StrictMessage, frozen=True):
-    """Asks which chunks are there."""
+    """Asks which chunks exist."""
 
     frame_type = FrameType.CONTAINS
     names: _NameRuns
@@ -204,11 +204,11 @@ class ContainsOk(StrictMessage, frozen=True):
 
 
 class Get(StrictMessage, frozen=True):
-    """Asks for chunks.
+    """Requests chunks.
 
     Attributes:
-        names: Which ones.
-        prefix_only: Stop at the first that is missing.
+        names: Names of the chunks.
+        prefix_only: Stop at the first missing chunk.
         ticket: A broker's ticket, nil without one.
     """
 
@@ -219,33 +219,34 @@ class Get(StrictMessage, frozen=True):
 
 
 class ChunkHead(StrictMessage, frozen=True):
-    """Announces the record in the blob: the answer to the key of that index."""
+    """Announces the record in the blob: the answer to the key with that index."""
 
     frame_type = FrameType.CHUNK
     index: _Index
 
 
 class GetEnd(StrictMessage, frozen=True):
-    """Ends the answer to GET: `(index, reason)` of what was not sent."""
+    """Ends the answer to GET: `(index, reason)` for each chunk that was not sent."""
 
     frame_type = FrameType.GET_END
     misses: Annotated[list[tuple[_Index, _Name]], Meta(max_length=MAX_BATCH_KEYS)]
 
 
 class Put(StrictMessage, frozen=True):
-    """Announces the record in the blob, to be kept."""
+    """Announces the record in the blob, to be stored."""
 
     frame_type = FrameType.PUT
 
 
 class HandoverChunk(StrictMessage, frozen=True):
-    """Announces the record in the blob, which a server that ends hands over to another one.
+    """Announces the record in the blob, which a server that shuts down hands over to another one.
     Answered by PUT_OK.
 
     Attributes:
-        tenant: Whose chunk it is.
-        age_ms: How long ago it was stored.
-        may_evict: Whether others may be given up for it; else it is taken only where there is room.
+        tenant: Tenant that owns the chunk.
+        age_ms: Time since it was stored.
+        may_evict: Whether others may be evicted for it; otherwise it is accepted only if there is
+        room.
     """
 
     frame_type = FrameType.HANDOVER
@@ -255,11 +256,11 @@ class HandoverChunk(StrictMessage, frozen=True):
 
 
 class Held(StrictMessage, frozen=True):
-    """Asks which chunks of a tenant are there to stay. Answered by CONTAINS_OK.
+    """Asks which chunks of a tenant are here to stay. Answered by CONTAINS_OK.
 
     Attributes:
-        tenant: Whose chunks.
-        names: Which ones.
+        tenant: Tenant that owns the chunks.
+        names: Names of the chunks.
     """
 
     frame_type = FrameType.HELD
@@ -268,7 +269,7 @@ class Held(StrictMessage, frozen=True):
 
 
 class PutOk(StrictMessage, frozen=True):
-    """Answers PUT and HANDOVER: whether the store holds the chunk now and, if not, why."""
+    """Answers PUT and HANDOVER: whether the store now holds the chunk and, if not, why."""
 
     frame_type = FrameType.PUT_OK
     stored: bool
@@ -276,21 +277,21 @@ class PutOk(StrictMessage, frozen=True):
 
 
 class Remove(StrictMessage, frozen=True):
-    """Asks to forget chunks."""
+    """Requests the removal of chunks."""
 
     frame_type = FrameType.REMOVE
     names: _NameRuns
 
 
 class RemoveOk(StrictMessage, frozen=True):
-    """Answers REMOVE: how many were there."""
+    """Answers REMOVE: how many chunks were there."""
 
     frame_type = FrameType.REMOVE_OK
     count: Annotated[int, Meta(ge=0, le=MAX_BATCH_KEYS)]
 
 
 class Ping(StrictMessage, frozen=True):
-    """Asks for a sign of life."""
+    """Checks that the server responds."""
 
     frame_type = FrameType.PING
 
@@ -302,11 +303,11 @@ class Pong(StrictMessage, frozen=True):
 
 
 class DeclareLane(StrictMessage, frozen=True):
-    """Gives a lane a number, for the names of later requests of this connection. No answer.
+    """Assigns a number to a lane, for names in later requests on this connection. Has no answer.
 
     Attributes:
         number: 0 for the connection's first lane, then the next number.
-        lane: What it stands for.
+        lane: The lane.
     """
 
     frame_type = FrameType.LANE
@@ -315,12 +316,12 @@ class DeclareLane(StrictMessage, frozen=True):
 
 
 class Context(Message, frozen=True):
-    """Whose request the next frame is, for logs and traces. It has no answer; sent to servers that
-    heed the capability `context`.
+    """Identifies the request that the next frame belongs to, for logs and traces. Has no answer;
+    sent to servers with the capability `context`.
 
     Attributes:
         request_id: "" for none.
-        traceparent: As the W3C writes it, "" for none.
+        traceparent: In the W3C's format, "" for none.
     """
 
     frame_type = FrameType.CONTEXT
@@ -333,7 +334,7 @@ class ErrorMessage(Message, frozen=True):
 
     Attributes:
         code: One of `ErrorCode`, or one of a later version.
-        message: For people.
+        message: Text for people.
     """
 
     frame_type = FrameType.ERROR
@@ -342,7 +343,7 @@ class ErrorMessage(Message, frozen=True):
 
     @classmethod
     def about(cls, exc: LMCacheError) -> ErrorMessage:
-        """Return the frame that tells of a refusal."""
+        """Return the frame that reports a refusal."""
         match exc:
             case VersionError():
                 code = ErrorCode.VERSION
@@ -362,11 +363,11 @@ class ErrorMessage(Message, frozen=True):
 
 
 class ReserveExtents(StrictMessage, frozen=True):
-    """Asks for arena memory for chunks to be stored. Answered by EXTENTS.
+    """Requests arena memory for chunks to be stored. Answered by EXTENTS.
 
     Attributes:
-        sizes: Bytes of each.
-        names: Their names: there is none for a chunk that is in the arena. Without names, none is.
+        sizes: Size of each in bytes.
+        names: Their names: a chunk that is already in the arena gets no memory. May be empty.
     """
 
     frame_type = FrameType.RESERVE
@@ -378,9 +379,9 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """A piece of the arena, lent to the connection until COMMIT or DONE.
 
     Attributes:
-        id: Names it on this connection.
-        offset: Where it begins.
-        length: Bytes.
+        id: Its id on this connection.
+        offset: Its offset in the arena.
+        length: Its length in bytes.
         tier: For a load, the tier that the chunk came from.
         head: For a load, the head of the chunk's record.
     """
@@ -393,8 +394,8 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Extents(StrictMessage, frozen=True):
-    """Answers RESERVE: for each chunk memory to fill, or why there is none. Answers LOAD: the
-    longest prefix of the chunks, then why the next one is missing, if one is.
+    """Answers RESERVE: for each chunk memory to fill, or the reason why there is none. Answers
+    LOAD: the longest prefix of the chunks, then the reason why the next one is missing, if any is.
     """
 
     frame_type = FrameType.EXTENTS
@@ -402,8 +403,8 @@ class Extents(StrictMessage, frozen=True):
 
 
 class Commit(StrictMessage, frozen=True):
-    """Says that extents are filled: `(id, head)` each; the head names the chunk. The extents are
-    not the client's any more. Answered by CONTAINS_OK: whether each chunk is visible now.
+    """Reports that extents are filled: `(id, head)` each; the head names the chunk. The extents no
+    longer belong to the client. Answered by CONTAINS_OK: whether each chunk is visible now.
     """
 
     frame_type = FrameType.COMMIT
@@ -411,13 +412,14 @@ class Commit(StrictMessage, frozen=True):
 
 
 class LoadExtents(StrictMessage, frozen=True):
-    """Asks to bring chunks into the arena and to keep them there until DONE. Answered by EXTENTS.
+    """Requests that chunks be brought into the arena and kept there until DONE. Answered by
+    EXTENTS.
 
     Attributes:
-        names: Which ones.
+        names: Names of the chunks.
         deadline_ms: Longest wait for slower tiers.
-        recompute_us: What computing one chunk costs, microseconds, 0 when not known: loading may
-            not take longer than that for each chunk that is not in the arena yet.
+        recompute_us: Cost of computing one chunk, microseconds, 0 if unknown: loading may take no
+            longer than that for each chunk that is not in the arena yet.
     """
 
     frame_type = FrameType.LOAD
@@ -427,17 +429,17 @@ class LoadExtents(StrictMessage, frozen=True):
 
 
 class Stage(StrictMessage, frozen=True):
-    """Asks what of these chunks is in the arena for all ranks, held for the ticket from now on; the
-    rest begins to be lifted. Answered by PROMISE. Capability `stage`.
+    """Asks which of these chunks are in the arena for all ranks, to be held for the ticket from now
+    on; the rest is lifted. Answered by PROMISE. Capability `stage`.
 
-    Asked again with the same ticket it says how far the lift is; `chains` may then be empty. Other
-    chains under the same ticket are a new question.
+    Sent again with the same ticket, it polls the progress of the lift; `chains` may then be empty.
+    Other chains under the same ticket are a new question.
 
     Attributes:
         ticket: Name of the question.
         chains: `(lane, hashes)` each: the chunks of all ranks of that lane.
-        is_prefix: Nothing after the first missing chunk of a chain counts, or is lifted.
-        deadline_ms: Longest that a lift may take.
+        is_prefix: Ignore everything after the first missing chunk of a chain.
+        deadline_ms: Longest time for a lift.
         recompute_us: As in LOAD.
     """
 
@@ -450,7 +452,7 @@ class Stage(StrictMessage, frozen=True):
 
 
 class Promise(StrictMessage, frozen=True):
-    """Answers STAGE: for each chain one byte a chunk (`StagedFrom`; 0: not there). `is_ready`:
+    """Answers STAGE: for each chain one byte per chunk (`StagedFrom`; 0: not there). `is_ready`:
     nothing more will come.
     """
 
@@ -460,7 +462,7 @@ class Promise(StrictMessage, frozen=True):
 
 
 class DoneWith(StrictMessage, frozen=True):
-    """Gives back extents, filled or not, and what tickets hold. Answered by OK."""
+    """Returns extents, filled or not, and releases what tickets hold. Answered by OK."""
 
     frame_type = FrameType.DONE
     extents: _Handles = ()
@@ -474,8 +476,8 @@ class Ok(StrictMessage, frozen=True):
 
 
 class Reject(StrictMessage, frozen=True):
-    """Says that the bytes of these loaded chunks do not have their digests: the sidecar is to look
-    for itself. The extents stay. Answered by OK. Capability `reject`.
+    """Reports that the bytes of these loaded chunks do not match their digests, for the sidecar to
+    verify itself. The extents stay. Answered by OK. Capability `reject`.
     """
 
     frame_type = FrameType.REJECT
@@ -483,8 +485,8 @@ class Reject(StrictMessage, frozen=True):
 
 
 class Describe(StrictMessage, frozen=True):
-    """Says how this client names KV, so that the sidecar's admin can name chunks of token ids.
-    Answered by OK. Capability `describe`.
+    """Describes how this client names KV, so that the sidecar's admin API can name the chunks of
+    token ids. Answered by OK. Capability `describe`.
     """
 
     frame_type = FrameType.DESCRIBE
@@ -499,7 +501,8 @@ class Describe(StrictMessage, frozen=True):
 class Lookup(StrictMessage, frozen=True):
     """Asks which chunks are cached in these tiers ([]: in any). Answered by CONTAINS_OK.
 
-    A tier that has not answered after `deadline_ms`, or after the sidecar's own limit, has nothing.
+    A tier that has not answered after `deadline_ms`, or after the sidecar's own limit, counts as
+    empty.
     """
 
     frame_type = FrameType.LOOKUP
@@ -509,14 +512,14 @@ class Lookup(StrictMessage, frozen=True):
 
 
 class Prefetch(StrictMessage, frozen=True):
-    """Asks to lift these chunks into the arena in the background. Answered by OK."""
+    """Requests that these chunks be lifted into the arena in the background. Answered by OK."""
 
     frame_type = FrameType.PREFETCH
     names: _ManyRuns
 
 
 class Stats(StrictMessage, frozen=True):
-    """Asks for the sidecar's figures."""
+    """Requests the sidecar's figures."""
 
     frame_type = FrameType.STATS
 
@@ -536,17 +539,17 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def engine_hello(engine: EngineInfo, capabilities: Sequence[str]) -> Hello:
-    """Return what a process says first on a sidecar's socket."""
+    """Return the first message of a process on a sidecar's socket."""
     name = engine.name[:MAX_NAME_CHARS]
     return Hello(VERSION_MIN, VERSION_MAX, list(capabilities), None, name, engine)
 
 
 def check_chains(chains: Sequence[ChunkChain]) -> None:
-    """Refuse what is too much for one STAGE.
+    """Reject chains that are too large for one STAGE.
 
     Raises:
-        ValueError: They have more than `MAX_STAGE_KEYS` keys, or one more than `MAX_RANKS` ranks:
-            a block is at least one chunk of all ranks, during which nothing else runs.
+        ValueError: They have more than `MAX_STAGE_KEYS` keys, or one has more than `MAX_RANKS`
+            ranks: a block is at least one chunk of all ranks, during which nothing else runs.
     """
     num_ranks = max((chain.world_size for chain in chains), default=1)
     if num_ranks > MAX_RANKS:
@@ -557,10 +560,10 @@ def check_chains(chains: Sequence[ChunkChain]) -> None:
 
 
 def build_frame(correlation_id: int, message: Message, blob_bytes: int = 0) -> bytes:
-    """Return everything of a frame but its blob.
+    """Return a whole frame except its blob.
 
     Raises:
-        ProtocolError: A bound would be broken.
+        ProtocolError: It would violate a bound.
     """
     meta = _ENCODER.encode(message)
     return (
@@ -569,10 +572,10 @@ def build_frame(correlation_id: int, message: Message, blob_bytes: int = 0) -> b
 
 
 def parse_meta(frame_type: FrameType, meta: bytes | bytearray | memoryview) -> Message:
-    """Read the MessagePack part of a frame.
+    """Parse the MessagePack part of a frame.
 
     Raises:
-        ProtocolError: It is not what that type of frame carries, or breaks a bound.
+        ProtocolError: It does not fit the type of frame, or violates a bound.
     """
     try:
         return _DECODERS[frame_type].decode(meta)

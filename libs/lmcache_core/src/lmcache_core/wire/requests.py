@@ -1,5 +1,5 @@
 """The start of every connection and request, over TCP and over the sidecar's socket: HELLO, the
-order of requests, the lanes and contexts that come before them.
+order of requests, and the lanes and contexts that precede them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class RequestReader:
     """Reads one connection.
 
     Args:
-        kinds: Frames that are requests.
-        next_header: Returns the next frame's header; None when the session takes no more.
-        read_message: Returns what follows that header.
+        kinds: Frame types that are requests.
+        next_header: Returns the next frame's header; None if the session accepts no more.
+        read_message: Returns the message that follows a header.
 
     Attributes:
-        lanes: Those that the client has declared.
-        carried: What the client said about the request that `next` returned last; None: nothing.
+        lanes: Lanes that the client has declared.
+        carried: Context of the request that `next` returned last; None without one.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class RequestReader:
         self.carried: Carried | None = None
 
     async def hello(self, header: FrameHeader) -> tuple[messages.Hello, int]:
-        """Return the HELLO that follows this header, and the version that both sides speak.
+        """Return the HELLO that follows this header, and the version that both sides use.
 
         Raises:
-            ProtocolError: It is no HELLO.
-            VersionError: There is no such version.
+            ProtocolError: It is not a HELLO.
+            VersionError: There is no common version.
         """
         if header.type is not FrameType.HELLO:
             raise ProtocolError(f"{header.type.name} before HELLO")
@@ -54,18 +54,18 @@ class RequestReader:
         version = min(hello.version_max, VERSION_MAX)
         if version < max(hello.version_min, VERSION_MIN):
             raise VersionError(
-                f"this server speaks versions {VERSION_MIN} to {VERSION_MAX}, you"
+                f"this server supports versions {VERSION_MIN} to {VERSION_MAX}, you"
                 f" {hello.version_min} to {hello.version_max}"
             )
         self._last_id = header.correlation_id
         return hello, version
 
     async def next(self) -> FrameHeader | None:
-        """Return the next request's header, after the frames that prepare it; None when the
-        session takes no more.
+        """Return the next request's header, after the frames that prepare it; None if the session
+        accepts no more.
 
         Raises:
-            ProtocolError: A frame is no request, or out of order.
+            ProtocolError: A frame is not a request, or out of order.
         """
         header = await self._next_header()
         while header is not None and header.type is FrameType.LANE:
@@ -93,7 +93,7 @@ class RequestReader:
         assert isinstance(message, messages.Context)
         self.carried = Carried.checked(message.request_id, message.traceparent)
         header = await self._next_header()
-        # Another request's name must not stand next to this one's in logs.
+        # Another request's id must not appear next to this one's in logs.
         if header is not None and header.correlation_id != told:
             raise ProtocolError(
                 f"CONTEXT {told} before {header.type.name} {header.correlation_id}, to which it"

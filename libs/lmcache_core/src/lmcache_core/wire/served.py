@@ -1,4 +1,4 @@
-"""What an lm:// server serves, for whom, and within which limits."""
+"""What an lm:// server serves, to which clients, and within which limits."""
 
 from __future__ import annotations
 
@@ -21,79 +21,79 @@ MAX_NOTED_TENANTS: Final = 16
 
 
 class ServedStore(Protocol):
-    """Where a server keeps chunks. Failures of the store as a whole are raised as
-    `UnavailableError`.
-    """
+    """The store of a server. Failures of the store as a whole are raised as `UnavailableError`."""
 
     def allocate(self, num_bytes: int, tenant: str) -> MemoryObj | None:
-        """Return memory for a payload on its way in, one reference owned by the caller; None
-        without room.
+        """Return memory for a payload being received, with one reference owned by the caller; None
+        if there is no room.
 
         Args:
-            num_bytes: As announced; perhaps more than ever comes.
+            num_bytes: Announced size; the payload may turn out smaller.
             tenant: The tenant that will store it; the memory counts against it.
         """
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which of them are there."""
+        """Return which of these chunks exist."""
 
     async def get(self, keys: Sequence[ChunkKey]) -> list[Result]:
-        """Return chunks, a reference each owned by the caller, or why they are missing. Called with
-        at most `get_batch` keys.
+        """Return chunks, with a reference each owned by the caller, or the reasons why they are
+        missing. Called with at most `get_batch` keys.
         """
 
     async def put(self, chunk: Chunk) -> bool:
-        """Keep a whole, verified chunk (borrowed: take a reference to keep the memory). True: it
+        """Store a whole, verified chunk (borrowed: take a reference to keep the memory). True: it
         is visible now.
         """
 
     async def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; return how many were there."""
+        """Remove chunks and return how many were there."""
 
 
 @runtime_checkable
 class AdaptsToClients(Protocol):
-    """Ability: a store that serves each client what that one can take. Without it all are served
-    the same.
+    """A store that serves each client what that client accepts. Other stores serve the same to
+    all.
     """
 
     @property
     def offers(self) -> Accepts:
-        """Return all that a client may be served if it can take it."""
+        """Return everything that a client may be served if it accepts it."""
 
     def for_client(self, accepts: Accepts) -> ServedStore:
-        """Return the same store as a client that takes these records sees it."""
+        """Return the store as seen by a client that accepts these records."""
 
 
 @runtime_checkable
 class TakesHandovers(Protocol):
-    """Ability: a store that takes over chunks, of any tenant, from servers that end. Offered to
-    callers that `speaks_for_all_tenants` lets.
+    """A store that accepts chunks of any tenant from servers that shut down. Offered to callers for
+    which `speaks_for_all_tenants` holds.
     """
 
     def stays(self, key: ChunkKey) -> bool:
-        """Return whether it will keep that chunk if it has it: to a server that ends, what another
-        is about to lose is as good as lost.
+        """Return whether the chunk, if it is here, will stay: for a server that shuts down, a chunk
+        that another one is about to lose is as good as lost.
         """
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether a record of that size can be kept without evicting another."""
+        """Return whether a record of that size fits without evicting another."""
 
     async def take_over(self, chunk: Chunk) -> bool:
-        """Keep a chunk, as `ServedStore.put`, that was stored elsewhere at its `stored_at`."""
+        """Store a chunk like `ServedStore.put`, with the `stored_at` of the server that hands it
+        over.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverNote:
-    """What a connection has handed over since the last such note.
+    """The chunks that a connection has handed over since the last such note.
 
     Attributes:
-        caller: Whose token was shown; None: no token was.
+        caller: Owner of the token; None without a token.
         client: Address and port of the other side.
-        tenants: Whose chunks, or some of them.
-        num_chunks: Chunks that were kept.
-        num_bytes: Bytes of these.
-        num_refused: Chunks that were not.
+        tenants: Tenants of the chunks, or some of them.
+        num_chunks: Chunks that were stored.
+        num_bytes: Their bytes.
+        num_refused: Chunks that were not stored.
     """
 
     caller: Principal | None
@@ -112,13 +112,13 @@ NoteHandovers = Callable[[HandoverNote], None]
 
 @dataclass(slots=True)
 class HandoverLog:
-    """Count what one connection hands over: a server that ends hands over thousands of chunks. The
-    first chunk is noted at once, what follows once a minute, the rest at the end.
+    """Summarises what one connection hands over: a server that shuts down hands over thousands of
+    chunks. The first chunk is noted immediately, later ones once a minute, the rest at the end.
 
     Attributes:
-        note: Takes the notes; None drops them.
+        note: Receives the notes; None drops them.
         client: Address and port of the other side.
-        clock: Seconds that never go back.
+        clock: Seconds, monotonic.
     """
 
     note: NoteHandovers | None
@@ -135,10 +135,10 @@ class HandoverLog:
         """Count a chunk.
 
         Args:
-            caller: Whose connection it came by, as known now.
-            tenant: In whose namespace it was to be put.
-            num_bytes: Of its payload.
-            is_kept: Whether it was.
+            caller: Current owner of the connection.
+            tenant: Tenant of the chunk.
+            num_bytes: Size of its payload.
+            is_kept: Whether it was stored.
         """
         self._caller = caller
         if len(self._tenants) < MAX_NOTED_TENANTS:
@@ -162,27 +162,27 @@ class HandoverLog:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds of what one client can make a server do.
+    """Bounds on what one client can make a server do.
 
     Attributes:
-        max_connections: Connections at once; above it a newcomer is told `busy`.
-        max_strangers: Connections that have shown neither a good token nor a good ticket yet; above
-            it the oldest of them ends. They take none of `max_connections`.
-        max_handshakes: TLS handshakes underway at once; above it a newcomer's connection ends.
-        max_in_flight: Requests of one connection at once; above it the connection is not read.
+        max_connections: Concurrent connections; beyond it a new one is refused with `busy`.
+        max_strangers: Connections without a valid token or ticket so far; beyond it the oldest of
+            them is closed. They do not count towards `max_connections`.
+        max_handshakes: Concurrent TLS handshakes; beyond it a new connection is closed.
+        max_in_flight: Concurrent requests of one connection; beyond it the connection is not read.
         max_batch: Keys in one request.
-        max_blob_bytes: Longest record that is taken.
-        get_batch: Chunks of one GET that are referenced at once.
-        hello_timeout_s: From the connection to its HELLO.
+        max_blob_bytes: Longest record accepted.
+        get_batch: Chunks of one GET that are referenced at a time.
+        hello_timeout_s: Time from the connection to its HELLO.
         idle_timeout_s: Longest silence of a connection without requests.
-        transfer_timeout_s: For the rest of a frame, read or written, plus the time that
-            `min_bytes_per_s` gives it.
+        transfer_timeout_s: Time for the rest of a frame, read or written, in addition to the time
+            that `min_bytes_per_s` allows.
         min_bytes_per_s: Slowest transfer of a blob.
         reauthenticate_s: How long an authenticated token may serve requests before it is checked
             again.
-        admit: Takes one request of a tenant's, or raises `CapacityError`; None: as many as come.
-        pace_s: Longest time that a HANDOVER waits to be admitted; what is refused may be lost.
-        note_handovers: Takes notes of what connections hand over, for an audit; None drops them.
+        admit: Admits one request of a tenant, or raises `CapacityError`; None: no limit.
+        pace_s: Longest time that a HANDOVER waits for admission; a refused chunk may be lost.
+        note_handovers: Receives notes of handovers, for an audit; None drops them.
     """
 
     max_connections: int = 256
@@ -202,5 +202,5 @@ class ServerLimits:
     note_handovers: NoteHandovers | None = None
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Return the longest time that a frame with a blob of that size may take."""
+        """Return the longest time for a frame with a blob of that size."""
         return self.transfer_timeout_s + num_bytes / self.min_bytes_per_s

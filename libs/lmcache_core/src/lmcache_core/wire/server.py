@@ -62,21 +62,21 @@ _REQUESTS = WITH_RECORD | {
 
 
 class LmServer(FrameListener):
-    """Listen for lm:// connections and serve a store to them.
+    """Listens for lm:// connections and serves a store to them.
 
     Args:
-        store: What is served; may be one that `AdaptsToClients` or `TakesHandovers`.
+        store: The store to serve; may implement `AdaptsToClients` or `TakesHandovers`.
         authenticate: Maps HELLO's token to its owner, for example `TokenTable.authenticate`.
-        host: Where to listen.
-        port: 0 takes a free one; see `port`.
+        host: Address to listen on.
+        port: 0 picks a free one; see `port`.
         verify_ticket: Checks tickets, for example `TicketVerifier.verify`; with it, connections
             without a token may GET by ticket.
-        limits: Bounds of what clients can do.
-        name: What HELLO_OK calls this server: clients of several servers tell them apart by it.
+        limits: Bounds on what clients can do.
+        name: Name of this server in HELLO_OK, by which clients tell servers apart.
 
     Attributes:
-        log: For lines that clients can cause as often as they like.
-        tracer: Traces requests; None: they are not traced.
+        log: Logs what clients can cause arbitrarily often.
+        tracer: Traces requests; None: no tracing.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LmServer(FrameListener):
         """Listen.
 
         Args:
-            tls: Encrypts every connection, as `server_context` makes it; None: none is.
+            tls: Encrypts every connection, as created by `server_context`; None: no encryption.
             tracer: Traces requests.
 
         Raises:
@@ -130,10 +130,10 @@ class LmServer(FrameListener):
 
 
 class LmSession:
-    """Serve one connection.
+    """Serves one connection.
 
     Args:
-        server: Whose connection it is.
+        server: Server that accepted it.
         stream: The connection.
     """
 
@@ -141,15 +141,15 @@ class LmSession:
         self._server = server
         self._stream = stream
         self._limits = server.limits
-        self._store = server.store  # as this client sees it, from HELLO on
-        # Twice, since requests that end are still counted there.
+        self._store = server.store  # as seen by this client, from HELLO on
+        # Twice, since ending requests still count there.
         self._requests = TaskSupervisor("lm-session", 2 * self._limits.max_in_flight)
         self._free_slots = asyncio.Semaphore(self._limits.max_in_flight)
         self._num_underway = 0
         self._reader = RequestReader(_REQUESTS, self._next_header, self._read_message)
         self._arrived: dict[int, Received | Miss] = {}
         self._handovers: TakesHandovers | None = None
-        self._departing: TakesHandovers | None = None  # the store, to a client that may end
+        self._departing: TakesHandovers | None = None  # the store, for a client that may shut down
         self._handed_over = HandoverLog(self._limits.note_handovers, stream.peer())
         self._caller: Principal | None = None
         self._token: str | None = None
@@ -158,8 +158,8 @@ class LmSession:
         self._is_draining = False
 
     async def run(self) -> None:
-        """Serve until the client leaves, breaks the protocol or falls silent. Gives everything
-        back.
+        """Serve until the client leaves, violates the protocol or falls silent. Releases
+        everything.
         """
         try:
             await self._greet()
@@ -181,7 +181,7 @@ class LmSession:
             await self._stream.end()
 
     def drain(self) -> None:
-        """Take no more requests; the connection ends when those underway are answered."""
+        """Accept no more requests; the connection ends when those underway are answered."""
         self._is_draining = True
         if not self._num_underway:
             self._stream.close()
@@ -206,7 +206,7 @@ class LmSession:
             and HANDOVER in hello.capabilities
             and isinstance(server.store, TakesHandovers)
         ):
-            # A server that may end is answered only what it can rely on, whatever its role.
+            # A server that may shut down is told only what it can rely on, whatever its role.
             self._departing = server.store
             if speaks_for_all_tenants(self._caller.role):
                 self._handovers = server.store
@@ -246,15 +246,15 @@ class LmSession:
                 work = _traced(f"lm {header.type.name}", carried, tracer)
             answer = self._answer(header.correlation_id, message, work)
             if not self._requests.start(header.type.name, answer):
-                raise UnavailableError("this session takes no more requests")
+                raise UnavailableError("this session accepts no more requests")
             self._num_underway += 1
 
     def _check_token(self) -> None:
-        """Check that the token is still the caller's: it may have been withdrawn, or given to
-        another, since HELLO.
+        """Check that the token is still the caller's: since HELLO it may have been revoked, or
+        assigned to another caller.
 
         Raises:
-            AuthenticationError: It has.
+            AuthenticationError: It is not.
         """
         now = time.monotonic()
         if self._caller is None or now < self._check_again_at:
@@ -272,7 +272,7 @@ class LmSession:
             return await self._stream.read_message(header)
 
     async def _next_header(self) -> FrameHeader | None:
-        """Return the next frame's header; None when the session takes no more."""
+        """Return the next frame's header; None if the session accepts no more."""
         while not self._is_draining:
             try:
                 async with asyncio.timeout(self._limits.idle_timeout_s):
@@ -285,15 +285,13 @@ class LmSession:
         return None
 
     async def _receive_record(self, header: FrameHeader, message: Message) -> None:
-        """Take the record of a PUT or HANDOVER off the stream. It is in `_arrived` until its
-        request has been answered.
+        """Receive the record of a PUT or HANDOVER. It stays in `_arrived` until its request has
+        been answered.
         """
         if isinstance(message, messages.HandoverChunk) and self._handovers is None:
             self._handed_over.add(self._caller, message.tenant, 0, False)
             if self._caller is not None:
-                raise ProtocolError(
-                    "HANDOVER, which this server has not said to take from this client"
-                )
+                raise ProtocolError("HANDOVER, which this server has not offered to this client")
         if self._caller is None:
             await self._stream.discard(header.blob_bytes)  # `_answer` refuses the request
             return
@@ -313,8 +311,8 @@ class LmSession:
         self._arrived[header.correlation_id] = await record.receive(None)
 
     async def _admitted(self, tenant: str) -> bool:
-        """Return whether a chunk that is handed over is admitted. Waits for that: its sender may
-        end before it can try again.
+        """Return whether a chunk being handed over is admitted. Waits for admission: its sender may
+        shut down before it can retry.
         """
         admit = self._limits.admit
         deadline = time.monotonic() + self._limits.pace_s
@@ -373,7 +371,7 @@ class LmSession:
                 return await self._keep(correlation_id, tenant, None, self._store.put)
             case messages.HandoverChunk():
                 return await self._take_over(correlation_id, message)
-        raise AssertionError(f"{message.frame_type.name} is no request")
+        raise AssertionError(f"{message.frame_type.name} is not a request")
 
     async def _take_over(
         self, correlation_id: int, message: messages.HandoverChunk
@@ -399,7 +397,7 @@ class LmSession:
         stored_at: float | None,
         keep: Callable[[Chunk], Awaitable[bool]],
     ) -> messages.PutOk:
-        """Verify and keep the record that came with a request."""
+        """Verify and store the record that came with a request."""
         record = self._arrived[correlation_id]
         if isinstance(record, Miss):
             return messages.PutOk(False, record.reason.value)
@@ -412,7 +410,7 @@ class LmSession:
         return messages.PutOk(is_kept, "" if is_kept else MissReason.NO_MEMORY.value)
 
     async def _present(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which are there; to a server that may end, which are there to stay."""
+        """Return which chunks exist; for a server that may shut down, which are here to stay."""
         present = await self._store.contains(keys)
         if (store := self._departing) is not None:
             return [found and store.stays(key) for key, found in zip(keys, present, strict=True)]
@@ -449,8 +447,8 @@ class LmSession:
         return self._reader.lanes.keys(message.names, tenant, self._limits.max_batch)
 
     def _tenant_for(self, message: Message) -> str:
-        """Return in whose namespace a request is served, and count it against its caller's rate.
-        A ticket counts where the connection has no token, and for GET alone.
+        """Return the tenant of a request, and count it against the caller's rate. A ticket counts
+        only on a connection without a token, and only for GET.
         """
         if isinstance(message, messages.Held) and self._handovers is None:
             raise AuthenticationError("HELD needs a token with the role storage or admin")

@@ -23,14 +23,14 @@ OnOpen = Callable[["FrameStream"], None]
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """One connection, pulled by one reader.
+    """One connection, read by one reader.
 
-    A read of more than `STAGED_READ_BYTES` receives from the socket into the memory it was given,
-    without a copy but for what was staged before. Short reads go through a staging buffer of
-    `STAGING_BYTES`, so that a header does not cost a system call; while there is no reader and the
-    staging buffer is full, the socket is not read either.
+    A read of more than `STAGED_READ_BYTES` receives from the socket straight into the given memory;
+    only bytes staged before are copied. Short reads go through a staging buffer of `STAGING_BYTES`,
+    so that a header does not cost a system call. While there is no reader and the staging buffer is
+    full, the socket is not read.
 
-    Works under any asyncio transport: TCP, Unix, TLS.
+    Works with any asyncio transport: TCP, Unix, TLS.
 
     Args:
         on_open: Called when the connection is up, on the event loop.
@@ -56,7 +56,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def num_staged(self) -> int:
-        """Bytes received and not read yet."""
+        """Bytes received but not read yet."""
         return self._end - self._start
 
     @property
@@ -75,7 +75,7 @@ class FrameStream(asyncio.BufferedProtocol):
         )
 
     async def readinto(self, view: memoryview) -> None:
-        """Fill `view`. A cancelled short read loses nothing; a cancelled long one aborts the
+        """Fill `view`. Cancelling a short read loses nothing; cancelling a long one aborts the
         connection.
 
         Raises:
@@ -95,7 +95,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._unstage(view)
 
     async def discard(self, num_bytes: int) -> None:
-        """Read that many bytes and drop them. Raises as `readinto`; cancelled, it aborts the
+        """Read that many bytes and drop them. Raises as `readinto`; cancelling it aborts the
         connection.
         """
         num_staged = min(self.num_staged, num_bytes)
@@ -103,12 +103,12 @@ class FrameStream(asyncio.BufferedProtocol):
         await self._receive(num_bytes - num_staged, None)
 
     def paced(self, transfer_s: Callable[[int], float]) -> AbstractAsyncContextManager[None]:
-        """Bound the time of reads by what has come, not by what was announced: see `paced`."""
+        """Bound the time of reads by the bytes received, not by those announced: see `paced`."""
         return paced(transfer_s, lambda: self.num_received)
 
     def forget_target(self) -> None:
-        """Let the long read that is under way drop its bytes: its memory is not touched from
-        here on.
+        """Make the long read that is underway drop its bytes: its memory is not touched from here
+        on.
         """
         self._target = None
 
@@ -116,7 +116,7 @@ class FrameStream(asyncio.BufferedProtocol):
         """Read the next frame's header. May be cancelled without harm.
 
         Raises:
-            ProtocolError: What came is not one.
+            ProtocolError: It is not a frame header.
             UnavailableError: The connection ended.
         """
         data = bytearray(HEADER_BYTES)
@@ -126,7 +126,7 @@ class FrameStream(asyncio.BufferedProtocol):
     async def read_message(self, header: FrameHeader) -> Message:
         """Read the meta that follows that header. Raises as `read_header`.
 
-        Cancelled, it leaves the connection open, in the middle of a frame.
+        Cancelling it leaves the connection open, in the middle of a frame.
         """
         meta = bytearray(header.meta_bytes)
         view = memoryview(meta)
@@ -137,7 +137,7 @@ class FrameStream(asyncio.BufferedProtocol):
     async def send_message(
         self, correlation_id: int, message: Message, *blob: bytes | memoryview, preface: bytes = b""
     ) -> None:
-        """Send one frame, with nothing between it and its preface. Raises as `send`."""
+        """Send one frame directly after its preface. Raises as `send`."""
         frame = preface + build_frame(correlation_id, message, sum(len(part) for part in blob))
         if blob and len(blob[0]) <= STAGED_READ_BYTES:
             frame += blob[0]
@@ -145,10 +145,9 @@ class FrameStream(asyncio.BufferedProtocol):
         await self.send(frame, *blob)
 
     async def send(self, *parts: bytes | memoryview) -> None:
-        """Send the parts with nothing between them. Views may be reused when it returns.
+        """Send the parts as one sequence. Views may be reused when it returns.
 
-        Cancelled before its first byte it does nothing; cancelled after that, it aborts the
-        connection.
+        Cancelled before its first byte it does nothing; cancelled later, it aborts the connection.
 
         Raises:
             UnavailableError: The connection has ended.
@@ -170,7 +169,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 raise
 
     async def until_gone(self) -> None:
-        """Send no more, and drop what comes until the other side has closed the connection."""
+        """Send no more, and discard input until the other side has closed the connection."""
         if self.is_open and self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
         with contextlib.suppress(UnavailableError):
@@ -183,18 +182,18 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once; buffered bytes are lost."""
+        """Close immediately; buffered bytes are lost."""
         if self._transport is not None:
             self._transport.abort()
 
     async def say_goodbye(self, message: ErrorMessage) -> None:
-        """Tell the other side why its connection ends, if it reads that in time."""
+        """Send the other side the reason why its connection ends, if it reads in time."""
         with contextlib.suppress(UnavailableError, TimeoutError):
             async with asyncio.timeout(GOODBYE_TIMEOUT_S):
                 await self.send_message(0, message)
 
     async def end(self) -> None:
-        """Send what is buffered, for a little while, and close."""
+        """Flush buffered bytes, for a short while, and close."""
         self.close()
         try:
             async with asyncio.timeout(GOODBYE_TIMEOUT_S):
@@ -211,21 +210,21 @@ class FrameStream(asyncio.BufferedProtocol):
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # Writing pauses as soon as anything waits to be sent. TLS counts from its limit on, and at
-        # 0 would pause with nothing to wait for.
+        # Writing pauses as soon as anything waits to be sent. TLS pauses from its limit on, so with
+        # 0 it would pause without anything waiting.
         is_encrypted = transport.get_extra_info("sslcontext") is not None
         self._transport.set_write_buffer_limits(high=int(is_encrypted))
         sock: socket.socket | None = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            # No Nagle. Buffer sizes stay the kernel's: naming one turns its tuning off, and was 10
-            # to 30 % slower over loopback.
+            # No Nagle. Buffer sizes are left to the kernel: setting one disables auto-tuning, and
+            # was 10 to 30 % slower over loopback.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._on_open is not None:
             self._on_open(self)
 
     @override
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes go."""
+        """Return the buffer for the next bytes."""
         if self._num_missing:
             if self._target is not None:
                 return self._target[-self._num_missing :]
@@ -238,7 +237,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @override
     def buffer_updated(self, nbytes: int) -> None:
-        """Note that so many bytes have come."""
+        """Record that `nbytes` have arrived."""
         self.num_received += nbytes
         if self._num_missing:
             self._num_missing -= nbytes
@@ -254,7 +253,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @override
     def eof_received(self) -> bool:
-        """Take a half-closed connection for a closed one."""
+        """Treat a half-closed connection as closed."""
         return False
 
     @override
@@ -277,7 +276,7 @@ class FrameStream(asyncio.BufferedProtocol):
     async def _receive(self, num_bytes: int, target: memoryview | None) -> None:
         if not num_bytes:
             return
-        assert self._start == self._end, "staged bytes come before these"
+        assert self._start == self._end, "staged bytes precede these"
         self._target, self._num_missing = target, num_bytes
         try:
             await self._wait_for_bytes()
@@ -328,13 +327,13 @@ class FrameStream(asyncio.BufferedProtocol):
 async def paced(
     transfer_s: Callable[[int], float], num_received: Callable[[], int]
 ) -> AsyncIterator[None]:
-    """Raise TimeoutError as soon as bytes have come more slowly than they may.
+    """Raise TimeoutError as soon as bytes have arrived more slowly than allowed.
 
-    A sender that announces much and sends little is so given the time of what it sends.
+    So a sender that announces much and sends little gets only the time for what it sends.
 
     Args:
-        transfer_s: Longest time for so many bytes.
-        num_received: Bytes that have come, before and during this.
+        transfer_s: Longest time for a number of bytes.
+        num_received: Bytes received, before and during this.
     """
     loop = asyncio.get_running_loop()
     began, before = loop.time(), num_received()

@@ -1,7 +1,7 @@
 """The listener for unmodified LMCache clients: off by default, without credentials, bound to one
 tenant.
 
-`dialect` has the headers, `values` what is kept, `server` the listener and its connections.
+`dialect` has the headers, `values` the stored values, `server` the listener and its connections.
 
 Source: `docs/protocols.md`, "LMCache compatibility".
 """

@@ -1,5 +1,5 @@
-"""The fixed headers that LMCache clients send and read, and what breaks their protocol. They carry
-no version, so each listener speaks one dialect.
+"""The fixed headers that LMCache clients send and read, and how violations are classified. They
+contain no version, so each listener speaks one dialect.
 
 Source: `docs/protocols.md`, "LMCache compatibility". Vectors: `tests/contract/lmcache_compat`.
 """
@@ -21,19 +21,19 @@ CODE_FOUND: Final = 200
 CODE_MISSING: Final = 400
 
 About = tuple[int, int, int, int, int, int]
-"""Format, dtype and four dimensions of a value, as its client numbers them. They mean something
-to clients of its release alone.
+"""Format, dtype and four dimensions of a value, as numbered by its client. They are meaningful only
+to clients of its release.
 """
 
 NO_VALUE: Final[About] = (1, 2, 0, 0, 0, 0)
-"""Describes the value of a reply without one: numbers that every release knows, since some look
-them up before the code.
+"""Description in a reply without a value: numbers that every release knows, since some look them up
+before the code.
 """
 
 
 class CloseReason(StrEnum):
-    """Why a connection was closed, other than that its client went or the service ends. Each is
-    counted.
+    """Why a connection was closed, other than that its client disconnected or the service shut
+    down. Each reason is counted.
     """
 
     TOO_MANY = "too_many"
@@ -46,11 +46,11 @@ class CloseReason(StrEnum):
 
 
 class CompatRefusedError(ProtocolError):
-    """The client broke the protocol or a bound: nothing that follows on its connection can be
-    understood.
+    """The client violated the protocol or a bound: nothing that follows on its connection can be
+    interpreted.
 
     Attributes:
-        reason: Fit for a metric label.
+        reason: Suitable as a metric label.
     """
 
     def __init__(self, reason: CloseReason, detail: str) -> None:
@@ -59,7 +59,7 @@ class CompatRefusedError(ProtocolError):
 
 
 class CompatCommand(IntEnum):
-    """What is answered. LIST (4) is not: no release has ever answered it."""
+    """Commands that are answered. LIST (4) is not: no release has ever answered it."""
 
     PUT = 1
     GET = 2
@@ -72,10 +72,10 @@ class Request:
     """One request.
 
     Attributes:
-        command: What is asked.
-        key: Of what, without its padding; "" for HEALTH.
-        num_bytes: How many bytes of value follow; 0 but for PUT.
-        about: Describes that value.
+        command: The command.
+        key: The key without its padding; "" for HEALTH.
+        num_bytes: Length of the value that follows; 0 except for PUT.
+        about: Description of that value.
     """
 
     command: CompatCommand
@@ -89,10 +89,11 @@ class Dialect:
     """The headers of one range of releases: little-endian int32 and a padded key.
 
     Attributes:
-        name: As in settings.
+        name: Name in the settings.
         request: CompatCommand, length, format, dtype, (location,) four dimensions, key.
         reply: Code, length, format, dtype, four dimensions (, location).
-        has_location: Whether there is a number for a tier of the client, which is read over here.
+        has_location: Whether the request contains a number for a tier of the client, which is
+        ignored.
     """
 
     name: str
@@ -101,29 +102,27 @@ class Dialect:
     has_location: bool
 
     def parse(self, data: bytes | bytearray, max_value_bytes: int) -> Request:
-        """Read a request's header.
+        """Parse a request's header.
 
         Args:
             data: Exactly `request.size` bytes.
-            max_value_bytes: Largest value that is taken.
+            max_value_bytes: Largest value accepted.
 
         Raises:
-            CompatRefusedError: It is none, or announces a value that is not taken.
+            CompatRefusedError: It is malformed, or announces a value that is not accepted.
         """
         command, num_bytes, fmt, dtype, *rest = self.request.unpack(data)
         dims, padded = rest[-5:-1], rest[-1]
         try:
             known = CompatCommand(command)
         except ValueError:
-            raise CompatRefusedError(
-                CloseReason.COMMAND, f"command {command} is not known"
-            ) from None
+            raise CompatRefusedError(CloseReason.COMMAND, f"command {command} is unknown") from None
         if known is not CompatCommand.PUT:
-            num_bytes = 0  # what is there means nothing: nothing follows
+            num_bytes = 0  # the field is meaningless: nothing follows
         elif not 0 < num_bytes <= max_value_bytes:
             raise CompatRefusedError(
                 CloseReason.LENGTH,
-                f"a value of {num_bytes} bytes; from 1 to {max_value_bytes} are taken",
+                f"a value of {num_bytes} bytes; must be 1 to {max_value_bytes}",
             )
         return Request(
             known,
@@ -133,13 +132,13 @@ class Dialect:
         )
 
     def found(self, num_bytes: int = 0, about: About = NO_VALUE, code: int = CODE_FOUND) -> bytes:
-        """Return the header of the reply that the value, of so many bytes, is there; it follows if
-        `num_bytes` is not 0.
+        """Return the header of the reply that the value exists, with its length; the value follows
+        if `num_bytes` is not 0.
         """
         return self.reply.pack(code, num_bytes, *about, *((0,) if self.has_location else ()))
 
     def missing(self) -> bytes:
-        """Return the reply that there is no such value."""
+        """Return the reply that the value does not exist."""
         return self.found(code=CODE_MISSING)
 
 
@@ -152,7 +151,7 @@ DIALECTS: Final = MappingProxyType(
         )
     }
 )
-"""By name. A release later than 0.3 that has other headers is a dialect of its own."""
+"""Dialects by name. A release after 0.3 with other headers will be a dialect of its own."""
 
 
 def _key(padded: bytes) -> str:
@@ -165,6 +164,6 @@ def _key(padded: bytes) -> str:
     if not key.isprintable():
         raise CompatRefusedError(
             CloseReason.KEY,
-            "the key holds what no key holds; set lmcache_compat_dialect to the one of this client",
+            "the key has unprintable characters; set lmcache_compat_dialect to that of this client",
         )
     return key

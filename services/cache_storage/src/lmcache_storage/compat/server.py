@@ -1,4 +1,4 @@
-"""The listener for LMCache clients, and its connections."""
+"""The listener for LMCache clients and its connections."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ KEEPALIVE_IDLE_S: Final = 60
 KEEPALIVE_INTERVAL_S: Final = 15
 KEEPALIVE_PROBES: Final = 4
 RECEIVING_SHARE: Final = 4
-"""Values on their way in may hold one part in this many of the host memory."""
+"""Values being received may hold one part in this many of the host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompatLimits:
-    """Bounds of what these clients, which show no credentials, can make the service do.
+    """Bounds on what these clients, which have no credentials, can make the service do.
 
     Attributes:
-        max_connections: Connections at once; a further one is closed unheard.
-        max_value_bytes: Largest value that is taken.
-        max_receiving_bytes: Memory that values on their way in may hold together; one that alone
-            needs more has it when no other does.
-        idle_timeout_s: Longest silence. Long, since these clients do not connect again; the kernel
-            finds those that are gone.
-        transfer_timeout_s: For the rest of a header and for each transfer of a value, plus the time
-            that `min_bytes_per_s` gives it.
+        max_connections: Concurrent connections; a further one is closed without a word.
+        max_value_bytes: Largest value accepted.
+        max_receiving_bytes: Memory that values being received may hold together; a larger one is
+            received only alone.
+        idle_timeout_s: Longest silence. Long, since these clients do not reconnect; the kernel
+            detects those that are gone.
+        transfer_timeout_s: Time for the rest of a header and for each transfer of a value, in
+            addition to the time that `min_bytes_per_s` allows.
         min_bytes_per_s: Slowest transfer of a value.
-        room_timeout_s: Longest wait for other values to have come in; then the value is not kept.
+        room_timeout_s: Longest wait for other values to be received; then the value is not stored.
     """
 
     max_connections: int
@@ -65,7 +65,7 @@ class CompatLimits:
     room_timeout_s: float = 2.0
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Return the longest time that a value of that size may take."""
+        """Return the longest time for a value of that size."""
         return self.transfer_timeout_s + num_bytes / self.min_bytes_per_s
 
 
@@ -75,13 +75,13 @@ class CompatServer:
 
     Args:
         values: What is served.
-        dialect: What its clients speak.
-        limits: Bounds of what they can do.
-        counters: Where requests and closed connections are counted.
+        dialect: Dialect of the clients.
+        limits: Bounds on what they can do.
+        counters: Counters of requests and closed connections.
 
     Attributes:
-        listener: Has the port, once it is open.
-        room: Memory for values on their way in.
+        listener: The listener; has the port once it is open.
+        room: Memory for values being received.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class CompatServer:
         )
 
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 takes a free one.
+        """Listen; port 0 picks a free one.
 
         Raises:
             UnavailableError: The address cannot be bound.
         """
         for listening in await self.listener.listen(host, port):
-            # The kernel ends connections whose other side is gone; those that are accepted take
-            # these options over.
+            # The kernel closes connections whose other side is gone; accepted connections inherit
+            # these options.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
@@ -126,14 +126,14 @@ class CompatServer:
 def create_compat_server(
     settings: StorageSettings, store: ServedStore, counters: Counters
 ) -> CompatServer:
-    """Make the listener that the settings describe. It does not listen yet.
+    """Create the listener that the settings describe, not listening yet.
 
     Args:
-        settings: With a tenant for these clients.
-        store: Where values are kept.
-        counters: Where it counts, under the names of `lmcache_storage.metrics`.
+        settings: Settings with a tenant for these clients.
+        store: Store for the values.
+        counters: Counters, under the names of `lmcache_storage.metrics`.
     """
-    assert settings.lmcache_compat_tenant is not None, "the settings check this"
+    assert settings.lmcache_compat_tenant is not None, "checked by the settings"
     dialect = DIALECTS[settings.lmcache_compat_dialect]
     limits = CompatLimits(
         settings.lmcache_compat_max_connections,
@@ -145,12 +145,12 @@ def create_compat_server(
 
 
 class CompatSession:
-    """Answers the requests of one connection in order; these clients send the next when they have
-    the last one's reply, or need none.
+    """Answers the requests of one connection in order; these clients send the next one after the
+    reply to the last, or need no reply.
 
     Args:
         stream: The connection.
-        server: What is served, and the bounds.
+        server: Server with the store and the bounds.
     """
 
     def __init__(self, stream: FrameStream, server: CompatServer) -> None:
@@ -163,7 +163,7 @@ class CompatSession:
         self._is_draining = False
 
     async def run(self) -> None:
-        """Serve until the client goes or breaks a bound. The connection is closed then."""
+        """Serve until the client disconnects or violates a bound, then close the connection."""
         try:
             while not self._is_draining:
                 request = await self._next_request()
@@ -173,18 +173,18 @@ class CompatSession:
         except CompatRefusedError as exc:
             self._server.closed(self._stream, exc.reason, str(exc))
         except UnavailableError:
-            pass  # the client went while it was answered, or the service ends
+            pass  # the client disconnected during an answer, or the service shuts down
         finally:
             await self._stream.end()
 
     def drain(self) -> None:
-        """Take no more requests; the connection ends when the one underway is answered."""
+        """Accept no more requests; the connection ends when the one underway is answered."""
         self._is_draining = True
         if self._is_waiting:
             self._stream.close()
 
     async def _next_request(self) -> Request | None:
-        """Return the next request; None when the client has gone between two."""
+        """Return the next request; None if the client has disconnected between two."""
         header = bytearray(self._dialect.request.size)
         view = memoryview(header)
         self._is_waiting = True
@@ -228,8 +228,8 @@ class CompatSession:
             chunk.release()
 
     async def _put(self, request: Request) -> None:
-        """Take a value in. There is no reply, so one that finds no room is read to its end and
-        forgotten.
+        """Receive a value. There is no reply, so a value without room is read to its end and
+        discarded.
         """
         num_bytes = request.num_bytes
         async with AsyncExitStack() as held:
@@ -256,7 +256,7 @@ class CompatSession:
                 await self._stream.readinto(view)
 
     async def _send(self, header: bytes, *value: memoryview) -> None:
-        """Send a reply, the header in one piece: some clients read it by a single call."""
+        """Send a reply with the header in one piece: some clients read it in a single call."""
         num_bytes = sum(map(len, value))
         try:
             async with asyncio.timeout(self._limits.transfer_s(num_bytes)):
@@ -268,12 +268,12 @@ class CompatSession:
 
     @contextmanager
     def _expecting(self, what: str) -> Iterator[None]:
-        """Close a connection where what has begun does not come, or not in time."""
+        """Close a connection if what has begun does not arrive, or not in time."""
         try:
             yield
         except TimeoutError:
-            raise CompatRefusedError(CloseReason.SLOW, f"{what} did not come in time") from None
+            raise CompatRefusedError(CloseReason.SLOW, f"{what} did not arrive in time") from None
         except UnavailableError:
             raise CompatRefusedError(
-                CloseReason.SHORT, f"the connection ended before {what} had come"
+                CloseReason.SHORT, f"the connection ended before {what} had arrived"
             ) from None

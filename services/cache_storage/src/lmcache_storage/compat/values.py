@@ -1,4 +1,4 @@
-"""Values of LMCache clients, kept as records of a kind of their own."""
+"""Values of LMCache clients, stored as records of a separate kind."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from lmcache_storage.compat.dialect import NUM_ABOUT, About
 from lmcache_storage.served_store import CountedStore
 
 ABOUT_EXTENSION: Final = 2
-"""Id of the extension with the numbers by which a client described its value; ignorable, since
-only its clients ask for it.
+"""Id of the extension with the numbers by which a client described its value; ignorable, since only
+its clients ask for it.
 """
 MAX_HEAD_BYTES: Final = 2 * HEAD_ALIGN_BYTES
-"""Of a record that is made here: its key is short, and the rest of the head has a fixed length."""
+"""Alignment of records created here: their keys are short, and the rest of the head has a fixed
+length.
+"""
 NAME_PREFIX: Final = "lmcache-"
 INLINE_DIGEST_BYTES: Final = 1 << 20
 TIER: Final = "compat"
@@ -40,17 +42,17 @@ _ABOUT: Final = struct.Struct(f"<{NUM_ABOUT}i")
 
 
 class ForeignValues:
-    """Values whose bytes only their clients can read, stored in one tenant's namespace under names
-    that no KV has.
+    """Values that only their clients can interpret, stored for one tenant under names that no KV
+    has.
 
-    They are marked lossy: whether they are is not known here.
+    They are marked lossy, because it is unknown whether they are.
 
     Args:
-        store: Where they are kept.
-        tenant: In whose namespace.
-        dialect: Name of the dialect of those who store and read them; other dialects number formats
-            otherwise, and see none of them.
-        counters: Where those are counted that cannot be served.
+        store: The store.
+        tenant: Tenant of the values.
+        dialect: Name of the dialect of the clients; other dialects number formats differently, and
+            see none of these values.
+        counters: Counters of values that cannot be served.
     """
 
     def __init__(self, store: ServedStore, tenant: str, dialect: str, counters: Counters) -> None:
@@ -61,17 +63,17 @@ class ForeignValues:
         self._counters = counters
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
-        """Return memory for a value, owned by the caller; None when there is no room."""
+        """Return memory for a value, owned by the caller; None if there is no room."""
         return self._store.allocate(num_bytes, self._tenant)
 
     async def contains(self, key: str) -> bool:
-        """Return whether there is a value of that name."""
+        """Return whether there is a value with that name."""
         [is_there] = await self._store.contains([self._chunk_key(key)])
         return is_there
 
     async def get(self, key: str) -> tuple[Chunk, About] | None:
-        """Return the value, its bytes compared with their digest, and what its client said of it;
-        None where there is none.
+        """Return the value, verified against its digest, and its client's description; None if
+        there is none.
 
         The caller owns the chunk. A damaged one is removed.
         """
@@ -93,8 +95,8 @@ class ForeignValues:
         return None
 
     async def put(self, key: str, about: About, memory: MemoryObj) -> bool:
-        """Keep a value (its memory is borrowed); one of the same name and other content gives
-        place. False: there is no room.
+        """Store a value (its memory is borrowed), replacing one with the same name and other
+        content. False if there is no room.
         """
         chunk_key = self._chunk_key(key)
         chunk = Chunk.unsealed(
@@ -124,8 +126,8 @@ class ForeignValues:
         )
 
     def _about(self, header: RecordHeader) -> About | None:
-        """Return what the client said; None for a record that did not come from here, since others
-        may put under this name too.
+        """Return the client's description; None for a record that was not created here, since
+        others may put under this name, too.
         """
         for extension in header.extensions if header.serde == self._kind else ():
             if extension.id == ABOUT_EXTENSION and len(extension.data) == _ABOUT.size:
@@ -134,15 +136,15 @@ class ForeignValues:
 
 
 def is_foreign(key: ChunkKey) -> bool:
-    """Return whether a key names a value of an LMCache client. Such a value is useful only at the
+    """Return whether a key names a value of an LMCache client. Such a value is useful only on the
     server where that client looks for it.
     """
     return key.key.fmt.startswith(NAME_PREFIX)
 
 
 async def _is_intact(chunk: Chunk) -> bool:
-    # Cancelled, the thread may still read memory that was given back meanwhile: it writes nothing,
-    # and its result is dropped.
+    # If cancelled, the thread may still read memory that has been released: it writes nothing, and
+    # its result is dropped.
     payload = chunk.memory.byte_array
     try:
         if len(payload) <= INLINE_DIGEST_BYTES:

@@ -1,1 +1,3 @@
-"""Moves chunks to their homes when servers come and go, and all of a server that ends."""
+"""Moves chunks to their homes when servers join or leave, and all chunks of a server that shuts
+down.
+"""

@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 WINDOW_CHUNKS = 128
 WINDOW_BYTES = 256 << 20
-"""Of the chunks that are on their way at once, if they are more than one."""
+"""Bound on the bytes being sent to all servers together; at least one chunk is sent."""
 BATCH_CHUNKS = 16
 BATCH_BYTES = 32 << 20
-"""Of those that one server is sent at once, if they are more than one."""
+"""Bound on the bytes being sent to one server; at least one chunk is sent."""
 MAX_CHOICES = 3
 """Servers that a chunk is offered to, one after the other."""
 
 EVICTING_SHARE = 0.5
-"""Of the bytes of a server that ends, the hottest: for these the receivers may evict others. The
-rest goes where there is room.
+"""Share of the bytes of a server that shuts down, the hottest, for which receivers may evict
+others. The rest moves only where there is room.
 """
 
 Sized = tuple[ChunkKey, int]
@@ -41,19 +41,19 @@ Sized = tuple[ChunkKey, int]
 
 @dataclass(slots=True)
 class BatchOutcome:
-    """What became of a batch: chunks that are there now, and those that were not taken."""
+    """The result of a batch: chunks that have arrived, and chunks that were refused."""
 
     settled: list[ChunkKey] = field(default_factory=list)
     refused: list[Sized] = field(default_factory=list)
 
 
 class Mover:
-    """Sends chunks in windows; the servers of a window are sent to in parallel.
+    """Sends chunks in windows, to the servers of a window in parallel.
 
     Args:
-        chunks: What there is here.
+        chunks: The chunks of this server.
         servers: The receivers.
-        counters: What became of them, under the names of `lmcache_storage.metrics`.
+        counters: Counters of results, under the names of `lmcache_storage.metrics`.
     """
 
     def __init__(self, chunks: LocalChunks, servers: OtherServers, counters: Counters) -> None:
@@ -62,12 +62,12 @@ class Mover:
         self._counters = counters
 
     async def run(self, wanted: Sequence[Sized], num_evicting: int, moved: MoveProgress) -> None:
-        """Move chunks, in this order. If it is cancelled, what has been sent by then has moved.
+        """Move chunks, in this order. If cancelled, chunks sent by then have moved.
 
         Args:
             wanted: Names and sizes.
-            num_evicting: For this many of them, from the first on, others may be evicted.
-            moved: Kept up to date; its `total` is set by the caller.
+            num_evicting: Number of chunks, from the first, for which others may be evicted.
+            moved: Updated along the way; its `total` is set by the caller.
         """
         at = 0
         while at < len(wanted):
@@ -76,7 +76,7 @@ class Mover:
             at = end
 
     async def move(self, window: Sequence[Sized], may_evict: bool, moved: MoveProgress) -> None:
-        """Move a few chunks: to their homes, and what these do not take to the next choices."""
+        """Move a few chunks to their homes, and chunks that these refuse to the next choices."""
         left = list(window)
         offered: dict[ChunkKey, set[str]] = {key: set() for key, _ in window}
         for _ in range(MAX_CHOICES):
@@ -95,10 +95,10 @@ class Mover:
         self._count(moved, "failed", len(left))
 
     async def move_home(self, window: Sequence[Sized], moved: MoveProgress) -> list[ChunkKey]:
-        """Move a few chunks to their homes, where these have room, and nowhere else.
+        """Move a few chunks to their homes if these have room, and nowhere else.
 
         Returns:
-            Those that are there now.
+            The chunks that are there now.
         """
         sizes = dict(window)
         live = self._servers.live()
@@ -110,7 +110,7 @@ class Mover:
         return (await self._give_all(live, by_name, False, moved)).settled
 
     async def still_home(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return those of some chunks, which have moved home, that their home holds, to stay."""
+        """Return those of some moved chunks that their home still holds, to stay."""
         live = self._servers.live()
         asked = [
             self._still_there(live[name], part)
@@ -155,7 +155,7 @@ class Mover:
     async def _give(
         self, member: Member, part: Sequence[Sized], may_evict: bool, moved: MoveProgress
     ) -> BatchOutcome:
-        """Give one server its part, batch by batch."""
+        """Send one server its part, batch by batch."""
         outcome = BatchOutcome()
         sizes = dict(part)
         keys = list(sizes)
@@ -192,7 +192,7 @@ class Mover:
         finally:
             for chunk in chunks:
                 chunk.release()
-        self._count(moved, "failed", len(batch) - len(chunks))  # gone meanwhile, or not readable
+        self._count(moved, "failed", len(batch) - len(chunks))  # gone by now, or unreadable
         for key, is_taken in taken.items():
             if is_taken:
                 outcome.settled.append(key)
@@ -207,8 +207,8 @@ class Mover:
 
     @staticmethod
     def _end_of_window(wanted: Sequence[Sized], begin: int, num_evicting: int) -> int:
-        """Return where a window ends that begins there: not across the border between what may
-        evict and what may not.
+        """Return where a window that begins at `begin` ends: never across the border between chunks
+        that may evict and chunks that may not.
         """
         limit = min(
             len(wanted), begin + WINDOW_CHUNKS, *([num_evicting] if begin < num_evicting else [])
@@ -232,7 +232,7 @@ def _batch(keys: Sequence[ChunkKey], sizes: Mapping[ChunkKey, int]) -> list[Chun
 
 
 def num_hottest(wanted: Sequence[Sized], share: float) -> int:
-    """Return how many chunks, from the first on, make up that share of all bytes."""
+    """Return how many chunks, from the first, make up that share of all bytes."""
     enough = share * sum(size for _, size in wanted)
     num_bytes = 0
     for i, (_, size) in enumerate(wanted):
@@ -243,12 +243,12 @@ def num_hottest(wanted: Sequence[Sized], share: float) -> int:
 
 
 class ServerHandover(ChunkHandover):
-    """Hands all chunks of a server that ends to the others.
+    """Hands over all chunks of a server that shuts down.
 
     Args:
-        chunks: What there is.
-        servers: The receivers; None where there are none.
-        mover: Sends the chunks; None where there are no receivers.
+        chunks: The chunks of this server.
+        servers: The receivers; None if there are none.
+        mover: Sends the chunks; None if there are no receivers.
     """
 
     writing_share = 0.25

@@ -1,4 +1,4 @@
-"""Moves chunks to their homes when servers have come or gone, slowly and in the background."""
+"""Moves chunks to their homes after servers have joined or left, slowly and in the background."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 CHUNKS_A_TURN = 256
 STEADY_LOOKS = 3
-"""Looks in a row that must find the same servers before chunks move."""
+"""Consecutive checks that must find the same servers before chunks move."""
 WINDOW_CHUNKS = 16
 FORGET_AFTER_S = 5.0
-"""What has moved is served here for this long: a reader may have asked at its new home before it
-arrived there.
+"""How long moved chunks are still served here: a reader may have asked at the new home before they
+arrived.
 """
 
 Situation = tuple[frozenset[str], int]
 
 
 class Rebalancer:
-    """Gives chunks whose home is another server to that one, if it has room, and forgets them here.
+    """Moves chunks whose home is another server to that server, if it has room, and drops them
+    here.
 
-    It rests after each window for as long as that has taken.
+    After each window it rests for as long as the window took.
 
     Args:
-        chunks: What there is here.
-        stack: The same, to be forgotten.
-        servers: The others.
+        chunks: The chunks of this server.
+        stack: The tiers to drop them from.
+        servers: The other servers.
         mover: Sends chunks.
-        store: Receives chunks from others, which may see another set of servers; told what departs.
-        pinned: What stays here all the same.
+        store: Receives chunks from others, which may see another set of servers; informed of
+            departing chunks.
+        pinned: Chunks that stay here regardless.
         takes_chunks: Whether this server stays; one that drains hands over everything anyway.
     """
 
@@ -71,8 +73,8 @@ class Rebalancer:
         self._moved: deque[tuple[float, Sequence[ChunkKey]]] = deque()
 
     async def look(self) -> None:
-        """Move what has to move, if others have come or gone since the last time and it is quiet
-        now.
+        """Move what has to move, if servers have joined or left since the last time and the set is
+        stable now.
         """
         known = self._servers.known()
         await self._forget(known)
@@ -110,8 +112,8 @@ class Rebalancer:
         await asyncio.sleep(now() - began)
 
     async def _forget(self, known: frozenset[str]) -> None:
-        """Forget what moved a while ago, unless it has to stay: its home is here again or has lost
-        it, or it was stored here again.
+        """Drop chunks that moved a while ago, except those that must stay: their home is here again
+        or has lost them, or they were stored here again.
         """
         departures = self._store.departures
         while (
@@ -134,7 +136,7 @@ class Rebalancer:
         )
 
     async def _strangers(self, known: frozenset[str]) -> list[Sized]:
-        """Chunks whose home is elsewhere, the hottest first."""
+        """Return the chunks whose home is elsewhere, hottest first."""
         found: list[Sized] = []
         for i, chunk in enumerate(await asyncio.to_thread(self._chunks.hottest_first)):
             if not self._stays(chunk[0], known):

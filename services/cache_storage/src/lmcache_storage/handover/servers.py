@@ -1,4 +1,4 @@
-"""The other servers of the same tier: by a URL that names them, or by the broker."""
+"""The other servers of the same tier, from a URL that names them or from the broker."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STORAGE_KIND: Final = "storage"
 
 @dataclass(frozen=True, slots=True)
 class OtherServers:
-    """All members of the set but this server itself.
+    """All members of the set except this server.
 
     Attributes:
         members: The set; opened and closed by its owner.
-        instance: What this server calls itself.
-        tenant: Of the token that is shown: its chunks can be sent also to those that take no
+        instance: Name of this server.
+        tenant: Tenant of our token: its chunks can also be sent to servers that accept no
             handovers.
     """
 
@@ -37,11 +37,11 @@ class OtherServers:
     tenant: str
 
     def known(self) -> frozenset[str]:
-        """Return the names of all others, also of those that do not answer."""
+        """Return the names of all other servers, including those that do not answer."""
         return frozenset(self.members.by_name()) - {self.instance}
 
     def live(self) -> dict[str, Member]:
-        """Return those that answer, by name."""
+        """Return the servers that answer, by name."""
         return {
             name: member
             for name, member in self.members.by_name().items()
@@ -55,7 +55,7 @@ class OtherServers:
 
         Raises:
             UnavailableError: It did not answer.
-            AuthenticationError: It refuses us.
+            AuthenticationError: It refuses our token.
             ProtocolError: Its answer is malformed.
         """
         client = member.client
@@ -69,9 +69,9 @@ class OtherServers:
         }
 
     async def held_there(self, member: Member, keys: Sequence[ChunkKey]) -> dict[ChunkKey, bool]:
-        """Return for each chunk whether that server says it holds it, to stay. Only these may be
-        forgotten here. An earlier version, or a server that does not let us ask for other tenants,
-        does not say so: that counts as not held. Raises as `send`.
+        """Return for each chunk whether that server confirms that it holds it, to stay. Only these
+        may be dropped here. An earlier version, or a server that does not let us ask about other
+        tenants, confirms nothing: that counts as not held. Raises as `send`.
         """
         by_tenant: dict[str, list[ChunkKey]] = {}
         for key in keys:
@@ -79,7 +79,7 @@ class OtherServers:
         found = dict.fromkeys(keys, False)
         client = member.client
         if not client.is_connected:
-            # Whether it can be asked is known once it is connected.
+            # Its capabilities are known once it is connected.
             await client.ping(SEND_TIMEOUT_S)
         for tenant, part in by_tenant.items():
             if HELD in client.capabilities:
@@ -92,16 +92,16 @@ class OtherServers:
 def create_members(
     settings: StorageSettings, broker: BrokerClient | None, token: ShownToken, tls: ClientTls | None
 ) -> Members | None:
-    """Make the set that this server belongs to, not opened; None where there is no other.
+    """Create the set that this server belongs to, not opened; None if there is no other server.
 
     Args:
         settings: May name the servers.
-        broker: Open; asked where the settings name none.
-        token: What they are shown.
-        tls: Whom to trust, where connections are encrypted.
+        broker: An open client; used if the settings name none.
+        token: Token to present to them.
+        tls: Trusted authorities for encrypted connections.
 
     Raises:
-        ConfigError: `replicas_url` is no such URL.
+        ConfigError: `replicas_url` is malformed.
     """
     options = RemoteOptions(token, SEND_TIMEOUT_S, settings.instance_id, tls=tls)
     if settings.replicas_url is not None:

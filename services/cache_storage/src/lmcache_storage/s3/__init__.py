@@ -1,8 +1,8 @@
-"""The further store: a bucket of S3-compatible object storage behind memory and disk (ADR 14). Off
+"""The further store: a bucket of S3-compatible object storage after memory and disk (ADR 14). Off
 unless `s3_bucket` is set.
 
-`objects` talks to the bucket, `backend` is the tier. The client library
-is imported only where a bucket is named.
+`objects` talks to the bucket, `backend` is the tier. The client library is imported only if a
+bucket is configured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ S3_TIER = "S3Backend"
 
 
 def create_s3_backend(settings: S3Settings) -> S3Backend | None:
-    """Make the tier that the settings name, not opened; None when they name no bucket.
+    """Create the tier in the settings, not opened; None if they name no bucket.
 
     Raises:
         ConfigError: The client library is not installed, or a file cannot be read.

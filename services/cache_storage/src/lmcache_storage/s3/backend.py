@@ -25,7 +25,7 @@ from lmcache_storage.s3.objects import BucketObjects, FoundObject
 logger = logging.getLogger(__name__)
 
 MAX_READS = 32
-"""Requests at once that look, read and remove: enough to hide a bucket's delay."""
+"""Concurrent requests that look up, read and remove: enough to hide a bucket's latency."""
 MAX_WRITES = 4
 CLOSE_WAIT_S = 2.0
 
@@ -50,12 +50,12 @@ class S3Backend(StorageBackend):
     """Chunks as objects, one record each, in a bucket without an owner: any number of servers may
     share it, and nothing is locked.
 
-    Nothing is remembered between calls: which chunks there are is asked of the bucket, one HEAD
-    each. Nothing is evicted: how much the bucket may hold is a matter of its lifecycle rules. A
-    chunk past `chunk_ttl_s` is a miss and is removed when it is next read.
+    No state is kept between calls: the bucket is asked which chunks exist, by one HEAD each.
+    Nothing is evicted: the size of the bucket is governed by its lifecycle rules. A chunk past
+    `chunk_ttl_s` is a miss and is removed when it is next read.
 
     Requests block in threads, which end by themselves within the time limit of one request; a
-    caller that gives up earlier waits for none.
+    caller that gives up earlier does not wait for them.
 
     Args:
         objects: The bucket.
@@ -75,17 +75,17 @@ class S3Backend(StorageBackend):
         self._counters = Counters()
 
     async def open(self) -> None:
-        """Take requests. The bucket need not be there yet."""
+        """Accept requests. The bucket need not be available yet."""
         self._reading.open()
         self._writing.open()
 
     async def close(self) -> None:
-        """Let running requests end, for `CLOSE_WAIT_S` seconds. Idempotent."""
+        """Let running requests finish, for up to `CLOSE_WAIT_S` seconds. Idempotent."""
         await asyncio.gather(self._reading.close(CLOSE_WAIT_S), self._writing.close(CLOSE_WAIT_S))
 
     @property
     def refuses_writes(self) -> bool:
-        """Return whether the last write failed although the bucket could be asked."""
+        """Return whether the last write failed although the bucket is reachable."""
         return self._backoff.is_failing
 
     async def probe(self) -> None:
@@ -99,7 +99,7 @@ class S3Backend(StorageBackend):
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        # One HEAD a chunk, `MAX_READS` of them at once; the records are not read.
+        # One HEAD per chunk, `MAX_READS` of them concurrently; the records are not read.
         found = [False] * len(keys)
 
         async def ask(i: int, key: ChunkKey) -> None:
@@ -114,9 +114,9 @@ class S3Backend(StorageBackend):
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read several objects at once, each straight into memory and verified in a thread.
+        """Read several objects concurrently, each straight into memory and verified in a thread.
 
-        An object that cannot be read is a miss; when no object could be, the tier is unavailable.
+        An object that cannot be read is a miss; if no object can be read, the tier is unavailable.
         """
         self._reading.check_open()
         results: list[Result | None] = [None] * len(keys)
@@ -143,7 +143,7 @@ class S3Backend(StorageBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Write chunks. False where the bucket takes no more although it can be asked, and for a
+        """Write chunks. False if the bucket refuses writes although it is reachable, and for a
         while after that.
         """
         self._writing.check_open()
@@ -157,13 +157,13 @@ class S3Backend(StorageBackend):
         self._counters.add("failed_writes", len(failures))
         if not failures:
             if self._backoff.succeeded():
-                logger.info("tier takes writes again: tier=%s", self.name)
+                logger.info("tier accepts writes again: tier=%s", self.name)
             return kept
-        # Raises where more than writes fail: the breaker then bypasses the whole tier.
+        # Raises if more than writes fail: the breaker then bypasses the whole tier.
         await self.probe()
         if self._backoff.failed():
             logger.warning(
-                "tier takes no writes, skipping them for a while: tier=%s error=%s",
+                "tier refuses writes, skipping them for a while: tier=%s error=%s",
                 self.name,
                 failures[0],
             )
@@ -188,7 +188,7 @@ class S3Backend(StorageBackend):
 
     @override
     def stats(self) -> dict[str, int]:
-        """Return figures of this process; the bucket alone knows how much it holds."""
+        """Return figures of this process; only the bucket knows how much it holds."""
         counted = {name: value for (name, _), value in self._counters.snapshot().items()}
         sizes = {"num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0}
         return (
@@ -225,7 +225,7 @@ class S3Backend(StorageBackend):
                 results[place] = Miss(MissReason.UNAVAILABLE)
 
     async def _read(self, found: FoundObject, memory: MemoryObj) -> Result:
-        """Hand `memory` over to a thread, which may outlive its caller."""
+        """Pass `memory` to a thread, which may outlive its caller."""
         try:
             reading = self._reading.submit(self._objects.read, found, memory)
         except BaseException:
@@ -257,7 +257,7 @@ class S3Backend(StorageBackend):
 
     @asynccontextmanager
     async def _limit(self) -> AsyncIterator[None]:
-        """Bound what is inside by a deadline whose end is `UnavailableError`."""
+        """Bound the body by a deadline, raised as `UnavailableError`."""
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 yield

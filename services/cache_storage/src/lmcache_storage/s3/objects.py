@@ -1,9 +1,9 @@
-"""Records as objects of one bucket. Blocking, thread-safe; the only file that knows the client
+"""Records as objects of one bucket. Blocking, thread-safe; the only file that uses the client
 library.
 
-Objects are named `<prefix><tenant>/<2 hex>/<64 hex>.kvr`, one record each; the 64 digits are the
-SHA-256 of its canonical key, as in the names of the disk tier: no name tells a model or a token,
-all have the same length, and they are spread evenly.
+Objects are named `<prefix><tenant>/<2 hex>/<64 hex>.kvr`, one record each. The 64 digits are the
+SHA-256 of its canonical key, as in the names of the disk tier: a name reveals neither model nor
+tokens, all names have the same length, and they are evenly distributed.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STORED_AT: Final = "lmcache-stored-at"
-"""Metadata of an object whose chunk is older than it: when that was stored, seconds since the
+"""Metadata of an object that is newer than its chunk: when the chunk was stored, seconds since the
 epoch.
 """
 MAX_RETRIES: Final = 1
 RETRY_PAUSE_S: Final = 0.05
 RETRY_SHARE: Final = 0.5
-"""A request that failed is repeated only within this part of its time."""
+"""A failed request is repeated only within this part of its time."""
 CREDENTIALS_S: Final = 302.0
-"""How long a key from files is said to be good for. The library asks again five minutes before:
-after two seconds.
+"""Claimed lifetime of a key from files. The library refreshes keys five minutes before they expire:
+here, after two seconds.
 """
 LIST_OBJECTS: Final = 1000
 MAX_CAUSE_CHARS: Final = 300
 CHECKED_BYTES: Final = 1 << 20
-"""What an object is read by when it is only checked."""
+"""Size of the pieces in which an object is read for a check."""
 PROBE: Final = "lmcache-probe"
 _OF_ANOTHER_VERSION: Final = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
 
@@ -79,16 +79,16 @@ def object_name(prefix: str, key: ChunkKey) -> str:
 
 
 def tenant_name(tenant: str) -> str:
-    """Return a tenant's part of names: each tenant has one of its own, which holds no `/`, is never
-    `.` or `..`, and needs no quoting in URLs.
+    """Return a tenant's part of names: unique per tenant, without `/`, never `.` or `..`, and
+    needing no quoting in URLs.
     """
     name = quote(tenant, safe="").replace("~", "%7E").replace("%", "=")
     return "=2E" + name[1:] if name.startswith(".") else name
 
 
 def is_record(name: str, prefix: str, tenant: str | None) -> bool:
-    """Return whether an object of that name claims to be a record of that tenant, of any when None:
-    nothing else is ever removed.
+    """Return whether an object of that name claims to be a record of that tenant (None: of any).
+    Nothing else is ever removed.
     """
     if not name.startswith(prefix):
         return False
@@ -101,15 +101,15 @@ def is_record(name: str, prefix: str, tenant: str | None) -> bool:
 
 @dataclass(slots=True)
 class FoundObject:
-    """A record whose head has been read and is the one that was asked for; its payload comes next.
+    """A record whose head has been read and matches the request; its payload comes next.
 
     Attributes:
         key: Its name.
-        header: Its head, parsed.
-        head: The same as bytes.
+        header: Its parsed head.
+        head: Its head.
         payload_bytes: Length of its payload.
         stored_at: When the chunk was stored, seconds since the epoch.
-        pieces: What comes of it.
+        pieces: The rest of the object.
     """
 
     key: ChunkKey
@@ -121,14 +121,14 @@ class FoundObject:
 
 
 class BucketObjects:
-    """Looks up, reads, writes and removes records. Makes no request until it is asked to.
+    """Looks up, reads, writes and removes records. Makes no request by itself.
 
     Args:
-        settings: Which bucket, and how to come to it.
+        settings: Name and address of the bucket.
         clock: Seconds since the epoch.
 
     Raises:
-        ConfigError: A file cannot be read, or the library refuses an option.
+        ConfigError: A file cannot be read, or the library rejects an option.
     """
 
     def __init__(self, settings: S3Settings, clock: Callable[[], float] = time.time) -> None:
@@ -145,7 +145,7 @@ class BucketObjects:
         """Check that the bucket can be asked for an object.
 
         Raises:
-            UnavailableError: It cannot; or it does not exist, as far as it tells.
+            UnavailableError: It cannot, or it reports that it does not exist.
         """
         try:
             obstore.list_with_delimiter(self._store, self._prefix + PROBE)
@@ -153,10 +153,11 @@ class BucketObjects:
             raise self._unavailable(exc) from exc
 
     def contains(self, key: ChunkKey) -> bool:
-        """Return whether there is an object for that chunk that is not too old, without reading it.
+        """Return whether there is an object for that chunk that has not expired, without reading
+        it.
 
         Raises:
-            UnavailableError: The bucket cannot be asked.
+            UnavailableError: The bucket cannot be reached.
         """
         try:
             answer = obstore.get(
@@ -169,8 +170,8 @@ class BucketObjects:
         return not self._is_past(_stored_at(answer))
 
     def find(self, key: ChunkKey) -> FoundObject | Miss:
-        """Return the record of that chunk, its head read; or why there is none. What is too old is
-        removed, and what is damaged if it is damaged twice.
+        """Return the record of that chunk with its head read, or the reason why there is none. An
+        expired object is removed, and a damaged one if a second read finds the same error.
 
         Raises:
             UnavailableError: The bucket cannot be read.
@@ -191,11 +192,11 @@ class BucketObjects:
             raise self._unavailable(exc) from exc
 
     def read(self, found: FoundObject, memory: MemoryObj) -> Result:
-        """Return the chunk in that memory, verified; or a miss, and the memory is given back. An
-        object that is damaged twice is removed.
+        """Return the chunk in that memory, verified; or a miss, after releasing the memory. A
+        damaged object is removed if a second read finds the same error.
 
         Raises:
-            UnavailableError: The bucket cannot be read any more; the memory is given back.
+            UnavailableError: The bucket cannot be read any more; the memory is released.
         """
         try:
             hasher = payload_hasher()
@@ -213,11 +214,11 @@ class BucketObjects:
         return Chunk(found.key, found.header, found.head, memory, S3_TIER, found.stored_at)
 
     def write(self, chunk: Chunk) -> None:
-        """Write a record over whatever has its name, in one request: an object is there as a whole
-        or not at all.
+        """Write a record, replacing any object of its name, in one request: an object exists as a
+        whole or not at all.
 
         Raises:
-            UnavailableError: It was not taken.
+            UnavailableError: The write was refused.
         """
         attributes = {} if chunk.stored_at is None else {STORED_AT: repr(chunk.stored_at)}
         name = object_name(self._prefix, chunk.key)
@@ -236,7 +237,7 @@ class BucketObjects:
         """Remove a chunk's object; return whether there was one.
 
         Raises:
-            UnavailableError: The bucket does not do it.
+            UnavailableError: The removal failed.
         """
         name = object_name(self._prefix, key)
         try:
@@ -253,7 +254,7 @@ class BucketObjects:
         Lists them.
 
         Raises:
-            UnavailableError: The bucket does not do it; some may be gone.
+            UnavailableError: The removal failed; some may be gone.
         """
         num_removed = 0
         under = self._prefix if tenant is None else f"{self._prefix}{tenant_name(tenant)}/"
@@ -279,8 +280,8 @@ class BucketObjects:
         )
 
     def _refuse(self, key: ChunkKey, exc: RecordError) -> Miss:
-        """Remove a damaged object, if the same is wrong with it when it is read again: others share
-        the bucket, and it may be this host's memory that is bad.
+        """Remove a damaged object if a second read finds the same error: other hosts share the
+        bucket, and this host's memory may be faulty.
         """
         if exc.reason in _OF_ANOTHER_VERSION:
             return miss_for(exc)
@@ -290,7 +291,7 @@ class BucketObjects:
             self._discard(name)
         elif again is not None:
             logger.warning(
-                "object read in two ways, left: object=%s first=%s second=%s",
+                "two reads of an object differ, keeping it: object=%s first=%s second=%s",
                 name,
                 exc,
                 again or "whole",
@@ -299,8 +300,8 @@ class BucketObjects:
         return miss_for(exc)
 
     def _error_of(self, key: ChunkKey, name: str) -> str | None:
-        """Return what is wrong with an object, read as a whole: nothing if it is intact, None if
-        it is gone.
+        """Return the error of an object, read as a whole: "" if it is intact, None if it is
+        gone.
         """
         try:
             found = _found(obstore.get(self._store, name), key, 0)
@@ -318,8 +319,8 @@ class BucketObjects:
         return ""
 
     def _discard(self, name: str) -> None:
-        """Remove an unusable object, so that a good one is written there again; if that fails, it
-        is a miss the next time too.
+        """Remove an unusable object, so that a good one can be written there; if that fails, it is
+        a miss the next time, too.
         """
         try:
             obstore.delete(self._store, name)
@@ -331,17 +332,17 @@ class BucketObjects:
 
 
 class _Pieces:
-    """The bytes of an object as they come."""
+    """The bytes of an object as they arrive."""
 
     def __init__(self, answer: GetResult) -> None:
         self._pieces: Iterator[bytes] = iter(answer.stream(min_chunk_size=1))
         self._piece = memoryview(b"")
 
     def fill(self, view: memoryview, saw: Callable[[memoryview], object] | None = None) -> None:
-        """Fill a buffer with what comes next, and show `saw` each part of it.
+        """Fill a buffer with the next bytes, and pass each part of it to `saw`.
 
         Raises:
-            RecordError: The object ends before.
+            RecordError: The object ends first.
         """
         at = 0
         while at < len(view):
@@ -360,10 +361,10 @@ class _Pieces:
 
 
 def _found(answer: GetResult, key: ChunkKey, stored_at: float) -> FoundObject:
-    """Read the head of a record.
+    """Parse the head of a record.
 
     Raises:
-        RecordError: It is none, or not the one that was asked for.
+        RecordError: It is malformed, or of another key.
     """
     pieces = _Pieces(answer)
     head = bytearray(PREFIX_BYTES)
@@ -378,7 +379,7 @@ def _found(answer: GetResult, key: ChunkKey, stored_at: float) -> FoundObject:
 
 
 class _KeyFiles:
-    """Credentials from two files, as they are now. Called by the library when it needs them."""
+    """Current credentials from two files. Called by the library when it needs them."""
 
     def __init__(self, access_key: TokenFile, secret_key: TokenFile) -> None:
         self._access_key = access_key
@@ -420,9 +421,10 @@ def _create_store(settings: S3Settings) -> S3Store:
     config: S3Config = {
         "region": settings.s3_region,
         "virtual_hosted_style_request": not settings.s3_path_style,
-        # TLS and the record's own digest guard it; a third hash is the largest cost of a write.
+        # TLS and the record's own digest protect it; a third hash would be the largest cost of a
+        # write.
         "unsigned_payload": is_encrypted,
-        "disable_bulk_delete": True,  # not every server has it
+        "disable_bulk_delete": True,  # not every server supports it
     }
     if settings.s3_endpoint_url is not None:
         config["endpoint"] = settings.s3_endpoint_url
@@ -452,6 +454,6 @@ def _stored_at(answer: GetResult) -> float:
 
 
 def _cause(exc: Exception) -> str:
-    """Return what went wrong, without the answer's body, which may repeat what was signed."""
+    """Return the error without the response body, which may repeat what was signed."""
     first = str(exc).partition("\n")[0].partition(": <")[0]
     return first[:MAX_CAUSE_CHARS] or type(exc).__name__

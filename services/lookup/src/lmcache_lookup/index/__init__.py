@@ -1,4 +1,4 @@
-"""Where the index lives: in Redis for several replicas, in the process for one."""
+"""Places for the index: Redis for several replicas, this process for one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def create_index(settings: LookupSettings) -> LookupIndex:
-    """Build the index that the settings ask for; connects to nothing.
+    """Create the index that the settings select, without connecting.
 
     Raises:
         ConfigError: The Redis URL, a file for TLS, or the sentinels' password cannot be read.

@@ -24,14 +24,14 @@ MAX_STORED_HOLDERS_PER_CHUNK: Final = 64
 
 
 class ClaimedElsewhereError(UnavailableError):
-    """Another replica is taking events of this instance, or was until it failed. The index is
-    there: trying again in a moment helps.
+    """Another replica is processing events of this instance, or was until it failed. The index is
+    available: retrying in a moment helps.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseClaim:
-    """A lease to take or renew; `ttl_ms` is the life granted."""
+    """A lease to take or renew; `ttl_ms` is the lifetime granted."""
 
     instance: str
     incarnation: int
@@ -44,10 +44,10 @@ class IndexEvent:
     """A store or a removal.
 
     Attributes:
-        op: Which.
-        tenant: Namespace of the chunk.
+        op: The operation.
+        tenant: Tenant of the chunk.
         chunk_id: 16 bytes.
-        tier: Where in the instance.
+        tier: Tier of the instance.
         size_bytes: Size of the record; 0 for a removal.
     """
 
@@ -60,7 +60,7 @@ class IndexEvent:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events of one instance with consecutive numbers from `first_sequence` on."""
+    """Events of one instance with consecutive numbers from `first_sequence`."""
 
     instance: str
     incarnation: int
@@ -71,50 +71,49 @@ class EventBatch:
 def check_places(
     fits: bool, owner_fits: bool, max_instances: int, max_instances_per_tenant: int
 ) -> None:
-    """Raise `CapacityError` where there is no place for one more lease."""
+    """Raise `CapacityError` if there is no room for one more lease."""
     if not owner_fits:
         raise CapacityError(
-            f"max_instances_per_tenant={max_instances_per_tenant}: this tenant has as many live"
-            " instances; raise it"
+            f"max_instances_per_tenant={max_instances_per_tenant}: this tenant already has this"
+            " many live instances; raise the limit"
         )
     if not fits:
         raise CapacityError(
-            f"max_instances={max_instances}: as many live instances hold leases; raise it"
+            f"max_instances={max_instances}: this many live instances hold leases; raise the limit"
         )
 
 
 class LookupIndex(abc.ABC):
     """The holders of each chunk.
 
-    Every method but the constructor may raise `UnavailableError`: the place where the index lives
-    did not answer in time. Then it is unknown whether a write was taken; all writes may be
-    repeated.
+    Every method except the constructor may raise `UnavailableError` if the storage of the index did
+    not answer in time. Whether a write took effect is then unknown; all writes may be repeated.
     """
 
     name: str
-    """The implementation, for people."""
+    """Name of the implementation, for display."""
     where = "this process"
-    """Where it lives, for people."""
+    """Location of the index, for display."""
 
     @abc.abstractmethod
     async def open(self) -> None:
-        """Get ready. Does not wait for a server that is away."""
+        """Prepare for use. Does not wait for an unavailable server."""
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Give back connections and memory."""
+        """Release connections and memory."""
 
     @abc.abstractmethod
     async def ping(self) -> None:
-        """Ask the place where the index lives whether it is there."""
+        """Check that the storage of the index responds."""
 
     @abc.abstractmethod
     async def renew(self, owner: str, claim: LeaseClaim) -> EventsAck:
         """Take or renew a lease.
 
-        A higher incarnation replaces a lower one and begins at sequence 0; a lower one than that of
-        a live lease changes nothing and has to resync; a lease that ran out begins at sequence
-        0, whatever its incarnation.
+        A higher incarnation replaces a lower one and begins at sequence 0; one lower than that of a
+        live lease changes nothing and must resync; after an expired lease any incarnation begins at
+        sequence 0.
 
         Raises:
             CapacityError: Too many instances hold leases.
@@ -122,12 +121,12 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def end(self, owner: str, instance: str, incarnation: int | None = None) -> bool:
-        """End a lease: its entries are dead at once.
+        """End a lease: its entries are dead immediately.
 
         Args:
             owner: The tenant that took it.
-            instance: Whose.
-            incarnation: End it only if it is this one's.
+            instance: The instance.
+            incarnation: End it only if it belongs to this incarnation.
 
         Returns:
             Whether there was such a lease.
@@ -135,8 +134,8 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def apply(self, owner: str, batch: EventBatch) -> EventsAck:
-        """Take events in order, skipping those that were taken before; takes none after a gap or
-        without a live lease.
+        """Apply events in order, skipping those applied before; apply none after a gap or without a
+        live lease.
         """
 
     @abc.abstractmethod
@@ -144,8 +143,8 @@ class LookupIndex(abc.ABC):
         """Return the holders of each chunk, in one round trip.
 
         Returns:
-            One list for each chunk id, empty where no live instance holds it. Not to be changed:
-            chunks may share a list.
+            One list per chunk id, empty if no live instance holds it. Do not modify: chunks may
+                share a list.
         """
 
     @abc.abstractmethod
@@ -157,18 +156,18 @@ class LookupIndex(abc.ABC):
         """Forget the holders of these chunks.
 
         Returns:
-            How many were known.
+            How many chunks were known.
         """
 
     @abc.abstractmethod
     async def clear(self, tenant: str) -> None:
-        """Forget all chunks of a tenant, and let the instances whose leases it took announce
-        theirs again.
+        """Forget all chunks of a tenant, and make the instances with its leases announce theirs
+        again.
         """
 
     @abc.abstractmethod
     async def sweep(self) -> int:
-        """Do a bounded part of a round trip through the index that clears dead entries.
+        """Clear dead entries in a bounded part of the index; repeated calls cover all of it.
 
         Returns:
             How many entries were cleared.
@@ -176,10 +175,8 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def stats(self, tenant: str) -> StatsAnswer:
-        """Return figures of one tenant: its chunks, and the instances whose leases it took."""
+        """Return figures of one tenant: its chunks, and the instances with its leases."""
 
     @abc.abstractmethod
     async def tenants(self) -> list[str]:
-        """Return the tenants in whose namespaces chunks were stored, sorted; some may have none any
-        more.
-        """
+        """Return the tenants for which chunks were stored, sorted; some may have none left."""

@@ -1,4 +1,6 @@
-"""A circuit breaker: while Redis is away, calls fail at once instead of after their timeouts."""
+"""A circuit breaker: while Redis is unavailable, calls fail immediately instead of after
+timeouts.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ T = TypeVar("T")
 
 
 class IndexBreaker:
-    """After three failures in a row makes no call for a while, twice as long after each further
+    """Stops calls for a while after three consecutive failures, twice as long after each further
     one, up to two seconds.
 
-    A refusal is an answer and holds no call back. `ping` is always made, and its success lets calls
-    through again. It fails while leases or events are refused, since what is known goes stale then.
+    A refusal is an answer and stops no calls. `ping` is always sent, and its success admits calls
+    again. It fails while leases or events are refused, since the index becomes outdated then.
 
     Args:
-        name: What is away, for errors.
-        backoff: When to try again.
+        name: Name of the index, for errors.
+        backoff: Decides when to retry.
         clock: Seconds, monotonic.
     """
 
@@ -44,11 +46,11 @@ class IndexBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are held back now."""
+        """Whether calls are currently stopped."""
         return self._backoff.wait_s > 0
 
     async def ping(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Make a call even while others are held back.
+        """Make a call even while others are stopped.
 
         Raises:
             UnavailableError: It failed, or writes were refused within the last minute.
@@ -59,18 +61,19 @@ class IndexBreaker:
                 raise error
 
     async def call(self, call: Callable[[], Awaitable[T]], write: str = "") -> T:
-        """Make a call, if calls are made now.
+        """Make a call, unless calls are stopped.
 
         Args:
-            call: Begins it.
-            write: Its kind, if `ping` is to fail after a refusal until one of the kind is taken.
+            call: Begins the call.
+            write: Kind of write, if `ping` is to fail after a refusal until one of the kind
+            succeeds.
 
         Raises:
-            UnavailableError: It failed, or is held back.
+            UnavailableError: It failed, or calls are stopped.
         """
         if self.is_open:
             raise UnavailableError(
-                f"the {self._name} index is away; next try in {self._backoff.wait_s:.1f} s"
+                f"the {self._name} index is unavailable; next try in {self._backoff.wait_s:.1f} s"
             )
         try:
             result = await self._watch(call)

@@ -1,4 +1,4 @@
-"""The index in this process: for one replica, for a trial, for tests."""
+"""The index in this process: for a single replica, for evaluation, for tests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from lmcache_lookup.index.base import (
 
 SWEEP_CHUNKS: Final = 1024
 DROPS_PER_LOOK: Final = 64
-"""Chunks that the tenant with the most gives up before all tenants are compared again."""
+"""Chunks that the largest tenant loses before all tenants are compared again."""
 
 
 @dataclass(slots=True)
 class _Lease:
-    """One life of one instance. Entries point at it, so that ending it kills them all at once."""
+    """One incarnation of one instance. Entries refer to it, so that ending it invalidates them
+    all.
+    """
 
     owner: str
     instance: str
@@ -49,8 +51,8 @@ class _TenantChunks:
     """Chunks of one tenant, the one stored longest ago first.
 
     Sweeping moves them from `unswept` to `swept`, so that it can stop anywhere: all of `swept` was
-    stored before all of `unswept`. A plain dict would look at each place that was emptied at its
-    front before it finds the first chunk.
+    stored before all of `unswept`. A single dict would have to skip every emptied slot at its front
+    to find the first chunk.
     """
 
     swept: OrderedDict[bytes, _Entries] = field(default_factory=OrderedDict)
@@ -72,14 +74,14 @@ class _TenantChunks:
 class EmbeddedIndex(LookupIndex):
     """Bounded dictionaries.
 
-    A tenant with too many chunks forgets the one that it stored longest ago. Where all of them
-    together have too many, one with the most does, which is looked for again after 64 such losses.
+    A tenant with too many chunks loses the one stored longest ago. If there are too many in total,
+    one of the largest tenants does; which one is determined again after 64 such losses.
 
     Args:
-        max_chunks: Bound on chunks, over all tenants.
+        max_chunks: Bound on chunks of all tenants.
         max_instances: Bound on leases.
-        max_chunks_per_tenant: Bound on chunks of one tenant; None: there is only the common one.
-        max_instances_per_tenant: Bound on leases of one owner; None: there is only the common one.
+        max_chunks_per_tenant: Bound on chunks of one tenant; None: only the common one.
+        max_instances_per_tenant: Bound on leases of one owner; None: only the common one.
         clock: Seconds, monotonic.
     """
 
@@ -108,7 +110,7 @@ class EmbeddedIndex(LookupIndex):
 
     @override
     async def open(self) -> None:
-        """Nothing to get ready."""
+        """Do nothing: there is nothing to prepare."""
 
     @override
     async def close(self) -> None:
@@ -120,7 +122,7 @@ class EmbeddedIndex(LookupIndex):
 
     @override
     async def ping(self) -> None:
-        """Always there."""
+        """Do nothing: the index is always available."""
 
     @override
     async def renew(self, owner: str, claim: LeaseClaim) -> EventsAck:
@@ -193,7 +195,7 @@ class EmbeddedIndex(LookupIndex):
 
     @override
     async def clear(self, tenant: str) -> None:
-        # The sweep frees the memory, a little at a time.
+        # The sweep frees the memory in small steps.
         chunks = self._tenants.pop(tenant, None)
         if chunks:
             self._num_chunks -= len(chunks)
@@ -243,7 +245,7 @@ class EmbeddedIndex(LookupIndex):
         check_places(*self._places(key[0]), self._max_instances, self._max_instances_per_tenant)
 
     def _places(self, owner: str) -> tuple[bool, bool]:
-        """Return whether there is a place for one more lease, and one of this owner."""
+        """Return whether there is room for one more lease, and for one of this owner."""
         num_own = sum(other == owner for other, _ in self._leases)
         return len(self._leases) < self._max_instances, num_own < self._max_instances_per_tenant
 
@@ -276,7 +278,7 @@ class EmbeddedIndex(LookupIndex):
             self._num_chunks -= 1
 
     def _find_largest(self, num_growing: int) -> None:
-        """Compare all tenants only now and then: what was found is kept while it is near the truth.
+        """Compare all tenants only occasionally: the result is kept while it is close enough.
 
         Args:
             num_growing: Chunks of the tenant that has just stored one.
@@ -295,7 +297,7 @@ class EmbeddedIndex(LookupIndex):
         ]
 
     def _sweep_one(self, tenant: str) -> int:
-        """Look at one chunk of a tenant, or end its turn. Returns how many entries were cleared."""
+        """Check one chunk of a tenant, or end its turn; return how many entries were cleared."""
         chunks = self._tenants.get(tenant)
         if not chunks or not chunks.unswept:
             self._to_sweep.popleft()

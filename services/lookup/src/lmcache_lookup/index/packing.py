@@ -1,6 +1,6 @@
-"""How Redis stores the index: names of keys, and the bytes of a bucket's values.
+"""The layout of the index in Redis: names of keys, and the encoding of a bucket's values.
 
-Another layout takes another prefix than `lmc2:`, so versions never mix.
+A different layout uses a prefix other than `lmc2:`, so versions never mix.
 
 ```
 lmc2:{b:00f2}:<tenant>  hash: chunk id (16 bytes) -> holders, concatenated
@@ -10,7 +10,7 @@ lmc2:{i}:numbers        last instance number; starts at the time in seconds
 lmc2:{i}:tenants        set of tenants that have buckets
 lmc2:{i}:nodes          JSON array of a cluster's epoch and its masters' run ids
 lmc2:{b:00f2}:!         in a cluster, the bucket's mark: when it was last found without one, in ms
-lmc2:{i}:marks          the newest marks that instances were told of, comma-separated
+lmc2:{i}:marks          the newest marks reported to instances, comma-separated
 ```
 The bucket is the first 6 bits of the chunk id, in two hex digits. Braces enclose a hash tag; its
 two letters put bucket k into the k-th of 64 equal ranges of a cluster's slots. A holder: ```
@@ -63,7 +63,7 @@ _HOLDER = struct.Struct("<IQQB")
 
 
 class StoredHolder(NamedTuple):
-    """One holder of a chunk as it is stored."""
+    """One holder of a chunk, as stored."""
 
     number: int
     incarnation: int
@@ -72,15 +72,15 @@ class StoredHolder(NamedTuple):
 
 
 def bucket_of(chunk_id: bytes) -> int:
-    """Which of the 64 buckets a chunk lies in."""
+    """Return the number of a chunk's bucket, 0 to 63."""
     return chunk_id[0] >> _BUCKET_SHIFT
 
 
 def split_by_bucket(chunk_ids: Sequence[bytes]) -> list[list[bytes]]:
-    """Return the ids that lie in each of the 64 buckets.
+    """Return the ids in each of the 64 buckets.
 
     Raises:
-        ValueError: They have not 16 bytes each.
+        ValueError: The length of one is not 16 bytes.
     """
     buckets: list[list[bytes]] = [[] for _ in range(NUM_BUCKETS)]
     first_bytes = b"".join(chunk_ids)[::CHUNK_ID_BYTES]
@@ -95,14 +95,14 @@ def bucket_key(tenant: str, bucket: int) -> str:
 
 
 def mark_key(bucket: int) -> str:
-    """Return the key of a bucket's mark, for all tenants: it lies where the bucket lies, and is
-    lost with it. No tenant is called so.
+    """Return the key of a bucket's mark, for all tenants: it is on the bucket's server, and is lost
+    with it. No tenant has this name.
     """
     return _BUCKET_PREFIXES[bucket] + "!"
 
 
 def lease_field(owner: str, instance: str) -> str:
-    """Return the field of a lease; neither part can hold a slash."""
+    """Return the field of a lease; neither part can contain a slash."""
     return f"{owner}/{instance}"
 
 
@@ -113,13 +113,13 @@ def pack_holder(holder: StoredHolder) -> bytes:
 
 
 def pack_life(incarnation: int, size_bytes: int, tier: str) -> bytes:
-    """Return the bytes of one holder from its incarnation on: the number is Redis' to know."""
+    """Return the bytes of one holder from its incarnation on; Redis supplies the number."""
     return pack_holder(StoredHolder(0, incarnation, size_bytes, tier))[NUMBER_BYTES:]
 
 
 def unpack_holders(data: bytes) -> Iterator[StoredHolder]:
-    """Read a bucket's value; bytes that are cut off or foreign end the reading, since an unknown
-    holder is as good as none.
+    """Parse a bucket's value. Truncated or foreign bytes end the iteration, since an unknown holder
+    is as good as none.
     """
     at = 0
     while at + _HOLDER.size <= len(data):
@@ -133,12 +133,12 @@ def unpack_holders(data: bytes) -> Iterator[StoredHolder]:
 
 
 def pack_number(number: int) -> bytes:
-    """Return the first 4 bytes of a holder: which instance."""
+    """Return the first 4 bytes of a holder, which identify the instance."""
     return struct.pack("<I", number)
 
 
 class StoredLease(msgspec.Struct, array_like=True, frozen=True):
-    """A lease as `redis_scripts` writes it."""
+    """A lease as written by `redis_scripts`."""
 
     number: int
     incarnation: str
@@ -154,9 +154,9 @@ class LiveInstance:
 
     Attributes:
         owner: The tenant that took it.
-        instance: Whose.
-        lease: As stored.
-        expires_at: When it ends, in this process's clock.
+        instance: The instance.
+        lease: The lease as stored.
+        expires_at: When it ends, on this process's clock.
     """
 
     owner: str
@@ -170,10 +170,10 @@ class LiveTable:
     """All live leases at one moment.
 
     Attributes:
-        version: Of the picture in Redis.
-        by_identity: (instance number, incarnation) -> who that is.
-        stale_at: When the first of the leases ends unless it was renewed meanwhile: time to look
-            again.
+        version: Version of the snapshot in Redis.
+        by_identity: (instance number, incarnation) -> instance.
+        stale_at: When the first of the leases ends unless renewed: the table must be read again
+        then.
     """
 
     version: bytes
@@ -182,11 +182,11 @@ class LiveTable:
 
     @classmethod
     def from_reply(cls, reply: Sequence[object], now: float) -> LiveTable:
-        """Read what the script `TABLE` returns. `now` is this process's time at which the question
-        was asked.
+        """Parse the result of the script `TABLE`. `now` is the time on this process's clock at
+        which the request was made.
 
         Raises:
-            UnavailableError: Something else than our leases is stored there.
+            UnavailableError: Something other than our leases is stored there.
         """
         try:
             now_ms, version, flat = reply

@@ -1,8 +1,8 @@
-"""The index in Redis: any number of stateless replicas share it. While Redis is away, a breaker
-answers.
+"""The index in Redis, shared by any number of stateless replicas. While Redis is unavailable, a
+breaker answers.
 
 A lookup is one round trip: the version of the lease table, and the values of the chunks. The table
-itself is read again only when its version changed or a lease in it may have run out.
+itself is read again only if its version has changed or a lease in it may have expired.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ class RedisIndexOptions:
 
 
 class RedisIndex(LookupIndex):
-    """An index in Redis; see `packing` for its layout, and `redis_scripts` for what is atomic.
+    """An index in Redis; see `packing` for its layout, and `redis_scripts` for its atomic
+    operations.
 
     Args:
-        access: Where Redis is.
+        access: Address and credentials of Redis.
         options: Bounds.
         clock: Seconds, monotonic.
 
@@ -118,7 +119,7 @@ class RedisIndex(LookupIndex):
 
     @override
     async def open(self) -> None:
-        """Connections are made when they are needed."""
+        """Do nothing: connections are opened on demand."""
 
     @override
     async def close(self) -> None:
@@ -197,7 +198,7 @@ class RedisIndex(LookupIndex):
 
     @override
     async def clear(self, tenant: str) -> None:
-        # The instances are asked to begin again first, so that nothing taken meanwhile counts.
+        # The instances are asked to announce again first, so that nothing stored in between counts.
         await self._write(self._client.run, scripts.RESYNC, [LEASES_KEY], [tenant])
         await self._write(self._client.many, _to_every_bucket("UNLINK", tenant))
 
@@ -241,8 +242,8 @@ class RedisIndex(LookupIndex):
         return EventsAck(next_sequence, bool(resync))
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
-        # The version is asked for with the values, and on its server before them: an instance that
-        # lives by it was alive after the call began.
+        # The version is requested together with the values, and before them on its server: an
+        # instance that is live in this version was alive after the call began.
         buckets = split_by_bucket(chunk_ids)
         commands = [
             RedisCommand(VERSION_KEY, ("GET", VERSION_KEY)),
@@ -250,8 +251,8 @@ class RedisIndex(LookupIndex):
         ]
         version, *values_of_buckets = await self._client.many(commands)
         await self._refresh_table(version or b"")
-        # The chunks of one prompt mostly have the same holders, tiers and sizes: the same bytes are
-        # read once.
+        # The chunks of one prompt mostly have the same holders, tiers and sizes: equal bytes are
+        # parsed once.
         asked_buckets = [inside for inside in buckets if inside]
         values: list[bytes | None] = list(
             itertools.chain.from_iterable(
@@ -268,10 +269,10 @@ class RedisIndex(LookupIndex):
         return [read[value_of[chunk_id]] for chunk_id in chunk_ids]
 
     def _reads_of(self, tenant: str, buckets: Sequence[Sequence[bytes]]) -> list[RedisCommand]:
-        """Return one `HMGET` for each bucket that is asked.
+        """Return one `HMGET` for each bucket in the request.
 
-        Their hundreds of chunk ids are joined and not looked at one by one. What all commands of a
-        tenant have in common is kept: the keys, and the bytes between the number of words and the
+        Its hundreds of chunk ids are joined without looking at each. The parts common to all
+        commands of a tenant are cached: the keys, and the bytes between the number of words and the
         first id.
         """
         kept = self._reads.get(tenant)

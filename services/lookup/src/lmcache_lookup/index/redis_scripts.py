@@ -1,14 +1,14 @@
-"""What has to be atomic in Redis: Lua.
+"""Atomic operations in Redis, in Lua.
 
 A lease is a JSON array `[number, incarnation, kind, expires_ms, next_sequence, resync]`, in a
-cluster with two more: the claim of the batch that is being taken, "" for none, and when it ends.
-Incarnations are decimal text of 20 digits, since Lua's numbers are doubles; times are in Redis' own
-clock. The version is the time of the last change: unlike a counter, it does not come back after a
+cluster with two more: the claim of the batch being taken, "" for none, and when it ends.
+Incarnations are decimal text of 20 digits, since Lua's numbers are doubles; times are on Redis' own
+clock. The version is the time of the last change: unlike a counter, it does not repeat after a
 flush. Instance numbers begin at the time in seconds for the same reason: a number that was lost
-with its lease is not given out again.
+with its lease is not assigned again.
 
-`APPLY` touches many buckets in one call, which one server alone allows; a cluster takes a batch by
-`CLAIM`, a `TAKE` for each bucket, and `SETTLE`.
+`APPLY` touches many buckets in one call, which only a single server allows; a cluster takes a batch
+by `CLAIM`, a `TAKE` for each bucket, and `SETTLE`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ local function save(field, lease) redis.call('HSET', KEYS[1], field, cjson.encod
 """
 
 # merge(bucket, chunk id, holder without its instance number, 1 for a store or 0, packed instance
-# number, max_holders, max_chunks). Entries of the same number in an earlier incarnation are dropped
-# on the way: they are dead. Where one is of a later incarnation, the event itself is dead. A bucket
-# that is full forgets any one chunk: a hash knows no order. A foreign value in its place is
-# deleted.
+# number, max_holders, max_chunks). Entries of the same number in an earlier incarnation are dead
+# and dropped in passing. If one is of a later incarnation, the event itself is dead. A full bucket
+# drops an arbitrary chunk: a hash is unordered. A foreign value in its place is deleted.
 MERGE: Final = """
 local function is_later(life, other)
   local low, high = struct.unpack('<I4I4', life)
@@ -63,12 +62,11 @@ end
 """  # noqa: E501
 
 # KEYS leases, version, numbers, nodes, marks. ARGV field, incarnation, kind, ttl_ms, max_instances,
-# epoch, run ids of the cluster's masters in order and marks of its buckets, each '' for no cluster,
-# or when not all of them answer, max_instances of an owner. Returns {next_sequence, resync, ok}, ok
-# being 0 where all places are taken, -1 where all of the owner's are. Who has a run id that is not
-# among the known ones, or a bucket with a newer mark, may have lost what was acknowledged: all
-# instances are asked to announce again. An older mark is from a look that another replica took
-# before.
+# epoch, run ids of the cluster's masters in order and marks of its buckets, each '' without a
+# cluster or if not all of them answer, max_instances of an owner. Returns {next_sequence, resync,
+# ok}, ok being 0 if all places are taken, -1 if all of the owner's are. A master with a run id that
+# is not among the known ones, or with a newer mark in a bucket, may have lost acknowledged data:
+# all instances are asked to announce again. An older mark was read earlier by another replica.
 RENEW: Final = Script(
     NOW
     + """
@@ -158,8 +156,8 @@ return lease[4] > now_ms and 1 or 0
 )
 
 # KEYS leases, tenants, bucket... ARGV field, incarnation, first_sequence, max_chunks of a bucket,
-# max_holders, number of tenants, tenant..., and for each event the position of its bucket in KEYS
-# and three arguments of `merge`. Returns {next_sequence, resync}.
+# max_holders, number of tenants, tenant..., and for each event the index of its bucket in KEYS and
+# three arguments of `merge`. Returns {next_sequence, resync}.
 APPLY: Final = Script(
     NOW
     + MERGE
@@ -199,7 +197,7 @@ end
 """
 )
 
-# KEYS leases, version. Returns {now_ms, version, leases}: one consistent picture.
+# KEYS leases, version. Returns {now_ms, version, leases}: a consistent snapshot.
 TABLE: Final = Script(
     NOW
     + """
@@ -208,7 +206,7 @@ return {now_ms, redis.call('GET', KEYS[2]) or '', redis.call('HGETALL', KEYS[1])
 )
 
 # KEYS bucket. ARGV (chunk id, identity) for each dead holder, an identity being its first 12 bytes.
-# Returns how many went.
+# Returns how many were removed.
 PRUNE: Final = Script("""
 local gone = 0
 for i = 1, #ARGV, 2 do
@@ -226,12 +224,12 @@ end
 return gone
 """)  # noqa: E501
 
-# Those of a cluster. Times are absolute, in milliseconds; the clocks of the cluster's servers may
-# differ by `grace_ms`.
+# Scripts for a cluster. Times are absolute, in milliseconds; the clocks of its servers may differ
+# by `grace_ms`.
 
 # KEYS leases, tenants. ARGV field, incarnation, first_sequence, number of events, claim, hold_ms,
-# grace_ms, tenant... Returns {next_sequence, resync, number, claim_ends_ms}. The number is 0 where
-# there is nothing to write, -1 where another claim holds.
+# grace_ms, tenant... Returns {next_sequence, resync, number, claim_ends_ms}. The number is 0 if
+# there is nothing to write, -1 if another claim is active.
 CLAIM: Final = Script(
     NOW
     + """
@@ -262,8 +260,8 @@ return 1
 """  # noqa: E501
 )
 
-# KEYS leases. ARGV field, incarnation, claim, the number to wait for next; '' only gives the claim
-# back. Returns {next_sequence, resync, ok}: not ok where the claim is no more.
+# KEYS leases. ARGV field, incarnation, claim, the next number to expect; '' only releases the
+# claim. Returns {next_sequence, resync, ok}: not ok if the claim is gone.
 SETTLE: Final = Script(
     NOW
     + """
@@ -279,7 +277,7 @@ return {lease[5], 0, 1}
 """
 )
 
-# KEYS mark. Returns it in milliseconds; a bucket without one gets one.
+# KEYS mark. Returns it in milliseconds; creates a missing one.
 MARK: Final = Script(
     NOW
     + """

@@ -1,4 +1,4 @@
-"""Clears entries of ended leases from Redis, a little at a time."""
+"""Clears entries of ended leases from Redis in small steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _IDENTITY: Final = struct.Struct("<IQ")
 
 
 class BucketSweeper:
-    """Goes round the buckets of all tenants, and begins again.
+    """Cycles through the buckets of all tenants.
 
     Args:
-        client: Where they are.
-        read_table: The leases as of now.
+        client: Client of Redis.
+        read_table: Returns the current leases.
     """
 
     def __init__(self, client: RedisClient, read_table: Callable[[], Awaitable[LiveTable]]) -> None:
@@ -45,7 +45,7 @@ class BucketSweeper:
         self._cursor = _BEGIN
 
     async def step(self) -> int:
-        """Look at about a thousand chunks, or a few empty buckets. Returns how many entries were
+        """Check about a thousand chunks, or a few empty buckets; return how many entries were
         cleared.
         """
         num_swept = num_seen = 0
@@ -88,16 +88,16 @@ class BucketSweeper:
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
     async def _keep(self, bucket: str) -> None:
-        """Take the time to live off a bucket of 0.1.0, which counts from the last change.
+        """Remove the expiry of a bucket of 0.1.0, which counts from the last change.
 
-        What the bucket names may be held for longer.
+        The chunks in the bucket may be held for longer.
         """
         try:
             await self._client.many([RedisCommand(bucket, ("PERSIST", bucket))])
         except ResponseError as exc:
-            # The next round tries again.
+            # The next cycle tries again.
             logger.debug(
-                "bucket keeps its time to live: key=%s error=%s", bucket, type(exc).__name__
+                "cannot remove a bucket's expiry: key=%s error=%s", bucket, type(exc).__name__
             )
 
     async def _prune(self, bucket: str, page: dict[bytes, bytes]) -> int:

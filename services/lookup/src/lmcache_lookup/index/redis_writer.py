@@ -1,4 +1,4 @@
-"""Batches of events: one script on one server, three steps in a cluster (ADR 10)."""
+"""Writes batches of events: one script on one server, three steps in a cluster (ADR 10)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class WriteBounds:
     """Bounds on entries.
 
     Attributes:
-        max_holders: Of a chunk.
-        max_bucket_chunks: Chunks of one bucket; beyond it one of them is forgotten for another.
+        max_holders: Holders of a chunk.
+        max_bucket_chunks: Chunks of one bucket; beyond it one of them is dropped for another.
     """
 
     max_holders: int
@@ -58,13 +58,13 @@ class WriteBounds:
 
 @dataclass(frozen=True, slots=True)
 class MastersSeen:
-    """Which processes hold a cluster's slots, and since when they have what is in its buckets.
+    """The processes that hold a cluster's slots, and since when they have their buckets' content.
 
     Attributes:
-        epoch: The cluster's; an older one is an older picture.
-        run_ids: Sorted, with commas; empty where there is no cluster, or not all of them answered.
-        marks: Of all buckets, with commas; a bucket that was emptied has a newer one. Empty where
-            `run_ids` is, or one refused.
+        epoch: The cluster's epoch; a lower one is an older snapshot.
+        run_ids: Sorted, comma-separated; empty without a cluster, or if not all of them answered.
+        marks: Marks of all buckets, comma-separated; an emptied bucket has a newer one. Empty if
+            `run_ids` is, or if a server refused.
     """
 
     epoch: int = 0
@@ -74,11 +74,11 @@ class MastersSeen:
 
 class ServerWriter:
     """Writes to one server: a batch is one script, so that its number and its entries change
-    together or not at all.
+    atomically.
 
     Args:
-        client: The server, which belongs to the caller.
-        bounds: On entries.
+        client: The server's client, owned by the caller.
+        bounds: Bounds on entries.
     """
 
     def __init__(self, client: RedisClient, bounds: WriteBounds) -> None:
@@ -86,10 +86,10 @@ class ServerWriter:
         self._bounds = bounds
 
     async def take(self, field: str, batch: EventBatch) -> EventsAck:
-        """Take the batch of a lease's `field`; see `LookupIndex.apply`.
+        """Apply the batch to a lease's `field`; see `LookupIndex.apply`.
 
         Raises:
-            ClaimedElsewhereError: Another replica is taking events of this instance.
+            ClaimedElsewhereError: Another replica is processing events of this instance.
         """
         keys = {LEASES_KEY: 1, TENANTS_KEY: 2}
         flat: list[Argument] = []
@@ -110,8 +110,8 @@ class ServerWriter:
         return EventsAck(next_sequence, bool(resync))
 
     async def masters_seen(self) -> MastersSeen:
-        """Return which processes would hold what was written lately; nothing for one server, which
-        loses leases together with entries.
+        """Return the processes that hold recent writes; empty for one server, which loses leases
+        and entries together.
         """
         return MastersSeen()
 
@@ -120,9 +120,9 @@ class ClusterWriter(ServerWriter):
     """Writes to a cluster: a batch is claimed, written to each bucket, and settled.
 
     Args:
-        client: The cluster, which belongs to the caller.
-        bounds: On entries.
-        timeout_s: After this long no caller waits for a batch any more.
+        client: The cluster's client, owned by the caller.
+        bounds: Bounds on entries.
+        timeout_s: Time after which no caller still waits for a batch.
         clock: Seconds, monotonic.
     """
 
@@ -162,7 +162,7 @@ class ClusterWriter(ServerWriter):
         )
         if number < 0:
             raise ClaimedElsewhereError(
-                "events of this instance are being taken by another replica, or were until it"
+                "events of this instance are being processed by another replica, or were until it"
                 " failed; try again"
             )
         if resync or not number:
@@ -172,8 +172,8 @@ class ClusterWriter(ServerWriter):
                 self._takes(batch, next_sequence - batch.first_sequence, number, ends_ms)
             )
         except ResponseError:
-            # All were answered, so nothing of this batch is under way any more: the next try need
-            # not wait for the claim's end.
+            # All servers have answered, so nothing of this batch is still underway: the next
+            # attempt need not wait for the claim to end.
             await self._client.run(scripts.SETTLE, [LEASES_KEY], [*lease, claim, ""])
             raise
         next_sequence, resync, settled = await self._client.run(
@@ -203,7 +203,7 @@ class ClusterWriter(ServerWriter):
 
     @override
     async def masters_seen(self) -> MastersSeen:
-        """Return what was seen at most a quarter of a second ago."""
+        """Return a result at most a quarter of a second old."""
         async with self._looking:
             if self._clock() >= self._seen_at + MASTERS_FRESH_S:
                 asked_at = self._clock()
@@ -212,7 +212,7 @@ class ClusterWriter(ServerWriter):
             return self._seen
 
     async def _look(self) -> MastersSeen:
-        """Return nothing where a master does not answer: then the cluster is not whole, and a
+        """Return an empty result if a master does not answer: then the cluster is incomplete, and a
         later look will tell.
         """
         try:
@@ -234,8 +234,8 @@ class ClusterWriter(ServerWriter):
         return MastersSeen(max(epochs, default=0), ",".join(sorted(run_ids)), marks)
 
     async def _marks(self) -> str:
-        """Return those of all buckets, or nothing where a server refuses, because it is full or
-        takes the cluster for incomplete.
+        """Return the marks of all buckets; "" if a server refuses because it is full or considers
+        the cluster incomplete.
         """
         keys = [mark_key(bucket) for bucket in range(NUM_BUCKETS)]
         try:
@@ -251,7 +251,7 @@ class ClusterWriter(ServerWriter):
         return b",".join(marks).decode()
 
     def _note_refusals(self, found: Sequence[Sequence[Any]]) -> None:
-        """Log changes only. Without these commands all goes well until a server loses something."""
+        """Log changes only. Without these commands everything works until a server loses data."""
         refusals = sorted(
             {str(answer) for who in found for answer in who if isinstance(answer, ResponseError)}
         )
@@ -259,8 +259,8 @@ class ClusterWriter(ServerWriter):
             self._is_refused = bool(refusals)
             if refusals:
                 logger.warning(
-                    "redis refuses INFO or CLUSTER INFO, entries that a failover loses stay"
-                    " unknown: error=%s",
+                    "redis refuses INFO or CLUSTER INFO, entries lost in a failover stay"
+                    " unnoticed: error=%s",
                     refusals[0],
                 )
             else:
@@ -283,7 +283,7 @@ def _tenants_of(batch: EventBatch) -> list[str]:
 
 
 def _fields_of(answers: Sequence[Any]) -> dict[str, str]:
-    """Return the lines `name:value` of texts; refusals have none."""
+    """Return the lines `name:value` of the replies; refusals have none."""
     text = "\n".join(
         answer.decode(errors="replace") for answer in answers if isinstance(answer, bytes)
     )

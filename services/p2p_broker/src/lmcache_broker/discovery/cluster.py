@@ -1,4 +1,4 @@
-"""The Kubernetes API, as far as the broker uses it: the EndpointSlices of one service, and one
+"""The part of the Kubernetes API that the broker uses: the EndpointSlices of one service, and one
 annotation of pods.
 """
 
@@ -18,15 +18,15 @@ _MERGE: Final = "application/merge-patch+json"
 
 
 class GoneError(UnavailableError):
-    """The version that a watch was to continue from is forgotten."""
+    """The version from which a watch was to continue has expired."""
 
 
 class ClusterApi:
-    """Client of the Kubernetes API. The constructor connects to nothing.
+    """Client of the Kubernetes API. The constructor does not connect.
 
     Args:
-        settings: Where it is, and the service whose endpoints are peers.
-        namespace: Of the service and its pods.
+        settings: Address of the API, and the service whose endpoints are peers.
+        namespace: Namespace of the service and its pods.
 
     Attributes:
         settings: See above.
@@ -40,10 +40,10 @@ class ClusterApi:
         self._pods: Any = None
 
     async def open(self) -> None:
-        """Make the client.
+        """Create the client.
 
         Raises:
-            ConfigError: No address was given, and this is no pod of a cluster, or a file cannot be
+            ConfigError: No address is set and this is not a pod of a cluster, or a file cannot be
                 read.
         """
         from kubernetes.aio import client, config
@@ -54,7 +54,7 @@ class ClusterApi:
                 config.load_incluster_config(configuration)
             except config.ConfigException as exc:
                 raise ConfigError(
-                    f"discovery=kubernetes: this is no pod of a cluster ({exc}); set"
+                    f"discovery=kubernetes: this is not a pod of a cluster ({exc}); set"
                     " kubernetes_api_url"
                 ) from exc
         else:
@@ -66,17 +66,17 @@ class ClusterApi:
         self._pods = client.CoreV1Api(self._client)
 
     async def close(self) -> None:
-        """End the connections. Idempotent."""
+        """Close the connections. Idempotent."""
         if self._client is not None:
             await self._client.close()
             self._client = None
 
     async def list_slices(self, **how: Any) -> Any:
-        """Return the unread answer to a list or a watch of the service's slices; the caller closes
+        """Return the unread response to a list or watch of the service's slices; the caller closes
         it.
 
         Raises:
-            GoneError: A watch was to continue from a version that is forgotten.
+            GoneError: A watch was to continue from a version that has expired.
             UnavailableError: The API refused.
         """
         from kubernetes.aio.client.exceptions import ApiException
@@ -95,7 +95,7 @@ class ClusterApi:
         return response
 
     async def annotate_pod(self, name: str, annotation: str, value: str) -> bool:
-        """Set an annotation of a pod of the namespace.
+        """Set an annotation of a pod in the namespace.
 
         Returns:
             Whether there is such a pod.
@@ -125,7 +125,7 @@ class ClusterApi:
         return bool(status == 200)
 
     async def _authorise(self) -> None:
-        """Read the token again: tokens are replaced while this process runs."""
+        """Re-read the token, which is replaced while this process runs."""
         if self.settings.kubernetes_token_file is not None:
             token = await asyncio.to_thread(self.settings.kubernetes_token_file.read_text, "utf-8")
             self._client.configuration.api_key["BearerToken"] = f"Bearer {token.strip()}"
@@ -133,7 +133,7 @@ class ClusterApi:
 
 def _refusal(status: object) -> UnavailableError:
     return (
-        GoneError("the version is gone")
+        GoneError("the version has expired")
         if status == GONE
         else UnavailableError(f"the Kubernetes API answered with status {status}")
     )

@@ -1,9 +1,9 @@
 """Sets which model pods Kubernetes ends first on a scale-down: those with the least to lose.
 
-The annotation `controller.kubernetes.io/pod-deletion-cost` of a pod is set to the MiB that it alone
-holds, as its sidecar reports. A ReplicaSet ends pods with a lower cost first. Kubernetes asks not
-to change it often, so it is set only when it has changed much, a few pods at a time. Every broker
-does so, and all set the same.
+The annotation `controller.kubernetes.io/pod-deletion-cost` of a pod is set to the MiB that only it
+holds, as reported by its sidecar. A ReplicaSet ends pods with a lower cost first. Kubernetes
+advises against frequent changes, so it is set only after a large change, a few pods at a time. All
+brokers do so, and set the same values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ COST_INTERVAL_S: Final = 30.0
 MAX_PATCHES_PER_ROUND: Final = 20
 MAX_COST: Final = (1 << 31) - 1
 MIN_CHANGE: Final = 64
-"""MiB by which a cost must change before it is set again, and `CHANGE_SHARE` of it."""
+"""Smallest change in MiB, and as a part of the old cost (`CHANGE_SHARE`), for which it is set
+again.
+"""
 CHANGE_SHARE: Final = 0.2
 _BYTES_PER_UNIT: Final = 1 << 20
 
@@ -34,12 +36,12 @@ class DeletionCosts:
     """Annotates pods with what would be lost with them.
 
     Args:
-        api: Open for as long as this is repeated.
-        registry: What peers report of themselves.
+        api: Must stay open while `update` is repeated.
+        registry: Has the reports of peers.
 
     Attributes:
         num_patches: Annotations set.
-        num_failures: Rounds that ended early because the API refused or was away.
+        num_failures: Rounds that ended early because the API refused or was unavailable.
     """
 
     def __init__(self, api: ClusterApi, registry: PeerRegistry) -> None:
@@ -51,8 +53,8 @@ class DeletionCosts:
         self.num_failures = 0
 
     async def update(self, seen: Mapping[str, Sighting]) -> None:
-        """Set what has changed; to be repeated. Ends at the first failure: the next round tries
-        again.
+        """Set what has changed. Call it repeatedly: a round ends at the first failure, and the next
+        one retries.
 
         Args:
             seen: The peers that are pods of the namespace.
@@ -63,7 +65,7 @@ class DeletionCosts:
         changed = [
             (pod, cost)
             for pod, cost in wanted.items()
-            # What an earlier broker has set is not known.
+            # The values set by an earlier broker are unknown.
             if (known := self._set.get(pod)) is None
             or abs(cost - known) >= max(MIN_CHANGE, CHANGE_SHARE * known)
         ]
@@ -79,8 +81,8 @@ class DeletionCosts:
         self._note(False, "can be set again")
 
     def _wanted(self, seen: Mapping[str, Sighting]) -> dict[str, int]:
-        """Return the cost of each pod that reports what it alone holds and is not about to end;
-        those never set come first.
+        """Return the cost of each pod that reports its exclusive bytes and is not about to end;
+        pods without a cost so far come first.
         """
         found: dict[str, int] = {}
         for pod, sighting in seen.items():
@@ -95,5 +97,5 @@ class DeletionCosts:
         if is_refused != self._is_refused:
             self._is_refused = is_refused
             logger.log(
-                logging.WARNING if is_refused else logging.INFO, "deletion costs of pods %s", detail
+                logging.WARNING if is_refused else logging.INFO, "pod deletion costs %s", detail
             )

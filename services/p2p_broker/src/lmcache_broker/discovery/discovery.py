@@ -1,4 +1,4 @@
-"""Brings the peers of a list, or those that the cluster shows, into the registry."""
+"""Adds the peers of a list, or those in the cluster, to the registry."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/
 SIGHTING_TTL_S: Final = 60.0
 RENEW_S: Final = 15.0
 LEAVING_RENEW_S: Final = 1.0
-"""Used while a peer is about to end: it may register only now, at a broker that has just started,
-and has little time left for its drain.
+"""Refresh interval while a peer is about to end: it may be registering just now, with a broker that
+has just started, and has little time left for its drain.
 """
 _STEP_S: Final = 0.001
 """Pause between two lists or watches; each of them waits by itself."""
 
 
 class Discovery:
-    """Keeps the peers that are seen from outside in the registry. A peer that registers is what it
-    says of itself.
+    """Keeps peers that are seen from outside in the registry. Once a peer registers, its own
+    description applies.
 
-    A peer that is about to end gets no new pulls and is asked to drain; one that has gone loses its
-    lease at once.
+    A peer that is about to end gets no new pulls and is asked to drain; one that is gone loses its
+    lease immediately.
 
     Args:
         registry: All peers.
         owner: Owner of peers that have not registered: a tenant, or `SHARED_OWNER`.
-        api: The cluster to follow; None: `see` is called by the caller.
+        api: The cluster to follow; None: the caller calls `see`.
 
     Attributes:
-        seen: Peers that are seen now, by id.
+        seen: Peers seen now, by id.
         watch: Follows the cluster; None without one.
-        costs: Sets the pods' deletion costs; None where that is not wanted.
+        costs: Sets the pods' deletion costs; None if disabled.
     """
 
     def __init__(self, registry: PeerRegistry, owner: str, api: ClusterApi | None = None) -> None:
@@ -65,10 +65,10 @@ class Discovery:
         self._tasks = TaskSupervisor("broker-discovery", max_tasks=3)
 
     async def open(self) -> None:
-        """Begin. Does not wait for the cluster.
+        """Start, without waiting for the cluster.
 
         Raises:
-            ConfigError: There is no cluster here, or a file cannot be read.
+            ConfigError: This is not in a cluster, or a file cannot be read.
         """
         if self._api is not None:
             await self._api.open()
@@ -79,18 +79,18 @@ class Discovery:
         self._tasks.repeat("apply", self._apply_changes, _STEP_S)
 
     async def close(self) -> None:
-        """End the work and the connections. Idempotent."""
+        """Stop the work and close the connections. Idempotent."""
         await self._tasks.close()
         if self._api is not None:
             await self._api.close()
 
     def see(self, seen: Mapping[str, Sighting]) -> None:
-        """Replace the set of peers that are seen. Returns at once."""
+        """Replace the set of peers that are seen. Returns immediately."""
         self.seen = dict(seen)
         self._changed.set()
 
     async def _apply_changes(self) -> None:
-        """Wait for a change, or until sightings have to be renewed, and apply all of them."""
+        """Wait for a change, or until sightings must be renewed, and apply all changes."""
         is_hasty = any(sighting.is_leaving for sighting in self.seen.values())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVING_RENEW_S if is_hasty else RENEW_S):
@@ -114,11 +114,11 @@ class Discovery:
 
 
 async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) -> Discovery | None:
-    """Return what the settings ask for, not opened; None where peers are known by registrations
-    alone.
+    """Return the discovery that the settings select, not opened; None if peers are known only by
+    registration.
 
     Raises:
-        ConfigError: The namespace is not given, and this is no pod.
+        ConfigError: The namespace is not set, and this is not a pod.
     """
     if settings.discovery == "registration":
         return None
@@ -138,7 +138,7 @@ async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) 
             namespace = await asyncio.to_thread(POD_NAMESPACE_FILE.read_text, "utf-8")
         except OSError as exc:
             raise ConfigError(
-                "kubernetes_namespace is not set, and this is no pod"
+                "kubernetes_namespace is not set, and this is not a pod"
                 f" ({POD_NAMESPACE_FILE} cannot be read): set it"
             ) from exc
     return Discovery(registry, owner, ClusterApi(settings, namespace.strip()))

@@ -1,9 +1,9 @@
 """Follows the EndpointSlices of one service through the Kubernetes API: a list, then a watch from
-where it ended, for ever.
+its end, forever.
 
-A watch that the server ends, or whose connection is cut, continues from the last version that was
-seen (bookmarks keep that one young). If the server has forgotten the version (410), or an event
-cannot be understood, it begins again with a list.
+A watch that the server ends, or whose connection breaks, continues from the last version seen
+(bookmarks keep it recent). If the version has expired at the server (410), or an event is
+malformed, it starts again with a list.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ MAX_LINE_BYTES: Final = 16 << 20
 MAX_LIST_BYTES: Final = 64 << 20
 LIST_TIMEOUT_S: Final = 10.0
 SILENCE_S: Final = 90.0
-"""A watch that sends nothing for longer, not even a bookmark (one comes every minute), is dead."""
+"""A watch that sends nothing for this long, not even a bookmark (one comes every minute), is
+dead.
+"""
 RETRY_S: Final = 0.25
 MAX_RETRY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A peer as a list or the cluster shows it.
+    """A peer as shown by a list or the cluster.
 
     Attributes:
-        peer: Its incarnation is 0. In a cluster its id is the pod's name.
-        is_ready: It may be asked for chunks, though it has not registered.
+        peer: The peer, with incarnation 0. In a cluster its id is the pod's name.
+        is_ready: It may be asked for chunks although it has not registered.
         is_leaving: It is about to end.
     """
 
@@ -54,15 +56,15 @@ OnSeen = Callable[[Mapping[str, Sighting]], None]
 
 
 class _UnreadableError(UnavailableError):
-    """A watch sent an event that cannot be read; it would send it again."""
+    """A watch sent a malformed event, and would send it again."""
 
 
 class EndpointWatch:
-    """Watches the endpoints of one service. The constructor connects to nothing.
+    """Watches the endpoints of one service. The constructor does not connect.
 
     Args:
-        api: Open for as long as this is followed.
-        on_seen: Called on the loop with all peers, by id, whenever something has changed.
+        api: Must stay open while `follow` is repeated.
+        on_seen: Called on the loop with all peers, by id, after every change.
         silence_s: See `SILENCE_S`.
 
     Attributes:
@@ -83,10 +85,10 @@ class EndpointWatch:
         self.num_watches = 0
 
     async def ping(self) -> str:
-        """Answer for readiness.
+        """Return the state for readiness.
 
         Raises:
-            UnavailableError: Nothing has been heard of the API for too long.
+            UnavailableError: The API has been silent for too long.
         """
         if (
             time.monotonic() - self._heard_at > self._silence_s + MAX_RETRY_S
@@ -98,8 +100,8 @@ class EndpointWatch:
         return f"version {self._version}"
 
     async def follow(self) -> None:
-        """List or watch once; to be repeated. After failures it waits, longer and longer; their
-        begin and end are logged.
+        """List or watch once. Call it repeatedly. After failures it waits, longer and longer; only
+        the first failure and the recovery are logged.
         """
         try:
             if self._version:
@@ -165,7 +167,7 @@ class EndpointWatch:
     def _take(self, kind: str, item: Mapping[str, Any]) -> None:
         if kind == "ERROR":
             if item.get("code") == GONE:
-                raise GoneError("the version is gone")
+                raise GoneError("the version has expired")
             raise _UnreadableError(f"the watch ended with code {item.get('code')}")
         self._heard(str((item.get("metadata") or {}).get("resourceVersion") or self._version))
         if kind == "BOOKMARK":
@@ -182,8 +184,8 @@ class EndpointWatch:
         self._on_seen(self._sightings())
 
     def _sightings(self) -> dict[str, Sighting]:
-        """Return peers by id. A peer that two slices name, as happens while it moves from one to
-        the other, is ready if it is in either.
+        """Return peers by id. A peer in two slices, as happens while it moves between them, is
+        ready if it is ready in either.
         """
         found: dict[str, Sighting] = {}
         for item in self._slices.values():
@@ -194,9 +196,7 @@ class EndpointWatch:
         return found
 
     def _read_slice(self, item: Mapping[str, Any]) -> Iterator[Sighting]:
-        """Yield the peers of a slice. What cannot be read is skipped: a newer API may write things
-        that are unknown here.
-        """
+        """Yield the peers of a slice. Unknown entries are skipped: a newer API may write them."""
         settings = self._api.settings
         ports = {port.get("name"): port.get("port") for port in item.get("ports") or ()}
         port = ports.get(settings.kubernetes_port_name) or settings.kubernetes_port
@@ -232,7 +232,7 @@ class EndpointWatch:
             self._is_following = is_following
             logger.log(
                 logging.INFO if is_following else logging.WARNING,
-                "endpoints of %s: %s",
+                "endpoints of service %s: %s",
                 self._api.settings.kubernetes_service,
                 detail,
             )
@@ -243,7 +243,7 @@ def _name_of(item: Mapping[str, Any]) -> str:
 
 
 async def _lines(parts: AsyncIterator[bytes], silence_s: float) -> AsyncIterator[bytes]:
-    """Yield the whole lines of a stream. Raises `TimeoutError` if nothing comes for too long."""
+    """Yield the whole lines of a stream. Raises `TimeoutError` if nothing arrives for too long."""
     rest = bytearray()
     while True:
         try:

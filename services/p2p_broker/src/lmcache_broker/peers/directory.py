@@ -1,5 +1,5 @@
-"""The directory of live peers: leases, ownership, pulls in flight. All of it is soft state that
-one heartbeat brings back.
+"""The directory of live peers: leases, ownership, pulls in flight. All of it is soft state that one
+heartbeat restores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDe
 from lmcache_broker.peers.record import PeerRecord, SharedPeer
 
 SHARED_OWNER: Final = "*"
-"""Owner of peers that serve every tenant: storage servers, and what an admin registered.
+"""Owner of peers that serve every tenant: storage servers, and peers registered by an admin.
 
 No tenant can have this name.
 """
@@ -33,10 +33,10 @@ STORAGE_KIND: Final = "storage"
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """Bounds of the directory.
+    """Bounds on the directory.
 
     Attributes:
-        max_peers: Live peers, all owners together.
+        max_peers: Live peers of all owners together.
         max_peers_per_owner: Live peers of one tenant, so that it cannot crowd out the others.
         max_lease_ttl_ms: Longest lease granted.
     """
@@ -50,18 +50,18 @@ class PeerDirectory:
     """Live peers by owner and id.
 
     A client's peers belong to its tenant; storage servers and an admin's peers serve every tenant.
-    A principal sees its tenant's peers and the shared ones; where both have an id, the tenant's own
-    comes first. So no tenant can see, replace or squat on another one's peers.
+    A principal sees its tenant's peers and the shared ones; if an id exists in both, the tenant's
+    own wins. So no tenant can see, replace or squat on another one's peers.
 
     Storage servers show each other their tokens and hand each other all tenants' chunks. A client
     must therefore not register as one: `may_register`.
 
     Args:
         limits: Bounds.
-        clock: Monotonic seconds.
+        clock: Seconds, monotonic.
 
     Attributes:
-        num_expired: Leases that ran out without having been ended, as far as noticed.
+        num_expired: Leases that expired without being ended, as far as noticed.
     """
 
     def __init__(self, limits: PeerLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,9 +84,9 @@ class PeerDirectory:
         """Register a peer or renew its lease. A drain lasts for the incarnation.
 
         Raises:
-            PermissionDeniedError: The caller's role does not register peers of that kind.
+            PermissionDeniedError: The caller's role may not register peers of that kind.
             ConflictError: A newer incarnation is live: the caller is a left-over process.
-            CapacityError: It is new and the directory, or its owner's share, is full.
+            CapacityError: The peer is new and the directory, or its owner's share, is full.
         """
         if not may_register(principal, peer):
             needed = "storage" if peer.kind == STORAGE_KIND else "client"
@@ -119,14 +119,16 @@ class PeerDirectory:
         return Lease(ttl_ms, record.draining)
 
     def find(self, principal: Principal, peer_id: str) -> PeerRecord | None:
-        """Return the live peer of that id that `principal` sees."""
+        """Return the live peer with that id that is visible to `principal`; None if there is
+        none.
+        """
         now_s = self._clock()
         return self._live((principal.tenant, peer_id), now_s) or self._live(
             (SHARED_OWNER, peer_id), now_s
         )
 
     def get(self, principal: Principal, peer_id: str) -> PeerStatus:
-        """Return what callers see of a peer.
+        """Return the public status of a peer.
 
         Raises:
             NotFoundError: There is none.
@@ -134,14 +136,14 @@ class PeerDirectory:
         return self.require(principal, peer_id).status(self._clock())
 
     def visible(self, principal: Principal | None = None) -> list[PeerStatus]:
-        """Return all live peers that `principal` sees, or all there are, by id."""
+        """Return all live peers visible to `principal` (None: all), by id."""
         now_s = self._clock()
         return sorted(
             (record.status(now_s) for record in self.records(principal)), key=lambda peer: peer.id
         )
 
     def records(self, principal: Principal | None = None) -> list[PeerRecord]:
-        """Return the records of these, or of all live peers, for reading."""
+        """Return the records of these peers, for reading."""
         self._forget_expired(self._clock())
         return [
             record
@@ -150,29 +152,29 @@ class PeerDirectory:
         ]
 
     def remove(self, principal: Principal, peer_id: str) -> None:
-        """End a lease that `principal` could have taken; none is fine."""
+        """End a lease that `principal` could have taken, if there is one."""
         self._records.pop((owner_of(principal), peer_id), None)
 
     def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
-        """Let a peer get no new pulls.
+        """Stop new pulls from a peer.
 
         Raises:
-            NotFoundError: There is none of that id.
+            NotFoundError: There is no peer with that id.
         """
         record = self.require(principal, peer_id)
         record.draining = True
         return record.status(self._clock())
 
     def sight(self, owner: str, peer: Peer, ttl_s: float) -> None:
-        """Note that a peer was seen from outside; a registration counts more.
+        """Record that a peer was seen from outside; a registration takes precedence.
 
         Args:
             owner: Its owner until it registers.
-            peer: With the incarnation 0, which any registration beats.
-            ttl_s: How long that holds.
+            peer: The peer, with incarnation 0, which any registration exceeds.
+            ttl_s: How long the sighting is valid.
 
         Raises:
-            CapacityError: It is new and the directory, or its owner's share, is full.
+            CapacityError: The peer is new and the directory, or its owner's share, is full.
         """
         now_s = self._clock()
         found = self.at(peer)
@@ -190,8 +192,8 @@ class PeerDirectory:
             known.peer, known.lease_ends_s = peer, now_s + ttl_s
 
     def at(self, peer: Peer) -> list[PeerRecord]:
-        """Return live peers of the same id and host, of any owner: two tenants may have peers of
-        one name.
+        """Return live peers with the same id and host, of any owner: two tenants may have peers
+        with the same name.
         """
         now_s, host = self._clock(), parse_distributed_url(peer.distributed_url).host
         return [
@@ -203,26 +205,25 @@ class PeerDirectory:
         ]
 
     def forget(self, record: PeerRecord) -> None:
-        """Forget a peer that is gone, whatever its lease says."""
+        """Forget a peer that is gone, regardless of its lease."""
         self._records.pop((record.owner, record.peer.id), None)
 
     def note_drain(self, principal: Principal, peer_id: str) -> None:
-        """Note that others have asked the peer to drain that `principal` announced."""
+        """Record that another broker was asked to drain a peer that `principal` announced."""
         record = self._records.get((owner_of(principal), peer_id))
         if record is not None:
             record.draining = True
 
     def adopt(self, peers: Iterable[SharedPeer]) -> None:
-        """Take over what another broker has heard. What this one has heard of a later incarnation
-        stays.
+        """Apply what another broker has received. A later incarnation known here is kept.
 
         Args:
-            peers: Their state now; bounds are those of the broker that heard of them.
+            peers: Their current state; the bounds were checked by the broker that received it.
         """
         now_s = self._clock()
         for shared in peers:
             if shared.peer.kind == STORAGE_KIND and shared.owner != SHARED_OWNER:
-                continue  # what a broker of an earlier version took from a client
+                continue  # an earlier version of the broker accepted it from a client
             key = (shared.owner, shared.peer.id)
             known = self._live(key, now_s)
             if known is not None and shared.peer.incarnation < known.peer.incarnation:
@@ -230,7 +231,7 @@ class PeerDirectory:
             if shared.is_gone:
                 self._records.pop(key, None)
             if shared.is_gone or shared.ttl_ms <= 0:
-                continue  # a lease that ran out there may have been renewed here
+                continue  # a lease that expired there may have been renewed here
             lease_ends_s = now_s + shared.ttl_ms / 1000
             if known is None or shared.peer.incarnation > known.peer.incarnation:
                 known = self._records[key] = PeerRecord(
@@ -249,12 +250,12 @@ class PeerDirectory:
             known.share_pulls(shared.num_pulls)
 
     def doubt_pulls(self, until_s: float) -> None:
-        """Believe what other brokers said of pulls for no longer than that."""
+        """Trust other brokers' figures of pulls no longer than that."""
         for record in self._records.values():
             record.doubt_pulls(until_s)
 
     def shared(self) -> list[SharedPeer]:
-        """Return all live peers as they are written to Redis."""
+        """Return all live peers as stored in Redis."""
         now_s = self._clock()
         self._forget_expired(now_s)
         return [
@@ -271,7 +272,7 @@ class PeerDirectory:
         ]
 
     def require(self, principal: Principal, peer_id: str) -> PeerRecord:
-        """Return the live peer of that id that `principal` sees.
+        """Return the live peer with that id that is visible to `principal`.
 
         Raises:
             NotFoundError: There is none.
@@ -291,7 +292,7 @@ class PeerDirectory:
         self._records = live
 
     def _forget_sightings_of(self, record: PeerRecord) -> None:
-        """Forget what was seen of a peer that has registered, whatever owner it was given."""
+        """Forget the sightings of a peer that has registered, under any owner."""
         for other in self.at(record.peer):
             if other is not record and _is_sighting_of(other, record.peer):
                 self.forget(other)
@@ -319,7 +320,7 @@ def may_register(principal: Principal, peer: Peer) -> bool:
 
 
 def _is_sighting_of(record: PeerRecord, peer: Peer) -> bool:
-    """Return whether a peer that has registered takes the place of that record; a sidecar's never
-    takes a storage server's.
+    """Return whether a registered peer replaces that record; a sidecar's never replaces a storage
+    server's.
     """
     return record.peer.incarnation == 0 and record.peer.kind == peer.kind

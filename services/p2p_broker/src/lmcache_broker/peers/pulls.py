@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from lmcache_broker.peers.record import PeerRecord
 
 MAX_PULL_S: Final = 600.0
-"""Age from which a pull is not renewed, so that no requester keeps a place for ever."""
+"""Age from which a pull is not renewed, so that no requester keeps a slot forever."""
 
 
 class Requester(NamedTuple):
@@ -20,7 +20,7 @@ class Requester(NamedTuple):
     instance: str
 
     def __str__(self) -> str:
-        """Return its name in Redis. Neither part holds a slash."""
+        """Return its name in Redis. Neither part contains a slash."""
         return f"{self.tenant}/{self.instance}"
 
 
@@ -29,10 +29,10 @@ class BookedPull:
     """One pull. Times are monotonic seconds.
 
     Attributes:
-        pull_id: Known to its requester alone.
+        pull_id: Known only to its requester.
         record: The serving peer.
         began_s: When it was granted.
-        ends_s: When its ticket ends.
+        ends_s: When its ticket expires.
     """
 
     pull_id: str
@@ -43,8 +43,8 @@ class BookedPull:
 
 
 class PullBook:
-    """Pulls by id. Tickets live equally long, so that the oldest is the first to expire; as many
-    as peers may serve at once.
+    """Pulls by id. Tickets have equal lifetimes, so the oldest expires first. At most as many as
+    peers may serve at a time.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class PullBook:
         pull.record.pulls[pull.pull_id] = pull.ends_s
 
     def end(self, pull_id: str, requester: Requester) -> BookedPull | None:
-        """End that pull of that requester; return None when there is none."""
+        """End that pull of that requester; return None if there is none."""
         pull = self._find(pull_id, requester)
         if pull is not None:
             self._drop(pull)
@@ -73,7 +73,7 @@ class PullBook:
     def renew(
         self, pull_id: str, requester: Requester, now_s: float, ends_s: float
     ) -> BookedPull | None:
-        """Extend a requester's pull; return None when there is none, or it has lasted too long."""
+        """Extend a requester's pull; return None if there is none, or it has lasted too long."""
         pull = self._find(pull_id, requester)
         if pull is None or now_s - pull.began_s > MAX_PULL_S:
             return None
@@ -83,7 +83,7 @@ class PullBook:
         return pull
 
     def expire(self, now_s: float) -> None:
-        """Forget those whose tickets have ended."""
+        """Forget pulls whose tickets have expired."""
         while self._pulls:
             pull = next(iter(self._pulls.values()))
             if pull.ends_s > now_s:
@@ -92,7 +92,7 @@ class PullBook:
             pull.record.pulls.pop(pull.pull_id, None)
 
     def share(self, requester: Requester) -> tuple[int, int]:
-        """Return how many pulls its tenant has, and how many of them it has itself."""
+        """Return the number of its tenant's pulls, and of its own among them."""
         return (self._by_tenant[requester.tenant], self._by_requester[requester])
 
     def _find(self, pull_id: str, requester: Requester) -> BookedPull | None:

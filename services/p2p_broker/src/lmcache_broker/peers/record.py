@@ -1,4 +1,4 @@
-"""One live peer in the broker's memory with its pulls, and the same as brokers share it."""
+"""One live peer in the broker's memory with its pulls, and its form shared between brokers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class PeerRecord:
         load: 0 (idle) to 1 (full).
         draining: It gets no new pulls.
         drain: Progress of its drain, if it reports one.
-        figures: Counters of its work, if it reports any.
-        pulls: Pulls that this broker has granted: id -> end of the ticket. `PullBook` keeps them.
+        figures: Its counters, if it reports any.
+        pulls: Pulls that this broker has granted: id -> expiry of the ticket. `PullBook` maintains
+        them.
     """
 
     peer: Peer
@@ -34,17 +35,19 @@ class PeerRecord:
 
     @property
     def field(self) -> str:
-        """Return its name among the peers of all owners. Neither part holds a slash."""
+        """Return its name among the peers of all owners. Neither part contains a slash."""
         return f"{self.owner}/{self.peer.id}"
 
     @property
     def life(self) -> str:
-        """Return the same for one incarnation: a new one serves none of the old one's pulls."""
+        """Return the same for one incarnation: a new one serves none of the previous one's
+        pulls.
+        """
         return f"{self.field}#{self.peer.incarnation}"
 
     def num_pulls(self, now_s: float) -> int:
-        """Return the pulls that have neither ended nor outlived their tickets: those of all
-        brokers if they are heard, otherwise this one's.
+        """Return the pulls that have neither ended nor outlived their tickets: those of all brokers
+        if known, otherwise this one's.
         """
         if self._shared_pulls is not None:
             num_shared, until_s = self._shared_pulls
@@ -54,22 +57,22 @@ class PeerRecord:
         return sum(ends_s > now_s for ends_s in self.pulls.values())
 
     def end_pull(self, pull_id: str) -> None:
-        """End a pull before its ticket ends; none of that id is fine."""
+        """End a pull before its ticket expires, if it exists."""
         if self.pulls.pop(pull_id, None) is not None and self._shared_pulls is not None:
             num_shared, until_s = self._shared_pulls
             self._shared_pulls = (max(0, num_shared - 1), until_s)
 
     def share_pulls(self, num_pulls: int) -> None:
-        """Set the number of its pulls at all brokers together, until it is set again or doubted."""
+        """Set the total of its pulls at all brokers, valid until it is set again or doubted."""
         self._shared_pulls = (num_pulls, math.inf)
 
     def doubt_pulls(self, until_s: float) -> None:
-        """Stop counting other brokers' pulls then, unless they are heard again."""
+        """Stop counting other brokers' pulls at that time, unless they are reported again."""
         if self._shared_pulls is not None:
             self._shared_pulls = (self._shared_pulls[0], until_s)
 
     def status(self, now_s: float) -> PeerStatus:
-        """Return what callers may see of it."""
+        """Return the public status of this peer."""
         return PeerStatus(
             id=self.peer.id,
             incarnation=self.peer.incarnation,
@@ -87,10 +90,10 @@ class PeerRecord:
 
 @dataclass(frozen=True, slots=True)
 class SharedPeer:
-    """A peer as brokers share it.
+    """A peer as shared between brokers.
 
     Attributes:
-        ttl_ms: Remaining life of its lease; 0 when it has run out.
+        ttl_ms: Remaining lifetime of its lease; 0 if it has expired.
         num_pulls: Unfinished pulls that all brokers together have granted.
         is_gone: It ended its lease.
     """

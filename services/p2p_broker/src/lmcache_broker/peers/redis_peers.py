@@ -1,4 +1,4 @@
-"""The peer store that brokers share, in Redis: one script a call, every call within a deadline,
+"""The peer store that brokers share, in Redis: one script per call, every call within a deadline,
 every failure an `UnavailableError`.
 """
 
@@ -27,16 +27,16 @@ MAX_PER_CALL: Final = 256
 MAX_ORDERING_PEERS: Final = 4096
 MAX_ORDER_BYTES_PER_PEER: Final = 16 << 10
 RETRY_S: Final = 0.5
-"""Pause after a failure, so that a Redis that is away does not cost each request its deadline."""
+"""Pause after a failure, so that an unavailable Redis does not cost each request its deadline."""
 
 _HEAD_CHARS: Final = 37
 
 
 class RedisPeers:
-    """Peers in Redis, which brokers share. The constructor connects to nothing.
+    """Peers in Redis, shared between brokers. The constructor does not connect.
 
     Args:
-        client: Redis; belongs to this object.
+        client: Client of Redis; belongs to this object.
         timeout_s: Limit on a call, from waiting for a connection to the last byte.
         clock: Seconds, monotonic.
     """
@@ -53,8 +53,8 @@ class RedisPeers:
         self._seen = 0
 
     async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
-        """Register or renew; return for each whether it drains, or None where a newer incarnation
-        is live.
+        """Register or renew; return for each whether it drains, or None if a newer incarnation is
+        live.
         """
         found: list[bool | None] = []
         for begin in range(0, len(peers), MAX_PER_CALL):
@@ -79,16 +79,16 @@ class RedisPeers:
         await self._run(scripts.REMOVE, [_field(owner, peer_id)])
 
     async def drain(self, owner: str, peer_id: str) -> None:
-        """Let this incarnation of a peer get no new pulls."""
+        """Stop new pulls from this incarnation of a peer."""
         await self._run(scripts.DRAIN, [_field(owner, peer_id)])
 
     async def changes(self) -> tuple[list[SharedPeer], bool]:
-        """Return what has changed since the last call that succeeded, everything at the first; and
-        whether Redis lost its data meanwhile, so that all has to be written again.
+        """Return what has changed since the last successful call (everything at the first), and
+        whether Redis has lost its data since, so that everything must be written again.
         """
         epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [self._seen])
         is_lost = epoch != self._epoch
-        if is_lost and self._seen:  # the answer was about another life of the numbers
+        if is_lost and self._seen:  # the numbers seen belong to the lost data
             epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [0])
         peers = [
             _unpacked(field.decode(), raw.decode(), num, now_ms)
@@ -100,8 +100,8 @@ class RedisPeers:
     async def claim(
         self, who: str, claims: Sequence[tuple[str, str]], max_pulls: int, ttl_ms: int
     ) -> list[tuple[bool, int]]:
-        """Count a requester's pulls, each a life and an id, each only if its peer keeps within
-        `max_pulls`, until ended or `ttl_ms` are over.
+        """Count a requester's pulls, each with a peer's life and an id, if the peer stays within
+        `max_pulls`; they count until ended or `ttl_ms` have passed.
 
         Returns:
             For each whether it counts, and how many its peer serves now.
@@ -111,7 +111,7 @@ class RedisPeers:
         return list(zip(map(bool, found[::2]), found[1::2], strict=True))
 
     async def restore_pulls(self, pulls: Sequence[BookedPull], now_s: float) -> None:
-        """Count pulls that were granted already; those that are known are passed over."""
+        """Count pulls that were already granted; known ones are skipped."""
         for begin in range(0, len(pulls), MAX_PER_CALL):
             argv: list[str | int] = []
             for pull in pulls[begin : begin + MAX_PER_CALL]:
@@ -122,8 +122,8 @@ class RedisPeers:
             await self._run(scripts.RESTORE_PULLS, argv)
 
     async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
-        """Extend a requester's pulls; return for each the life of the peer, or None where there is
-        no such pull.
+        """Extend a requester's pulls; return for each the life of the peer, or None if there is no
+        such pull.
         """
         lives = await self._run(
             scripts.RENEW_PULLS, [who, ttl_ms, round(MAX_PULL_S * 1000), *pull_ids]
@@ -157,11 +157,11 @@ class RedisPeers:
         )
 
     async def ping(self) -> None:
-        """Raise `UnavailableError` unless Redis answers."""
+        """Raise `UnavailableError` unless Redis responds."""
         await self._within(self._client.ping(scripts.KEYS[0]))
 
     async def close(self) -> None:
-        """End connections. Idempotent."""
+        """Close connections. Idempotent."""
         await self._client.close()
 
     async def _run(self, script: Script, argv: Sequence[str | int]) -> Any:
@@ -172,7 +172,7 @@ class RedisPeers:
     async def _within(self, work: Awaitable[T]) -> T:
         try:
             answer = await self._client.within(self._timeout_s, work)
-        except StoreRefusedError:  # a refusal is quick, and other calls may succeed
+        except StoreRefusedError:  # a refusal is fast, and other calls may succeed
             raise
         except UnavailableError:
             self._away_until = self._clock() + RETRY_S
@@ -202,7 +202,7 @@ def _packed(shared: SharedPeer) -> str:
 
 def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
     owner, _, peer_id = field.partition("/")
-    # A newer broker may say more, an older one less.
+    # A newer broker may write more fields, an older one fewer.
     url, kind, zone, node, load, drain, *more = json.loads(raw[_HEAD_CHARS:])
     if isinstance(drain, list):
         drain = dict(zip(DrainReport.__struct_fields__, drain, strict=False))
@@ -220,7 +220,9 @@ def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
 
 
 def _read(raw: object, kind: type[T]) -> T | None:
-    """Read what is only displayed: a peer stays known if another version wrote it differently."""
+    """Parse a value that is only displayed: a peer stays known even if another version wrote it
+    differently.
+    """
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError:

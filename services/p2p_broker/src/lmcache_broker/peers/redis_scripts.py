@@ -1,12 +1,12 @@
-"""What has to be atomic, or one round trip, in Redis: Lua. All keys have one hash tag, so that they
-lie on one node of a cluster.
+"""Operations that must be atomic, or one round trip, in Redis: Lua. All keys have one hash tag, so
+that they are on one node of a cluster.
 
 `records` maps `<owner>/<peer>` to text: incarnation (20 digits), draining (0 or 1), gone (0 or 1),
 end of the lease (15 digits, Redis' milliseconds), then JSON that the scripts do not read:
 `[distributed_url, kind, zone, node, load, drain, figures]`, surplus fields ignored. Each change of
 a peer takes the next number of `seq`; `changes` (sorted set) holds the number of each peer's last
-change, so a broker reads what has a higher number than the last it saw. `epoch` is a word that is
-lost with everything else, which shows data loss.
+change, so a broker reads entries with a higher number than the last it saw. `epoch` is a word that
+is lost together with everything else, which reveals data loss.
 
 `pulls` scores each pull's id with its end. `owners` has `requester NUL life NUL begin` for each, so
 any broker can renew and end what another granted. `counts` has the number of pulls of each life.
@@ -125,7 +125,7 @@ if known and known.live and known.draining == '0' then save(ARGV[1], known.incar
 )
 
 # ARGV number of the last change seen. Returns {epoch, seq, now_ms, then for each peer field,
-# record, pulls}; what was over a minute ago is forgotten on the way.
+# record, pulls}; peers that ended over a minute ago are removed in passing.
 CHANGES: Final = Script(
     _COMMON
     + """
@@ -219,9 +219,9 @@ return found
 """
 )
 
-# ARGV ttl_ms, most peers, most bytes for each, then for each order the field of who is to make the
-# copy, and its line without the end. Orders are worth little: when they have grown too many, all
-# are forgotten.
+# ARGV ttl_ms, most peers, most bytes for each, then for each order the field of the peer that is to
+# make the copy, and its line without the end. Orders are expendable: if there are too many, all are
+# dropped.
 ORDER_COPIES: Final = Script(
     _COMMON
     + """
@@ -236,7 +236,7 @@ redis.call('PEXPIRE', ORDERS, ARGV[1])
 """  # noqa: E501
 )
 
-# ARGV field. Returns {now_ms, lines}, which are told once.
+# ARGV field. Returns {now_ms, lines}; each line is returned once.
 TAKE_ORDERS: Final = Script(
     _COMMON
     + """

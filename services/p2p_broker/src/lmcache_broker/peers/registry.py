@@ -1,9 +1,9 @@
-"""The peers as all brokers know them: this one's memory, kept in step with the others' through
+"""The peers as all brokers know them: this one's memory, synchronised with the others through
 Redis.
 
-Questions are answered from memory. Where brokers share a Redis, memory is brought up to date first,
-unless that was done a moment ago. While Redis is away, this broker answers from the heartbeats that
-reached it; when Redis is back, it writes them there.
+Questions are answered from memory. If brokers share a Redis, memory is updated first, unless that
+was done a moment ago. While Redis is unavailable, this broker answers from the heartbeats that it
+received; when Redis returns, it writes them there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_STALE_S: Final = 0.05
 REFRESH_INTERVAL_S: Final = 1.0
 PULLS_BELIEVED_S: Final = 5.0
-"""How long other brokers' pulls count after Redis went away."""
+"""How long other brokers' pulls count after Redis became unavailable."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,19 +37,19 @@ D = TypeVar("D")
 
 
 class PeerRegistry:
-    """Peers of all brokers. On one event loop.
+    """Peers of all brokers. For one event loop.
 
     Args:
         directory: This broker's memory.
-        shared: What brokers share; None where this one is alone.
-        clock: Monotonic seconds, the directory's.
+        shared: The store shared with other brokers; None without one.
+        clock: Seconds, monotonic; the directory's.
 
     Attributes:
         directory: This broker's memory.
         book: Pulls that this broker has granted.
-        shares: Whether there is a shared memory at all.
+        shares: Whether there is a shared store at all.
         is_shared: Whether the last call to it succeeded.
-        num_failures: Calls to it that failed.
+        num_failures: Failed calls to it.
     """
 
     def __init__(
@@ -104,22 +104,22 @@ class PeerRegistry:
         return Lease(lease.ttl_ms, drains)
 
     async def get(self, principal: Principal, peer_id: str) -> PeerStatus:
-        """Return a live peer as callers see it; raises `NotFoundError`."""
+        """Return the public status of a live peer; raises `NotFoundError`."""
         await self.refresh()
         return self.directory.get(principal, peer_id)
 
     async def visible(self, principal: Principal) -> list[PeerStatus]:
-        """Return all live peers that `principal` sees, by id."""
+        """Return all live peers visible to `principal`, by id."""
         await self.refresh()
         return self.directory.visible(principal)
 
     async def remove(self, principal: Principal, peer_id: str) -> None:
-        """End a lease that `principal` could have taken; none is fine."""
+        """End a lease that `principal` could have taken, if there is one."""
         self.directory.remove(principal, peer_id)
         await self._ask(RedisPeers.remove, None, owner_of(principal), peer_id)
 
     async def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
-        """Give a peer no new pulls; raises `NotFoundError`."""
+        """Stop new pulls from a peer; raises `NotFoundError`."""
         await self.refresh()
         record = self.directory.require(principal, peer_id)
         status = self.directory.drain(principal, peer_id)
@@ -127,16 +127,14 @@ class PeerRegistry:
         return status
 
     async def see_leaving(self, peer: Peer) -> None:
-        """Give no new pulls to a peer that is about to end; it learns of it with its next
-        heartbeat.
-        """
+        """Stop new pulls from a peer that is about to end; its next heartbeat tells it to drain."""
         for record in self.directory.at(peer):
             if not record.draining:
                 record.draining = True
                 await self._ask(RedisPeers.drain, None, record.owner, peer.id)
 
     async def forget(self, peer: Peer) -> None:
-        """Forget a peer that has gone, whatever its lease says."""
+        """Forget a peer that is gone, regardless of its lease."""
         for record in self.directory.at(peer):
             self.directory.forget(record)
             await self._ask(RedisPeers.remove, None, record.owner, peer.id)
@@ -148,13 +146,13 @@ class PeerRegistry:
         max_pulls: int,
         ttl_s: float,
     ) -> list[bool]:
-        """Count a requester's pulls against their peers; return which of them there was room for.
+        """Count a requester's pulls against their peers; return those for which there was room.
 
         Args:
             requester: The instance that pulls.
             pulls: Peer and new id of each; no peer twice.
-            max_pulls: Bound for each peer, by all brokers together while they share a memory.
-            ttl_s: When a pull is over that is neither ended before nor renewed.
+            max_pulls: Bound per peer, for all brokers together while they share a store.
+            ttl_s: When a pull that is neither ended nor renewed stops counting.
         """
         if not pulls:
             return []
@@ -177,7 +175,7 @@ class PeerRegistry:
     async def renew_pulls(
         self, requester: Requester, pull_ids: Sequence[str], ttl_s: float
     ) -> dict[str, str]:
-        """Extend a requester's pulls to `ttl_s` from now, whichever broker has granted them.
+        """Extend a requester's pulls to `ttl_s` from now, whichever broker granted them.
 
         Returns:
             The life of the peer by the id of each pull that is underway and has not lasted too
@@ -199,19 +197,19 @@ class PeerRegistry:
         return found
 
     async def end_pulls(self, requester: Requester, pull_ids: Sequence[str]) -> int:
-        """End a requester's pulls before their tickets end, whichever broker has granted them;
+        """End a requester's pulls before their tickets expire, whichever broker granted them;
         return how many there were.
         """
         ended = [self.book.end(pull_id, requester) is not None for pull_id in pull_ids]
         there = await self._ask(RedisPeers.end_pulls, None, str(requester), pull_ids)
         if there is not None:
             ended = [here or elsewhere for here, elsewhere in zip(ended, there, strict=True)]
-            self._fresh_until = float("-inf")  # places are free that were granted elsewhere
+            self._fresh_until = float("-inf")  # slots granted by other brokers are free now
         return sum(ended)
 
     async def order_copies(self, orders: Sequence[PlacedOrder], ttl_s: float) -> bool:
-        """Hand orders to whichever broker the peers' next heartbeats reach; return False where it
-        has to be this one.
+        """Pass orders to whichever broker receives the peers' next heartbeats; return False if only
+        this one can deliver them.
         """
         asked = await self._ask(RedisPeers.order_copies, False, orders, round(ttl_s * 1000))
         return asked is not False
@@ -221,24 +219,26 @@ class PeerRegistry:
         return await self._ask(RedisPeers.take_orders, [], tenant, peer_id)
 
     async def refresh(self, max_stale_s: float = MAX_STALE_S) -> None:
-        """Bring memory up to date, unless it was a moment ago. Never raises for a shared memory
-        that is away.
+        """Update memory, unless that was done a moment ago. Never raises for an unavailable
+        store.
         """
         if self._shared is None or self._clock() < self._fresh_until:
             return
-        async with self._lock:  # callers that waited here find it done
+        async with self._lock:  # another caller may have done it during the wait
             if self._clock() >= self._fresh_until:
                 await self._refresh(self._shared)
                 self._fresh_until = self._clock() + max_stale_s
 
     async def ping(self) -> str:
-        """Answer for readiness; raises `UnavailableError` while the shared memory is away."""
+        """Return the state for readiness; raises `UnavailableError` while the shared store is
+        unavailable.
+        """
         assert self._shared is not None
         await self._shared.ping()
         return "shared with other brokers"
 
     async def close(self) -> None:
-        """End connections. Idempotent."""
+        """Close connections. Idempotent."""
         if self._shared is not None:
             await self._shared.close()
 
@@ -266,7 +266,7 @@ class PeerRegistry:
         *args: P.args,
         **options: P.kwargs,
     ) -> T | D:
-        """Call the shared memory; return `otherwise` where there is none, or it is away."""
+        """Call the shared store; return `otherwise` if there is none, or it is unavailable."""
         if self._shared is None:
             return otherwise
         try:

@@ -1,1 +1,1 @@
-"""Pulls: which peer serves which chunks."""
+"""Pulls: the choice of the peer that serves each chunk."""

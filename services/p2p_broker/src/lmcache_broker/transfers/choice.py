@@ -1,5 +1,5 @@
 """Chooses the holder that serves a chunk: near before far, idle before busy, memory before disk,
-and among equals always the same.
+with a stable order among equals.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lmcache_broker.peers.record import PeerRecord
 
 MEMORY_TIER: Final = "Hot"
 SLOW_TIER_PRESSURE: Final = 0.5
-"""A holder that must read the chunk from its disk counts as this much busier. It still wins over
-one that is farther away.
+"""A holder that must read the chunk from disk counts as this much busier. It still wins over one
+farther away.
 """
 
 Order = tuple[int, float, bytes]
@@ -26,11 +26,11 @@ Order = tuple[int, float, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Every chunk of a request, in exactly one place.
+    """Every chunk of a request, in exactly one of these.
 
     Attributes:
         by_peer: Chunks by the peer that is to serve them, best peers first.
-        busy: Chunks whose live holders all serve as many pulls as they may.
+        busy: Chunks whose live holders all serve their maximum of pulls.
         unheld: Chunks that no live holder can serve.
     """
 
@@ -49,16 +49,17 @@ def choose(
 ) -> Choice:
     """Choose a peer for each chunk.
 
-    One order of peers serves the whole request, but for the tier, so that its chunks gather at few
-    peers: few pulls, each worth its connection. A request is one pull per peer, so one free place
-    is enough.
+    One order of peers applies to the whole request, except for the tier, so that its chunks gather
+    at few peers: few pulls, each worth its connection. A request is one pull per peer, so one free
+    slot is enough.
 
     Args:
-        find: Returns the live peer of an id that the requester sees.
-        max_pulls: What a peer serves at once; the pressure on it is pulls over this, plus its load.
+        find: Returns the live peer with an id that is visible to the requester.
+        max_pulls: Pulls that a peer serves at a time; its pressure is pulls over this, plus its
+        load.
         requester: The instance that will pull; never chosen itself.
         wanted: Possible holders of each chunk, by chunk id. Unknown holders are ignored.
-        now_s: Monotonic seconds.
+        now_s: Seconds, monotonic.
         held_back: `PeerRecord.field` of peers to count as busy.
     """
     named = {holder for chunk in wanted.values() for holder in chunk.holders} - {requester}
@@ -104,7 +105,7 @@ def _distance(requester: Peer | None, peer: Peer) -> int:
 
 
 def _tie(requester_id: str, peer_id: str) -> bytes:
-    """Spread equal peers over requesters, always the same way for each. Ids hold no NUL, so
-    that two pairs never spell the same text.
+    """Return a key that spreads equal peers over requesters, stable for each pair. Ids contain no
+    NUL, so that no two pairs have the same text.
     """
     return hashlib.sha256(f"{requester_id}\0{peer_id}".encode()).digest()

@@ -1,5 +1,5 @@
 """Orders further copies of hot chunks: the answer to a holder's next heartbeat asks it to copy the
-chunk to a peer that has none.
+chunk to a peer without one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MAX_COUNTED_CHUNKS: Final = 65_536
 MAX_ORDERS: Final = 4096
 WINDOW_S: Final = 60.0
 ORDER_TTL_S: Final = 60.0
-"""Life of an order that no heartbeat fetches; then the same chunk may be ordered again."""
+"""Lifetime of an order that no heartbeat fetches; then the same chunk may be ordered again."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotLimits:
-    """When a chunk is hot.
+    """Thresholds for hot chunks.
 
     Attributes:
-        num_pulls: Pulls of a chunk within a minute that make it hot; 0: nothing is.
+        num_pulls: Pulls of a chunk within a minute that make it hot; 0: never.
         num_copies: Holders that a hot chunk should have.
     """
 
@@ -102,14 +102,14 @@ class HotChunks:
         plan: TransferResponse,
         now_s: float,
     ) -> list[PlacedOrder]:
-        """Count the pulls of a plan, and order copies of what has become hot.
+        """Count the pulls of a plan, and order copies of chunks that have become hot.
 
         Args:
             principal: The caller.
             requester: The instance that will pull; it will have the chunks anyway.
             wanted: Holders of each chunk.
             plan: The serving peers.
-            now_s: Monotonic seconds.
+            now_s: Seconds, monotonic.
 
         Returns:
             The new orders.

@@ -1,7 +1,7 @@
-"""Grants pulls, and queues the requests whose holders are all busy.
+"""Grants pulls, and queues requests while all their holders are busy.
 
-The next free place goes to the tenant with the fewest pulls underway, then to its requester with
-the fewest, then to the first that came. While a request waits for a peer, no later one is served
+The next free slot goes to the tenant with the fewest pulls underway, then to its requester with the
+fewest, then to the first in the queue. While a request waits for a peer, no later one is served
 there first.
 """
 
@@ -37,11 +37,9 @@ from lmcache_broker.transfers.hot import ORDER_TTL_S, HotChunks
 MAX_WAITING: Final = 1024
 MAX_WAITING_PER_TENANT: Final = 256
 LOOK_INTERVAL_S: Final = 0.05
-"""How often the queue looks for places that other brokers, or the ends of tickets, have made
-free.
-"""
+"""How often the queue checks for slots freed by other brokers or by expired tickets."""
 MAX_ROUNDS: Final = 4
-"""Choices for one request: a peer that looked free may have been taken through another broker."""
+"""Attempts per request: a slot that looked free may have been taken through another broker."""
 PULL_ID_BYTES: Final = 9
 
 
@@ -57,22 +55,22 @@ class _Waiter:
 
 
 class TransferScheduler:
-    """Answers requests at once, or when a place is free.
+    """Answers requests immediately, or when a slot is free.
 
     Args:
         registry: Live peers and their pulls.
         signer: Signs tickets; replaced when keys rotate.
-        max_pulls: Pulls that one peer serves at once.
-        ticket_ttl_ms: Life of a ticket; a pull whose end is not reported ends with it.
-        hot: Counts pulls by chunk; None where no chunk becomes hot.
-        clock: Monotonic seconds, the registry's.
+        max_pulls: Pulls that one peer serves at a time.
+        ticket_ttl_ms: Lifetime of a ticket; a pull whose end is not reported ends with it.
+        hot: Counts pulls by chunk; None if hot chunks are not copied.
+        clock: Seconds, monotonic; the registry's.
         wall_ms: Unix time in milliseconds, for tickets.
 
     Attributes:
-        waiting: Requests that wait now.
+        waiting: Requests waiting now.
         num_queued: Requests that had to wait, since the start.
-        num_turned_away: Requests that would have waited, but the queue, or their tenant's share of
-            it, was full.
+        num_turned_away: Requests refused because the queue, or their tenant's share of it, was
+            full.
         num_pulls: Tickets signed for new pulls.
         num_assigned: Chunks in these pulls.
         num_unassigned: Chunks that no live peer could serve.
@@ -108,11 +106,11 @@ class TransferScheduler:
         self.num_unassigned = 0
 
     async def open(self) -> None:
-        """Begin to serve the queue."""
+        """Start serving the queue."""
         self._tasks.repeat("queue", self._serve_queue, 0.001)  # it waits by itself
 
     async def close(self) -> None:
-        """Answer the requests that still wait, without a place."""
+        """Answer the waiting requests without a slot."""
         await self._tasks.close()
         for waiter in self.waiting:
             if not waiter.answer.done():
@@ -121,14 +119,14 @@ class TransferScheduler:
     async def ask(
         self, principal: Principal, requester: str, wanted: Mapping[str, ChunkHolders], wait_ms: int
     ) -> TransferResponse:
-        """Assign chunks to peers, at once or when a place is free.
+        """Assign chunks to peers, immediately or when a slot is free.
 
         Args:
-            principal: The caller. Its tenant goes into the tickets; peers that it sees serve it.
+            principal: The caller. Its tenant goes into the tickets; peers visible to it may serve
+            it.
             requester: The instance that will pull; never chosen itself.
-            wanted: Possible holders of each chunk, by chunk id. Unknown ids are passed over.
-            wait_ms: How long to wait for a holder if no chunk can be assigned because holders are
-                busy.
+            wanted: Possible holders of each chunk, by chunk id. Unknown ids are ignored.
+            wait_ms: How long to wait for a holder if no chunk can be assigned because all are busy.
         """
         plan = await self._assign(principal, requester, wanted, set(self._held_back))
         if plan.busy and not plan.assignments and wait_ms > 0:
@@ -143,8 +141,8 @@ class TransferScheduler:
         return plan
 
     async def end(self, principal: Principal, requester: str, pull_ids: Sequence[str]) -> int:
-        """End pulls before their tickets end, and return how many there were; those that are
-        unknown, or another requester's, are ignored.
+        """End pulls before their tickets expire, and return how many there were; unknown ones, and
+        those of another requester, are ignored.
         """
         who = Requester(principal.tenant, requester)
         num_ended = await self._registry.end_pulls(who, pull_ids)
@@ -155,8 +153,8 @@ class TransferScheduler:
     async def renew(
         self, principal: Principal, requester: str, pull_ids: Sequence[str]
     ) -> list[Renewal]:
-        """Extend pulls by the life of another ticket, but those that are unknown, another
-        requester's, at a peer that has gone, or `MAX_PULL_S` old.
+        """Extend pulls by the lifetime of another ticket, except unknown ones, those of another
+        requester, of a peer that is gone, or older than `MAX_PULL_S`.
         """
         await self._registry.refresh()
         self._registry.book.expire(self._clock())
@@ -231,7 +229,7 @@ class TransferScheduler:
         return TransferResponse(pulls, unassigned, busy=list(rest))
 
     def _sign(self, who: Requester, record: PeerRecord) -> tuple[str, int]:
-        """Return a ticket and its end in Unix milliseconds."""
+        """Return a ticket and its expiry in Unix milliseconds."""
         expires_ms = self._wall_ms() + self._ticket_ttl_ms
         ticket = self._signer.sign(
             instance=record.peer.id,
@@ -254,7 +252,7 @@ class TransferScheduler:
             self.num_turned_away += 1
             return plan
         self.num_queued += 1
-        # Only peers that could serve it: a request must not hold others off from a mere name.
+        # Only peers that could serve it: a request must not block others by naming a peer.
         named = {holder for chunk_id in plan.busy for holder in wanted[chunk_id].holders}
         records = (self._registry.directory.find(principal, holder) for holder in named)
         holders = {
@@ -271,14 +269,14 @@ class TransferScheduler:
             async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000):
                 return await answer
         except TimeoutError:
-            # It may have been served at the moment its time was over: then its place is taken, and
-            # is there to be used.
+            # It may have been served at the moment of its timeout: then its slot is taken, and
+            # should be used.
             return answer.result() if answer.done() and not answer.cancelled() else plan
         finally:
             self._leave(waiter)
 
     def _leave(self, waiter: _Waiter) -> None:
-        """Take a waiter out of the queue; it may have left before."""
+        """Remove a waiter from the queue; it may already be gone."""
         if waiter not in self.waiting:
             return
         self.waiting.remove(waiter)
@@ -298,8 +296,8 @@ class TransferScheduler:
             pass
 
     async def _serve_one(self) -> bool:
-        """Serve the first waiter, in the order of fairness, that has a place. Return whether there
-        was one.
+        """Serve the first waiter, in order of fairness, for which there is a slot; return whether
+        there was one.
         """
 
         def turn(waiter: _Waiter) -> tuple[int, int, int]:
@@ -312,7 +310,7 @@ class TransferScheduler:
             plan = await self._assign(waiter.principal, waiter.requester, waiter.wanted)
             if not plan.assignments:
                 continue
-            if waiter.answer.done():  # it left meanwhile
+            if waiter.answer.done():  # it has left since
                 who = Requester(waiter.principal.tenant, waiter.requester)
                 await self._registry.end_pulls(who, [pull.pull for pull in plan.assignments])
                 return True

@@ -1,1 +1,1 @@
-"""Status and administration of the sidecar, for people."""
+"""Status and administration of the sidecar for people."""

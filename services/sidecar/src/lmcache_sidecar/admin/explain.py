@@ -65,7 +65,7 @@ class ExplainRequest(BaseModel):
     @model_validator(mode="after")
     def _check_one(self) -> ExplainRequest:
         if (self.chunk_hashes is None) == (self.token_ids is None):
-            raise ValueError("give chunk_hashes or token_ids, one of them")
+            raise ValueError("give either chunk_hashes or token_ids")
         return self
 
 
@@ -74,24 +74,24 @@ class PlaceView(BaseModel):
 
     tier: str
     state: PlaceState = Field(
-        description="refused: there, and not served for its encoding; unknown: no answer in time"
+        description="refused: present, but its encoding is not served; unknown: no answer in time"
     )
     num_bytes: int | None = None
     age_s: float | None = None
     num_holders: int | None = Field(
         default=None, description="References on it: readers, pins, writes to slower tiers"
     )
-    lossy: bool | None = Field(default=None, description="null: not known without reading it")
+    lossy: bool | None = Field(default=None, description="null: unknown until it is read")
     peers: list[str] = Field(default_factory=list, description="Instances that hold it")
 
 
 class StateView(BaseModel):
-    """What became of a chunk of one rank and group."""
+    """The state of a chunk of one rank and group."""
 
     rank: int
     group: str
     places: list[PlaceView] = Field(
-        description="The fastest tier first; tiers that do not have it are left out"
+        description="Fastest tier first; tiers without the chunk are omitted"
     )
     missing: str | None = Field(description="Why no tier is known to have it")
     is_pinned: bool = Field(description="By `POST /v1/admin/pin`")
@@ -101,30 +101,30 @@ class ChunkView(BaseModel):
     """One chunk."""
 
     chunk_hash: str
-    start: int | None = Field(description="Its first token, where token ids were given")
-    end: int | None = Field(description="Behind its last token")
-    is_complete: bool = Field(description="Whether all ranks and groups are somewhere")
+    start: int | None = Field(description="Its first token, if token ids were given")
+    end: int | None = Field(description="One past its last token")
+    is_complete: bool = Field(description="Whether all ranks and groups exist somewhere")
     states: list[StateView]
 
 
 class Explanation(BaseModel):
-    """The chunks, as engines of one model name them."""
+    """The chunks as named by the engines of one model."""
 
     fmt: str
     model_name: str
     world_size: int
     chunk_size: int
     groups: list[str]
-    num_prefix: int = Field(description="Complete chunks from the first on")
+    num_prefix: int = Field(description="Number of complete chunks from the first")
     chunks: list[ChunkView]
 
 
 class ExplainAnswer(BaseModel):
-    """One explanation for each way in which engines have named KV lately, the last one first."""
+    """One explanation for each way in which engines have named KV recently, latest first."""
 
     explanations: list[Explanation]
     num_not_explained: int = Field(
-        description="Further ways that were left out; name a model to see them"
+        description="Further explanations that were omitted; name a model to see them"
     )
 
 
@@ -149,7 +149,7 @@ class LookupsAnswer(BaseModel):
 
 
 Found = Sequence[PlaceView | MissReason]
-"""What one tier says of each chunk."""
+"""A tier's answer for each chunk."""
 
 router = APIRouter(
     prefix="/v1/admin",
@@ -174,7 +174,7 @@ async def explain_chunks(sidecar: RunningSidecar, request: ExplainRequest) -> Ex
             f"this call is served on loopback only; this sidecar has host={sidecar.settings.host!r}"
         )
     known = sidecar.descriptions.of(request.model)
-    if request.token_ids is None:  # a hash holds the identity already
+    if request.token_ids is None:  # a hash already contains the identity
         known = list(
             {
                 (one.fmt, one.model_name, one.world_size, one.groups): one
@@ -220,7 +220,7 @@ async def _explain(
     sidecar: SidecarNode, known: Describe, chunks: Sequence[NamedChunk]
 ) -> Explanation:
     keys = [key for chunk in chunks for key in chunk.keys]
-    # Chunks of one prompt stand in its order.
+    # Chunks of one prompt are in its order.
     tiers = await asyncio.gather(
         _in_memory(sidecar, keys),
         _on_disk(sidecar, keys),
@@ -304,8 +304,8 @@ async def _at_peers(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
 async def _ask_lookup(
     holders: Holders, keys: Sequence[ChunkKey], found: list[PlaceView | MissReason]
 ) -> None:
-    """Fill in what is known of peers: of each rank and group by itself, as only in their order
-    chunks make a prefix.
+    """Fill in what is known about peers: separately for each rank and group, because only their
+    chunks in order form a prefix.
     """
     chains: dict[tuple[int, str], list[int]] = {}
     for i, key in enumerate(keys):
@@ -334,7 +334,7 @@ async def _in_remote(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
 
 
 async def _bounded(sidecar: SidecarNode, work: Awaitable[T]) -> T | None:
-    """Return None where a tier does not answer in time."""
+    """Return the result; None if a tier does not answer in time."""
     try:
         async with asyncio.timeout(sidecar.settings.tier_timeout_s):
             return await work
@@ -359,7 +359,9 @@ def _state(sidecar: SidecarNode, key: ChunkKey, found: Found) -> StateView:
 
 
 def _why_missing(states: set[PlaceState], reasons: Sequence[MissReason]) -> str | None:
-    """Return what is known for certain before what could not be asked; None: it is present."""
+    """Return the most certain reason: what is known comes before what could not be asked. None if
+    the chunk is present.
+    """
     if "present" in states:
         return None
     if "refused" in states:

@@ -24,7 +24,7 @@ ModelName = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class PinHashesRequest(BaseModel):
-    """What to keep hot, and for how long."""
+    """Chunks to pin, and for how long."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,7 +34,7 @@ class PinHashesRequest(BaseModel):
 
 
 class UnpinnedHash(BaseModel):
-    """One chunk of a rank and group that is not kept."""
+    """One chunk of a rank and group that was not pinned."""
 
     chunk_hash: str
     rank: int
@@ -43,22 +43,22 @@ class UnpinnedHash(BaseModel):
 
 
 class PinHashesAnswer(PinnedBytes):
-    """What is kept now."""
+    """The pins after a request."""
 
-    num_pinned: int = Field(description="Of the chunks asked for, counted for each rank and group")
+    num_pinned: int = Field(description="Chunks pinned, counted for each rank and group")
     not_pinned: list[UnpinnedHash]
 
 
 class UnpinHashesRequest(BaseModel):
-    """What to keep no longer."""
+    """Chunks to unpin."""
 
     model_config = ConfigDict(extra="forbid")
 
-    chunk_hashes: ChunkHashes | None = Field(None, description="Without it, everything")
+    chunk_hashes: ChunkHashes | None = Field(None, description="If absent, all chunks")
 
 
 class PinnedHash(BaseModel):
-    """One chunk of a rank and group that is kept."""
+    """One pinned chunk of a rank and group."""
 
     chunk_hash: str
     model_name: str
@@ -69,7 +69,7 @@ class PinnedHash(BaseModel):
 
 
 class PinnedHashes(PinnedBytes):
-    """Everything that is kept."""
+    """All pinned chunks."""
 
     pins: list[PinnedHash]
 
@@ -89,7 +89,7 @@ async def pin_chunks(sidecar: RunningSidecar, request: PinHashesRequest) -> PinH
     409 before an engine has connected, and in a drain.
     """
     if not sidecar.takes_chunks():
-        raise ConflictError("this sidecar is draining: it keeps nothing any more")
+        raise ConflictError("this sidecar is draining and accepts no pins")
     known = sidecar.descriptions.of(request.model)
     named = named_chunks(sidecar.settings.tenant, known, request.chunk_hashes)
     chunks = [of_model for _, of_model in named]
@@ -137,12 +137,12 @@ async def list_pins(sidecar: RunningSidecar) -> PinnedHashes:
 def _unpinned(
     chunks: Sequence[Sequence[NamedChunk]], reasons: Mapping[ChunkKey, str]
 ) -> list[UnpinnedHash]:
-    """Return what is not pinned, and why. A hash belongs to one model: what is missing under the
-    names of others is left out.
+    """Return the chunks that are not pinned, with reasons. A hash belongs to one model: that it is
+    missing under other models' names is not reported.
 
     Args:
-        chunks: The same chunks, as each description names them.
-        reasons: For each key that is not pinned.
+        chunks: The same chunks, as named by each description.
+        reasons: Reason for each key that is not pinned.
     """
     told: list[ChunkKey] = []
     for alike in zip(*chunks, strict=True):

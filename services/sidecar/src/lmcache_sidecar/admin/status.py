@@ -22,19 +22,17 @@ LocalTier = Literal["Hot", "LocalDiskBackend"]
 
 
 class RecoveryView(BaseModel):
-    """What an earlier start has left in shared memory."""
+    """Chunks that an earlier start left in shared memory."""
 
     model_config = ConfigDict(from_attributes=True)
 
     is_over: bool
-    found_chunks: int = Field(description="Chunks in memory when this process began")
-    checked_chunks: int = Field(
-        description="Those of them that have been compared with their digest"
-    )
-    recovered_chunks: int = Field(description="Those that are served again")
-    damaged_chunks: int = Field(description="Those that were not what was stored")
+    found_chunks: int = Field(description="Chunks in memory when this process started")
+    checked_chunks: int = Field(description="Of these, chunks whose digest has been verified")
+    recovered_chunks: int = Field(description="Chunks that are served again")
+    damaged_chunks: int = Field(description="Chunks whose content had changed")
     dropped_chunks: int = Field(
-        description="Those that were too old, above a quota, or stored anew meanwhile"
+        description="Chunks that were too old, over a quota, or stored again since"
     )
 
 
@@ -43,11 +41,9 @@ class ArenaView(BaseModel):
 
     model_config = ConfigDict(from_attributes=True)
 
-    is_recorded: bool = Field(
-        description="Whether what is in memory now will be found by the next start"
-    )
+    is_recorded: bool = Field(description="Whether the next start will find what is in memory now")
     lent_bytes: int = Field(
-        description="What clients of earlier starts may still write to; used by nobody"
+        description="Memory that clients of earlier starts may still write to; not in use"
     )
     recovery: RecoveryView
 
@@ -63,17 +59,17 @@ class Status(BaseModel):
     arena_bytes: int
     arena: ArenaView
     verify_hot: str
-    accepts_handover: bool = Field(description="Whether peers may hand over chunks just now")
+    accepts_handover: bool = Field(description="Whether peers may hand over chunks now")
     draining: bool
     drain: DrainView
     num_clients: int
     registered: bool | None = Field(
-        description="Whether lookup and broker know this sidecar now; null: none are configured"
+        description="Whether lookup and broker know this sidecar; null: neither is configured"
     )
     settled: bool = Field(
         description="Whether everything stored has reached the slower tiers and lookup"
     )
-    pending_bytes: int = Field(description="Bytes that wait to be written to slower tiers")
+    pending_bytes: int = Field(description="Bytes waiting to be written to slower tiers")
     reserved_bytes: int = Field(description="Arena memory that engines are filling")
     held_bytes: int = Field(description="Arena memory that is kept for engines: pinned or staged")
     pinned_bytes: int = Field(description="Arena memory that operators keep (`POST /v1/admin/pin`)")
@@ -108,7 +104,7 @@ class ClientStatus(BaseModel):
 
 
 class Clients(BaseModel):
-    """Clients that are connected now."""
+    """Connected clients."""
 
     clients: list[ClientStatus]
 
@@ -122,17 +118,17 @@ class Tiers(BaseModel):
 class Chunks(BaseModel):
     """A page of the chunks in shared memory."""
 
-    chunks: list[str] = Field(description="Keys in their URL spelling")
+    chunks: list[str] = Field(description="Keys in their URL form")
     next_offset: int | None
 
 
 class ClearTiersRequest(BaseModel):
-    """Which tiers forget what they hold."""
+    """The tiers to clear."""
 
     model_config = ConfigDict(extra="forbid")
 
     tiers: list[LocalTier] | None = Field(
-        None, min_length=1, description="Without it, all tiers of this pod"
+        None, min_length=1, description="If absent, all tiers of this pod"
     )
 
 
@@ -235,7 +231,7 @@ async def clear_tiers(
 async def drain(sidecar: RunningSidecar, wait: bool = True) -> DrainAnswer:
     """Drain: accept no new chunks, finish writes, hand over what only this sidecar holds.
 
-    Reads continue. Answers when done or after `drain_timeout_s`; with `wait=false` at once.
+    Reads continue. Answers when done or after `drain_timeout_s`; with `wait=false` immediately.
     """
     sidecar.drain.begin()
     await (sidecar.drain.run() if wait else sidecar.drain.counted())

@@ -1,3 +1,3 @@
-"""The arena across restarts of the sidecar: what is lent and kept is written down, and what is
-whole is served again (ADR 9).
+"""The arena across restarts of the sidecar: lent and stored extents are journaled, and intact
+chunks are served again (ADR 9).
 """

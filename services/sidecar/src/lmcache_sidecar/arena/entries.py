@@ -1,4 +1,4 @@
-"""Entries of the arena's journal, their bytes, and what they say together.
+"""Entries of the arena's journal, their encoding, and how they are replayed.
 
 Source: `docs/adr/0009-arena-generations.md`.
 """
@@ -19,17 +19,17 @@ from lmcache_core.record.codec import CHECKSUM_BYTES, PREFIX_BYTES, decode_prefi
 VERSION = 1
 MAX_ENTRY_BYTES = 1 << 20
 MAX_OFFSETS = 4096
-"""In one entry of freed extents."""
+"""Largest number of extents in one `Freed` entry."""
 
 _FRAME = struct.Struct("<IIQ")
-"""Bytes of the body, a check of that number, a digest of the body; both depend on the entry's
-place in the journal.
+"""Length of the body, a check of that length, and a digest of the body; both depend on the entry's
+position in the journal.
 """
 _NUMBER = struct.Struct("<I")
 
 
 class JournalError(LMCacheError):
-    """A journal cannot be trusted: its arena is not used again."""
+    """A journal cannot be trusted: its arena is not reused."""
 
 
 class JournalEntry(
@@ -39,7 +39,7 @@ class JournalEntry(
 
 
 class Begin(JournalEntry, frozen=True):
-    """The first entry: which arena file this journal is of."""
+    """The first entry: identifies the arena file that the journal describes."""
 
     version: int
     arena_bytes: int
@@ -47,14 +47,14 @@ class Begin(JournalEntry, frozen=True):
 
 
 class Reserved(JournalEntry, frozen=True):
-    """Extents (offset, bytes) that clients of that generation may write to from now on."""
+    """Extents (offset, size) that clients of that generation may write to from now on."""
 
     generation: int
     extents: tuple[tuple[int, int], ...]
 
 
 class Committed(JournalEntry, frozen=True):
-    """A chunk is visible. `length` is that of its payload; `head` is its record's, without the
+    """A chunk became visible. `length` is that of its payload; `head` is its record's head without
     padding.
     """
 
@@ -79,7 +79,7 @@ _DECODER: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
 
 
 def framed(body: bytes, place: int) -> bytes:
-    """Frame the body of an entry for its place in the file (0 for the first)."""
+    """Frame the body of an entry for its position in the file (0 for the first)."""
     return (
         _FRAME.pack(len(body), _check(len(body), place), xxhash.xxh3_64_intdigest(body, seed=place))
         + body
@@ -89,11 +89,11 @@ def framed(body: bytes, place: int) -> bytes:
 def read_entries(data: bytes) -> Iterator[AnyEntry]:
     """Yield the entries of a journal.
 
-    An entry at the end that is shorter than it says was being written when its writer was killed,
-    and was never acted upon: it is left out. Any other fault means that entries are missing.
+    A truncated entry at the end was being written when its writer was killed, and nothing had been
+    done on its basis: it is skipped. Any other fault means that entries are missing.
 
     Raises:
-        JournalError: Something is damaged.
+        JournalError: An entry is damaged.
     """
     at, place = 0, 0
     while len(data) - at >= _FRAME.size:
@@ -113,7 +113,7 @@ def read_entries(data: bytes) -> Iterator[AnyEntry]:
 
 
 def without_padding(head: bytes) -> bytes:
-    """Return the head of a record without the zeros in it."""
+    """Return the head of a record without its padding zeros."""
     prefix = decode_prefix(head)
     return head[: PREFIX_BYTES + prefix.header_bytes] + head[-CHECKSUM_BYTES:]
 
@@ -139,8 +139,8 @@ class Lent:
     """An extent that a client of that generation may write to.
 
     Attributes:
-        generation: Whose clients.
-        num_bytes: What it takes of the arena.
+        generation: Generation of the client.
+        num_bytes: Its size in the arena.
     """
 
     generation: int
@@ -149,11 +149,11 @@ class Lent:
 
 @dataclass(frozen=True, slots=True)
 class FoundExtents:
-    """What is in an arena, by its journal.
+    """The content of an arena according to its journal.
 
     Attributes:
-        lent: By generation the extents (offset, bytes) that its clients may still write to.
-        committed: Chunks, in the order in which they were kept.
+        lent: For each generation, the extents (offset, size) that its clients may still write to.
+        committed: Chunks, in the order in which they were stored.
     """
 
     lent: Mapping[int, list[tuple[int, int]]] = field(default_factory=lambda: MappingProxyType({}))
@@ -161,34 +161,34 @@ class FoundExtents:
 
 
 def replay(entries: Iterable[AnyEntry], arena_bytes: int, inode: int) -> FoundExtents:
-    """Follow a journal to its end.
+    """Replay a journal.
 
     Raises:
-        JournalError: It is of another arena or version, or says what cannot be: nothing of it is
-            then believed.
+        JournalError: It belongs to another arena or version, or is inconsistent: nothing in it is
+        trusted.
     """
     steps = iter(entries)
     begin = next(steps, None)
     if begin != Begin(VERSION, arena_bytes, inode):
         raise JournalError(
-            f"it is of another arena, or of another version of this software: {begin}"
+            f"it belongs to another arena, or to another version of this software: {begin}"
         )
     state: dict[int, Lent | Committed] = {}
     for entry in steps:
         match entry:
             case Begin():
-                raise JournalError("it begins twice")
+                raise JournalError("it has two Begin entries")
             case Reserved(generation, extents):
                 for offset, num_bytes in extents:
                     if offset in state:
-                        raise JournalError(f"the extent at {offset} is given out twice")
+                        raise JournalError(f"the extent at {offset} is lent twice")
                     state[offset] = Lent(generation, num_bytes)
             case Committed(offset, length):
-                before = state.pop(offset, None)  # so that the order is that of the commits
+                before = state.pop(offset, None)  # keeps the dict in the order of the commits
                 if isinstance(before, Committed) or (
                     before is not None and before.num_bytes != extent_bytes(length)
                 ):
-                    raise JournalError(f"the chunk at {offset} is where another one is")
+                    raise JournalError(f"the chunk at {offset} overlaps another one")
                 state[offset] = entry
             case Freed(offsets):
                 for offset in offsets:
@@ -214,5 +214,5 @@ def _check_extents(state: Mapping[int, Lent | Committed], arena_bytes: int) -> N
             and (isinstance(extent, Lent) or extent.length >= 0)
         )
         if not is_whole or offset < end or offset + num_bytes > arena_bytes:
-            raise JournalError(f"the extent at {offset} overlaps another one or leaves the arena")
+            raise JournalError(f"the extent at {offset} overlaps another one or exceeds the arena")
         end = offset + num_bytes

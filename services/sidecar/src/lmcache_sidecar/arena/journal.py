@@ -1,6 +1,6 @@
-"""The journal of the arena: each extent that is lent or holds a chunk, written to a file.
+"""The journal of the arena: a file that records every extent that is lent or holds a chunk.
 
-The file is written by the sidecar alone, appended to, and replaced as a whole when it has grown.
+Only the sidecar writes the file. It appends to it, and replaces it as a whole when it has grown.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ MODE = 0o600
 MIN_REWRITE_BYTES = 1 << 20
 """A shorter journal is not worth rewriting."""
 REWRITE_RATIO = 2
-"""It is rewritten when it is so many times as long as it would then be."""
+"""The journal is rewritten when it is this many times as long as its replacement would be."""
 MAX_JOURNAL_BYTES = 32 << 20
-"""Beyond, it is given up. It and the one that replaces it fit next to the arena on a volume that
-has 64 MiB more.
+"""Longest journal. It and its replacement fit next to the arena on a volume with 64 MiB to
+spare.
 """
 MAX_WEIGHT_BYTES = 14 << 20
-"""Chunks that a journal names; what is kept beyond is not recovered. Twice this and a little
+"""Bound on the entries of a journal; chunks beyond it are not recovered. Twice this and a little
 more is less than `MAX_JOURNAL_BYTES`.
 """
 MAX_PENDING_ENTRIES = 4096
 LENT_BYTES = 24
 ENTRY_BYTES = 96
-"""What an entry takes in the journal without the head of its chunk; tenants have short names."""
+"""Size of an entry in the journal without the head of its chunk; assumes short tenant names."""
 RETRY_S = 30.0
-"""Between two attempts to rewrite a journal that had to be given up."""
+"""Interval between attempts to rewrite a journal that failed."""
 _WRITE_ENTRIES = 512
 _NO_FRAME = bytes(16)
 
 
 def read_journal(directory: Path) -> Iterator[AnyEntry]:
-    """Yield what an earlier start has written.
+    """Yield the entries that an earlier start has written.
 
     Raises:
         JournalError: There is no journal, or it cannot be trusted.
-        CapacityError: It cannot be opened just now, which says nothing about it.
+        CapacityError: It cannot be opened at the moment, which says nothing about it.
     """
     path, data = directory / FILE_NAME, b""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -77,35 +77,35 @@ def read_journal(directory: Path) -> Iterator[AnyEntry]:
             status = os.fstat(file.fileno())
             is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
             if not is_ours or status.st_mode & 0o022:
-                raise JournalError(f"{path} is not a file that this user alone may write")
+                raise JournalError(f"{path} is not a file that only this user can write")
             data = file.read(2 * MAX_JOURNAL_BYTES + 1)
     except OSError as exc:
         if is_none_of_ours(path, exc):
             raise JournalError(f"{path}: {exc.strerror}") from exc
         raise cannot_be_opened(path, exc) from exc
     if len(data) > 2 * MAX_JOURNAL_BYTES:
-        raise JournalError(f"{path} is longer than any that is written")
+        raise JournalError(f"{path} is longer than any journal")
     return read_entries(data)
 
 
 def discard_journal(directory: Path) -> None:
-    """Remove what an earlier start has left.
+    """Remove the journal of an earlier start.
 
     Raises:
-        OSError: It is there and cannot be removed.
+        OSError: It exists and cannot be removed.
     """
     for name in (DRAFT_NAME, FILE_NAME):
         (directory / name).unlink(missing_ok=True)
 
 
 class JournalFile:
-    """A new file that entries are appended to. Not thread-safe.
+    """A new file to append entries to. Not thread-safe.
 
     Args:
-        path: Where; what was there is removed.
+        path: Path of the file; an existing file is removed.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: It cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,10 +118,10 @@ class JournalFile:
         )
 
     def write(self, bodies: Iterable[bytes]) -> None:
-        """Append entries, in a few system calls at most.
+        """Append entries with a few system calls.
 
         Raises:
-            OSError: They cannot be written; what stands at the end may be half of one.
+            OSError: Writing failed; the last entry may be incomplete.
         """
         for data in self._pieces(bodies):
             at = 0
@@ -130,7 +130,7 @@ class JournalFile:
             self.num_bytes += len(data)
 
     def drop(self) -> None:
-        """Close and remove a file that did not take the journal's place."""
+        """Close and remove a draft that did not replace the journal."""
         os.close(self.fd)
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -147,18 +147,18 @@ class JournalFile:
 
 
 class ArenaJournal:
-    """Tracks every extent that is lent or kept, and writes it down. Thread-safe; it calls nothing
-    that takes a lock of its own.
+    """Tracks every extent that is lent or holds a chunk, and records it. Thread-safe; it calls
+    nothing that takes another lock.
 
     Args:
-        arena: The arena; the journal lies in its directory.
-        found: What an earlier start has left in this arena; those extents must be taken out of the
-            allocator.
+        arena: The arena; the journal is in its directory.
+        found: The extents that an earlier start has left in this arena; they must be taken out of
+            the allocator.
         clock: Seconds since the epoch.
 
     Attributes:
-        is_recording: Whether the file is true and complete, so that what is in the arena now
-            outlives this process. If not, the next start must not find one.
+        is_recording: Whether the file is correct and complete, so that the arena's content outlives
+            this process. If not, the next start must not find a journal.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class ArenaJournal:
         self._weight_bytes = 0
         self._pending: list[bytes] = []
         self._freed: list[int] = []
-        self._since: list[bytes] | None = None  # what was written since a draft was begun
+        self._since: list[bytes] | None = None  # entries written since a draft was begun
         self._abandoned: list[MemoryObj] = []
         self._file: JournalFile | None = None
         self._is_given_up = False
-        # Whether the next start will believe nothing that is not so; if not, nothing may be lent.
+        # Whether the next start can trust whatever it finds; if not, nothing may be lent.
         self._is_harmless = True
         self._is_closed = False
         self._next_try = 0.0
@@ -190,12 +190,12 @@ class ArenaJournal:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing is lent or kept."""
+        """Return whether nothing is lent or stored."""
         return not self._state
 
     def open(self) -> None:
-        """Begin a new journal, before anything is lent. If it cannot be written, serve without one
-        and try again later.
+        """Begin a new journal before anything is lent. If it cannot be written, run without one and
+        retry later.
         """
         try:
             self._adopt(self._draft(list(self._state.items())))
@@ -204,8 +204,8 @@ class ArenaJournal:
                 self._give_up(exc.strerror or str(exc))
 
     def close(self) -> None:
-        """Flush pending entries. Later events belong to the end of this process and are not
-        recorded. Idempotent.
+        """Flush pending entries. Later events belong to shutdown and are not recorded.
+        Idempotent.
         """
         with self._lock:
             self._write()
@@ -216,7 +216,7 @@ class ArenaJournal:
             memory.ref_count_down()
 
     def reserved(self, memories: Sequence[MemoryObj]) -> bool:
-        """Record that clients are about to be lent this memory; False: it must not be lent."""
+        """Record that this memory is about to be lent to clients; if False, it must not be lent."""
         extents = tuple((memory.metadata.address, memory.metadata.phy_size) for memory in memories)
         with self._lock:
             if self._is_closed:
@@ -228,7 +228,7 @@ class ArenaJournal:
             return self._is_harmless
 
     def kept(self, chunk: Chunk) -> None:
-        """Record that the hot tier keeps this chunk in the arena. The tier's lock may be held."""
+        """Record that the hot tier stores this chunk in the arena. The tier's lock may be held."""
         if not chunk.is_sealed:
             return
         offset = chunk.memory.metadata.address
@@ -252,20 +252,22 @@ class ArenaJournal:
                 self._forget(offset)
 
     def flush(self) -> None:
-        """Make what has happened so far outlive this process, even if it is killed next."""
+        """Ensure that everything recorded so far outlives this process, even if it is killed
+        next.
+        """
         with self._lock:
             self._write()
 
     def abandoned(self, memories: Sequence[MemoryObj]) -> None:
-        """Take over memory to which a client may still write while this process ends. It stays
-        lent, in the journal too, and is not reused until `close`.
+        """Take over memory that a client may still write to during shutdown. It stays lent, also in
+        the journal, and is not reused until `close`.
         """
         with self._lock:
             self._abandoned += memories
 
     async def look_after(self) -> None:
-        """Write what is pending; begin a new journal if this one is long or was given up. To be
-        called about every second.
+        """Write pending entries; begin a new journal if this one is long or has failed. Call it
+        about once a second.
         """
         with self._lock:
             self._write()
@@ -289,7 +291,7 @@ class ArenaJournal:
                 self._since = None
 
     def _set(self, offset: int, extent: Lent | Committed) -> None:
-        self._drop(offset)  # so that chunks stand in the order in which they were kept
+        self._drop(offset)  # keeps chunks in the order in which they were stored
         self._state[offset] = extent
         self._weight_bytes += _weight(extent)
 
@@ -316,7 +318,9 @@ class ArenaJournal:
             self._freed.clear()
 
     def _write(self) -> None:
-        """Append what is pending. A journal that cannot be written, or is too long, ends."""
+        """Append pending entries. A journal that cannot be written, or is too long, is
+        abandoned.
+        """
         self._note_freed()
         if not self._pending:
             return
@@ -347,10 +351,10 @@ class ArenaJournal:
         return draft
 
     def _adopt(self, draft: JournalFile) -> None:
-        """Let a draft take the place of this journal.
+        """Replace this journal by a draft.
 
         Raises:
-            OSError: It cannot be written or renamed; nothing has changed.
+            OSError: The draft cannot be written or renamed; nothing has changed.
         """
         with self._lock:
             self._write()
@@ -366,18 +370,17 @@ class ArenaJournal:
             self._close_file()
             self._file = draft
             if self._is_given_up:
-                logger.info("arena journal recovered: what is in memory outlives this process")
+                logger.info("arena journal recovered: memory outlives this process again")
             self._is_given_up = False
             self.is_recording = self._is_harmless = True
 
     def _give_up(self, why: str) -> None:
-        """Make sure that the next start believes nothing: before all else, since memory is lent
-        again right after this.
+        """Ensure first that the next start trusts no stale journal, since memory is lent again
+        right after this.
         """
         if not self._is_given_up:
             logger.error(
-                "the arena's journal cannot be written (%s): what is in memory now will not outlive"
-                " this process",
+                "cannot write the arena's journal (%s): memory will not outlive this process",
                 why,
             )
         self._is_given_up = True

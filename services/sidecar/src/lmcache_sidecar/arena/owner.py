@@ -1,4 +1,4 @@
-"""The arena of this process, from its first byte to what it leaves to the next."""
+"""The arena of this process: opened, recovered, and left to the next start."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ LOOK_INTERVAL_S = 1.0
 
 
 class ArenaOwner:
-    """Owns the arena, its journal, and what an earlier start has left in it.
+    """Owns the arena, its journal, and the content that an earlier start has left.
 
     Args:
         arena: The memory.
-        journal: What is in it, written down; None where nothing outlives this process.
-        found: What is in it already.
+        journal: Journal of its content; None if nothing outlives this process.
+        found: Existing content.
 
     Attributes:
         arena: The memory.
-        allocator: Cuts it; what is in it already is taken.
-        journal: Told of what is lent and kept; or None.
-        recovery: The check of what an earlier start has left.
+        allocator: Allocates from it; existing content is already taken.
+        journal: Records what is lent and stored; or None.
+        recovery: Checks what an earlier start has left.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ArenaOwner:
         )
         chunks = self.allocator.take([(entry.offset, entry.length) for entry in found.committed])
         self.recovery = ArenaRecovery(list(zip(found.committed, chunks, strict=True)))
-        # What was lent when earlier starts ended, held until their clients are gone.
+        # Memory still lent when earlier starts ended, held until their clients are gone.
         self._lent = {
             generation: self.allocator.take(extents) for generation, extents in found.lent.items()
         }
@@ -63,12 +63,14 @@ class ArenaOwner:
 
     @property
     def is_recorded(self) -> bool:
-        """Return whether what is in the arena now will outlive this process."""
+        """Return whether the arena's content will outlive this process."""
         return self.journal is not None and self.journal.is_recording
 
     @property
     def lent_bytes(self) -> int:
-        """Return what clients of earlier starts may still write to; it is not reused."""
+        """Return how many bytes clients of earlier starts may still write to; they are not
+        reused.
+        """
         lent = self._lent.values()
         return sum(memory.metadata.phy_size for memories in lent for memory in memories)
 
@@ -79,14 +81,14 @@ class ArenaOwner:
         listener: StackListener,
         counters: Counters,
     ) -> None:
-        """Begin to serve: check what is there in the background, and look after journal and earlier
-        generations.
+        """Begin to serve: check existing content in the background, and maintain the journal and
+        earlier generations.
 
         Args:
-            tasks: Who owns the work.
-            hot: Where recovered chunks go.
-            listener: Told of each.
-            counters: Where they are counted.
+            tasks: Owner of the work.
+            hot: Tier for recovered chunks.
+            listener: Notified of each recovered chunk.
+            counters: Counters of recovered chunks.
         """
         self._has_served = True
         tasks.start("recover-arena", self.recovery.run(hot, listener, counters))
@@ -102,23 +104,24 @@ class ArenaOwner:
             for memory in memories:
                 memory.ref_count_down()
             if self.journal is not None:
-                # Before its file goes: a generation without one is not known to be over.
+                # Before the file is removed: a generation without a file is not known to have
+                # ended.
                 self.journal.flush()
             forget_generation(directory, generation)
             logger.info(
-                "the last client of generation %016x is gone: %d extents are free again",
+                "last client of an earlier generation is gone: generation=%016x freed_extents=%d",
                 generation,
                 len(memories),
             )
 
     def seal(self) -> None:
-        """Fix what the next start will find; to be called before tiers are emptied. Idempotent."""
+        """Fix what the next start will find. Call it before tiers are emptied. Idempotent."""
         if self.journal is not None:
             self.journal.close()
 
     def close(self) -> None:
-        """Give the directory up, once nothing is served from it any more. What will not be found
-        again is removed. Idempotent.
+        """Release the directory once nothing is served from it. Files that will not be used again
+        are removed. Idempotent.
         """
         self.seal()
         self.recovery.close()
@@ -132,23 +135,23 @@ class ArenaOwner:
                 try:
                     discard_journal(self.arena.path.parent)
                 except OSError as exc:
-                    logger.debug("journal of an empty arena not removed: %s", exc)
+                    logger.debug("cannot remove the journal of an empty arena: error=%s", exc)
         self.arena.lock.release()
 
 
 def open_arena(file: ArenaFile, recovers: bool) -> ArenaOwner:
-    """Own the directory and map an arena: that of the start before where it fits and its journal
-    can be trusted, else a new one.
+    """Lock the directory and map an arena: the previous start's if it fits and its journal can be
+    trusted, else a new one.
 
     Args:
-        file: Where, how large and for whom.
-        recovers: Whether what is in it outlives this process, and what an earlier one has left is
+        file: Location, size and permissions.
+        recovers: Whether the content outlives this process, and the content of an earlier one is
             looked for.
 
     Raises:
-        CapacityError: The volume cannot hold it, or what an earlier start has left cannot be opened
-            just now.
-        ConfigError: Another sidecar has it, or the directory cannot be written to.
+        CapacityError: It does not fit on the volume, or what an earlier start has left cannot be
+            opened at the moment.
+        ConfigError: Another sidecar uses it, or the directory is not writable.
     """
     with ExitStack() as undo:
         lock = own_directory(file.directory)
@@ -171,7 +174,7 @@ def _reopened(file: ArenaFile, lock: FileLock) -> tuple[SharedArena, FoundExtent
         for generation in found.lent:
             path = generation_path(file.directory, generation)
             try:
-                path.lstat()  # `exists` would take any error for absence
+                path.lstat()  # `exists` would treat any error as absence
             except FileNotFoundError as exc:
                 raise JournalError(
                     f"cannot find out whether the clients of generation {generation:016x} have"
@@ -180,19 +183,17 @@ def _reopened(file: ArenaFile, lock: FileLock) -> tuple[SharedArena, FoundExtent
             except OSError as exc:
                 raise cannot_be_opened(path, exc) from exc
     except JournalError as exc:
-        logger.warning("the arena of an earlier start is not used again: %s", exc)
+        logger.warning("not reusing the arena of an earlier start: %s", exc)
         return None
     for generation in generations_in(file.directory):
         if generation not in found.lent and generation != arena.generation:
             forget_generation(file.directory, generation)
-    logger.info(
-        "the arena of an earlier start is used again: %d chunks to check", len(found.committed)
-    )
+    logger.info("reusing the arena of an earlier start: chunks_to_check=%d", len(found.committed))
     return arena, found
 
 
 def _created(file: ArenaFile, lock: FileLock) -> tuple[SharedArena, FoundExtents]:
-    # The journal of the old arena goes first, so that it can never be taken for that of the new.
+    # Remove the old arena's journal first, so that it can never be taken for the new one's.
     try:
         discard_journal(file.directory)
     except OSError as exc:

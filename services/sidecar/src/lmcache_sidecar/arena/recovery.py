@@ -1,4 +1,4 @@
-"""Chunks that an earlier start has left in the arena: checked, then served."""
+"""Recovers chunks that an earlier start has left in the arena: they are checked, then served."""
 
 from __future__ import annotations
 
@@ -23,27 +23,24 @@ from lmcache_sidecar.arena.entries import Committed, with_padding
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-"""Two digests at once read memory about as fast as it can be read; engines want some of that
-too.
-"""
+"""Two threads digest nearly as fast as memory can be read; engines need some of that bandwidth."""
 MAX_AHEAD = 2 * NUM_THREADS
-"""Chunks that are being checked at once."""
+"""Chunks checked at the same time."""
 
 
 class ArenaRecovery:
-    """Checks chunks in threads, in the order in which they were kept, and hands what is whole to
+    """Checks chunks in threads, in the order in which they were stored, and passes intact ones to
     the hot tier.
 
     Args:
-        found: What the journal says of each chunk, and its memory; the references pass to this
-            object.
+        found: The journal's entry and the memory of each chunk; the references pass to this object.
 
     Attributes:
-        found_chunks: Chunks in the arena when this process began.
-        checked_chunks: Those of them whose bytes have been compared with their digest.
-        recovered_chunks: Those that are served.
-        damaged_chunks: Those whose bytes are not what was stored.
-        dropped_chunks: Those that are whole, but too old, above a quota, or replaced meanwhile.
+        found_chunks: Chunks in the arena when this process started.
+        checked_chunks: Of these, chunks whose digest has been verified.
+        recovered_chunks: Chunks that are served.
+        damaged_chunks: Chunks whose content had changed.
+        dropped_chunks: Intact chunks that were too old, over a quota, or replaced since.
     """
 
     def __init__(self, found: Sequence[tuple[Committed, MemoryObj]]) -> None:
@@ -56,16 +53,16 @@ class ArenaRecovery:
 
     @property
     def is_over(self) -> bool:
-        """Return whether every chunk found is served or free."""
+        """Return whether every chunk found has been served or freed."""
         return self.checked_chunks == self.found_chunks
 
     async def run(self, hot: LocalCPUBackend, listener: StackListener, counters: Counters) -> None:
-        """Recover everything; once.
+        """Recover everything. Call it once.
 
         Args:
-            hot: Where chunks go.
-            listener: Told of each that is served.
-            counters: Where they are counted, under the names of `lmcache_sidecar.metrics`.
+            hot: Tier for the chunks.
+            listener: Notified of each chunk that is served.
+            counters: Counters, under the names of `lmcache_sidecar.metrics`.
         """
         if not self._waiting:
             return
@@ -83,7 +80,7 @@ class ArenaRecovery:
                 if chunk is None:
                     self.damaged_chunks += 1
                     counters.add(metrics.UNRECOVERED_CHUNKS_TOTAL, 1, metrics.DAMAGED)
-                # One that has been stored again meanwhile is not replaced.
+                # A chunk that has been stored again since is not replaced.
                 elif not hot.contains_many([chunk.key])[0] and hot.put_many([chunk])[0]:
                     self.recovered_chunks += 1
                     counters.add(metrics.RECOVERED_CHUNKS_TOTAL, 1)
@@ -95,8 +92,7 @@ class ArenaRecovery:
                 memory.ref_count_down()
         self._workers.close()
         logger.info(
-            "the arena of the earlier start is checked: of %d chunks %d are served again, %d were"
-            " damaged, %d are not kept",
+            "recovered the arena of an earlier start: found=%d served=%d damaged=%d dropped=%d",
             self.found_chunks,
             self.recovered_chunks,
             self.damaged_chunks,
@@ -104,7 +100,7 @@ class ArenaRecovery:
         )
 
     def close(self) -> None:
-        """Give back what has not been dealt with. Idempotent."""
+        """Release chunks that have not been processed. Idempotent."""
         self._workers.close()
         for memory in [memory for _, memory in self._waiting] + [each for each, _ in self._ahead]:
             memory.ref_count_down()
@@ -113,7 +109,7 @@ class ArenaRecovery:
 
 
 def _checked(entry: Committed, memory: MemoryObj, tier: str) -> Chunk | None:
-    """Return the chunk if its payload has its digest."""
+    """Return the chunk if its payload matches its digest."""
     try:
         head = with_padding(entry.head)
         header, payload_bytes = decode_head(head)

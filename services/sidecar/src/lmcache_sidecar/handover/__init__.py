@@ -1,1 +1,1 @@
-"""The end of a sidecar: what only it holds is handed on to storage or to peers."""
+"""Shutdown of a sidecar: chunks that only it holds are handed over to storage or to peers."""

@@ -1,4 +1,4 @@
-"""Hands on what only this sidecar holds, the hottest first."""
+"""Hands over the chunks that only this sidecar holds, hottest first."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from lmcache_sidecar.handover.takers import (
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Fruitless batches in a row after which a taker is given up, and attempts to list takers."""
+"""Consecutive batches without progress after which a taker is abandoned, and attempts to list
+takers.
+"""
 FIRST_PAUSE_S = 0.25
 MAX_BATCH_BYTES = 16 << 20
-"""Of the chunks that one taker is given at once; a larger chunk goes alone."""
+"""Chunks sent to one taker at a time; a larger chunk is sent alone."""
 _MAY_COME_LATER = frozenset(
     {MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.DEADLINE, MissReason.NO_MEMORY}
 )
@@ -39,12 +41,12 @@ _MAY_COME_LATER = frozenset(
 
 @dataclass
 class TakerBatch:
-    """Chunks that are with one taker.
+    """Chunks being handed to one taker.
 
     Attributes:
-        keys: Those not dealt with yet, the hottest first.
-        num_settled: Those dealt with.
-        refused: Those that the taker does not take; they stay in `keys`.
+        keys: Those not settled yet, hottest first.
+        num_settled: Number of those settled.
+        refused: Those that the taker refuses; they stay in `keys`.
     """
 
     keys: list[ChunkKey]
@@ -52,22 +54,22 @@ class TakerBatch:
     refused: set[ChunkKey] = field(default_factory=set)
 
     def settle(self, key: ChunkKey) -> None:
-        """Count a chunk as dealt with."""
+        """Count a chunk as settled."""
         self.keys.remove(key)
         self.num_settled += 1
 
 
 class WaitingChunks:
-    """A queue: what is taken out and not settled returns to its place. On one event loop.
+    """A queue: a chunk that is taken out and not settled returns to its place. For one event loop.
 
     Args:
-        chunks: Names and sizes in bytes, the hottest first.
+        chunks: Names and sizes in bytes, hottest first.
     """
 
     def __init__(self, chunks: Sequence[tuple[ChunkKey, int]]) -> None:
         self._chunks = tuple(chunks)
         self._places = {key: place for place, (key, _) in enumerate(chunks)}
-        self._heap = list(range(len(chunks)))  # of places; sorted, which is a heap
+        self._heap = list(range(len(chunks)))  # indices; sorted, which is a valid heap
         self._refused_by: dict[ChunkKey, set[str]] = {}
 
     def __len__(self) -> int:
@@ -80,8 +82,8 @@ class WaitingChunks:
 
     @contextmanager
     def batch(self, taker: str) -> Iterator[TakerBatch]:
-        """Take the next chunks that this taker has not refused; empty when there are none. Those
-        not settled inside wait again.
+        """Take the next chunks that this taker has not refused; empty if there are none. Those not
+        settled inside return to the queue.
         """
         batch = TakerBatch(self._take(taker))
         try:
@@ -112,13 +114,13 @@ class WaitingChunks:
 
 
 class PodHandover(ChunkHandover):
-    """Hands chunks to the remote tier and to peers. Each source of takers gets its part of the
-    time, and what those before it have left of theirs.
+    """Hands chunks to the remote tier and to peers. Each source of takers gets its share of the
+    time, plus what earlier ones have left of theirs.
 
     Args:
-        chunks: What there is.
-        sources: The receivers; the second is asked for what the first has left, and so on.
-        counters: What became of chunks, under the names of `lmcache_sidecar.metrics`.
+        chunks: The chunks of this sidecar.
+        sources: Sources of receivers; each is asked for what the previous one has left.
+        counters: Counters of results, under the names of `lmcache_sidecar.metrics`.
     """
 
     writing_share = 0.5
@@ -161,7 +163,7 @@ class PodHandover(ChunkHandover):
     async def _hand_to(
         self, source: TakerSource, waiting: WaitingChunks, progress: DrainProgress
     ) -> None:
-        """Let all takers of a source work in parallel until none of them can do more."""
+        """Run all takers of a source in parallel until none of them can take more."""
         takers = await self._takers(source)
         while takers and waiting:
             before = len(waiting), len(takers)
@@ -186,7 +188,7 @@ class PodHandover(ChunkHandover):
         return ()
 
     async def _serve(self, taker: Taker, waiting: WaitingChunks, progress: DrainProgress) -> bool:
-        """Give one taker batch after batch; False when it takes no more."""
+        """Send one taker batch after batch; False when it accepts no more."""
         num_in_vain = 0
         while True:
             is_away = False

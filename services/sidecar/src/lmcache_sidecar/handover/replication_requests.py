@@ -1,4 +1,4 @@
-"""Requests of the broker: copies of hot chunks for peers that it names, and the drain."""
+"""The broker's requests: copies of hot chunks to the peers that it names, and the drain."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING_ORDERS: Final = 256
 _STEP: Final = 1024
-"""Keys that are compared between two turns of the loop; a large arena has many."""
+"""Keys compared before other work gets its turn; a large arena has many."""
 
 
 @dataclass
 class BrokerRequests(LeaseListener):
-    """Does what the broker asks this sidecar for: begins the drain and reports how far it is, and
-    sends copies of hot chunks, one peer after the other, in the background. Copies that cannot be
-    sent are dropped: the broker orders them again.
+    """Carries out the broker's requests to this sidecar: begins the drain and reports its progress,
+    and sends copies of hot chunks, one peer after the other, in the background. Copies that cannot
+    be sent are dropped: the broker orders them again.
 
     Attributes:
-        drain: The way to the end.
-        chunks: What there is.
-        connect: Makes the client of a peer, by its distributed URL.
+        drain: The drain.
+        chunks: The chunks of this sidecar.
+        connect: Creates the client of a peer, from its distributed URL.
         tasks: Owns the work.
-        counters: What was copied, under the names of `lmcache_sidecar.metrics`.
+        counters: Counters of copies, under the names of `lmcache_sidecar.metrics`.
     """
 
     drain: NodeDrain
@@ -73,7 +73,7 @@ class BrokerRequests(LeaseListener):
 
     @override
     def copies_wanted(self, orders: Sequence[CopyOrder]) -> None:
-        if self.drain.has_begun:  # it hands over everything instead
+        if self.drain.has_begun:  # the drain hands over everything instead
             return
         for order in orders:
             if len(self._waiting) < MAX_WAITING_ORDERS:
@@ -97,7 +97,7 @@ class BrokerRequests(LeaseListener):
             self._is_copying = False
 
     async def _keys(self, chunk_ids: set[str]) -> dict[str, ChunkKey]:
-        """Return the keys of chunks that are here, by chunk id."""
+        """Return the keys of those chunks that are here, by chunk id."""
         found: dict[str, ChunkKey] = {}
         for i, (key, _) in enumerate(await asyncio.to_thread(self.chunks.hottest_first)):
             if i % _STEP == _STEP - 1:

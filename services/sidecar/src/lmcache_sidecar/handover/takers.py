@@ -1,4 +1,4 @@
-"""Receivers of the chunks of a sidecar that ends: the remote tier, and other sidecars."""
+"""Receivers for the chunks of a sidecar that shuts down: the remote tier, and other sidecars."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from typing_extensions import override
 from lmcache_sidecar.holders import Holders
 
 MAX_BATCH_CHUNKS = 16
-"""That one taker is given at once."""
+"""Chunks sent to one taker at a time."""
 MAX_TAKERS = 4
-"""Peers that are sent to at once; those with the least to do."""
+"""Peers sent to concurrently; those with the lowest load."""
 CONNECT_TIMEOUT_S = 0.5
 STORAGE_KIND = "storage"
 
@@ -32,18 +32,18 @@ T = TypeVar("T")
 
 
 class NotWelcomeError(UnavailableError):
-    """A taker refuses this sidecar, now and later."""
+    """A taker refuses this sidecar permanently."""
 
 
 @dataclass(frozen=True)
 class Taker:
-    """One receiver of chunks. Its calls may be cancelled; they raise `UnavailableError` when it
+    """One receiver of chunks. Its calls may be cancelled; they raise `UnavailableError` if it
     cannot be reached.
 
     Attributes:
-        name: Unlike that of any other taker.
-        has: Tells which chunks need not be sent: they are there, or can be found elsewhere.
-        put: Sends chunks (borrowed); True for each that the receiver holds whole now.
+        name: A unique name.
+        has: Returns which chunks need not be sent: they are there, or exist elsewhere.
+        put: Sends chunks (borrowed); returns True for each that the receiver now holds whole.
     """
 
     name: str
@@ -55,17 +55,17 @@ class TakerSource(Protocol):
     """Finds takers."""
 
     async def takers(self) -> Sequence[Taker]:
-        """Return those there are now. Raises `UnavailableError` if that is not known."""
+        """Return the current takers. Raises `UnavailableError` if they are unknown."""
 
     async def close(self) -> None:
-        """End the connections to them. Idempotent."""
+        """Close the connections to them. Idempotent."""
 
 
 class RemoteSource(TakerSource):
     """The remote tier as the only taker.
 
     Args:
-        tier: Encodes, and has no breaker: a drain must tell a tier that cannot be reached from one
+        tier: Encodes, and has no breaker: a drain must distinguish an unreachable tier from one
             that refuses. It belongs to the stack, which closes it.
     """
 
@@ -82,15 +82,15 @@ class RemoteSource(TakerSource):
 
 
 class PeerSource(TakerSource):
-    """The live sidecars that are not about to end themselves, as the broker sees them.
+    """The live sidecars, as the broker sees them, that are not about to shut down.
 
     Args:
         instance: This instance.
-        broker: Open for as long as this object is.
-        holders: Tells who has what already.
-        token: What peers are shown.
+        broker: Must stay open as long as this object.
+        holders: Finds existing holders of chunks.
+        token: Token to present to peers.
         timeout_s: Longest wait for a peer's answer.
-        tls: Whom to trust and what to show where peers are encrypted.
+        tls: Trusted authorities and client certificate for encrypted peers.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class PeerSource(TakerSource):
             await client.close()
 
     def connect(self, distributed_url: str) -> LmClient:
-        """Make a client of a peer; the caller closes it.
+        """Create the client of a peer; the caller closes it.
 
         Raises:
             ValueError: Not a distributed URL.
@@ -154,14 +154,14 @@ class PeerSource(TakerSource):
         return peer_client(distributed_url, self._token, self._options)
 
     async def _has(self, client: LmClient, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks another instance holds that is not about to end. Without lookup only
-        this peer is asked.
+        """Return which chunks are held by another instance that is not about to shut down. Without
+        lookup only this peer is asked.
         """
         try:
             found = await self._holders.of([key.key.chunk_id() for key in keys], MAX_BATCH_CHUNKS)
         except UnavailableError:
             found = [None]
-        if None in found:  # lookup does not know
+        if None in found:  # unknown to lookup
             return await _mapped(client.contains(keys))
         return [
             any(

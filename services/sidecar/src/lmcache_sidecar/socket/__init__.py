@@ -1,1 +1,1 @@
-"""The Unix socket on which the serving processes of the pod reach the sidecar."""
+"""The Unix socket through which the serving processes of the pod reach the sidecar."""

@@ -1,4 +1,4 @@
-"""What one client holds of the arena: memory that it fills, and chunks that it loads."""
+"""Arena memory held by one client: reservations that it fills, and chunks that it loads."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ RESERVED_SHARE = 2
 """Reservations of one client may hold one part in this many of the arena."""
 MAX_PINS = 16384
 MAX_PINNED_CHUNK_BYTES = 128
-"""A chunk in an answer to LOAD, without its head; tier names are short."""
+"""Size of a chunk in an answer to LOAD, without its head; assumes short tier names."""
 
 
 class ClientMemory:
-    """The reservations and the pins of one client, each of which holds a reference and has a handle
-    that no other has.
+    """The reservations and pins of one client, each with a reference and a unique handle.
 
     Args:
-        context: What all sessions share: where memory comes from, and how much there is for all.
+        context: State shared by all sessions: the source of memory, and the limits for all clients.
 
     Attributes:
         reservations: Memory that the client fills, by handle.
         pins: Chunks that it loads, by handle.
-        reserved_bytes: What the reservations hold of the arena.
+        reserved_bytes: Arena memory held by the reservations.
     """
 
     def __init__(self, context: SessionContext) -> None:
@@ -49,7 +48,7 @@ class ClientMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """Return what the pins hold of the arena; a chunk that is pinned twice counts twice."""
+        """Return the arena memory held by pins; a chunk that is pinned twice counts twice."""
         return sum(chunk.memory.metadata.phy_size for chunk in self.pins.values())
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent | None]:
@@ -67,7 +66,7 @@ class ClientMemory:
         return lent
 
     def take(self, handle: int) -> MemoryObj | None:
-        """End a reservation; its reference passes to the caller. None for one that is not known."""
+        """End a reservation; its reference passes to the caller. None for an unknown handle."""
         memory = self.reservations.pop(handle, None)
         if memory is not None:
             self.reserved_bytes -= memory.metadata.phy_size
@@ -75,12 +74,12 @@ class ClientMemory:
         return memory
 
     def fitting(self, results: list[Result]) -> list[Result]:
-        """Take room for the chunks before the first miss, each to be passed to `pin`. Chunks for
-        which there is no room, or that one answer cannot name, are given back and count as misses.
+        """Take room for the chunks before the first miss, each to be passed to `pin`. Chunks
+        without room, or that do not fit into one answer, are released and count as misses.
         """
         meta_bytes = 0
         for i, result in enumerate(results):
-            if isinstance(result, Chunk):  # heads of other writers may be large
+            if isinstance(result, Chunk):  # other writers' heads may be large
                 meta_bytes += len(result.head) + MAX_PINNED_CHUNK_BYTES
             if meta_bytes > MAX_ARENA_META_BYTES:
                 results = _cut(results, i)
@@ -91,23 +90,23 @@ class ClientMemory:
         return results if num_fitting == len(chunks) else _cut(results, num_fitting)
 
     def require_pins(self, num_chunks: int) -> None:
-        """Refuse a client that pins without end.
+        """Refuse a client with too many pins.
 
         Raises:
-            ProtocolError: So many more would be more than `MAX_PINS`.
+            ProtocolError: `num_chunks` more would exceed `MAX_PINS`.
         """
         if len(self.pins) + num_chunks > MAX_PINS:
             raise ProtocolError(f"more than {MAX_PINS} pins; release some first")
 
     def pin(self, chunk: Chunk) -> Extent:
-        """Pin a chunk that `fitting` has let through; its reference passes to this object."""
+        """Pin a chunk that `fitting` has returned; its reference passes to this object."""
         handle = next(self._handles)
         self.pins[handle] = chunk
         memory = chunk.memory
         return Extent(handle, memory.metadata.address, memory.get_size(), chunk.tier, chunk.head)
 
     def release(self, handles: Sequence[int]) -> None:
-        """Give reservations and pins back; unknown ones are passed over."""
+        """Release reservations and pins; unknown handles are skipped."""
         for handle in handles:
             memory, chunk = self.take(handle), self.pins.pop(handle, None)
             if memory is not None:
@@ -117,8 +116,8 @@ class ClientMemory:
                 chunk.release()
 
     async def reject(self, handles: Sequence[int]) -> int:
-        """Check pinned chunks that the client found damaged; those that are leave the hot tier. The
-        pins stay.
+        """Check pinned chunks that the client reports as damaged, and remove those that are from
+        the hot tier. The pins stay.
 
         Returns:
             How many were damaged.
@@ -134,7 +133,7 @@ class ClientMemory:
             except RecordError:
                 num_damaged += 1
                 logger.error(
-                    "chunk %s is damaged in the arena and is not served any more",
+                    "damaged chunk in the arena, no longer serving it: chunk=%s",
                     chunk.key.key.chunk_hash,
                 )
                 self._stop_serving(chunk)
@@ -143,8 +142,8 @@ class ClientMemory:
         return num_damaged
 
     def abandon(self) -> None:
-        """Keep what is reserved from everyone else: the sidecar ends while the client may still be
-        writing.
+        """Withhold the reserved memory from all other use: the sidecar shuts down while the client
+        may still be writing.
         """
         if self._context.journal is not None:
             memories = [self.take(handle) for handle in list(self.reservations)]
@@ -152,7 +151,7 @@ class ClientMemory:
         self.release(list(self.reservations))
 
     def close(self) -> None:
-        """Give everything back: the client is gone."""
+        """Release everything: the client is gone."""
         self.release([*self.reservations, *self.pins])
 
     def _reserve_one(self, size: int) -> Extent | None:
@@ -176,7 +175,7 @@ class ClientMemory:
         hot = self._context.stack.hot
         (held,) = hot.get_many([chunk.key])
         if held is not None:
-            is_same = held.memory is chunk.memory  # else a good one has replaced it
+            is_same = held.memory is chunk.memory  # else a good copy has replaced it
             held.release()
             if is_same:
                 hot.remove_many([chunk.key])

@@ -1,4 +1,4 @@
-"""What the sessions of a socket share."""
+"""State shared by the sessions of a socket."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ logger = logging.getLogger(__name__)
 
 MAX_LARGE_REQUEST_BYTES = 64 << 20
 KEPT_SHARE = 4
-"""One part in this many of the arena is not reserved by all clients together: it is for chunks
-that are loaded.
+"""One part in this many of the arena is never reserved by clients: it is for chunks being
+loaded.
 """
 
 
 @dataclass
 class SessionContext:
-    """What all sessions of a sidecar share.
+    """State shared by all sessions of a sidecar.
 
     Attributes:
         stack: The tiers.
         arena: The shared arena.
         server: This sidecar's instance id.
-        tenant: Namespace of this pod's chunks.
-        verify_hot: What clients are to verify.
-        salt: Handed to every client.
-        timeout_s: Longest wait on the tiers for a lookup.
+        tenant: Tenant of this pod's chunks.
+        verify_hot: Which loads clients verify.
+        salt: Sent to every client.
+        timeout_s: Longest wait for the tiers in a lookup.
         tasks: Owner of background lifts.
-        counters: What engines asked for and got, under the names of `lmcache_sidecar.metrics`.
-        journal: Records what clients are lent; None: the next start uses a new arena, and what is
-            written to this one does no harm.
-        tracer: Traces requests; None: no traces.
+        counters: Counters of engines' requests and results, under the names of
+        `lmcache_sidecar.metrics`.
+        journal: Records what is lent to clients; None: the next start uses a new arena, and writes
+            to this one do no harm.
+        tracer: Traces requests; None: no tracing.
         descriptions: How clients name KV.
-        request_ids: Names for requests that came without one.
+        request_ids: Generates ids for requests that came without one.
         large_requests: Bounds the memory of large requests, from their first byte until they are
             answered.
         log: For lines that clients can cause as often as they like.
@@ -97,12 +98,13 @@ class SessionContext:
         return model_name
 
     def greet(self, engine: EngineInfo) -> None:
-        """Let a client in; `leave` follows. The processes of one engine (clients of one name) must
-        agree on the layout of a model. Different engines never share chunks of different layouts,
-        since the layout is part of a chunk's name. A client that names no layout is not compared.
+        """Admit a client, to be followed by `leave`. The processes of one engine (clients with the
+        same name) must agree on the layout of a model. Different engines never share chunks of
+        different layouts, since the layout is part of a chunk's name. A client that states no
+        layout is not compared.
 
         Raises:
-            LayoutError: They do not agree.
+            LayoutError: They disagree.
         """
         for other in self._greeted:
             is_same_kv = (other.name, other.model, other.world_size) == (
@@ -119,5 +121,5 @@ class SessionContext:
         self._greeted.append(engine)
 
     def leave(self, engine: EngineInfo) -> None:
-        """Forget a client that was let in."""
+        """Forget a client that was admitted."""
         self._greeted = [other for other in self._greeted if other is not engine]

@@ -29,12 +29,12 @@ class SocketServer:
     """Listens on a Unix socket.
 
     Args:
-        path: Where; a socket that no process listens on any more is replaced, one in use is an
+        path: Path of the socket. A stale socket without a listener is replaced; one in use is an
             error.
-        context: What sessions share.
+        context: State shared by sessions.
 
     Attributes:
-        context: The same.
+        context: State shared by sessions.
     """
 
     def __init__(self, path: Path, context: SessionContext) -> None:
@@ -50,14 +50,14 @@ class SocketServer:
 
     @property
     def sessions(self) -> list[EngineSession]:
-        """Return the clients that are connected now."""
+        """Return the connected clients."""
         return [each for each in self._listener.sessions if isinstance(each, EngineSession)]
 
     async def open(self) -> None:
         """Listen.
 
         Raises:
-            ConfigError: Another sidecar listens there, or the path cannot be used.
+            ConfigError: Another sidecar listens there, or the path is unusable.
         """
         if len(str(self._path).encode()) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
@@ -93,9 +93,9 @@ class SocketServer:
     async def close(self) -> None:
         """Stop listening and end every session. Idempotent."""
         await self._listener.close()
-        await take_turns(1)  # what is aborted closes its socket in the loop's next turn
+        await take_turns(1)  # aborted connections close their sockets in the loop's next turn
         with contextlib.suppress(FileNotFoundError):
-            # Any other inode is the socket of a sidecar that has taken over.
+            # A different inode is the socket of a sidecar that has taken over.
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
         self._inode = 0
@@ -108,7 +108,7 @@ class SocketServer:
         try:
             if not stat.S_ISSOCK(self._path.lstat().st_mode):
                 raise ConfigError(
-                    f"socket_path={str(self._path)!r}: something else than a socket is there;"
+                    f"socket_path={str(self._path)!r}: there is something other than a socket;"
                     " choose another path"
                 )
             _, writer = await asyncio.open_unix_connection(str(self._path))
@@ -124,7 +124,7 @@ class SocketServer:
     def _turn_away(self, stream: FrameStream) -> None:
         self.context.log.log(
             logging.WARNING,
-            "a client of the socket is turned away: %d are connected",
+            "client of the socket turned away, too many are connected: num_connections=%d",
             self._listener.num_connections,
         )
         self.context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, metrics.TOO_MANY)

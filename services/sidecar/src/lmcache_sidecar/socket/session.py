@@ -1,4 +1,4 @@
-"""One client of the socket: what it holds, and the answers to its requests."""
+"""One client of the socket: the memory it holds, and the answers to its requests."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 MAX_FREE_REQUEST_BYTES = 128 << 10
-"""A request of this size is read at once, whatever others are about: the names of some thousand
-chunks.
+"""A request up to this size is read without waiting for others; it can contain the names of some
+thousand chunks.
 """
 LARGE_REQUEST_TIMEOUT_S = 10.0
-"""So long a larger one may wait for its turn and then take to arrive; clients wait less for
+"""How long a larger request may wait for its turn and then take to arrive; clients wait less for
 their answers.
 """
 HOT_TIER = "Hot"
@@ -62,16 +62,16 @@ _REQUESTS = frozenset(
 
 
 class EngineSession:
-    """Serves one connection, one request after the other; at its end everything is given back.
+    """Serves one connection, one request after the other, and releases everything at its end.
 
     Args:
         stream: The connection.
-        context: What all sessions of the sidecar share.
+        context: State shared by all sessions of the sidecar.
 
     Attributes:
-        memory: What the client holds of the arena.
+        memory: Arena memory held by the client.
         staging: Its tickets.
-        engine: Who it is; None before HELLO and after its end.
+        engine: Its description; None before HELLO and after the end.
     """
 
     def __init__(self, stream: FrameStream, context: SessionContext) -> None:
@@ -91,12 +91,12 @@ class EngineSession:
         self.engine: m.EngineInfo | None = None
 
     async def run(self) -> None:
-        """Serve until the client goes or breaks the protocol, then give everything back."""
+        """Serve until the client leaves or violates the protocol, then release everything."""
         try:
             await self._talk()
             self._give_up_memory()
-            # Promises may be many: give others their turn meanwhile. What a cancellation leaves,
-            # `staging.close` gives back.
+            # There may be many promises: let others run in between. `staging.close` releases
+            # whatever a cancellation leaves.
             await self.staging.run_cooperatively(self.staging.close())
         finally:
             self._give_up_memory()
@@ -104,8 +104,8 @@ class EngineSession:
             self._stream.abort()
 
     def drain(self) -> None:
-        """Keep what is reserved for the client from everyone else: the sidecar ends, and the client
-        may not know that yet and still write.
+        """Withhold memory reserved for the client from all other use: the sidecar shuts down, and
+        the client may not know yet and still write.
         """
         self.memory.abandon()
 
@@ -123,25 +123,25 @@ class EngineSession:
                     answer = await self._answer_within(message)
                 await self._stream.send_message(request.correlation_id, answer)
         except (ProtocolError, IdentityError, LayoutError) as exc:
-            self._context.log.log(logging.WARNING, "a client of the socket is refused: %s", exc)
-            # Until the client has closed its side it may still touch what is reserved or pinned for
-            # it: the memory stays its own.
+            self._context.log.log(logging.WARNING, "client of the socket refused: error=%s", exc)
+            # Until the client has closed its side, it may still access memory reserved or pinned
+            # for it: that memory stays its own.
             cause = ProtocolError(str(exc)) if isinstance(exc, IdentityError) else exc
             await self._stream.say_goodbye(ErrorMessage.about(cause))
             await self._stream.until_gone()
         except UnavailableError:
-            if self._stream.is_open:  # a tier's, not the connection's
+            if self._stream.is_open:  # a tier failed, not the connection
                 await self._stream.until_gone()
                 raise
-            logger.debug("a client of the socket went away")
+            logger.debug("client of the socket disconnected")
         except Exception:
             await self._stream.until_gone()
             raise
 
     @asynccontextmanager
     async def _received(self, header: FrameHeader) -> AsyncIterator[Message]:
-        """Return the request of this header; inside it is being answered. Large ones share a bound
-        on the memory that they take, and nothing of one is read before there is room.
+        """Return the request with this header; the body of the context answers it. Large requests
+        share a bound on memory, and none of one is read before there is room.
         """
         num_bytes = header.meta_bytes
         if num_bytes <= MAX_FREE_REQUEST_BYTES:
@@ -157,7 +157,7 @@ class EngineSession:
             except TimeoutError as exc:
                 self._context.counters.add(metrics.REFUSED_CLIENTS_TOTAL, 1, reason)
                 cause = (
-                    "others took all the room that there is"
+                    "other requests took all the room"
                     if reason == metrics.NO_ROOM
                     else "it had not arrived"
                 )
@@ -168,8 +168,8 @@ class EngineSession:
             yield message
 
     async def _answer_within(self, request: Message) -> Message:
-        """Answer within whose request it is; one that came without an id gets one, which what is
-        asked of others carries too.
+        """Answer within the context of the request; one that came without an id gets one, which is
+        passed on to other services, too.
         """
         came = self._reader.carried or Carried()
         name = f"sidecar {request.frame_type.name}"
@@ -219,19 +219,19 @@ class EngineSession:
     def _greet(self, hello: m.Hello, version: int) -> m.HelloOk:
         engine = hello.engine
         if engine is None:
-            raise ProtocolError("HELLO on a sidecar's socket says which engine it is")
+            raise ProtocolError("HELLO on a sidecar's socket must describe the engine")
         self._context.greet(engine)
         self.engine = engine
         context = self._context
         self._may_store = LOCKS in hello.capabilities or context.journal is None
         if not self._may_store:
             logger.warning(
-                "client %s takes no lock of the arena: it can load, and store nothing", engine.name
+                "client without a lock on the arena can load but not store: client=%s", engine.name
             )
         arena = context.arena
         verify_hot = context.verify_hot
         if verify_hot == "auto":
-            # Where a GPU computes, a digest of every load would take longer than the rest of it.
+            # On a GPU, digesting every load would take longer than the rest of it.
             verify_hot = "sampled" if ON_DEVICE in hello.capabilities else "always"
         return m.HelloOk(
             version,
@@ -299,11 +299,11 @@ class EngineSession:
         try:
             header, payload_bytes = decode_head(head)
         except RecordError as exc:
-            logger.warning("a client committed a damaged record head: %s", exc.reason)
+            logger.warning("client committed a damaged record head: reason=%s", exc.reason)
             return None
         if payload_bytes != memory.get_size():
             logger.warning(
-                "a client committed %d bytes into a reservation of %d",
+                "client committed another size than it reserved: bytes=%d reserved_bytes=%d",
                 payload_bytes,
                 memory.get_size(),
             )
@@ -380,7 +380,7 @@ class EngineSession:
 
 
 def _check_names(description: m.Describe) -> None:
-    """Refuse a description by which no tier could spell a key, or not even a single chunk could be
+    """Refuse a description by which no tier could encode a key, or not even one chunk could be
     named.
 
     Raises:

@@ -201,7 +201,7 @@ def test_a_file_that_changes_meanwhile_is_refused(
         return b""
 
     monkeypatch.setattr(module, "_digest", change)
-    with pytest.raises(LayoutError, match="changes while it is read"):
+    with pytest.raises(LayoutError, match="changes while it is being read"):
         file_digests(files)
 
 
@@ -228,8 +228,6 @@ def test_long_work_tells_how_far_it_is(
     may_read.set()
     for thread in threads:
         thread.join()
-    told = [
-        record for record in caplog.records if record.msg.startswith("reading the weights: gb=")
-    ]
+    told = [record for record in caplog.records if record.msg.startswith("reading weights: gb=")]
     assert len(told) == 5, "one for each segment"
     assert told[-1].args == (3300 / 1e9, 3300 / 1e9)

@@ -334,7 +334,7 @@ def test_a_load_without_blocks_is_refused(
         "of the last tokens it was told no chunk"
     )
     assert (here.read((0, 20, 21, 22, 23)) == POISON).all()
-    assert caplog.text.count("no block") == 5
+    assert caplog.text.count("block or chunk missing") == 5
 
 
 @pytest.mark.parametrize("method", ["get", "reserve", "put"])

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a causal LM whose prompts' KV comes from, and goes to, the cache.
+"""Hugging Face transformers: a causal LM that loads its prompts' KV from the cache and stores it.
 
     with open(model) as cache:  # also lmcache_core.open
         answer = cache.generate(input_ids, max_new_tokens=64)

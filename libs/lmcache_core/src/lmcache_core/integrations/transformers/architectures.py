@@ -1,4 +1,6 @@
-"""Which models can be blended: those whose layers are known here. Any other is refused by name."""
+"""The models that can be blended: those whose layers are known here. Any other is refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,22 @@ from transformers.cache_utils import DynamicLayer
 from lmcache_core.blend import RopeParameters
 
 BLENDED_ARCHITECTURES: Final = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Each is compared with transformers' own prefill by a test. Others may look alike and scale,
-normalize or mask elsewhere.
+"""Each is compared with transformers' own prefill by a test. Others may look the same, yet scale,
+normalize or mask differently.
 """
 _KNOWN_ATTENTION: Final = (
     *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
 )
-"""All of them compute softmax(QK) V, to rounding."""
+"""All of them compute softmax(QK) V, up to rounding."""
 _SAME_FREQUENCY: Final = 1e-5
-"""Relative: rounding of float32, far from that of a shorter dtype."""
+"""Relative tolerance: the rounding of float32, far below that of a shorter dtype."""
 
 
 def rope_parameters_of(config: Any) -> RopeParameters:
     """Return how a model rotates, from its configuration.
 
     Raises:
-        ValueError: In a way that is not known here.
+        ValueError: It rotates in an unknown way.
     """
     options = dict(config.rope_parameters)
     head_size = getattr(config, "head_dim", None)
@@ -56,7 +58,7 @@ def reason_against_layers(model: PreTrainedModel) -> str | None:
     module = f"transformers.models.{kind.lower()}.modeling_{kind.lower()}"
     if kind not in BLENDED_ARCHITECTURES or type(model).__module__ != module:
         return (
-            f"{name} is none of the architectures that are blended:"
+            f"{name} is not one of the architectures that can be blended:"
             f" {', '.join(BLENDED_ARCHITECTURES)}"
         )
     expected = {(module, f"{kind}DecoderLayer"), (module, f"{kind}Attention")}
@@ -89,13 +91,13 @@ def reason_against_layers(model: PreTrainedModel) -> str | None:
 
 
 def reason_against_rotation(model: PreTrainedModel) -> str | None:
-    """Return why cached K cannot be moved as a model of known architecture rotates it; None if it
-    can.
+    """Return why cached K cannot be moved according to the rotation of a model with known
+    architecture; None if it can.
     """
     try:
         parameters = rope_parameters_of(model.config)
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        return f"how the model rotates is not known: {exc}"
+        return f"the rotation of the model is unknown: {exc}"
     if parameters.kind == "dynamic":
         return (
             "the model rotates by the length of each prompt, and a chunk does not tell that of"

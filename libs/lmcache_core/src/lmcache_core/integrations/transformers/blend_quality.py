@@ -1,4 +1,4 @@
-"""What blending costs a model's answers, measured on text."""
+"""Measures, on text, what blending costs a model's answers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lmcache_core.integrations.transformers.blended import BlendingModel
 
 @dataclass(frozen=True, eq=False)
 class SplitPrompt:
-    """A prompt whose documents are cached, each as computed on its own.
+    """A prompt whose documents are cached, each computed separately.
 
     Attributes:
         documents: Token ids of each, with the separator at its end; at least one.
         ending: Token ids after them, at least two: each is predicted from those before it.
-        judged: Places in the ending of the tokens whose prediction counts, from 1, such as those of
-            an answer after its question, `[num_judged]`; None: all but the first.
+        judged: Indices in the ending of the tokens whose prediction counts, from 1, such as those
+            of an answer after its question, `[num_judged]`; None: all except the first.
     """
 
     documents: Sequence[torch.Tensor]
@@ -35,11 +35,11 @@ class SplitPrompt:
         return torch.cat([*self.documents, self.ending])
 
     def judged_places(self) -> torch.Tensor:
-        """Return the places in the ending of the tokens that are judged, `[num_judged]`.
+        """Return the indices in the ending of the judged tokens, `[num_judged]`.
 
         Raises:
-            ValueError: There is no document, no such token, or nothing after the documents that it
-                could be predicted from.
+            ValueError: There is no document, no such token, or no token after the documents from
+                which it could be predicted.
         """
         count = len(self.ending)
         if count < 2 or not self.documents:
@@ -58,10 +58,10 @@ class SplitPrompt:
 
 
 class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
-    """Computes the KV of a prompt's documents, each on its own: what a cache would return.
+    """Computes the KV of a prompt's documents, each separately: the same that a cache would return.
 
     Args:
-        model: In eval mode.
+        model: A model in eval mode.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -71,7 +71,7 @@ class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
         self._original_positions = torch.zeros(0, dtype=torch.int64)
 
     def compute(self, prompt: SplitPrompt) -> None:
-        """Take the prompt that is asked for next.
+        """Compute the documents of the prompt that is requested next.
 
         Raises:
             ValueError: See `SplitPrompt.judged_places`.
@@ -108,7 +108,7 @@ class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
     def new_request(
         self, input_tokens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> BlendRetrieverTask:
-        """Return the task of the prompt that `compute` took."""
+        """Return the task of the prompt last passed to `compute`."""
         return self
 
     @override
@@ -119,12 +119,12 @@ class DocumentRetriever(BlendRetriever, BlendRetrieverTask):
 
 @dataclass(frozen=True)
 class PromptQuality:
-    """One prompt: sums over the tokens of its ending that are judged.
+    """One prompt: sums over the judged tokens of its ending.
 
     Attributes:
-        num_tokens: How many.
+        num_tokens: Number of judged tokens.
         kl_nats: Divergence of the blended distributions from the full ones.
-        num_agreeing: Tokens whose most probable successor is the same.
+        num_agreeing: Tokens with the same most probable successor.
         full_loss_nats: Loss of the text after full recompute.
         blended_loss_nats: Loss after blending.
         num_reused: Tokens of the prompt that were retrieved.
@@ -144,9 +144,9 @@ def compare(model: PreTrainedModel, blended: BlendingModel, prompt: SplitPrompt)
     """Predict a prompt's ending after full recompute and after blending.
 
     Args:
-        model: In eval mode.
-        blended: The same model; its retriever brings the prompt's documents.
-        prompt: On the model's device.
+        model: A model in eval mode.
+        blended: The same model; its retriever returns the prompt's documents.
+        prompt: A prompt on the model's device.
 
     Raises:
         ValueError: See `SplitPrompt.judged_places`.

@@ -1,4 +1,4 @@
-"""Blended prefill of the Hugging Face models that `architectures.py` knows."""
+"""Blended prefill of Hugging Face models with a known architecture (`architectures.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmcache_core.blend import (
     SPTBlendRetriever,
 )
 from lmcache_core.blend.certificate import BlendProfile, CertificateFolder
-from lmcache_core.blend.retriever import split_behind
+from lmcache_core.blend.retriever import split_after
 from lmcache_core.blend.selection import create_policy
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.errors import ConfigError
@@ -33,7 +33,7 @@ from lmcache_core.integrations.transformers.architectures import (
 
 _LOG = logging.getLogger(__name__)
 ROWS_OF_A_BLOCK = 128
-"""Computed tokens whose attention is one call."""
+"""Computed tokens per call of attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +41,10 @@ class BlendedPrefill:
     """The result of a blended prefill.
 
     Attributes:
-        logits: Of the last tokens of each request, `[num_requests, logits_to_keep, vocabulary]`.
-        caches: KV of each request, fit for `past_key_values`. It is near to what a full prefill
-            gives, not equal.
+        logits: Logits of the last tokens of each request, `[num_requests, logits_to_keep,
+        vocabulary]`.
+        caches: KV of each request, suitable for `past_key_values`. It approximates that of a full
+            prefill.
         num_retrieved: Tokens of the batch whose KV was found.
         num_computed: Tokens that were computed on the layers after the check layer.
     """
@@ -58,12 +59,12 @@ class BlendingModel:
     """Runs a model layer by layer, between a retriever and an executor.
 
     Args:
-        model: Of one of `BLENDED_ARCHITECTURES`, in eval mode; not changed.
+        model: A model of one of `BLENDED_ARCHITECTURES`, in eval mode; not changed.
         retriever: Finds the KV of parts of prompts.
-        executor: Its encoders are those of the model; used here alone.
+        executor: Executor with the model's encoders; must not be shared.
 
     Raises:
-        ValueError: The model's layers are not known here.
+        ValueError: The model's layers are unknown.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class BlendingModel:
         """Compute the KV of a batch of prompts, reusing what is found. One batch at a time.
 
         Args:
-            input_tokens: Token ids of all prompts, one after the other, `[num_tokens]`.
-            query_start_loc: Where each begins, and the number of tokens, `[num_requests + 1]`.
-            logits_to_keep: Of how many tokens at the end of each prompt logits are wanted.
+            input_tokens: Token ids of all prompts, concatenated, `[num_tokens]`.
+            query_start_loc: First token of each, followed by the number of tokens, `[num_requests +
+            1]`.
+            logits_to_keep: Number of tokens at the end of each prompt for which logits are
+            returned.
 
         Raises:
             ValueError: A prompt has fewer tokens, or some of these were retrieved and not computed.
@@ -94,8 +97,8 @@ class BlendingModel:
         shortest = min(lengths, default=0)
         if shortest < logits_to_keep:
             raise ValueError(
-                f"logits of the last {logits_to_keep} tokens are wanted, and a prompt of the batch"
-                f" has {shortest}"
+                f"logits of the last {logits_to_keep} tokens are requested, and a prompt of the"
+                f" batch has {shortest}"
             )
         with self._one_batch, torch.inference_mode():
             return self._prefill(input_tokens, query_start_loc, logits_to_keep)
@@ -147,8 +150,8 @@ class BlendingModel:
         )
         if (rows < 0).any() or not torch.equal(computed[rows], wanted):
             raise ValueError(
-                f"logits of the last {logits_to_keep} tokens of each prompt are wanted, and some of"
-                " these were retrieved"
+                f"logits of the last {logits_to_keep} tokens of each prompt are requested, and some"
+                " of these were retrieved"
             )
         logits: torch.Tensor = self._model.lm_head(inner.norm(hidden[rows]))
         return BlendedPrefill(logits, self._caches(kv, starts), num_retrieved, len(positions))
@@ -215,13 +218,13 @@ class BlendingModel:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Rows of one request that are computed, and the keys that the last of them sees.
+    """Rows of one request that are computed together, and the keys that the last of them sees.
 
     Attributes:
-        rows: Among the rows that are computed.
-        keys: Among all tokens.
-        mask: What is added to their products, `[num_rows, num_keys]`; None where all tokens of a
-            request are computed.
+        rows: Range among the computed rows.
+        keys: Range among all tokens.
+        mask: Added to their products, `[num_rows, num_keys]`; None if all tokens of a request are
+            computed.
     """
 
     rows: slice
@@ -232,13 +235,14 @@ class _Block:
 def _blocks_of(
     positions: torch.Tensor, short: list[int], long: list[int], dtype: torch.dtype
 ) -> list[_Block]:
-    """Cut the computed rows into blocks, so that early ones do not read keys that they do not see.
+    """Split the computed rows into blocks, so that early ones do not read keys that they do not
+    see.
 
     Args:
-        positions: Of the rows that are computed, rising within each request, `[num_rows]`.
-        short: Where each request begins among these, and their number.
-        long: Where it begins among all tokens, and their number.
-        dtype: Of Q and K.
+        positions: Positions of the computed rows, rising within each request, `[num_rows]`.
+        short: First computed row of each request, followed by their number.
+        long: First token of each request, followed by their number.
+        dtype: Dtype of Q and K.
     """
     blocks, last = [], positions.tolist()
     for (a, b), (start, end) in zip(pairwise(short), pairwise(long), strict=True):
@@ -268,7 +272,7 @@ def blending_model_of(
     """Return a model that blends according to a profile.
 
     Raises:
-        ValueError: The model's layers, or how it rotates, are not known here.
+        ValueError: The model's layers or its rotation are unknown.
     """
     reason = reason_against_layers(model) or reason_against_rotation(model)
     if reason is not None:
@@ -281,11 +285,11 @@ def blending_model_of(
 
 
 class PromptBlender:
-    """Blends the prompts for which that is allowed and worth it, as the engine's options say.
+    """Blends prompts for which that is allowed and worth it, according to the engine's options.
 
     Args:
-        model: In eval mode.
-        engine: Opened; with `enable_blending`.
+        model: A model in eval mode.
+        engine: An open engine with `enable_blending`.
         separator: Token ids that end each document, `[num_tokens]`.
 
     Raises:
@@ -328,9 +332,9 @@ class PromptBlender:
             document: Token ids, `[num_tokens]`, at least one.
 
         Raises:
-            ValueError: It does not end with the separator, or has it before its end too.
+            ValueError: It does not end with the separator, or contains it before its end.
         """
-        segments = split_behind(document.cpu().to(torch.int64), self._separator)
+        segments = split_after(document.cpu().to(torch.int64), self._separator)
         width = len(self._separator)
         if len(segments[-1]) < width or not torch.equal(segments[-1][-width:], self._separator):
             raise ValueError(
@@ -344,19 +348,19 @@ class PromptBlender:
             )
 
     def prefill(self, input_ids: torch.Tensor) -> BlendedPrefill | None:
-        """Compute a prompt's KV with what is cached of its documents.
+        """Compute a prompt's KV, reusing the cached KV of its documents.
 
         Args:
             input_ids: Prompt, `[num_tokens]`.
 
         Returns:
-            None where the longest cached prefix, which is exact, is as good, or where the prompt is
-            not to be blended.
+            None if the longest cached prefix, which is exact, is as good, or if the prompt is not
+                to be blended.
         """
         if self._blended is None or len(input_ids) < self._engine.config.blend_min_tokens:
             return None
         tokens = input_ids.cpu().to(torch.int64)
-        segments = split_behind(tokens, self._separator)
+        segments = split_after(tokens, self._separator)
         if len(segments) < 2:
             return None
         if sum(map(self._engine.lookup, segments)) <= self._engine.lookup(tokens):

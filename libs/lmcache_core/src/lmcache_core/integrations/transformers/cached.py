@@ -1,4 +1,4 @@
-"""A causal LM whose prompts' KV comes from, and goes to, the cache."""
+"""A causal LM that loads its prompts' KV from the cache and stores it there."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Generation:
     Attributes:
         tokens: Generated token ids.
         num_prompt_tokens: Length of the prompt.
-        num_reused_tokens: How many of them were not computed.
+        num_reused_tokens: Tokens of the prompt that were not computed.
         time_to_first_token_s: From the call until the first token was chosen, seconds.
-        is_blended: Whether reused KV stood elsewhere when it was computed; the answer is then near
-            to that of a full prefill, not equal.
+        is_blended: Whether reused KV was computed at other positions; the answer then approximates
+            that of a full prefill.
     """
 
     tokens: list[int]
@@ -39,15 +39,15 @@ class CachedCausalLM:
     """A causal LM in front of a cache engine; a context manager that closes what it owns.
 
     Args:
-        model: In eval mode; not changed.
-        engine: Opened; made for this model (see `metadata_of`, `connector_of`). None computes
+        model: A model in eval mode; not changed.
+        engine: An open engine for this model (see `metadata_of`, `connector_of`). None computes
             everything.
         separator: Token ids that end each document of a prompt, `[num_tokens]`; for an engine with
             `enable_blending`.
         owns_engine: Whether `close` closes the engine too.
 
     Raises:
-        ConfigError: The engine is to blend, and there is no separator.
+        ConfigError: The engine has `enable_blending`, and there is no separator.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class CachedCausalLM:
             document: Token ids with the separator at the end, in a form that `generate` takes.
 
         Raises:
-            ValueError: It is empty, or there are several; or the engine is to blend, and it does
-                not end with the separator, or has it before its end too.
+            ValueError: It is empty, or there are several; or the engine has `enable_blending`, and
+                the document does not end with the separator, or contains it before its end.
         """
         document = self._as_prompt(document)
         if self._blender is not None:
@@ -112,9 +112,9 @@ class CachedCausalLM:
         max_new_tokens: int,
         eos_token_id: int | Sequence[int] | None = None,
     ) -> Generation:
-        """Generate greedily; the prompt's KV is reused where cached and stored where not.
+        """Generate greedily, reusing the prompt's cached KV and storing the rest.
 
-        With `save_decode_cache`, the KV of the generated tokens is stored too, so that a prompt
+        With `save_decode_cache`, the KV of the generated tokens is also stored, so that a prompt
         that continues the answer reuses both.
 
         Args:
@@ -159,9 +159,7 @@ class CachedCausalLM:
         max_new_tokens: int,
         ends: frozenset[int],
     ) -> Generation:
-        """Generate as `generate` does; nothing is stored, since this KV is not that of a full
-        prefill.
-        """
+        """Like `generate`, but nothing is stored, since this KV is not that of a full prefill."""
         tokens = [int(blended.logits[0, -1].argmax())]
         first_s = time.perf_counter() - begin
         with torch.inference_mode():
@@ -177,7 +175,7 @@ class CachedCausalLM:
             tokens.append(int(self._forward(last, cache).argmax()))
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
-        """Return the cached KV of the prompt's longest prefix, fit for `past_key_values`.
+        """Return the cached KV of the prompt's longest prefix, suitable for `past_key_values`.
 
         At least one token is left to compute, since its logits are not cached.
 
@@ -212,8 +210,8 @@ class CachedCausalLM:
         Args:
             input_ids: Prompt, shape `[num_tokens]`.
             cache: KV of at least these tokens.
-            num_known: How many of them came from the cache; whole chunks of these are not stored
-                again.
+            num_known: Number of tokens that came from the cache; whole chunks of these are not
+                stored again.
         """
         if self._engine is None:
             return
@@ -229,10 +227,10 @@ class CachedCausalLM:
     def _save_decoded(
         self, input_ids: torch.Tensor, tokens: list[int], cache: DynamicCache
     ) -> None:
-        """Store what generation added to the cache, if the engine is to keep it.
+        """Store what generation added to the cache, if the engine has `save_decode_cache`.
 
-        The last generated token was never put through the model, so it has no KV. The chunk that
-        the prompt ended in is stored again: with the generated tokens it has another name.
+        The last generated token never went through the model, so it has no KV. The chunk in which
+        the prompt ended is stored again: with the generated tokens it has another name.
         """
         with_kv = tokens[:-1]
         if self._engine is None or not self._engine.config.save_decode_cache or not with_kv:

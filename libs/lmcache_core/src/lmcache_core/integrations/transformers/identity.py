@@ -1,4 +1,6 @@
-"""What a Hugging Face model's KV is: its identity, its shape, and the connector that copies it."""
+"""Describes the KV of a Hugging Face model: its identity, its shape, and the connector that copies
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ _NOT_OF_THE_KV = frozenset(
         *("output_attentions", "output_hidden_states", "task_specific_params", "problem_type"),
     }
 )
-"""Options of a model that change none of its KV; all others take part in the identity."""
+"""Options of a model that do not affect its KV; all others are part of the identity."""
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Return text that differs when any weight differs: the revision of a model that names none.
-    Reads all weights once.
+    """Return text that differs if any weight differs: the revision of a model without one. Reads
+    all weights once.
     """
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
@@ -36,14 +38,14 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 
 def options_fingerprint(model: PreTrainedModel) -> str:
-    """Return text that differs when the same weights would give other KV: position encoding,
+    """Return text that differs if the same weights would give other KV: position encoding,
     activation, attention, norm.
     """
     options = {
         name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_KV
     }
     options["attention"] = getattr(model.config, "_attn_implementation", None)
-    # Buffers that belong to the code, not to the weights, and were cast with these: a model loaded
+    # Buffers that belong to the code, not to the weights, but were cast with them: a model loaded
     # in bfloat16 rotates by float32 frequencies, one that was cast to it by rounded ones.
     stored = model.state_dict().keys()
     rounded = sorted(
@@ -68,9 +70,9 @@ def metadata_of(
     Args:
         model: A causal LM with rotary attention, on one device.
         model_name: Name under which its KV is shared.
-        config: Gives the chunk size.
+        config: Provides the chunk size.
         revision: Revision of the weights; by default their fingerprint, so that other weights never
-            share KV. The model's options, which decide about its KV too, always take part.
+            share KV. Options of the model that affect its KV are always included.
 
     Raises:
         ValueError: Not every layer keeps the KV of every token (sliding window, state space): such
@@ -95,7 +97,7 @@ def connector_of(model: PreTrainedModel) -> VLLMNestedTupleGPUConnector:
 
 
 def kv_shape_of(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Return how many layers keep KV, their heads of keys and values, and the size of a head."""
+    """Return the number of layers that keep KV, of their KV heads, and the size of a head."""
     config = model.config
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["LMCacheConnector"]
 
 BUNDLED: Final = Path(__file__).parents[2] / "bundled"
-"""Packages for Pythons that lack them, below the tag of each Python. `docker/payload.Dockerfile`
-puts them into the copy of this package that goes into a pod; it exists nowhere else.
+"""Packages for Pythons that lack them, in a folder per Python tag. `docker/payload.Dockerfile` adds
+them to the copy of this package that goes into a pod; they exist nowhere else.
 """
 
 
@@ -46,17 +46,17 @@ def __getattr__(name: str) -> Any:
 
 def append_missing(folder: Path = BUNDLED) -> bool:
     """Append the bundled msgspec and xxhash to the search path if this Python lacks one of them:
-    the images of vLLM bring torch, numpy and msgspec, but not always xxhash. They never take the
-    place of a package that exists.
+    vLLM's images contain torch, numpy and msgspec, but not always xxhash. Installed packages take
+    precedence.
 
     Args:
-        folder: Where they are.
+        folder: Folder of the bundled packages.
 
     Returns:
-        Whether the search path has changed. It does not where nothing is missing, where nothing was
-        brought along for this Python, and at a second call.
+        Whether the search path has changed: False if nothing is missing, if nothing is bundled for
+            this Python, and on repeated calls.
     """
-    # As wheels name it: `cp312`, and `cp313t` without a GIL.
+    # The Python tag as in wheel names: `cp312`, and `cp313t` without a GIL.
     place = folder / f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
     has_all = all(importlib.util.find_spec(name) is not None for name in ("msgspec", "xxhash"))
     if has_all or not place.is_dir() or str(place) in sys.path:

@@ -1,6 +1,6 @@
 """vLLM's connector interface: each call goes to the scheduler's or a worker's side.
 
-What fails inside a call is logged and counted, and the call answers as if nothing were cached. Only
+A failure inside a call is logged and counted, and the call answers as if nothing were cached. Only
 a configuration that cannot work is refused, when the engine starts.
 
 Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0.32; what differs
@@ -53,8 +53,8 @@ T = TypeVar("T")
 
 SIDECAR_HINT = f'run a sidecar, and set "{PREFIX}sidecar_socket" to its socket'
 HAS_TRANSFER_RESULTS = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
-"""Since 0.30 a failed load can be reported by request (`fails_by_block`). A connector without
-`SupportsHMA` sees a model with several groups as one group.
+"""Since 0.30 a failed load can be reported by request (`fails_by_block`). To a connector without
+`SupportsHMA`, a model with several groups appears as one group.
 """
 BASES: tuple[type, ...] = (base.KVConnectorBase_V1,)
 if HAS_TRANSFER_RESULTS:
@@ -89,7 +89,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         is_worker = self.role is base.KVConnectorRole.WORKER
         transfer = vllm_config.kv_transfer_config
         if not (transfer.is_kv_producer and transfer.is_kv_consumer):
-            # Blocks that a load may write to are kept from the steps underway for consumers only.
+            # vLLM keeps running steps away from blocks that a load may write to only for consumers.
             raise ConfigError(
                 f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role'
                 ' to "kv_both"'
@@ -101,7 +101,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         except LayoutError as exc:
             logger.error("model served without the cache: reason=%s", exc)
             if is_worker:
-                # The scheduler's side may know nothing of it, and promise loads.
+                # The scheduler's side may not know of this, and promise loads.
                 self._worker = RefusingWorker(reports_blocks=not HAS_TRANSFER_RESULTS)
 
     def _open(
@@ -113,23 +113,23 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         check_packing(groups, options.layout)
         if not fails_by_block(groups) and not HAS_TRANSFER_RESULTS:
             raise LayoutError(
-                "sliding windows only: vLLM before 0.30 cannot be told that a load of theirs has"
-                " failed"
+                "the model has only sliding windows: vLLM before 0.30 does not accept reports of"
+                " their failed loads"
             )
-        # vLLM plans a step before it has heard of the one before.
+        # vLLM plans a step before it has the results of the previous one.
         steps_overlap = (
             vllm_config.scheduler_config.async_scheduling or parallel.pipeline_parallel_size > 1
         )
         if not fails_by_block(groups) or steps_overlap:
-            # A synchronous load that fails could not be reported, or only when a later step has
-            # begun to compute with it.
+            # A failed synchronous load could not be reported, or only after a later step has begun
+            # to compute with it.
             options = replace(options, load=ASYNC)
         if options.engine.sidecar_socket is None and parallel.world_size > 1:
             raise ConfigError(
                 f"a cache inside vLLM serves one worker, not {parallel.world_size}: {SIDECAR_HINT}"
             )
         release = vllm.__version__
-        capability = current_platform.get_device_capability()  # asked without using a GPU
+        capability = current_platform.get_device_capability()  # queried without using a GPU
         if capability is not None:
             release += f";sm{tuple(capability)}"
         identity = identity_of(
@@ -137,7 +137,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         )
         namer = RequestNamer(identity, options.engine.chunk_size)
         rank = parallel.rank if is_worker else 0
-        # Workers of one name must agree on what a chunk holds: of a pipeline, those of one stage.
+        # Workers with the same name must agree on a chunk's content: within a pipeline, those of
+        # one stage.
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         if parallel.pipeline_parallel_size > 1:
             engine_id += f"/stage{rank // parallel.tensor_parallel_size}"
@@ -161,20 +162,20 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         policy = getattr(transfer, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
             logger.warning(
-                'kv_load_failure_policy is "%s": a request whose load fails then ends with an'
-                ' error; "recompute" computes it',
+                'kv_load_failure_policy is "%s": a request whose load fails ends with an error;'
+                ' with "recompute" it is computed instead',
                 policy,
             )
         if self._open_store.is_alone:
             logger.error(
-                "the worker runs in another process, which a cache inside vLLM does not reach: %s",
+                "this worker runs in another process and cannot use a cache inside vLLM: %s",
                 SIDECAR_HINT,
             )
         self._scheduler = SchedulerSide(options, groups, identity, store, namer)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a lost store is a miss later, nothing more."""
+        """False: a lost store is only a later miss."""
         return False
 
     @override
@@ -208,12 +209,12 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the layout that `kv_cache_layout` asks for; any will do."""
+        """Return the layout that `kv_cache_layout` asks for; any layout works."""
         extra: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         return extra.get(PREFIX + "kv_cache_layout") or extra.get("kv_cache_layout")
 
     def _ask(self, name: str, call: Callable[[SchedulerSide], T], otherwise: T) -> T:
-        """Return what the scheduler's side says; `otherwise` where it fails, or there is none."""
+        """Return the answer of the scheduler's side; `otherwise` if it fails or does not exist."""
         if self._scheduler is not None:
             with self._guard(name):
                 return call(self._scheduler)
@@ -236,8 +237,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is None:
             return
-        # A load must be planned, or vLLM takes blocks for loaded that are not: that is not guarded,
-        # and asks no store.
+        # Not guarded: a promised load must be planned, or vLLM would use blocks that are never
+        # loaded. It does not ask the store.
         with self._guard("allocated") if num_external_tokens == 0 else nullcontext():
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -254,7 +255,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         scheduler = self._scheduler
         if scheduler is None:
             return StepPlan()
-        # Not guarded: what vLLM was promised must be loaded, or be reported as failed.
+        # Not guarded: what vLLM was promised must be loaded or reported as failed.
         loads = scheduler.plan_loads()
         stores: tuple[Store, ...] = ()
         has_planned = False
@@ -276,7 +277,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks may be freed at once: stores have ended when their step has.
+        # Blocks may be freed immediately: stores end together with their step.
         self._ask("finish", lambda side: side.finished(request), None)
         return False, None
 
@@ -287,8 +288,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
-        """Use nothing that is cached so far: weights may have been replaced. It stays in the store,
-        for other engines.
+        """Stop using everything cached so far: weights may have been replaced. It stays in the
+        store for other engines.
         """
         if self._scheduler is not None:
             self._scheduler.begin_epoch()
@@ -313,12 +314,12 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             self._worker.begin_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: what a step needs has been loaded before it."""
+        """Do nothing: what a step needs was loaded before the step."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: chunks are copied out once, when the step has ended."""
+        """Do nothing: chunks are copied out once, at the end of the step."""
 
     @override
     def wait_for_save(self) -> None:
@@ -350,12 +351,12 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
 
 def log_as(theirs: logging.Logger, ours: logging.Logger) -> None:
-    """Send what `ours` logs to where the lines of `theirs` go, in the same form and from the same
-    level on, unless its destination is configured already.
+    """Send the records of `ours` to the handlers of `theirs`, with the same format and level,
+    unless `ours` is already configured.
 
-    vLLM gives handlers to its own logger alone. For a logger without handlers Python prints
-    warnings without time or process, and nothing below a warning: an operator would not see that a
-    sidecar is back.
+    vLLM configures only its own logger. For a logger without handlers, Python prints warnings
+    without time or process and drops everything below: an operator would not see that a sidecar has
+    returned.
     """
     if ours.hasHandlers():
         return

@@ -1,4 +1,4 @@
-"""Digests of whole files, computed in parallel and remembered between starts."""
+"""Digests of whole files, computed in parallel and cached between starts."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from lmcache_core.errors import LayoutError
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 256 << 20
-"""One thread's piece of a file."""
+"""Part of a file that one thread reads."""
 READ_BYTES = 4 << 20
 MAX_THREADS = 8
 MIN_REMEMBERED_BYTES = 64 << 20
-"""Smaller sets of files are read again at each start: it takes less than a tenth of a second."""
+"""Smaller sets of files are re-read at each start: that takes less than a tenth of a second."""
 MAX_REMEMBERED = 256
-"""Sets of files; the oldest are forgotten first."""
+"""Sets of files to remember; the oldest are forgotten first."""
 SETTLED_S = 2.0
-"""Timestamps may be this coarse: a file that was changed more recently is not remembered."""
+"""Resolution of timestamps at worst: a file changed more recently is not remembered."""
 MAX_LOCK_WAIT_S = 900.0
 """Longest wait for another process that is reading the same files."""
 LOCK_POLL_S = 0.1
 PROGRESS_S = 10.0
-"""Between two lines of the log: hundreds of gigabytes on a network volume take minutes."""
+"""Interval between progress messages: hundreds of gigabytes on a network volume take minutes."""
 
 _Stat = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last change of content and of inode."""
 _Known = list[tuple[_Stat, str]]
-"""What each file was, in the order of their paths, and its digest."""
+"""Version of each file, in the order of their paths, and its digest."""
 _KNOWN = msgspec.json.Decoder(_Known)
 
 
 def file_digests(files: Sequence[Path], lock_wait_s: float | None = None) -> list[str]:
     """Return a digest of every byte of each file.
 
-    Several processes that ask for the same files at once read them once, where they have a cache
+    Processes that request the same files concurrently read them once, if they have a cache
     directory (`$XDG_CACHE_HOME/lmcache`, or `~/.cache/lmcache`) that no other user can write to.
 
     Args:
         files: The files.
-        lock_wait_s: How long to wait for another process that reads them, before reading them
-            here too; by default `MAX_LOCK_WAIT_S`.
+        lock_wait_s: How long to wait for another process that is reading them before reading them
+            here, too; by default `MAX_LOCK_WAIT_S`.
 
     Raises:
-        LayoutError: A file changes while it is read.
+        LayoutError: A file changes while it is being read.
         OSError: A file cannot be read.
     """
     paths = [file.resolve() for file in files]
@@ -71,7 +71,7 @@ def file_digests(files: Sequence[Path], lock_wait_s: float | None = None) -> lis
             return [digest for _, digest in known]
         begin = time.monotonic()
         logger.info(
-            "reading the weights to name their KV: files=%d gb=%.1f", len(paths), num_bytes / 1e9
+            "reading weights to identify their KV: files=%d gb=%.1f", len(paths), num_bytes / 1e9
         )
         digests = _read(paths)
         took_s = time.monotonic() - begin
@@ -98,13 +98,11 @@ def _read(paths: Sequence[Path]) -> list[str]:
             num_read += min(SEGMENT_BYTES, before[i][2] - at)
             if time.monotonic() - told_at >= PROGRESS_S:
                 told_at = time.monotonic()
-                logger.info(
-                    "reading the weights: gb=%.1f of_gb=%.1f", num_read / 1e9, num_bytes / 1e9
-                )
+                logger.info("reading weights: gb=%.1f of_gb=%.1f", num_read / 1e9, num_bytes / 1e9)
     for path, stat in zip(paths, before, strict=True):
         if _stat(path) != stat:
             raise LayoutError(
-                f"{path} changes while it is read: start vLLM when the model is complete"
+                f"{path} changes while it is being read: start vLLM when the model is complete"
             )
     return [digest.hexdigest()[:32] for digest in whole]
 
@@ -127,8 +125,8 @@ def _stat(path: Path) -> _Stat:
 
 
 def _cache_directory() -> Path | None:
-    """Return where digests are remembered; None where others could write there, or nothing can be
-    written.
+    """Return the directory for cached digests; None if other users can write there, or it is not
+    writable.
     """
     try:
         directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache"
@@ -138,11 +136,11 @@ def _cache_directory() -> Path | None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
     except OSError as exc:
-        logger.info("digests of weights are not remembered: directory=%s error=%s", directory, exc)
+        logger.info("cannot cache digests of weights: directory=%s error=%s", directory, exc)
         return None
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         logger.warning(
-            "digests of weights are not remembered, other users can write there: directory=%s",
+            "not caching digests of weights, other users can write there: directory=%s",
             directory,
         )
         return None
@@ -151,8 +149,8 @@ def _cache_directory() -> Path | None:
 
 @contextmanager
 def _locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold a lock, so that one process reads and the others wait; none where locking fails, or
-    takes too long.
+    """Hold a lock, so that one process reads while the others wait. Proceed without it if locking
+    fails or takes too long.
     """
     try:
         file = path.open("ab")
@@ -172,7 +170,7 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
                 if now - told_at >= PROGRESS_S:
                     told_at = now
                     logger.info(
-                        "waiting for another process that reads the same weights: seconds=%.0f"
+                        "waiting for another process that is reading the same weights: seconds=%.0f"
                         " lock=%s",
                         now - begin,
                         path,
@@ -200,6 +198,6 @@ def _remember(memory: Path, known: _Known) -> None:
             old.unlink(missing_ok=True)
             old.with_suffix(".lock").unlink(missing_ok=True)
     except OSError as exc:
-        logger.info("digests of weights are not remembered: file=%s error=%s", memory, exc)
+        logger.info("cannot cache digests of weights: file=%s error=%s", memory, exc)
         with suppress(OSError):
             part.unlink(missing_ok=True)

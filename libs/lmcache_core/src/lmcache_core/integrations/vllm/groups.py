@@ -1,4 +1,4 @@
-"""vLLM's cache groups: layers that share a block table, as far as they can be cached."""
+"""vLLM's cache groups (layers that share a block table) and which of them can be cached."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.options import TOKENS
 
 NULL_BLOCK = 0
-"""vLLM's placeholder for a block that a request does not have (any more)."""
+"""vLLM's placeholder for a block that a request no longer has, or never had."""
 MAX_GROUPS = 16
-"""What one question to the sidecar may name."""
+"""Limit on the groups in one question to the sidecar."""
 FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
 _FACTS = (
@@ -20,7 +20,7 @@ _FACTS = (
     *("num_head_slots", "state_content_bytes", "tokens_per_state", "page_size_padded"),
 )
 _UNPACKED = {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
-"""vLLM's description of KV that has K and V of one head and one token in each cell."""
+"""vLLM's descriptions of KV whose cells hold K and V of one head and one token."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class CacheGroup:
     """One group.
 
     Attributes:
-        number: Its place among the groups that are cached.
-        index: Its number in vLLM.
-        name: Its part of the chunk's key; "" where it is the only one.
+        number: Its index among the groups that are cached.
+        index: Its index in vLLM.
+        name: Its part of a chunk's key; "" if it is the only one.
         block_size: Tokens in a block.
-        window: Tokens that its layers look back, themselves included; None: all.
+        window: Tokens that its layers attend to, the current one included; None: all.
         layers: Names of its layers.
-        spec: vLLM's description of the first layer: all that the scheduler's process knows.
+        spec: vLLM's description of the first layer, the only one in the scheduler's process.
         specs: In a worker, vLLM's description of each of these layers.
-        retained: Tokens before the window whose KV vLLM keeps all the same (it may compute them
-            again for draft models).
+        retained: Tokens before the window whose KV vLLM keeps (it may recompute them for draft
+            models).
     """
 
     number: int
@@ -51,17 +51,18 @@ class CacheGroup:
     retained: int = 0
 
     def first_needed_token(self, num_computed: int) -> int:
-        """Return the first token whose KV vLLM still wants when so many are computed: the next one
-        looks at it, or it is retained. vLLM drops the blocks before it when another step begins.
+        """Return the first token whose KV vLLM still needs when `num_computed` are computed: the
+        next token attends to it, or it is retained. vLLM drops the blocks before it when the next
+        step begins.
         """
         return 0 if self.window is None else max(0, num_computed - self.window + 1 - self.retained)
 
     def describe(self) -> str:
-        """Return text that differs when a block of this group means something else, the same in
-        all processes of an engine.
+        """Return text that differs if a block of this group means something else, and is the same
+        in all processes of an engine.
 
-        What only a worker knows, how its other layers differ from the first, is in the records of
-        its chunks (`memory_of`).
+        What only a worker knows, such as how its other layers differ from the first, is in the
+        records of its chunks (`memory_of`).
         """
         facts = f"block={self.block_size};window={self.window};layers={len(self.layers)}"
         return f"{self.name!r}:{facts};{described(self.spec)}"
@@ -96,8 +97,8 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
 
 def _cache_group(number: int, index: int, group: Any, is_only: bool) -> CacheGroup:
     spec, layers = group.kv_cache_spec, tuple(group.layer_names)
-    # A group of layers of different shapes has a description for each. The scheduler gets the first
-    # of them, whatever the names of its layers are.
+    # A group whose layers differ in shape has a description for each. The scheduler gets the first
+    # one, whatever its layers are named.
     by_layer = getattr(spec, "kv_cache_specs", None)
     specs = (spec,) * len(layers) if by_layer is None else tuple(by_layer[name] for name in layers)
     kinds = {type(spec).__name__ for spec in specs}
@@ -123,10 +124,10 @@ def _cache_group(number: int, index: int, group: Any, is_only: bool) -> CacheGro
 
 
 def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
-    """Refuse chunks that are not whole blocks.
+    """Reject a chunk size that is not a multiple of the block size.
 
     Raises:
-        ValueError: They are not.
+        ValueError: Some group's blocks do not fit.
     """
     for group in groups:
         if chunk_size % group.block_size:
@@ -139,8 +140,7 @@ def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
 
 
 def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
-    """Refuse KV that a backend packs, where chunks must hold tokens: its shape does not say what
-    is where in it.
+    """Reject packed KV if chunks must be cut by token: its shape does not tell what is where.
 
     Raises:
         LayoutError: A layer has such KV.
@@ -158,16 +158,16 @@ def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
 
 
 def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
-    """Return whether failed loads are reported to vLLM by blocks.
+    """Return whether failed loads are reported to vLLM by block.
 
-    Not with several groups: it cannot tell their blocks apart. Nor with a window: it would compute
-    again from the first such block on, where the window reaches back to blocks that the request
-    never had. Then the request is reported, and starts over.
+    Not with several groups: vLLM cannot tell their blocks apart. Nor with a window: vLLM would
+    recompute from the first such block on, where the window reaches back to blocks that the request
+    never had. Then the request is reported and starts over.
     """
     return len(groups) == 1 and groups[0].window is None
 
 
 def described(spec: Any) -> str:
-    """Return text that differs when the KV of a layer means something else."""
+    """Return text that differs if the KV of a layer means something else."""
     facts = (f"{name}={getattr(spec, name, _UNPACKED.get(name))}" for name in _FACTS)
     return f"{type(spec).__name__}({','.join(facts)})"

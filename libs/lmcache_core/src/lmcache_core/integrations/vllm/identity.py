@@ -1,4 +1,4 @@
-"""What the KV of a vLLM engine is: model, weights, layout, ranks."""
+"""Identifies the KV of a vLLM engine: model, weights, layout, ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILE_FORMATS = frozenset(
         "sharded_state",
     }
 )
-"""vLLM's load formats that read the model's own files. Others take weights from elsewhere."""
+"""vLLM's load formats that read the model's own files. Others get weights from elsewhere."""
 
 _CONTENT_OPTIONS = (
     *("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype"),
@@ -39,19 +39,22 @@ _CONTENT_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""What contents become for a model decides about their KV, and is not in vLLM's name of them."""
+"""How a model processes multimodal contents affects their KV, and is not part of vLLM's name of
+them.
+"""
 
 
 @dataclass(frozen=True)
 class KVIdentity:
-    """What the KV is, the same in all processes of an engine.
+    """Describes the KV; the same in all processes of an engine.
 
     Attributes:
-        metadata: For the root of the chain of chunk hashes; its shape is that of the first group on
-            one worker.
-        num_ranks: Workers whose KV of a token differs.
+        metadata: Input to the root of the chain of chunk hashes; its shape is that of the first
+            group on one worker.
+        num_ranks: Number of workers whose KV of a token differs.
         replicas: Neighbouring workers that hold the same bytes; the first of them stores.
-        contents: What else decides about the KV of multimodal contents, see `contents_fingerprint`.
+        contents: Other settings that affect the KV of multimodal contents, see
+            `contents_fingerprint`.
     """
 
     metadata: LMCacheEngineMetadata
@@ -60,11 +63,11 @@ class KVIdentity:
     contents: str | None = ""
 
     def rank_of(self, worker_rank: int) -> int:
-        """Return which KV a worker has."""
+        """Return the KV rank of a worker."""
         return worker_rank // self.replicas
 
     def stores(self, worker_rank: int) -> bool:
-        """Return whether that worker stores for all that hold the same."""
+        """Return whether that worker stores on behalf of all that hold the same KV."""
         return worker_rank % self.replicas == 0
 
 
@@ -82,18 +85,18 @@ def identity_of(
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's cache groups.
-        groups: Those that are cached.
+        groups: The groups that are cached.
         options: Options.
-        release: vLLM's version, and what GPU it runs on.
+        release: vLLM's version and the type of GPU.
         is_worker: Leave the weights out: only the scheduler's side names chunks, so that one
-            process of an engine reads the weights.
+            process per engine reads the weights.
 
     Raises:
-        LayoutError: It depends on more than tokens and weights, or the weights are not known, or
-            it is spread over workers in a way that is not supported.
+        LayoutError: The KV depends on more than tokens and weights, the weights are unknown, or the
+            KV is distributed over workers in an unsupported way.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    # vLLM's own prefix cache is then off, but it would load ours.
+    # vLLM's own prefix cache is off then, but it would still load ours.
     if not getattr(model, "is_prefix_caching_supported", True):
         raise LayoutError(
             "vLLM says that this model needs every token of a prompt computed (to pool over all of"
@@ -102,13 +105,13 @@ def identity_of(
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise LayoutError(
-                f"{name}={getattr(parallel, name)}: KV that is spread over workers by token cannot"
+                f"{name}={getattr(parallel, name)}: KV that is split over workers by token cannot"
                 " be cached"
             )
     num_nodes = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
     if num_nodes > 1:
         raise LayoutError(
-            f"the workers of one engine are on {num_nodes} nodes: each node's sidecar would have a"
+            f"the workers of one engine are on {num_nodes} nodes: each node's sidecar would hold a"
             " part of each chunk"
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
@@ -116,15 +119,15 @@ def identity_of(
             "calculate_kv_scales: the scales of quantised KV then depend on what an engine saw"
             " first, so it cannot be shared"
         )
-    # Workers that hold the same KV: all those of a latent (MLA). Newer releases tell the number,
-    # also where there are fewer heads than workers.
+    # Workers that hold the same KV: with latent attention (MLA), all of them. Newer releases state
+    # the number, also if there are fewer heads than workers.
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     if replicas is None:
         replicas = parallel.tensor_parallel_size if getattr(model, "use_mla", False) else 1
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size // replicas
     spec = groups[0].spec
     shape = (len(groups[0].layers), 2, options.engine.chunk_size, spec.num_kv_heads, spec.head_size)
-    # Of a path the folder's own name, so that the same weights at two paths share.
+    # For a path, the folder's own name, so that copies of the weights at two paths share KV.
     is_path = model.model.startswith(("/", ".", "~"))
     name = model.model.rstrip("/").rsplit("/", 1)[-1] if is_path else model.model
     metadata = LMCacheEngineMetadata(
@@ -141,11 +144,11 @@ def identity_of(
 
 
 def contents_fingerprint(vllm_config: Any) -> str | None:
-    """Return text that differs where the same content becomes other numbers; None where contents
+    """Return text that differs if the same content is converted to other numbers; None if contents
     have no names of their own.
 
-    Where vLLM itself caches neither prompts nor contents, it only counts them. Every process starts
-    to count at one, so another picture has that name elsewhere.
+    If vLLM caches neither prompts nor contents, it just numbers the contents. Every process counts
+    from one, so another picture has the same number elsewhere.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -172,7 +175,9 @@ def contents_fingerprint(vllm_config: Any) -> str | None:
 
 
 def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
-    """Return what else decides about the KV of these tokens: weights, and their use."""
+    """Return everything else that affects the KV of these tokens: the weights and how they are
+    used.
+    """
     model, draft = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
     load = getattr(vllm_config, "load_config", None)
     load_format: str = getattr(load, "load_format", "auto")
@@ -187,7 +192,7 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
         )
     if weights is None:
         raise LayoutError(
-            f'nothing tells which weights {model.model} has: name them with "lmcache.revision"'
+            f'the weights of {model.model} cannot be identified: name them with "lmcache.revision"'
         )
     facts = {
         "weights": weights,
@@ -209,7 +214,7 @@ def _layout_text(
     options: ConnectorOptions,
     release: str,
 ) -> str:
-    """Return text that differs when a chunk's bytes mean something else."""
+    """Return text that differs if a chunk's bytes mean something else."""
     parallel = vllm_config.parallel_config
     partition = (
         os.environ.get("VLLM_PP_LAYER_PARTITION", "") if parallel.pipeline_parallel_size > 1 else ""
@@ -228,12 +233,12 @@ def _layout_text(
 
 
 def _block_text(vllm_config: Any, kv_cache_config: Any, release: str) -> str:
-    """Return what decides about the inside of a block that only vLLM can read, as far as all its
-    processes know.
+    """Return what determines the inside of a block that only vLLM can read, as far as all its
+    processes know it.
 
-    That is its release, the machine's instructions, and the layout and backend that were asked for.
-    Which backend it has chosen by itself only a worker knows: that is in the records of its chunks
-    (`memory_of`).
+    That is its release, the machine's instruction set, and the layout and backend requested. The
+    backend that vLLM chooses by itself is known only to a worker: it is in the records of its
+    chunks (`memory_of`).
     """
     cpu = f"{torch.backends.cpu.get_cpu_capability()},amx={torch.cpu._is_amx_tile_supported()}"
     layout = getattr(kv_cache_config, "kv_cache_layout", None) or os.environ.get(

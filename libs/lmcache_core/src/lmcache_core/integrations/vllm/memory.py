@@ -1,4 +1,4 @@
-"""vLLM's KV tensors: as a GPU connector takes them, and as vLLM itself sees them."""
+"""vLLM's KV tensors in two views: the GPU connector's and vLLM's own."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class GroupMemory:
     """The memory of one cache group on this worker.
 
     Attributes:
-        layout: What a chunk holds of it.
+        layout: Content of one of its chunks.
         kvcaches: Its tensors, as `PagedGPUConnector` takes them.
-        engine: The same memory through vLLM's own tensors, to judge the connector by.
-        unit_tokens: Tokens in one slot: 1, or a block where blocks are moved whole.
+        engine: The same memory through vLLM's own tensors, to check the connector against.
+        unit_tokens: Tokens in one slot: 1, or a block if blocks are moved whole.
     """
 
     layout: KVLayout
@@ -51,8 +51,8 @@ def memory_of(
 ) -> GroupMemory:
     """Match vLLM's tensors with the description of a group.
 
-    What only a worker knows of them names the tensors in the records of chunks: a record of an
-    engine that differs there is a miss.
+    Facts that only a worker knows become names of the tensors in the records of chunks: a record
+    from an engine that differs there is a miss.
 
     Args:
         group: The group.
@@ -62,7 +62,7 @@ def memory_of(
         backends: The attention backends that vLLM has chosen for its layers.
 
     Raises:
-        LayoutError: They are something else.
+        LayoutError: The tensors do not match the description.
     """
     missing = [name for name in group.layers if name not in tensors]
     if missing:
@@ -74,7 +74,9 @@ def memory_of(
 
 
 def attention_backends(vllm_config: Any, layers: Sequence[str]) -> str:
-    """Return the classes of these layers' attention backends; "" where vLLM has none of them."""
+    """Return the classes of these layers' attention backends; "" if vLLM does not know the
+    layers.
+    """
     context = getattr(
         getattr(vllm_config, "compilation_config", None), "static_forward_context", {}
     )
@@ -118,7 +120,7 @@ class BlockMemory(EngineMemory):
 def _as_blocks(
     group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int, backends: str
 ) -> GroupMemory:
-    """Take each block of a layer as one run of bytes."""
+    """View each block of a layer as one run of bytes."""
     by_size: dict[int, list[int]] = {}
     for i, tensor in enumerate(layers):
         if tensor.shape[0] != num_blocks or not tensor[0].is_contiguous():
@@ -144,7 +146,7 @@ def _as_blocks(
 
 
 def _name_of(group: CacheGroup, number: int, members: Sequence[int], backends: str = "") -> str:
-    """Return the name of some of a group's layers in records: "" where the group's own description
+    """Return the name in records for some of a group's layers: "" if the group's own description
     identifies them.
     """
     facts = [(i, described(group.specs[i])) for i in members]
@@ -164,7 +166,7 @@ def _bytes_of_blocks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_tokens(group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int) -> GroupMemory:
-    """Take each token's K and V, whatever the order of vLLM's axes."""
+    """View each token's K and V, whatever the order of vLLM's axes."""
     shapes: dict[tuple[Any, ...], list[int]] = {}
     for i, (tensor, spec) in enumerate(zip(layers, group.specs, strict=True)):
         shapes.setdefault(_declared(group, tensor, spec, num_blocks), []).append(i)

@@ -31,12 +31,12 @@ class ConnectorOptions:
     Attributes:
         engine: Options of the cache.
         load: When KV is loaded: "async" (default), while the request waits and others continue; or
-            "sync", before the forward pass of the request's first step. When a synchronous load
-            fails and the request ends before it has computed that KV, vLLM may take the blocks for
-            KV all the same; so use this only where it is needed.
-        layout: What a chunk holds: "tokens", so that engines with other layouts can use it; or
-            "blocks", vLLM's blocks unchanged, for backends that pack their inside.
-        kv_cache_layout: Layout to ask vLLM for, in its words; None: vLLM's choice.
+            "sync", before the forward pass of the request's first step. If a synchronous load fails
+            and the request ends before it has computed that KV, vLLM may still treat the blocks as
+            KV, so use it only if necessary.
+        layout: Content of a chunk: "tokens", so that engines with other layouts can use it; or
+            "blocks", vLLM's blocks unchanged, for backends with packed blocks.
+        kv_cache_layout: Layout to request from vLLM, in its terms; None: vLLM's choice.
         model_name: Name under which KV is shared; None: the model's.
         revision: Revision of the weights; None: their fingerprint.
     """
@@ -58,7 +58,7 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
         device: Type of vLLM's device: on "cpu", blocks are packed.
 
     Raises:
-        ConfigError: An option is unknown, or its value impossible.
+        ConfigError: An option is unknown or its value is invalid.
     """
     named = {
         name.removeprefix(PREFIX): value
@@ -105,7 +105,7 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
     if engine.enable_blending:
         raise ConfigError(
             "enable_blending=True: vLLM lets a connector load prefixes only; set it to false,"
-            " prefixes are reused all the same"
+            " prefixes are reused without it"
         )
     return ConnectorOptions(
         engine, load, layout, own["kv_cache_layout"], own["model_name"], own["revision"]
@@ -113,8 +113,8 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
 
 
 def _meant(name: str) -> str | None:
-    """Return the option that a name without our prefix is meant to be: it is spelt like one, or
-    begins as ours do.
+    """Return the option that a name without our prefix probably means: one with the same spelling
+    or the same beginning.
     """
 
     def letters(text: str) -> str:
@@ -131,8 +131,8 @@ def _meant(name: str) -> str | None:
 
 
 def _engine_config(config_file: str | None, named: Mapping[str, Any]) -> LMCacheEngineConfig:
-    """Return the cache's options: the file's or the environment's, overridden by the extra
-    config's.
+    """Return the cache's options: those of the file or the environment, overridden by the extra
+    config.
     """
     if config_file:
         base = LMCacheEngineConfig.from_file(config_file)

@@ -1,5 +1,5 @@
-"""What the scheduler's side and the workers send each other in every step. Picklable; holds no
-token ids.
+"""What the scheduler's side and the workers exchange in every step. Picklable; contains no token
+ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @functools.cache  # the scheduler compares it with the reports of every step
 def this_host() -> str:
-    """Name the machine, or the pod, that this process runs in."""
+    """Identify the machine or pod that this process runs in."""
     return f"{socket.gethostname()} {_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ''}"
 
 
@@ -26,7 +26,7 @@ class ChunkRun:
 
     Attributes:
         group: `CacheGroup.number`.
-        first: Number of the first chunk in the request.
+        first: Index of the first chunk in the request.
         hashes: Chunk hashes of `CHUNK_HASH_BYTES` each, packed.
         block_ids: vLLM's blocks of all these chunks, in order; `NULL_BLOCK` where there is none.
     """
@@ -38,13 +38,13 @@ class ChunkRun:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks this run names."""
+        """Number of chunks in this run."""
         return len(self.hashes) // CHUNK_HASH_BYTES
 
 
 @dataclass(frozen=True)
 class Load:
-    """KV that a worker puts into vLLM's blocks.
+    """KV for a worker to load into vLLM's blocks.
 
     Attributes:
         request_id: The request.
@@ -53,7 +53,7 @@ class Load:
         runs: The chunks that overlap `[begin, end)`, one run for each group.
         is_async: vLLM waits for the request's id in `finished_recving`; otherwise the load ends
             before the forward pass.
-        recompute_s: Cost of computing one chunk; None: not known.
+        recompute_s: Cost of computing one chunk; None if unknown.
     """
 
     request_id: str
@@ -82,9 +82,9 @@ class StepPlan:
     """Everything a worker does in one step.
 
     Attributes:
-        loads: What to load, or to begin to load.
-        stores: What to store after the forward pass.
-        waits_for_loads: All requests wait for loads: nothing is computed before one of them ends.
+        loads: Loads to perform or to start.
+        stores: Chunks to store after the forward pass.
+        waits_for_loads: All requests wait for loads: nothing is computed until one of them ends.
         recompute_s: As in `Load`.
         step: The step's number, reported when it has ended; 0: not reported.
     """
@@ -98,13 +98,13 @@ class StepPlan:
 
 @dataclass
 class WorkerReport:
-    """What workers did in one step.
+    """The results of one step from the workers.
 
     Attributes:
         loaded: Requests whose synchronous load has ended.
-        failed: Requests of which a load failed.
+        failed: Requests with a failed load.
         is_out: A worker cannot use its KV memory: nothing may be loaded.
-        hosts: Where workers run, in the first report of each.
+        hosts: Hosts of the workers, in the first report of each.
         step: `StepPlan.step`.
     """
 

@@ -1,4 +1,4 @@
-"""What the workers store after a step, and from which blocks. Imports nothing of vLLM."""
+"""Plans what the workers store after a step, and from which blocks. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StorePlanner:
         groups: The cache groups.
         states: The requests by id; kept by their owner.
         namer: Names their chunks.
-        num_workers: How many workers compute each step.
+        num_workers: Number of workers that compute each step.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class StorePlanner:
             )
             if request_id in cached.resumed_req_ids
         }
-        # Chunks computed from blocks that this step loads are stored once the load is known to be
-        # good. So are the loading request's own: only where there is one worker, which stores
-        # nothing after a failed load, is that not necessary.
+        # Chunks computed from blocks that this step loads are stored once the load is known to have
+        # succeeded. So are the loading request's own, except with a single worker, which stores
+        # nothing after a failed load.
         loading = {load.request_id: load.begin for load in loads if not load.is_async}
         self._resting = self._resting_on(
             loading, [state for state, _ in scheduled if loading and state.request_id in begun]
@@ -79,7 +79,7 @@ class StorePlanner:
         if self._num_workers > 1:
             late |= set(loading)
         # Another connector (in a `MultiConnector`) may load in this step, and our worker would not
-        # hear of its failure. Since 0.29 vLLM reports such steps.
+        # learn that it failed. Since 0.29 vLLM reports such steps.
         if getattr(output, "has_sync_kv_loads", True) and any(
             request_id in self._states and num_computed > self._states[request_id].num_local
             for request_id, num_computed in begun.items()
@@ -93,22 +93,22 @@ class StorePlanner:
         return tuple(store for store in stores if store is not None)
 
     def load_failed(self) -> None:
-        """Note that a synchronous load of the last step failed: vLLM computes its blocks again,
-        but maybe not in one step with what was computed from them.
+        """Record that a synchronous load of the last step failed: vLLM recomputes its blocks, but
+        possibly not in the same step as what was computed from them.
         """
         for state in self._resting:
             state.is_outdated = True
 
     def lose_track(self) -> None:
-        """Note that planning failed half-way: the known block tables may be wrong, and nothing
+        """Record that planning failed half-way: the known block tables may be wrong, so nothing
         more is stored from them.
         """
         for state in self._states.values():
             state.tables = []
 
     def _follow(self, output: Any) -> list[tuple[RequestState, int]]:
-        """Update the block tables. Return each scheduled request, and how many of its tokens have
-        KV after this step.
+        """Update the block tables. Return each scheduled request with the number of its tokens that
+        have KV after this step.
         """
         scheduled = []
         for new in output.scheduled_new_reqs:
@@ -137,16 +137,16 @@ class StorePlanner:
     def _resting_on(
         self, loading: Mapping[str, int], begun: Sequence[RequestState]
     ) -> list[RequestState]:
-        """Return the requests whose KV rests on blocks that are loaded for others in this step.
+        """Return the requests whose KV depends on blocks that are loaded for others in this step.
 
         Args:
             loading: The loading requests, and the first token that each loads.
-            begun: Those that begin in this step, or are resumed: the others have blocks of their
-                own, or had them before.
+            begun: Requests that begin or resume in this step: all others have blocks of their own,
+                or had these before.
         """
 
         def tables(state: RequestState) -> Iterator[tuple[list[int], int]]:
-            """Yield each block table, and the place from which on it is loaded for the request
+            """Yield each block table, and the index from which on it is loaded for the request
             itself.
             """
             begin = loading.get(state.request_id)
@@ -155,7 +155,7 @@ class StorePlanner:
 
         doubtful: set[int] = set()
         num_known = -1
-        # A request that shares a block computed from doubtful ones computes more of them.
+        # A request that shares a block computed from doubtful ones computes more such blocks.
         while num_known < len(doubtful):
             num_known = len(doubtful)
             for state in begun:
@@ -169,11 +169,11 @@ class StorePlanner:
         ]
 
     def _store(self, state: RequestState, num_tokens: int) -> Store | None:
-        """Return what to store of a request; None when that is nothing (yet)."""
+        """Return what to store for a request; None if there is nothing (yet)."""
         if num_tokens < self._chunk_size or not state.tables or self._namer.name(state) is None:
             return None
         if state.asked_at is not None:
-            return None  # which of its chunks need no storing is known in one of the next steps
+            return None  # which of its chunks are already stored is known in one of the next steps
         request = state.request
         num_known = len(request.all_token_ids) if self._saves_decode else request.num_prompt_tokens
         runs = state.complete_runs(min(num_tokens, num_known))
@@ -183,7 +183,9 @@ class StorePlanner:
 
 
 def _first_in(blocks: set[int], table: Sequence[int]) -> int:
-    """Return the place of a table's first block that is in `blocks`; the table's length if none."""
+    """Return the index of a table's first block that is in `blocks`; the table's length if none
+    is.
+    """
     if blocks.isdisjoint(table):
         return len(table)
     return next(place for place, block in enumerate(table) if block in blocks)

@@ -1,4 +1,4 @@
-"""What the scheduler's side knows of each request, and how its chunks are named."""
+"""What the scheduler's side knows about each request, and how its chunks are named."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ChunkNames:
     """The chain of chunk hashes of one request.
 
     Args:
-        root: What the chain begins with, 32 bytes.
-        chunk_size: Tokens in a chunk; a shorter rest has no name.
+        root: Root of the chain, 32 bytes.
+        chunk_size: Tokens in a chunk; a shorter remainder has no name.
         spans: Multimodal contents of placeholder tokens.
 
     Attributes:
         hashes: The hashes of all whole chunks, packed.
-        num_chunks: How many.
+        num_chunks: Number of whole chunks.
     """
 
     def __init__(self, root: bytes, chunk_size: int, spans: Sequence[MultimodalSpan] = ()) -> None:
@@ -49,7 +49,7 @@ class ChunkNames:
         known, self.num_chunks = self.num_chunks, max(self.num_chunks, len(token_ids) // size)
         if self.num_chunks == known:
             return
-        # The places of spans count from the first token of the sequence.
+        # Positions of spans count from the first token of the sequence.
         begin = 0 if self._spans else known * size
         ids = tokens_as_uint32(token_ids[begin : self.num_chunks * size])
         previous = self.hashes[-CHUNK_HASH_BYTES:] or self._root
@@ -59,12 +59,11 @@ class ChunkNames:
 
 @dataclass(frozen=True)
 class Offer:
-    """What the chunk store can give a request.
+    """What the chunk store can provide for a request.
 
     Attributes:
-        num_chunks: How many chunks, from the first, are in memory for all ranks and groups, and
-            stay there.
-        origins: Where each of them was found, by the values of `StagedFrom`.
+        num_chunks: Chunks, from the first, that are held in memory for all ranks and groups.
+        origins: Where each of them was found, as values of `StagedFrom`.
     """
 
     num_chunks: int
@@ -79,16 +78,16 @@ class RequestState:
         request: vLLM's own object.
         groups: The cache groups.
         chunk_size: Tokens in a chunk.
-        names: Names of its chunks; None while they are not known.
-        names_version: The version of the roots, and the length of the prompt, when it was named.
-        adapter: What named its adapter then; "" without one.
-        tables: Its blocks in each group, as vLLM has given them.
-        dropped: In each group, how many blocks from the first vLLM has taken away.
-        stored: In each group, how many chunks from the first are planned to be stored, or need not
+        names: Names of its chunks; None while unknown.
+        names_version: Version of the roots and length of the prompt when it was named.
+        adapter: Name of its adapter at that time; "" without one.
+        tables: Its blocks in each group, as vLLM has assigned them.
+        dropped: For each group, how many blocks from the first vLLM has taken away.
+        stored: For each group, how many chunks from the first are planned to be stored or need not
             be.
-        num_local: How many of its tokens vLLM had itself when it last asked, or has been given.
-        offer: What can be loaded; None while that is not known.
-        asked_at: When the store was asked for an offer that is still open. Seconds, monotonic.
+        num_local: Tokens that vLLM already had when it last asked, or has been given.
+        offer: What can be loaded; None while unknown.
+        asked_at: When the store was asked for the pending offer. Seconds, monotonic.
         polled_at: When the store was last asked.
         load: `[begin, end)` tokens to load in the next step.
         is_loading: An asynchronous load is underway.
@@ -125,23 +124,23 @@ class RequestState:
 
     @property
     def may_load(self) -> bool:
-        """Whether KV may be loaded for it: not once a load has failed, nor where vLLM needs
-        every token computed (prompt logprobs).
+        """Whether KV may be loaded for it: not after a failed load, nor if vLLM needs every token
+        computed (prompt logprobs).
         """
         return not (self.gave_up or getattr(self.request, "skip_reading_prefix_cache", False))
 
     def forget_offer(self) -> None:
-        """Drop an offer that has been taken, or is out of date."""
+        """Drop an offer that has been used or is out of date."""
         self.offer, self.asked_at = None, None
 
     def set_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Take the whole block tables, by vLLM's numbers of the groups."""
+        """Set the whole block tables, indexed by vLLM's group numbers."""
         self.tables = [list(block_ids[group.index]) for group in self.groups]
         self.dropped = [0] * len(self.groups)
 
     def drop_blocks(self, num_computed: int) -> None:
-        """Forget blocks that vLLM takes away because no window reaches them any more. Without
-        tables there are none to forget.
+        """Forget blocks that vLLM has taken away because no window reaches them any more; without
+        tables, do nothing.
         """
         for table, group in zip(self.tables, self.groups, strict=False):
             end = min(group.first_needed_token(num_computed) // group.block_size, len(table))
@@ -151,7 +150,7 @@ class RequestState:
                 self.dropped[group.number] = end
 
     def complete_runs(self, num_tokens: int) -> list[ChunkRun]:
-        """Return the chunks that are whole once so many tokens are computed, and are not stored
+        """Return the chunks that are complete once `num_tokens` are computed and are not stored
         yet; from now on they count as stored.
         """
         assert self.names is not None
@@ -171,8 +170,8 @@ class RequestState:
         return runs
 
     def load_runs(self, begin: int, end: int) -> list[ChunkRun]:
-        """Return the chunks that tokens `[begin, end)` come from; of a windowed group only those
-        that the next token looks at.
+        """Return the chunks that tokens `[begin, end)` come from; in a windowed group only those
+        that the next token attends to.
         """
         runs = []
         for group, table in zip(self.groups, self.tables, strict=True):
@@ -193,11 +192,11 @@ class RequestState:
 
 
 class RequestNamer:
-    """Names the chunks of requests: by tokens, contents and adapter, and by the tenant's salt and
-    the request's own.
+    """Names the chunks of requests: by tokens, contents and adapter, by the tenant's salt and the
+    request's own.
 
     Args:
-        identity: What the KV is.
+        identity: Describes the KV.
         chunk_size: Tokens in a chunk.
 
     Attributes:
@@ -212,22 +211,22 @@ class RequestNamer:
         self.adapters = Adapters()
 
     def use_salt(self, salt: str) -> None:
-        """Take the tenant's salt; nothing can be named before."""
+        """Set the tenant's salt; nothing can be named before."""
         self._salt = salt
 
     def begin_epoch(self) -> None:
-        """Find nothing again that was named before: the model computes other KV from now on (its
-        weights have been replaced).
+        """Change all names from now on, so that nothing named before is found: the model computes
+        other KV (its weights have been replaced).
         """
         self._epoch = secrets.token_hex(16)
 
     def name(self, state: RequestState) -> ChunkNames | None:
-        """Return the names of a request's chunks, as far as its tokens are known; None when they
+        """Return the names of a request's chunks, as far as its tokens are known; None if they
         cannot be named (yet).
 
-        Under another salt or epoch than before, nothing of the request counts as stored. Nor when
-        its prompt has grown: a session that continues has dropped the token that was generated
-        last, and may have new contents.
+        If the salt or epoch has changed, nothing of the request counts as stored. The same holds if
+        its prompt has grown: a session that continues has dropped the last generated token, and may
+        have new contents.
         """
         request = state.request
         lora = getattr(request, "lora_request", None)
@@ -244,22 +243,22 @@ class RequestNamer:
             state.adapter = self.adapters.name_of(lora) or ""
             state.stored = [0] * len(state.stored)
         token_ids = request.all_token_ids
-        if getattr(request, "resumable", False):  # it may lose tokens that were generated
+        if getattr(request, "resumable", False):  # it may lose generated tokens
             token_ids = token_ids[: request.num_prompt_tokens]
         state.names.extend(token_ids)
         return state.names
 
     def check(self, state: RequestState) -> bool:
-        """Return whether what the request computes now has the names that it was given; takes
-        longer than `name`.
+        """Return whether the KV that the request computes now still matches its names; slower than
+        `name`.
         """
         lora = getattr(state.request, "lora_request", None)
         state.is_outdated |= not self.adapters.is_unchanged(lora)
         return not state.is_outdated
 
     def root_of(self, request: Any) -> bytes | None:
-        """Return what the names of a vLLM request's chunks begin with; None while the tenant's
-        salt, or its adapter's weights, are not known.
+        """Return the root of the names of a vLLM request's chunks; None while the tenant's salt or
+        its adapter's weights are unknown.
         """
         salt, adapter = self._salt, self.adapters.name_of(getattr(request, "lora_request", None))
         if salt is None or adapter is None:
@@ -268,7 +267,7 @@ class RequestNamer:
         cache_salt = getattr(request, "cache_salt", None) or ""
         if not cache_salt and not self._epoch:
             return root
-        # The length before each field keeps it from reading as another one (`docs/protocols.md`,
+        # The length before each field makes the encoding unambiguous (`docs/protocols.md`,
         # "Identity").
         digest, text = hashlib.sha256(), cache_salt.encode("utf-8", "surrogatepass")
         for part in (ROOT_APART, root, text, self._epoch.encode("ascii")):
@@ -277,7 +276,7 @@ class RequestNamer:
 
 
 def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | None:
-    """Return the multimodal contents of a vLLM request; None when one of them has no name, so that
+    """Return the multimodal contents of a vLLM request; None if one of them has no name, so that
     the request cannot be cached.
 
     Args:

@@ -1,5 +1,5 @@
-"""The scheduler's side: what each request can load, and what each step loads and stores.
-Imports nothing of vLLM.
+"""The scheduler's side: what each request can load, and what each step loads and stores. Imports
+nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from lmcache_core.record import Staged, StagedFrom
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.003
-"""Longest wait of the scheduler for an answer: less than a step takes, since all requests wait.
-The request is asked about again in the next step.
+"""Longest wait of the scheduler for an answer: less than a step, since all requests wait. The
+question is repeated in the next step.
 """
 POLL_S = 0.002
 """vLLM asks about a waiting request in every step; the store is not asked more often than this."""
 PATIENCE_MARGIN_S = 0.5
-"""What the store may take beyond its own deadline before a request continues with what is there."""
+"""Extra time for the store, beyond its deadline, before a request continues with what is there."""
 
 MAX_TIMED_STEPS = 64
-"""More than vLLM has underway at once; a worker that is out reports none."""
+"""More than vLLM ever has underway; a worker that is out reports no steps."""
 
 WHOLE_OFFER_S = 60.0
 PARTIAL_OFFER_S = 1.0
-"""A request that has waited longer for its turn is looked up again."""
+"""Lifetimes of offers: a request that has waited longer for its turn is looked up again."""
 
 MAX_WINDOW_TRIES = 8
-"""How often a shorter prefix is tried when chunks of a window are missing."""
+"""How often to try a shorter prefix when chunks of a window are missing."""
 WINDOW_TICKET = "/window"
 
 
@@ -52,13 +52,13 @@ class SchedulerSide:
     Args:
         options: Options.
         groups: The cache groups.
-        identity: What the KV is.
+        identity: Describes the KV.
         store: The chunk store; opened and closed by its owner.
-        namer: Names chunks; knows the salt once the store does.
+        namer: Names chunks; gets the salt as soon as the store knows it.
 
     Attributes:
         stores: Plans what is stored after each step.
-        step: Number of the step that was planned last, if its duration measures prefill, else 0.
+        step: Number of the last planned step if its duration measures prefill, else 0.
     """
 
     def __init__(
@@ -90,27 +90,27 @@ class SchedulerSide:
         self._is_out = False
 
     def new_request(self, request: Any) -> None:
-        """Let the store read what a new request needs while it waits for its turn."""
+        """Let the store read what a new request needs while it is queued."""
         state = self._state_of(request)
         if state.may_load:
             self._ask(state, wait_s=0.0)
 
     def num_matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond vLLM's own can be loaded, and whether asynchronously; None:
-        not known yet, ask again.
+        """Return how many tokens beyond vLLM's own can be loaded, and whether asynchronously; None
+        if not known yet: ask again.
         """
         state = self._state_of(request)
         state.num_local = num_local
         if not state.may_load or state.is_loading or self._is_out:
             return 0, False
         if state.offer is not None:
-            # Others may have stored more meanwhile, and the store keeps nothing for ever.
+            # Others may have stored more since, and the store keeps nothing forever.
             is_whole = state.names is not None and state.offer.num_chunks == state.names.num_chunks
             shelf_life_s = WHOLE_OFFER_S if is_whole else PARTIAL_OFFER_S
             if time.monotonic() - state.polled_at > shelf_life_s:
                 self._end_offer(state)
         if self._loadable(state) < self._block_size:
-            return 0, False  # vLLM has all of it: not worth waiting for an answer
+            return 0, False  # vLLM has all of it: no answer is worth waiting for
         if state.offer is None:
             self._ask(state, wait_s=WAIT_S)
             if state.offer is None:
@@ -125,7 +125,7 @@ class SchedulerSide:
         """Plan the load of `num_external` tokens into blocks that vLLM has given a request."""
         state = self._state_of(request)
         if state.is_loading:
-            return  # the second call for an asynchronous load: nothing new
+            return  # the second call for an asynchronous load brings nothing new
         if num_external == 0:
             if state.offer is not None:
                 self._end_offer(state)
@@ -152,7 +152,7 @@ class SchedulerSide:
         return counts
 
     def plan_loads(self) -> tuple[Load, ...]:
-        """Return what the workers load in this step, or begin to."""
+        """Return the loads for the workers to perform or start in this step."""
         loads = []
         for state in self._loads.values():
             assert state.load is not None
@@ -190,7 +190,7 @@ class SchedulerSide:
         for request_id in output.num_scheduled_tokens:
             state = self._states.get(request_id)
             if state is not None and state.asked_at is not None:
-                # It runs already: the answer only shows what need not be stored.
+                # Already running: the answer only shows what need not be stored.
                 self._ask(state, wait_s=0.0)
                 if state.offer is not None:
                     self._end_offer(state)
@@ -204,15 +204,15 @@ class SchedulerSide:
         return self.stores.plan(output, loads)
 
     def step_done(self, report: WorkerReport | None, received: Iterable[str]) -> None:
-        """Take the workers' report of a step.
+        """Process the workers' report of a step.
 
         Args:
-            report: Their report; None when there was nothing to say.
-            received: Requests whose asynchronous load is over, on all workers.
+            report: Their report; None if there was nothing to report.
+            received: Requests whose asynchronous load has ended on all workers.
         """
         now, step = time.monotonic(), report.step if report is not None else 0
         if step in self._timed:
-            # Where steps overlap this one began when the one before had ended, not when planned.
+            # If steps overlap, this one began when the previous one ended, not when it was planned.
             num_tokens, planned_at = self._timed[step]
             self._prefill.note(num_tokens, now - max(planned_at, self._last_ended))
             self._timed = {later: timed for later, timed in self._timed.items() if later > step}
@@ -226,7 +226,7 @@ class SchedulerSide:
                 state.forget_offer()
         if report is not None:
             elsewhere = report.hosts - {this_host()}
-            if elsewhere:  # they have another sidecar than the one that is asked here
+            if elsewhere:  # they use another sidecar than the one asked here
                 logger.error(
                     "nothing is loaded, workers of this engine are on other hosts: host=%s"
                     " others=%s",
@@ -238,8 +238,8 @@ class SchedulerSide:
                 self.stores.load_failed()
             for request_id in report.failed & self._states.keys():
                 logger.warning("loading KV failed, recomputing: request=%s", request_id)
-                # Offering more could repeat without end. What is computed instead is stored again
-                # where it is missing.
+                # Another offer could fail again, endlessly. What is computed instead is stored
+                # wherever it is missing.
                 state = self._states[request_id]
                 state.gave_up = True
                 state.forget_offer()
@@ -247,14 +247,14 @@ class SchedulerSide:
         self._offers.give_back(over)
 
     def finished(self, request: Any) -> None:
-        """Forget a request that has ended, or was aborted."""
+        """Forget a request that has ended or was aborted."""
         state = self._states.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
         if state is not None and not state.is_loading:
             self._offers.give_back([state.request_id])
 
     def begin_epoch(self) -> None:
-        """Ask for nothing that was stored so far, and store nothing that runs now: the weights may
+        """Stop using what was stored so far, and store nothing of what runs now: the weights may
         have been replaced.
         """
         self._namer.begin_epoch()
@@ -263,7 +263,7 @@ class SchedulerSide:
 
     @property
     def recompute_s(self) -> float | None:
-        """What computing one chunk costs; None while that is not known."""
+        """Cost of computing one chunk; None while unknown."""
         return self._prefill.recompute_s(self._chunk_size)
 
     def _state_of(self, request: Any) -> RequestState:
@@ -274,10 +274,10 @@ class SchedulerSide:
         return state
 
     def _ask(self, state: RequestState, wait_s: float) -> None:
-        """Ask the store for what a request can load; its answer is `state.offer`, or None while
-        more may come.
+        """Ask the store what a request can load; its answer becomes `state.offer`, which is None
+        while more may come.
 
-        The first call sends the question, and those that follow collect its answer.
+        The first call sends the question; later calls collect its answer.
         """
         now = time.monotonic()
         if state.asked_at is not None and now - state.polled_at < POLL_S:
@@ -293,27 +293,27 @@ class SchedulerSide:
             state.request_id, names.hashes, limit, self.recompute_s, wait_s, saving_s
         )
         if offer is None:
-            state.polled_at = 0.0  # to look whether the answer has come costs nothing
+            state.polled_at = 0.0  # checking whether the answer has arrived costs nothing
         first_asked = state.asked_at if state.asked_at is not None else now
         if is_final or now - first_asked > self._patience_s:
-            # Its shelf life begins now, also where no answer has come.
+            # The offer's lifetime begins now, even if no answer has arrived.
             state.offer, state.asked_at, state.polled_at = offer or Offer(0), None, now
             state.stored = [max(stored, state.offer.num_chunks) for stored in state.stored]
         else:
             state.asked_at = first_asked
 
     def _limit_of(self, state: RequestState) -> int:
-        """Return how many tokens can be loaded at most: the forward pass needs one.
+        """Return the limit on tokens that can be loaded: the forward pass needs one.
 
-        In an asynchronous load vLLM itself steps back by that one, but a window then reaches back
+        In an asynchronous load vLLM itself steps back by that token, but a window then reaches back
         to a token whose block it has dropped.
         """
         leaves_one = self._has_windows or not self._is_async
         return int(state.request.num_tokens) - leaves_one
 
     def _loadable(self, state: RequestState) -> int:
-        """Return how many tokens could be loaded if all of its chunks were there, beyond those that
-        vLLM has itself.
+        """Return how many tokens beyond vLLM's own could be loaded if all of its chunks were
+        there.
         """
         num_whole = int(state.request.num_tokens) // self._chunk_size * self._chunk_size
         return min(num_whole, self._limit_of(state)) - state.num_local
@@ -325,11 +325,11 @@ class SchedulerSide:
 
 
 class Offers:
-    """Asks the store what can be loaded. Nothing here waits for a tier.
+    """Asks the store what can be loaded. Never waits for a tier.
 
     Args:
         store: The chunk store.
-        identity: What the KV is.
+        identity: Describes the KV.
         groups: The cache groups.
         chunk_size: Tokens in a chunk.
     """
@@ -356,14 +356,14 @@ class Offers:
         wait_s: float | None = None,
         saving_s: float = 0.0,
     ) -> tuple[Offer | None, bool]:
-        """Return what there is now of these chunks, and whether the answer is final. No offer while
+        """Return what is available of these chunks, and whether the answer is final. No offer while
         the store has not answered.
 
         Args:
-            ticket: Names the request; ask again with it to follow what the store reads for it.
+            ticket: Identifies the request; ask again with it to follow the store's progress.
             hashes: Hashes of its chunks, packed.
-            num_tokens: How many tokens of it can be loaded at most.
-            recompute_s: Cost of computing one chunk; None: not known.
+            num_tokens: Limit on its tokens that can be loaded.
+            recompute_s: Cost of computing one chunk; None if unknown.
             wait_s: As for `ChunkStore.stage`.
             saving_s: As for `ChunkStore.stage`.
         """
@@ -371,7 +371,7 @@ class Offers:
             self._store.stage, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s
         )
         self._open.add(ticket)
-        # The windows depend on how long the prefix is. That is not asked again when the windows
+        # The windows depend on the length of the prefix, which is not asked again while the windows
         # take several calls.
         known, bound = self._bounds.pop(ticket, (b"", None))
         if bound is None or known != hashes:
@@ -404,8 +404,8 @@ class Offers:
             return Offer(0), True
         if not staged.tiers:
             return None, False
-        # The prefix ends where one of the groups lacks a chunk. A chunk is as far away as in the
-        # group where it is farthest.
+        # The prefix ends where any group lacks a chunk. Its origin is the slowest one among the
+        # groups.
         nowhere = bytes([StagedFrom.NOWHERE])
         num_chunks = min(len(tiers.partition(nowhere)[0]) for tiers in staged.tiers)
         origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
@@ -419,8 +419,8 @@ class Offers:
         bound: Offer,
         num_tokens: int,
     ) -> tuple[Offer | None, bool]:
-        """Return the longest prefix whose windows are there too: a windowed group needs only the
-        chunks that the next token looks at.
+        """Return the longest prefix whose windows are available, too: a windowed group needs only
+        the chunks that the next token attends to.
         """
         offer = bound
         for _ in range(MAX_WINDOW_TRIES):
@@ -449,7 +449,7 @@ class Offers:
             if not staged.is_ready:
                 self._bounds[ticket] = hashes, offer
                 return (Offer(0) if staged.tiers else None), False
-            # Every longer prefix up to this one has that chunk in its window, too.
+            # Every longer prefix up to this one also has that chunk in its window.
             num_chunks = min(missing)
             offer = Offer(num_chunks, offer.origins[:num_chunks])
         return Offer(0), True

@@ -35,10 +35,10 @@ DESCRIBED = MappingProxyType(
         RETRIEVED_TOKENS_TOTAL: "Tokens whose KV was loaded, on each worker.",
         RETRIEVED_CHUNKS_TOTAL: "Chunks loaded.",
         RETRIEVED_BYTES_TOTAL: "Bytes loaded.",
-        MISSED_CHUNKS_TOTAL: "Chunks that were to be loaded and could not be.",
+        MISSED_CHUNKS_TOTAL: "Chunks that should have been loaded but could not be.",
         STORED_CHUNKS_TOTAL: "Chunks stored.",
         STORED_BYTES_TOTAL: "Bytes stored.",
-        UNSTORED_CHUNKS_TOTAL: "Chunks that were to be stored and found no room.",
+        UNSTORED_CHUNKS_TOTAL: "Chunks that found no room in the store.",
         FAILED_CALLS_TOTAL: "Calls of the connector that failed; vLLM continued without the cache.",
     }
 )
@@ -55,13 +55,13 @@ _SOURCE_NAMES: Mapping[int, str] = {
 
 @dataclass
 class LMCacheStats(KVConnectorStats):
-    """How much the counters of `DESCRIBED` have grown, by name."""
+    """The increase of the counters in `DESCRIBED`, by name."""
 
     data: dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        """Return the field of that name: vLLM 0.27's `MultiConnector` takes figures that never left
-        the process for a dictionary.
+        """Return the field of that name: vLLM 0.27's `MultiConnector` treats statistics that never
+        left the process as a dictionary.
         """
         return getattr(self, name)
 
@@ -89,7 +89,7 @@ class LMCacheStats(KVConnectorStats):
 
 
 class LMCachePromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter for each figure, named `vllm:lmcache_…`."""
+    """One Prometheus counter per statistic, named `vllm:lmcache_…`."""
 
     def __init__(
         self,
@@ -99,10 +99,9 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # The process of vLLM's HTTP server builds the figures of a `MultiConnector`'s children by
-        # the names of their classes, and ends if one is unknown, as all are that came by the path
-        # of their module.
-        with contextlib.suppress(ValueError):  # known already, from an engine before
+        # The process of vLLM's HTTP server finds the statistics of a `MultiConnector`'s children by
+        # class name, and exits if one is unknown, as those of connectors loaded by module path are.
+        with contextlib.suppress(ValueError):  # registered by an earlier engine
             KVConnectorFactory.register_connector(*CONNECTOR)
         kind = metric_types[Counter]
         self._metrics = {}
@@ -127,12 +126,12 @@ _Sources: Any = None
 if importlib.util.find_spec("vllm.v1.metrics.cache_hit_source") is not None:  # since 0.32
     _Sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
 HIT_SOURCE = getattr(_Sources, "HOST", None)
-"""The source of hits by default."""
+"""Source of a hit unless stated otherwise."""
 
 
 def hit_sources(origins: Mapping[int, int]) -> dict[Any, int]:
-    """Return tokens by vLLM's source, from tokens by `StagedFrom`; the value of a later sidecar is
-    a source without a name.
+    """Return tokens by vLLM's source, from tokens by `StagedFrom`; an unknown value from a later
+    sidecar counts as a source without a name.
     """
     counts: dict[Any, int] = {}
     for origin, num_tokens in origins.items():

@@ -1,5 +1,5 @@
-"""The chunk store of a connector: the pod's sidecar, or tiers inside vLLM that both of its sides
-share.
+"""The chunk store of a connector: the pod's sidecar, or tiers inside vLLM shared by both of its
+sides.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from lmcache_core.engine.stores import BYTES_PER_GB, SidecarClient, create_chunk
 from lmcache_core.telemetry import Counters
 
 _embedded: dict[tuple[str, LMCacheEngineConfig], tuple[ChunkStore, int]] = {}
-"""Stores of this process and the number of their users, by engine and options: the scheduler's side
+"""Stores of this process with their number of users, by engine and options: the scheduler's side
 looks up what the worker's side has stored. Two connectors of one engine (in a `MultiConnector`)
-share one if their options are the same.
+share one if their options are equal.
 """
 _embedded_lock = threading.Lock()
 
 
 @dataclass
 class OpenStore:
-    """A chunk store that is open, for one side of one engine.
+    """An open chunk store, for one side of one engine.
 
     Attributes:
         store: The store.
-        is_alone: No other side of the engine uses it in this process, though it is inside vLLM.
+        is_alone: It is inside vLLM, and no other side of the engine uses it in this process.
         closing: Closes it; None once it is closed.
     """
 
@@ -37,7 +37,7 @@ class OpenStore:
     closing: Callable[[], None] | None
 
     def close(self) -> None:
-        """Give it up. Idempotent."""
+        """Release the store. Idempotent."""
         closing, self.closing = self.closing, None
         if closing is not None:
             closing()
@@ -52,17 +52,17 @@ def open_store(
     on_salt: Callable[[str], None],
     loads_beside: bool = False,
 ) -> OpenStore:
-    """Open the store that the config names; an absent sidecar is not an error.
+    """Open the store that the config selects; a missing sidecar is not an error.
 
     Args:
         engine_id: vLLM's name of the engine; tiers inside vLLM are shared by the sides of one
             engine in one process.
         config: Options.
-        metadata: What the KV is.
-        groups: Names of the cache groups in keys; none for a side that does not name chunks.
-        counters: Where misses are counted.
-        on_salt: Called with the tenant's salt, then and later.
-        loads_beside: Whether this side loads in parallel to the engine's steps, in which it stores.
+        metadata: Describes the KV.
+        groups: Names of the cache groups in keys; empty for a side that does not name chunks.
+        counters: Counters for misses.
+        on_salt: Called with the tenant's salt, now and whenever it changes.
+        loads_beside: Whether this side loads concurrently with the engine's steps, which store.
     """
     if config.sidecar_socket is not None:
         workers = Workers("lmcache-digest")

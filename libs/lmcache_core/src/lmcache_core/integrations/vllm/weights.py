@@ -1,5 +1,5 @@
-"""Which weights made the KV: fingerprints of the model's files, and names of LoRA adapters. Imports
-nothing of vLLM.
+"""Identifies the weights that made the KV: fingerprints of the model's files, and names of LoRA
+adapters. Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_ADAPTERS = 1024
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 ADAPTER_SUFFIXES = WEIGHT_SUFFIXES | {".json"}
 FileVersions = tuple[tuple[str, int, int], ...]
-"""Name, size and time of the last change of each file."""
+"""Name, size and modification time of each file."""
 _COMMIT = re.compile("[0-9a-f]{40}")
 _NOT_OF_THE_KV = frozenset(
     {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
@@ -33,20 +33,20 @@ _NOT_OF_THE_KV = frozenset(
 def model_fingerprint(
     model: str, revision: str | None, hf_config: Any, download_dir: str | None = None
 ) -> str | None:
-    """Return text that differs for other weights, whatever path they have; None where the
-    weights cannot be identified.
+    """Return text that differs for other weights, independent of their path; None if the weights
+    cannot be identified.
 
     Every byte of a folder's weights is read (`file_digests`).
 
     Args:
         model: Folder of the model, or its only file, or its name on a hub.
-        revision: Its revision, if one was asked for.
-        hf_config: Its `transformers` configuration; None where it is not from the same place as the
-            weights.
-        download_dir: Where vLLM keeps what it downloads; None: where the hub's library does.
+        revision: Its revision, if one was requested.
+        hf_config: Its `transformers` configuration; None if it does not come from the same place as
+            the weights.
+        download_dir: vLLM's download directory; None: the hub library's.
 
     Raises:
-        LayoutError: The files change while they are read, or cannot be read.
+        LayoutError: The files change while they are being read, or cannot be read.
     """
     path = Path(model)
     if path.exists():
@@ -55,7 +55,7 @@ def model_fingerprint(
             return "files-" + _files_fingerprint(files) if files else None
         except OSError as exc:
             raise LayoutError(f"the weights in {model} cannot be read: {exc}") from exc
-    # A branch or a tag may be other weights tomorrow: only a commit says which.
+    # A branch or a tag may point to other weights tomorrow: only a commit identifies them.
     commit = getattr(hf_config, "_commit_hash", None)
     if commit is None:
         folder = downloaded_folder(model, revision, download_dir)
@@ -66,8 +66,8 @@ def model_fingerprint(
 def downloaded_folder(
     name: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path | None:
-    """Return where a hub's repository has been downloaded to; None where it has not been, or the
-    name is none.
+    """Return the folder that a hub's repository was downloaded to; None if it was not, or the name
+    is invalid.
     """
     try:
         hub: Any = importlib.import_module("huggingface_hub")
@@ -78,7 +78,7 @@ def downloaded_folder(
 
 
 def options_fingerprint(hf_config: Any) -> str:
-    """Return text that differs when the same weights would give other KV: position encoding,
+    """Return text that differs if the same weights would give other KV: position encoding,
     activation, attention, norm.
     """
 
@@ -94,15 +94,15 @@ def options_fingerprint(hf_config: Any) -> str:
 
 
 def adapter_fingerprint(folder: Path) -> str:
-    """Return text that differs for other LoRA weights: of the whole content of the adapter's
-    files.
+    """Return text that differs for other LoRA weights, computed from the whole content of the
+    adapter's files.
     """
-    # The scheduler's thread asks: reading an adapter twice is better than an engine that waits.
+    # Called by the scheduler's thread: reading an adapter twice is better than a waiting engine.
     return "files-" + _files_fingerprint(_files(folder, ADAPTER_SUFFIXES), lock_wait_s=0.0)
 
 
 def adapter_version(folder: Path) -> FileVersions:
-    """Return what changes when an adapter's files may have changed; cheap enough for every
+    """Return text that changes when an adapter's files may have changed; cheap enough for every
     request.
     """
     stats = [(file.name, file.stat()) for file in _files(folder, ADAPTER_SUFFIXES)]
@@ -125,8 +125,8 @@ _AdapterKey = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class _KnownAdapter:
-    """An adapter: which files it had when it was seen, and its name; None while the
-    weights that vLLM computes with are not known.
+    """An adapter: the version of its files when it was seen, and its name; None while the weights
+    that vLLM computes with are unknown.
     """
 
     version: FileVersions | None
@@ -134,20 +134,20 @@ class _KnownAdapter:
 
 
 class Adapters:
-    """Names LoRA adapters by name and content, as far as requests and files tell.
+    """Names LoRA adapters by name and content, as far as requests and files reveal them.
 
-    vLLM reads an adapter again where that was asked for (`load_inplace`), and otherwise only when
-    it had to drop it meanwhile; it knows adapters by their numbers alone.
+    vLLM re-reads an adapter if that is requested (`load_inplace`), and otherwise only after
+    dropping it; it identifies adapters by their numbers alone.
     """
 
     def __init__(self) -> None:
         self._known: dict[_AdapterKey, _KnownAdapter] = {}
         self._loaded: dict[int, str] = {}
-        """What vLLM has under each number, according to the last request with it."""
+        """What vLLM has loaded under each number, according to the last request with it."""
 
     def name_of(self, lora: Any) -> str | None:
-        """Return what names a request's adapter, "" where it has none; None when its weights are
-        not known: the request is then not cached.
+        """Return the name of a request's adapter, "" if it has none; None if its weights are
+        unknown: the request is then not cached.
         """
         if lora is None:
             return ""
@@ -176,14 +176,14 @@ class Adapters:
         return known.name
 
     def is_loaded(self, lora: Any, name: str) -> bool:
-        """Return whether, as far as requests show, no other adapter has replaced the one of this
-        name.
+        """Return whether, as far as requests show, the adapter of this name has not been replaced
+        by another.
         """
         return lora is None or self._loaded.get(int(lora.lora_int_id)) == name
 
     def is_unchanged(self, lora: Any) -> bool:
-        """Return whether the adapter's files are those that it was named by: before vLLM is told to
-        load it again, they change.
+        """Return whether the adapter's files are the ones it was named by: they change before vLLM
+        is asked to reload it.
         """
         if lora is None:
             return True
@@ -208,8 +208,8 @@ class Adapters:
 
 
 def adapter_folder(path: str) -> Path | None:
-    """Return where vLLM reads an adapter from: a folder, or what has been downloaded for its name
-    on a hub; None when there is neither.
+    """Return the folder that vLLM reads an adapter from: a local one, or the download of a hub
+    name; None if there is neither.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():

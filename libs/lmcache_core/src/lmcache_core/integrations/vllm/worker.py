@@ -1,4 +1,4 @@
-"""A worker's side: KV between vLLM's blocks and the chunk store. Imports nothing of vLLM."""
+"""A worker's side: moves KV between vLLM's blocks and the chunk store. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 logger = logging.getLogger(__name__)
 
 MAX_REST_S = 0.005
-"""A step that computes nothing waits this long for loads: empty steps in a row would take the
-interpreter's lock from them. A request that arrives meanwhile waits no longer than that.
+"""A step that computes nothing waits this long for loads, because consecutive empty steps would
+contend with them for the interpreter's lock. A request that arrives during the wait is delayed by
+no more than that.
 """
 STORE_QUESTIONS = 2
-"""How often a storing step waits for the sidecar: for memory, and until the chunks are visible."""
+"""Limit on a storing step's waits for the sidecar: for memory, and until the chunks are visible."""
 MAX_WAITING_LOADS = 4096
 JOIN_S = 10.0
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How a load ended.
+    """The outcome of a load.
 
     Attributes:
         request_id: The request.
-        bad_blocks: vLLM's blocks that do not hold what they should.
+        bad_blocks: vLLM's blocks without the expected content.
         is_good: Everything was loaded.
     """
 
@@ -59,9 +60,9 @@ class _GroupTransfer:
     Attributes:
         group: The group.
         memory: vLLM's tensors.
-        connector: Copies them.
+        connector: Copies from and to the tensors.
         transfer: Copies through `connector` from and to the store.
-        lane: What the keys of its chunks have in common on this worker.
+        lane: The common part of the keys of its chunks on this worker.
         units: Slots in a chunk.
     """
 
@@ -73,7 +74,7 @@ class _GroupTransfer:
     units: int
 
     def named(self, run: ChunkRun) -> list[NamedChunk]:
-        """Return the chunks of a run; their places count from its first slot."""
+        """Return the chunks of a run; their positions count from its first slot."""
         units = self.units
         return [(i * units, (i + 1) * units, k) for i, k in enumerate(self.lane.keys(run.hashes))]
 
@@ -89,11 +90,11 @@ class _GroupTransfer:
 
 
 class RefusingWorker:
-    """A worker's side that cannot use vLLM's memory (yet): every load fails at once, nothing is
-    stored, and the scheduler's side hears that this worker is out.
+    """A worker's side that cannot use vLLM's memory (yet): every load fails immediately, nothing is
+    stored, and reports say that this worker does not take part.
 
     Args:
-        reports_blocks: Tell vLLM which blocks of asynchronous loads failed; otherwise it hears of
+        reports_blocks: Report to vLLM which blocks of asynchronous loads failed; otherwise which
             requests.
     """
 
@@ -116,7 +117,7 @@ class RefusingWorker:
         """Store nothing."""
 
     def take_received(self) -> tuple[set[str], set[str]]:
-        """Return as `WorkerSide.take_received` does; all of them failed."""
+        """Return as `WorkerSide.take_received` does; all loads failed."""
         received, self._received = self._received, set()
         return received, set(received)
 
@@ -137,11 +138,11 @@ class WorkerSide:
     Args:
         options: Options.
         groups: The cache groups.
-        identity: What the KV is.
-        rank: This worker's number among all of the engine.
+        identity: Describes the KV.
+        rank: This worker's rank among all workers of the engine.
         store: The chunk store; opened and closed by its owner.
-        counters: What is counted.
-        guard: Catches everything that vLLM must not feel.
+        counters: Counters.
+        guard: Catches every exception that must not reach vLLM.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class WorkerSide:
         guard: CallGuard,
     ) -> None:
         self.reports_blocks = fails_by_block(groups)
-        """Whether failed loads are told by block; otherwise vLLM hears of requests."""
+        """Whether failed loads are reported by block; otherwise by request."""
         self._chunk_size = options.engine.chunk_size
         self._layout = options.layout
         self._groups = tuple(groups)
@@ -179,8 +180,8 @@ class WorkerSide:
         num_blocks: int,
         backends_of: Callable[[Sequence[str]], str] = lambda layers: "",
     ) -> None:
-        """Take vLLM's KV tensors, and check with a pattern that they are read and written as vLLM
-        does it. Nothing can be loaded or stored before.
+        """Register vLLM's KV tensors, and check with a pattern that they are read and written as
+        vLLM does it. Nothing can be loaded or stored before.
 
         Args:
             kv_caches: The tensor of each layer, by name; not in use yet.
@@ -188,8 +189,7 @@ class WorkerSide:
             backends_of: Names the attention backends of layers.
 
         Raises:
-            LayoutError: They are not what vLLM says that they are, or the pattern did not come
-                back.
+            LayoutError: They do not match vLLM's description, or the pattern came back changed.
         """
         self._workers.open()
         transfers = []
@@ -199,20 +199,20 @@ class WorkerSide:
             tried = self._transfer_of(group, memory)
             through_store = tried.transfer.through_store
             run_canary(tried.connector, memory.kvcaches, memory.engine, through_store)
-            # vLLM may call this inside a memory pool that sleep mode empties: what the canary has
-            # made on the device (addresses, staging) is dropped, and made again outside of it when
-            # it is first needed.
+            # vLLM may call this inside a memory pool that sleep mode empties: what the canary
+            # created on the device (addresses, staging) is dropped, and created again outside of
+            # the pool when first needed.
             transfers.append(self._transfer_of(group, memory))
         self._transfers = transfers
         self._loads.open()
 
     def close(self) -> None:
-        """End what runs. Idempotent."""
+        """Stop running work. Idempotent."""
         self._loads.close()
         self._workers.close()
 
     def begin_loads(self, plan: StepPlan) -> None:
-        """Do the loads that this step waits for, and begin the others."""
+        """Perform the loads that this step waits for, and start the others."""
         self._failed_in_step = set()
         self._report.step = plan.step
         for load in plan.loads:
@@ -227,12 +227,13 @@ class WorkerSide:
             self._loads.wait(MAX_REST_S)
 
     def store(self, plan: StepPlan) -> None:
-        """Copy out what the step has completed; vLLM may reuse its blocks when this returns.
+        """Copy out the chunks that the step has completed; vLLM may reuse their blocks when this
+        returns.
 
-        With speculative decoding this is called after `take_bad_blocks`: the draft model writes KV
-        as well.
+        With speculative decoding this is called after `take_bad_blocks`: the draft model writes KV,
+        too.
         """
-        # What was computed from KV that is missing is wrong.
+        # Whatever was computed from missing KV is wrong.
         stores = [store for store in plan.stores if store.request_id not in self._failed_in_step]
         if self._stores and stores:
             with self._guard("store"), torch.inference_mode():
@@ -250,7 +251,7 @@ class WorkerSide:
         return {result.request_id for result in results}, failed
 
     def take_bad_blocks(self) -> set[int]:
-        """Return vLLM's blocks that do not hold what was to be loaded; ends the step's synchronous
+        """Return vLLM's blocks without the KV that was to be loaded; ends the step's synchronous
         loads.
         """
         self._note(self._sync_results)
@@ -260,7 +261,9 @@ class WorkerSide:
         return bad
 
     def take_report(self) -> WorkerReport | None:
-        """Return what the scheduler's side must hear of this step; None when that is nothing."""
+        """Return the report of this step for the scheduler's side; None if there is nothing to
+        report.
+        """
         report, self._report = self._report, WorkerReport()
         return report if report != WorkerReport() else None
 
@@ -289,7 +292,7 @@ class WorkerSide:
         return self._result(load, first_bad)
 
     def _result(self, load: Load, first_bad: int | None) -> LoadResult:
-        """Return a load's result; without blocks where vLLM takes the whole request for failed."""
+        """Return a load's result; without blocks if vLLM treats the whole request as failed."""
         if first_bad is None:
             return LoadResult(load.request_id, frozenset(), is_good=True)
         bad: set[int] = set()
@@ -312,7 +315,7 @@ class WorkerSide:
         first = max(begin, start + num_absent * size)
         blocks = run.block_ids[(first - start) // size : -(-(end - start) // size)]
         if first > needed or end < load.end or NULL_BLOCK in blocks:
-            logger.error("no block or no chunk for KV to load: request=%s", load.request_id)
+            logger.error("block or chunk missing, not loading: request=%s", load.request_id)
             return begin
         wanted = ((first - start) // unit, (end - start) // unit)
         num_loaded = lane.transfer.load(
@@ -322,8 +325,8 @@ class WorkerSide:
         return max(start + num_loaded * self._chunk_size, load.begin) if missing else None
 
     def _store_run(self, run: ChunkRun, recompute_s: float) -> None:
-        """Store one group's chunks, unless the engine's step would wait longer for that than
-        they are worth.
+        """Store one group's chunks, unless the engine's step would wait for that longer than they
+        are worth.
         """
         if not self._store.is_worth(recompute_s * run.num_chunks / STORE_QUESTIONS):
             self._counters.add(UNSTORED_CHUNKS_TOTAL, run.num_chunks)
@@ -337,8 +340,8 @@ class LoadThread:
     """Runs asynchronous loads one after the other, in a thread that ends with the process.
 
     Args:
-        load: Does one; must not raise.
-        refuse: Gives the result of a load that is not tried.
+        load: Performs a load; must not raise.
+        refuse: Returns the result of a load that is not attempted.
     """
 
     def __init__(
@@ -358,13 +361,13 @@ class LoadThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End after the load that runs; those that wait are refused. Idempotent.
+        """Stop after the running load; queued ones are refused. Idempotent.
 
         A load that does not end within `JOIN_S` is left to its thread.
         """
         if self._thread.is_alive() and not self._is_closing.is_set():
             self._is_closing.set()
-            with contextlib.suppress(queue.Full):  # then the thread has something to wake up for
+            with contextlib.suppress(queue.Full):  # a full queue wakes the thread anyway
                 self._waiting.put_nowait(None)
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
@@ -387,7 +390,7 @@ class LoadThread:
             self._done(self._refuse(load))
 
     def wait(self, limit_s: float) -> None:
-        """Wait until there is a result to take or no load is underway; at most so long."""
+        """Wait until there is a result to take or no load is underway, at most `limit_s`."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._results or not self._num_underway, limit_s)
 

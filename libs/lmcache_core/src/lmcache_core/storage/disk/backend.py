@@ -28,39 +28,40 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_THREADS = 4
 LOAD_WAIT_S = 1.0
-"""How long `open` waits for the directory to be read; a large one goes on in the background."""
+"""How long `open` waits for the directory to be read; then it is read in the background."""
 ACQUIRE_WAIT_S = 5.0
-"""How long `open` waits for the directory to be made and locked."""
+"""How long `open` waits for the directory to be created and locked."""
 CLOSE_WAIT_S = 10.0
 LOOK_AGAIN_S = 10.0
-"""Between two looks at files that could not be read; longer where a look takes longer."""
+"""Interval between retries of unreadable files; longer if a retry takes longer."""
 LOOK_AGAIN_SHARE = 0.05
-"""Of a thread's time, spent at most on such looks."""
+"""Largest part of a thread's time spent on these retries."""
 
 
 class DiskBackend(StorageBackend):
-    """Chunks in a directory that one process owns. What is complete is served again after any kind
-    of end.
+    """Chunks in a directory that one process owns. Complete records survive any kind of process
+    exit.
 
-    A disk that is full, read-only or failing turns into misses and refused writes; it is tried
-    again by itself. Until the directory has been read after a start, its chunks are misses and
-    writes are refused.
+    A disk that is full, read-only or failing causes misses and refused writes, and is retried
+    automatically. Until the directory has been read after a start, its chunks are misses and writes
+    are refused.
 
     Args:
-        root: The directory; made when missing.
-        capacity_bytes: Hard bound on what lies in it, half-written files included.
-        policy: Which chunks go first; see `eviction.DEFAULT_POLICY`. Belongs to this tier.
-        on_removed: Called on the loop with every key that the tier gives up.
-        fsync: Wait for the device before a chunk counts as kept. Without it a power failure may
+        root: The directory; created if missing.
+        capacity_bytes: Hard bound on its content, half-written files included.
+        policy: Eviction order; see `eviction.DEFAULT_POLICY`. Must not be shared with another tier.
+        on_removed: Called on the loop with every key that the tier drops.
+        fsync: Wait for the device before a chunk counts as stored. Without it, a power failure may
             cost recent chunks, which are then misses.
-        num_threads: Bound on file operations at once.
-        files: How files are touched.
-        limits: What it does not keep although it has room.
-        clock: Tells the age of chunks; that of what lies there at the start is the files'.
+        num_threads: Bound on concurrent file operations.
+        files: File operations to use.
+        limits: Limits of age and quota, applied even while there is room.
+        clock: Seconds since the epoch, for the age of chunks. Files found at the start are dated by
+            their modification times.
 
     Attributes:
-        on_restored: Called on the loop whenever chunks are served that could not be read before, or
-            whose write had been given up.
+        on_restored: Called on the loop whenever chunks become available that were unreadable
+            before, or whose write had been abandoned.
 
     Raises:
         ConfigError: The capacity is not positive.
@@ -102,16 +103,17 @@ class DiskBackend(StorageBackend):
         self.on_restored: Callable[[], None] | None = None
 
     async def open(self) -> None:
-        """Own the directory and read it, for `LOAD_WAIT_S` seconds here and then in the background.
+        """Lock the directory and read it, for `LOAD_WAIT_S` seconds here and then in the
+        background.
 
         Raises:
             ConfigError: Another process owns it.
-            UnavailableError: It cannot be made, locked or read.
+            UnavailableError: It cannot be created, locked or read.
         """
         self._loop = asyncio.get_running_loop()
         self._pool.open()
         try:
-            # A disk that hangs keeps its thread: the next `open` waits for that one, with no other.
+            # A hanging disk blocks its thread: the next `open` waits for that thread and adds none.
             if self._acquiring is None or self._acquiring.done():
                 self._acquiring = self._pool.submit(self._acquire)
             async with asyncio.timeout(ACQUIRE_WAIT_S):
@@ -122,7 +124,7 @@ class DiskBackend(StorageBackend):
                 self._loading.result()
             else:
                 self._loading.add_done_callback(_log_failure)
-        except OSError as exc:  # a timeout, too
+        except OSError as exc:  # includes timeouts
             await self.close()
             raise UnavailableError(
                 f"disk path {self._layout.root}: {exc.strerror or 'no answer'}"
@@ -135,8 +137,8 @@ class DiskBackend(StorageBackend):
         self._tasks.start("look-again", self._look_again())
 
     async def close(self) -> None:
-        """Let running file operations end, for `CLOSE_WAIT_S` seconds, and give the directory
-        up. Idempotent.
+        """Let running file operations finish, for up to `CLOSE_WAIT_S` seconds, and unlock the
+        directory. Idempotent.
         """
         await self._tasks.close()
         if await self._pool.close(CLOSE_WAIT_S):
@@ -148,7 +150,7 @@ class DiskBackend(StorageBackend):
             )
 
     async def wait_loaded(self) -> None:
-        """Wait until it is open and the directory has been read, or could not be."""
+        """Wait until the tier is open and its directory has been read, or reading it has failed."""
         await self._has_opened.wait()
         if self._loading is not None:
             await wait_all([self._loading])
@@ -161,8 +163,8 @@ class DiskBackend(StorageBackend):
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read chunks. Files are read straight into memory from `allocate`
-        and verified in the threads.
+        """Read chunks. Worker threads read files straight into memory from `allocate` and verify
+        them.
         """
         self._pool.check_open()
         results: list[Result] = []
@@ -193,9 +195,7 @@ class DiskBackend(StorageBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks. False also when the disk does not take writes just
-        now.
-        """
+        """Store chunks. Also returns False while the disk refuses writes."""
         if not self._store.is_loaded:
             return [False] * len(chunks)
         futures = [self._submit_write(chunk) for chunk in chunks]
@@ -203,8 +203,8 @@ class DiskBackend(StorageBackend):
             await wait_all(futures)
         except BaseException:
             for future in futures:
-                # One that has begun keeps its chunk's memory until it ends: the disk may still read
-                # it.
+                # A job that has begun keeps its chunk's memory until it ends: the disk may still
+                # read it.
                 if not future.cancel() and not future.done():
                     future.add_done_callback(self._written_late)
             raise
@@ -227,8 +227,8 @@ class DiskBackend(StorageBackend):
         return self._index.held()
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """Return what is known of chunks without touching a file; `corrupt` for one that was
-        damaged and set aside. Not an access.
+        """Return what is known about chunks without touching a file or counting an access;
+        `corrupt` for a chunk that was found damaged and set aside.
         """
         return self._index.peek_many(keys)
 
@@ -238,10 +238,10 @@ class DiskBackend(StorageBackend):
         return self._store.stats() | {"is_loading": int(is_loading)}
 
     def check_integrity(self) -> None:
-        """Compare the books.
+        """Check the tier's accounting.
 
         Raises:
-            IntegrityError: They do not balance.
+            IntegrityError: The totals do not add up.
         """
         self._index.check_integrity()
 
@@ -269,19 +269,19 @@ class DiskBackend(StorageBackend):
                 continue
             began = time.monotonic()
             has_restored = False
-            with contextlib.suppress(OSError):  # the root itself: logged when it first failed
+            with contextlib.suppress(OSError):  # logged on the first failure
                 has_restored = await self._pool.run(self._store.look_again)
             if has_restored:
-                self._tell_restored()
+                self._report_restored()
             pause_s = max(LOOK_AGAIN_S, (time.monotonic() - began) / LOOK_AGAIN_SHARE)
 
     def _written_late(self, future: Future[bool]) -> None:
-        """See to it that a chunk is announced whose write was given up and has ended since."""
+        """Report a chunk whose write was abandoned and has finished since."""
         if self._loop is not None and future.exception() is None and future.result():
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
-                self._loop.call_soon_threadsafe(self._tell_restored)
+            with contextlib.suppress(RuntimeError):  # the loop has stopped: there is no listener
+                self._loop.call_soon_threadsafe(self._report_restored)
 
-    def _tell_restored(self) -> None:
+    def _report_restored(self) -> None:
         if self.on_restored is not None:
             self.on_restored()
 
@@ -289,13 +289,13 @@ class DiskBackend(StorageBackend):
         self._pool.check_open()
         await self.wait_loaded()
         self._pool.check_open()
-        if not self._store.is_loaded:  # what is there would be served once it can be read
+        if not self._store.is_loaded:  # existing records are served once it can be read
             raise UnavailableError(f"disk path {self._layout.root}: the directory cannot be read")
         return await self._pool.run(work)
 
     def _report(self, key: ChunkKey) -> None:
         if self._on_removed is not None and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the loop has stopped: there is no listener
                 self._loop.call_soon_threadsafe(self._on_removed, key)
 
 

@@ -1,4 +1,4 @@
-"""How a disk that refuses writes is left alone, and found healed."""
+"""Pauses writes to a disk that refuses them, and detects that it has recovered."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 MIN_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 SETTLED_S = 10.0
-"""A disk counts as healed, for who is told of it, once no write has failed for so long: a full
-one takes a write now and then.
+"""A disk is reported as recovered only after this long without a failed write: a full disk still
+accepts an occasional write.
 """
 
 
 class WriteBackoff:
-    """After a failed write none is tried for a while, twice as long after each failure in a row.
-    Thread-safe.
+    """After a failed write no write is tried for a while, twice as long after each consecutive
+    failure. Thread-safe.
 
     Args:
-        clock: Seconds that never go back.
+        clock: Seconds, monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class WriteBackoff:
         return self._pause_s > 0
 
     def allows(self) -> bool:
-        """Return whether a write may be tried now. The first one after a pause is a probe: the
+        """Return whether a write may be tried now. The first one after a pause is a probe; the
         others wait for another pause.
         """
         with self._lock:
@@ -50,10 +50,10 @@ class WriteBackoff:
             return True
 
     def failed(self) -> bool:
-        """Note that a write failed. Stragglers that began before the pause do not lengthen it.
+        """Record a failed write. Writes that began before the pause do not lengthen it.
 
         Returns:
-            Whether that is worth telling: not again before `succeeded` was.
+            Whether to log it: once until `succeeded` has reported a recovery.
         """
         with self._lock:
             now = self._clock()
@@ -65,10 +65,11 @@ class WriteBackoff:
             return is_news
 
     def succeeded(self) -> bool:
-        """Note that a write succeeded.
+        """Record a successful write.
 
         Returns:
-            Whether that is worth telling: that writes fail was told, and none has for `SETTLED_S`.
+            Whether to log the recovery: a failure was logged, and none has occurred for
+            `SETTLED_S`.
         """
         with self._lock:
             self._pause_s = 0.0

@@ -1,5 +1,5 @@
-"""Every operation on files that the disk tier does. Tests inject a subclass that fails, or kills
-its process, at a chosen one.
+"""Every file operation of the disk tier. Tests inject a subclass that fails, or kills its process,
+at a chosen operation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class DiskFiles:
     """Blocking file operations; each may raise `OSError`. Stateless, thread-safe."""
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and its parents, unless it is there."""
+        """Create a directory and its parents, unless it exists."""
         path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
 
     def list_directory(self, path: Path) -> list[str]:
@@ -24,11 +24,11 @@ class DiskFiles:
         return sorted(entry.name for entry in path.iterdir())
 
     def stat(self, path: Path) -> os.stat_result:
-        """Return size and times of a file; links are not followed."""
+        """Return the size and times of a file without following links."""
         return os.lstat(path)
 
     def create(self, path: Path) -> int:
-        """Return a descriptor for writing a file that must not exist yet."""
+        """Create a file that must not exist yet, and return a descriptor for writing it."""
         return os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE
         )
@@ -52,11 +52,11 @@ class DiskFiles:
         os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file its name, over whatever had it."""
+        """Rename a file, replacing any file that has the new name."""
         source.replace(target)
 
     def sync_directory(self, path: Path) -> None:
-        """Wait until the names in a directory are on the device."""
+        """Wait until the entries of a directory are on the device."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -64,24 +64,22 @@ class DiskFiles:
             os.close(fd)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file, unless it is gone already."""
+        """Remove a file, unless it is already gone."""
         path.unlink(missing_ok=True)
 
     def open(self, path: Path) -> int:
-        """Return a descriptor for reading a file; links are not followed, and a pipe that lies
-        there instead is not waited for.
-        """
+        """Return a descriptor for reading a file, without following links or blocking on a pipe."""
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def drop_cached(self, fd: int) -> None:
-        """Let the next read of a file come from its device or server, as far as the system does
-        that.
+        """Drop a file from the page cache, as far as the system allows, so that the next read comes
+        from its device or server.
         """
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, fd: int, buffer: bytearray | memoryview, at: int) -> int:
-        """Fill a buffer from the file's bytes at `at` on; the number of bytes read, fewer than
-        it holds if the file ends before.
+        """Fill a buffer from offset `at` and return the number of bytes read, fewer than the buffer
+        holds if the file ends first.
         """
         left = memoryview(buffer).cast("B")
         begin = at

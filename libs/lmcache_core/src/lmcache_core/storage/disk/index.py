@@ -1,5 +1,5 @@
-"""What a disk tier holds, and how much of its capacity is taken. In memory; thread-safe; never
-does I/O.
+"""The chunks that a disk tier holds, and its use of capacity. In memory; thread-safe; does no
+I/O.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NEVER_STORED = Miss(MissReason.NEVER_STORED)
 
 @dataclass(frozen=True, eq=False)
 class DiskEntry:
-    """One record on disk. Compared by identity: a rewritten record has another entry.
+    """One record on disk. Compared by identity: a rewritten record has a new entry.
 
     Attributes:
-        head_bytes: Its head.
-        payload_bytes: Its payload.
-        lossy: Whether its encoding loses something.
-        stored_at: When it was stored, seconds since the epoch; None, until the index holds it,
-            means then.
+        head_bytes: Size of its head.
+        payload_bytes: Size of its payload.
+        lossy: Whether its encoding is lossy.
+        stored_at: When it was stored, seconds since the epoch; None in a new entry: the index sets
+            it.
     """
 
     head_bytes: int
@@ -45,19 +45,19 @@ class DiskEntry:
 
     @property
     def charge(self) -> int:
-        """Return what it takes of the capacity."""
+        """Return how much of the capacity it takes."""
         return charged_bytes(self.record_bytes)
 
 
 class DiskIndex:
-    """Entries in the policy's order; entries and reservations together never exceed the capacity,
+    """Entries in the policy's order. Entries and reservations together never exceed the capacity,
     nor those of a tenant its quota.
 
     Args:
-        capacity_bytes: Bound on what is charged.
-        policy: Which entries go first; belongs to this index.
-        limits: What is not kept although there is room.
-        clock: Tells the age of entries.
+        capacity_bytes: Bound on the bytes charged.
+        policy: Eviction order; must not be shared with another index.
+        limits: Limits of age and quota, applied even while there is room.
+        clock: Seconds since the epoch, for the age of entries.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class DiskIndex:
             return [self._live(key) is not None for key in keys]
 
     def find_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """Return the entries to read, or why there are none.
+        """Return the entries to read, or the reasons why there are none.
 
-        Counts as an access to all of them, the last one first: of a chain of chunks the head is
-        then the most recent.
+        Counts as an access to all of them, in reverse order: the head of a chain of chunks then
+        counts as the most recent.
         """
         with self._lock:
             for key in reversed(keys):
@@ -94,8 +94,8 @@ class DiskIndex:
             return [self._live(key) or self._miss(key) for key in keys]
 
     def peek_many(self, keys: Sequence[ChunkKey]) -> list[DiskEntry | Miss]:
-        """Like `find_many`, but not an access, and what `note_damage` was told of one that has
-        not come back since.
+        """Like `find_many`, but without counting an access, and reporting what `note_damage`
+        recorded for chunks that have not been stored again since.
         """
         with self._lock:
             found = [self._live(key) or self._miss(key) for key in keys]
@@ -112,20 +112,20 @@ class DiskIndex:
             self._damaged.add(key, reason)
 
     def find(self, key: ChunkKey) -> DiskEntry | Miss:
-        """Return the entry to read, which counts as an access, or why there is none."""
+        """Return the entry to read, counting an access, or the reason why there is none."""
         return self.find_many([key])[0]
 
     def wants(self, key: ChunkKey, lossy: bool) -> bool:
-        """Return whether a record would be kept: there is none, or one that loses something where
-        the new one does not.
+        """Return whether a record would be stored: there is none yet, or only a lossy one and the
+        new one is lossless.
         """
         with self._lock:
             held = self._live(key)
             return held is None or (held.lossy and not lossy)
 
     def could_hold(self, tenant: str, charge: int) -> bool:
-        """Return whether an entry of that size fits at all, whatever is given up for it; counted,
-        if the quota is why not.
+        """Return whether an entry of that size could fit if everything else were evicted. Counts a
+        refusal if the quota is the reason why not.
         """
         quota = self._ledger.quota(tenant)
         if quota is None or charge <= quota:
@@ -134,16 +134,16 @@ class DiskIndex:
         return False
 
     def is_over_quota(self, tenant: str, charge: int = 0) -> bool:
-        """Return whether the tenant's entries and reservations would exceed its quota with so much
-        more.
+        """Return whether `charge` more bytes would take the tenant's entries and reservations over
+        its quota.
         """
         with self._lock:
             reserved = self._tenants_reserved_bytes.get(tenant, 0)
             return self._ledger.is_over_quota(tenant, reserved + charge)
 
     def reserve(self, charge: int, tenant: str) -> bool:
-        """Take a part of the capacity and of a quota for a file that is about to be written;
-        False when it is not free.
+        """Reserve capacity and quota for a file that is about to be written; False if not enough is
+        free.
         """
         with self._lock:
             if (
@@ -158,12 +158,12 @@ class DiskIndex:
             return True
 
     def charge_anyway(self, charge: int) -> None:
-        """Take a part of the capacity for a file that lies there already."""
+        """Charge a file that already exists, even beyond the capacity."""
         with self._lock:
             self._reserved_bytes += charge
 
     def unreserve(self, charge: int, tenant: str | None = None) -> None:
-        """Give a part that was reserved (for a tenant), or charged anyway, back: its file is
+        """Return a reservation (of a tenant), or the charge of an existing file: the file is
         gone.
         """
         with self._lock:
@@ -174,7 +174,7 @@ class DiskIndex:
                     del self._tenants_reserved_bytes[tenant]
 
     def commit(self, key: ChunkKey, entry: DiskEntry) -> None:
-        """Turn the reservation of a file that now has its name into an entry, in the place of an
+        """Turn the reservation of a file that now has its final name into an entry, replacing an
         older one.
         """
         with self._lock:
@@ -184,7 +184,7 @@ class DiskIndex:
             self._insert(key, entry)
 
     def restore(self, found: Sequence[tuple[ChunkKey, DiskEntry]]) -> None:
-        """Take over records found on disk, coldest first, but for those that are held already.
+        """Add records found on disk, coldest first, except those already held.
 
         They may exceed capacity and quotas.
         """
@@ -194,35 +194,35 @@ class DiskIndex:
                     self._insert(key, entry)
 
     def victim(self, tenant: str | None = None) -> ChunkKey | None:
-        """Return the chunk (of that tenant) to give up next; nothing changes."""
+        """Return the next chunk (of that tenant) to evict, without changing anything."""
         with self._lock:
             return next(self._ledger.victims(tenant), None)
 
     def past(self, limit: int) -> list[ChunkKey]:
-        """Return chunks whose time is over, at most `limit` of them."""
+        """Return expired chunks, at most `limit` of them."""
         with self._lock:
             return self._ledger.past(limit)
 
     def evict(self, key: ChunkKey) -> DiskEntry:
-        """Forget a held chunk whose file makes room, or whose time is over; what was forgotten."""
+        """Drop a chunk that expired or whose file makes room, and return its entry."""
         with self._lock:
             reason = MissReason.EVICTED if self._ledger.is_live(key) else MissReason.EXPIRED
             return self._pop(key, reason)
 
     def refuse(self) -> None:
-        """Count a chunk that is not kept because of its tenant's quota."""
+        """Count a chunk that is refused because of its tenant's quota."""
         with self._lock:
             self._ledger.refuse()
 
     def remove(self, key: ChunkKey, entry: DiskEntry | None = None) -> DiskEntry | None:
-        """Forget a chunk.
+        """Drop a chunk.
 
         Args:
             key: Its name.
-            entry: Only if this is still its entry.
+            entry: Drop it only if this is still its entry.
 
         Returns:
-            What was forgotten; None means that nothing changed.
+            The entry dropped; None if nothing changed.
         """
         with self._lock:
             held = self._entries.get(key)
@@ -231,14 +231,12 @@ class DiskIndex:
             return self._pop(key)
 
     def keys(self, tenant: str | None = None) -> list[ChunkKey]:
-        """Return the names of all chunks (of that tenant) that lie there, those whose time is over
-        included.
-        """
+        """Return the names of all chunks (of that tenant), expired ones included."""
         with self._lock:
             return [key for key in self._entries if tenant is None or key.tenant == tenant]
 
     def tenants(self) -> set[str]:
-        """Return the tenants that have something here."""
+        """Return the tenants that hold anything here."""
         with self._lock:
             return {key.tenant for key in self._entries}
 
@@ -259,12 +257,12 @@ class DiskIndex:
 
     @property
     def is_over_capacity(self) -> bool:
-        """Return whether what was found on disk exceeds the capacity."""
+        """Return whether the files found on disk exceed the capacity."""
         return self._ledger.used_bytes + self._reserved_bytes > self.capacity_bytes
 
     def stats(self) -> dict[str, int]:
-        """Return figures; `used_bytes` counts whole file-system blocks, and everything that the
-        tier has on disk.
+        """Return figures; `used_bytes` counts whole file-system blocks, and everything the tier has
+        on disk.
         """
         with self._lock:
             return {
@@ -275,10 +273,10 @@ class DiskIndex:
             } | self._ledger.stats()
 
     def check_integrity(self) -> None:
-        """Compare the books.
+        """Check the index's accounting.
 
         Raises:
-            IntegrityError: They do not balance.
+            IntegrityError: The totals do not add up.
         """
         with self._lock:
             sizes = {key: entry.charge for key, entry in self._entries.items()}

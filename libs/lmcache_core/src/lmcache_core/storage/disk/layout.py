@@ -1,8 +1,8 @@
-"""Where things lie below the root of a disk tier.
+"""The directory layout of a disk tier.
 
 `<tenant>/<2 hex>/<64 hex>.kvr`  one record; the name is the SHA-256 of its canonical key
-`.tmp/*.tmp`                     records that are being written
-`.bad/*.bad`                     records that were found damaged
+`.tmp/*.tmp`                     records being written
+`.bad/*.bad`                     records found damaged
 `.lock`                          locked by the process that owns the directory
 """
 
@@ -22,16 +22,16 @@ TEMPORARY_SUFFIX = ".tmp"
 BAD_SUFFIX = ".bad"
 MAX_NAME_BYTES = 255
 BLOCK_BYTES = 4096
-"""A file takes whole blocks of the file system."""
+"""Files occupy whole blocks of the file system."""
 FILE_DEPTH = 3
-"""Directories and file below the root, for a record."""
+"""Levels below the root at which a record's file lies."""
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(r"[0-9a-f]{64}\.kvr")
 
 
 def charged_bytes(num_bytes: int) -> int:
-    """Return what a file of that size takes of the capacity."""
+    """Return how much of the capacity a file of that size takes."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -59,49 +59,49 @@ class DiskLayout:
         """Return the file of a chunk.
 
         Raises:
-            ValueError: The tenant's name cannot be one of a directory.
+            ValueError: The tenant's name cannot be a directory name.
         """
         name = record_name(key.key)
         return self.root / tenant_directory(key.tenant) / name[:2] / name
 
     def find(self, key: ChunkKey) -> Path | None:
-        """Return the file of a chunk; None where the tenant's name cannot be a directory's."""
+        """Return the file of a chunk; None if the tenant's name cannot be a directory name."""
         try:
             return self.record(key)
         except ValueError:
             return None
 
     def new_temporary(self) -> Path:
-        """Return a name that no other writer uses."""
+        """Return a file name that no other writer uses."""
         return self.temporary / f"{self._start}-{next(self._numbers)}{TEMPORARY_SUFFIX}"
 
     def new_bad(self) -> Path:
-        """Return a name for a damaged record."""
+        """Return a new file name for a damaged record."""
         return self.bad / f"{self._start}-{next(self._numbers)}{BAD_SUFFIX}"
 
 
 def tenant_directory(tenant: str) -> str:
-    """Return the directory name of a tenant: percent-quoted, never hidden.
+    """Return the directory name of a tenant: percent-encoded, never hidden.
 
     Raises:
-        ValueError: It is empty or too long.
+        ValueError: The name is empty or too long.
     """
     name = quote(tenant, safe="")
     if name.startswith("."):
         name = "%2E" + name[1:]
     if not 0 < len(name) <= MAX_NAME_BYTES:
         raise ValueError(
-            f"tenant of {len(name)} quoted characters: a directory's name has 1 to {MAX_NAME_BYTES}"
+            f"tenant of {len(name)} encoded characters: a directory name has 1 to {MAX_NAME_BYTES}"
         )
     return name
 
 
 def tenant_of(directory: str) -> str | None:
-    """Return the tenant whose directory has that name, None when it is of no tenant."""
+    """Return the tenant that a directory belongs to; None if it is no tenant's directory."""
     tenant = unquote(directory)
     try:
         return tenant if tenant_directory(tenant) == directory else None
-    except ValueError:  # empty, too long when quoted, or bytes that are no UTF-8
+    except ValueError:  # empty, too long when encoded, or not UTF-8
         return None
 
 

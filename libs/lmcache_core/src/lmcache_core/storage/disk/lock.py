@@ -1,4 +1,4 @@
-"""One process owns the directory of a disk tier."""
+"""Ensures that one process owns the directory of a disk tier."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lmcache_core.errors import ConfigError
 
 
 class DirectoryLock:
-    """An advisory lock that the kernel drops when the process ends, however it ends.
+    """An advisory lock that the kernel releases when the process ends, in whatever way.
 
     Args:
-        path: The file to lock; made when missing.
+        path: The file to lock; created if missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,11 +24,11 @@ class DirectoryLock:
         self._directory: os.stat_result | None = None
 
     def acquire(self) -> None:
-        """Lock, unless this object holds the lock already.
+        """Lock, unless this object already holds the lock.
 
         Raises:
             ConfigError: Another process holds it.
-            OSError: The file can neither be made nor opened.
+            OSError: The file can be neither created nor opened.
         """
         if self._fd is not None:
             return
@@ -59,16 +59,16 @@ class DirectoryLock:
             self._fd = None
 
     def is_volume_there(self) -> bool:
-        """Tell a directory that was emptied or removed from one whose volume is gone.
+        """Distinguish a directory that was emptied or removed from one whose volume is gone.
 
         Returns:
-            False if the directory that was locked is not there and was not deleted: its files
-            still exist, on a volume that may come back.
+            False if the locked directory is missing although it was not deleted: its files still
+                exist, on a volume that may come back.
         """
         with contextlib.suppress(OSError):
             self._path.stat()
             return True
-        # `rm -rf` on the directory's content takes the lock file, too; on the directory, both.
+        # `rm -rf` on the content removes the lock file, too; on the directory, both.
         with contextlib.suppress(OSError):
             now = self._path.parent.stat()
             if self._directory is not None and os.path.samestat(now, self._directory):

@@ -17,12 +17,12 @@ R = TypeVar("R", bound=Result | None)
 
 @dataclass(slots=True)
 class ChunkJob(Generic[R]):
-    """Work in a thread that owns references until it ends, then its result does.
+    """Work in a thread. It owns its references until it ends, then its result owns them.
 
     Attributes:
-        future: Of the work.
-        unrun: Gives back what the work owns, if it never runs.
-        has_ended: Whether it had when `finish` returned.
+        future: Future of the work.
+        unrun: Releases what the work owns if it never runs.
+        has_ended: Whether the work had ended when `finish` returned.
     """
 
     future: Future[R]
@@ -30,11 +30,11 @@ class ChunkJob(Generic[R]):
     has_ended: bool = False
 
     def take(self, late: R, closed: R) -> R:
-        """Return what it has come to, after `finish`; to be called once.
+        """Return the result after `finish`. Call it once.
 
         Args:
             late: Returned for work that has not ended, which is abandoned.
-            closed: Returned for work that never ran since its pool was closed.
+            closed: Returned for work that never ran because its pool was closed.
         """
         if self.future.cancelled():
             self.unrun()
@@ -45,13 +45,13 @@ class ChunkJob(Generic[R]):
         return self.future.result()
 
     def abandon(self) -> None:
-        """Wait for it no longer: what it owns is given back as soon as its thread lets go."""
+        """Stop waiting for the work; what it owns is released as soon as its thread is done."""
         abandon(self.future, release_result, self.unrun)
 
 
 async def finish(jobs: Collection[ChunkJob[Any]], timeout_s: float | None = None) -> None:
-    """Wait for jobs, at most `timeout_s` seconds, and raise what one of them raised. The caller
-    takes or abandons each of them afterwards.
+    """Wait for jobs, at most `timeout_s` seconds, and raise any exception that one of them raised.
+    The caller takes or abandons each job afterwards.
     """
     await wait_all([job.future for job in jobs], timeout_s)
     for job in jobs:
@@ -61,12 +61,12 @@ async def finish(jobs: Collection[ChunkJob[Any]], timeout_s: float | None = None
 
 
 class FilePool:
-    """A bounded pool of threads. `submit` may be called from any thread, the coroutines belong to
+    """A bounded pool of threads. `submit` may be called from any thread; the coroutines belong to
     one loop.
 
     Args:
         name: Prefix of the threads' names.
-        num_threads: Bound on file operations at once.
+        num_threads: Bound on concurrent file operations.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -76,25 +76,25 @@ class FilePool:
         self._running: set[Future[Any]] = set()
 
     def check_open(self) -> None:
-        """Raise `UnavailableError` unless it takes work."""
+        """Raise `UnavailableError` unless the pool accepts work."""
         if self._pool is None:
             raise UnavailableError(f"{self.name} is not open")
 
     def open(self) -> None:
-        """Take work from now on; threads start when there is some."""
-        assert self._pool is None, "a pool is opened once"
+        """Accept work from now on; threads start on demand."""
+        assert self._pool is None, "a pool can be opened only once"
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self.name)
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run `work` in a thread; the caller owns the future, which is cancelled when the pool
-        closes before its turn.
+        """Run `work` in a thread. The caller owns the future, which is cancelled if the pool closes
+        before the work begins.
 
         Raises:
             UnavailableError: The pool is not open.
         """
         try:
             if self._pool is None:
-                raise RuntimeError  # as the pool itself says it, if it is closed in this moment
+                raise RuntimeError  # as the pool itself raises if it is closed concurrently
             future = self._pool.submit(work, *arguments)
         except RuntimeError as exc:
             raise UnavailableError(f"{self.name} is not open") from exc
@@ -108,7 +108,7 @@ class FilePool:
         """Run work on chunks in a thread; see `ChunkJob`.
 
         Raises:
-            UnavailableError: The pool is not open; what the work owns was given back.
+            UnavailableError: The pool is not open; what the work owns was released.
         """
         try:
             return ChunkJob(self.submit(work, *arguments), unrun)
@@ -119,20 +119,20 @@ class FilePool:
     async def run(
         self, work: Callable[..., T], *arguments: Any, discard: Callable[[T], object] | None = None
     ) -> T:
-        """Return what `work` gives. When the caller is cancelled, work that has begun continues.
+        """Return the result of `work`. If the caller is cancelled, work that has begun continues.
 
         Args:
-            work: Blocking.
-            arguments: For it.
-            discard: Gives back what the result owns, when there is nobody any more to take it.
+            work: A blocking function.
+            arguments: Its arguments.
+            discard: Releases what the result owns if the caller is gone.
 
         Raises:
-            UnavailableError: The pool is not open, or was closed before it came to this work.
+            UnavailableError: The pool is not open, or was closed before this work began.
         """
         return await self.result_of(self.submit(work, *arguments), discard)
 
     async def result_of(self, future: Future[T], discard: Callable[[T], object] | None = None) -> T:
-        """Return what a future of `submit` gives; see `run`."""
+        """Return the result of a future from `submit`; see `run`."""
         try:
             await wait_all([future])
         except BaseException:
@@ -143,10 +143,11 @@ class FilePool:
         return future.result()
 
     async def close(self, wait_s: float) -> bool:
-        """Cancel what has not begun and let the rest end, for `wait_s` seconds. Idempotent.
+        """Cancel work that has not begun and let the rest finish, for up to `wait_s` seconds.
+        Idempotent.
 
         Returns:
-            Whether all of it has ended; if not, threads are still in it.
+            Whether all work has ended; if not, threads are still running.
         """
         pool, self._pool = self._pool, None
         if pool is None:
@@ -156,14 +157,14 @@ class FilePool:
             await wait_all(list(self._running), wait_s)
         if self._running:
             return False
-        # The threads only have to give back the memory of reads that nothing waited for.
+        # The threads only have to release the memory of reads that nothing waits for.
         await asyncio.to_thread(pool.shutdown)
         return True
 
 
 async def wait_all(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> None:
-    """Wait until they are done; what they hold is read from them afterwards. Cancelling the wait
-    cancels none of them.
+    """Wait until the futures are done; the caller reads their results afterwards. Cancelling the
+    wait cancels none of them.
     """
     if not futures:
         return
@@ -172,7 +173,7 @@ async def wait_all(futures: Sequence[Future[Any]], timeout_s: float | None = Non
     )
     for future in done:
         if not future.cancelled():
-            future.exception()  # seen, so that it is not reported as overlooked
+            future.exception()  # mark it as retrieved, so that asyncio does not report it
 
 
 def abandon(
@@ -180,12 +181,12 @@ def abandon(
     discard: Callable[[T], object] | None,
     never_run: Callable[[], object] | None = None,
 ) -> None:
-    """Wait for work no longer, and see that what it holds is given back.
+    """Stop waiting for work and ensure that its result is released.
 
     Args:
-        future: Of the work.
-        discard: Called with its result, once it has one.
-        never_run: Called instead if the work had not begun, and never will.
+        future: Future of the work.
+        discard: Called with the result once there is one.
+        never_run: Called instead if the work never runs.
     """
     if future.cancel():
         if never_run is not None:
@@ -197,5 +198,5 @@ def abandon(
 
 
 def release_result(result: Result | None) -> None:
-    """Give back a result that nobody takes: `discard` for reads."""
+    """Release a result that is no longer wanted: `discard` for reads."""
     release_all([result])

@@ -1,5 +1,5 @@
-"""The record in a file: written in one go, under another name first; read head first, its payload
-straight into memory and digested on the way. Blocking.
+"""One record in one file. Written as a whole under a temporary name; read head first, with the
+payload going straight into memory and digested on the way. Blocking.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lmcache_core.record import (
 from lmcache_core.storage.disk.files import DiskFiles
 
 FIRST_READ_BYTES = 4096
-"""Holds nearly every head, and is what a file system reads at least."""
+"""Holds nearly every head, and no file system reads less at a time."""
 BLOCK_BYTES = 1 << 20
-"""A payload is digested block by block, while each is still in the processor's cache: with several
-threads reading, 1.25 times as fast as digesting it as a whole afterwards (32 MiB records from the
-page cache, two cores of an AMD EPYC with 1 MiB of L2 each; 0.5 to 4 MiB are alike).
+"""A payload is digested block by block, while each block is still in the processor's cache. With
+several reading threads that is 1.25 times as fast as digesting it whole afterwards (32 MiB records
+from the page cache, two cores of an AMD EPYC with 1 MiB of L2 each; 0.5 to 4 MiB perform the same).
 """
 
 
 @contextmanager
 def opened(files: DiskFiles, path: Path) -> Iterator[int]:
-    """Open a file for reading, and close it at the end."""
+    """Open a file for reading and close it at the end."""
     fd = files.open(path)
     try:
         yield fd
@@ -39,17 +39,17 @@ def opened(files: DiskFiles, path: Path) -> Iterator[int]:
 
 
 def read_head(files: DiskFiles, fd: int, first_bytes: int = FIRST_READ_BYTES) -> bytes:
-    """Return the bytes of a record's head, as many as its prefix names or as there are; not checked
-    yet.
+    """Return the bytes of a record's head, unchecked: as many as its prefix states, or fewer if the
+    file ends first.
 
     Args:
-        files: How the file is touched.
+        files: File operations to use.
         fd: The file.
-        first_bytes: Read at once; if the head is longer, the file is read again.
+        first_bytes: Size of the first read; a longer head takes a second one.
 
     Raises:
-        RecordError: Its first bytes are no prefix.
-        OSError: It cannot be read.
+        RecordError: The file does not begin with a record prefix.
+        OSError: The file cannot be read.
     """
     first = bytearray(first_bytes)
     num_read = files.read(fd, first, 0)
@@ -66,15 +66,15 @@ def read_payload(
     """Fill `payload` with the payload of a record, and verify it.
 
     Args:
-        files: How the file is touched.
+        files: File operations to use.
         fd: The file.
-        at: Where the payload begins.
-        header: Names its digest.
-        payload: Of exactly its length.
+        at: Offset of the payload.
+        header: Header that states the digest.
+        payload: Memory of exactly the payload's length.
 
     Raises:
-        RecordError: The file does not end with it, or the digest is another one.
-        OSError: It cannot be read.
+        RecordError: The file does not end with the payload, or the digest differs.
+        OSError: The file cannot be read.
     """
     _read_blocks(
         files,
@@ -88,11 +88,11 @@ def read_payload(
 def check_payload(
     files: DiskFiles, fd: int, at: int, header: RecordHeader, payload_bytes: int
 ) -> None:
-    """Verify a payload of that length as `read_payload` does, in memory of its own.
+    """Verify a payload of that length as `read_payload` does, in temporary memory.
 
     Raises:
-        RecordError: As `read_payload` raises it.
-        OSError: It cannot be read.
+        RecordError: See `read_payload`.
+        OSError: The file cannot be read.
     """
     block = memoryview(bytearray(min(BLOCK_BYTES, payload_bytes)))
     _read_blocks(
@@ -114,7 +114,7 @@ def _read_blocks(
         hasher.update(block)
         at += len(block)
     if files.read(fd, bytearray(1), at):
-        raise RecordError(RecordReason.SHORT, "the file goes on behind its record")
+        raise RecordError(RecordReason.SHORT, "the file continues after its record")
     check_digest(header, hasher.digest())
 
 
@@ -122,13 +122,13 @@ def write_record(files: DiskFiles, path: Path, chunk: Chunk, fsync: bool) -> Non
     """Write a record to a file that must not exist yet, without copying it.
 
     Args:
-        files: How the file is touched.
-        path: A temporary name; its directory is made when missing.
-        chunk: What to write; its digest is computed if it was not.
+        files: File operations to use.
+        path: A temporary name; its directory is created if missing.
+        chunk: The chunk to write; its digest is computed if missing.
         fsync: Wait for the device.
 
     Raises:
-        OSError: It cannot be written; what is there is incomplete.
+        OSError: Writing failed; the file is incomplete.
     """
     head = chunk.head
     try:
@@ -145,17 +145,17 @@ def write_record(files: DiskFiles, path: Path, chunk: Chunk, fsync: bool) -> Non
 
 
 def name_record(files: DiskFiles, source: Path, target: Path, root: Path, fsync: bool) -> None:
-    """Give a written record its name, over whatever had it.
+    """Give a written record its final name, replacing any file that has it.
 
     Args:
-        files: How the files are touched.
+        files: File operations to use.
         source: Its temporary name.
-        target: `root/tenant/shard/name`; directories are made when missing.
-        root: Where the tier begins.
+        target: `root/tenant/shard/name`; directories are created if missing.
+        root: Root directory of the tier.
         fsync: Wait until new directories are on the device.
 
     Raises:
-        OSError: It has kept its temporary name.
+        OSError: Renaming failed; the file still has its temporary name.
     """
     try:
         files.rename(source, target)

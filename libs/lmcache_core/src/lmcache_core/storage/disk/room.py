@@ -1,4 +1,4 @@
-"""The room of a disk tier: what takes it without being served, and what goes when it is needed."""
+"""The space of a disk tier: files that take it without being served, and the order of removal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 MAX_BAD_FILES = 8
 MAX_VICTIMS_PER_WRITE = 1024
 MAX_EXPIRED_PER_CALL = 16
-"""Chunks whose time is over that a call removes on its way; more than one, so that they do not
-pile up.
+"""Expired chunks that one call removes in passing; more than one, so that they do not accumulate.
 """
 
 
@@ -27,8 +26,9 @@ class Unread(NamedTuple):
     """A file or directory that exists and could not be read.
 
     Attributes:
-        charge: What it takes of the capacity; 0 where that is not known.
-        needs_payload: Whether it is good again only when all of it can be read, not only its head.
+        charge: Bytes of capacity it takes; 0 if unknown.
+        needs_payload: Whether it counts as readable only if the payload can be read, not just the
+        head.
     """
 
     charge: int
@@ -36,24 +36,23 @@ class Unread(NamedTuple):
 
 
 class DiskRoom:
-    """Files that are charged but never served, and the order in which room is made: chunks whose
-    time is over, damaged files, records of a later version, then the policy's victims.
+    """Files that are charged but not served, and the order in which space is freed: expired chunks,
+    damaged files, records of a later version, then the policy's victims.
 
-    What could not be read is charged and never removed to make room: nothing is known about it. Not
-    thread-safe: the store calls it under its lock for names.
+    An unreadable file is charged and never removed to make room, because its content is unknown.
+    Not thread-safe: the store calls it under its lock for names.
 
     Args:
-        layout: Where files lie.
-        index: What is held, and what all of it is charged to.
-        files: How files are touched.
-        on_removed: Called with every key that is given up.
+        layout: The directory layout.
+        index: The records held, and the accounting of all files.
+        files: File operations to use.
+        on_removed: Called with every key that is dropped.
 
     Attributes:
-        unread: What could not be read.
-        unread_bytes: The charges of those together, since every write asks.
-        damaged: Damaged files, and those that cannot be removed, with their charges; the oldest
-            first.
-        later: Records of a later version with their charges, as many as an upgrade has written.
+        unread: Files and directories that could not be read.
+        unread_bytes: Sum of their charges; kept because every write needs it.
+        damaged: Damaged files and files that cannot be removed, with their charges; oldest first.
+        later: Records of a later version, with their charges.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class DiskRoom:
         self.unread_bytes = 0
 
     def reserve(self, charge: int, tenant: str) -> bool:
-        """Take a part of the capacity and of the tenant's quota; False, and counted if the quota is
-        why, when so much cannot be had.
+        """Reserve capacity and quota; False if not enough can be freed, counted if the quota is the
+        reason.
 
         Raises:
             OSError: A victim's file cannot be removed.
@@ -89,8 +88,8 @@ class DiskRoom:
         return False
 
     def shrink(self) -> None:
-        """Give up what exceeds quotas and capacity, after a start with smaller ones; as far as
-        files can be removed.
+        """Remove what exceeds quotas and capacity after a start with smaller ones, as far as files
+        can be removed.
         """
         with contextlib.suppress(OSError):
             for tenant in self._index.tenants():
@@ -100,14 +99,14 @@ class DiskRoom:
                 pass
 
     def expire(self, limit: int = MAX_EXPIRED_PER_CALL) -> bool:
-        """Remove chunks whose time is over, at most `limit` of them; whether there were any.
-        What cannot be removed stays charged.
+        """Remove expired chunks, at most `limit` of them, and return whether there were any. Files
+        that cannot be removed stay charged.
         """
         past = self._index.past(limit)
         for key in past:
             path = self._layout.record(key)
             try:
-                self._files.unlink(path)  # first: what is charged is never less than what is there
+                self._files.unlink(path)  # first: never charge less than the real use
                 self._index.evict(key)
             except OSError:
                 self.hold_damaged(path, self._index.evict(key).charge)
@@ -115,13 +114,13 @@ class DiskRoom:
         return bool(past)
 
     def set_aside(self, path: Path, charge: int) -> None:
-        """Move a damaged file away; the oldest ones above `MAX_BAD_FILES` are removed. Never raises
+        """Move a damaged file aside, and remove the oldest ones above `MAX_BAD_FILES`. Never raises
         `OSError`.
 
         Args:
-            path: The file. When it can be neither moved nor removed (a read-only disk), it stays
-                charged where it is.
-            charge: What it takes of the capacity; not charged yet.
+            path: The file. If it can be neither moved nor removed (a read-only disk), it stays in
+                place and is charged.
+            charge: Bytes of capacity it takes; not charged yet.
         """
         held = self._layout.new_bad()
         try:
@@ -135,9 +134,7 @@ class DiskRoom:
         self.hold_damaged(held, charge)
 
     def hold_damaged(self, path: Path, charge: int) -> None:
-        """Charge a file where it is, for removal when its space is needed. Never raises
-        `OSError`.
-        """
+        """Charge a file in place and remove it when its space is needed. Never raises `OSError`."""
         self.forget(path)
         self._index.charge_anyway(charge)
         self.damaged[path] = charge
@@ -145,18 +142,18 @@ class DiskRoom:
             self._remove_first(self.damaged)
 
     def hold_later(self, path: Path, charge: int) -> None:
-        """Leave a good record of a later version where it is, until its space is needed."""
+        """Keep a good record of a later version in place until its space is needed."""
         self._index.charge_anyway(charge)
         self.later[path] = charge
 
     def hold_unread(self, path: Path, unread: Unread) -> None:
-        """Charge what cannot be read, until it can."""
+        """Charge an unreadable file until it can be read."""
         self._index.charge_anyway(unread.charge)
         self.unread_bytes += unread.charge
         self.unread[path] = unread
 
     def forget(self, path: Path) -> int | None:
-        """Charge such a file no more and return what it was charged; None if it is none."""
+        """Stop charging such a file and return its charge; None if it was not charged."""
         unread = self.unread.pop(path, None)
         if unread is not None:
             self.unread_bytes -= unread.charge
@@ -170,16 +167,14 @@ class DiskRoom:
         return sum(held) if held else None
 
     def unlink(self, path: Path, charge: int) -> None:
-        """Remove a file that is charged no more; one that cannot be removed stays charged."""
+        """Remove a file that is no longer charged; one that cannot be removed stays charged."""
         try:
             self._files.unlink(path)
         except OSError:
             self.hold_damaged(path, charge)
 
     def _remove_first(self, files: dict[Path, int]) -> bool:
-        """Remove the file that was held longest; one that cannot be removed is held on, and tried
-        last.
-        """
+        """Remove the file held longest; one that cannot be removed is kept, and tried last."""
         if not files:
             return False
         path = next(iter(files))
@@ -193,8 +188,8 @@ class DiskRoom:
         return True
 
     def _give_up_one(self, tenant: str | None = None, charge: int = 0) -> bool:
-        """Remove one file; for a tenant that is over its quota, or would be with so much more,
-        one of its own.
+        """Remove one file. For a tenant that is over its quota, or would be with `charge` more
+        bytes, remove one of its own.
         """
         if self.expire(1):
             return True
@@ -207,7 +202,7 @@ class DiskRoom:
         try:
             self._files.unlink(self._layout.record(key))
         except OSError:
-            self._index.find(key)  # an access, so that the next write tries another one
+            self._index.find(key)  # count an access, so that the next write tries another one
             raise
         self._index.evict(key)
         self._on_removed(key)

@@ -1,6 +1,4 @@
-"""Rebuilds what a disk tier holds from what lies in its directory. Heads are read, payloads are
-not.
-"""
+"""Rebuilds the index of a disk tier from the files in its directory. Reads heads, not payloads."""
 
 from __future__ import annotations
 
@@ -26,21 +24,21 @@ from lmcache_core.storage.disk.layout import (
 from lmcache_core.storage.disk.record_file import opened, read_head
 
 LATER_VERSION = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
-"""Why a record may be good to a reader of another version, and so is not damaged."""
+"""A record with these reasons may be readable by another version, so it is not damaged."""
 
 
 @dataclass
 class Found:
-    """What lies below the root of a disk tier.
+    """The files found below the root of a disk tier.
 
     Attributes:
-        records: Whole records as far as their heads tell, coldest (oldest) first.
-        damaged: Files that are named like records and are none, with their sizes.
+        records: Records whose heads are valid and whose sizes match, coldest (oldest) first.
+        damaged: Files that are named like records and are not valid, with their sizes.
         later: Records that a later version has written, with their sizes.
-        unread: Files and directories that could not be read, with the sizes of the files. That says
-            nothing about what is in them.
-        error: Why the last of them could not be read.
-        num_foreign: Names that are not ours; they are left alone.
+        unread: Files and directories that could not be read, with the sizes of the files. Nothing
+            is known about their content.
+        error: The last error of those.
+        num_foreign: Number of unknown names; they are left alone.
     """
 
     records: list[tuple[ChunkKey, DiskEntry]] = field(default_factory=list)
@@ -52,7 +50,7 @@ class Found:
 
 
 def scan(layout: DiskLayout, files: DiskFiles, places: Sequence[Path]) -> Found:
-    """Look at every file in these places: the root, directories below it, single files."""
+    """Examine every file in these places: the root, directories below it, or single files."""
     found = Found()
     dated: list[tuple[int, ChunkKey, DiskEntry]] = []
     for path in (file for place in places for file in _files_in(layout, files, place, found)):
@@ -61,7 +59,7 @@ def scan(layout: DiskLayout, files: DiskFiles, places: Sequence[Path]) -> Found:
             status = files.stat(path)
             size = status.st_size
             tenant = tenant_of(path.parent.parent.name)
-            assert tenant is not None, "directories of others were passed over"
+            assert tenant is not None, "foreign directories were skipped"
             key, entry = read_entry(files, tenant, path, status)
         except FileNotFoundError:
             continue
@@ -78,7 +76,7 @@ def scan(layout: DiskLayout, files: DiskFiles, places: Sequence[Path]) -> Found:
 
 
 def _files_in(layout: DiskLayout, files: DiskFiles, path: Path, found: Found) -> Iterator[Path]:
-    """Yield everything below that is named like a record: `<root>/<tenant>/<shard>/<record>`."""
+    """Yield every file below that is named like a record: `<root>/<tenant>/<shard>/<record>`."""
     depth = len(path.relative_to(layout.root).parts)
     if depth == FILE_DEPTH:
         yield path
@@ -110,16 +108,16 @@ def _files_in(layout: DiskLayout, files: DiskFiles, path: Path, found: Found) ->
 def read_entry(
     files: DiskFiles, tenant: str, path: Path, status: os.stat_result
 ) -> tuple[ChunkKey, DiskEntry]:
-    """Return what a record file says that it holds.
+    """Return the key and entry of a record file, from its head.
 
     Args:
-        files: How it is touched.
-        tenant: Whose directory it lies in.
+        files: File operations to use.
+        tenant: Tenant whose directory holds the file.
         path: The file.
-        status: Its size and its time, which is when it was stored.
+        status: Its size and modification time, which is when it was stored.
 
     Raises:
-        RecordError: It is not a whole record of the key that it is named after.
+        RecordError: It is not a whole record of the key that its name states.
         OSError: It cannot be read.
     """
     if not stat.S_ISREG(status.st_mode):

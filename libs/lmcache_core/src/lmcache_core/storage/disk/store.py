@@ -1,5 +1,5 @@
-"""Records in files: written whole or not at all, verified when read. Blocking; runs in the
-tier's threads.
+"""Records in files: written whole or not at all, verified when read. Blocking; runs in the tier's
+threads.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 TIER_NAME = "LocalDiskBackend"
 NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ESPIPE})
-"""Errors that say that something else lies in the place of a record. All others are of the
-environment (no descriptors, no memory, no rights, a device that hiccups) and say nothing about the
+"""Errors which show that something other than a record is in its place. All others come from the
+environment (descriptors, memory, permissions, a transient device error) and say nothing about the
 file.
 """
 AGAIN_S = 5.0
-"""A file whose device fails is set aside if it fails again so much later, while others can be
-read.
+"""A file that causes device errors is set aside if it fails again this much later, while other
+files can be read.
 """
 EVENTS = (
     "corrupt_chunks",
@@ -56,25 +56,25 @@ EVENTS = (
     "foreign_at_start",
     "leftovers_at_start",
 )
-"""What is counted, under these names in `stats`."""
+"""Names of the counters in `stats`."""
 
 
 class DiskStore:
     """The files of one tier. Thread-safe.
 
-    Names change (rename, unlink) only under one lock, together with the index, so that an entry
-    always tells what its file is. Contents are written and read without it.
+    Names change (rename, unlink) only under one lock and together with the index, so that an entry
+    always matches its file. Contents are written and read without the lock.
 
-    What cannot be read is left where it is, charged and not served, until `look_again` can read it
-    or a new record takes its place.
+    A file that cannot be read stays in place, charged and not served, until `look_again` can read
+    it or a new record replaces it.
 
     Args:
-        layout: Where files lie.
-        index: What is held; its capacity is never exceeded, files that are being written included.
-        files: How files are touched.
-        on_removed: Called in a worker thread with every key that is given up.
+        layout: The directory layout.
+        index: The records held; its capacity is never exceeded, files being written included.
+        files: File operations to use.
+        on_removed: Called in a worker thread with every key that is dropped.
         fsync: Wait for the device before a record is visible.
-        lock: What this process owns the directory with.
+        lock: Lock by which this process owns the directory.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class DiskStore:
         self.is_loaded = False
 
     def load(self) -> None:
-        """Take over what an earlier process left: whole records are served again, everything
-        half-written goes.
+        """Take over the files of an earlier process: serve whole records and remove half-written
+        ones.
 
         Raises:
             OSError: The root cannot be read.
@@ -152,13 +152,13 @@ class DiskStore:
         return bool(self._room.unread) or not self.is_loaded
 
     def look_again(self) -> bool:
-        """Try once more to read what could not be read, and serve what can be.
+        """Retry files that could not be read, and serve those that can be read now.
 
         Returns:
-            Whether chunks are served that were not before.
+            Whether there are chunks to serve that were not served before.
 
         Raises:
-            OSError: The root can still not be read.
+            OSError: The root still cannot be read.
         """
         if not self.is_loaded:
             self.load()
@@ -170,10 +170,10 @@ class DiskStore:
         ]
         found = scan(self._layout, self._files, places)
         if not self._lock.is_volume_there():
-            return False  # a file that is not found is not gone
+            return False  # a file that is not found here is not proven to be gone
         with self._names_lock:
-            # A write or a removal may have come first: then the file is not ours to judge by what
-            # it was.
+            # A write or a removal may have come first: then the old facts no longer describe the
+            # file.
             still_unread = self._room.unread.keys() & set(places)
 
             def is_ours(path: Path) -> bool:
@@ -194,10 +194,10 @@ class DiskStore:
         return bool(found.records)
 
     def write(self, chunk: Chunk) -> bool:
-        """Keep one chunk. The caller holds its memory until this returns.
+        """Store one chunk. The caller keeps its memory alive until this returns.
 
         Returns:
-            True when a record for that key is complete and readable.
+            True if a record for that key is complete and readable.
         """
         if self._index.past(1):
             self.expire()
@@ -230,7 +230,7 @@ class DiskStore:
                     exc.strerror,
                 )
             return False
-        if not is_kept:  # the disk was not asked
+        if not is_kept:  # refused before touching the disk
             self._counters.add("rejected_writes")
         elif self._backoff.succeeded():
             logger.info("disk takes writes again: path=%s", self._layout.root)
@@ -241,9 +241,9 @@ class DiskStore:
 
         Args:
             key: Its name.
-            entry: What the index said about it.
-            memory: Room for the payload; its reference passes to the chunk returned, or is given
-                back.
+            entry: Its entry in the index.
+            memory: Memory for the payload; the reference passes to the chunk returned, or is
+                released on a miss.
         """
         try:
             head, header = self._read_into(key, entry, memory.byte_array)
@@ -253,11 +253,11 @@ class DiskStore:
         except BaseException:
             memory.ref_count_down()
             raise
-        self._num_good_reads += 1  # a count that two threads may miss: it only has to grow
+        self._num_good_reads += 1  # unlocked: a lost update is harmless, it only has to grow
         return Chunk(key, header, head, memory, TIER_NAME, entry.stored_at)
 
     def describe(self, key: ChunkKey, entry: DiskEntry) -> RecordHeader | Miss:
-        """Return what a record holds, by its head; a damaged one is dealt with as by `read`."""
+        """Return the header of a record, read from its head; damage is handled as by `read`."""
         try:
             with opened(self._files, self._layout.record(key)) as fd:
                 return decode_head(read_head(self._files, fd, entry.head_bytes), key.key)[0]
@@ -265,15 +265,15 @@ class DiskStore:
             return self._unreadable(key, entry, exc)
 
     def adopt(self, key: ChunkKey, payload_bytes: int | None = None) -> bool:
-        """Serve a record that somebody has put in its place.
+        """Serve a record that another component has put in place.
 
         Args:
             key: Its name.
-            payload_bytes: Only if its payload has this length.
+            payload_bytes: Accept it only if its payload has this length.
 
         Returns:
-            True when a record for that key is complete, as far as its head tells, and readable;
-            False when the file is none of that key, its time is over, or there is no room for it.
+            True if a record for that key is readable and complete, judging by its head; False if
+                the file is not a record of that key, has expired, or does not fit.
         """
         path = self._layout.find(key)
         if path is None:
@@ -291,10 +291,11 @@ class DiskStore:
                 return False
             self._room.forget(path)
             self._index.commit(key, entry)
-        return self._index.contains_many([key])[0]  # not if its time is over already
+        return self._index.contains_many([key])[0]  # False if it has expired
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks and remove their files, those not served now included; how many there were.
+        """Remove chunks and their files, including those not served now, and return how many there
+        were.
 
         A file that cannot be removed stays charged.
         """
@@ -316,8 +317,8 @@ class DiskStore:
         return num_removed
 
     def clear(self, tenant: str | None = None) -> int:
-        """Remove everything (of that tenant); how many there were. What a directory holds that
-        cannot be read stays.
+        """Remove everything (of that tenant) and return how many there were. Content of a directory
+        that cannot be read stays.
         """
         with self._names_lock:
             self._writing = {
@@ -335,12 +336,12 @@ class DiskStore:
         return num_removed
 
     def expire(self) -> None:
-        """Forget chunks whose time is over and remove their files, a bounded number of them."""
+        """Drop expired chunks and their files, a bounded number of them."""
         with self._names_lock:
             self._room.expire()
 
     def stats(self) -> dict[str, int]:
-        """Return figures of the index and of everything that was counted."""
+        """Return the figures of the index and this store's counters."""
         figures = self._index.stats() | {event: self._counters.value(event) for event in EVENTS}
         return figures | {
             "quarantined_files": len(self._room.damaged),
@@ -351,18 +352,18 @@ class DiskStore:
         }
 
     def _is_crowded_out(self, charge: int) -> bool:
-        """Return whether files that cannot be read leave no room for a write, whatever else is
-        given up.
+        """Return whether unreadable files leave no room for a write, even if everything else is
+        removed.
         """
         return self._room.unread_bytes + charge > self._index.capacity_bytes
 
     def _note_crowded_out(self, charge: int) -> None:
-        """Count as failing while a write of that size does not fit."""
+        """Report writes as failing as long as one of that size does not fit."""
         is_news = not self._crowded_out_bytes or not self._is_crowded_out(self._crowded_out_bytes)
         self._crowded_out_bytes = charge
         if is_news:
             logger.warning(
-                "no room for writes, files that cannot be read take it: path=%s unread_files=%d"
+                "no room for writes, unreadable files take it: path=%s unread_files=%d"
                 " unread_bytes=%d",
                 self._layout.root,
                 len(self._room.unread),
@@ -383,7 +384,7 @@ class DiskStore:
             write_record(self._files, temporary, chunk, self._fsync)
             with self._names_lock:
                 if this_write not in self._writing:
-                    # removed meanwhile: a write that hung for long must not bring the chunk back
+                    # removed during the write: a write that hung must not bring the chunk back
                     return False
                 if self._index.wants(chunk.key, chunk.lossy):
                     name_record(self._files, temporary, path, self._layout.root, self._fsync)
@@ -418,7 +419,7 @@ class DiskStore:
         self._room.shrink()
 
     def _is_readable(self, path: Path) -> bool:
-        """Return whether every byte of a file can be read, whatever it says."""
+        """Return whether every byte of a file can be read, whatever its content."""
         block = bytearray(BLOCK_BYTES)
         at = 0
         try:
@@ -469,14 +470,16 @@ class DiskStore:
         return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)
 
     def _fails_again(self, entry: DiskEntry) -> bool:
-        """Return whether that file failed at least `AGAIN_S` ago and others could be read since."""
+        """Return whether that file failed at least `AGAIN_S` ago and other files were read
+        since.
+        """
         with self._names_lock:
             now = time.monotonic()
             failed_at, num_good_reads = self._failed.setdefault(entry, (now, self._num_good_reads))
             return now - failed_at >= AGAIN_S and self._num_good_reads > num_good_reads
 
     def _set_aside_unread(self, key: ChunkKey, entry: DiskEntry, exc: OSError) -> None:
-        """Serve a chunk no more until all of its file can be read, or it is stored again."""
+        """Stop serving a chunk until its whole file can be read or it is stored again."""
         with self._names_lock:
             if self._index.remove(key, entry) is None:
                 return
@@ -485,7 +488,7 @@ class DiskStore:
             self._room.hold_unread(self._layout.record(key), unread)
         self._on_removed(key)
         logger.warning(
-            "chunk cannot be read, not served until it can: chunk=%s error=%s",
+            "chunk unreadable, not serving it until it can be read: chunk=%s error=%s",
             key.key.chunk_hash,
             exc.strerror,
         )

@@ -1,4 +1,4 @@
-"""Which chunks a full tier gives up first, and which it does not keep although it has room."""
+"""What a full tier evicts first, and what a tier refuses even while it has room."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = [
 
 
 def create_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:
-    """Return a fresh policy, for one tier.
+    """Return a new policy for one tier.
 
     Raises:
-        ConfigError: No policy has that name.
+        ConfigError: The name is unknown.
     """
     if name not in POLICIES:
         raise ConfigError(f"eviction policy {name!r}: must be one of {', '.join(POLICIES)}")

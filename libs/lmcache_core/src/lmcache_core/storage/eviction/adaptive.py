@@ -17,17 +17,19 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.storage.eviction.base import EvictionPolicy
 
 FIRST_FACTOR = 2.0
-"""How much faster chunks age that were never read. With this one, never changed, no trace that was
-measured has fewer hits than LRU.
+"""Initial factor by which chunks that were never read age faster. Fixed at this value, it gives no
+measured trace fewer hits than LRU.
 """
 MAX_FACTOR = 100.0
 STEP = 16.0
-"""What the factor's logarithm changes by when as many bytes come back as are held."""
+"""Change of the factor's logarithm when as many bytes return as are held."""
 NEAR_SHARE = 0.1
-"""A chunk would still be there with so much more room for its kind, as a part of what is held."""
+"""Extra room for its kind, as a part of what is held, with which a returning chunk counts as one
+that should have been kept.
+"""
 EVICTED_SHARE = 4.0
-"""Evicted keys are remembered whose chunks took so many times what is held. The next turn of a
-conversation comes when a small tier has been filled several times.
+"""Evicted keys are remembered while their chunks total this many times what is held. In a small
+tier, the next turn of a conversation arrives after several turnovers.
 """
 MAX_EVICTED = 1 << 17
 
@@ -37,8 +39,9 @@ class _Queue:
     """Chunks of one kind.
 
     Attributes:
-        touched: The chunks, last touched last: bytes, and the policy's clock at that time.
-        evicted_bytes: What the chunks took that were evicted from here so far.
+        touched: The chunks, least recently touched first: size in bytes, and the policy's clock at
+            that time.
+        evicted_bytes: Total size of the chunks evicted from here so far.
     """
 
     touched: OrderedDict[ChunkKey, tuple[int, int]] = field(default_factory=OrderedDict)
@@ -49,8 +52,8 @@ class AdaptivePolicy(EvictionPolicy):
     """Evicts the chunk with the highest age; chunks that were never read age faster by a factor.
     Every call is O(1), amortised.
 
-    Ages are in bytes touched since. Keys that were evicted are remembered for a while: one that
-    comes back counts as read, and if a little more room for its kind had kept it, the factor
+    Age is measured in bytes touched since. Evicted keys are remembered for a while: one that
+    returns counts as read, and if a little more room for its kind would have kept it, the factor
     changes in favour of that kind, between 1 (LRU) and `MAX_FACTOR`.
     """
 
@@ -66,7 +69,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     @property
     def factor(self) -> float:
-        """How much faster chunks age now that were never read."""
+        """How much faster chunks that were never read age now."""
         return math.exp(self._log_factor)
 
     @override
@@ -99,7 +102,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     @override
     def victims(self) -> Iterator[ChunkKey]:
-        """Yield keys in the order in which to give them up; a declined key counts as read."""
+        """Yield keys in order of eviction; a declined key counts as read."""
         for _ in range(len(self)):
             self._offered = key = self._oldest()
             yield key
@@ -125,14 +128,14 @@ class AdaptivePolicy(EvictionPolicy):
         read = next(iter(self._read.touched.items()), None)
         if new is None or read is None:
             oldest = new or read
-            assert oldest is not None, "asked for only while chunks are held"
+            assert oldest is not None, "called only while chunks are held"
             return oldest[0]
         (new_key, (_, new_at)), (read_key, (_, read_at)) = new, read
         is_new = self.factor * (self._clock - new_at) >= self._clock - read_at
         return new_key if is_new else read_key
 
     def _recall(self, key: ChunkKey) -> bool:
-        """Learn from a key that comes in; return whether it was evicted not long ago."""
+        """Learn from an inserted key; return whether it was evicted recently."""
         evicted = self._evicted.pop(key, None)
         if evicted is None:
             return False

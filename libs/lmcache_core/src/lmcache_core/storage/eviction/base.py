@@ -9,48 +9,48 @@ from lmcache_core.keys import ChunkKey
 
 
 class EvictionPolicy(ABC):
-    """Decides which chunks a full tier gives up first. Not thread-safe: the tier calls it under its
+    """Decides which chunks a full tier evicts first. Not thread-safe: the tier calls it under its
     own lock.
 
-    A policy belongs to exactly one tier and is made without arguments. Every key is reported
+    A policy belongs to exactly one tier and is constructed without arguments. Every key is reported
     inserted once and removed once.
 
-    Chunks of one prompt form a chain: without its head the tail is of no use. Where a tier learns
-    of several chunks at once, it reports the last one first, so that the head counts as the most
-    recent and the tail goes before it.
+    Chunks of one prompt form a chain: without its head the tail is useless. A tier that handles
+    several chunks in one call reports the last one first, so that the head counts as the most
+    recent and the tail is evicted before it.
     """
 
     @abstractmethod
     def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        """Note that the tier now holds a chunk.
+        """Record that the tier now holds a chunk.
 
         Args:
             key: A key that the policy does not know yet.
-            num_bytes: What the chunk takes of the tier's capacity.
+            num_bytes: How much of the tier's capacity the chunk takes.
         """
 
     @abstractmethod
     def on_access(self, key: ChunkKey) -> None:
-        """Note that a known chunk was read."""
+        """Record that a known chunk was read."""
 
     @abstractmethod
     def on_remove(self, key: ChunkKey) -> None:
-        """Note that the tier gave a known chunk up, by eviction or on request."""
+        """Record that the tier dropped a known chunk, by eviction or on request."""
 
     @abstractmethod
     def victims(self) -> Iterator[ChunkKey]:
-        """Yield keys in the order in which to give them up, each at most once, lazily.
+        """Yield keys in order of eviction, each at most once, lazily.
 
-        Before it asks for the next key the caller either reports the last one removed or declines
-        it; a declined key is in use, which the policy may count as an access. A caller that asks no
-        more has not declined the last one. Nothing else may be reported while the iterator is in
-        use.
+        Before requesting the next key, the caller either reports the last one removed or declines
+        it; a declined key is in use, which the policy may count as an access. A caller that stops
+        iterating has not declined the last key. No other method may be called while the iterator is
+        in use.
         """
 
     @abstractmethod
     def coldest_first(self) -> list[ChunkKey]:
         """Return all known keys, roughly in the order of `victims`: those that were never read
-        again before the others. Changes nothing.
+        again come first. Changes nothing.
         """
 
     @abstractmethod

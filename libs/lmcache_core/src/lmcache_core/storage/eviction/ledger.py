@@ -1,4 +1,4 @@
-"""The books of a tier: the order, age and tenant of its chunks, and why others are gone."""
+"""The accounting of a tier: order, age and tenant of its chunks, and why others are gone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lmcache_core.storage.eviction.base import EvictionPolicy
 
 @dataclass(frozen=True)
 class TenantQuotas:
-    """Hard caps on what the chunks of one tenant take of one tier.
+    """Hard limits on how much of one tier each tenant's chunks take.
 
     Attributes:
-        default_bytes: For a tenant without a quota of its own; None: as much as there is.
-        by_tenant: Bytes for each of the tenants named.
+        default_bytes: Quota of tenants that are not named; None: unlimited.
+        by_tenant: Quotas of the tenants named, in bytes.
 
     Raises:
         ConfigError: A quota is not positive.
@@ -37,7 +37,7 @@ class TenantQuotas:
                 raise ConfigError(f"tenant quota {tenant}: {quota} bytes; it must be positive")
 
     def of(self, tenant: str) -> int | None:
-        """Return the bytes that this tenant may take, None for as much as there is."""
+        """Return the quota of this tenant in bytes; None if unlimited."""
         return self.by_tenant.get(tenant, self.default_bytes)
 
 
@@ -48,11 +48,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class TierLimits:
-    """What a tier does not keep although it has room.
+    """Limits on what a tier stores even while it has room.
 
     Attributes:
-        ttl_s: How long a chunk is served after it was stored, seconds; None: for ever.
-        quotas: What tenants may take; None: as much as there is.
+        ttl_s: How long a chunk is served after it was stored, seconds; None: forever.
+        quotas: Quotas of tenants; None: unlimited.
 
     Raises:
         ConfigError: `ttl_s` is not positive.
@@ -67,7 +67,7 @@ class TierLimits:
 
 
 class RecentEvictions:
-    """A bounded set of the keys given up last, each with the reason, which tells "evicted" and
+    """A bounded set of recently dropped keys with their reasons, which distinguishes "evicted" and
     "expired" from "never stored". The oldest are forgotten first. Not thread-safe: its tier locks.
     """
 
@@ -75,7 +75,7 @@ class RecentEvictions:
         self._reasons: OrderedDict[ChunkKey, MissReason] = OrderedDict()
 
     def add(self, key: ChunkKey, reason: MissReason = MissReason.EVICTED) -> None:
-        """Remember why a chunk has just gone."""
+        """Remember why a chunk has just been dropped."""
         self._reasons[key] = reason
         if len(self._reasons) > MAX_RECENT_EVICTIONS:
             self._reasons.popitem(last=False)
@@ -85,19 +85,19 @@ class RecentEvictions:
         self._reasons.pop(key, None)
 
     def miss(self, key: ChunkKey) -> Miss:
-        """Return the miss to report for a chunk that is not held: evicted or expired, as far as
-        remembered, or never stored.
+        """Return the miss to report for a chunk that is not held: evicted or expired if remembered,
+        else never stored.
         """
         return Miss(self._reasons.get(key, MissReason.NEVER_STORED))
 
 
 @dataclass
 class _Share:
-    """What one tenant holds.
+    """The chunks of one tenant.
 
     Attributes:
-        policy: Its chunks, in the order in which it gives them up for itself.
-        used_bytes: What they take.
+        policy: Eviction order among them, used when the tenant exceeds its quota.
+        used_bytes: Their total size.
     """
 
     policy: EvictionPolicy
@@ -105,26 +105,26 @@ class _Share:
 
 
 class Ledger:
-    """The books of one tier. Not thread-safe: the tier calls it under its own lock. Every call is
-    O(1), amortised.
+    """The accounting of one tier. Not thread-safe: the tier calls it under its own lock. Every call
+    is O(1), amortised.
 
-    With quotas there is one more policy of the same kind for each tenant, for when that tenant has
-    to make room for itself. A full tier therefore gives up the same chunks with quotas as without;
-    what a tenant stores beyond its quota only ever costs its own.
+    With quotas, each tenant has one more policy of the same kind, for making room within its quota.
+    So a full tier evicts the same chunks with quotas as without, and what a tenant stores beyond
+    its quota costs only its own chunks.
 
-    All chunks live equally long, so that they end in the order in which they were stored. A chunk
-    that comes from another tier brings its age with it and may end before those in front of it: it
-    is never served too long, but found by `past` only after them. A chunk that was stored while the
-    clock was ahead counts as stored when it is next looked at.
+    All chunks have the same lifetime, so they expire in the order in which they were stored. A
+    chunk from another tier keeps its age and may expire before those ahead of it: it is never
+    served too long, but `past` reports it only after them. A chunk stored while the clock was ahead
+    counts as stored when it is next examined.
 
     Args:
-        policy: Which chunks go first; belongs to this ledger.
-        limits: What is not kept; by default everything is.
-        clock: Tells the time.
+        policy: Eviction order; must not be shared with another ledger.
+        limits: Limits of age and quota; by default none.
+        clock: Seconds since the epoch.
 
     Attributes:
-        used_bytes: What all held chunks take.
-        has_ttl: Whether chunks ever expire.
+        used_bytes: Total size of all held chunks.
+        has_ttl: Whether chunks expire.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ class Ledger:
         self.has_ttl = limits.ttl_s is not None
 
     def add(self, key: ChunkKey, num_bytes: int, stored_at: float | None = None) -> None:
-        """Note that the tier now holds a chunk.
+        """Record that the tier now holds a chunk.
 
         Args:
-            key: Not known yet.
-            num_bytes: What it takes of the capacity.
-            stored_at: When it was stored, seconds since the epoch; None, or a time to come (a clock
-                was set back), means now.
+            key: A key that is not known yet.
+            num_bytes: How much of the capacity it takes.
+            stored_at: When it was stored, seconds since the epoch; None, or a time in the future
+                (the clock was set back), means now.
         """
         self._policy.on_insert(key, num_bytes)
         self.used_bytes += num_bytes
@@ -166,18 +166,18 @@ class Ledger:
         self._recent.discard(key)
 
     def access(self, key: ChunkKey) -> None:
-        """Note that a held chunk was read."""
+        """Record that a held chunk was read."""
         self._policy.on_access(key)
         if self._quotas is not None:
             self._shares[key.tenant].policy.on_access(key)
 
     def remove(self, key: ChunkKey, num_bytes: int, reason: MissReason | None = None) -> None:
-        """Note that the tier gave a held chunk up. A tenant that holds nothing is forgotten.
+        """Record that the tier dropped a held chunk. A tenant without chunks is forgotten.
 
         Args:
             key: Its name.
-            num_bytes: As it was added.
-            reason: `EVICTED` to make room, `EXPIRED` if its time is over; None: on request.
+            num_bytes: As passed to `add`.
+            reason: `EVICTED` to make room, `EXPIRED` at the end of its lifetime; None: on request.
         """
         self._policy.on_remove(key)
         self.used_bytes -= num_bytes
@@ -201,12 +201,12 @@ class Ledger:
         return self._end(key, now) > now
 
     def past(self, limit: int) -> list[ChunkKey]:
-        """Return held chunks whose time is over, at most `limit` of them, oldest first."""
+        """Return expired chunks that are still held, at most `limit` of them, oldest first."""
         now = self._clock()
         return list(islice(takewhile(lambda key: self._end(key, now) <= now, self._ends), limit))
 
     def victims(self, tenant: str | None = None) -> Iterator[ChunkKey]:
-        """See `EvictionPolicy.victims`; with quotas, those of one tenant if it is named."""
+        """See `EvictionPolicy.victims`; with quotas, those of one tenant if named."""
         if tenant is None or self._quotas is None:
             return self._policy.victims()
         share = self._shares.get(tenant)
@@ -217,18 +217,18 @@ class Ledger:
         return self._policy.coldest_first()
 
     def quota(self, tenant: str) -> int | None:
-        """Return the bytes that this tenant may take, None for as much as there is."""
+        """Return the quota of this tenant in bytes; None if unlimited."""
         return None if self._quotas is None else self._quotas.of(tenant)
 
     def is_over_quota(self, tenant: str, more_bytes: int = 0) -> bool:
-        """Return whether that tenant's chunks would exceed its quota with so many bytes more."""
+        """Return whether `more_bytes` more would take that tenant's chunks over its quota."""
         quota = self.quota(tenant)
         share = self._shares.get(tenant)
         used_bytes = 0 if share is None else share.used_bytes
         return quota is not None and used_bytes + more_bytes > quota
 
     def refuse(self) -> None:
-        """Count a chunk that was not kept because of its tenant's quota."""
+        """Count a chunk that was refused because of its tenant's quota."""
         self._num_over_quota += 1
 
     def miss(self, key: ChunkKey) -> Miss:
@@ -236,7 +236,7 @@ class Ledger:
         return self._recent.miss(key)
 
     def stats(self) -> dict[str, int]:
-        """Return what has happened so far."""
+        """Return counters."""
         return {
             "evicted_chunks": self._num_gone[MissReason.EVICTED],
             "expired_chunks": self._num_gone[MissReason.EXPIRED],
@@ -244,13 +244,13 @@ class Ledger:
         }
 
     def check_integrity(self, sizes: Mapping[ChunkKey, int]) -> None:
-        """Compare these books with the tier's own.
+        """Compare this accounting with the tier's own.
 
         Args:
-            sizes: What each chunk that the tier holds takes of its capacity.
+            sizes: How much of the capacity each chunk of the tier takes.
 
         Raises:
-            IntegrityError: They do not balance.
+            IntegrityError: They disagree.
         """
         if sum(sizes.values()) != self.used_bytes:
             raise IntegrityError(
@@ -273,6 +273,6 @@ class Ledger:
             )
 
     def _end(self, key: ChunkKey, now: float) -> float:
-        """Return when a held chunk ends; never later than for one that is stored now."""
+        """Return when a held chunk expires; never later than one stored now would."""
         end = self._ends[key] = min(self._ends[key], now + self._ttl_s)
         return end

@@ -11,7 +11,7 @@ from lmcache_core.storage.eviction.base import EvictionPolicy
 
 
 class LRUPolicy(EvictionPolicy):
-    """Gives up the chunk whose last access is the oldest. Every call is O(1)."""
+    """Evicts the chunk whose last access is the oldest. Every call is O(1)."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()

@@ -1,5 +1,5 @@
-"""S3-FIFO as published: a small queue on probation, a main queue, and the memory of what probation
-has given up.
+"""S3-FIFO as published: a small probationary queue, a main queue, and a ghost queue of keys evicted
+from probation.
 
 Source: Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023,
     Algorithm 1.
@@ -17,11 +17,11 @@ from lmcache_core.storage.eviction.base import EvictionPolicy
 
 
 class GhostQueue:
-    """Keys without chunks, first in, first out, bounded by what the chunks took. Every call is
-    O(1), amortised.
+    """Keys without chunks, first in, first out, bounded by the total size of their chunks. Every
+    call is O(1), amortised.
 
     Attributes:
-        num_bytes: What the chunks of all remembered keys took.
+        num_bytes: Total size of the chunks of all remembered keys.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,11 @@ class GhostQueue:
         """Remember a key, and forget the oldest ones beyond the limit.
 
         Args:
-            key: One that is not remembered.
-            num_bytes: What its chunk took; one of no bytes counts as one byte, so that the limit
-                bounds those too.
-            limit_bytes: What the chunks of all remembered keys may have taken.
+            key: A key that is not remembered yet.
+            num_bytes: Size of its chunk; 0 counts as one byte, so that the limit bounds these, too.
+            limit_bytes: Bound on the total size of the chunks of all remembered keys.
         """
-        assert key not in self._sizes, "a key is given up once"
+        assert key not in self._sizes, "a key is evicted once"
         self._sizes[key] = max(num_bytes, 1)
         self.num_bytes += self._sizes[key]
         while self.num_bytes > limit_bytes:
@@ -54,11 +53,11 @@ class GhostQueue:
 
 
 SMALL_PERCENT = 10
-"""Part of the held bytes from which on chunks on probation go first."""
+"""The share of the held bytes from which on chunks on probation are evicted first."""
 MAX_READS = 3
-"""What two bits count to."""
+"""Largest value of the two-bit counter."""
 PROMOTED_ABOVE = 1
-"""Reads on probation that are not enough to stay."""
+"""Reads on probation that are too few to stay."""
 
 
 @dataclass(slots=True)
@@ -66,9 +65,9 @@ class _Held:
     """A known chunk.
 
     Attributes:
-        num_bytes: What it takes.
-        num_reads: Reads since it came into its queue, less the times it was passed over for them;
-            at most `MAX_READS`.
+        num_bytes: Its size.
+        num_reads: Reads since it entered its queue, less the times that they saved it from
+            eviction; at most `MAX_READS`.
     """
 
     num_bytes: int
@@ -76,23 +75,23 @@ class _Held:
 
 
 class S3FIFOPolicy(EvictionPolicy):
-    """S3-FIFO. Every call is O(1), `victims` amortised over the reads that have been reported.
+    """S3-FIFO. Every call is O(1), `victims` amortised over the reads reported.
 
-    A new chunk is on probation in the small queue. A read only counts. When room is needed and the
-    small queue has its share, its oldest chunk moves to the main queue if it was read more than
-    once, and goes if not; its key is remembered, and when it comes back, it starts in the main
-    queue. Otherwise the oldest chunk of the main queue goes, but one that was read is put at the
-    end again instead, with one read less.
+    A new chunk starts on probation in the small queue. A read only increments its counter. When
+    room is needed and the small queue exceeds its share, its oldest chunk moves to the main queue
+    if it was read more than once, and is evicted if not; its key is remembered, and if it returns,
+    it starts in the main queue. Otherwise the oldest chunk of the main queue is evicted, except
+    that one that was read goes back to the end with its counter decremented.
 
-    Sizes are in bytes, as chunks differ: the share, and the ghost queue, which remembers what would
-    fill the main queue. Both are parts of what is held now, not of a capacity: a tier's memory is
-    shared with reservations, and nothing is ever given up before it is full.
+    Sizes are in bytes because chunks differ: the share, and the ghost queue, which remembers as
+    much as the main queue holds. Both are relative to what is held now, not to a capacity: a tier's
+    memory is shared with reservations, and nothing is evicted before it is full.
     """
 
     def __init__(self) -> None:
         self._small: OrderedDict[ChunkKey, _Held] = OrderedDict()
         self._main: OrderedDict[ChunkKey, _Held] = OrderedDict()
-        # Joins the main queue with the next `victims`: none is offered twice.
+        # Joins the main queue at the next `victims`, so that no key is offered twice.
         self._declined: OrderedDict[ChunkKey, _Held] = OrderedDict()
         self._ghosts = GhostQueue()
         self._small_bytes = 0
@@ -124,8 +123,8 @@ class S3FIFOPolicy(EvictionPolicy):
 
     @override
     def victims(self) -> Iterator[ChunkKey]:
-        """Yield keys in eviction order; a declined key goes to the end of the main queue, as if it
-        had been read often enough.
+        """Yield keys in order of eviction; a declined key moves to the end of the main queue, as if
+        it had been read often enough.
         """
         self._main.update(self._declined)
         self._declined.clear()
@@ -167,7 +166,7 @@ class S3FIFOPolicy(EvictionPolicy):
         raise KeyError(key)
 
     def _take(self, key: ChunkKey) -> _Held:
-        """Take a chunk out of its queue."""
+        """Remove a chunk from its queue and return it."""
         if key in self._small:
             self._small_bytes -= self._small[key].num_bytes
         return self._queue_of(key).pop(key)

@@ -1,6 +1,6 @@
-"""The remote tier: chunks in a server or directory that many share, chosen by the scheme of a URL.
+"""The remote tier: chunks in a server or directory shared by many, selected by a URL's scheme.
 
-Implementations are imported when first named.
+Implementations are imported on first use.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ def create_remote_backend(
     locate: Locate | None = None,
     tls: ClientTls | None = None,
 ) -> StorageBackend:
-    """Return the tier that a URL names, not opened.
+    """Return the tier that a URL names, not yet opened.
 
     Args:
         url: `lm://` or `lm+tls://host:port[,host:port…]`, `redis://` or
             `rediss://[user:password@]host:port/db[?ttl_s=…]`,
             `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or
-            `https://host:port`, `file:///directory`, which exists and is shared by all who name it.
+            `https://host:port`, or `file:///directory`, which must exist and is shared by all who
+            name it.
         token: Bearer token for lm and http.
         timeout_s: Deadline of a call.
-        client_name: This process, for the server's logs.
-        accepts: Which records the server may send, where the protocol can say it; by default only
-            those without loss.
-        locate: Knows where chunks are that are not at home, for lm:// with several servers.
-        tls: Whom lm+tls and https trust, and what they show; None: who is trusted on this machine.
+        client_name: Name of this process in the server's logs.
+        accepts: Records that the server may send, if the protocol can express it; by default only
+            lossless ones.
+        locate: Finds chunks that are not at home, for lm:// with several servers.
+        tls: Trusted authorities and client certificate for lm+tls and https; None: the system's
+            authorities.
 
     Raises:
-        ConfigError: The URL is not one of these, or its client library is not installed.
+        ConfigError: The URL is malformed, or its client library is not installed.
     """
     scheme = check_remote_scheme(url)
     try:
@@ -74,7 +76,7 @@ def check_remote_scheme(url: str) -> str:
     """Return the scheme of a remote tier's URL.
 
     Raises:
-        ConfigError: There is no tier for it.
+        ConfigError: No tier has this scheme.
     """
     scheme = urlsplit(url).scheme
     if scheme not in REMOTE_SCHEMES:
@@ -85,6 +87,6 @@ def check_remote_scheme(url: str) -> str:
 
 
 def mask_url(url: str) -> str:
-    """Return the URL without its credentials, for people."""
+    """Return the URL without its credentials, for display."""
     scheme, separator, rest = url.partition("://")
     return scheme + separator + rest.rpartition("@")[2]

@@ -34,7 +34,7 @@ REMOTE_TIER = "RemoteBackend"
 DEFAULT_TIMEOUT_S = 2.0
 
 Locate = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[Sequence[str]]]]
-"""Returns the names of the servers known to hold each chunk, such as from lookup; may raise
+"""Returns the names of the servers known to hold each chunk, for example from lookup; may raise
 `UnavailableError`.
 """
 
@@ -44,14 +44,13 @@ class RemoteOptions:
     """Options of every remote tier.
 
     Attributes:
-        token: Bearer token, where the protocol has one; one from a file is read again when it
-            changes.
+        token: Bearer token, for protocols that have one; a token file is re-read when it changes.
         timeout_s: Deadline of a call.
-        client_name: This process, for the server's logs.
-        accepts: Which records the server may send, where the protocol can say it.
-        locate: Knows where chunks are that are not at home, where there are several servers.
-        tls: Whom to trust and what to show where the URL says TLS; None: who is trusted on this
-            machine.
+        client_name: Name of this process in the server's logs.
+        accepts: Records that the server may send, if the protocol can express it.
+        locate: Finds chunks that are not at home, if there are several servers.
+        tls: Trusted authorities and client certificate for URLs with TLS; None: the system's
+            authorities.
     """
 
     token: ShownToken = field(default=None, repr=False)
@@ -63,14 +62,14 @@ class RemoteOptions:
 
 
 class RemoteBackend(StorageBackend):
-    """Count what a remote tier moves, and bound its calls. How much a server holds is the server's
-    to say.
+    """Counts what a remote tier transfers, and bounds its calls. How much a server holds is for the
+    server to report.
 
     Args:
-        place: What the tier is called in errors.
+        place: Name of the tier in errors.
 
     Attributes:
-        failures: What the client library raises where the server cannot be reached.
+        failures: Exceptions that the client library raises if the server cannot be reached.
     """
 
     name = REMOTE_TIER
@@ -86,11 +85,11 @@ class RemoteBackend(StorageBackend):
 
     @override
     async def open(self) -> None:
-        """Do nothing: connections are made when first needed."""
+        """Do nothing: connections are opened on demand."""
 
     @override
     async def clear(self, tenant: str | None = None) -> int:
-        """Forget nothing: a server that many share is cleared by its operators."""
+        """Remove nothing: a shared server is cleared by its operators."""
         return 0
 
     @override
@@ -108,10 +107,10 @@ class RemoteBackend(StorageBackend):
 
     @asynccontextmanager
     async def _mapped(self, limit_s: float | None) -> AsyncIterator[None]:
-        """Raise `UnavailableError` for the failures of a call, and when its time is over.
+        """Raise `UnavailableError` for failures and timeouts of a call.
 
         Args:
-            limit_s: Deadline of the call; None where its client keeps one.
+            limit_s: Deadline of the call; None if its client enforces one.
         """
         failures: tuple[type[Exception], ...] = (TimeoutError, *self.failures)
         try:
@@ -132,17 +131,17 @@ class RemoteBackend(StorageBackend):
         read: Callable[[list[Result | None]], Awaitable[None]],
         unanswered: MissReason = MissReason.NEVER_STORED,
     ) -> list[Result]:
-        """Return what `read` brings within the caller's time, counted.
+        """Return and count what `read` delivers within the caller's time.
 
         Args:
-            num_keys: How many results there are to be.
-            timeout_s: The caller's limit; what has not come by then is late.
-            read: Fills results in; what it leaves out is missing.
-            unanswered: Why, if there was time.
+            num_keys: Number of results to return.
+            timeout_s: The caller's limit; results that have not arrived by then are late.
+            read: Fills in results; what it leaves out is missing.
+            unanswered: Reason of those misses if time was left.
         """
         results: list[Result | None] = [None] * num_keys
         try:
-            # The caller's limit is the outer one, so that it decides when both end at once.
+            # The caller's limit is the outer one, so that it decides if both expire together.
             async with caller_limit(timeout_s) as limit:
                 await read(results)
         except BaseException:
@@ -164,8 +163,8 @@ class RemoteBackend(StorageBackend):
 
 
 async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) -> Result:
-    """Return the chunk in a record that was read as a whole, copied into memory and verified
-    there. The caller owns it.
+    """Return the chunk in a whole record, copied into memory and verified there. The caller owns
+    it.
     """
     try:
         head, header, payload = _parts_of(record, key)
@@ -179,8 +178,8 @@ async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) ->
 
 
 def is_damaged(record: bytes, key: ChunkKey) -> bool:
-    """Return whether a record that was read as a whole is refused for what it is, wherever it is
-    copied to.
+    """Return whether a whole record is itself invalid, independent of the memory it is copied
+    to.
     """
     try:
         _, header, payload = _parts_of(record, key)

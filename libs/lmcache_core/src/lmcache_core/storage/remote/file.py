@@ -1,4 +1,4 @@
-"""The remote tier in a directory that many processes and hosts share: a network file system, a
+"""The remote tier in a directory shared by many processes and hosts: a network file system or a
 mounted bucket.
 """
 
@@ -49,7 +49,7 @@ from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteO
 from lmcache_core.wire.incoming import miss_for
 
 NUM_THREADS = 8
-"""File operations at once: enough to hide a network's delay."""
+"""Concurrent file operations: enough to hide network latency."""
 CLOSE_WAIT_S = 2.0
 
 
@@ -57,7 +57,7 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
     """Return the backend for a `file:///directory` URL.
 
     Raises:
-        ConfigError: It is not one.
+        ConfigError: The URL is malformed.
     """
     parts = urlsplit(url)
     try:
@@ -74,16 +74,16 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
 class FileBackend(RemoteBackend):
     """Chunks as files, one record each, in a directory without an owner.
 
-    Any number of processes may write the same chunk at once: each writes a file of its own and
-    renames it, and whichever comes last stays. Nothing is remembered between calls, nothing is
-    locked, and nothing is evicted: how much the directory may hold is its operators' to see to, by
-    a quota, or by removing files that were not read for long. The directory must exist; it is not
-    made, so that a mount that is not there is an unavailable tier and not a full local disk.
+    Any number of processes may write the same chunk concurrently: each writes its own file and
+    renames it, and the last one stays. No state is kept between calls, nothing is locked, and
+    nothing is evicted: limiting the directory's size is up to its operators, by a quota or by
+    removing files not read for long. The directory must exist; it is not created, so that a missing
+    mount is an unavailable tier and not a full local disk.
 
     Args:
         root: The directory.
         options: Deadline of a call.
-        files: How files are touched.
+        files: File operations to use.
     """
 
     def __init__(self, root: Path, options: RemoteOptions, files: DiskFiles | None = None) -> None:
@@ -95,19 +95,19 @@ class FileBackend(RemoteBackend):
         self._turns = asyncio.Semaphore(NUM_THREADS)
 
     async def open(self) -> None:
-        """Start the threads, and let one clear away what dead writers have left. The directory
-        need not be there yet.
+        """Start the threads, one of which removes temporary files of dead writers. The directory
+        need not exist yet.
         """
         self._pool.open()
         self._pool.submit(self._directory.remove_stale)
 
     async def close(self) -> None:
-        """Let running file operations end, for `CLOSE_WAIT_S` seconds. Idempotent."""
+        """Let running file operations finish, for up to `CLOSE_WAIT_S` seconds. Idempotent."""
         await self._pool.close(CLOSE_WAIT_S)
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks are there. One `stat` a chunk; the records are not read."""
+        """Return which chunks exist. One `stat` per chunk; records are not read."""
         async with self._mapped(self._timeout_s):
             return await self._pool.run(self._directory.contains, keys)
 
@@ -115,7 +115,9 @@ class FileBackend(RemoteBackend):
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read chunks: several files at once, each straight into memory, verified in a thread."""
+        """Read chunks: several files concurrently, each straight into memory and verified in a
+        thread.
+        """
         self._pool.check_open()
 
         async def read(results: list[Result | None]) -> None:
@@ -128,7 +130,7 @@ class FileBackend(RemoteBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks. False when the directory takes no more, and for a while after that."""
+        """Store chunks. False if the directory accepts no more, and for a while after that."""
         self._pool.check_open()
         kept = [False] * len(chunks)
         async with self._mapped(self._timeout_s):
@@ -143,7 +145,7 @@ class FileBackend(RemoteBackend):
 
     @override
     async def clear(self, tenant: str | None = None) -> int:
-        """Forget everything, for all who share the directory. Walks it, without a deadline."""
+        """Remove everything, for all users of the directory. Walks it, without a deadline."""
         async with self._mapped(None):
             return await self._pool.run(self._directory.clear, tenant)
 
@@ -201,32 +203,32 @@ def _close(found: FoundRecord | Miss) -> None:
 logger = logging.getLogger(__name__)
 
 GROWING_S = 60.0
-"""On some mounts a file can be seen while it is still being uploaded: one that looks damaged is
-left alone until it is that old.
+"""On some mounts a file is visible while it is still being uploaded: one that looks damaged is left
+alone until it is this old.
 """
 STALE_S = 86400.0
-"""A temporary file that old was left by a writer that died."""
+"""A temporary file this old was left by a writer that died."""
 MAX_STALE_FILES = 1024
-"""So many of them are removed at once."""
+"""Stale files removed in one call."""
 
 _TAKES_NO_MORE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 )
-"""Errors of a write to a directory that can still be read."""
+"""Write errors that a directory may return while it can still be read."""
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """A record whose head has been read and is the one that was asked for. Its file is open until
+    """A record whose head has been read and matches the request. Its file stays open until
     `SharedDirectory.read` or `close`.
 
     Attributes:
         key: Its name.
-        path: Its file's name.
-        status: Of the file that is open, which may no longer have that name.
+        path: Path of its file.
+        status: Status of the open file, which may no longer have that path.
         head: Its head.
-        header: The same, parsed.
+        header: Its parsed head.
         payload_bytes: Length of its payload.
     """
 
@@ -244,11 +246,11 @@ class FoundRecord:
 
 
 class SharedDirectory:
-    """Looks up, reads, writes and removes records. Names are those of the disk tier.
+    """Looks up, reads, writes and removes records. File names are those of the disk tier.
 
     Args:
         root: The directory, which must exist.
-        files: How files are touched.
+        files: File operations to use.
     """
 
     def __init__(self, root: Path, files: DiskFiles) -> None:
@@ -260,7 +262,7 @@ class SharedDirectory:
         """Return which chunks have a file.
 
         Raises:
-            OSError: The directory is not there, or does not answer.
+            OSError: The directory is missing or does not respond.
         """
         found = [self._is_file(key) for key in keys]
         if not any(found):
@@ -268,10 +270,10 @@ class SharedDirectory:
         return found
 
     def find(self, key: ChunkKey) -> FoundRecord | Miss:
-        """Return the record of that chunk, open; or why there is none.
+        """Return the record of that chunk, open, or the reason why there is none.
 
         Raises:
-            OSError: The directory is not there.
+            OSError: The directory is missing.
         """
         path = self._layout.find(key)
         if path is None:
@@ -296,9 +298,9 @@ class SharedDirectory:
         """Read and verify the payload, and close the file.
 
         Args:
-            found: What `find` gave.
-            memory: Room for the payload; its reference passes to the chunk returned, or is given
-                back.
+            found: A record returned by `find`.
+            memory: Memory for the payload; the reference passes to the chunk returned, or is
+                released on a miss.
         """
         try:
             read_payload(self._files, found.fd, len(found.head), found.header, memory.byte_array)
@@ -316,14 +318,14 @@ class SharedDirectory:
         return Chunk(found.key, found.header, found.head, memory, REMOTE_TIER)
 
     def write(self, chunk: Chunk) -> bool:
-        """Keep one chunk. The caller holds its memory until this returns.
+        """Store one chunk. The caller keeps its memory alive until this returns.
 
         Returns:
-            True when a whole record has its name; False when the directory takes no more, or did
-            not a short while ago.
+            True if a whole record has its final name; False if the directory accepts no more, or
+                did not a short while ago.
 
         Raises:
-            OSError: The directory is not there, or fails in another way.
+            OSError: The directory is missing, or writing failed in another way.
         """
         path = self._layout.find(chunk.key)
         if path is None:
@@ -381,8 +383,8 @@ class SharedDirectory:
         return num_removed
 
     def remove_stale(self) -> None:
-        """Remove what dead writers have left. Never raises `OSError`: others may be removing it
-        too.
+        """Remove temporary files of dead writers. Never raises `OSError`: others may be removing
+        them, too.
         """
         with contextlib.suppress(OSError):
             for name in self._files.list_directory(self._layout.temporary)[:MAX_STALE_FILES]:
@@ -426,7 +428,7 @@ class SharedDirectory:
         return head, header, payload_bytes
 
     def _holds(self, path: Path, chunk: Chunk) -> bool:
-        """Return whether the file holds a record that the new one would not improve."""
+        """Return whether the file holds a record that the new one would not improve on."""
         try:
             fd = self._files.open(path)
         except OSError:
@@ -438,11 +440,11 @@ class SharedDirectory:
             self._files.close(fd)
 
     def _refuse(self, key: ChunkKey, path: Path, status: os.stat_result, exc: RecordError) -> Miss:
-        """Remove a damaged record, if its name still is its own: not what a good one has just
-        replaced, and not a later version's.
+        """Remove a damaged record if its path still refers to it: not one that has just replaced
+        it, and not one of a later version.
 
-        It is read once more before that, and removed only if the same is wrong with it again:
-        others share the directory, and it may be this host's memory that is bad.
+        The record is read a second time, and removed only if the same error occurs: other hosts
+        share the directory, and this host's memory may be faulty.
         """
         is_ours = exc.reason not in (RecordReason.VERSION, RecordReason.EXTENSION)
         if not is_ours or time.time() - status.st_mtime <= GROWING_S:
@@ -452,7 +454,7 @@ class SharedDirectory:
                 again = self._error_of(key, path)
                 if again != str(exc):
                     logger.warning(
-                        "file read in two ways, left: path=%s first=%s second=%s",
+                        "two reads of a file differ, keeping it: path=%s first=%s second=%s",
                         path,
                         exc,
                         again or "whole",
@@ -462,7 +464,7 @@ class SharedDirectory:
                     self._files.unlink(path)
                     logger.warning("unusable file removed: path=%s error=%s", path, exc)
         except _ABSENT:
-            pass  # removed by another
+            pass  # removed by another process
         except OSError:
             return Miss(MissReason.UNAVAILABLE)
         return miss_for(exc)
@@ -472,9 +474,7 @@ class SharedDirectory:
         return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
 
     def _error_of(self, key: ChunkKey, path: Path) -> str:
-        """Return what is wrong with a record, read as a whole into separate memory; "" if it is
-        whole.
-        """
+        """Return the error of a record, read as a whole into separate memory; "" if it is valid."""
         with opened(self._files, path) as fd:
             self._files.drop_cached(fd)
             try:
@@ -498,4 +498,4 @@ class SharedDirectory:
         try:
             return self._files.list_directory(path)
         except _ABSENT:
-            return []  # not a directory, or gone by now
+            return []  # not a directory, or gone

@@ -1,5 +1,5 @@
-"""The remote tier over cache_storage's REST, on stock httpx. It works where only HTTP gets through;
-lm:// is the fast way.
+"""The remote tier over cache_storage's REST API, on plain httpx, for networks that pass only HTTP;
+lm:// is faster.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ ACCEPT_HEADER = "LMCache-Accept"
 ACCEPT_LOSSLESS = "lossless"
 MAX_CONNECTIONS = 8
 MAX_REST_S = 3.0
-"""An idle connection is not used again after this: servers end theirs after five seconds or more,
-and that may cross a request.
+"""An idle connection is not reused after this: servers close theirs after five seconds or more,
+which could collide with a request.
 """
 MAX_JSON_BYTES = 1 << 20
 BATCH_KEYS = 128
 FEW_KEYS = 4
-"""Large records are asked for this many at a time: the server then tells their length."""
+"""Large records are requested this many at a time: the server then states their length."""
 LARGE_RECORD_BYTES = 1 << 20
 SENT_AT_ONCE_BYTES = 1 << 20
-"""The HTTP library copies each piece of a body that it sends."""
+"""Size of the pieces of a body; the HTTP library copies each piece that it sends."""
 MAX_SENDING_BYTES = 64 << 20
-"""Of the bodies on their way at once. Two of 32 MiB keep a connection busy; eight only push one
-another out of the processor's cache.
+"""Bound on the bodies sent at the same time. Two of 32 MiB keep a connection busy; eight evict one
+another from the processor's cache.
 """
 
 _NOT_STORED = frozenset({408, 409, 413, 422, 429, 503, 507})
-"""A healthy server's refusals of a PUT: no room, takes no more, or not this record. Reads are not
-affected.
+"""Statuses with which a healthy server refuses a PUT: no room, read-only, or this record. Reads are
+not affected.
 """
 
 
@@ -71,7 +71,7 @@ def create(url: str, options: RemoteOptions) -> HttpBackend:
     """Return the backend for an `http://` or `https://` URL.
 
     Raises:
-        ConfigError: It is not one, or names several hosts.
+        ConfigError: The URL is malformed or names several hosts.
     """
     parts = urlsplit(url)
     if "," in parts.netloc:
@@ -88,13 +88,13 @@ def create(url: str, options: RemoteOptions) -> HttpBackend:
 
 
 class HttpBackend(RemoteBackend):
-    """Chunks in a cache_storage server. The tenant is the one that the server authenticated; keys
-    of one process have only one.
+    """Chunks in a cache_storage server. The tenant is the one that the server authenticated; all
+    keys of one process have the same.
 
     Args:
-        base_url: Of the server, without `/v1`.
+        base_url: URL of the server, without `/v1`.
         options: Token, deadline and name.
-        transport: Instead of real connections, for tests.
+        transport: Replaces real connections in tests.
     """
 
     failures = (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, ProtocolError)
@@ -115,7 +115,7 @@ class HttpBackend(RemoteBackend):
         self._are_large = True
 
     async def open(self) -> None:
-        """Set the client up; it connects when first needed."""
+        """Create the client; it connects on demand."""
         headers = {"User-Agent": self._options.client_name}
         if not self._options.accepts.lossy:
             headers[ACCEPT_HEADER] = ACCEPT_LOSSLESS
@@ -136,7 +136,7 @@ class HttpBackend(RemoteBackend):
             raise ConfigError(f"remote_url: {exc}") from exc
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -170,7 +170,7 @@ class HttpBackend(RemoteBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Send one request a chunk, several at once."""
+        """Send one request per chunk, several concurrently."""
         await seal_all(chunks)
         async with self._calling() as client:
             puts = [asyncio.ensure_future(self._put(client, chunk)) for chunk in chunks]
@@ -200,9 +200,7 @@ class HttpBackend(RemoteBackend):
         allocate: Allocate,
         results: list[Result | None],
     ) -> None:
-        """Read the records of one answer. Those of missing chunks are not in it; each names its
-        key.
-        """
+        """Read the records of one response. It omits missing chunks; each record names its key."""
         wanted: dict[bytes, list[int]] = {}
         for i in places:
             wanted.setdefault(keys[i].key.canonical(), []).append(i)
@@ -229,7 +227,7 @@ class HttpBackend(RemoteBackend):
                     if isinstance(result, Chunk) and i != at[0]:
                         result.memory.ref_count_up()
             else:
-                # Only an answer that is read to its end leaves the connection open.
+                # Only a response that is read to its end leaves the connection open.
                 await records.next_head()
             rest = Miss(MissReason.CORRUPT) if records.is_damaged else rest
         for at in wanted.values():
@@ -267,7 +265,7 @@ def _check(response: httpx.Response, also: int = 200) -> None:
 
 
 async def _bounded_body(response: httpx.Response) -> bytes:
-    """Return the body, read to its end, so that the connection can be used again."""
+    """Return the body, read to its end so that the connection can be reused."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
@@ -306,15 +304,15 @@ class RecordHead:
 
 
 class RecordStream:
-    """A pulled sequence of records.
+    """Reads a sequence of records from a stream.
 
     Args:
-        pieces: The bytes that they are in, in pieces of any size. One piece is held at a time, and
-            none is looked at once the next one is asked for.
+        pieces: Bytes of the stream, in pieces of any size. One piece is held at a time, and none is
+            used after the next one is requested.
 
     Attributes:
-        is_damaged: The stream ended within a record, or one's head cannot be read: where the next
-            record begins is not known.
+        is_damaged: The stream ended within a record, or a head is invalid, so that the start of the
+            next record is unknown.
     """
 
     def __init__(self, pieces: AsyncIterator[bytes]) -> None:
@@ -324,8 +322,8 @@ class RecordStream:
         self.is_damaged = False
 
     async def next_head(self) -> RecordHead | None:
-        """Return the head of the next record, None at the end or where `is_damaged`."""
-        assert self._current is None, "the payload before it has been neither taken nor skipped"
+        """Return the head of the next record; None at the end or if `is_damaged`."""
+        assert self._current is None, "the previous payload has been neither taken nor skipped"
         if self.is_damaged:
             return None
         data = bytearray(PREFIX_BYTES)
@@ -346,8 +344,8 @@ class RecordStream:
         return self._current
 
     async def chunk(self, key: ChunkKey, allocate: Allocate) -> Result:
-        """Return the record whose head was read last as the chunk of that key, verified. The
-        caller owns it.
+        """Return the record of the last head as the chunk of that key, verified. The caller owns
+        it.
         """
         record, self._current = self._current, None
         assert record is not None, "no head has been read"
@@ -366,7 +364,7 @@ class RecordStream:
         return await verified(key, record.header, record.head, memory, REMOTE_TIER)
 
     async def skip_payload(self) -> None:
-        """Read the payload whose head was read last, and drop it."""
+        """Read and discard the payload of the last head."""
         record, self._current = self._current, None
         assert record is not None, "no head has been read"
         await self._skip(record.payload_bytes)
@@ -383,7 +381,7 @@ class RecordStream:
             raise EOFError
 
     async def _fill(self, view: memoryview) -> int:
-        """Fill `view` with what comes next and return how much came: less only at the end."""
+        """Fill `view` from the stream and return the number of bytes, fewer only at the end."""
         at = 0
         while at < len(view):
             while not len(self._piece):

@@ -29,12 +29,12 @@ ENCRYPTED_SCHEME = "lm+tls"
 
 def create(url: str, options: RemoteOptions) -> StorageBackend:
     """Return the backend for `lm://host[:port]` or `lm+tls://host[:port]`, or for several hosts
-    with commas.
+    separated by commas.
 
-    A host that is a name stands for all the servers that it leads to, found again and again.
+    A host name stands for all servers that it resolves to, and is resolved periodically.
 
     Raises:
-        ConfigError: It is no such URL.
+        ConfigError: The URL is malformed.
     """
     hosts = hosts_of(url)
     if len(hosts) == 1 and (is_literal(hosts[0].host) or hosts[0].host == THIS_MACHINE):
@@ -43,21 +43,23 @@ def create(url: str, options: RemoteOptions) -> StorageBackend:
 
 
 def members_of(url: str, options: RemoteOptions, hands_over: bool = False) -> Members:
-    """Return the servers that such a URL leads to, not opened.
+    """Return the servers of such a URL, not opened.
 
     Args:
-        url: As of `create`.
-        options: How they are spoken to.
-        hands_over: Ask them to take over chunks of other tenants.
+        url: As for `create`.
+        options: Options of the connections.
+        hands_over: Ask the servers to accept chunks of other tenants.
 
     Raises:
-        ConfigError: It is no such URL.
+        ConfigError: The URL is malformed.
     """
     return Members(Resolver(hosts_of(url)), client_maker(url, options, hands_over), url)
 
 
 def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> MakeClient:
-    """Return what makes clients of the servers of such a URL; arguments as of `members_of`."""
+    """Return the factory of clients for the servers of such a URL; arguments as for
+    `members_of`.
+    """
     tls = (
         (options.tls or ClientTls(client_context()))
         if url.partition("://")[0] == ENCRYPTED_SCHEME
@@ -80,13 +82,13 @@ def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> 
 
 class LmBackend(RemoteBackend):
     """Chunks in a server that speaks lm://. The tenant is the one that the server authenticated;
-    keys of one process have only one.
+    all keys of one process have the same.
 
     Args:
         client: Closed with this tier.
     """
 
-    # To its users a tier that refuses them is one that cannot be reached.
+    # For its users, a tier that refuses them is unavailable.
     failures = (AuthenticationError, ProtocolError)
 
     def __init__(self, client: LmClient) -> None:
@@ -94,7 +96,7 @@ class LmBackend(RemoteBackend):
         self._client = client
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         await self._client.close()
 
     @override

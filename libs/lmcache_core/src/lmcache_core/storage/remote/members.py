@@ -1,5 +1,5 @@
-"""The servers of a replicated remote tier: found by address, told apart by the name that each
-gives itself.
+"""The servers of a replicated remote tier: found by address, identified by the name that each
+reports.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0
 IMPATIENT_REFRESH_S = 0.5
-"""While a server has not told its name yet, and while none can be found."""
+"""Refresh interval while a server has not reported its name, or none can be found."""
 GREETING_S = 1.0
 MAX_ADDRESSES = 256
 REST_INITIAL_S = 0.5
 REST_CAP_S = 10.0
-"""A server that does not answer is not asked for that long; its chunks are then those of their
-next choice.
+"""How long a server that does not answer is not asked; until then its chunks belong to their next
+choices.
 """
 
 
 class ServerAddress(NamedTuple):
-    """Where a server is.
+    """The address of a server.
 
     Attributes:
-        host: What is connected to.
-        port: Its port.
-        name: The name that led there, which its certificate has if it has one.
+        host: Host to connect to.
+        port: Port to connect to.
+        name: Name that resolved to it, which its certificate must contain if it has one.
     """
 
     host: str
@@ -57,8 +57,8 @@ class Member:
     """One server.
 
     Args:
-        address: Where it is.
-        client: Speaks to it.
+        address: Its address.
+        client: Its client.
     """
 
     def __init__(self, address: ServerAddress, client: LmClient) -> None:
@@ -68,8 +68,8 @@ class Member:
 
     @property
     def name(self) -> str | None:
-        """What it calls itself, even while it is away; its address, if it has no name of its own;
-        None: it was never reached.
+        """The name that it reports, kept while it is unreachable; its address if it reports no
+        name; None if it was never reached.
         """
         server = self.client.server
         return (
@@ -78,27 +78,27 @@ class Member:
 
     @property
     def is_resting(self) -> bool:
-        """Whether it did not answer lately and is not asked for now."""
+        """Whether it failed to answer recently and is not asked for now."""
         return self._rest.wait_s > 0
 
     def answered(self) -> None:
-        """Ask it again from now on: it answered."""
+        """Record an answer: ask it again from now on."""
         self._rest.succeeded()
 
     def failed(self) -> None:
-        """Do not ask it for a while: it did not answer."""
+        """Record a missing answer: do not ask it for a while."""
         if not self.is_resting:
             self._rest.failed()
 
 
 class Members:
-    """Keeps the set of servers up to date. On one event loop.
+    """Keeps the set of servers up to date. For one event loop.
 
     Args:
-        find: Tells the addresses there are now; may raise `UnavailableError`, and those known
-            before then stay.
-        make_client: Makes the client for one of them.
-        name: The set, for logs.
+        find: Returns the current addresses; may raise `UnavailableError`, in which case those known
+            before remain.
+        make_client: Creates the client of a server.
+        name: Name of the set, for logs.
     """
 
     def __init__(self, find: FindAddresses, make_client: MakeClient, name: str) -> None:
@@ -111,18 +111,18 @@ class Members:
         self._is_found = False
 
     async def open(self) -> None:
-        """Find them, as far as that can be done now, and keep looking in the background."""
+        """Find the servers, as far as possible now, and keep looking in the background."""
         await self.refresh()
         self._tasks.start("refresh", self._keep_fresh())
 
     async def close(self) -> None:
-        """End all connections. Idempotent."""
+        """Close all connections. Idempotent."""
         await self._tasks.close()
         await self._close(list(self._by_address))
 
     def by_name(self) -> dict[str, Member]:
-        """Return every server that has told its name. One that several addresses lead to is there
-        once, by one that is connected if any is.
+        """Return every server that has reported its name. A server with several addresses appears
+        once, preferably by a connected one.
         """
         found: dict[str, Member] = {}
         for member in self._by_address.values():
@@ -135,8 +135,8 @@ class Members:
         return found
 
     async def refresh(self) -> None:
-        """Take the addresses as they are now, and greet those that have not told their names or
-        are not connected.
+        """Update the addresses, and connect to servers that have not reported their names or are
+        not connected.
         """
         try:
             addresses = list(dict.fromkeys(await self._find()))[:MAX_ADDRESSES]
@@ -197,11 +197,11 @@ _NO_SUCH_HOST = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
 
 def hosts_of(url: str) -> list[ServerAddress]:
-    """Return host and port of each host in `lm://host[:port],host[:port],…`; IPv6 addresses stand
-    in brackets.
+    """Return host and port of each host in `lm://host[:port],host[:port],…`; IPv6 addresses are in
+    brackets.
 
     Raises:
-        ConfigError: It is no such URL.
+        ConfigError: The URL is malformed.
     """
     scheme, _, rest = url.partition("://")
     found: list[ServerAddress] = []
@@ -230,7 +230,7 @@ def hosts_of(url: str) -> list[ServerAddress]:
 
 
 def is_literal(host: str) -> bool:
-    """Return whether that is an IP address and no name."""
+    """Return whether that is an IP address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -239,8 +239,7 @@ def is_literal(host: str) -> bool:
 
 
 class Resolver:
-    """Finds the addresses of hosts, all those that each name has: a headless service has one for
-    every pod.
+    """Resolves hosts to all their addresses: a headless service has one for every pod.
 
     Args:
         hosts: Names or addresses, with their ports.
@@ -250,8 +249,7 @@ class Resolver:
         self._last: dict[ServerAddress, Sequence[ServerAddress]] = dict.fromkeys(hosts, ())
 
     async def __call__(self) -> list[ServerAddress]:
-        """Return the addresses there are now. A name that cannot be resolved just now keeps those
-        it had.
+        """Return the current addresses. A name that cannot be resolved now keeps its previous ones.
 
         Raises:
             UnavailableError: No name has an address.
@@ -276,7 +274,7 @@ class Resolver:
                 )
         except socket.gaierror as exc:
             return [] if exc.errno in _NO_SUCH_HOST else self._last[host]
-        except (OSError, UnicodeError):  # the former also of a time that is over
+        except (OSError, UnicodeError):  # OSError includes timeouts
             return self._last[host]
         return list(
             dict.fromkeys(
@@ -286,14 +284,14 @@ class Resolver:
 
 
 MAX_QUESTIONS = 4
-"""Lookup tells the longest prefix that has holders: each chunk without one costs a question."""
+"""Lookup returns the longest prefix that has holders: each chunk without one costs a query."""
 
 
 async def locate_by_lookup(lookup: LookupClient, keys: Sequence[ChunkKey]) -> list[list[str]]:
-    """Return the instances that hold each chunk, none where that is not known.
+    """Return the instances that hold each chunk; none if unknown.
 
     Args:
-        lookup: Open.
+        lookup: An open client.
         keys: Names of the chunks.
 
     Raises:
@@ -309,5 +307,5 @@ async def locate_by_lookup(lookup: LookupClient, keys: Sequence[ChunkKey]) -> li
             break
         found += [[holder.instance for holder in holders] for holders in answer.holders]
         if len(found) < len(chunk_ids):
-            found.append([])  # the first that has no holder
+            found.append([])  # the first chunk without a holder
     return found + [[] for _ in range(len(chunk_ids) - len(found))]

@@ -1,4 +1,4 @@
-"""The remote tier in Redis: one value a chunk, which is its record."""
+"""The remote tier in Redis: each chunk is one value, its record."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 8
 AHEAD_BYTES = 64 << 20
-"""Answers that Redis may have to hold for one call of ours."""
+"""Replies that Redis may have to buffer for one of our calls."""
 ASSUMED_RECORD_BYTES = 8 << 20
-"""Until the first record has been read."""
+"""Assumed size until the first record has been read."""
 BATCH_KEYS = 256
 DEFAULT_SENTINEL_PORT = 26379
 KEY_PREFIX = "lmc"
@@ -57,7 +57,7 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
     """Return the backend for a `redis://`, `rediss://` or `redis-sentinel://` URL.
 
     Raises:
-        ConfigError: It is not one.
+        ConfigError: The URL is malformed.
     """
     parts = urlsplit(url)
     query = parse_qs(parts.query)
@@ -69,7 +69,7 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
     sentinels: list[redis.Redis] = []
     try:
         if parts.scheme == "redis-sentinel":
-            client, sentinels = _behind_sentinel(
+            client, sentinels = _sentinel_clients(
                 parts.netloc, parts.path.strip("/") or "mymaster", options.timeout_s
             )
         else:
@@ -86,15 +86,15 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
 
 
 class RedisBackend(RemoteBackend):
-    """Chunks in Redis, at `lmc:<tenant>:<url key>`. What comes back is checked like everything that
-    enters the process.
+    """Chunks in Redis, at `lmc:<tenant>:<url key>`. Everything read is verified before it enters
+    the process.
 
-    A get or a put is one round trip, however many chunks: requests are sent without waiting for the
-    answers before them. Redis is asked for no more than about `AHEAD_BYTES` ahead of what has been
-    read, by the size of the last record, and two values are in this process at once.
+    A get or a put takes one round trip for any number of chunks: requests are pipelined. Redis is
+    asked for at most about `AHEAD_BYTES` ahead of what has been read, judging by the size of the
+    last record, and at most two values are in this process at a time.
 
     Args:
-        client: Without response decoding; closed with this tier.
+        client: Client without response decoding; closed with this tier.
         timeout_s: Deadline of a call.
         ttl_s: Expiry of a chunk from its last store, 0 for none.
         sentinels: Clients that find Redis for `client`; closed with this tier.
@@ -117,7 +117,7 @@ class RedisBackend(RemoteBackend):
         self._record_bytes = ASSUMED_RECORD_BYTES
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         async with self._mapped(self._timeout_s):
             for client in (self._client, *self._sentinels):
                 await client.aclose(close_connection_pool=True)
@@ -134,10 +134,10 @@ class RedisBackend(RemoteBackend):
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read chunks. A value that is a damaged record, or none, is deleted.
+        """Read chunks. A value that is a damaged record, or no record, is deleted.
 
-        A record is read once more before that: others share Redis, and it may be this host's memory
-        that is bad.
+        The record is read a second time before that: other hosts share Redis, and this host's
+        memory may be faulty.
         """
 
         async def read(results: list[Result | None]) -> None:
@@ -148,7 +148,7 @@ class RedisBackend(RemoteBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks. A value that Redis refuses (out of memory, read-only) is False."""
+        """Store chunks. A value that Redis refuses (out of memory, read-only) is False."""
         expiry = ("EX", self._ttl_s) if self._ttl_s else ()
         stored = [False] * len(chunks)
         await seal_all(chunks)
@@ -176,7 +176,7 @@ class RedisBackend(RemoteBackend):
 
     @override
     async def clear(self, tenant: str | None = None) -> int:
-        """Forget everything. Walks the whole key space; each step has the deadline of a call."""
+        """Remove everything. Walks the whole key space; each step has the deadline of a call."""
         pattern = f"{KEY_PREFIX}:*" if tenant is None else f"{KEY_PREFIX}:{tenant}:*"
         num_removed = 0
         cursor = -1
@@ -224,13 +224,13 @@ class RedisBackend(RemoteBackend):
         async def judge(at: int, value: Any) -> None:
             i = again[at]
             if not isinstance(value, bytes):
-                return  # deleted or replaced by another
+                return  # deleted or replaced by another process
             if await asyncio.to_thread(
                 lambda: payload_digest(value) == suspected[i] and is_damaged(value, keys[i])
             ):
                 damaged.append(_name(keys[i]))
             else:
-                logger.warning("value read in two ways, left: key=%s", _name(keys[i]))
+                logger.warning("two reads of a value differ, keeping it: key=%s", _name(keys[i]))
                 results[i] = Miss(MissReason.UNAVAILABLE)
 
         if again:
@@ -241,7 +241,7 @@ class RedisBackend(RemoteBackend):
             await self._client.unlink(*damaged)
 
     async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the answers to commands that travel together."""
+        """Return the replies to pipelined commands."""
         answers: list[Any] = []
         for begin in range(0, len(commands), BATCH_KEYS):
             pipeline = self._client.pipeline(transaction=False)
@@ -252,8 +252,8 @@ class RedisBackend(RemoteBackend):
 
 
 def _connection_options(timeout_s: float) -> dict[str, Any]:
-    """No socket timeout: with one, the client waits by `asyncio.wait_for`, which in Python 3.11 can
-    swallow a cancellation.
+    """Omit the socket timeout: with one, the client waits by `asyncio.wait_for`, which in Python
+    3.11 can swallow a cancellation.
 
     Calls have a deadline of their own.
     """
@@ -266,7 +266,7 @@ def _connection_options(timeout_s: float) -> dict[str, Any]:
     }
 
 
-def _behind_sentinel(
+def _sentinel_clients(
     netloc: str, service: str, timeout_s: float
 ) -> tuple[redis.Redis, list[redis.Redis]]:
     credentials, _, hosts = netloc.rpartition("@")
@@ -297,7 +297,7 @@ def _name(key: ChunkKey) -> str:
 
 
 def _is_of_another_version(record: bytes) -> bool:
-    """Return whether a refused record is of a later version, whose readers can still use it."""
+    """Return whether a refused record is of a later version, which other readers can still use."""
     try:
         decode_head(record[: decode_prefix(record[:PREFIX_BYTES]).head_bytes])
     except RecordError as exc:
@@ -306,10 +306,10 @@ def _is_of_another_version(record: bytes) -> bool:
 
 
 MAX_AHEAD = 256
-"""Requests without an answer, at most."""
+"""Largest number of requests without a reply."""
 SLICE_BYTES = 1 << 20
-"""Bytes that are copied and handed to the event loop at once: large enough, and still in the
-processor's cache when it is sent.
+"""Bytes copied and passed to the event loop together: large enough, yet still in the processor's
+cache when sent.
 """
 
 Request = Sequence[bytes | memoryview]
@@ -322,18 +322,19 @@ async def exchange(
     num_ahead: Callable[[], int],
     on_answer: OnAnswer,
 ) -> None:
-    """Send requests over one connection and hand each answer over as it comes: one round trip
-    altogether, and no more answers in memory than the one being read and the one being handled.
+    """Send requests over one connection and pass on each reply as it arrives: one round trip in
+    total, with at most two replies in memory, one being read and one being handled.
 
-    A connection that was lost before anything was answered is replaced once; requests are therefore
-    such as may be sent twice.
+    A connection that is lost before the first reply is replaced once, so requests must be safe to
+    send twice.
 
     Args:
-        client: Whose connections are used.
-        requests: Encoded.
-        num_ahead: How many may be without an answer, asked again and again; 1 to `MAX_AHEAD` are.
-        on_answer: Given the number of the request and its answer, a `ResponseError` where Redis
-            refuses; never called for two at once.
+        client: Client whose connections are used.
+        requests: Encoded requests.
+        num_ahead: Returns how many may be without a reply; queried repeatedly, clamped to
+        1..`MAX_AHEAD`.
+        on_answer: Called with the number of the request and its reply, a `ResponseError` if Redis
+            refuses; never concurrently.
 
     Raises:
         RedisError: The connection failed.
@@ -364,15 +365,15 @@ async def exchange(
         finally:
             try:
                 await answers.close()
-            finally:  # also when a second deadline passes meanwhile: the pool has few connections
+            finally:  # even if a second deadline passes here: the pool has few connections
                 if answers.num_taken < len(requests):
-                    # What else comes on it would answer a later question.
+                    # Later replies on it would be taken for those of another request.
                     await connection.disconnect(nowait=True)
                 await pool.release(connection)
 
 
 class _Answers:
-    """Handle one answer while the next one is being read."""
+    """Handles one reply while the next one is being read."""
 
     def __init__(self, on_answer: OnAnswer) -> None:
         self._on_answer = on_answer
@@ -398,7 +399,7 @@ class _Answers:
 
 
 def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request:
-    """Return a command in Redis' protocol; a sequence of buffers is one word, and none of them is
+    """Return a command in the Redis protocol; a sequence of buffers is one word, and is not
     copied.
     """
     request: list[bytes | memoryview] = [b"*%d\r\n" % len(words)]
@@ -415,10 +416,10 @@ def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request
 
 
 def _slices(request: Request) -> Iterator[bytes]:
-    """Yield the bytes of a request: small parts put together, large ones cut into slices.
+    """Yield the bytes of a request: small parts joined, large ones sliced.
 
-    Copies, the only ones that we make: the event loop may hold on to what it sends when the caller
-    has given the memory back.
+    These are copies, the only ones made: the event loop may hold on to what it sends after the
+    caller has released the memory.
     """
     small = bytearray()
     for part in request:
@@ -436,10 +437,10 @@ def _slices(request: Request) -> Iterator[bytes]:
 
 
 class SteadySentinels(Sentinel):
-    """redis-py's sentinels, of which none gets lost.
+    """redis-py's sentinels, without losing any.
 
-    redis-py moves the sentinel that answered to the front of its list. Two calls at once may then
-    write one sentinel twice and another not at all: it is asked no more, and never closed. Here
+    redis-py moves the sentinel that answered to the front of its list. Two concurrent calls may
+    then list one sentinel twice and drop another, which is never asked again and never closed. Here
     each call has a list of its own.
     """
 

@@ -19,8 +19,8 @@ from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.sealing import seal_all
 
 MAX_FURTHER_CHOICES = 3
-"""Servers other than its home that are asked for a chunk: those where it would be if its home did
-not exist, or had not existed.
+"""Servers other than its home that are asked for a chunk: the ones that would be its home if the
+home did not exist, or had not existed.
 """
 LOCATE_TIMEOUT_S = 0.25
 
@@ -37,17 +37,17 @@ _IS_SILENCE = frozenset({MissReason.UNAVAILABLE, MissReason.DEADLINE})
 
 
 class ReplicatedBackend(RemoteBackend):
-    """Chunks in servers that speak lm://. A chunk is put at its home; what is not there is looked
-    for at its next choices.
+    """Chunks in servers that speak lm://. A chunk is put at its home; one that is not there is
+    looked for at its next choices.
 
     A server that does not answer is left alone for a while, and its chunks belong to their next
-    choice meanwhile.
+    choices until then.
 
     Args:
         members: The servers; opened and closed with this tier.
         timeout_s: Deadline of a call.
-        locate: Asked about what is not at home; without it, and where it does not know, the next
-            choices are.
+        locate: Finds chunks that are not at home; without it, or where it does not know, the next
+            choices are asked.
     """
 
     def __init__(self, members: Members, timeout_s: float, locate: Locate | None = None) -> None:
@@ -59,11 +59,11 @@ class ReplicatedBackend(RemoteBackend):
         self._num_found_elsewhere = 0
 
     async def open(self) -> None:
-        """Find the servers; those that are not there now are found later."""
+        """Find the servers; those that are unavailable now are found later."""
         await self._members.open()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self._members.close()
 
     @override
@@ -109,7 +109,7 @@ class ReplicatedBackend(RemoteBackend):
         try:
             places = self._seen.places(keys, servers)
             answers = await fetch(places)
-            if len(places) == len(servers):  # else others may have what those hold that are silent
+            if len(places) == len(servers):  # else a silent server may have them
                 answers.require_one()
             missing = [
                 i
@@ -135,8 +135,8 @@ class ReplicatedBackend(RemoteBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Keep chunks. What its home does not take, since it is full, ends or is away, goes to
-        the second choice.
+        """Store chunks. Chunks that their home does not accept, because it is full, shutting down
+        or unreachable, go to the second choice.
         """
         await seal_all(chunks)
         servers = self._servers()
@@ -162,7 +162,7 @@ class ReplicatedBackend(RemoteBackend):
 
     @override
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks. All servers forget them: a chunk may be at more than one."""
+        """Remove chunks from all servers: a chunk may be at more than one."""
         servers = self._servers()
         there = await whereabouts(
             servers, keys, dict.fromkeys(servers, range(len(keys))), self._timeout_s
@@ -191,7 +191,7 @@ class ReplicatedBackend(RemoteBackend):
         }
 
     def _servers(self) -> Servers:
-        """Return those that are asked now; all of them, if none has answered lately."""
+        """Return the servers to ask now; all of them if none has answered recently."""
         known = self._members.by_name()
         if not known:
             raise UnavailableError("no server of this remote tier has been reached yet")
@@ -200,7 +200,7 @@ class ReplicatedBackend(RemoteBackend):
     async def _put(
         self, chunks: Sequence[Chunk], places: Places, servers: Servers, stored: list[bool]
     ) -> Answers[list[bool]]:
-        """Put chunks there, and note in `stored` what is."""
+        """Put chunks at these servers, and record in `stored` which were stored."""
         puts = {
             name: servers[name].client.put([chunks[i] for i in at], self._timeout_s)
             for name, at in places.items()
@@ -219,8 +219,8 @@ class ReplicatedBackend(RemoteBackend):
         servers: Servers,
         timeout_s: float,
     ) -> dict[int, str]:
-        """Return who else holds these chunks: as `locate` knows, or else by asking their next
-        choices, all at once.
+        """Return which other servers hold these chunks: as `locate` reports, or else by asking
+        their next choices concurrently.
         """
         if not missing or len(servers) == 1 or timeout_s <= 0:
             return {}
@@ -259,12 +259,12 @@ class ReplicatedBackend(RemoteBackend):
 
 
 MAX_REMEMBERED = 65536
-"""Chunks that were found elsewhere than at home, whose place is remembered."""
+"""Chunks found away from home whose places are remembered."""
 
 T = TypeVar("T")
 Servers = Mapping[str, Member]
 Places = Mapping[str, Sequence[int]]
-"""The chunks that concern each server: their numbers by its name."""
+"""The chunks of each server: their indices by the server's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,22 +273,22 @@ class Answers(Generic[T]):
 
     Attributes:
         by_name: Answers, by server.
-        failure: Why a server did not answer, if one did not.
+        failure: Why a server did not answer; None if all did.
     """
 
     by_name: Mapping[str, T]
     failure: UnavailableError | None
 
     def require_one(self) -> Mapping[str, T]:
-        """Return the answers. Raises `UnavailableError` if none of those asked has answered."""
+        """Return the answers. Raises `UnavailableError` if no server has answered."""
         if self.failure is not None and not self.by_name:
             raise self.failure
         return self.by_name
 
 
 async def ask(servers: Servers, questions: Mapping[str, Awaitable[T]]) -> Answers[T]:
-    """Ask several servers side by side. Those that do not answer, or refuse, are left alone for
-    a while.
+    """Ask several servers concurrently. Those that do not answer, or refuse, are left alone for a
+    while.
     """
     tasks = {name: asyncio.ensure_future(question) for name, question in questions.items()}
     try:
@@ -312,7 +312,7 @@ async def ask(servers: Servers, questions: Mapping[str, Awaitable[T]]) -> Answer
 async def whereabouts(
     servers: Servers, keys: Sequence[ChunkKey], places: Places, timeout_s: float
 ) -> Answers[Sequence[int]]:
-    """Return which chunks are where they are asked for: their numbers, by server."""
+    """Return which chunks are found where they were asked for: their indices, by server."""
     questions = {
         name: servers[name].client.contains([keys[i] for i in at], timeout_s)
         for name, at in places.items()
@@ -326,7 +326,7 @@ async def whereabouts(
 
 
 def best_places(keys: Sequence[ChunkKey], found: Mapping[str, Sequence[int]]) -> dict[int, str]:
-    """Return, for each chunk that some server has, the server that suits it best."""
+    """Return, for each chunk that some server has, the server with the best score."""
     holders: dict[int, list[str]] = {}
     for name, at in found.items():
         for i in at:
@@ -335,13 +335,13 @@ def best_places(keys: Sequence[ChunkKey], found: Mapping[str, Sequence[int]]) ->
 
 
 class Remembered:
-    """Remembers where chunks were seen that are not at home."""
+    """Remembers where chunks were seen away from home."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[ChunkKey, str] = OrderedDict()
 
     def note(self, key: ChunkKey, name: str, servers: Servers) -> None:
-        """Note that a chunk was found there."""
+        """Record that a chunk was found at a server."""
         if name == home(list(servers), key.key.chunk_id()):
             self._places.pop(key, None)
             return
@@ -351,12 +351,12 @@ class Remembered:
             self._places.popitem(last=False)
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget the places of chunks that are gone, or elsewhere now."""
+        """Forget the places of chunks that are gone or have moved."""
         for key in keys:
             self._places.pop(key, None)
 
     def places(self, keys: Sequence[ChunkKey], servers: Servers) -> dict[str, list[int]]:
-        """Return where each chunk is asked for first: where it was seen, or at home."""
+        """Return where to ask first for each chunk: where it was seen, or at home."""
         names = list(servers)
         found: dict[str, list[int]] = {}
         for i, key in enumerate(keys):
@@ -373,7 +373,7 @@ class Remembered:
 def homes(
     keys: Sequence[ChunkKey], which: Iterable[int], names: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Return the chunks with these numbers, by their homes among these servers."""
+    """Return the chunks with these indices, by their homes among these servers."""
     found: dict[str, list[int]] = {}
     for i in which:
         found.setdefault(home(names, keys[i].key.chunk_id()), []).append(i)
