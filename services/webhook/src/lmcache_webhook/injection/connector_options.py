@@ -71,7 +71,7 @@ def check_options(container: Container, extra: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LMCacheConnector:
+class ReplaceableConnector:
     """LMCache's connector, as words of a container's command line ask for it.
 
     Attributes:
@@ -107,7 +107,7 @@ class CarriedOver:
     left_out: tuple[str, ...]
 
 
-def find_lmcache(container: Container) -> LMCacheConnector | None:
+def find_lmcache(container: Container) -> ReplaceableConnector | None:
     """Return LMCache's connector where words of the command line name it in JSON; None where they
     name another one or none, and where it stands in a script or variable.
     """
@@ -130,14 +130,14 @@ def find_lmcache(container: Container) -> LMCacheConnector | None:
             return None
         name = config.get("kv_connector") if isinstance(config, dict) else None
         return (
-            LMCacheConnector(name, tuple(places), config, len(value))
+            ReplaceableConnector(name, tuple(places), config, len(value))
             if name in CONNECTORS
             else None
         )
     return None
 
 
-def carry_over(container: Container, connector: LMCacheConnector) -> CarriedOver:
+def carry_over(container: Container, connector: ReplaceableConnector) -> CarriedOver:
     """Return what LMCache's options in the command line and the variables become.
 
     Raises:
@@ -198,7 +198,7 @@ def carry_over(container: Container, connector: LMCacheConnector) -> CarriedOver
     )
 
 
-def _irreplaceable(connector: LMCacheConnector, why: str) -> DeclinedError:
+def _irreplaceable(connector: ReplaceableConnector, why: str) -> DeclinedError:
     return DeclinedError(f"{connector.name} cannot be replaced: {why}")
 
 

@@ -21,7 +21,7 @@ from lmcache_webhook.injection.command_line import (
 )
 from lmcache_webhook.injection.connector_options import (
     CarriedOver,
-    LMCacheConnector,
+    ReplaceableConnector,
     carry_over,
     check_options,
     find_lmcache,
@@ -167,7 +167,7 @@ def _without(
     patch: Patch,
     at: tuple[str | int, ...],
     engine: Container,
-    theirs: LMCacheConnector,
+    theirs: ReplaceableConnector,
     carried: CarriedOver,
 ) -> Container:
     """Remove LMCache's connector and the variables that describe its tiers from a container, in the
