@@ -1,4 +1,4 @@
-"""Names that are imported on first use, and what to install where a package for them is missing."""
+"""Names that are imported on first use, and what to install if a package for them is missing."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def install_line(extra: str) -> str:
 
 @contextmanager
 def needs_extra(extra: str | None = None) -> Iterator[None]:
-    """Say what to install where an import in the block misses a package that an extra brings.
+    """Tell what to install if an import in the block fails for a package that an extra contains.
 
     Args:
-        extra: The one to name; by default that of the missing package.
+        extra: The extra to name; by default that of the missing package.
 
     Raises:
         ModuleNotFoundError: A package is missing.

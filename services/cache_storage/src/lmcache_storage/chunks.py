@@ -113,8 +113,8 @@ router = APIRouter(prefix="/v1", tags=["chunks"], route_class=GuardedRoute)
     response_class=Response,
     openapi_extra={"requestBody": {"required": True, **RECORD_CONTENT}},
     responses={
-        201: {"description": "Kept"},
-        204: {"description": "It was here already"},
+        201: {"description": "Stored"},
+        204: {"description": "Already stored"},
         **failures(400, 408, 413, 503, 507),
     },
 )

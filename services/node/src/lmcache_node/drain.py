@@ -93,15 +93,15 @@ class NodeDrain:
     the next call tries again.
 
     Args:
-        timeout_s: Longest time that it takes.
-        stack: Whose writes are finished.
-        handover: What comes after the writes.
-        on_begin: Called when the node begins to take nothing new.
-        on_cancel: Called when it takes new chunks again.
+        timeout_s: Longest duration.
+        stack: The tiers whose writes are finished.
+        handover: Runs after the writes.
+        on_begin: Called when the node stops accepting new chunks.
+        on_cancel: Called when it accepts new chunks again.
 
     Attributes:
-        progress: Of the current or the last drain.
-        is_last: Whether the process ends after it: it cannot be cancelled then.
+        progress: Progress of the current or the last drain.
+        is_last: Whether the process ends after it, so that it cannot be cancelled.
     """
 
     def __init__(

@@ -194,7 +194,7 @@ class Node(ABC, Generic[S]):
         self.tasks.repeat("pins", self.pins.expire, PIN_CHECK_S)
 
     def make_drain(self, handover: ChunkHandover) -> None:
-        """Prepare the drain; from its beginning nothing new is taken, pinned or sent here."""
+        """Prepare the drain; once it begins, nothing new is accepted, pinned or sent here."""
         self.drain = NodeDrain(
             self.settings.drain_timeout_s, self.stack, handover, self._leave, self._come_back
         )
@@ -208,7 +208,7 @@ class Node(ABC, Generic[S]):
             grace_s: How long requests in flight may continue at shutdown.
 
         Raises:
-            ConfigError: The address is taken, or not this machine's.
+            ConfigError: The address is taken, or belongs to another machine.
         """
         settings = self.settings
         self.lm_server = server

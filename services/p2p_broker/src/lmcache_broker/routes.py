@@ -199,7 +199,7 @@ async def assign_transfers(request: Request, principal: ClientPrincipal, parts: 
     "/transfers:renew", summary="Renew pulls", **bodies.route(PULLS, RenewResponse)
 )
 async def renew_transfers(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
-    """For another ticket's life. Unknown pulls are left out: request them again."""
+    """Extends pulls by another ticket's lifetime. Unknown pulls are omitted: request them again."""
     body = await PULLS.read(request)
     renewed = await parts.scheduler.renew(principal, body.requester, body.pulls)
     return json_answer(RenewResponse(tuple(renewed)))
@@ -207,7 +207,7 @@ async def renew_transfers(request: Request, principal: ClientPrincipal, parts: P
 
 @transfers_router.post("/transfers:done", summary="End pulls", **bodies.route(PULLS, EndedPulls))
 async def end_transfers(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
-    """Frees their places before the tickets expire. Unknown pulls are ignored."""
+    """Frees their slots before the tickets expire. Unknown pulls are ignored."""
     body = await PULLS.read(request)
     return json_answer(EndedPulls(await parts.scheduler.end(principal, body.requester, body.pulls)))
 

@@ -78,8 +78,8 @@ class RoleRequired:
 
 
 class GuardedRoute(APIRoute):
-    """A route whose caller is let in before anything of its request is read: who is not, does not
-    learn what a good request would be. Query parameters that it does not know are refused.
+    """A route that admits its caller before anything of the request is read, so that others do not
+    learn what a valid request would be. Unknown query parameters are refused.
 
     FastAPI parses a body before it evaluates dependencies. A route whose endpoint and router
     require no role is refused when it is created, so that none can forget it; `create_service_app`

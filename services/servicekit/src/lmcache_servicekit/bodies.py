@@ -193,8 +193,8 @@ class BodyTypes:
         Args:
             body: What it reads, if it reads a body.
             answer: What it writes as JSON; None for an empty answer, which is not documented here.
-            packed: What it writes as MessagePack where that differs.
-            failing: As of `failures`.
+            packed: What it writes as MessagePack, if that differs.
+            failing: As for `failures`.
         """
         options: dict[str, Any] = {
             "response_class": Response,

@@ -12,7 +12,7 @@ from lmcache_core.errors import ConfigError, UnavailableError
 
 @contextmanager
 def naming_listener(host_option: str, host: str, port_option: str, port: int) -> Iterator[None]:
-    """Turn a failure to listen inside the block into a `ConfigError` that names the options."""
+    """Convert a failure to listen inside the block into a `ConfigError` that names the options."""
     try:
         yield
     except (OSError, UnavailableError) as exc:

@@ -25,8 +25,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 _HTTP_SERVER: Final = "uvicorn.error"
-# Two log one line a request, with its URL, at INFO; the HTTP server its start and end, which the
-# service's own lines tell.
+# Two of these log one line per request, with its URL, at INFO; the HTTP server logs its start and
+# end, as the service's own lines do.
 _CHATTY: Final = ("httpx", "httpcore", "asyncio", _HTTP_SERVER)
 
 CALLER_WARNING_INTERVAL_S: Final = 60.0
@@ -134,7 +134,7 @@ class LogLevels(BaseModel):
 
 
 def create_log_router() -> APIRouter:
-    """Make the routes of `/v1/admin/log-level`. A change lasts until the process ends."""
+    """Create the routes of `/v1/admin/log-level`. A change lasts until the process ends."""
     router = APIRouter(prefix="/v1/admin", tags=["admin"], route_class=GuardedRoute)
 
     @router.get("/log-level", summary="Show log levels")
@@ -143,7 +143,7 @@ def create_log_router() -> APIRouter:
 
     @router.put("/log-level", summary="Change log levels", responses=failures(404))
     async def set_log_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
-        """Of the process or one logger; 404 for an unknown one."""
+        """Changes the level of the process or of one logger; 404 for an unknown one."""
         if request.logger == AUDIT_LOGGER:
             raise PermissionDeniedError("the audit log is written at any level")
         if request.logger is not None and request.logger not in logging.root.manager.loggerDict:

@@ -61,10 +61,10 @@ def run_service(
         workers: Number of processes that serve the port; more than one only if none keeps state.
 
     Returns:
-        The exit code: 0 after a graceful end; 2 for bad settings, also for a port that is taken
-        and for what only the lifespan finds wrong; 3 when the lifespan cannot start for another
-        reason. A second signal ends the process at once, with 128 and the signal's number: 143,
-        130.
+        The exit code: 0 after a graceful end; 2 for bad settings, including a port that is
+            taken and errors that only the lifespan can detect; 3 if the lifespan cannot start for
+            another reason. A second signal ends the process immediately, with 128 and the signal's
+            number: 143, 130.
     """
     options = _parse(name, settings_cls, argv)
     try:

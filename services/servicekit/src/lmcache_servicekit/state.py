@@ -29,11 +29,10 @@ class ServiceState:
         health: The checks of `/readyz`; a lifespan adds its own.
         registry: Registry of the service's metrics.
         ports: Ports besides the HTTP one that a lifespan opened, by name; written to the port file.
-        siblings: Where the metrics of all workers of the port are; None: there is only this
-            process.
-        tls: What REST and lm:// are encrypted with; None: they are not.
-        limiter: How much each tenant may ask; None: as much as it likes.
-        tracer: Traces requests while the app runs; None: they are not traced.
+        siblings: Metrics of all workers of the port; None: this is the only process.
+        tls: Encryption of REST and lm://; None: none.
+        limiter: Rate limit of each tenant; None: none.
+        tracer: Traces requests while the app runs; None: no tracing.
         before_stop: Awaited one after the other on SIGTERM, while requests are still answered; each
             bounds its own time and must not fail.
     """

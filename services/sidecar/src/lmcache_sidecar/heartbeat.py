@@ -44,10 +44,10 @@ def heartbeat_figures(
     `/metrics`.
 
     Args:
-        tiers: Of this sidecar.
-        counters: What its engines asked for and got.
-        exclusive_bytes: How much only this sidecar holds; None where that is not known.
-        chunk_tokens: Tokens for each chunk, by model.
+        tiers: Tiers of this sidecar.
+        counters: Counters of its engines' requests and results.
+        exclusive_bytes: Bytes that only this sidecar holds; None if unknown.
+        chunk_tokens: Tokens per chunk, by model.
     """
     values = counters.snapshot()
 

@@ -64,8 +64,8 @@ class SidecarNode(Node[SidecarSettings]):
         arena: The shared memory.
         socket_server: Serves the engines of the pod.
         descriptions: How the engines name KV.
-        lookups: What they have lately asked for.
-        holders: Tells who else has chunks; None without lookup.
+        lookups: Their recent lookups.
+        holders: Finds other holders of chunks; None without lookup.
     """
 
     arena_owner: ArenaOwner
@@ -174,7 +174,7 @@ class SidecarNode(Node[SidecarSettings]):
         wait for them.
 
         Raises:
-            ConfigError: It does not fit after `arena_wait_s`.
+            ConfigError: It still does not fit after `arena_wait_s`.
         """
         settings = self.settings
         size, mode = int(settings.arena_gb * BYTES_PER_GB), int(settings.arena_mode, 8)

@@ -48,10 +48,10 @@ def in_our_names(
         origin: Their source, for errors.
 
     Raises:
-        ConfigError: One is refused, as `translated` says. The text has a line for each.
+        ConfigError: An option is refused, see `translated`. The text has a line for each.
     """
     values, problems = translated(named, options, origin)
-    if problems:  # with those of our own names, so that one look at the file is enough
+    if problems:  # together with those of our own names, so that one look at the file suffices
         raise ConfigError("\n".join([*problems, *problems_of(values, options)]))
     return values
 
@@ -59,9 +59,9 @@ def in_our_names(
 def translated(
     named: Mapping[str, Any], options: Mapping[str, Option], origin: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the options under our names, and a line for each that is refused: a name is neither
-    ours nor LMCache's, a value of LMCache's asks for something that does not exist here, or two
-    names say different things. Values of our own names are not checked.
+    """Return the options under our names, and a line for each that is refused: a name is unknown,
+    a value of LMCache's requests something that does not exist here, or two names contradict each
+    other. Values of our own names are not checked.
     """
     values = {name: value for name, value in named.items() if name in options}
     if "local_disk" in values:

@@ -78,7 +78,7 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
         options: All options.
 
     Raises:
-        ConfigError: As of `named_in_file`, or the file says what `in_our_names` refuses.
+        ConfigError: As of `named_in_file`, or `in_our_names` refuses the content.
     """
     values = in_our_names(named_in_file(path, options), options, path)
     if values.get("local_disk") is not None:
@@ -87,15 +87,15 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def named_in_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    """Return what a YAML file sets, by our names and LMCache's; an empty text is none where an
-    option may be that.
+    """Return what a YAML file sets, by our names and LMCache's; an empty text is None for an
+    option that may be None.
 
     Args:
         path: The file, at most `MAX_FILE_BYTES` long.
         options: All options.
 
     Raises:
-        ConfigError: The file cannot be read, is no mapping, or names something twice. The text
+        ConfigError: The file cannot be read, is not a mapping, or names something twice. The text
             shows none of the file's contents.
     """
     try:

@@ -174,12 +174,12 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
         loaded_bytes: Their bytes, by tier.
         missed_chunks: Chunks that engines did not get, by reason.
         stored_chunks: Chunks that engines stored.
-        stored_bytes: Bytes of these.
-        pulled_bytes: Bytes that came from peers, by the peer's id.
-        tiers: How full its own tiers are.
-        sole_bytes: Bytes of chunks without another holder, as far as the instance knows; null
-            where it does not.
-        models: What it saved, by model.
+        stored_bytes: Their bytes.
+        pulled_bytes: Bytes pulled from peers, by the peer's id.
+        tiers: Fill levels of its own tiers.
+        sole_bytes: Bytes of chunks without another holder, as far as the instance knows; null if it
+            does not know.
+        models: Its savings, by model.
     """
 
     requested_chunks: BoundedCount = 0

@@ -158,7 +158,7 @@ class HotChunks:
         return [order for until_s, order in taken if now_s < until_s]
 
     def hottest(self, tenant: str, max_prefixes: int, now_s: float) -> list[HotPrefix]:
-        """Return what the tenant's peers pulled most within the last minute or so: chunks of one
+        """Return what the tenant's peers pulled most within about the last minute. Chunks of one
         prompt count once.
         """
         since_s = now_s - WINDOW_S

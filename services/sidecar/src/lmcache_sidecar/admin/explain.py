@@ -30,7 +30,7 @@ from lmcache_sidecar.recent_lookups import MAX_CHUNKS, RecentLookup
 from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 
 MAX_QUESTIONS = 64
-"""To lookup, for the chunks of one rank and group."""
+"""Questions to lookup for the chunks of one rank and group."""
 TIER_OF = {
     StagedFrom.HOT: HOT_TIER,
     StagedFrom.DISK: DISK_TIER,
@@ -94,7 +94,7 @@ class StateView(BaseModel):
         description="Fastest tier first; tiers without the chunk are omitted"
     )
     missing: str | None = Field(description="Why no tier is known to have it")
-    is_pinned: bool = Field(description="By `POST /v1/admin/pin`")
+    is_pinned: bool = Field(description="Pinned by `POST /v1/admin/pin`")
 
 
 class ChunkView(BaseModel):

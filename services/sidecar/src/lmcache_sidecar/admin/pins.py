@@ -1,4 +1,4 @@
-"""`/v1/admin/pin`, `/v1/admin/unpin`, `/v1/admin/pins`: chunks that an operator keeps hot."""
+"""`/v1/admin/pin`, `/v1/admin/unpin`, `/v1/admin/pins`: chunks pinned by an operator."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def pin_chunks(sidecar: RunningSidecar, request: PinHashesRequest) -> PinH
 async def unpin_chunks(
     sidecar: RunningSidecar, request: UnpinHashesRequest | None = None
 ) -> UnpinAnswer:
-    """All of them without a body."""
+    """Unpin the given chunks; without a body, all of them."""
     chunk_hashes = (
         None if request is None or request.chunk_hashes is None else frozenset(request.chunk_hashes)
     )
@@ -117,7 +117,7 @@ async def unpin_chunks(
 
 @router.get("/pins", summary="List pins")
 async def list_pins(sidecar: RunningSidecar) -> PinnedHashes:
-    """With their remaining time."""
+    """List pinned chunks with their remaining time."""
     return PinnedHashes(
         pins=[
             PinnedHash(

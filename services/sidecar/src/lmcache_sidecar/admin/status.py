@@ -71,8 +71,8 @@ class Status(BaseModel):
     )
     pending_bytes: int = Field(description="Bytes waiting to be written to slower tiers")
     reserved_bytes: int = Field(description="Arena memory that engines are filling")
-    held_bytes: int = Field(description="Arena memory that is kept for engines: pinned or staged")
-    pinned_bytes: int = Field(description="Arena memory that operators keep (`POST /v1/admin/pin`)")
+    held_bytes: int = Field(description="Arena memory held for engines: pinned or staged")
+    pinned_bytes: int = Field(description="Arena memory pinned by operators (`POST /v1/admin/pin`)")
 
 
 class Description(BaseModel):

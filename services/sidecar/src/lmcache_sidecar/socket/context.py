@@ -53,12 +53,13 @@ class SessionContext:
         request_ids: Generates ids for requests that came without one.
         large_requests: Bounds the memory of large requests, from their first byte until they are
             answered.
-        log: For lines that clients can cause as often as they like.
-        is_draining: Whether no client can store any more.
-        lookups: What engines have lately asked for.
-        staged: What tickets of all clients may hold together.
-        pinned: What pins of all clients may hold together; a chunk that several pin counts once.
-        max_reserved_bytes: What reservations of all clients may hold together.
+        log: Logs what clients can cause arbitrarily often.
+        is_draining: Whether stores from clients are refused.
+        lookups: Engines' recent lookups.
+        staged: Limit on what tickets of all clients hold together.
+        pinned: Limit on what pins of all clients hold together; a chunk pinned several times counts
+            once.
+        max_reserved_bytes: Limit on what reservations of all clients hold together.
         reserved_bytes: What they hold.
     """
 

@@ -3,7 +3,7 @@
     with open(model) as cache:  # also lmcache_core.open
         answer = cache.generate(input_ids, max_new_tokens=64)
 
-`CachedCausalLM` takes an engine that was made otherwise.
+`CachedCausalLM` takes an existing engine.
 """
 
 from lmcache_core.extras import needs_extra

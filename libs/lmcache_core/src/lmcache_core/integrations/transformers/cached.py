@@ -36,7 +36,7 @@ class Generation:
 
 
 class CachedCausalLM:
-    """A causal LM in front of a cache engine; a context manager that closes what it owns.
+    """A causal LM with a cache engine; a context manager that closes what it owns.
 
     Args:
         model: A model in eval mode; not changed.
@@ -66,7 +66,7 @@ class CachedCausalLM:
             self._blender = PromptBlender(model, engine, separator)
 
     def close(self) -> None:
-        """End what blending needs, and close the engine if it is owned. Idempotent."""
+        """Release what blending needs, and close the engine if it is owned. Idempotent."""
         try:
             if self._blender is not None:
                 self._blender.close()
@@ -91,8 +91,8 @@ class CachedCausalLM:
         return "enable_blending is off" if self._blender is None else self._blender.reason_against
 
     def keep_document(self, document: torch.Tensor | Sequence[Any]) -> None:
-        """Store the KV of a document for prompts that have it anywhere. It is computed by itself,
-        or known; never blended.
+        """Store the KV of a document for prompts that contain it anywhere. It is computed alone or
+        already known, never blended.
 
         Args:
             document: Token ids with the separator at the end, in a form that `generate` takes.
@@ -120,7 +120,7 @@ class CachedCausalLM:
         Args:
             input_ids: One prompt of at least one token, as a tokenizer returns it: a tensor on any
                 device or a list, `[num_tokens]` or `[1, num_tokens]`.
-            max_new_tokens: How many tokens to generate at most, at least 1.
+            max_new_tokens: Largest number of tokens to generate, at least 1.
             eos_token_id: Token, or tokens, that end the generation; by default those of the model's
                 generation config. An empty sequence: none.
 

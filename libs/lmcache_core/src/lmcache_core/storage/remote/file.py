@@ -62,7 +62,7 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
     parts = urlsplit(url)
     try:
         path = directory_of_url(url)
-    except UnicodeEncodeError:  # its text would repeat the URL
+    except UnicodeEncodeError:  # its message would repeat the URL
         raise ConfigError("remote_url: no directory has such a name") from None
     if parts.netloc or not path.strip("/") or "\0" in path or parts.query or parts.fragment:
         raise ConfigError(
