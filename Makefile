@@ -144,11 +144,10 @@ docs: $(DOCS_HOME)/.ready
 	@git ls-files -co --exclude-standard '*.md' docs ':!tests' ':!.github' | tar -cf - -T - | tar -xf - -C build/pages
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_HOME)/bin/mkdocs build --strict
 
-# Not listed: what a release publishes: a wheel of each package in dist/, with the licence, which is a file of the root
-PACKAGE_FOLDERS = $(dir $(filter %/pyproject.toml,$(MANIFESTS)))
+# Not listed: what a release publishes: a wheel of each package in dist/
 wheels: $(VENV)/bin/python
-	@rm -rf dist; trap 'rm -f $(addsuffix LICENSE,$(PACKAGE_FOLDERS))' EXIT; for folder in $(PACKAGE_FOLDERS); do cp LICENSE $$folder; done; $(BIN)/python -m pip wheel $(PIP_OPTIONS) --no-deps -w dist $(PACKAGE_FOLDERS)
-	@for wheel in dist/*.whl; do $(BIN)/python -m zipfile -l $$wheel | grep licenses/LICENSE > /dev/null || { echo "$$wheel has no licence" >&2; exit 1; }; done
+	@rm -rf dist
+	@$(BIN)/python -m pip wheel $(PIP_OPTIONS) --no-deps -w dist $(dir $(filter %/pyproject.toml,$(MANIFESTS)))
 
 # Not listed: docs/api from the services' OpenAPI documents, which a test compares
 api-docs: $(VENV)/.tools
