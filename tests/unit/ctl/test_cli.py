@@ -177,7 +177,7 @@ def test_the_command_is_installed() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("lmcachectl d", {"drain", "doctor"}),
+        ("lmcachectl d", {"dashboard", "doctor", "drain"}),
         ("lmcachectl lookup ", {"status", "tenants", "prefix", "locations", "route"}),
         ("lmcachectl status --out", {"--output"}),
     ],
