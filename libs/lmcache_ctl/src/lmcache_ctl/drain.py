@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -123,12 +123,9 @@ def undrain(
     """
     wanted = [parse_target(text, list(PATHS)) for text in targets]
 
-    async def tell(caller: Caller) -> Any:
-        return await caller.ask("POST", UNDRAIN_PATH)
-
     async def work(asker: Asker) -> list[TargetResult]:
         chosen = await named(asker, services, wanted)
-        return results_of(chosen, await asker.each(chosen, tell))
+        return results_of(chosen, await asker.each(chosen, _undrained))
 
     with reach.services(*dict.fromkeys(target.kind for target in wanted)) as services:
         found = asyncio.run(work(Asker(reach.settings)))
@@ -138,8 +135,20 @@ def undrain(
 
 
 def _print_undrained(found: Sequence[TargetResult]) -> None:
-    rows = [(str(one.kind), one.name, one.problem or "takes chunks") for one in found]
+    rows = [(str(one.kind), one.name, one.problem or _takes(one.result)) for one in found]
     print_table("", Columns(("service", "name", "state"), left=3, prose=True), rows)
+
+
+async def _undrained(caller: Caller) -> dict[str, Any]:
+    before = await caller.ask("GET", PATHS[caller.service.kind][1])
+    after = await caller.ask("POST", UNDRAIN_PATH)
+    if after["draining"]:
+        raise CtlError("another drain has begun: see lmcachectl status")
+    return {**after, "was_draining": before["draining"]}
+
+
+def _takes(result: Mapping[str, Any]) -> str:
+    return "takes chunks" if result["was_draining"] else "was not draining"
 
 
 def _is_complete(one: DrainOutcome) -> bool:
