@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from lmcache_ctl import drain
-from lmcache_ctl.asking import Caller
+from lmcache_ctl.asking import Asker, Caller
 from lmcache_ctl.services import Endpoint, Kind
 
 STORAGE = Endpoint(Kind.STORAGE, "storage-0", "http://storage-0")
@@ -31,6 +31,18 @@ class Scripted:
 
     async def ask(self, _method: str, _path: str) -> Any:
         return next(self._answers)
+
+
+@pytest.mark.parametrize(
+    ("last", "problem"), [("done", ""), ("serving", "the drain was cancelled")]
+)
+def test_a_watched_drain_ends_when_it_is_done_or_cancelled(
+    last: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    asker = cast(Asker, Scripted(progress("writing"), progress("handing_over"), progress(last)))
+    outcome = asyncio.run(drain._drained(asker, STORAGE, 60.0, lambda *_: None))
+    assert (outcome.drain is not None and outcome.drain.state, outcome.problem) == (last, problem)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ POLL_S: Final = 0.25
 MAX_UNANSWERED: Final = 3
 """In a row, after which the service counts as ended."""
 DONE: Final = "done"
+CANCELLED: Final = "the drain was cancelled"
 PATHS: Final = {
     Kind.SIDECAR: ("/v1/admin/drain?wait=false", "/v1/status"),
     Kind.STORAGE: ("/v1/admin/drain?wait=false", "/v1/stats"),
@@ -205,7 +206,8 @@ async def _drained(
         outcome = DrainOutcome(PEER, peer)
     name = f"{outcome.kind} {outcome.name}"
 
-    async def ask(method: str, path: str) -> None:
+    async def ask(method: str, path: str) -> bool:
+        """Update the outcome; return whether it drains."""
         nonlocal outcome
         answer: Any = await asker.one(service, lambda caller: caller.ask(method, path))
         now = msgspec.convert(answer.get("drain"), DrainStatus | None)
@@ -214,6 +216,7 @@ async def _drained(
             note = f"{done}/{now.total} {now.state}"
             tell(name, done if now.total else 1, max(now.total, 1), note, f"{name}: {now}")
         outcome = msgspec.structs.replace(outcome, drain=now)
+        return bool(answer.get("draining"))
 
     async def watch() -> str:
         """Return the problem that ended it, "" where it is done."""
@@ -221,7 +224,8 @@ async def _drained(
         while outcome.drain is None or outcome.drain.state != DONE:
             await asyncio.sleep(POLL_S)
             try:
-                await ask("GET", look)
+                if not await ask("GET", look):
+                    return CANCELLED
                 num_unanswered = 0
             except CtlError as exc:
                 num_unanswered += 1
