@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def test_chunks_count_in_the_farthest_tier_of_their_groups(sidecar: RunningSocke
     recent(sidecar).note("r", [CHAIN, CHAIN], Staged(True, (b"\1\1\2\0", b"\1\4\1\1")))
     [found] = recent(sidecar).matching("r")
     assert found.found == {StagedFrom.HOT: 1, StagedFrom.DISK: 1, StagedFrom.REMOTE: 1}
+
+
+def test_a_lookup_is_forgotten_after_an_hour(
+    sidecar: RunningSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for name, age_s in (("old", 3601), ("recent", 3599)):
+        monkeypatch.setattr(time, "time", lambda age_s=age_s: now - age_s)
+        recent(sidecar).note(name, [CHAIN], Staged(True, (b"\0\0\0\0",)))
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert [one.request_id for one in recent(sidecar).matching("")] == ["recent"]
 
 
 def test_memory_is_bounded(

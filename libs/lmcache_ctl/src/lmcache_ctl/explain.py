@@ -186,8 +186,8 @@ def _remembered(
         f"{service.name}: {answer}" for service, answer in answers if isinstance(answer, CtlError)
     ]
     raise CtlError(
-        f"no sidecar remembers a lookup of {request_id!r}: each keeps the last 1,000 until it"
-        " restarts, by vLLM's request ids, such as chatcmpl-…"
+        f"no sidecar remembers a lookup of {request_id!r}: each keeps the last 1,000 of one"
+        " hour until it restarts, by vLLM's request ids, such as chatcmpl-…"
         + "".join(f"; {problem}" for problem in problems)
     )
 

@@ -17,6 +17,7 @@ from lmcache_core.storage.hot import LocalCPUBackend
 MAX_LOOKUPS: Final = 1000
 MAX_CHUNKS: Final = 512
 """Hashes of one lookup that are remembered: with `MAX_LOOKUPS` this bounds the memory (24 MiB)."""
+MAX_AGE_S: Final = 3600.0
 NOWHERE: Final = bytes([StagedFrom.NOWHERE])
 
 
@@ -97,7 +98,12 @@ class RecentLookups:
             self._lookups.popitem(last=False)
 
     def matching(self, text: str) -> list[RecentLookup]:
-        """Return the lookups whose request id contains `text`, the latest first."""
+        """Return the lookups of the last `MAX_AGE_S` whose request id contains `text`, the latest
+        first. Older ones are forgotten.
+        """
+        oldest = time.time() - MAX_AGE_S
+        while self._lookups and next(iter(self._lookups.values())).asked_at < oldest:
+            self._lookups.popitem(last=False)
         return [one for name, one in reversed(self._lookups.items()) if text in name]
 
     def _why_missing(self, chains: Sequence[ChunkChain], origins: Sequence[bytes]) -> str:
