@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import lmcache_core
+import numpy as np
 import pytest
 import torch
 from lmcache_core.integrations.transformers import CachedCausalLM
@@ -138,14 +139,16 @@ def test_an_answer_ends_where_the_model_ends_it() -> None:
     plain = CachedCausalLM(model, None)
     endless = plain.generate(prompt(), 12).tokens
     assert len(set(endless)) > 3
-    for end in (endless[5], [endless[5], VOCAB - 1]):
+    several = [endless[5], VOCAB - 1]
+    for end in (endless[5], several, torch.tensor(endless[5]), torch.tensor(several)):
         model.generation_config.eos_token_id = end
         want = endless[: endless.index(endless[5]) + 1]
         assert plain.generate(prompt(), 12).tokens == want
         whole = model.generate(prompt()[None], max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert whole[0, 70:].tolist() == want
         assert plain.generate(prompt(), 12, eos_token_id=()).tokens == endless
-        assert len(plain.generate(prompt(), 12, eos_token_id=endless[0]).tokens) == 1
+        for first in (endless[0], np.int64(endless[0]), np.array(endless[:1]), endless[:1]):
+            assert len(plain.generate(prompt(), 12, eos_token_id=first).tokens) == 1
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def test_tiers_become_the_sidecars_and_the_rest_stays_with_the_engine(tmp_path: 
         "config": {"remote_serde": "cachegen", "eviction_policy": "lru"},
     }
     assert found.chart["modelDefaults"]["connector"]["options"]["lmcache.chunk_size"] == 128
+    assert any("per GPU" in note for note in found.notes)
     assert not found.refused
 
 

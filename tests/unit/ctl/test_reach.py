@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import contextlib
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
+import msgspec
 import pytest
 from lmcache_ctl import asking
+from lmcache_ctl.asking import Asker
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.kube import pods
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 from lmcache_ctl.settings import CtlSettings
@@ -103,3 +110,65 @@ def test_other_answers_are_told(
     monkeypatch.setattr(asking, "MAX_ANSWER_BYTES", 50_000)
     with pytest.raises(CtlError, match=told):
         ask(url, path, {})
+
+
+class Cluster:
+    """Two namespaces, each with one sidecar that calls itself one of ours; only the first has a
+    Secret that holds an operator's token.
+    """
+
+    def __init__(self, settings: CtlSettings) -> None:
+        self.namespace = settings.namespace
+        self.core = SimpleNamespace(
+            list_pod_for_all_namespaces=None,
+            list_namespaced_pod=None,
+            read_namespaced_secret=None,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def list(self, _method: object, _what: str, _selector: str) -> list[Any]:
+        source = SimpleNamespace(
+            secret=SimpleNamespace(name="auth", items=[SimpleNamespace(key=pods.TOKENS_KEY)])
+        )
+        volume = SimpleNamespace(projected=SimpleNamespace(sources=[source]))
+        container = SimpleNamespace(name="sidecar", ports=None)
+        return [
+            SimpleNamespace(
+                metadata=SimpleNamespace(name=f"pod-{name}", namespace=name, labels={}),
+                status=SimpleNamespace(phase="Running"),
+                spec=SimpleNamespace(
+                    volumes=[volume], init_containers=None, containers=[container]
+                ),
+            )
+            for name in ("ours", "strange")
+            if self.namespace in ("", name)
+        ]
+
+    def call(self, _what: str, _method: object, secret: str, namespace: str) -> Any:
+        assert secret == "auth"
+        token = {pods.OPERATOR_KEY: base64.b64encode(b"of-ours").decode()}
+        return SimpleNamespace(data=token if namespace == "ours" else {})
+
+
+@pytest.mark.parametrize("given", ["token", "token_file"])
+def test_pods_of_all_namespaces_are_not_sent_the_callers_token(
+    given: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("of-the-caller")
+    settings = CtlSettings(
+        **{given: tmp_path / "token" if given == "token_file" else "of-the-caller"}
+    )
+    monkeypatch.setattr(pods, "KubeApi", Cluster)
+    monkeypatch.setattr(pods, "PodPort", lambda *_: contextlib.nullcontext())
+    with Reach(settings, all_namespaces=True).services(Kind.SIDECAR) as services:
+        here = [msgspec.structs.replace(one, url=url, socket_path=None) for one in services]
+        told = asyncio.run(
+            Asker(settings).each(here, lambda caller: caller.ask("POST", "/echo", {}))
+        )
+    sent = {one.namespace: answer["token"] for one, answer in zip(here, told, strict=True)}
+    assert sent == {"ours": "Bearer of-ours", "strange": None}

@@ -126,3 +126,42 @@ async def test_a_cancelled_drain_takes_chunks_again_and_may_begin_once_more() ->
     await drain.cancel()
     assert drain.has_begun, "the process ends"
     assert told == ["begun", "cancelled", "begun"]
+
+
+async def test_a_drain_cancelled_before_its_first_step_releases_its_waiters() -> None:
+    drain = drain_to(Receiver())
+    asked = [asyncio.create_task(drain.run()), asyncio.create_task(drain.cancel())]
+    async with asyncio.timeout(9):
+        await asyncio.gather(*asked)
+    assert not drain.has_begun
+
+
+class SlowToClose(Receiver):
+    """Closes its clients only when the gate opens."""
+
+    async def run(self, progress: DrainProgress, deadline: float) -> None:
+        self.calls.append("run")
+        await asyncio.sleep(0 if self.gate.is_set() else 60)
+
+    async def close(self) -> None:
+        await self.gate.wait()
+        self.calls.append("close")
+
+
+async def test_a_new_drain_opens_no_client_that_the_cancelled_one_closes() -> None:
+    receiver = SlowToClose()
+    drain = drain_to(receiver)
+    drain.begin()
+    while "run" not in receiver.calls:
+        await asyncio.sleep(0)
+    cancelled = asyncio.create_task(drain.cancel())
+    while drain.has_begun:
+        await asyncio.sleep(0)
+    again = asyncio.create_task(drain.run())
+    await drain.counted()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    receiver.gate.set()
+    async with asyncio.timeout(9):
+        await asyncio.gather(again, cancelled)
+    assert receiver.calls == ["count", "run", "count", "close", "run", "close"]

@@ -35,6 +35,19 @@ async def test_chunks_are_served_until_a_drain_begins(kind: str, tmp_path: Path)
         await client.close()
 
 
+async def test_undrain_ends_a_drain_that_only_the_broker_has_ordered(
+    kind: str, tmp_path: Path
+) -> None:
+    app = node_app(kind, tmp_path, **AWAY)
+    async with app.router.lifespan_context(app):
+        node = node_of(app)
+        assert node.registration is not None
+        node.registration.drain()
+        assert node.is_draining
+        await node.undrain()
+        assert not node.is_draining
+
+
 async def test_a_taken_port_is_named_and_the_disk_is_free_again(kind: str, tmp_path: Path) -> None:
     disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.01}
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,36 @@ def test_the_reason_is_that_of_the_first_missing_chunk(
         (0, "evicted"),
         (4, ""),
     ]
+
+
+def test_only_hashes_are_cut(
+    sidecar: RunningSocket, store: SidecarChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent_lookups, "MAX_CHUNKS", 2)
+    store_chunks(store, CHAIN.keys_of_rank(0)[:3])
+    store.stage("partial", [CHAIN])
+    store_chunks(store, CHAIN.keys_of_rank(0)[3:])
+    store.stage("whole", [CHAIN])
+    assert [
+        (one.found, one.missing, len(one.chunk_hashes)) for one in recent(sidecar).matching("")
+    ] == [({StagedFrom.HOT: 4}, "", 2), ({StagedFrom.HOT: 3}, "never_stored", 2)]
+
+
+def test_chunks_count_in_the_farthest_tier_of_their_groups(sidecar: RunningSocket) -> None:
+    recent(sidecar).note("r", [CHAIN, CHAIN], Staged(True, (b"\1\1\2\0", b"\1\4\1\1")))
+    [found] = recent(sidecar).matching("r")
+    assert found.found == {StagedFrom.HOT: 1, StagedFrom.DISK: 1, StagedFrom.REMOTE: 1}
+
+
+def test_a_lookup_is_forgotten_after_an_hour(
+    sidecar: RunningSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for name, age_s in (("old", 3601), ("recent", 3599)):
+        monkeypatch.setattr(time, "time", lambda age_s=age_s: now - age_s)
+        recent(sidecar).note(name, [CHAIN], Staged(True, (b"\0\0\0\0",)))
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert [one.request_id for one in recent(sidecar).matching("")] == ["recent"]
 
 
 def test_memory_is_bounded(

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
         VLLMPagedMemGPUConnector,
         VLLMPagedMemGPUConnectorV2,
     )
-    from lmcache_core.integrations.transformers import CachedCausalLM, Generation, open
+    from lmcache_core.integrations.transformers import CachedCausalLM, Generation
+    from lmcache_core.integrations.transformers import open as open
     from lmcache_core.keys import CacheEngineKey
     from lmcache_core.memory import (
         HostMemoryAllocator,
@@ -83,8 +84,8 @@ __all__ = [
     "VLLMNestedTupleGPUConnector",
     "VLLMPagedMemGPUConnector",
     "VLLMPagedMemGPUConnectorV2",
-    "open",
 ]
+"""Without `open`: a star import must not replace the builtin."""
 
 if not TYPE_CHECKING:  # else a checker would take every name for one of these
 
@@ -93,4 +94,4 @@ if not TYPE_CHECKING:  # else a checker would take every name for one of these
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_RESOLVED_LATER})

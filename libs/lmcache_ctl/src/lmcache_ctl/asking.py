@@ -122,7 +122,7 @@ class Caller:
             where = self.service.token_hint
             return ServiceRefusedError(
                 answer.status,
-                f"it refuses the token: give one that it knows, by {HOW_TO_AUTHENTICATE}"
+                f"it refuses the token: give one that it knows, by {HOW_TO_AUTHENTICATE}{where}"
                 if self.has_token
                 else f"it wants a token: give one by {HOW_TO_AUTHENTICATE}{where}",
             )
@@ -223,7 +223,8 @@ class Asker:
         from lmcache_core.security import no_context, token_text
 
         headers = {"accept": "application/json", "accept-encoding": "identity"}
-        token = token_text(self._token or service.token)
+        given = self._token if service.takes_given_token else None
+        token = token_text(given or service.token)
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
         if service.host is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -35,6 +35,7 @@ POLL_S: Final = 0.25
 MAX_UNANSWERED: Final = 3
 """In a row, after which the service counts as ended."""
 DONE: Final = "done"
+CANCELLED: Final = "the drain was cancelled"
 PATHS: Final = {
     Kind.SIDECAR: ("/v1/admin/drain?wait=false", "/v1/status"),
     Kind.STORAGE: ("/v1/admin/drain?wait=false", "/v1/stats"),
@@ -123,12 +124,9 @@ def undrain(
     """
     wanted = [parse_target(text, list(PATHS)) for text in targets]
 
-    async def tell(caller: Caller) -> Any:
-        return await caller.ask("POST", UNDRAIN_PATH)
-
     async def work(asker: Asker) -> list[TargetResult]:
         chosen = await named(asker, services, wanted)
-        return results_of(chosen, await asker.each(chosen, tell))
+        return results_of(chosen, await asker.each(chosen, _undrained))
 
     with reach.services(*dict.fromkeys(target.kind for target in wanted)) as services:
         found = asyncio.run(work(Asker(reach.settings)))
@@ -138,8 +136,20 @@ def undrain(
 
 
 def _print_undrained(found: Sequence[TargetResult]) -> None:
-    rows = [(str(one.kind), one.name, one.problem or "takes chunks") for one in found]
+    rows = [(str(one.kind), one.name, one.problem or _takes(one.result)) for one in found]
     print_table("", Columns(("service", "name", "state"), left=3, prose=True), rows)
+
+
+async def _undrained(caller: Caller) -> dict[str, Any]:
+    before = await caller.ask("GET", PATHS[caller.service.kind][1])
+    after = await caller.ask("POST", UNDRAIN_PATH)
+    if after["draining"]:
+        raise CtlError("another drain has begun: see lmcachectl status")
+    return {**after, "was_draining": before["draining"]}
+
+
+def _takes(result: Mapping[str, Any]) -> str:
+    return "takes chunks" if result["was_draining"] else "was not draining"
 
 
 def _is_complete(one: DrainOutcome) -> bool:
@@ -196,7 +206,8 @@ async def _drained(
         outcome = DrainOutcome(PEER, peer)
     name = f"{outcome.kind} {outcome.name}"
 
-    async def ask(method: str, path: str) -> None:
+    async def ask(method: str, path: str) -> bool:
+        """Update the outcome; return whether it drains."""
         nonlocal outcome
         answer: Any = await asker.one(service, lambda caller: caller.ask(method, path))
         now = msgspec.convert(answer.get("drain"), DrainStatus | None)
@@ -205,6 +216,7 @@ async def _drained(
             note = f"{done}/{now.total} {now.state}"
             tell(name, done if now.total else 1, max(now.total, 1), note, f"{name}: {now}")
         outcome = msgspec.structs.replace(outcome, drain=now)
+        return bool(answer.get("draining"))
 
     async def watch() -> str:
         """Return the problem that ended it, "" where it is done."""
@@ -212,7 +224,8 @@ async def _drained(
         while outcome.drain is None or outcome.drain.state != DONE:
             await asyncio.sleep(POLL_S)
             try:
-                await ask("GET", look)
+                if not await ask("GET", look):
+                    return CANCELLED
                 num_unanswered = 0
             except CtlError as exc:
                 num_unanswered += 1

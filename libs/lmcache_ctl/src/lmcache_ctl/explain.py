@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from lmcache_ctl.asking import Asker, Caller
+from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches, takes
 from lmcache_ctl.output import (
@@ -29,6 +30,7 @@ from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
 from lmcache_ctl.targets import Target, named
 
+EXPLAIN_PATH: Final = "/v1/admin/explain"
 NEVER_STORED: Final = "never_stored"
 ONE_OF: Final = "give chunk hashes or --tokens, --prompt, --messages or --request: one of them"
 _SLOW: Final = "a slower tier did not answer in time: lmcachectl status shows which"
@@ -139,16 +141,14 @@ def explain(
             services = asyncio.run(named(asker, services, [Target(Kind.SIDECAR, sidecar)]))
         if subject.request is not None:
             one, lookup = _remembered(asker, services, subject.request)
-            services = [one]
-            body = {"chunk_hashes": lookup["chunk_hashes"], "model": lookup["model_name"]}
-        elif question is not None:
-            with vllm_at(reach.settings, subject.vllm_url, services[0].pod) as url:
-                body["token_ids"] = tokenize(reach.settings, url, question)
-        found = reach.first_answer(
-            asker, services, lambda caller: caller.ask("POST", "/v1/admin/explain", body)
-        )[1]
-    if lookup is not None:
-        found["lookup"] = lookup
+            found = {"lookup": lookup, **_explained(reach, asker, one, lookup)}
+        else:
+            if question is not None:
+                with vllm_at(reach.settings, subject.vllm_url, services[0].pod) as url:
+                    body["token_ids"] = tokenize(reach.settings, url, question)
+            found = reach.first_answer(
+                asker, services, lambda caller: caller.ask("POST", EXPLAIN_PATH, body)
+            )[1]
     show(found, output, _print_explanations)
     if lookup is not None:
         is_whole = lookup["num_found"] >= lookup["num_chunks"]
@@ -186,10 +186,34 @@ def _remembered(
         f"{service.name}: {answer}" for service, answer in answers if isinstance(answer, CtlError)
     ]
     raise CtlError(
-        f"no sidecar remembers a lookup of {request_id!r}: each keeps the last 1,000 until it"
-        " restarts, by vLLM's request ids, such as chatcmpl-…"
+        f"no sidecar remembers a lookup of {request_id!r}: each keeps the last 1,000 of one"
+        " hour until it restarts, by vLLM's request ids, such as chatcmpl-…"
         + "".join(f"; {problem}" for problem in problems)
     )
+
+
+def _explained(
+    reach: Reach, asker: Asker, service: Endpoint, lookup: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return where the first chunks of a lookup are now: as many as the sidecar explains at once.
+    If it explains none, `problem` says why.
+    """
+
+    async def question(caller: Caller) -> Any:
+        hashes = lookup["chunk_hashes"]
+        while True:
+            body = {"chunk_hashes": hashes, "model": lookup["model_name"]}
+            try:
+                return await caller.ask("POST", EXPLAIN_PATH, body)
+            except ServiceRefusedError as exc:
+                if exc.status != HTTPStatus.BAD_REQUEST or len(hashes) < 2:
+                    raise
+            hashes = hashes[: len(hashes) // 2]  # of many ranks and groups only a few fit
+
+    try:
+        return dict(reach.first_answer(asker, [service], question)[1])
+    except CtlError as exc:
+        return {"explanations": [], "num_not_explained": 0, "problem": str(exc)}
 
 
 def _print_explanations(found: Mapping[str, Any]) -> None:
@@ -213,8 +237,15 @@ def _print_explanations(found: Mapping[str, Any]) -> None:
         print_table(title, Columns(("tokens", "rank", "where it is", "size", "age"), left=3), rows)
         if lookup is None:
             print_text(_cause_now(one))
-    if lookup is not None and found["explanations"]:
-        print_text(_cause_then(lookup, found["explanations"][0]["chunk_size"]))
+        elif len(one["chunks"]) < lookup["num_chunks"]:
+            print_text(
+                f"These are the first {len(one['chunks'])} of {lookup['num_chunks']} chunks."
+            )
+    if "problem" in found:
+        print_text(f"Where its chunks are now is not known: {found['problem']}")
+    if lookup is not None:
+        size = found["explanations"][0]["chunk_size"] if found["explanations"] else 0
+        print_text(_cause_then(lookup, size))
     if found["num_not_explained"]:
         print_text(
             f"{found['num_not_explained']} further ways to name them are left out: name a --model."

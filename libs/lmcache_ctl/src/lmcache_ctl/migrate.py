@@ -31,6 +31,9 @@ PART_OF_TIER: Final = {
 """Options that mean nothing without that tier."""
 NOT_IN_VLLM: Final = "enable_blending"
 MEMORY: Final = "max_local_cpu_size"
+PER_GPU: Final = (
+    "LMCache's sizes are per GPU: multiply arena_gb and disk_gb by the tensor-parallel size"
+)
 
 
 class Migration(msgspec.Struct, frozen=True):
@@ -96,7 +99,7 @@ def migration_of(file: Path) -> Migration:
             possible = {name: possible[name] for name in possible if name not in parts}
     sidecar: dict[str, Any] = {"arena_gb": possible.pop(MEMORY, OPTIONS[MEMORY].default)}
     engine: dict[str, Any] = {}
-    notes: list[str] = []
+    notes = [PER_GPU]  # arena_gb is always there
     for name, value in possible.items():
         if value != OPTIONS[name].default:
             _place(name, value, sidecar, engine, notes, refused)

@@ -85,7 +85,11 @@ class Reach:
                         for name in namespaces_of(settings)
                     ]
                 in_cluster = [
-                    open_ways.enter_context(PodWays(place, wanted)).find for place in places
+                    open_ways.enter_context(
+                        # Anyone who may create a pod may give it our label.
+                        PodWays(place, wanted, takes_given_token=not self._all_namespaces)
+                    ).find
+                    for place in places
                 ]
             calls_here = settings.names_urls or not (settings.names_cluster or self._all_namespaces)
 

@@ -57,8 +57,9 @@ class Endpoint(msgspec.Struct, frozen=True):
         name_prefix: What the names of the release's pods begin with; "" where that is not known.
         token: The token of its release, for callers who were given none; None: not known.
         token_secret: The Secret that has, or should have, that token; "" for none.
-        token_hint: Why that token is not known, to end a sentence; "" where it is, or where
-            another was given.
+        token_hint: Why that token is not known, or another is not sent, to end a sentence.
+        takes_given_token: Whether the caller's own token may be sent to it. False where only a
+            label in a namespace that the caller did not name identifies it.
     """
 
     kind: Kind
@@ -74,6 +75,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     token: str | None = None
     token_secret: str = ""
     token_hint: str = ""
+    takes_given_token: bool = True
 
 
 def services_of(settings: CtlSettings) -> list[Endpoint]:

@@ -73,7 +73,7 @@ class Worker:
         """Generate greedily."""
         ids = torch.tensor(self._tokenizer(prompt.text).input_ids)
         before = self._counters()
-        generation = self._cached.generate(ids, prompt.max_new_tokens)
+        generation = self._cached.generate(ids, prompt.max_new_tokens, eos_token_id=())
         moved = {name: value - before.get(name, 0) for name, value in self._counters().items()}
         by_tier = {
             tier: n for (name, tier), n in moved.items() if name == RETRIEVED_TOKENS_TOTAL and n

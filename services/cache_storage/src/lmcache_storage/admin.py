@@ -122,7 +122,7 @@ async def get_stats(storage: RunningStorage, principal: ClientPrincipal) -> Stor
     return StorageStats(
         instance=storage.settings.instance_id,
         advertise_url=storage.distributed_url,
-        draining=storage.drain.has_begun,
+        draining=storage.is_draining,
         settled=storage.is_settled,
         num_connections=storage.lm_server.num_connections,
         tiers=storage.stack.stats(),
@@ -176,7 +176,7 @@ async def undrain(storage: RunningStorage, principal: AdminPrincipal) -> DrainAn
 
 def _drain_answer(storage: StorageNode) -> DrainAnswer:
     return DrainAnswer(
-        draining=storage.drain.has_begun,
+        draining=storage.is_draining,
         settled=not storage.stack.is_writing,
         drain=DrainView.model_validate(storage.drain.progress),
     )

@@ -119,6 +119,8 @@ class NodeDrain:
         self._tasks = TaskSupervisor("drain", max_tasks=2)
         self._on_begin = on_begin
         self._on_cancel = on_cancel
+        # A cancelled drain closes the handover's connections before the next one opens any.
+        self._handing_over = asyncio.Lock()
         self._ended: asyncio.Event | None = None
         self._counted = asyncio.Event()
         self.progress = DrainProgress()
@@ -168,6 +170,7 @@ class NodeDrain:
             return
         logger.info("drain cancelled: state=%s left=%d", self.progress.state, self.progress.left)
         self._counted.set()  # for those that wait
+        self._ended.set()  # a task that is cancelled before its first step would not
         # Another drain may begin while this one is joined.
         tasks, self._tasks = self._tasks, TaskSupervisor("drain", max_tasks=2)
         self._ended, self._counted = None, asyncio.Event()
@@ -188,11 +191,12 @@ class NodeDrain:
             await self._stack.drain(
                 self._timeout_s * (handover.writing_share if handover.has_takers else 1)
             )
-            progress.state = DrainState.HANDING_OVER
-            try:
-                await handover.run(progress, deadline)
-            finally:
-                await handover.close()
+            async with self._handing_over:
+                progress.state = DrainState.HANDING_OVER
+                try:
+                    await handover.run(progress, deadline)
+                finally:
+                    await handover.close()
             await self._stack.drain(max(0.0, deadline - now()))
         finally:
             self._end(progress, ended)

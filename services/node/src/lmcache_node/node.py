@@ -283,16 +283,24 @@ class Node(ABC, Generic[S]):
         return not self.drain.has_begun
 
     @property
+    def is_draining(self) -> bool:
+        """Return whether a drain has begun here, or the broker assigns no pulls to this node."""
+        registration = self.registration
+        return self.drain.has_begun or (registration is not None and registration.draining)
+
+    @property
     def is_settled(self) -> bool:
         """Return whether everything stored has reached the slower tiers and lookup."""
         return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
     async def undrain(self) -> None:
-        """Take chunks and pulls again after a drain.
+        """Take chunks and pulls again after a drain, or after the broker has ordered one.
 
         Raises:
             ConflictError: The process ends.
         """
+        if self.registration is not None and not self.drain.has_begun and self.is_draining:
+            self.registration.undrain()
         await self.drain.cancel()
         if self.drain.is_last:
             raise ConflictError("this process is about to end: its drain cannot be cancelled")

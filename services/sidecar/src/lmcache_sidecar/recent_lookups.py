@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain, ChunkKey
@@ -16,7 +16,8 @@ from lmcache_core.storage.hot import LocalCPUBackend
 
 MAX_LOOKUPS: Final = 1000
 MAX_CHUNKS: Final = 512
-"""Chunks of one lookup that are remembered: with `MAX_LOOKUPS` this bounds the memory (24 MiB)."""
+"""Hashes of one lookup that are remembered: with `MAX_LOOKUPS` this bounds the memory (24 MiB)."""
+MAX_AGE_S: Final = 3600.0
 NOWHERE: Final = bytes([StagedFrom.NOWHERE])
 
 
@@ -30,7 +31,8 @@ class RecentLookup:
         asked_at: Unix time of the first question.
         num_chunks: Chunks of the prompt.
         hashes: Hashes of the first `MAX_CHUNKS`, packed.
-        origins: For each group of layers, one `StagedFrom` a chunk.
+        found: Number of chunks of the prefix by where they were: the farthest of their groups of
+            layers.
         is_final: Whether nothing more was being read when the engine last asked.
         missing: Why memory did not have the first missing chunk; "" where none was missing.
     """
@@ -40,7 +42,7 @@ class RecentLookup:
     asked_at: float
     num_chunks: int
     hashes: bytes
-    origins: tuple[bytes, ...] = ()
+    found: Counter[StagedFrom] = field(default_factory=Counter)
     is_final: bool = False
     missing: str = ""
 
@@ -51,13 +53,6 @@ class RecentLookup:
             self.hashes[at : at + CHUNK_HASH_BYTES].hex()
             for at in range(0, len(self.hashes), CHUNK_HASH_BYTES)
         ]
-
-    @property
-    def found(self) -> Counter[StagedFrom]:
-        """Count the chunks of the prefix by where they were: the farthest of their groups."""
-        num_found = min((_num_prefix(one) for one in self.origins), default=0)
-        farthest = map(max, zip(*(one[:num_found] for one in self.origins), strict=True))
-        return Counter(map(StagedFrom, farthest))
 
 
 class RecentLookups:
@@ -75,7 +70,8 @@ class RecentLookups:
 
     def note(self, request_id: str, chains: Sequence[ChunkChain], staged: Staged) -> None:
         """Note the answer to a question about a prefix; it replaces an earlier answer to the same
-        question. The work is bounded by `MAX_CHUNKS`, however long the prompt is.
+        question. Hashes are cut to `MAX_CHUNKS`; counts and the reason are those of the whole
+        prompt.
 
         Args:
             request_id: Name of the ticket.
@@ -85,23 +81,29 @@ class RecentLookups:
         known = self._lookups.get(request_id)
         if chains:
             hashes = chains[0].hashes[: MAX_CHUNKS * CHUNK_HASH_BYTES]
-            if known is None or known.hashes != hashes:
+            num_chunks = chains[0].num_chunks
+            if known is None or (known.num_chunks, known.hashes) != (num_chunks, hashes):
                 known = RecentLookup(
-                    request_id, chains[0].model_name, time.time(), chains[0].num_chunks, hashes
+                    request_id, chains[0].model_name, time.time(), num_chunks, hashes
                 )
                 self._lookups[request_id] = known
                 self._lookups.move_to_end(request_id)
         if known is None:
             return
-        known.origins = tuple(one[:MAX_CHUNKS] for one in staged.tiers)
+        known.found = _count_prefix(staged.tiers)
         known.is_final = staged.is_ready
         if chains:
-            known.missing = self._why_missing(chains, known.origins)
+            known.missing = self._why_missing(chains, staged.tiers)
         if len(self._lookups) > MAX_LOOKUPS:
             self._lookups.popitem(last=False)
 
     def matching(self, text: str) -> list[RecentLookup]:
-        """Return the lookups whose request id contains `text`, the latest first."""
+        """Return the lookups of the last `MAX_AGE_S` whose request id contains `text`, the latest
+        first. Older ones are forgotten.
+        """
+        oldest = time.time() - MAX_AGE_S
+        while self._lookups and next(iter(self._lookups.values())).asked_at < oldest:
+            self._lookups.popitem(last=False)
         return [one for name, one in reversed(self._lookups.items()) if text in name]
 
     def _why_missing(self, chains: Sequence[ChunkChain], origins: Sequence[bytes]) -> str:
@@ -118,5 +120,13 @@ class RecentLookups:
         return ""
 
 
-def _num_prefix(origins: bytes) -> int:
-    return len(origins.partition(NOWHERE)[0])
+def _count_prefix(origins: Sequence[bytes]) -> Counter[StagedFrom]:
+    """Count the chunks that all groups have, up to the first that one lacks."""
+    num_found = min((len(one.partition(NOWHERE)[0]) for one in origins), default=0)
+    found: Counter[StagedFrom] = Counter()
+    # A prompt may have many chunks, but only a few combinations of tiers.
+    for combination, num in Counter(
+        zip(*(one[:num_found] for one in origins), strict=True)
+    ).items():
+        found[StagedFrom(max(combination))] += num
+    return found

@@ -253,9 +253,12 @@ async def test_before_an_engine_has_connected_it_says_so(tmp_path: Path) -> None
 async def test_it_is_served_on_loopback_only(tmp_path: Path) -> None:
     async with serving(tmp_path, host="10.0.0.1", allow_anonymous=True) as (client, parts):
         parts.descriptions.note(describe())
-        response = await client.post("/v1/admin/explain", json={"token_ids": TOKENS})
-        assert response.status_code == 403
-        assert "loopback" in response.json()["detail"]
+        for response in (
+            await client.post("/v1/admin/explain", json={"token_ids": TOKENS}),
+            await client.get("/v1/admin/lookups", params={"request_id": "a"}),
+        ):
+            assert response.status_code == 403
+            assert "loopback" in response.json()["detail"]
 
 
 async def test_bodies_that_are_not_valid_are_problems_and_are_not_repeated(

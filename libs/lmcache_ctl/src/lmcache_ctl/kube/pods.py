@@ -99,15 +99,23 @@ class PodWays:
         kinds: Of which services.
         port_name: `http`, or `lm` for that of cache_storage, which is then forwarded from a port
             on loopback.
+        takes_given_token: Whether the token in the settings may be sent to these pods. Otherwise
+            each gets only the operator's token of the Secret in its own namespace.
 
     Raises:
         UsageError: The kubeconfig cannot be used.
     """
 
     def __init__(
-        self, settings: CtlSettings, kinds: Sequence[Kind], port_name: str = PORT_NAME
+        self,
+        settings: CtlSettings,
+        kinds: Sequence[Kind],
+        port_name: str = PORT_NAME,
+        *,
+        takes_given_token: bool = True,
     ) -> None:
         self._settings = settings
+        self._takes_given_token = takes_given_token
         self._kinds = kinds
         self._port_name = port_name
         self._open = ExitStack()
@@ -165,6 +173,7 @@ class PodWays:
             forward = way.enter_context(PodPort(self._api, one.pod, one.port, path))
             if path is None:
                 host, port = forward.address
+        hint = "" if self._takes_given_token else "; -A does not send it: name the --namespace"
         tls = {"lm": "+tls", "http": "s"}[scheme] if is_encrypted else ""
         service = Endpoint(
             one.kind,
@@ -178,13 +187,15 @@ class PodWays:
             name_prefix=one.name_prefix,
             token=token,
             token_secret=one.token_secret,
-            token_hint=self._token_hints.get(one.token_secret, ""),
+            token_hint=hint + self._token_hints.get(one.token_secret, ""),
+            takes_given_token=self._takes_given_token,
         )
         return service, way
 
     def _operator_token(self, secret: str) -> str | None:
-        """Return the token of the release, where none was given and this account may read it."""
-        if not secret or self._settings.token_file is not None or self._settings.token is not None:
+        """Return the token of the release, where no other is sent and this account may read it."""
+        is_given = self._settings.token_file is not None or self._settings.token is not None
+        if not secret or (is_given and self._takes_given_token):
             return None
         if secret not in self._tokens:
             read, text, why = self._api.core.read_namespaced_secret, "", f"has no {OPERATOR_KEY}"

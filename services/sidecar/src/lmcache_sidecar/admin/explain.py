@@ -169,10 +169,7 @@ async def explain_chunks(sidecar: RunningSidecar, request: ExplainRequest) -> Ex
 
     Token ids are never logged. 409 before an engine has connected.
     """
-    if not is_loopback(sidecar.settings.host):
-        raise PermissionDeniedError(
-            f"this call is served on loopback only; this sidecar has host={sidecar.settings.host!r}"
-        )
+    _check_loopback(sidecar)
     known = sidecar.descriptions.of(request.model)
     if request.token_ids is None:  # a hash already contains the identity
         known = list(
@@ -197,9 +194,24 @@ async def lookups(
         str, Query(min_length=1, max_length=MAX_REQUEST_ID_CHARS, description="Or a part of it")
     ],
 ) -> LookupsAnswer:
-    """The last 1,000 are kept in memory: hashes and counts, no tokens."""
+    """The last 1,000 of the last hour are kept in memory: hashes and counts, no tokens. Loopback
+    only (403).
+    """
+    _check_loopback(sidecar)
     found = islice(sidecar.lookups.matching(request_id), MAX_LOOKUPS_TOLD)
     return LookupsAnswer(lookups=[_lookup_view(one) for one in found])
+
+
+def _check_loopback(sidecar: SidecarNode) -> None:
+    """Refuse calls that may come from outside of the pod.
+
+    Raises:
+        PermissionDeniedError: The sidecar's REST API does not listen on loopback only.
+    """
+    if not is_loopback(sidecar.settings.host):
+        raise PermissionDeniedError(
+            f"this call is served on loopback only; this sidecar has host={sidecar.settings.host!r}"
+        )
 
 
 def _lookup_view(one: RecentLookup) -> LookupView:

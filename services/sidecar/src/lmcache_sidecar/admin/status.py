@@ -151,7 +151,7 @@ async def get_status(sidecar: RunningSidecar) -> Status:
         arena=ArenaView.model_validate(sidecar.arena_owner),
         verify_hot=sidecar.settings.verify_hot,
         accepts_handover=sidecar.takes_handovers(),
-        draining=sidecar.drain.has_begun,
+        draining=sidecar.is_draining,
         drain=DrainView.model_validate(sidecar.drain.progress),
         num_clients=len(clients),
         registered=sidecar.is_registered,
@@ -250,7 +250,7 @@ async def undrain(sidecar: RunningSidecar) -> DrainAnswer:
 
 def _drain_answer(sidecar: SidecarNode) -> DrainAnswer:
     return DrainAnswer(
-        draining=sidecar.drain.has_begun,
+        draining=sidecar.is_draining,
         settled=sidecar.is_settled,
         drain=DrainView.model_validate(sidecar.drain.progress),
     )

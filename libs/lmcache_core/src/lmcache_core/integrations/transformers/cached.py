@@ -110,7 +110,7 @@ class CachedCausalLM:
         self,
         input_ids: torch.Tensor | Sequence[Any],
         max_new_tokens: int,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
     ) -> Generation:
         """Generate greedily, reusing the prompt's cached KV and storing the rest.
 
@@ -240,14 +240,15 @@ class CachedCausalLM:
         )
         self.save(everything, cache, len(input_ids))
 
-    def _ends(self, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
+    def _ends(self, eos_token_id: int | Sequence[int] | torch.Tensor | None) -> frozenset[int]:
         if eos_token_id is None:
             eos_token_id = getattr(
                 getattr(self._model, "generation_config", None), "eos_token_id", None
             )
-        if isinstance(eos_token_id, int):
-            return frozenset((eos_token_id,))
-        return frozenset(eos_token_id or ())
+        if eos_token_id is None:
+            return frozenset()
+        # Tensors and numpy's numbers, too: generation compares with plain integers.
+        return frozenset(torch.as_tensor(eos_token_id).flatten().tolist())
 
     def _as_prompt(self, input_ids: torch.Tensor | Sequence[Any]) -> torch.Tensor:
         """Return one prompt as `[num_tokens]` on the model's device."""

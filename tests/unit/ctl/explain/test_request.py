@@ -1,0 +1,90 @@
+"""What is told of a remembered lookup when the sidecar does not explain all of its chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from tests.fixtures.ctl import Ctl
+
+NUM_CHUNKS = 600
+HASHES = [f"{number:064x}" for number in range(512)]
+LOOKUP = {
+    "request_id": "0a1b:chatcmpl-7",
+    "model_name": "m",
+    "age_s": 1.0,
+    "num_chunks": NUM_CHUNKS,
+    "num_found": NUM_CHUNKS,
+    "found": {"Hot": NUM_CHUNKS},
+    "is_final": True,
+    "missing": None,
+    "chunk_hashes": HASHES,
+}
+STATE = {"rank": 0, "group": "", "places": [], "missing": "evicted", "is_pinned": False}
+
+
+class Sidecar(BaseHTTPRequestHandler):
+    """Remembers one lookup, and explains `max_chunks` at once."""
+
+    max_chunks = 0
+
+    def do_GET(self) -> None:
+        self._answer(200, {"lookups": [LOOKUP]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        hashes = body["chunk_hashes"]
+        if not self.max_chunks:
+            self._answer(409, {"detail": "no engine of the model 'm' has connected"})
+        elif len(hashes) > self.max_chunks:
+            self._answer(400, {"detail": f"ask for {self.max_chunks} chunks or fewer"})
+        else:
+            chunk = {"start": None, "end": None, "is_complete": False, "states": [STATE]}
+            one = {
+                "fmt": "vllm",
+                "model_name": "m",
+                "chunk_size": 16,
+                "num_prefix": 0,
+                "chunks": [{"chunk_hash": chunk_hash, **chunk} for chunk_hash in hashes],
+            }
+            self._answer(200, {"explanations": [one], "num_not_explained": 0})
+
+    def _answer(self, status: int, body: object) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Sidecar)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("max_chunks", "told"),
+    [(0, "no engine of the model 'm' has connected"), (200, "first 128 of 600 chunks")],
+)
+def test_what_a_request_found_is_told_even_if_its_chunks_are_not_all_explained(
+    max_chunks: int, told: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sidecar, "max_chunks", max_chunks)
+    text = " ".join(Ctl().text("explain", "--request", "chatcmpl-7", "--url", url).split())
+    assert "The request found 600 of 600 chunks (600 in memory)" in text
+    assert told in text

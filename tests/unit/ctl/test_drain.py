@@ -1,0 +1,53 @@
+"""How drains that are watched end, and what a cancellation tells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, cast
+
+import pytest
+from lmcache_ctl import drain
+from lmcache_ctl.asking import Asker, Caller
+from lmcache_ctl.services import Endpoint, Kind
+
+STORAGE = Endpoint(Kind.STORAGE, "storage-0", "http://storage-0")
+
+
+def progress(state: str) -> dict[str, Any]:
+    figures = dict.fromkeys(("total", "handed_over", "already_elsewhere", "failed", "left"), 0)
+    return {"draining": state != "serving", "drain": {"state": state, **figures}}
+
+
+class Scripted:
+    """A service that gives these answers in turn, and the caller of it."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self._answers: Iterator[dict[str, Any]] = iter(answers)
+        self.service = STORAGE
+
+    async def one(self, _: Endpoint, question: Callable[[Scripted], Awaitable[Any]]) -> Any:
+        return await question(self)
+
+    async def ask(self, _method: str, _path: str) -> Any:
+        return next(self._answers)
+
+
+@pytest.mark.parametrize(
+    ("last", "problem"), [("done", ""), ("serving", "the drain was cancelled")]
+)
+def test_a_watched_drain_ends_when_it_is_done_or_cancelled(
+    last: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    asker = cast(Asker, Scripted(progress("writing"), progress("handing_over"), progress(last)))
+    outcome = asyncio.run(drain._drained(asker, STORAGE, 60.0, lambda *_: None))
+    assert (outcome.drain is not None and outcome.drain.state, outcome.problem) == (last, problem)
+
+
+@pytest.mark.parametrize(
+    ("before", "told"), [("writing", "takes chunks"), ("serving", "was not draining")]
+)
+def test_undrain_tells_whether_there_was_a_drain(before: str, told: str) -> None:
+    caller = cast(Caller, Scripted(progress(before), progress("serving")))
+    assert drain._takes(asyncio.run(drain._undrained(caller))) == told
