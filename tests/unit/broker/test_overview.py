@@ -287,6 +287,14 @@ def test_a_new_life_counts_from_nothing_and_one_that_counts_less_counts_nothing(
     assert [sample.work.requested_chunks for sample in history.of(["acme"])] == [0, 4, 0, 0]
 
 
+def test_an_undrain_counts_nothing_twice() -> None:
+    """The process takes a new incarnation, and its counters go on."""
+    history = History(lambda: 7)
+    history.sample([record("a", PeerFigures(requested_chunks=1000))])
+    history.sample([record("a", PeerFigures(requested_chunks=1005), incarnation=2)])
+    assert [one.work.requested_chunks for one in history.windows(["acme"])] == [5, 5, 5]
+
+
 def saved(num_tokens: int) -> PeerFigures:
     return PeerFigures(models={"llama": ModelFigures(num_tokens, num_tokens // 2)})
 

@@ -182,8 +182,9 @@ class Overview(msgspec.Struct, frozen=True):
 class History:
     """The last `MAX_SAMPLES` intervals, and the last day in buckets, by owner.
 
-    What a peer counted before this broker first heard of it belongs to no interval; a new life of a
-    peer that was known counts from 0.
+    What a peer counted before this broker first heard of it belongs to no interval. A new
+    incarnation counts from 0 if its counters fell. If they did not, the same process has taken it,
+    as an undrain does.
 
     Args:
         wall_ms: Unix time in milliseconds.
@@ -214,12 +215,9 @@ class History:
             ):
                 continue
             incarnation, before = known
-            is_same_life = incarnation == record.peer.incarnation
-            grow(
-                by_owner.setdefault(record.owner, Work()),
-                figures,
-                before if is_same_life else PeerFigures(),
-            )
+            if incarnation != record.peer.incarnation and _fell(figures, before):
+                before = PeerFigures()
+            grow(by_owner.setdefault(record.owner, Work()), figures, before)
         self._last = seen
         now_ms = self._wall_ms()
         if self._began_ms is None:
@@ -286,6 +284,15 @@ def grow(
             if name not in counts:  # interned: each heartbeat brings the same few names
                 name = sys.intern(name) if len(counts) < MAX_LABELS else OTHER_LABEL
             counts[name] = counts.get(name, 0) + growth
+
+
+def _fell(now: PeerFigures, before: PeerFigures) -> bool:
+    """Return whether a counter is lower than before: another process counts."""
+    return (
+        now.requested_chunks < before.requested_chunks
+        or now.stored_chunks < before.stored_chunks
+        or now.stored_bytes < before.stored_bytes
+    )
 
 
 def _saved(of: Work | PeerFigures) -> tuple[Mapping[str, int], Mapping[str, int]]:
