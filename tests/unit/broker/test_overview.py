@@ -307,9 +307,10 @@ def test_what_was_saved_in_the_last_minutes_hour_and_day() -> None:
         history.sample([record("a", saved(100 * minute))])
     windows = history.windows(["acme", "nobody"])
     assert [window.window_s for window in windows] == [300, 3600, 86_400]
-    assert [window.watched_s for window in windows] == [300, 3600, 86_400]
     minutes = [window.work.saved_tokens["llama"] / 100 for window in windows]
-    assert minutes == [6, pytest.approx(60, abs=6), pytest.approx(24 * 60, abs=6)]
+    assert minutes == [window.watched_s / 60 for window in windows], "all of the time it claims"
+    for covered, least, most in zip(minutes, (5, 60, 1440), (7, 66, 1502), strict=True):
+        assert least <= covered <= most
     assert [window.work.saved_ms["llama"] for window in windows] == [50 * one for one in minutes]
 
 
@@ -321,7 +322,7 @@ def test_a_broker_says_how_long_it_has_watched() -> None:
         history.sample([record("a", saved(now_ms))])
     now_ms = 410_000
     windows = history.windows(["acme"])
-    assert [window.watched_s for window in windows] == [300, 410, 410]
+    assert [window.watched_s for window in windows] == [410, 410, 410]
     assert [window.work.saved_tokens for window in windows] == [{"llama": 400_000}] * 3
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -29,9 +30,8 @@ MAX_SHOWN_LINKS: Final = 512
 MAX_SHOWN_CHUNKS: Final = 10
 WINDOWS_S: Final = (300, 3600, 86_400)
 """For which the page says what was gained."""
-BUCKET_S: Final = 300
-MAX_BUCKETS: Final = WINDOWS_S[-1] // BUCKET_S
-"""Beyond the samples, work is kept in buckets of this length for a day."""
+BUCKETS_S: Final = (0, 300, 3600)
+"""Least length of the buckets of work that make up each of these windows; 0: each sample is one."""
 MAX_KEPT_VIEWS: Final = 16
 MIN_KEPT_COST_S: Final = 0.002
 REST_PER_COST: Final = 20
@@ -118,7 +118,8 @@ class Window(msgspec.Struct, frozen=True):
 
     Attributes:
         window_s: Length of that time.
-        watched_s: How much of it this broker has seen since its start.
+        watched_s: The time that `work` covers: less if this broker started later, up to one bucket
+            (a sample, 5 minutes, an hour) more otherwise.
     """
 
     window_s: int
@@ -179,8 +180,45 @@ class Overview(msgspec.Struct, frozen=True):
     hot_chunks: list[HotChunk]
 
 
+@dataclass(slots=True)
+class _Bucket:
+    """The work of some time, by owner."""
+
+    began_ms: int
+    ended_ms: int
+    by_owner: dict[str, Work]
+
+    def add_to(self, work: Work, owners: Collection[str]) -> None:
+        for owner in owners:
+            if owner in self.by_owner:
+                grow(work, self.by_owner[owner])
+
+
+class _Buckets(deque[_Bucket]):
+    """The latest buckets, the oldest first.
+
+    Args:
+        bucket_s: A bucket takes in intervals until it is this long.
+        max_buckets: Further ones displace the oldest.
+    """
+
+    def __init__(self, bucket_s: int, max_buckets: int) -> None:
+        super().__init__(maxlen=max_buckets)
+        self._bucket_ms = 1000 * bucket_s
+
+    def add(self, began_ms: int, ended_ms: int, by_owner: Mapping[str, Work]) -> None:
+        """Add the work of an interval."""
+        if not self or self[-1].ended_ms - self[-1].began_ms >= self._bucket_ms:
+            self.append(_Bucket(began_ms, ended_ms, {}))
+        last = self[-1]
+        last.ended_ms = ended_ms
+        for owner, work in by_owner.items():
+            if owner in last.by_owner or len(last.by_owner) < MAX_SAMPLED_OWNERS:
+                grow(last.by_owner.setdefault(owner, Work()), work)
+
+
 class History:
-    """The last `MAX_SAMPLES` intervals, and the last day in buckets, by owner.
+    """The last `MAX_SAMPLES` intervals, and the last hour and day in buckets.
 
     What a peer counted before this broker first heard of it belongs to no interval. A new
     incarnation counts from 0 if its counters fell. If they did not, the same process has taken it,
@@ -192,9 +230,12 @@ class History:
 
     def __init__(self, wall_ms: Callable[[], int] = unix_ms) -> None:
         self._wall_ms = wall_ms
-        self._samples: deque[tuple[int, Mapping[str, Work]]] = deque(maxlen=MAX_SAMPLES)
-        self._buckets: deque[tuple[int, dict[str, Work]]] = deque(maxlen=MAX_BUCKETS)
-        self._began_ms: int | None = None
+        self._by_window = {
+            window_s: _Buckets(bucket_s, window_s // bucket_s + 1 if bucket_s else MAX_SAMPLES)
+            for window_s, bucket_s in zip(WINDOWS_S, BUCKETS_S, strict=True)
+        }
+        self._samples = self._by_window[WINDOWS_S[0]]
+        self._ended_ms: int | None = None
         self._last: dict[str, tuple[int, PeerFigures]] = {}
 
     def sample(self, records: Iterable[PeerRecord]) -> None:
@@ -219,44 +260,32 @@ class History:
                 before = PeerFigures()
             grow(by_owner.setdefault(record.owner, Work()), figures, before)
         self._last = seen
-        now_ms = self._wall_ms()
-        if self._began_ms is None:
-            self._began_ms = now_ms
-        self._samples.append((now_ms, by_owner))
-        if not self._buckets or now_ms - self._buckets[-1][0] >= 1000 * BUCKET_S:
-            self._buckets.append((now_ms, {}))
-        bucket = self._buckets[-1][1]
-        for owner, work in by_owner.items():
-            if owner in bucket or len(bucket) < MAX_SAMPLED_OWNERS:
-                grow(bucket.setdefault(owner, Work()), work)
+        ended_ms = self._wall_ms()
+        began_ms = ended_ms if self._ended_ms is None else self._ended_ms
+        self._ended_ms = ended_ms
+        for buckets in self._by_window.values():
+            buckets.add(began_ms, ended_ms, by_owner)
 
     def windows(self, owners: Collection[str]) -> list[Window]:
         """Return the work of these owners together for each of `WINDOWS_S`."""
         now_ms = self._wall_ms()
-        watched_s = 0.0 if self._began_ms is None else max(0, now_ms - self._began_ms) / 1000
         found = []
-        for window_s in WINDOWS_S:
+        for window_s, buckets in self._by_window.items():
+            part = [one for one in buckets if one.ended_ms > now_ms - 1000 * window_s]
             work = Work()
-            parts = self._samples if window_s <= BUCKET_S else self._buckets
-            for at_ms, by_owner in parts:
-                if at_ms > now_ms - 1000 * window_s:
-                    for owner in owners:
-                        if owner in by_owner:
-                            grow(work, by_owner[owner])
-            found.append(Window(window_s, min(window_s, watched_s), work))
+            for bucket in part:
+                bucket.add_to(work, owners)
+            watched_s = max(0, now_ms - part[0].began_ms) / 1000 if part else 0.0
+            found.append(Window(window_s, watched_s, work))
         return found
 
     def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[Sample]:
         """Return the latest intervals, the oldest first, of these owners together."""
         found = []
-        for ended_ms, by_owner in list(self._samples)[
-            len(self._samples) - min(max_samples, len(self._samples)) :
-        ]:
+        for bucket in list(self._samples)[max(0, len(self._samples) - max_samples) :]:
             work = Work()
-            for owner in owners:
-                if owner in by_owner:
-                    grow(work, by_owner[owner])
-            found.append(Sample(ended_ms, work))
+            bucket.add_to(work, owners)
+            found.append(Sample(bucket.ended_ms, work))
         return found
 
 
