@@ -342,6 +342,25 @@ def test_history_is_bounded() -> None:
     assert last.work.requested_chunks == MAX_SAMPLED_OWNERS
 
 
+def test_history_of_many_names_reaches_back_less_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overview_service, "MAX_CELLS", 1000)
+    now_ms = 0
+    history = History(lambda: now_ms)
+    for second in range(0, 20_000, 100):
+        now_ms = 1000 * second
+        missed = {f"reason-{i}": 1 + second for i in range(32)}
+        peers = [record("a", PeerFigures(missed_chunks=missed), owner=f"t{i}") for i in range(9)]
+        history.sample([*peers, record("idle", PeerFigures(), owner="idle")])
+    assert len(history.of(["t0"])) == 1000 // (9 * (32 + 5)) == 3
+    for window in history.windows(["t0"]):
+        assert 0 < window.watched_s <= min(window.window_s, 14_400)
+        assert window.work.missed_chunks == {
+            f"reason-{i}": window.watched_s for i in range(32)
+        }, "nothing but the oldest is gone"
+
+
 def test_names_are_bounded_whatever_peers_tell() -> None:
     peers = [PeerFigures(missed_chunks={f"{peer}-{i}": 2 for i in range(32)}) for peer in range(4)]
     work, both = Work(), Work()

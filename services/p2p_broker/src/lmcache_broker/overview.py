@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +21,7 @@ from lmcache_broker.transfers.hot import HotChunks, HotPrefix
 MAX_SAMPLES: Final = 360
 MAX_SAMPLED_OWNERS: Final = 256
 """Tenants with a history; of further ones only the present is known."""
-MAX_LABELS: Final = 64
+MAX_LABELS: Final = 32
 """Names of one kind that are counted one by one; peers may report any. Others count together."""
 OTHER_LABEL: Final = "other"
 MAX_SHOWN_PEERS: Final = 256
@@ -32,6 +31,9 @@ WINDOWS_S: Final = (300, 3600, 86_400)
 """For which the page says what was gained."""
 BUCKETS_S: Final = (0, 300, 3600)
 """Least length of the buckets of work that make up each of these windows; 0: each sample is one."""
+MAX_CELLS: Final = 65_536
+"""Counts that the buckets for one window hold; beyond, the oldest buckets go. A count takes about
+100 bytes and its name."""
 MAX_KEPT_VIEWS: Final = 16
 MIN_KEPT_COST_S: Final = 0.002
 REST_PER_COST: Final = 20
@@ -188,6 +190,18 @@ class _Bucket:
     ended_ms: int
     by_owner: dict[str, Work]
 
+    def num_cells(self) -> int:
+        """Return its counts; empty dictionaries take room, too."""
+        return sum(
+            5
+            + len(work.loaded_chunks)
+            + len(work.loaded_bytes)
+            + len(work.missed_chunks)
+            + len(work.saved_tokens)
+            + len(work.saved_ms)
+            for work in self.by_owner.values()
+        )
+
     def add_to(self, work: Work, owners: Collection[str]) -> None:
         for owner in owners:
             if owner in self.by_owner:
@@ -199,7 +213,7 @@ class _Buckets(deque[_Bucket]):
 
     Args:
         bucket_s: A bucket takes in intervals until it is this long.
-        max_buckets: Further ones displace the oldest.
+        max_buckets: Further ones displace the oldest, as more than `MAX_CELLS` counts do.
     """
 
     def __init__(self, bucket_s: int, max_buckets: int) -> None:
@@ -213,8 +227,13 @@ class _Buckets(deque[_Bucket]):
         last = self[-1]
         last.ended_ms = ended_ms
         for owner, work in by_owner.items():
-            if owner in last.by_owner or len(last.by_owner) < MAX_SAMPLED_OWNERS:
+            if work != Work() and (
+                owner in last.by_owner or len(last.by_owner) < MAX_SAMPLED_OWNERS
+            ):
                 grow(last.by_owner.setdefault(owner, Work()), work)
+        num_cells = sum(bucket.num_cells() for bucket in self)
+        while num_cells > MAX_CELLS and len(self) > 1:
+            num_cells -= self.popleft().num_cells()
 
 
 class History:
@@ -310,8 +329,8 @@ def grow(
             growth = count - old.get(name, 0)
             if growth <= 0:
                 continue
-            if name not in counts:  # interned: each heartbeat brings the same few names
-                name = sys.intern(name) if len(counts) < MAX_LABELS else OTHER_LABEL
+            if name not in counts and len(counts) >= MAX_LABELS:
+                name = OTHER_LABEL
             counts[name] = counts.get(name, 0) + growth
 
 
