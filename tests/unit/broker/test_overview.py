@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from lmcache_broker import app as broker_app
 from lmcache_broker.app import create_app
 from lmcache_broker.overview import (
-    MAX_KEPT_VIEWS,
     MAX_LABELS,
     MAX_SAMPLED_OWNERS,
     MAX_SAMPLES,
@@ -238,13 +237,16 @@ async def test_however_many_look_it_is_made_anew_now_and_then_only(
     assert (await rival.overview())["peers"] == [], (
         "who looks sees what is kept for its own tenant only"
     )
-    for num in range(MAX_KEPT_VIEWS):
-        await rival.overview(max_samples=num)
-    assert len((await acme.overview())["peers"]) == 2, "so many are kept at most"
+    await app.state.broker.overview.sample()
+    for num in range(3):
+        seen = await acme.overview(max_samples=num)
+        assert seen["time_ms"] == first["time_ms"], "however many samples are asked for"
+    monkeypatch.setattr(overview_service, "MAX_KEPT_VIEWS", 2)
     monkeypatch.setattr(overview_service, "MAX_REST_S", 0.0)
-    await acme.overview(max_samples=1)
+    await Caller(app, "operator").overview()
+    assert len((await acme.overview())["peers"]) == 2, "so many are kept at most"
     await acme.beat("c")
-    assert len((await acme.overview(max_samples=1))["peers"]) == 3
+    assert len((await acme.overview())["peers"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -356,9 +358,9 @@ def test_history_of_many_names_reaches_back_less_and_says_so(
     assert len(history.of(["t0"])) == 1000 // (9 * (32 + 5)) == 3
     for window in history.windows(["t0"]):
         assert 0 < window.watched_s <= min(window.window_s, 14_400)
-        assert window.work.missed_chunks == {
-            f"reason-{i}": window.watched_s for i in range(32)
-        }, "nothing but the oldest is gone"
+        assert window.work.missed_chunks == {f"reason-{i}": window.watched_s for i in range(32)}, (
+            "nothing but the oldest is gone"
+        )
 
 
 def test_names_are_bounded_whatever_peers_tell() -> None:

@@ -38,8 +38,7 @@ MAX_KEPT_VIEWS: Final = 16
 MIN_KEPT_COST_S: Final = 0.002
 REST_PER_COST: Final = 20
 """A view that cost more CPU than the above is kept for its tenant for this many times its cost, at
-most for `MAX_REST_S`. So viewers cost at most a twentieth of the broker's time, however many they
-are, and a small cluster is always shown as it is now.
+most for `MAX_REST_S`. A small cluster is always shown as it is now.
 """
 MAX_REST_S: Final = 4.0
 
@@ -371,7 +370,7 @@ class BrokerOverview:
         self._registry = registry
         self._hot = hot
         self._history = History()
-        self._kept: OrderedDict[tuple[str, int], tuple[float, Overview]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
 
     async def sample(self) -> None:
         """End an interval; to be repeated."""
@@ -381,21 +380,30 @@ class BrokerOverview:
     async def of(self, principal: Principal, max_samples: int) -> Overview:
         """Return what `principal` may see."""
         await self._registry.refresh()
-        key = (principal.tenant, max_samples)
-        until_s, kept = self._kept.get(key, (0.0, None))
+        view = self._view(principal)
+        if max_samples >= len(view.samples):
+            return view
+        return msgspec.structs.replace(
+            view, samples=view.samples[len(view.samples) - max_samples :]
+        )
+
+    def _view(self, principal: Principal) -> Overview:
+        """Return everything that `principal` may see, as it was built lately if that took long."""
+        until_s, kept = self._kept.get(principal.tenant, (0.0, None))
         if kept is not None and time.monotonic() < until_s:
             return kept
         began_s = time.thread_time()
-        view = self._build(principal, max_samples)
+        view = self._build(principal)
         cost_s = time.thread_time() - began_s
-        self._kept.pop(key, None)
+        self._kept.pop(principal.tenant, None)
         if cost_s >= MIN_KEPT_COST_S:
-            self._kept[key] = (time.monotonic() + min(MAX_REST_S, REST_PER_COST * cost_s), view)
+            until_s = time.monotonic() + min(MAX_REST_S, REST_PER_COST * cost_s)
+            self._kept[principal.tenant] = (until_s, view)
             if len(self._kept) > MAX_KEPT_VIEWS:
                 self._kept.popitem(last=False)
         return view
 
-    def _build(self, principal: Principal, max_samples: int) -> Overview:
+    def _build(self, principal: Principal) -> Overview:
         records = sorted(
             self._registry.directory.records(principal),
             key=lambda record: (not record.draining, record.peer.id),
@@ -423,7 +431,7 @@ class BrokerOverview:
             totals=totals,
             interval_s=self._interval_s,
             windows=self._history.windows(owners),
-            samples=self._history.of(owners, max_samples),
+            samples=self._history.of(owners),
             hot_chunks=[
                 _shown_prefix(prefix, models.get(prefix.requester, {}))
                 for prefix in self._hot.hottest(principal.tenant, MAX_SHOWN_CHUNKS, now_s)
