@@ -151,6 +151,7 @@ def test_names_that_objects_have_and_that_turn_text_around(
                 "loaded_chunks": told,
                 "missed_chunks": told,
                 "pulled_bytes": told,
+                "models": {name: {"saved_tokens": tokens} for name, tokens in told.items()},
             },
         )
         num_samples = len(get_json(f"{broker.url}/v1/overview")["samples"])
@@ -165,6 +166,7 @@ def test_names_that_objects_have_and_that_turn_text_around(
     )
     assert sorted(shown) == sorted([name, "2000"] for name in names)
     assert sorted(page.rows("#misses")) == sorted(names)
+    assert page.rows("#gains") == dict.fromkeys(names, "2,000")
     text = page.run("return document.body.innerText")
     assert not [word for word in ("NaN", "[object", "native code", "undefined") if word in text]
     page.resize(360, 740)

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from lmcache_broker import app as broker_app
 from lmcache_broker.app import create_app
 from lmcache_broker.overview import (
-    MAX_KEPT_VIEWS,
     MAX_LABELS,
     MAX_SAMPLED_OWNERS,
     MAX_SAMPLES,
@@ -238,13 +237,16 @@ async def test_however_many_look_it_is_made_anew_now_and_then_only(
     assert (await rival.overview())["peers"] == [], (
         "who looks sees what is kept for its own tenant only"
     )
-    for num in range(MAX_KEPT_VIEWS):
-        await rival.overview(max_samples=num)
-    assert len((await acme.overview())["peers"]) == 2, "so many are kept at most"
+    await app.state.broker.overview.sample()
+    for num in range(3):
+        seen = await acme.overview(max_samples=num)
+        assert seen["time_ms"] == first["time_ms"], "however many samples are asked for"
+    monkeypatch.setattr(overview_service, "MAX_KEPT_VIEWS", 2)
     monkeypatch.setattr(overview_service, "MAX_REST_S", 0.0)
-    await acme.overview(max_samples=1)
+    await Caller(app, "operator").overview()
+    assert len((await acme.overview())["peers"]) == 2, "so many are kept at most"
     await acme.beat("c")
-    assert len((await acme.overview(max_samples=1))["peers"]) == 3
+    assert len((await acme.overview())["peers"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -287,6 +289,14 @@ def test_a_new_life_counts_from_nothing_and_one_that_counts_less_counts_nothing(
     assert [sample.work.requested_chunks for sample in history.of(["acme"])] == [0, 4, 0, 0]
 
 
+def test_an_undrain_counts_nothing_twice() -> None:
+    """The process takes a new incarnation, and its counters go on."""
+    history = History(lambda: 7)
+    history.sample([record("a", PeerFigures(requested_chunks=1000))])
+    history.sample([record("a", PeerFigures(requested_chunks=1005), incarnation=2)])
+    assert [one.work.requested_chunks for one in history.windows(["acme"])] == [5, 5, 5]
+
+
 def saved(num_tokens: int) -> PeerFigures:
     return PeerFigures(models={"llama": ModelFigures(num_tokens, num_tokens // 2)})
 
@@ -299,9 +309,10 @@ def test_what_was_saved_in_the_last_minutes_hour_and_day() -> None:
         history.sample([record("a", saved(100 * minute))])
     windows = history.windows(["acme", "nobody"])
     assert [window.window_s for window in windows] == [300, 3600, 86_400]
-    assert [window.watched_s for window in windows] == [300, 3600, 86_400]
     minutes = [window.work.saved_tokens["llama"] / 100 for window in windows]
-    assert minutes == [6, pytest.approx(60, abs=6), pytest.approx(24 * 60, abs=6)]
+    assert minutes == [window.watched_s / 60 for window in windows], "all of the time it claims"
+    for covered, least, most in zip(minutes, (5, 60, 1440), (7, 66, 1502), strict=True):
+        assert least <= covered <= most
     assert [window.work.saved_ms["llama"] for window in windows] == [50 * one for one in minutes]
 
 
@@ -313,7 +324,7 @@ def test_a_broker_says_how_long_it_has_watched() -> None:
         history.sample([record("a", saved(now_ms))])
     now_ms = 410_000
     windows = history.windows(["acme"])
-    assert [window.watched_s for window in windows] == [300, 410, 410]
+    assert [window.watched_s for window in windows] == [410, 410, 410]
     assert [window.work.saved_tokens for window in windows] == [{"llama": 400_000}] * 3
 
 
@@ -331,6 +342,25 @@ def test_history_is_bounded() -> None:
         )
     (last,) = history.of(owners, 1)
     assert last.work.requested_chunks == MAX_SAMPLED_OWNERS
+
+
+def test_history_of_many_names_reaches_back_less_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overview_service, "MAX_CELLS", 1000)
+    now_ms = 0
+    history = History(lambda: now_ms)
+    for second in range(0, 20_000, 100):
+        now_ms = 1000 * second
+        missed = {f"reason-{i}": 1 + second for i in range(32)}
+        peers = [record("a", PeerFigures(missed_chunks=missed), owner=f"t{i}") for i in range(9)]
+        history.sample([*peers, record("idle", PeerFigures(), owner="idle")])
+    assert len(history.of(["t0"])) == 1000 // (9 * (32 + 5)) == 3
+    for window in history.windows(["t0"]):
+        assert 0 < window.watched_s <= min(window.window_s, 14_400)
+        assert window.work.missed_chunks == {f"reason-{i}": window.watched_s for i in range(32)}, (
+            "nothing but the oldest is gone"
+        )
 
 
 def test_names_are_bounded_whatever_peers_tell() -> None:

@@ -48,13 +48,14 @@ def client(sidecar: RunningSocket) -> Iterator[SidecarConnection]:
     connection.close()
 
 
-def key_of(number: int) -> CacheEngineKey:
-    return CacheEngineKey("vllm", "org/model", 1, 0, f"{number:064x}")
+def key_of(number: int, group: str = "") -> CacheEngineKey:
+    return CacheEngineKey("vllm", "org/model", 1, 0, f"{number:064x}", group)
 
 
-def head_of(number: int, payload: bytes) -> bytes:
+def head_of(number: int, payload: bytes, group: str = "") -> bytes:
+    key = key_of(number, group)
     return encode_head(
-        raw_header(key_of(number), (len(payload),), "uint8", payload_digest(payload)), len(payload)
+        raw_header(key, (len(payload),), "uint8", payload_digest(payload)), len(payload)
     )
 
 
@@ -66,20 +67,22 @@ def lent(client: SidecarConnection, *sizes: int) -> list[m.Extent]:
     return [item for item in offered(client, *sizes) if isinstance(item, m.Extent)]
 
 
-def put(client: SidecarConnection, number: int, payload: bytes) -> bool:
+def put(client: SidecarConnection, number: int, payload: bytes, group: str = "") -> bool:
     extents = lent(client, len(payload))
     if not extents:
         return False
     (extent,) = extents
     client.arena.store_view[extent.offset : extent.offset + len(payload)] = payload
-    return client.call(m.Commit(((extent.id, head_of(number, payload)),)), m.ContainsOk).present[0]
+    return client.call(
+        m.Commit(((extent.id, head_of(number, payload, group)),)), m.ContainsOk
+    ).present[0]
 
 
 def loaded(
-    client: SidecarConnection, *numbers: int
+    client: SidecarConnection, *numbers: int, group: str = ""
 ) -> tuple[list[bytes], list[m.Extent], str | None]:
     """Bytes and extents of the chunks that are there, and why the next one is not."""
-    names = client.names([key_of(number) for number in numbers])
+    names = client.names([key_of(number, group) for number in numbers])
     items = client.call(m.LoadExtents(names, 1000, 0), m.Extents).items
     extents = [item for item in items if isinstance(item, m.Extent)]
     data = [bytes(client.arena.load_view[e.offset : e.offset + e.length]) for e in extents]
@@ -125,6 +128,28 @@ def test_it_is_counted_what_engines_need_not_compute(
             assert engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
     assert sidecar.counters.value(metrics.SAVED_TOKENS_TOTAL) == 3 * CHUNK_SIZE
     assert sidecar.counters.value(metrics.SAVED_PREFILL_MICROSECONDS_TOTAL) == 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num_saved"),
+    [
+        ({"0:window64": [3], "1:full": [1, 2, 3]}, 3),
+        ({"0:full": [1, 2, 3], "1:window64": [3], "2:full": [1, 2, 3]}, 3),
+        ({"0:window64": [3], "1:window128": [2, 3]}, 2),
+    ],
+)
+def test_the_layers_that_load_most_chunks_count(
+    sidecar: RunningSocket,
+    client: SidecarConnection,
+    chunks: dict[str, list[int]],
+    num_saved: int,
+) -> None:
+    """An engine loads each group of layers with its own request, and of a window the end only."""
+    client.call(m.Describe("vllm", "org/model", 1, CHUNK_SIZE, bytes(32), tuple(chunks)), m.Ok)
+    for group, numbers in chunks.items():
+        assert all(put(client, number, b"some", group) for number in numbers)
+        assert len(loaded(client, *numbers, group=group)[0]) == len(numbers)
+    assert sidecar.counters.value(metrics.SAVED_TOKENS_TOTAL) == num_saved * CHUNK_SIZE
 
 
 def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -21,7 +21,7 @@ from lmcache_broker.transfers.hot import HotChunks, HotPrefix
 MAX_SAMPLES: Final = 360
 MAX_SAMPLED_OWNERS: Final = 256
 """Tenants with a history; of further ones only the present is known."""
-MAX_LABELS: Final = 64
+MAX_LABELS: Final = 32
 """Names of one kind that are counted one by one; peers may report any. Others count together."""
 OTHER_LABEL: Final = "other"
 MAX_SHOWN_PEERS: Final = 256
@@ -29,15 +29,16 @@ MAX_SHOWN_LINKS: Final = 512
 MAX_SHOWN_CHUNKS: Final = 10
 WINDOWS_S: Final = (300, 3600, 86_400)
 """For which the page says what was gained."""
-BUCKET_S: Final = 300
-MAX_BUCKETS: Final = WINDOWS_S[-1] // BUCKET_S
-"""Beyond the samples, work is kept in buckets of this length for a day."""
+BUCKETS_S: Final = (0, 300, 3600)
+"""Least length of the buckets of work that make up each of these windows; 0: each sample is one."""
+MAX_CELLS: Final = 65_536
+"""Counts that the buckets for one window hold; beyond, the oldest buckets go. A count takes about
+100 bytes and its name."""
 MAX_KEPT_VIEWS: Final = 16
 MIN_KEPT_COST_S: Final = 0.002
 REST_PER_COST: Final = 20
 """A view that cost more CPU than the above is kept for its tenant for this many times its cost, at
-most for `MAX_REST_S`. So viewers cost at most a twentieth of the broker's time, however many they
-are, and a small cluster is always shown as it is now.
+most for `MAX_REST_S`. A small cluster is always shown as it is now.
 """
 MAX_REST_S: Final = 4.0
 
@@ -118,7 +119,8 @@ class Window(msgspec.Struct, frozen=True):
 
     Attributes:
         window_s: Length of that time.
-        watched_s: How much of it this broker has seen since its start.
+        watched_s: The time that `work` covers: less if this broker started later, up to one bucket
+            (a sample, 5 minutes, an hour) more otherwise.
     """
 
     window_s: int
@@ -179,11 +181,66 @@ class Overview(msgspec.Struct, frozen=True):
     hot_chunks: list[HotChunk]
 
 
-class History:
-    """The last `MAX_SAMPLES` intervals, and the last day in buckets, by owner.
+@dataclass(slots=True)
+class _Bucket:
+    """The work of some time, by owner."""
 
-    What a peer counted before this broker first heard of it belongs to no interval; a new life of a
-    peer that was known counts from 0.
+    began_ms: int
+    ended_ms: int
+    by_owner: dict[str, Work]
+
+    def num_cells(self) -> int:
+        """Return its counts; empty dictionaries take room, too."""
+        return sum(
+            5
+            + len(work.loaded_chunks)
+            + len(work.loaded_bytes)
+            + len(work.missed_chunks)
+            + len(work.saved_tokens)
+            + len(work.saved_ms)
+            for work in self.by_owner.values()
+        )
+
+    def add_to(self, work: Work, owners: Collection[str]) -> None:
+        for owner in owners:
+            if owner in self.by_owner:
+                grow(work, self.by_owner[owner])
+
+
+class _Buckets(deque[_Bucket]):
+    """The latest buckets, the oldest first.
+
+    Args:
+        bucket_s: A bucket takes in intervals until it is this long.
+        max_buckets: Further ones displace the oldest, as more than `MAX_CELLS` counts do.
+    """
+
+    def __init__(self, bucket_s: int, max_buckets: int) -> None:
+        super().__init__(maxlen=max_buckets)
+        self._bucket_ms = 1000 * bucket_s
+
+    def add(self, began_ms: int, ended_ms: int, by_owner: Mapping[str, Work]) -> None:
+        """Add the work of an interval."""
+        if not self or self[-1].ended_ms - self[-1].began_ms >= self._bucket_ms:
+            self.append(_Bucket(began_ms, ended_ms, {}))
+        last = self[-1]
+        last.ended_ms = ended_ms
+        for owner, work in by_owner.items():
+            if work != Work() and (
+                owner in last.by_owner or len(last.by_owner) < MAX_SAMPLED_OWNERS
+            ):
+                grow(last.by_owner.setdefault(owner, Work()), work)
+        num_cells = sum(bucket.num_cells() for bucket in self)
+        while num_cells > MAX_CELLS and len(self) > 1:
+            num_cells -= self.popleft().num_cells()
+
+
+class History:
+    """The last `MAX_SAMPLES` intervals, and the last hour and day in buckets.
+
+    What a peer counted before this broker first heard of it belongs to no interval. A new
+    incarnation counts from 0 if its counters fell. If they did not, the same process has taken it,
+    as an undrain does.
 
     Args:
         wall_ms: Unix time in milliseconds.
@@ -191,9 +248,12 @@ class History:
 
     def __init__(self, wall_ms: Callable[[], int] = unix_ms) -> None:
         self._wall_ms = wall_ms
-        self._samples: deque[tuple[int, Mapping[str, Work]]] = deque(maxlen=MAX_SAMPLES)
-        self._buckets: deque[tuple[int, dict[str, Work]]] = deque(maxlen=MAX_BUCKETS)
-        self._began_ms: int | None = None
+        self._by_window = {
+            window_s: _Buckets(bucket_s, window_s // bucket_s + 1 if bucket_s else MAX_SAMPLES)
+            for window_s, bucket_s in zip(WINDOWS_S, BUCKETS_S, strict=True)
+        }
+        self._samples = self._by_window[WINDOWS_S[0]]
+        self._ended_ms: int | None = None
         self._last: dict[str, tuple[int, PeerFigures]] = {}
 
     def sample(self, records: Iterable[PeerRecord]) -> None:
@@ -214,51 +274,36 @@ class History:
             ):
                 continue
             incarnation, before = known
-            is_same_life = incarnation == record.peer.incarnation
-            grow(
-                by_owner.setdefault(record.owner, Work()),
-                figures,
-                before if is_same_life else PeerFigures(),
-            )
+            if incarnation != record.peer.incarnation and _fell(figures, before):
+                before = PeerFigures()
+            grow(by_owner.setdefault(record.owner, Work()), figures, before)
         self._last = seen
-        now_ms = self._wall_ms()
-        if self._began_ms is None:
-            self._began_ms = now_ms
-        self._samples.append((now_ms, by_owner))
-        if not self._buckets or now_ms - self._buckets[-1][0] >= 1000 * BUCKET_S:
-            self._buckets.append((now_ms, {}))
-        bucket = self._buckets[-1][1]
-        for owner, work in by_owner.items():
-            if owner in bucket or len(bucket) < MAX_SAMPLED_OWNERS:
-                grow(bucket.setdefault(owner, Work()), work)
+        ended_ms = self._wall_ms()
+        began_ms = ended_ms if self._ended_ms is None else self._ended_ms
+        self._ended_ms = ended_ms
+        for buckets in self._by_window.values():
+            buckets.add(began_ms, ended_ms, by_owner)
 
     def windows(self, owners: Collection[str]) -> list[Window]:
         """Return the work of these owners together for each of `WINDOWS_S`."""
         now_ms = self._wall_ms()
-        watched_s = 0.0 if self._began_ms is None else max(0, now_ms - self._began_ms) / 1000
         found = []
-        for window_s in WINDOWS_S:
+        for window_s, buckets in self._by_window.items():
+            part = [one for one in buckets if one.ended_ms > now_ms - 1000 * window_s]
             work = Work()
-            parts = self._samples if window_s <= BUCKET_S else self._buckets
-            for at_ms, by_owner in parts:
-                if at_ms > now_ms - 1000 * window_s:
-                    for owner in owners:
-                        if owner in by_owner:
-                            grow(work, by_owner[owner])
-            found.append(Window(window_s, min(window_s, watched_s), work))
+            for bucket in part:
+                bucket.add_to(work, owners)
+            watched_s = max(0, now_ms - part[0].began_ms) / 1000 if part else 0.0
+            found.append(Window(window_s, watched_s, work))
         return found
 
     def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[Sample]:
         """Return the latest intervals, the oldest first, of these owners together."""
         found = []
-        for ended_ms, by_owner in list(self._samples)[
-            len(self._samples) - min(max_samples, len(self._samples)) :
-        ]:
+        for bucket in list(self._samples)[max(0, len(self._samples) - max_samples) :]:
             work = Work()
-            for owner in owners:
-                if owner in by_owner:
-                    grow(work, by_owner[owner])
-            found.append(Sample(ended_ms, work))
+            bucket.add_to(work, owners)
+            found.append(Sample(bucket.ended_ms, work))
         return found
 
 
@@ -283,9 +328,18 @@ def grow(
             growth = count - old.get(name, 0)
             if growth <= 0:
                 continue
-            if name not in counts:  # interned: each heartbeat brings the same few names
-                name = sys.intern(name) if len(counts) < MAX_LABELS else OTHER_LABEL
+            if name not in counts and len(counts) >= MAX_LABELS:
+                name = OTHER_LABEL
             counts[name] = counts.get(name, 0) + growth
+
+
+def _fell(now: PeerFigures, before: PeerFigures) -> bool:
+    """Return whether a counter is lower than before: another process counts."""
+    return (
+        now.requested_chunks < before.requested_chunks
+        or now.stored_chunks < before.stored_chunks
+        or now.stored_bytes < before.stored_bytes
+    )
 
 
 def _saved(of: Work | PeerFigures) -> tuple[Mapping[str, int], Mapping[str, int]]:
@@ -316,7 +370,7 @@ class BrokerOverview:
         self._registry = registry
         self._hot = hot
         self._history = History()
-        self._kept: OrderedDict[tuple[str, int], tuple[float, Overview]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
 
     async def sample(self) -> None:
         """End an interval; to be repeated."""
@@ -326,21 +380,30 @@ class BrokerOverview:
     async def of(self, principal: Principal, max_samples: int) -> Overview:
         """Return what `principal` may see."""
         await self._registry.refresh()
-        key = (principal.tenant, max_samples)
-        until_s, kept = self._kept.get(key, (0.0, None))
+        view = self._view(principal)
+        if max_samples >= len(view.samples):
+            return view
+        return msgspec.structs.replace(
+            view, samples=view.samples[len(view.samples) - max_samples :]
+        )
+
+    def _view(self, principal: Principal) -> Overview:
+        """Return everything that `principal` may see, as it was built lately if that took long."""
+        until_s, kept = self._kept.get(principal.tenant, (0.0, None))
         if kept is not None and time.monotonic() < until_s:
             return kept
         began_s = time.thread_time()
-        view = self._build(principal, max_samples)
+        view = self._build(principal)
         cost_s = time.thread_time() - began_s
-        self._kept.pop(key, None)
+        self._kept.pop(principal.tenant, None)
         if cost_s >= MIN_KEPT_COST_S:
-            self._kept[key] = (time.monotonic() + min(MAX_REST_S, REST_PER_COST * cost_s), view)
+            until_s = time.monotonic() + min(MAX_REST_S, REST_PER_COST * cost_s)
+            self._kept[principal.tenant] = (until_s, view)
             if len(self._kept) > MAX_KEPT_VIEWS:
                 self._kept.popitem(last=False)
         return view
 
-    def _build(self, principal: Principal, max_samples: int) -> Overview:
+    def _build(self, principal: Principal) -> Overview:
         records = sorted(
             self._registry.directory.records(principal),
             key=lambda record: (not record.draining, record.peer.id),
@@ -368,7 +431,7 @@ class BrokerOverview:
             totals=totals,
             interval_s=self._interval_s,
             windows=self._history.windows(owners),
-            samples=self._history.of(owners, max_samples),
+            samples=self._history.of(owners),
             hot_chunks=[
                 _shown_prefix(prefix, models.get(prefix.requester, {}))
                 for prefix in self._hot.hottest(principal.tenant, MAX_SHOWN_CHUNKS, now_s)

@@ -46,7 +46,7 @@ class _Heat:
         head: First chunk of that request.
         depth: Chunks of that request up to this one.
         requester: Who made it.
-        num_holders: Instances that have the chunk after it.
+        num_holders: The latest requester, which does not name itself, and the holders it named.
     """
 
     began_s: float
@@ -125,7 +125,7 @@ class HotChunks:
                 heat = self._count(principal.tenant, chunk_id, now_s)
                 if depths[chunk_id] >= heat.depth:
                     heat.head, heat.depth, heat.requester = head, depths[chunk_id], requester
-                heat.num_holders = len({*wanted[chunk_id].holders, requester})
+                heat.num_holders = 1 + len(wanted[chunk_id].holders)
                 if not self._is_hot(heat, now_s):
                     continue
                 if peers is None:

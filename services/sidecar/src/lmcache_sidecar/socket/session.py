@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -337,13 +338,15 @@ class EngineSession:
     def _count_saved(self, loaded: Sequence[ChunkKey], request: m.LoadExtents) -> None:
         """Count the tokens of these chunks. Other ranks and groups of layers load other parts of
         the same tokens, so those of one are counted.
+
+        Without a group that attends to the whole prompt, these are the tokens of the widest window.
         """
         described = {known.model_name: known for known in self._context.descriptions.said_by(self)}
         if not loaded or (known := described.get(loaded[0].key.model_name)) is None:
             return
-        num_chunks = sum(
-            name.key.worker_id == 0 and name.key.group == known.groups[0] for name in loaded
-        )
+        # Each group is loaded by a request of its own.
+        counted = max(known.groups, key=_window)
+        num_chunks = sum(name.key.worker_id == 0 and name.key.group == counted for name in loaded)
         model = self._context.model_label(known.model_name)
         counters = self._context.counters
         counters.add(metrics.SAVED_TOKENS_TOTAL, num_chunks * known.chunk_size, model)
@@ -394,3 +397,11 @@ def _check_names(description: m.Describe) -> None:
     fmt, model, ranks = description.fmt, description.model_name, description.world_size
     for group in description.groups:
         CacheEngineKey(fmt, model, ranks, ranks - 1, "0" * 64, group).canonical()
+
+
+def _window(group: str) -> float:
+    """Return the tokens that a group of layers attends to, by its name: engines name a group with a
+    sliding window `<index>:window<tokens>`.
+    """
+    tokens = group.partition(":window")[2]
+    return int(tokens) if tokens.isdecimal() else math.inf

@@ -28,6 +28,8 @@ export const tier = (name) => (Object.hasOwn(TIERS, name) ? TIERS[name] : name);
 export const colour = (name) => COLOURS.get(tier(name)) ?? 's4';
 export const words = (name) => name.replaceAll('_', ' ');
 export const sum = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
+/** What is counted under this name, which a peer chose: what an object inherits is no count. */
+export const countOf = (counts, name) => (Object.hasOwn(counts, name) ? counts[name] : 0);
 export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });
 /** What all these names begin with, up to a dash, such as the name of a release; not for a single one. */
 export function commonPrefix(names) {

@@ -1,5 +1,5 @@
 import { gauge, html, nothing, table } from './dom.js';
-import { bytes, colour, commonPrefix, duration, hitRatio, number, percent, short, sum, tier, words } from './format.js';
+import { bytes, colour, commonPrefix, countOf, duration, hitRatio, number, percent, short, sum, tier, words } from './format.js';
 
 const WINDOWS = new Map([[300, '5 min'], [3600, '1 h'], [86400, '24 h']]);
 const tokens = (work) => sum(work.saved_tokens);
@@ -21,8 +21,8 @@ export function gains(data) {
   if (models.length === 0) return [tiles];
   const columns = [
     ['Model', (model) => html('span', { class: 'wrap' }, model)],
-    ...data.windows.map((one) => [WINDOWS.get(one.window_s), (model) => short(one.work.saved_tokens[model] ?? 0), true]),
-    ['Prefill, 24 h', (model) => prefill(day.saved_ms[model] ?? 0), true, true],
+    ...data.windows.map((one) => [WINDOWS.get(one.window_s), (model) => short(countOf(one.work.saved_tokens, model)), true]),
+    ['Prefill, 24 h', (model) => prefill(countOf(day.saved_ms, model)), true, true],
   ];
   return [tiles, table(`Tokens not computed, tenant ${data.tenant}`, columns, models, (model) => model)];
 }
