@@ -225,6 +225,16 @@ def test_values_from_elsewhere_are_not_needed(options: InjectionOptions) -> None
     assert status.endswith("not carried over: LMCACHE_REMOTE_URL")
 
 
+def test_variables_that_the_webhook_cannot_see_keep_lmcache(options: InjectionOptions) -> None:
+    """They may name LMCache's server or file, with which our connector does not start."""
+    document = replaceable({})
+    [engine] = document["spec"]["containers"]
+    engine["envFrom"] = [{"configMapRef": {"name": "lmcache"}}]
+    assert "list in env what the container needs of them" in declined(options, document)
+    engine["envFrom"] = []
+    assert "replaced LMCacheConnectorV1" in injected(options, document)[1]
+
+
 def test_what_is_no_option_of_lmcaches_is_named(options: InjectionOptions) -> None:
     """The chart of production-stack passes such for prefill and decode."""
     extra = {"discard_partial_chunks": False, "lmcache_rpc_port": "producer1"}

@@ -153,6 +153,12 @@ def carry_over(container: Container, connector: ReplaceableConnector) -> Carried
             f"the webhook cannot see the file that {CONFIG_FILE_ENV} names; write its options as"
             f" variables {ENV_PREFIX}… and leave the file out",
         )
+    if container.envFrom:
+        raise _irreplaceable(
+            connector,
+            "the webhook cannot see the variables of envFrom, and vLLM would not start with some of"
+            " LMCache's; list in env what the container needs of them and leave envFrom out",
+        )
     extra = connector.config.get(_EXTRA) or {}
     if (
         not isinstance(extra, dict)
