@@ -82,6 +82,41 @@ def test_a_script_that_reads_a_variable_gets_the_connector_in_it(options: Inject
     assert "in a shell script, which is never edited" in declined(options, other)
 
 
+@pytest.mark.parametrize(
+    ("script", "is_read"),
+    [
+        ('vllm serve m "$VLLM_ADDITIONAL_ARGS"', True),
+        ("vllm serve m ${VLLM_ADDITIONAL_ARGS:-}", True),
+        ("# $VLLM_ADDITIONAL_ARGS was here\nvllm serve m", False),
+        ("vllm serve m  # not $VLLM_ADDITIONAL_ARGS", False),
+        ("echo VLLM_ADDITIONAL_ARGS; vllm serve m", False),
+        ("vllm serve m $VLLM_ADDITIONAL_ARGS_2", False),
+        ("vllm serve m ${VLLM_ADDITIONAL_ARGS:---port 1}", False),
+        ("export VLLM_ADDITIONAL_ARGS=-x\nvllm serve m $VLLM_ADDITIONAL_ARGS", False),
+        (": ${VLLM_ADDITIONAL_ARGS:=-x}; vllm serve m $VLLM_ADDITIONAL_ARGS", False),
+        ('VLLM_ADDITIONAL_ARGS+=" -x"; vllm serve m $VLLM_ADDITIONAL_ARGS', False),
+    ],
+)
+def test_a_script_must_pass_the_variable_on(
+    script: str, is_read: bool, options: InjectionOptions
+) -> None:
+    """Elsewhere the connector would not arrive, or hide the script's own arguments."""
+    document = pod(container(command=["sh", "-c", script]))
+    if is_read:
+        assert "in the variable VLLM_ADDITIONAL_ARGS" in injected(options, document)[1]
+    else:
+        assert "in a shell script, which is never edited" in declined(options, document)
+
+
+def test_a_variable_that_envfrom_may_bring_is_not_hidden(options: InjectionOptions) -> None:
+    document = stack("kserve-llm")
+    [engine] = document["spec"]["containers"]
+    engine["envFrom"] = [{"configMapRef": {"name": "arguments"}}]
+    assert "--max-model-len 8192 --kv" in str(injected(options, document)[0]["env"])
+    del engine["env"]
+    assert "envFrom may bring VLLM_ADDITIONAL_ARGS" in declined(options, document)
+
+
 def test_a_connector_after_a_script_is_replaced_by_plain_words(options: InjectionOptions) -> None:
     """vLLM reads `--kv-transfer-config.kv_connector_extra_config.chunk_size=512` as a member."""
     for extra, is_plain in (({"lmcache.chunk_size": 512}, True), ({"lmcache.salt": "a b"}, False)):
