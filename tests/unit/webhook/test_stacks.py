@@ -246,9 +246,48 @@ def test_sizes_become_the_sidecars(options: InjectionOptions) -> None:
     assert sizes_of(options, replaceable({"lmcache.max_local_cpu_size": 0.001})) == ("0.0625", None)
     old = [variable("LOCAL_DEVICE", "file:///kv/"), variable("MAX_LOCAL_CACHE_SIZE", "30")]
     assert sizes_of(options, replaceable({}, *old)) == ("4", "30")
+    assert injected(options, replaceable({}, *old))[1].endswith("over: LMCACHE_LOCAL_DEVICE")
     assert "set lmcache.io/arena-gb to less" in declined(
         options, replaceable({"lmcache.max_local_cpu_size": 100})
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("MAX_LOCAL_CPU_SIZE", []),
+        ("MAX_LOCAL_CACHE_SIZE", []),
+        ("MAX_LOCAL_DISK_SIZE", [variable("LOCAL_DISK", "/data/")]),
+        ("LOCAL_DEVICE", [variable("MAX_LOCAL_CACHE_SIZE", "30")]),
+    ],
+)
+def test_a_size_that_the_webhook_cannot_see_keeps_lmcache(
+    name: str, others: list[Any], options: InjectionOptions
+) -> None:
+    source = {"configMapKeyRef": {"name": "sizes", "key": "size"}}
+    unseen = {"name": f"LMCACHE_{name}", "valueFrom": source}
+    reason = declined(options, replaceable({}, *others, unseen))
+    assert f"the sidecar's size depends on LMCACHE_{name}" in reason
+    assert "write it as a value" in reason
+    given = replaceable({f"lmcache.{name.lower()}": "cpu" if "DEV" in name else 9}, *others, unseen)
+    injected(options, given)
+
+
+def test_members_of_the_configuration_are_kept_or_named(options: InjectionOptions) -> None:
+    config = json.loads(V1) | {
+        "kv_role": "kv_both",
+        "engine_id": "e1",
+        "kv_port": 14580,
+        "kv_rank": None,
+        "kv_load_failure_policy": "fail",
+        "later": ["x"],
+    }
+    document = pod(
+        container(args=["--kv-transfer-config", json.dumps(config)]), annotations=REPLACE
+    )
+    engine, status = injected(options, document)
+    assert config_of(engine) == transfer_config() | {"engine_id": "e1", "kv_port": 14580}
+    assert status.endswith("not carried over: kv_load_failure_policy, later")
 
 
 def test_values_from_elsewhere_are_not_needed(options: InjectionOptions) -> None:

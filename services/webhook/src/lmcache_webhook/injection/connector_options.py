@@ -21,7 +21,7 @@ from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, values_of_e
 from lmcache_core.errors import ConfigError
 
 from lmcache_webhook.injection.pod import Container, DeclinedError
-from lmcache_webhook.injection.sidecar import SOCKET_PATH
+from lmcache_webhook.injection.sidecar import SOCKET_PATH, transfer_config
 
 MAX_OPTION_CHARS: Final = 16 << 10
 """Of all variables LMCACHE_… of a container, and of a `--kv-transfer-config` that is replaced:
@@ -41,6 +41,8 @@ _TIERS: Final = frozenset(
     ]
 )
 """Names of LMCache's that describe tiers. With a sidecar our connector ignores or refuses them."""
+_REPLACED: Final = ("kv_connector", "kv_connector_module_path", "kv_role", _EXTRA)
+"""Members of LMCache's configuration that ours has for itself. Every other one is vLLM's own."""
 _SERVER: Final = ("mp.", "mp_")
 """How names begin of the server that LMCacheMPConnector talks to. The sidecar replaces it."""
 
@@ -93,14 +95,16 @@ class CarriedOver:
 
     Attributes:
         extra: Options of our connector, by its names.
+        members: Other members of vLLM's configuration, to keep.
         arena_gb: Size of LMCache's host memory, GiB; None where it is not given.
         disk_gb: Size of its disk, GiB; None where it has none.
         variables: Indexes of the variables that describe tiers, in order.
-        left_out: Options that the sidecar's settings replace, or that are no option of LMCache's,
-            as the pod spells them.
+        left_out: Options that our configuration or the sidecar's settings replace, or that are no
+            option of LMCache's, as the pod spells them.
     """
 
     extra: Mapping[str, Any]
+    members: Mapping[str, str | float]
     arena_gb: float | None
     disk_gb: float | None
     variables: tuple[int, ...]
@@ -184,24 +188,65 @@ def carry_over(container: Container, connector: ReplaceableConnector) -> Carried
         raise _irreplaceable(connector, _line(exc)) from exc
     except RecursionError:
         raise _irreplaceable(connector, f"{_EXTRA} is nested too deeply; shorten it") from None
+    has_disk = bool(values.get("local_disk"))
+    needed = {"max_local_cpu_size", "max_local_cache_size"}
+    if has_disk:
+        needed.add("max_local_disk_size")
+    if "max_local_cache_size" in {*named, *map(_plain, texts)}:
+        needed.add("local_device")  # which says what has that size
+    for variable in container.env or ():
+        if (
+            variable.valueFrom
+            and variable.name.startswith(ENV_PREFIX)
+            and _plain(variable.name) in needed - named.keys()
+        ):
+            raise _irreplaceable(
+                connector,
+                f"the sidecar's size depends on {variable.name}, whose valueFrom the webhook cannot"
+                " see; write it as a value",
+            )
+    reached = sizes.keys() & needed
+    if reached:
+        reached.add("max_local_cache_size")  # an older name of one of them
+    members, lost = _members(connector.config)
     variables = [
         (index, variable.name)
         for index, variable in enumerate(container.env or ())
         if variable.name.startswith(ENV_PREFIX)
         and (_plain(variable.name) in _TIERS or _is_server(variable.name))
     ]
-    mapped = set(_SIZES) if values.get("local_disk") else {"max_local_cpu_size"}
     return CarriedOver(
         extra=ours,
+        members=members,
         arena_gb=sizes.get("max_local_cpu_size"),
-        disk_gb=sizes.get("max_local_disk_size") if values.get("local_disk") else None,
+        disk_gb=sizes.get("max_local_disk_size") if has_disk else None,
         variables=tuple(index for index, _ in variables),
-        left_out=tuple(
-            name
-            for name in [*(name for _, name in variables), *extra]
-            if name in unread or _is_server(name) or _plain(name) in _TIERS - mapped
+        left_out=(
+            *(
+                name
+                for name in [*(name for _, name in variables), *extra]
+                if name in unread or _is_server(name) or _plain(name) in _TIERS - reached
+            ),
+            *lost,
         ),
     )
+
+
+def _members(config: Mapping[str, Any]) -> tuple[dict[str, str | float], list[str]]:
+    """Return the members of vLLM's configuration to keep, and the names of those that are lost:
+    ours has another value, or they are no text or number as all of vLLM's are.
+    """
+    ours = transfer_config()
+    kept: dict[str, str | float] = {}
+    lost = []
+    for name, value in config.items():
+        if name in _REPLACED or value is None or value == ours.get(name):
+            continue
+        if name not in ours and isinstance(value, str | int | float):
+            kept[name] = value
+        else:
+            lost.append(name)
+    return kept, lost
 
 
 def _irreplaceable(connector: ReplaceableConnector, why: str) -> DeclinedError:
