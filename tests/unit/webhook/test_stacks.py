@@ -163,6 +163,28 @@ def test_wrappers_that_would_not_use_the_connector(
     assert text in declined(options, document)
 
 
+@pytest.mark.parametrize(
+    ("value", "is_declined"),
+    [
+        ({"value": "nixl"}, True),
+        ({"value": "kvbm nixl"}, True),
+        ({"valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}, True),
+        ({"value": "none"}, False),
+        ({"value": ""}, False),
+        ({}, False),
+    ],
+)
+def test_dynamos_variable_is_its_option(
+    value: dict[str, Any], is_declined: bool, options: InjectionOptions
+) -> None:
+    document = stack("dynamo")
+    document["spec"]["containers"][0]["env"].append({"name": "DYN_CONNECTOR", **value})
+    if is_declined:
+        assert "is given DYN_CONNECTOR, by which Dynamo" in declined(options, document)
+    else:
+        injected(options, document)
+
+
 def test_the_fix_for_a_script_of_dynamo_is_dynamos(options: InjectionOptions) -> None:
     document = pod(container(command=["sh", "-c", "exec python3 -m dynamo.vllm --model m"]))
     assert "write `command: [python3, -m, dynamo.vllm, …]`" in declined(options, document)

@@ -38,6 +38,8 @@ _ASSIGNED: Final = re.compile(rf"\b{SCRIPT_VARIABLE}[:+]?=")
 RAY_VARIABLE: Final = "KUBERAY_GEN_RAY_START_CMD"
 _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./:=-]+")
+_CONNECTOR_OF_DYNAMO: Final = "DYN_CONNECTOR"
+"""The option `--connector` as a variable."""
 _ROLES_OF_DYNAMO: Final = ("--is-prefill-worker", "--is-decode-worker")
 
 
@@ -161,9 +163,16 @@ def _refuse_other_engine(container: Container) -> None:
         )
     if DYNAMO not in line:
         return
-    if _value_of(line, "--connector") not in (None, "none"):
+    given = ["--connector"] if _value_of(line, "--connector") not in (None, "none") else []
+    given += [
+        variable.name
+        for variable in container.env or ()
+        if variable.name == _CONNECTOR_OF_DYNAMO
+        and (variable.valueFrom or (variable.value or "none").lower() != "none")
+    ]
+    if given:
         raise DeclinedError(
-            f"the container {container.name} is given --connector, by which Dynamo sets a connector"
+            f"the container {container.name} is given {given[0]}, by which Dynamo sets a connector"
             " of its own: remove it"
         )
     if not set(_ROLES_OF_DYNAMO).isdisjoint(line) or (
