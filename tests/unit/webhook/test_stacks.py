@@ -406,3 +406,16 @@ def test_variables_that_would_end_vllm_are_seen_beforehand(
 ) -> None:
     document = pod(container(args=["m"], env=[variable(name, value)]))
     assert text in declined(options, document)
+
+
+def test_an_allocator_with_which_vllm_refuses_connectors(options: InjectionOptions) -> None:
+    for conf, is_refused in (
+        ("max_split_size_mb:64,expandable_segments:True", True),
+        ("expandable_segments:False", False),
+    ):
+        allocator = {"name": "PYTORCH_CUDA_ALLOC_CONF", "value": conf}
+        document = pod(container(args=["m"], env=[allocator]))
+        if is_refused:
+            assert "leave expandable_segments:True out" in declined(options, document)
+        else:
+            injected(options, document)

@@ -29,6 +29,8 @@ reading them takes up to 10 µs a character.
 """
 MAX_EXTRA_OPTIONS: Final = 128
 """In one `kv_connector_extra_config`: each unknown one is compared with all known ones."""
+ALLOCATOR: Final = "PYTORCH_CUDA_ALLOC_CONF"
+REFUSED_ALLOCATOR: Final = "expandable_segments:True"
 CONNECTORS: Final = ("LMCacheConnectorV1", "LMCacheMPConnector")
 WORDS: Final = ("--kv-transfer-config", "--kv_transfer_config")
 PREFIX: Final = "lmcache."
@@ -51,11 +53,17 @@ Place = tuple[str, int]
 
 def check_options(container: Container, extra: Mapping[str, Any]) -> None:
     """Refuse a container whose variables, with the options in `extra`, our connector could not
-    read: vLLM would end when it starts.
+    read, or with which vLLM refuses connectors: it would end when it starts.
 
     Raises:
         DeclinedError: It is one.
     """
+    variables = {variable.name: variable.value or "" for variable in container.env or ()}
+    if REFUSED_ALLOCATOR in variables.get(ALLOCATOR, ""):
+        raise DeclinedError(
+            f"vLLM refuses every connector with {ALLOCATOR} as the container {container.name} has"
+            f" it: leave {REFUSED_ALLOCATOR} out"
+        )
     try:
         values = values_of_environment(_texts(container), OPTIONS)
         # As the connector reads them: the environment alone first.
