@@ -129,7 +129,8 @@ def test_a_connector_after_a_script_is_replaced_by_plain_words(options: Injectio
         engine, _ = injected(options, document)
         [words] = [one["value"] for one in engine["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS"]
         option = "--kv-transfer-config.kv_connector_extra_config.chunk_size=512"
-        assert words.split() == ["--max-model-len", "8192", *CONNECTOR_IN_A_SCRIPT.split(), option]
+        *others, socket = CONNECTOR_IN_A_SCRIPT.split()
+        assert words.split() == ["--max-model-len", "8192", *others, option, socket]
         assert len(engine["args"]) == 1
 
 
@@ -329,6 +330,12 @@ def test_variables_that_the_webhook_cannot_see_keep_lmcache(options: InjectionOp
     assert "list in env what the container needs of them" in declined(options, document)
     engine["envFrom"] = []
     assert "replaced LMCacheConnectorV1" in injected(options, document)[1]
+
+
+def test_the_socket_is_the_sidecars(options: InjectionOptions) -> None:
+    engine, status = injected(options, replaceable({"lmcache.sidecar_socket": "/elsewhere"}))
+    assert config_of(engine) == transfer_config()
+    assert status.endswith("not carried over: lmcache.sidecar_socket")
 
 
 def test_what_is_no_option_of_lmcaches_is_named(options: InjectionOptions) -> None:

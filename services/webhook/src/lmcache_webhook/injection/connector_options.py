@@ -40,9 +40,12 @@ _TIERS: Final = frozenset(
     [
         *(name for name, option in OPTIONS.items() if option.documented and option.beside_sidecar),
         *(*_SIZES, "eviction_policy", "local_device", "max_local_cache_size", "cache_policy"),
+        "sidecar_socket",
     ]
 )
-"""Names of LMCache's that describe tiers. With a sidecar our connector ignores or refuses them."""
+"""Names that describe tiers, or another sidecar. With the pod's sidecar our connector ignores or
+refuses them.
+"""
 _REPLACED: Final = ("kv_connector", "kv_connector_module_path", "kv_role", _EXTRA)
 """Members of LMCache's configuration that ours has for itself. Every other one is vLLM's own."""
 _SERVER: Final = ("mp.", "mp_")

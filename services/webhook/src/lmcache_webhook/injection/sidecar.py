@@ -109,7 +109,7 @@ def transfer_config(
     computed: vLLM's default ends the request.
 
     Args:
-        extra: Further options of the connector, which may have any value.
+        extra: Further options of the connector, which may have any value; the socket is the pod's.
         members: Further members of the configuration.
     """
     return {
@@ -118,7 +118,7 @@ def transfer_config(
         "kv_connector_module_path": "lmcache_core.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"sidecar_socket": SOCKET_PATH, **(extra or {})},
+        "kv_connector_extra_config": {**(extra or {}), "sidecar_socket": SOCKET_PATH},
     }
 
 
