@@ -82,6 +82,41 @@ def test_a_script_that_reads_a_variable_gets_the_connector_in_it(options: Inject
     assert "in a shell script, which is never edited" in declined(options, other)
 
 
+@pytest.mark.parametrize(
+    ("script", "is_read"),
+    [
+        ('vllm serve m "$VLLM_ADDITIONAL_ARGS"', True),
+        ("vllm serve m ${VLLM_ADDITIONAL_ARGS:-}", True),
+        ("# $VLLM_ADDITIONAL_ARGS was here\nvllm serve m", False),
+        ("vllm serve m  # not $VLLM_ADDITIONAL_ARGS", False),
+        ("echo VLLM_ADDITIONAL_ARGS; vllm serve m", False),
+        ("vllm serve m $VLLM_ADDITIONAL_ARGS_2", False),
+        ("vllm serve m ${VLLM_ADDITIONAL_ARGS:---port 1}", False),
+        ("export VLLM_ADDITIONAL_ARGS=-x\nvllm serve m $VLLM_ADDITIONAL_ARGS", False),
+        (": ${VLLM_ADDITIONAL_ARGS:=-x}; vllm serve m $VLLM_ADDITIONAL_ARGS", False),
+        ('VLLM_ADDITIONAL_ARGS+=" -x"; vllm serve m $VLLM_ADDITIONAL_ARGS', False),
+    ],
+)
+def test_a_script_must_pass_the_variable_on(
+    script: str, is_read: bool, options: InjectionOptions
+) -> None:
+    """Elsewhere the connector would not arrive, or hide the script's own arguments."""
+    document = pod(container(command=["sh", "-c", script]))
+    if is_read:
+        assert "in the variable VLLM_ADDITIONAL_ARGS" in injected(options, document)[1]
+    else:
+        assert "in a shell script, which is never edited" in declined(options, document)
+
+
+def test_a_variable_that_envfrom_may_bring_is_not_hidden(options: InjectionOptions) -> None:
+    document = stack("kserve-llm")
+    [engine] = document["spec"]["containers"]
+    engine["envFrom"] = [{"configMapRef": {"name": "arguments"}}]
+    assert "--max-model-len 8192 --kv" in str(injected(options, document)[0]["env"])
+    del engine["env"]
+    assert "envFrom may bring VLLM_ADDITIONAL_ARGS" in declined(options, document)
+
+
 def test_a_connector_after_a_script_is_replaced_by_plain_words(options: InjectionOptions) -> None:
     """vLLM reads `--kv-transfer-config.kv_connector_extra_config.chunk_size=512` as a member."""
     for extra, is_plain in (({"lmcache.chunk_size": 512}, True), ({"lmcache.salt": "a b"}, False)):
@@ -94,7 +129,8 @@ def test_a_connector_after_a_script_is_replaced_by_plain_words(options: Injectio
         engine, _ = injected(options, document)
         [words] = [one["value"] for one in engine["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS"]
         option = "--kv-transfer-config.kv_connector_extra_config.chunk_size=512"
-        assert words.split() == ["--max-model-len", "8192", *CONNECTOR_IN_A_SCRIPT.split(), option]
+        *others, socket = CONNECTOR_IN_A_SCRIPT.split()
+        assert words.split() == ["--max-model-len", "8192", *others, option, socket]
         assert len(engine["args"]) == 1
 
 
@@ -126,6 +162,28 @@ def test_wrappers_that_would_not_use_the_connector(
     document = stack(name)
     document["spec"]["containers"][0]["args"] += words
     assert text in declined(options, document)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_declined"),
+    [
+        ({"value": "nixl"}, True),
+        ({"value": "kvbm nixl"}, True),
+        ({"valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}, True),
+        ({"value": "none"}, False),
+        ({"value": ""}, False),
+        ({}, False),
+    ],
+)
+def test_dynamos_variable_is_its_option(
+    value: dict[str, Any], is_declined: bool, options: InjectionOptions
+) -> None:
+    document = stack("dynamo")
+    document["spec"]["containers"][0]["env"].append({"name": "DYN_CONNECTOR", **value})
+    if is_declined:
+        assert "is given DYN_CONNECTOR, by which Dynamo" in declined(options, document)
+    else:
+        injected(options, document)
 
 
 def test_the_fix_for_a_script_of_dynamo_is_dynamos(options: InjectionOptions) -> None:
@@ -211,9 +269,48 @@ def test_sizes_become_the_sidecars(options: InjectionOptions) -> None:
     assert sizes_of(options, replaceable({"lmcache.max_local_cpu_size": 0.001})) == ("0.0625", None)
     old = [variable("LOCAL_DEVICE", "file:///kv/"), variable("MAX_LOCAL_CACHE_SIZE", "30")]
     assert sizes_of(options, replaceable({}, *old)) == ("4", "30")
+    assert injected(options, replaceable({}, *old))[1].endswith("over: LMCACHE_LOCAL_DEVICE")
     assert "set lmcache.io/arena-gb to less" in declined(
         options, replaceable({"lmcache.max_local_cpu_size": 100})
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("MAX_LOCAL_CPU_SIZE", []),
+        ("MAX_LOCAL_CACHE_SIZE", []),
+        ("MAX_LOCAL_DISK_SIZE", [variable("LOCAL_DISK", "/data/")]),
+        ("LOCAL_DEVICE", [variable("MAX_LOCAL_CACHE_SIZE", "30")]),
+    ],
+)
+def test_a_size_that_the_webhook_cannot_see_keeps_lmcache(
+    name: str, others: list[Any], options: InjectionOptions
+) -> None:
+    source = {"configMapKeyRef": {"name": "sizes", "key": "size"}}
+    unseen = {"name": f"LMCACHE_{name}", "valueFrom": source}
+    reason = declined(options, replaceable({}, *others, unseen))
+    assert f"the sidecar's size depends on LMCACHE_{name}" in reason
+    assert "write it as a value" in reason
+    given = replaceable({f"lmcache.{name.lower()}": "cpu" if "DEV" in name else 9}, *others, unseen)
+    injected(options, given)
+
+
+def test_members_of_the_configuration_are_kept_or_named(options: InjectionOptions) -> None:
+    config = json.loads(V1) | {
+        "kv_role": "kv_both",
+        "engine_id": "e1",
+        "kv_port": 14580,
+        "kv_rank": None,
+        "kv_load_failure_policy": "fail",
+        "later": ["x"],
+    }
+    document = pod(
+        container(args=["--kv-transfer-config", json.dumps(config)]), annotations=REPLACE
+    )
+    engine, status = injected(options, document)
+    assert config_of(engine) == transfer_config() | {"engine_id": "e1", "kv_port": 14580}
+    assert status.endswith("not carried over: kv_load_failure_policy, later")
 
 
 def test_values_from_elsewhere_are_not_needed(options: InjectionOptions) -> None:
@@ -223,6 +320,22 @@ def test_values_from_elsewhere_are_not_needed(options: InjectionOptions) -> None
     engine, status = injected(options, document)
     assert [one["name"] for one in engine["env"]] == ["PYTHONPATH"]
     assert status.endswith("not carried over: LMCACHE_REMOTE_URL")
+
+
+def test_variables_that_the_webhook_cannot_see_keep_lmcache(options: InjectionOptions) -> None:
+    """They may name LMCache's server or file, with which our connector does not start."""
+    document = replaceable({})
+    [engine] = document["spec"]["containers"]
+    engine["envFrom"] = [{"configMapRef": {"name": "lmcache"}}]
+    assert "list in env what the container needs of them" in declined(options, document)
+    engine["envFrom"] = []
+    assert "replaced LMCacheConnectorV1" in injected(options, document)[1]
+
+
+def test_the_socket_is_the_sidecars(options: InjectionOptions) -> None:
+    engine, status = injected(options, replaceable({"lmcache.sidecar_socket": "/elsewhere"}))
+    assert config_of(engine) == transfer_config()
+    assert status.endswith("not carried over: lmcache.sidecar_socket")
 
 
 def test_what_is_no_option_of_lmcaches_is_named(options: InjectionOptions) -> None:
@@ -300,3 +413,16 @@ def test_variables_that_would_end_vllm_are_seen_beforehand(
 ) -> None:
     document = pod(container(args=["m"], env=[variable(name, value)]))
     assert text in declined(options, document)
+
+
+def test_an_allocator_with_which_vllm_refuses_connectors(options: InjectionOptions) -> None:
+    for conf, is_refused in (
+        ("max_split_size_mb:64,expandable_segments:True", True),
+        ("expandable_segments:False", False),
+    ):
+        allocator = {"name": "PYTORCH_CUDA_ALLOC_CONF", "value": conf}
+        document = pod(container(args=["m"], env=[allocator]))
+        if is_refused:
+            assert "leave expandable_segments:True out" in declined(options, document)
+        else:
+            injected(options, document)

@@ -31,9 +31,15 @@ MODULES: Final = (
 )
 SCRIPT_VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
 """From which the scripts of KServe's LLMInferenceService take further arguments of vLLM."""
+_COMMENT: Final = re.compile(r"(?<!\S)#.*")
+_READ: Final = re.compile(rf"\${SCRIPT_VARIABLE}\b|\${{{SCRIPT_VARIABLE}(:?-)?}}")
+"""How a script reads it, without a default that a value would hide."""
+_ASSIGNED: Final = re.compile(rf"\b{SCRIPT_VARIABLE}[:+]?=")
 RAY_VARIABLE: Final = "KUBERAY_GEN_RAY_START_CMD"
 _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./:=-]+")
+_CONNECTOR_OF_DYNAMO: Final = "DYN_CONNECTOR"
+"""The option `--connector` as a variable."""
 _ROLES_OF_DYNAMO: Final = ("--is-prefill-worker", "--is-decode-worker")
 
 
@@ -77,7 +83,7 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
     _refuse_other_engine(container)
     if not _starts_server(_line(container)):
         script = _script(container)
-        if script is not None and SCRIPT_VARIABLE not in script:
+        if script is not None and not _reads_variable(script):
             words = f"python3, -m, {DYNAMO}" if DYNAMO in script else "vllm, serve, MODEL"
             raise DeclinedError(
                 f"the container {container.name} starts vLLM in a shell script, which is never"
@@ -98,12 +104,18 @@ def plan_script_variable(container: Container, config: Mapping[str, Any]) -> str
         config: The value of `--kv-transfer-config`.
 
     Raises:
-        DeclinedError: A shell might change one of the words.
+        DeclinedError: A shell might change one of the words, or the variable may have a value that
+            the webhook cannot see.
     """
     if names_our_connector(container) or _starts_server(_line(container)):
         return ""
-    if SCRIPT_VARIABLE not in (_script(container) or ""):
+    if not _reads_variable(_script(container) or ""):
         return ""
+    if container.envFrom and all(one.name != SCRIPT_VARIABLE for one in container.env or ()):
+        raise DeclinedError(
+            f"envFrom may bring {SCRIPT_VARIABLE} to the container {container.name}, and a value"
+            " set here would hide it: list the variable in env"
+        )
     words = list(_dotted(OPTION, config))
     for word in words:
         if not _PLAIN.fullmatch(word):
@@ -151,9 +163,16 @@ def _refuse_other_engine(container: Container) -> None:
         )
     if DYNAMO not in line:
         return
-    if _value_of(line, "--connector") not in (None, "none"):
+    given = ["--connector"] if _value_of(line, "--connector") not in (None, "none") else []
+    given += [
+        variable.name
+        for variable in container.env or ()
+        if variable.name == _CONNECTOR_OF_DYNAMO
+        and (variable.valueFrom or (variable.value or "none").lower() != "none")
+    ]
+    if given:
         raise DeclinedError(
-            f"the container {container.name} is given --connector, by which Dynamo sets a connector"
+            f"the container {container.name} is given {given[0]}, by which Dynamo sets a connector"
             " of its own: remove it"
         )
     if not set(_ROLES_OF_DYNAMO).isdisjoint(line) or (
@@ -201,8 +220,14 @@ def _script(container: Container) -> str | None:
         if len(words) > 1 and (
             "vllm serve" in text or any(f"-m {module}" in text for module in MODULES)
         ):
-            return text
+            return word
     return None
+
+
+def _reads_variable(script: str) -> bool:
+    """Return whether a script passes on `SCRIPT_VARIABLE` as the container has it."""
+    code = _COMMENT.sub("", script)
+    return _READ.search(code) is not None and _ASSIGNED.search(code) is None
 
 
 def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:

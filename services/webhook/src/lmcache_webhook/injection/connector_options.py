@@ -21,7 +21,7 @@ from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, values_of_e
 from lmcache_core.errors import ConfigError
 
 from lmcache_webhook.injection.pod import Container, DeclinedError
-from lmcache_webhook.injection.sidecar import SOCKET_PATH
+from lmcache_webhook.injection.sidecar import SOCKET_PATH, transfer_config
 
 MAX_OPTION_CHARS: Final = 16 << 10
 """Of all variables LMCACHE_… of a container, and of a `--kv-transfer-config` that is replaced:
@@ -29,6 +29,8 @@ reading them takes up to 10 µs a character.
 """
 MAX_EXTRA_OPTIONS: Final = 128
 """In one `kv_connector_extra_config`: each unknown one is compared with all known ones."""
+ALLOCATOR: Final = "PYTORCH_CUDA_ALLOC_CONF"
+REFUSED_ALLOCATOR: Final = "expandable_segments:True"
 CONNECTORS: Final = ("LMCacheConnectorV1", "LMCacheMPConnector")
 WORDS: Final = ("--kv-transfer-config", "--kv_transfer_config")
 PREFIX: Final = "lmcache."
@@ -38,9 +40,14 @@ _TIERS: Final = frozenset(
     [
         *(name for name, option in OPTIONS.items() if option.documented and option.beside_sidecar),
         *(*_SIZES, "eviction_policy", "local_device", "max_local_cache_size", "cache_policy"),
+        "sidecar_socket",
     ]
 )
-"""Names of LMCache's that describe tiers. With a sidecar our connector ignores or refuses them."""
+"""Names that describe tiers, or another sidecar. With the pod's sidecar our connector ignores or
+refuses them.
+"""
+_REPLACED: Final = ("kv_connector", "kv_connector_module_path", "kv_role", _EXTRA)
+"""Members of LMCache's configuration that ours has for itself. Every other one is vLLM's own."""
 _SERVER: Final = ("mp.", "mp_")
 """How names begin of the server that LMCacheMPConnector talks to. The sidecar replaces it."""
 
@@ -49,11 +56,17 @@ Place = tuple[str, int]
 
 def check_options(container: Container, extra: Mapping[str, Any]) -> None:
     """Refuse a container whose variables, with the options in `extra`, our connector could not
-    read: vLLM would end when it starts.
+    read, or with which vLLM refuses connectors: it would end when it starts.
 
     Raises:
         DeclinedError: It is one.
     """
+    variables = {variable.name: variable.value or "" for variable in container.env or ()}
+    if REFUSED_ALLOCATOR in variables.get(ALLOCATOR, ""):
+        raise DeclinedError(
+            f"vLLM refuses every connector with {ALLOCATOR} as the container {container.name} has"
+            f" it: leave {REFUSED_ALLOCATOR} out"
+        )
     try:
         values = values_of_environment(_texts(container), OPTIONS)
         # As the connector reads them: the environment alone first.
@@ -93,14 +106,16 @@ class CarriedOver:
 
     Attributes:
         extra: Options of our connector, by its names.
+        members: Other members of vLLM's configuration, to keep.
         arena_gb: Size of LMCache's host memory, GiB; None where it is not given.
         disk_gb: Size of its disk, GiB; None where it has none.
         variables: Indexes of the variables that describe tiers, in order.
-        left_out: Options that the sidecar's settings replace, or that are no option of LMCache's,
-            as the pod spells them.
+        left_out: Options that our configuration or the sidecar's settings replace, or that are no
+            option of LMCache's, as the pod spells them.
     """
 
     extra: Mapping[str, Any]
+    members: Mapping[str, str | float]
     arena_gb: float | None
     disk_gb: float | None
     variables: tuple[int, ...]
@@ -153,6 +168,12 @@ def carry_over(container: Container, connector: ReplaceableConnector) -> Carried
             f"the webhook cannot see the file that {CONFIG_FILE_ENV} names; write its options as"
             f" variables {ENV_PREFIX}… and leave the file out",
         )
+    if container.envFrom:
+        raise _irreplaceable(
+            connector,
+            "the webhook cannot see the variables of envFrom, and vLLM would not start with some of"
+            " LMCache's; list in env what the container needs of them and leave envFrom out",
+        )
     extra = connector.config.get(_EXTRA) or {}
     if (
         not isinstance(extra, dict)
@@ -178,24 +199,65 @@ def carry_over(container: Container, connector: ReplaceableConnector) -> Carried
         raise _irreplaceable(connector, _line(exc)) from exc
     except RecursionError:
         raise _irreplaceable(connector, f"{_EXTRA} is nested too deeply; shorten it") from None
+    has_disk = bool(values.get("local_disk"))
+    needed = {"max_local_cpu_size", "max_local_cache_size"}
+    if has_disk:
+        needed.add("max_local_disk_size")
+    if "max_local_cache_size" in {*named, *map(_plain, texts)}:
+        needed.add("local_device")  # which says what has that size
+    for variable in container.env or ():
+        if (
+            variable.valueFrom
+            and variable.name.startswith(ENV_PREFIX)
+            and _plain(variable.name) in needed - named.keys()
+        ):
+            raise _irreplaceable(
+                connector,
+                f"the sidecar's size depends on {variable.name}, whose valueFrom the webhook cannot"
+                " see; write it as a value",
+            )
+    reached = sizes.keys() & needed
+    if reached:
+        reached.add("max_local_cache_size")  # an older name of one of them
+    members, lost = _members(connector.config)
     variables = [
         (index, variable.name)
         for index, variable in enumerate(container.env or ())
         if variable.name.startswith(ENV_PREFIX)
         and (_plain(variable.name) in _TIERS or _is_server(variable.name))
     ]
-    mapped = set(_SIZES) if values.get("local_disk") else {"max_local_cpu_size"}
     return CarriedOver(
         extra=ours,
+        members=members,
         arena_gb=sizes.get("max_local_cpu_size"),
-        disk_gb=sizes.get("max_local_disk_size") if values.get("local_disk") else None,
+        disk_gb=sizes.get("max_local_disk_size") if has_disk else None,
         variables=tuple(index for index, _ in variables),
-        left_out=tuple(
-            name
-            for name in [*(name for _, name in variables), *extra]
-            if name in unread or _is_server(name) or _plain(name) in _TIERS - mapped
+        left_out=(
+            *(
+                name
+                for name in [*(name for _, name in variables), *extra]
+                if name in unread or _is_server(name) or _plain(name) in _TIERS - reached
+            ),
+            *lost,
         ),
     )
+
+
+def _members(config: Mapping[str, Any]) -> tuple[dict[str, str | float], list[str]]:
+    """Return the members of vLLM's configuration to keep, and the names of those that are lost:
+    ours has another value, or they are no text or number as all of vLLM's are.
+    """
+    ours = transfer_config()
+    kept: dict[str, str | float] = {}
+    lost = []
+    for name, value in config.items():
+        if name in _REPLACED or value is None or value == ours.get(name):
+            continue
+        if name not in ours and isinstance(value, str | int | float):
+            kept[name] = value
+        else:
+            lost.append(name)
+    return kept, lost
 
 
 def _irreplaceable(connector: ReplaceableConnector, why: str) -> DeclinedError:

@@ -120,7 +120,7 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
         request = _with_sizes(request, carried)
         engine = _without(patch, at, engine, theirs, carried)
     plan = plan_pod(options, pod, namespace, request, index)
-    config = transfer_config(carried.extra if carried else None)
+    config = transfer_config(carried.extra, carried.members) if carried else transfer_config()
     arguments = plan_arguments(engine, config)
     in_script = plan_script_variable(engine, config)
     check_options(engine, carried.extra if carried else {})

@@ -82,6 +82,7 @@ class Container(_Part):
     command: _Items[_Text] | None = None
     args: _Items[_Text] | None = None
     env: _Items[EnvVar] | None = None
+    envFrom: _Items[dict[str, Any]] | None = None
     ports: _Items[ContainerPort] | None = None
     resources: Resources | None = None
     volumeMounts: _Items[VolumeMount] | None = None

@@ -102,19 +102,23 @@ def engine_mounts() -> list[dict[str, Any]]:
     ]
 
 
-def transfer_config(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def transfer_config(
+    extra: Mapping[str, Any] | None = None, members: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the value of vLLM's `--kv-transfer-config`; plain words only. Loads that fail are
     computed: vLLM's default ends the request.
 
     Args:
-        extra: Further options of the connector, which may have any value.
+        extra: Further options of the connector, which may have any value; the socket is the pod's.
+        members: Further members of the configuration.
     """
     return {
+        **(members or {}),
         "kv_connector": "LMCacheConnector",
         "kv_connector_module_path": "lmcache_core.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"sidecar_socket": SOCKET_PATH, **(extra or {})},
+        "kv_connector_extra_config": {**(extra or {}), "sidecar_socket": SOCKET_PATH},
     }
 
 
