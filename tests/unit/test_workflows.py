@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cluster.kind import NAMESPACE
+from tests.cluster.names import RELEASE
+
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
@@ -84,6 +87,14 @@ def test_ci_runs_what_is_run_before_a_merge() -> None:
         for one in jobs(ROOT / ".github/workflows/ci.yml")["vllm"]["strategy"]["matrix"]["include"]
     }
     assert releases == set(re.findall(r"VLLM=([\d.]+)", script))
+
+
+def test_e2e_runs_one_release_at_a_time() -> None:
+    text = commands(ROOT / ".github/workflows/e2e.yml")
+    removal = (
+        f"helm uninstall {RELEASE} --namespace {NAMESPACE}\nkubectl delete namespace {NAMESPACE}"
+    )
+    assert text.index("make kind-up") < text.index(removal) < text.index("make test-cluster")
 
 
 def test_ci_runs_on_every_python_that_is_promised() -> None:
