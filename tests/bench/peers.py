@@ -1,8 +1,9 @@
 """`make bench-peers`: our engine and LMCache's, round by round, beside the limits of the machine.
 
 Both are driven through their public calls by the same code (`peer_child.py`), in processes and
-environments of their own, with their default settings: ours checks every digest. A store is timed
-until the tier has the whole prompt. Every byte that comes back is compared.
+environments of their own, with their default settings, except that ours waits for a slow tier
+instead of declining it; ours checks every digest. A store is timed until the tier has the whole
+prompt. Every byte that comes back is compared.
 """
 
 from __future__ import annotations
@@ -424,7 +425,8 @@ def measure(
     section = Section(f"Beside LMCache {_version()}: 512 MiB, GB/s", HEADINGS, rows)
     remark = (
         f"Medians of {rounds} rounds, in turn; every byte compared; default settings, so ours"
-        f" checks every digest. Other processes used {min(loads):.1f} to {max(loads):.1f} of"
+        " checks every digest, except that it waits for a slow tier instead of declining it."
+        f" Other processes used {min(loads):.1f} to {max(loads):.1f} of"
         f" {os.cpu_count()} cores."
     )
     return section, remark

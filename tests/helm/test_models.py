@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helm.conftest import MODEL, MODELS, both_helms
+from tests.helm.conftest import MODEL, MODELS, MONITORING, both_helms
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,6 +41,18 @@ def test_the_label_of_a_model_is_of_the_charts_domain(chart: Chart) -> None:
     domains = {name.partition("/")[0] for name in labels}
     assert domains == {"app.kubernetes.io", "lmcache.io"}
     assert labels["lmcache.io/model"] == "tiny"
+
+
+@pytest.mark.parametrize("name", ["8", "1e3", "true", "null"])
+def test_a_model_may_be_named_like_a_number_or_a_constant(chart: Chart, name: str) -> None:
+    monitored = {"monitoring.podMonitors.enabled": True, "networkPolicy.metricsFrom": MONITORING}
+    rendering = chart.render(monitored | {"models": {name: MODEL}})
+    pods = rendering.get("Deployment", f"vllm-{name}")["spec"]["template"]["metadata"]
+    assert pods["labels"]["lmcache.io/model"] == name
+    monitor = rendering.by_name("PodMonitor")[f"vllm-{name}"]
+    assert monitor["selector"]["matchLabels"]["lmcache.io/model"] == name
+    for endpoint in monitor["podMetricsEndpoints"]:
+        assert {"targetLabel": "lmcache_model", "replacement": name} in endpoint["relabelings"]
 
 
 def test_a_token_of_hugging_face_comes_from_a_secret(chart: Chart) -> None:

@@ -16,7 +16,7 @@ from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits
 from lmcache_servicekit.settings import ServiceSettings, load_settings
 from pydantic import TypeAdapter
 
-from tests.helm.conftest import MODEL, MODELS, containers_of
+from tests.helm.conftest import MODEL, MODELS, both_helms, containers_of
 from tests.helm.test_cases import CASES
 
 if TYPE_CHECKING:
@@ -143,6 +143,16 @@ def test_limits_reach_the_storage_and_the_sidecar(chart: Chart, tmp_path: Path) 
     assert storage.disk_limits == TierLimits(2592000, TenantQuotas(None, {"team-a": 10 << 30}))
     sidecar, _ = settings_of(rendering, "sidecar", tmp_path)
     assert (sidecar.eviction_policy, sidecar.memory_limits) == ("lru", TierLimits(60))
+
+
+@both_helms
+def test_an_overlay_removes_the_limit_of_a_tenant(chart: Chart, tmp_path: Path, helm: str) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("storage: {tenantQuotas: {a: {memory: 1Gi}, b: {memory: 2Gi}}}")
+    for files in ((base,), ()):  # where there is none, nothing is removed
+        rendering = chart.render({"storage.tenantQuotas.a": None}, *files, helm=helm)
+        quotas = rendering.config("storage").get("tenant_quotas", {})
+        assert quotas == ({"b": {"memory_gb": 2}} if files else {})
 
 
 @pytest.mark.parametrize("size_gi", [1, 2, 50, 1048576])

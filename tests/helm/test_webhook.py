@@ -237,6 +237,27 @@ def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
         )
 
 
+def test_a_job_that_runs_first_names_nothing_that_comes_later(chart: Chart) -> None:
+    """Helm creates the release's own objects after the hooks that precede an installation."""
+    values = {"webhook.enabled": True, "priorityClass.create": True}
+    manifests = chart.render(values).manifests
+    hooks = {
+        (one["kind"], one["metadata"]["name"]): one
+        for one in manifests
+        if "pre-install" in one["metadata"].get("annotations", {}).get("helm.sh/hook", "")
+    }
+    later = {one["metadata"]["name"] for one in manifests} - {name for _, name in hooks}
+    assert "inference-cache-lmcache" in later, "the class of priority"
+    [job] = (one for (kind, _), one in hooks.items() if kind == "Job")
+    pod = job["spec"]["template"]["spec"]
+    # The arguments name what the command makes and changes.
+    container = {name: one for name, one in pod["containers"][0].items() if name != "args"}
+    named = set(re.findall(r"[\w.-]+", str(pod | {"containers": [container]})))
+    assert named & later == set()
+    [job] = chart.render(values | {"webhook.priorityClassName": "own"}).of_kind("Job")
+    assert job["spec"]["template"]["spec"]["priorityClassName"] == "own"
+
+
 @both_helms
 def test_an_upgrade_runs_one_job_where_the_certificate_is_there(
     chart: Chart, kubeconfig: Path, helm: str

@@ -5,19 +5,27 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from lmcache_core import __version__
+
+from tests.cluster.kind import NAMESPACE
+from tests.cluster.names import RELEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
 RULES = {".venv/.tools"}
 VARIABLES = set(re.findall(r"^([A-Z_]+) [?:]=", MAKEFILE, re.MULTILINE))
+RELEASED = ROOT / ".github/workflows/release.yml"
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
@@ -86,6 +94,14 @@ def test_ci_runs_what_is_run_before_a_merge() -> None:
     assert releases == set(re.findall(r"VLLM=([\d.]+)", script))
 
 
+def test_e2e_runs_one_release_at_a_time() -> None:
+    text = commands(ROOT / ".github/workflows/e2e.yml")
+    removal = (
+        f"helm uninstall {RELEASE} --namespace {NAMESPACE}\nkubectl delete namespace {NAMESPACE}"
+    )
+    assert text.index("make kind-up") < text.index(removal) < text.index("make test-cluster")
+
+
 def test_ci_runs_on_every_python_that_is_promised() -> None:
     promised = re.search(
         r"must run on ([\d., and]+\d)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -113,4 +129,48 @@ def test_the_release_publishes_every_package_and_image() -> None:
     assert sorted(manifests) == sorted(
         path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)
     )
-    assert {"wheels"} <= made(commands(ROOT / ".github/workflows/release.yml"))
+    assert {"wheels"} <= made(commands(RELEASED))
+
+
+def run_step(path: Path, name: str, folder: Path, **variables: str) -> int:
+    """Run the script of a step in a folder, as GitHub does; return its exit code."""
+    [script] = (step["run"] for step in steps(path) if step.get("name", "") == name)
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        **variables,
+    }
+    command = ["bash", "-eo", "pipefail", "-c", script]
+    return subprocess.run(command, cwd=folder, env=environ, timeout=60, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("version", "changelog", "is_accepted"),
+    [
+        (__version__, f"## [Unreleased]\n\n## [{__version__}] - 2026-01-01\n\nThe first.\n", True),
+        (__version__, f"## [{__version__}] - 2026-01-01\n\n## [0.0.1]\n\nText.\n", False),
+        (__version__, "## [Unreleased]\n\nText.\n", False),
+        ("9.9.9", "## [9.9.9]\n\nText.\n", False),
+    ],
+    ids=["right", "empty", "none", "version"],
+)
+def test_a_release_begins_with_its_version_and_its_notes(
+    tmp_path: Path, version: str, changelog: str, is_accepted: bool
+) -> None:
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    name = "The tag is the version of everything, and the changelog has its section"
+    assert (run_step(RELEASED, name, tmp_path, VERSION=f"v{version}") == 0) == is_accepted
+    if is_accepted:
+        assert (tmp_path / "notes.md").read_text().strip() == "The first."
+
+
+def test_the_published_chart_takes_the_published_images(tmp_path: Path) -> None:
+    values = tmp_path / "helm/lmcache/values.yaml"
+    values.parent.mkdir(parents=True)
+    before = (ROOT / "helm/lmcache/values.yaml").read_text(encoding="utf-8")
+    values.write_text(before)
+    name = "The published chart takes the published images"
+    assert run_step(RELEASED, name, tmp_path, GITHUB_REPOSITORY="Some/Name") == 0
+    wanted = yaml.safe_load(before)
+    wanted["images"]["registry"] = "ghcr.io/some/name"
+    assert yaml.safe_load(values.read_text(encoding="utf-8")) == wanted

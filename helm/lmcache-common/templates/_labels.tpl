@@ -3,11 +3,11 @@ Labels by which selectors find pods. Fixed for the life of a release: selectors 
 Takes: root, component; model (optional), the name of an entry of `models`.
 */}}
 {{- define "lmcache-common.selectorLabels" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .model }}
-lmcache.io/model: {{ . }}
+lmcache.io/model: {{ . | quote }}
 {{- end }}
 {{- end -}}
 

@@ -68,11 +68,14 @@ topologySpreadConstraints:
   {{- include "lmcache-common.topologySpread" . | trim | nindent 2 }}
 {{- end -}}
 
-{{/* The component's own, or the one that the chart makes for all but the models. Takes: as podSpec. */}}
+{{/*
+The component's own, or the one that the chart makes for all but the models and the webhook's certificate, whose hook runs before that
+class exists. Takes: as podSpec.
+*/}}
 {{- define "lmcache-common.priorityClassName" -}}
 {{- if .values.priorityClassName -}}
 {{- .values.priorityClassName -}}
-{{- else if and .root.Values.priorityClass.create (ne .component "vllm") -}}
+{{- else if and .root.Values.priorityClass.create (not (has .component (list "vllm" "webhook-cert"))) -}}
 {{- include "lmcache-common.createdPriorityClass" . -}}
 {{- end -}}
 {{- end -}}

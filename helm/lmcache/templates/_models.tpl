@@ -23,8 +23,8 @@ Maps are merged, lists replaced. Takes: root.
 {{/* What the library chart wants to know about a model's objects, as YAML without `root`. Takes: root, model (merged). */}}
 {{- define "lmcache.modelScope" -}}
 component: vllm
-model: {{ .model.name }}
-name: {{ include "lmcache.modelName" . }}
+model: {{ .model.name | quote }}
+name: {{ include "lmcache.modelName" . | quote }}
 {{- end -}}
 
 {{/* The image with the codecs where one of these options asks for them, else the one without. Takes: root, sidecar, serdes. */}}

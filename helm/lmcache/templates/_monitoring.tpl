@@ -42,7 +42,7 @@ selector:
     - {targetLabel: lmcache_release, replacement: {{ include "lmcache.promRelease" . }}}
     - {targetLabel: lmcache_component, replacement: {{ .component }}}
     {{- with .model }}
-    - {targetLabel: lmcache_model, replacement: {{ . }}}
+    - {targetLabel: lmcache_model, replacement: {{ . | quote }}}
     {{- end }}
 {{- end -}}
 
