@@ -202,7 +202,7 @@ def measure_storage_rest(bench: Bench, console: Console, machine: str) -> None:
 
 
 def measure_peers(bench: Bench, console: Console, machine: str) -> None:
-    """The engine beside LMCache's."""
+    """Our engine and LMCache's, in turn."""
     try:
         section, remark = peers.measure(bench.run, bench.directory)
     except peers.PeerMissingError as exc:

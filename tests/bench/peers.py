@@ -1,4 +1,4 @@
-"""`make bench-peers`: our engine and LMCache's, round by round, beside the limits of the machine.
+"""`make bench-peers`: measure our engine, LMCache's and the machine's limits in turn.
 
 Both are driven through their public calls by the same code (`peer_child.py`), in processes and
 environments of their own, with their default settings, except that ours waits for a slow tier

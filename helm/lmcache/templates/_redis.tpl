@@ -95,7 +95,7 @@ sees what comes of it, and the URL holds a password: so it goes through scrypt, 
 {{- end -}}
 {{- end -}}
 
-{{/* Settings of a client of Redis, besides the URL. Takes: root. */}}
+{{/* Settings of a client of Redis, apart from the URL. Takes: root. */}}
 {{- define "lmcache.redisSettings" -}}
 {{- $external := .root.Values.externalRedis -}}
 {{- $path := include "lmcache.tlsPath" . -}}

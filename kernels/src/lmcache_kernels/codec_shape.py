@@ -96,7 +96,7 @@ class CodecShape:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPlanes:
-    """Output of an encoder and input of a decoder, besides scales and levels. All on one device,
+    """Output of an encoder and input of a decoder, apart from scales and levels. All on one device,
     contiguous.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The bench beside LMCache: who is measured when, the ratios, and that a wrong byte ends it."""
+"""Comparison with LMCache: the order of calls, the ratios, and failure on a wrong byte."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ async def test_the_chunks_that_are_pulled_most_come_first(app: FastAPI) -> None:
 
 
 async def test_the_chunks_of_a_prompt_count_once(app: FastAPI) -> None:
-    """A system prompt of three chunks that two prompts begin with; one of them goes on."""
+    """Two prompts share a system prompt of three chunks; one of them is longer."""
     acme = Caller(app, "acme")
     await acme.beat("a")
     await acme.beat("me", FIGURES)
@@ -244,7 +244,7 @@ async def test_however_many_look_it_is_made_anew_now_and_then_only(
     monkeypatch.setattr(overview_service, "MAX_KEPT_VIEWS", 2)
     monkeypatch.setattr(overview_service, "MAX_REST_S", 0.0)
     await Caller(app, "operator").overview()
-    assert len((await acme.overview())["peers"]) == 2, "so many are kept at most"
+    assert len((await acme.overview())["peers"]) == 2, "at most this many are kept"
     await acme.beat("c")
     assert len((await acme.overview())["peers"]) == 3
 
@@ -290,7 +290,7 @@ def test_a_new_life_counts_from_nothing_and_one_that_counts_less_counts_nothing(
 
 
 def test_an_undrain_counts_nothing_twice() -> None:
-    """The process takes a new incarnation, and its counters go on."""
+    """The process takes a new incarnation; its counters continue."""
     history = History(lambda: 7)
     history.sample([record("a", PeerFigures(requested_chunks=1000))])
     history.sample([record("a", PeerFigures(requested_chunks=1005), incarnation=2)])

@@ -205,7 +205,7 @@ def test_production_stacks_connector_is_replaced_on_request(options: InjectionOp
         "LMCACHE_LOG_LEVEL",
         "LMCACHE_USE_EXPERIMENTAL",
         "LMCACHE_LMCACHE_INSTANCE_ID",
-    ], "what the connector would refuse beside a sidecar is gone"
+    ], "options that the connector refuses with a sidecar are removed"
     assert status == (
         "injected: the container vllm shares 30 GiB of memory with its sidecar, tenant a; replaced"
         " LMCacheConnectorV1, not carried over: LMCACHE_LOCAL_CPU,"

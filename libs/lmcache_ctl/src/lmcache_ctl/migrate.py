@@ -63,7 +63,7 @@ def migrate(
     """Turn an LMCache configuration into settings of a sidecar and values of the chart.
 
     Nothing is written and no service is asked. Exits with 1 when options are
-    refused: each is told, with the way out.
+    refused: each is printed with its replacement.
     """
     found = migration_of(file)
     show(found, output, _print)
@@ -158,7 +158,7 @@ def _place(
 def _print(found: Migration) -> None:
     _print_yaml("sidecar.yaml, settings of lmcache-sidecar", found.sidecar)
     if found.engine:
-        _print_yaml("options of the engines, beside sidecar_socket", found.engine)
+        _print_yaml("options of the engines, in addition to sidecar_socket", found.engine)
     _print_yaml("values.yaml, of the chart", found.chart)
     for title, lines in (("To look at:", found.notes), ("Refused:", found.refused)):
         if lines:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 
 class LookupSettings(RedisSettings):
-    """Options of `lmcache-lookup`, besides those that say where Redis is; variables are
+    """Options of `lmcache-lookup`, apart from those that say where Redis is; variables are
     `LMCACHE_LOOKUP_…`. The index lies in Redis.
 
     Attributes:

@@ -55,10 +55,10 @@ class StaticPeer(BaseModel):
 
 
 class DiscoverySettings(ServiceSettings):
-    """How peers are known besides their registrations.
+    """How peers are known apart from their registrations.
 
     Attributes:
-        discovery: Source of peers besides their registrations: none, `static_peers`, or the
+        discovery: Source of peers in addition to their registrations: none, `static_peers`, or the
             endpoints of a Service.
         discovery_tenant: Tenant of discovered peers until they register; None: they serve all
             tenants.
@@ -113,7 +113,7 @@ _EPHEMERAL_KEY_ID: Final = "ephemeral"
 
 
 class BrokerSettings(DiscoverySettings, RedisSettings):
-    """Options of the broker, besides those of discovery and those that say where Redis is, in which
+    """Options of the broker, apart from those of discovery and those that locate Redis, in which
     several brokers share leases and pulls.
 
     Attributes:

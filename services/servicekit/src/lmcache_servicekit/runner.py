@@ -141,7 +141,7 @@ class Address:
         """Log and write where the service listens.
 
         Args:
-            more: Ports besides that of REST, by option.
+            more: Ports other than that of REST, by option.
             num_workers: Processes that serve the port.
         """
         number = self.listener.getsockname()[1]

@@ -76,7 +76,7 @@ class WebhookSettings(ServiceSettings):
         max_arena_gb: Most that a pod may ask for.
         disk_gb: Disk of a pod that names no size; 0: none.
         max_disk_gb: Most that a pod may ask for.
-        memory_overhead_mb: Memory of the sidecar besides its arena.
+        memory_overhead_mb: Memory of the sidecar in addition to its arena.
         payload_resources: Requests and limits of the container that copies the payload.
         sidecar_cpu: CPU request of the sidecar, a Kubernetes quantity.
         run_as_user: User of the sidecar if neither pod nor annotation says which user vLLM has;

@@ -195,7 +195,7 @@ class LocalGPUPool(LocalPool):
     """Slots on the current CUDA device.
 
     Raises:
-        ConfigError: There is none, besides what `LocalPool` raises.
+        ConfigError: There is none; or as `LocalPool` raises.
     """
 
     def _make_arena(self, size: int) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Outbox:
     events are not kept, since the announcement that follows covers everything.
 
     Args:
-        max_pending: Bound on events besides the announcement; exceeding it drops them all and
+        max_pending: Bound on events apart from the announcement; exceeding it drops them all and
             requires a resync.
     """
 

@@ -193,7 +193,7 @@ def settle_processor() -> None:
         from numba.core import config
 
         if config.CPU_NAME is None:
-            # No features besides the kind's: otherwise numba would add this machine's own, and look
+            # No features beyond the kind's: otherwise numba would add this machine's own, and look
             # for code with those.
             config.CPU_NAME, config.CPU_FEATURES = kind, ""
 

@@ -31,7 +31,7 @@ SIDECAR_CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """The records that a client accepts, besides raw lossless ones.
+    """The records that a client accepts in addition to raw lossless ones.
 
     Attributes:
         lossy: Also records that were encoded with loss, raw or not.
