@@ -28,7 +28,7 @@ class ServiceState:
         tokens: Accepted tokens; re-read when the file changes.
         health: The checks of `/readyz`; a lifespan adds its own.
         registry: Registry of the service's metrics.
-        ports: Ports that a lifespan opened, without the HTTP one, by name; written to the port file.
+        ports: Ports other than HTTP that a lifespan opened, by name; written to the port file.
         siblings: Metrics of all workers of the port; None: this is the only process.
         tls: Encryption of REST and lm://; None: none.
         limiter: Rate limit of each tenant; None: none.
