@@ -113,12 +113,12 @@ def test_what_is_missing_is_a_miss(model: LlamaForCausalLM, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"memory_gb": -1}, "max_local_cpu_size=-1: must be a number in 0 … "),
-        ({"remote": "s3://bucket"}, "remote_url='s3://bucket': must be a URL with one of"),
+        ({"memory_gb": -1}, "memory_gb=-1: must be a number in 0 … "),
+        ({"remote": "s3://bucket"}, "remote='s3://bucket': must be a URL with one of"),
         ({"disk": "/tmp/d", "disk_gb": 0}, "a disk without room keeps nothing"),
         ({"disk": "/tmp/d", "sidecar": "/tmp/s"}, "the tiers are the sidecar's"),
-        ({"disk": ""}, "local_disk='': must be a directory"),
-        ({"disk": 5}, "local_disk=5: must be a directory"),
+        ({"disk": ""}, "disk='': must be a directory"),
+        ({"disk": 5}, "disk=5: must be a directory"),
         ({"memory": 1}, "unknown option 'memory'"),
         ({"chunk_sizes": 1}, "did you mean 'chunk_size'?"),
         ({"local_disk": "/tmp/d"}, "local_disk='/tmp/d': open calls it disk"),

@@ -67,12 +67,15 @@ def open(
             raise ConfigError(f"{option}={shown(options[option])}: open calls it {parameter}")
     if disk is not None:
         options |= {"local_disk": _directory_url(disk), "max_local_disk_size": disk_gb}
-    config = LMCacheEngineConfig.from_defaults(
-        max_local_cpu_size=memory_gb,
-        remote_url=remote,
-        sidecar_socket=os.fspath(sidecar) if isinstance(sidecar, os.PathLike) else sidecar,
-        **options,
-    )
+    try:
+        config = LMCacheEngineConfig.from_defaults(
+            max_local_cpu_size=memory_gb,
+            remote_url=remote,
+            sidecar_socket=os.fspath(sidecar) if isinstance(sidecar, os.PathLike) else sidecar,
+            **options,
+        )
+    except ConfigError as exc:
+        raise ConfigError(_in_own_names(str(exc))) from exc
     metadata = metadata_of(model, name or _name_of(model), config)
     engine = create_engine(config, metadata, connector_of(model))
     engine.open()
@@ -82,6 +85,13 @@ def open(
     except BaseException:
         engine.close()
         raise
+
+
+def _in_own_names(text: str) -> str:
+    """Return an error of the config with the names that the caller of `open` used."""
+    for option, parameter in _OWN_NAMES.items():
+        text = text.replace(f"{option}=", f"{parameter}=")
+    return text
 
 
 def _name_of(model: PreTrainedModel) -> str:
