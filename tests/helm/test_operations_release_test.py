@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
 import kubernetes_validate
@@ -18,6 +17,9 @@ from tests.fixtures.tls import Authority
 from tests.helm.conftest import COMPONENT, HELM_FOLDER, MODELS, MUTUAL
 from tests.helm.processes import Cluster
 from tests.helm.test_cases import CASES, render
+from contextlib import nullcontext
+from http.server import HTTPServer
+from tests.fixtures.http_server import Handler, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -223,16 +225,11 @@ def test_a_service_that_lets_everybody_in_fails(cluster: tuple[Cluster, Renderin
     assert "/v1/none: guarded: it answers" in answer.stderr
 
 
-class Guarded(BaseHTTPRequestHandler):
+class Guarded(Handler):
     """Answers whoever shows a token."""
 
     def do_GET(self) -> None:
-        self.send_response(200 if "Authorization" in self.headers else 401)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        self.answer(200 if "Authorization" in self.headers else 401)
 
 
 @pytest.mark.parametrize("patience_s", [0, 20])
@@ -255,14 +252,8 @@ def test_what_is_not_there_yet_is_waited_for(tmp_path: Path, patience_s: int) ->
                 with pytest.raises(subprocess.TimeoutExpired):
                     process.wait(3)
                 server.server_activate()
-                thread = threading.Thread(
-                    target=server.serve_forever, kwargs={"poll_interval": 0.05}
-                )
-                thread.start()
-            output, errors = process.communicate(timeout=TEST_TIMEOUT_S)
-            if patience_s:
-                server.shutdown()
-                thread.join()
+            with running(server) if patience_s else nullcontext():
+                output, errors = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == (0 if patience_s else 1), errors
     assert (output if patience_s else errors).startswith("ok " if patience_s else "FAILED")
 

@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
 from tests.helm.conftest import MODEL, MODELS, both_helms
+from tests.fixtures.http_server import Handler, served
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Rendering
@@ -100,7 +100,7 @@ def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(
         target.communicate()
 
 
-class FakeVllm(BaseHTTPRequestHandler):
+class FakeVllm(Handler):
     """Has requests until they are over."""
 
     num_running: ClassVar[list[int]] = []
@@ -111,24 +111,14 @@ class FakeVllm(BaseHTTPRequestHandler):
             '# HELP x\nvllm:num_requests_running{engine="0"}'
             f' {running}.0\nvllm:num_requests_waiting{{engine="0"}} 0.0\n'
         )
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        self.answer(200, text)
 
 
 @pytest.fixture
 def vllm_url() -> Iterator[str]:
     """A server with vLLM's metrics."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeVllm)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield f"http://localhost:{server.server_port}/metrics"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(FakeVllm) as url:
+        yield f"{url}/metrics"
     FakeVllm.num_running.clear()
 
 

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,6 +22,7 @@ import yaml
 from lmcache_core.security import TokenTable, read_ticket_keys
 
 from tests.helm.conftest import SET_REGISTRY, both_helms
+from tests.fixtures.http_server import Handler, served
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -130,7 +130,7 @@ def discovery() -> dict[str, Manifest]:
     return answers
 
 
-class FakeCluster(BaseHTTPRequestHandler):
+class FakeCluster(Handler):
     """As much of the Kubernetes API as Helm needs to look an object up.
 
     Attributes:
@@ -153,39 +153,24 @@ class FakeCluster(BaseHTTPRequestHandler):
             "reason": "NotFound",
             "code": 404,
         }
-        body = json.dumps(answer or missing).encode()
-        self.send_response(200 if answer else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        self.answer(200 if answer else 404, answer or missing)
 
 
 @pytest.fixture
 def kubeconfig(tmp_path: Path) -> Iterator[Path]:
     """A cluster that holds what `FakeCluster.secrets` says."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeCluster)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    cluster = {"name": "fake", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
-    context = {"name": "fake", "context": {"cluster": "fake", "user": "fake"}}
-    user = {"name": "fake", "user": {}}
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [cluster],
-        "contexts": [context],
-        "users": [user],
-    }
-    path = tmp_path / "kubeconfig"
-    path.write_text(yaml.safe_dump(config | {"current-context": "fake"}), encoding="ascii")
-    yield path
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(FakeCluster) as url:
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "fake", "cluster": {"server": url}}],
+            "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake"}}],
+            "users": [{"name": "fake", "user": {}}],
+            "current-context": "fake",
+        }
+        path = tmp_path / "kubeconfig"
+        path.write_text(yaml.safe_dump(config), encoding="ascii")
+        yield path
     FakeCluster.objects.clear()
 
 

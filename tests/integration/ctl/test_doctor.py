@@ -11,11 +11,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import yaml
 from lmcache_ctl.doctor.configuration import MODELS, ConfigFile, check_files
 
 from tests.fixtures.ctl import Ctl, SmallCluster
+from tests.fixtures.http_server import Handler, served
 from tests.fixtures.kubernetes_pods import pod, pods_api
 from tests.fixtures.redis_server import free_port, redis_executable, running_redis
 from tests.fixtures.service_process import running_service
@@ -361,7 +360,7 @@ def test_a_service_whose_clock_is_off(cluster: SmallCluster) -> None:
 def clock_behind(url: str, seconds: float) -> Iterator[str]:
     """A way to a service on which its answers grow older."""
 
-    class Behind(BaseHTTPRequestHandler):
+    class Behind(Handler):
         def do_GET(self) -> None:
             answer = httpx.get(
                 url + self.path,
@@ -374,17 +373,8 @@ def clock_behind(url: str, seconds: float) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(answer.content)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Behind) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(Behind) as url_behind:
+        yield url_behind
 
 
 def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:

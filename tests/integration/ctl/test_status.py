@@ -4,19 +4,16 @@ wants another token.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.fixtures.ctl import Ctl, SmallCluster
+from tests.fixtures.http_server import Handler, served
 from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.sidecar import engine_at
 
@@ -182,27 +179,11 @@ def test_a_service_of_another_kind_is_not_taken_for_one(cluster: SmallCluster) -
     )
 
 
-class Elsewhere(BaseHTTPRequestHandler):
+class Elsewhere(Handler):
     """An HTTP server that is none of ours."""
 
     def do_GET(self) -> None:
         self.send_error(404)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Its URL."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_another_http_server_is_not_ours() -> None:
@@ -215,23 +196,17 @@ def test_another_http_server_is_not_ours() -> None:
     )
 
 
-def storage_that_answers(status: int) -> type[BaseHTTPRequestHandler]:
+def storage_that_answers(status: int) -> type[Handler]:
     """A cache_storage in good health whose other paths answer with that status."""
     bodies = {
         "/readyz": b'{"status": "ok", "checks": {}}',
         "/metrics": b'lmcache_build_info{service="lmcache-storage",version="0.1.0"} 1\n',
     }
 
-    class Answers(BaseHTTPRequestHandler):
+    class Answers(Handler):
         def do_GET(self) -> None:
             body = bodies.get(self.path, b'{"title": "boom", "detail": "internal error"}')
-            self.send_response(200 if self.path in bodies else status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
+            self.answer(200 if self.path in bodies else status, body)
 
     return Answers
 

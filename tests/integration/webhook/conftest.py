@@ -4,14 +4,13 @@ Secret, one webhook configuration.
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import jsonpatch
 import pytest
+
+from tests.fixtures.http_server import Handler, served
 
 SECRETS = "/api/v1/namespaces/lmcache/secrets"
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
@@ -93,29 +92,11 @@ class AdmissionApi:
 def api() -> Iterator[AdmissionApi]:
     made = AdmissionApi()
 
-    class Handler(BaseHTTPRequestHandler):
+    class ApiHandler(Handler):
         def _serve(self) -> None:
-            length = int(self.headers.get("content-length", 0))
-            body = json.loads(self.rfile.read(length)) if length else None
-            status, answer = made.answer(self.command, self.path.partition("?")[0], body)
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.answer(*made.answer(self.command, self.path.partition("?")[0], self.body()))
 
         do_GET = do_POST = do_PUT = do_PATCH = _serve
 
-        def log_message(self, *_: Any) -> None:
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    made.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield made
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(ApiHandler) as made.url:
+        yield made

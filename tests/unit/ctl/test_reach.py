@@ -7,9 +7,7 @@ import base64
 import contextlib
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -22,6 +20,8 @@ from lmcache_ctl.kube import pods
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 from lmcache_ctl.settings import CtlSettings
+
+from tests.fixtures.http_server import Handler, served
 
 ANSWERS = {
     "/fine": (200, b'{"a": 1}'),
@@ -41,41 +41,22 @@ ANSWERS = {
 }
 
 
-class Service(BaseHTTPRequestHandler):
+class Service(Handler):
     """Answers with what the path says."""
 
     def do_POST(self) -> None:
         sent = self.rfile.read(int(self.headers.get("content-length", "0")))
         if self.path == "/echo":
             told = {"token": self.headers.get("authorization"), "body": json.loads(sent)}
-            self._answer(200, json.dumps(told).encode())
+            self.answer(200, told)
         else:
-            self._answer(*ANSWERS[self.path])
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        try:
-            self.wfile.write(body)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
-
-    def log_message(self, *_: object) -> None:
-        pass
+            self.answer(*ANSWERS[self.path])
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Service)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Service) as url:
+        yield url
 
 
 def ask(url: str, path: str, body: Any = None, **settings: Any) -> dict[str, Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from lmcache_ctl.asking import MAX_ANSWER_BYTES
@@ -15,6 +13,8 @@ from lmcache_ctl.errors import CtlError
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 from lmcache_ctl.settings import CtlSettings
+
+from tests.fixtures.http_server import Handler, served
 
 URL = "http://sidecar:8083"
 METRICS = b"""# TYPE lmcache_build_info gauge
@@ -121,7 +121,7 @@ def test_nothing_done_yet(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing has been encoded or decoded" in capsys.readouterr().out
 
 
-class Service(BaseHTTPRequestHandler):
+class Service(Handler):
     """Answers as a sidecar that wants a token for its tiers."""
 
     def do_GET(self) -> None:
@@ -135,29 +135,13 @@ class Service(BaseHTTPRequestHandler):
             status, body = 200, b"#" * (MAX_ANSWER_BYTES + 1)
         else:
             status, body = 404, b""
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        try:
-            self.wfile.write(body)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.answer(status, body)
 
 
 @pytest.fixture
 def service() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Service)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Service) as url:
+        yield url
 
 
 def fetch(url: str, token: Path | None = None) -> CodecStats:

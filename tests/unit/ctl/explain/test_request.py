@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
 
 from tests.fixtures.ctl import Ctl
+from tests.fixtures.http_server import Handler, served
 
 NUM_CHUNKS = 600
 HASHES = [f"{number:064x}" for number in range(512)]
@@ -27,21 +25,20 @@ LOOKUP = {
 STATE = {"rank": 0, "group": "", "places": [], "missing": "evicted", "is_pinned": False}
 
 
-class Sidecar(BaseHTTPRequestHandler):
+class Sidecar(Handler):
     """Remembers one lookup, and explains `max_chunks` at once."""
 
     max_chunks = 0
 
     def do_GET(self) -> None:
-        self._answer(200, {"lookups": [LOOKUP]})
+        self.answer(200, {"lookups": [LOOKUP]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        hashes = body["chunk_hashes"]
+        hashes = self.body()["chunk_hashes"]
         if not self.max_chunks:
-            self._answer(409, {"detail": "no engine of the model 'm' has connected"})
+            self.answer(409, {"detail": "no engine of the model 'm' has connected"})
         elif len(hashes) > self.max_chunks:
-            self._answer(400, {"detail": f"ask for {self.max_chunks} chunks or fewer"})
+            self.answer(400, {"detail": f"ask for {self.max_chunks} chunks or fewer"})
         else:
             chunk = {"start": None, "end": None, "is_complete": False, "states": [STATE]}
             one = {
@@ -51,30 +48,13 @@ class Sidecar(BaseHTTPRequestHandler):
                 "num_prefix": 0,
                 "chunks": [{"chunk_hash": chunk_hash, **chunk} for chunk_hash in hashes],
             }
-            self._answer(200, {"explanations": [one], "num_not_explained": 0})
-
-    def _answer(self, status: int, body: object) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+            self.answer(200, {"explanations": [one], "num_not_explained": 0})
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Sidecar)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Sidecar) as url:
+        yield url
 
 
 @pytest.mark.parametrize(
