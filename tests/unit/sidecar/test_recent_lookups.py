@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from lmcache_core.record import Staged, StagedFrom
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_sidecar import recent_lookups
-from lmcache_sidecar.recent_lookups import RecentLookups
+from lmcache_sidecar.recent_lookups import RecentLookups, count_prefix
 
 from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, store_chunks
 from tests.fixtures.embedded import until
@@ -117,3 +120,15 @@ def test_memory_is_bounded(
     kept = recent(sidecar).matching("request")
     assert [one.request_id for one in kept] == ["request-4", "request-3", "request-2"]
     assert {(one.num_chunks, len(one.hashes)) for one in kept} == {(4, 2 * CHUNK_HASH_BYTES)}
+
+
+@pytest.mark.parametrize("num_groups", [0, 1, 3])
+def test_each_chunk_of_the_prefix_counts_once_at_its_farthest_tier(num_groups: int) -> None:
+    dice = random.Random(num_groups)
+    for _ in range(100):
+        origins = [
+            bytes(dice.choices(range(6), (1, 9, 9, 9, 9, 9), k=20)) for _ in range(num_groups)
+        ]
+        prefix = itertools.takewhile(all, zip(*origins, strict=True))
+        want = Counter(StagedFrom(max(chunk)) for chunk in prefix)
+        assert count_prefix(origins) == want
