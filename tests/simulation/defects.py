@@ -77,7 +77,7 @@ DEFECTS = (
     Defect(
         "the name of a synced file is not synced",
         f"{CORE}/storage/disk/store.py",
-        "        if self._fsync:\n            self._files.sync_directory(path.parent)\n",
+        "        if self._fsync:\n            self._sync_names(path)\n",
         "",
     ),
     Defect(

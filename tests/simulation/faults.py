@@ -335,9 +335,9 @@ class Faults:
             self._signal(one, signal.SIGKILL)
         self._world.files.lose_power(machine)
         disk, synced = self._world.files.disks[name], self._world.synced.get(name, {})
-        for key in held & synced.keys():
-            if not disk.has(synced[key]):
-                self._complain(f"{name} lost {key.key.to_url()}, which it had synced")
+        lost = [key.key.to_url() for key in held & synced.keys() if not disk.has(synced[key])]
+        for url in sorted(lost):
+            self._complain(f"{name} lost {url}, which it had synced")
 
         def undo() -> None:
             self._world.network.restore(machine)

@@ -10,6 +10,7 @@ from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
+from lmcache_core.storage.disk.backoff import MIN_PAUSE_S
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
 
 from tests.fixtures.disk_tier import TroubledFiles, put
@@ -230,33 +231,72 @@ async def test_a_closed_tier_is_unavailable(tmp_path):
         await disk.batched_put([make_chunk("b")])
 
 
+class RecordedSyncs(DiskFiles):
+    """Remembers what was synced; `failing` directories are not."""
+
+    def __init__(self):
+        self.calls = []
+        self.failing = set()
+
+    def sync(self, fd):
+        self.calls.append("sync")
+        super().sync(fd)
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        self.calls.append("rename")
+
+    def sync_directory(self, path):
+        if path in self.failing:
+            raise OSError(errno.EIO, "injected")
+        self.calls.append(path)
+        super().sync_directory(path)
+
+
 async def test_fsync_comes_before_the_name_and_again_behind_it(tmp_path):
-    calls = []
-
-    class Recorded(DiskFiles):
-        def sync(self, fd):
-            calls.append("sync")
-            super().sync(fd)
-
-        def rename(self, source, target):
-            super().rename(source, target)
-            calls.append("rename")
-
-        def sync_directory(self, path):
-            calls.append(path)
-            super().sync_directory(path)
-
-    disk = DiskBackend(tmp_path, CAPACITY_BYTES, fsync=True, files=Recorded())
+    files = RecordedSyncs()
+    disk = DiskBackend(tmp_path / "new" / "root", CAPACITY_BYTES, fsync=True, files=files)
     await disk.open()
     await put(disk, "a")
     shard = disk._layout.record(make_key("a")).parent
-    assert calls == ["sync", shard.parent, tmp_path, "rename", shard], (
-        "the names of new directories count too"
-    )
-    calls.clear()
+    assert files.calls[:3] == ["sync", "rename", shard]
+    above = [*shard.parents[:3], tmp_path]
+    assert files.calls[3 : 3 + len(above)] == above, "the names of new directories count too"
+    files.calls.clear()
     await disk.batched_remove([make_key("a")])
     await put(disk, "a")
-    assert calls == ["sync", "rename", shard]
+    assert files.calls == ["sync", "rename", shard]
+    await disk.close()
+
+
+async def test_a_name_that_could_not_be_synced_is_synced_by_the_next_write(tmp_path):
+    files = RecordedSyncs()
+    disk = DiskBackend(tmp_path / "root", CAPACITY_BYTES, fsync=True, files=files)
+    await disk.open()
+    tenant = disk._layout.record(make_key("a")).parent.parent
+    files.failing = {tenant}
+    await put(disk, "a", is_kept=False)
+    files.failing = set()
+    files.calls.clear()
+    await disk.batched_remove([make_key("a")])
+    await asyncio.sleep(MIN_PAUSE_S)
+    await put(disk, "a")
+    assert tenant in files.calls
+    await disk.close()
+
+
+async def test_names_that_an_earlier_process_did_not_sync_are_synced(tmp_path):
+    earlier = DiskBackend(tmp_path / "root", CAPACITY_BYTES)
+    await earlier.open()
+    await put(earlier, "a")
+    await earlier.batched_remove([make_key("a")])
+    await earlier.close()
+    files = RecordedSyncs()
+    disk = DiskBackend(tmp_path / "root", CAPACITY_BYTES, fsync=True, files=files)
+    await disk.open()
+    await put(disk, "a")
+    shard = disk._layout.record(make_key("a")).parent
+    assert {shard, *shard.parents[:3]} <= set(files.calls)
     await disk.close()
 
 

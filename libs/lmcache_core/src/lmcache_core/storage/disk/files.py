@@ -19,6 +19,12 @@ class DiskFiles:
         """Create a directory and its parents, unless it exists."""
         path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
 
+    def is_given(self, path: Path) -> bool:
+        """Return whether a directory is a mount point, or in a directory that cannot be read: then
+        no tier has made it.
+        """
+        return path.is_mount() or not os.access(path.parent, os.R_OK)
+
     def list_directory(self, path: Path) -> list[str]:
         """Return the names in a directory, sorted."""
         return sorted(entry.name for entry in path.iterdir())

@@ -144,15 +144,13 @@ def write_record(files: DiskFiles, path: Path, chunk: Chunk, fsync: bool) -> Non
         files.close(fd)
 
 
-def name_record(files: DiskFiles, source: Path, target: Path, root: Path, fsync: bool) -> None:
+def name_record(files: DiskFiles, source: Path, target: Path) -> None:
     """Give a written record its final name, replacing any file that has it.
 
     Args:
         files: File operations to use.
         source: Its temporary name.
-        target: `root/tenant/shard/name`; directories are created if missing.
-        root: Root directory of the tier.
-        fsync: Wait until new directories are on the device.
+        target: Its directories are created if missing.
 
     Raises:
         OSError: Renaming failed; the file still has its temporary name.
@@ -161,7 +159,4 @@ def name_record(files: DiskFiles, source: Path, target: Path, root: Path, fsync:
         files.rename(source, target)
     except FileNotFoundError:
         files.make_directory(target.parent)
-        if fsync:
-            for directory in (target.parent.parent, root):
-                files.sync_directory(directory)
         files.rename(source, target)

@@ -100,6 +100,7 @@ class DiskStore:
         self._failed: WeakKeyDictionary[DiskEntry, tuple[float, int]] = WeakKeyDictionary()
         self._num_good_reads = 0
         self._writing: dict[object, ChunkKey] = {}
+        self._synced_names: set[Path] = set()
         self.is_loaded = False
 
     def load(self) -> None:
@@ -387,7 +388,7 @@ class DiskStore:
                     # removed during the write: a write that hung must not bring the chunk back
                     return False
                 if self._index.wants(chunk.key, chunk.lossy):
-                    name_record(self._files, temporary, path, self._layout.root, self._fsync)
+                    name_record(self._files, temporary, path)
                     self._room.forget(path)
                     self._index.commit(chunk.key, entry)
                     is_committed = True
@@ -397,8 +398,24 @@ class DiskStore:
             if not is_committed:
                 self._discard(temporary, entry.charge, chunk.key.tenant)
         if self._fsync:
-            self._files.sync_directory(path.parent)
+            self._sync_names(path)
         return True
+
+    def _sync_names(self, path: Path) -> None:
+        """Wait until a record's name is on the device, and once those of the directories above it.
+
+        It does not matter who made a directory: an earlier write, or process, may have failed
+        before it synced the name.
+        """
+        self._files.sync_directory(path.parent)
+        for directory in path.parents:
+            if directory in self._synced_names:
+                continue
+            if self._files.is_given(directory):
+                self._synced_names.update((directory, *directory.parents))
+                break
+            self._files.sync_directory(directory.parent)
+            self._synced_names.add(directory)
 
     def _discard(self, temporary: Path, charge: int, tenant: str) -> None:
         try:

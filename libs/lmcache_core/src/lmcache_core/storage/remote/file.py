@@ -338,7 +338,7 @@ class SharedDirectory:
         try:
             self._check_root()
             write_record(self._files, temporary, chunk, fsync=False)
-            name_record(self._files, temporary, path, self._layout.root, fsync=False)
+            name_record(self._files, temporary, path)
         except OSError as exc:
             with contextlib.suppress(OSError):
                 self._files.unlink(temporary)
