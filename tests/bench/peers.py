@@ -99,7 +99,8 @@ class Child:
         line = stdout.readline() if readable else b""
         if not line:
             tail = self._log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"an engine gives no answer within {timeout_s:g} s:\n{tail}")
+            what = "has ended" if readable else "gives no answer in time"
+            raise RuntimeError(f"{self._log.stem} {what}:\n{tail}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -195,7 +196,8 @@ def _disk(directory: Path) -> Iterator[Place]:
 def _lm(directory: Path) -> Iterator[Place]:
     with ExitStack() as stack:
         processes = stack.enter_context(Processes(directory, quiet_environment()))
-        settings = {"port": 0, "lm_port": 0, "memory_gb": 2.25, "instance_id": "bench"}
+        # Room for all rounds, like LMCache's server, which has no bound.
+        settings = {"port": 0, "lm_port": 0, "memory_gb": 4.0, "instance_id": "bench"}
         _, ports = processes.start_service("cache_storage", "lmcache_storage", settings)
         port = _free_port()
         with (directory / "lmcache-server.log").open("wb") as log:
@@ -221,7 +223,7 @@ def _lm(directory: Path) -> Iterator[Place]:
 
 @contextmanager
 def _redis() -> Iterator[Place]:
-    with running_redis("--maxmemory", "3gb", "--maxmemory-policy", "allkeys-lru") as server:
+    with running_redis("--maxmemory", "9gb") as server:
         payload = secrets.token_bytes(1 << 20) * (CHUNK_BYTES >> 20)
         target = memoryview(bytearray(CHUNK_BYTES))
 
