@@ -329,15 +329,18 @@ class Faults:
             name for name, process in self._cluster.processes.items() if process.machine is machine
         ]
         node = self._world.nodes.get(name)
-        held = set() if node is None else set(node.tiers.disk_files._index._entries)
+        disk = None if node is None else node.tiers.disk_files
+        held = (
+            {} if disk is None else {disk._layout.record(key): key for key in disk._index._entries}
+        )
         self._world.network.lose_power(machine)
         for one in names:
             self._signal(one, signal.SIGKILL)
         self._world.files.lose_power(machine)
-        disk, synced = self._world.files.disks[name], self._world.synced.get(name, {})
-        lost = [key.key.to_url() for key in held & synced.keys() if not disk.has(synced[key])]
-        for url in sorted(lost):
-            self._complain(f"{name} lost {url}, which it had synced")
+        synced = self._world.synced.get(name, set())
+        for path, key in sorted(held.items()):
+            if str(path) in synced and not self._world.files.disks[name].has(str(path)):
+                self._complain(f"{name} lost {key.key.to_url()}, which it had synced")
 
         def undo() -> None:
             self._world.network.restore(machine)

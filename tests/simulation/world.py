@@ -55,8 +55,8 @@ class World:
         """The `SocketServer` of each sidecar, likewise."""
         self.complaints: list[str] = []
         """Calls of tiers that lasted longer than their limit, and failures that were logged."""
-        self.synced: dict[str, dict[Any, str]] = {}
-        """By machine: what was written with `disk_fsync`, and the file that it is in."""
+        self.synced: dict[str, set[str]] = {}
+        """By machine: files of chunks that were written with `disk_fsync` and not removed since."""
         self._install_product()
         gc.disable()
 
@@ -71,6 +71,7 @@ class World:
         from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
         from lmcache_core.engine.transfer import KVTransfer
+        from lmcache_core.storage.disk.files import DiskFiles
         from lmcache_core.storage.disk.store import DiskStore
         from lmcache_core.storage.guard import Guard
         from lmcache_core.wire.server import LmSession
@@ -137,14 +138,22 @@ class World:
 
         def write_synced(store: Any, chunk: Any) -> bool:
             assert kernel.process is not None
-            of_machine = synced.setdefault(kernel.process.machine.name, {})
+            of_machine = synced.setdefault(kernel.process.machine.name, set())
             is_new = store._index.wants(chunk.key, chunk.lossy)
+            path = str(store._layout.record(chunk.key))
             if is_new:
-                of_machine.pop(chunk.key, None)
+                of_machine.discard(path)
             is_kept = write(store, chunk)
             if is_kept and is_new and store._fsync:
-                of_machine[chunk.key] = str(store._layout.record(chunk.key))
+                of_machine.add(path)
             return is_kept
+
+        unlink = DiskFiles.unlink
+
+        def unlink_synced(disk_files: Any, path: Path) -> None:
+            assert kernel.process is not None
+            synced.get(kernel.process.machine.name, set()).discard(str(path))
+            unlink(disk_files, path)
 
         open_socket, socket_servers = SocketServer.open, self.socket_servers
 
@@ -155,6 +164,7 @@ class World:
 
         SocketServer.open = listen  # type: ignore[method-assign]
         DiskStore.write = write_synced  # type: ignore[method-assign]
+        DiskFiles.unlink = unlink_synced  # type: ignore[method-assign]
         Node.serve = serve  # type: ignore[method-assign]
         uvicorn.Server.main_loop = main_loop  # type: ignore[method-assign]
         uvicorn.Server.__setattr__ = told  # type: ignore[method-assign, assignment]
