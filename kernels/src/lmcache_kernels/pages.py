@@ -134,9 +134,9 @@ class Pages:
             self._words[word_bytes] = tuple(views)
         return self._words[word_bytes]
 
-    def units(self, word_bytes: int, unit: int) -> list[tuple[torch.Tensor, int] | None]:
-        """Return each tensor split into units of adjacent tokens, so that one index selects a unit.
-        Cached per pair of arguments.
+    def units(self, word_bytes: int, unit: int) -> list[tuple[HostArray, int] | None]:
+        """Return each tensor in host memory split into units of adjacent tokens, so that one index
+        selects a unit. Cached per pair of arguments.
 
         Args:
             word_bytes: See `words`.
@@ -154,7 +154,7 @@ class Pages:
         return self._units[word_bytes, unit]
 
 
-def _cut(words: torch.Tensor, unit: int, is_flat: bool) -> tuple[torch.Tensor, int] | None:
+def _cut(words: torch.Tensor, unit: int, is_flat: bool) -> tuple[HostArray, int] | None:
     num_blocks, block_size, *row = words.shape
     block_stride, token_stride, *row_strides = words.stride()
     if unit == block_size:
@@ -166,9 +166,9 @@ def _cut(words: torch.Tensor, unit: int, is_flat: bool) -> tuple[torch.Tensor, i
         return None
     num_units = (num_blocks - 1) * apart + block_size // unit
     if is_flat:
-        return words.as_strided((num_units, unit * row[0]), (step, *row_strides)), apart
+        return words.as_strided((num_units, unit * row[0]), (step, *row_strides)).numpy(), apart
     sizes, strides = (num_units, unit, *row), (step, token_stride, *row_strides)
-    return words.as_strided(sizes, strides), apart
+    return words.as_strided(sizes, strides).numpy(), apart
 
 
 def _used_strides(page: torch.Tensor) -> tuple[int, int, int]:

@@ -1,6 +1,4 @@
-"""Threads for digests: used while they are there, done without when they are not, and nothing is
-ever lost.
-"""
+"""Threads for copies and digests: used while there are any, and no work is lost without them."""
 
 from __future__ import annotations
 
@@ -221,3 +219,75 @@ def test_close_between_submits_loses_nothing() -> None:
         assert sorted(future.result(5.0) for future in results) == sorted(
             list(range(20)) * NUM_SUBMITTERS
         )
+
+
+# --- map -----------------------------------------------------------------------------------------
+
+
+def test_results_come_in_order(workers: Workers) -> None:
+    assert workers.map(lambda i: i * i, range(100)) == [i * i for i in range(100)]
+    assert workers.map(lambda i: i, []) == []
+
+
+def test_the_caller_and_the_threads_share_the_items(workers: Workers) -> None:
+    meeting = threading.Barrier(2)
+
+    def meet(_: int) -> str:
+        meeting.wait(5.0)
+        return thread_name()
+
+    names = workers.map(meet, range(8))
+    assert thread_name() in names
+    assert any(name.startswith("test-worker") for name in names)
+
+
+def test_it_waits_for_no_thread_that_is_busy(workers: Workers) -> None:
+    may_end = threading.Event()
+    busy = [workers.submit(may_end.wait, 10.0) for _ in range(2)]
+    assert set(workers.map(lambda _: thread_name(), range(8))) == {thread_name()}
+    assert not busy[0].done()
+    may_end.set()
+
+
+def test_a_map_that_no_thread_has_joined_holds_nothing(workers: Workers) -> None:
+    may_end = threading.Event()
+    busy = [workers.submit(may_end.wait, 10.0) for _ in range(2)]
+    item = Something()
+    is_gone = weakref.ref(item)
+    workers.map(id, [item, item])
+    del item
+    gc.collect()
+    assert is_gone() is None
+    may_end.set()
+    assert all(future.result() for future in busy)
+
+
+def test_an_error_ends_a_map_once_what_has_begun_has_ended(workers: Workers) -> None:
+    meeting, ended = threading.Barrier(2), []
+
+    def one_fails(i: int) -> None:
+        meeting.wait(5.0)
+        if i == 0:
+            fail()
+        ended.append(i)
+
+    with pytest.raises(LookupError, match="as told"):
+        workers.map(one_fails, [0, 1])
+    assert ended == [1]
+    begun: list[int] = []
+
+    def note_and_fail(i: int) -> None:
+        begun.append(i)
+        fail()
+
+    with pytest.raises(LookupError):
+        workers.map(note_and_fail, range(100))
+    assert len(begun) <= 2
+
+
+def test_a_map_without_threads_is_a_loop(workers: Workers) -> None:
+    assert Workers("closed").map(lambda i: (i, thread_name()), range(3)) == [
+        (i, thread_name()) for i in range(3)
+    ]
+    with no_more_threads():
+        assert workers.map(lambda i: i, range(3)) == [0, 1, 2]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from lmcache_core.concurrency import Workers
+from lmcache_core.engine import transfer as transfer_module
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
 from lmcache_core.keys import CacheEngineKey
@@ -48,7 +49,7 @@ def tokens_of(kvcaches: Pages) -> list[torch.Tensor]:
 class Case:
     """A transfer over memory that holds `NAMED`."""
 
-    def __init__(self, manager: StorageManager) -> None:
+    def __init__(self, manager: StorageManager, workers: Workers) -> None:
         self.manager = manager
         self.counters = Counters()
         metadata = make_metadata(kv_dtype=LAYOUT.kv_dtype)
@@ -57,7 +58,7 @@ class Case:
             PagedGPUConnector(LAYOUT),
             metadata,
             self.counters,
-            Workers("test"),
+            workers,
             UNIT_TOKENS,
         )
         self.stored = pages()
@@ -74,11 +75,17 @@ class Case:
         )
 
 
-@pytest.fixture
-def case() -> Iterator[Case]:
+@pytest.fixture(params=["small chunks", "large chunks"])
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    """Small chunks are copied by the caller, large ones by several threads."""
     torch.manual_seed(0)
+    workers = Workers("test", NUM_CHUNKS)
+    workers.open()
+    if request.param == "large chunks":
+        monkeypatch.setattr(transfer_module, "SMALL_BYTES", 0)
     with embedded_engine() as cache:
-        yield Case(cache.manager)
+        yield Case(cache.manager, workers)
+    workers.close()
 
 
 @pytest.mark.parametrize(
@@ -124,6 +131,15 @@ def test_a_damaged_chunk_is_not_loaded_though_the_damage_is_elsewhere(
         assert torch.equal(got[:CHUNK_SIZE], stored[:CHUNK_SIZE])
         assert (got[CHUNK_SIZE:] == 7.0).all()
     assert case.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == NUM_CHUNKS - 1
+
+
+def test_all_damaged_chunks_are_forgotten_at_once_and_none_is_loaded(case: Case) -> None:
+    for _, _, key in NAMED:
+        chunks = case.manager.get([key])
+        chunks[0].memory.byte_array[0] ^= 1
+        case.manager.release(chunks)
+    assert case.load((0, NUM_TOKENS))[0] == 0
+    assert case.manager.get([key for _, _, key in NAMED]) == []
 
 
 def test_tokens_are_counted_by_what_a_slot_stands_for(case: Case) -> None:

@@ -70,11 +70,14 @@ def test_strided_layers_are_read_and_written(connector, allocator):
     assert not any(t[..., HEAD_SIZE:].any() for t in wide)
 
 
-@pytest.mark.parametrize("most_bytes", [0, nested_tuple.MAX_BYTEWISE])
+@pytest.mark.parametrize("way", ["bytes", "large bytes", "tensors"])
 def test_progress_and_bytes_are_the_same_as_bytes_and_as_tensors(
-    connector, allocator, monkeypatch, most_bytes
+    connector, allocator, monkeypatch, way
 ):
-    monkeypatch.setattr(nested_tuple, "MAX_BYTEWISE", most_bytes)
+    if way == "large bytes":
+        monkeypatch.setattr(nested_tuple, "MAX_WITH_GIL", 0)
+    elif way == "tensors":
+        monkeypatch.setattr(nested_tuple._CheckedKV, "views", lambda _: [])
     engine, target, seen = caches(), caches(seed=1), []
     with allocator.allocate(connector.get_shape(4), torch.bfloat16) as memory:
         connector.from_gpu(

@@ -1,17 +1,19 @@
-"""A few threads for work on bytes that releases the GIL: digests."""
+"""A few threads for work on bytes that releases the GIL: copies and digests."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
 MAX_THREADS = 4
-"""More do not help: two or three concurrent digests read memory as fast as possible."""
+"""More do not help: two or three concurrent copies or digests use all of the memory's bandwidth."""
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -72,17 +74,50 @@ class Workers:
         """Run `work` soon, exactly once; the caller waits for the future. Without threads, an
         exception of `work` is raised here.
         """
-        pool = self._pool
-        if pool is not None:
-            task = _Task(partial(work, *args, **kwargs))
-            try:
-                pool.submit(task.run)
-            except RuntimeError:
-                # Closed concurrently; or no thread could be started, although the work is queued.
-                if not task.was_taken_back():
-                    return task.future
-            else:
-                return task.future
+        task = _Task(partial(work, *args, **kwargs))
+        if self._takes(task):
+            return task.future
         done: Future[T] = Future()
         done.set_result(work(*args, **kwargs))
         return done
+
+    def map(self, work: Callable[[S], T], items: Sequence[S]) -> list[T]:
+        """Run `work` once for each item, in the caller's thread and in those that are free, and
+        return the results in order. It never waits for a thread that is busy with something else.
+
+        Raises:
+            BaseException: The first exception of `work`, once everything that has begun has ended;
+                nothing begins after it.
+        """
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+        numbers = itertools.count()  # next() is atomic
+
+        def take() -> None:
+            while not failures and (i := next(numbers)) < len(items):
+                try:
+                    results[i] = work(items[i])
+                except BaseException as exc:
+                    failures.append(exc)
+
+        tasks = [_Task(take) for _ in range(min(self._num_threads, len(items)) - 1)]
+        helpers = [task for task in tasks if self._takes(task)]
+        take()
+        for helper in helpers:
+            if not helper.was_taken_back():
+                helper.future.result()
+        if failures:
+            raise failures[0]
+        return [results[i] for i in range(len(items))]
+
+    def _takes(self, task: _Task[T]) -> bool:
+        """Return whether a thread has begun the work, or will."""
+        pool = self._pool
+        if pool is None:
+            return False
+        try:
+            pool.submit(task.run)
+        except RuntimeError:
+            # Closed concurrently; or no thread could be started, although the work is queued.
+            return not task.was_taken_back()
+        return True

@@ -6,17 +6,17 @@ import math
 import secrets
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
-from lmcache_core.engine.digests import INLINE_BYTES, FillingDigest, FollowingDigest
+from lmcache_core.engine.digests import SMALL_BYTES, FollowingDigest
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
@@ -49,6 +49,8 @@ from lmcache_core.telemetry import (
 MAX_REMEMBERED_KEYS = 1 << 14
 MAX_KNOWN_LENGTHS = 64
 _ANY_KEY = CacheEngineKey("", "", 1, 0, "").canonical()
+S = TypeVar("S")
+T = TypeVar("T")
 NamedChunk = tuple[int, int, CacheEngineKey]
 """First token, one past the last, key."""
 
@@ -70,7 +72,7 @@ class KVTransfer:
         gpu_connector: Copies between the serving engine's KV and memory objects.
         metadata: Describes the KV.
         counters: Counters for chunks.
-        workers: Threads for digests.
+        workers: Threads for copies in host memory, and for digests.
         unit_tokens: Tokens per unit of the connector: more than 1 if it moves whole blocks.
     """
 
@@ -109,18 +111,18 @@ class KVTransfer:
             if not isinstance(memory, NotLent)
         ]
         put: list[Chunk] = []
-        digests: list[bytes | Future[bytes] | None] = []
+        digests: dict[int, bytes | Future[bytes] | None] = {}
         needs_digests = self._store.needs_digests
         try:
             if lent:
                 kwargs = self._gpu_connector.checked(kwargs)
-            for i, memory in lent:
-                start, end, _ = named[i]
-                digests.append(self._fill(memory, start, end, kwargs, needs_digests))
-            put = [
-                self._chunk(named[i], memory, digest)
-                for (i, memory), digest in zip(lent, digests, strict=True)
-            ]
+
+            def fill(one: tuple[int, MemoryObj]) -> None:
+                start, end, _ = named[one[0]]
+                digests[one[0]] = self._fill(one[1], start, end, kwargs, needs_digests)
+
+            self._each(fill, lent, named, kwargs)
+            put = [self._chunk(named[i], memory, digests[i]) for i, memory in lent]
             stored = self._store.put(put) if put else []
             num_bytes = 0
             for (i, memory), is_kept in zip(lent, stored, strict=True):
@@ -131,7 +133,7 @@ class KVTransfer:
             self._counters.add(UNSTORED_CHUNKS_TOTAL, visible.count(False))
         finally:
             # Released memory must not be read any more.
-            pending = [digest for digest in digests if isinstance(digest, Future)]
+            pending = [digest for digest in digests.values() if isinstance(digest, Future)]
             if pending:
                 wait(pending)
             self._store.release(put)
@@ -161,18 +163,28 @@ class KVTransfer:
         chunks = self._store.get([key for _, _, key in named], recompute_s, check_later=True)
         num_loaded = 0
         try:
-            for (start, end, key), chunk in zip(named, chunks, strict=False):
-                reason = self._misfit(chunk, key, end - start)
-                if reason is None and num_loaded == 0:
-                    kwargs = self._gpu_connector.checked(kwargs)
-                if reason is None and not self._copy(chunk, start, end, kwargs, wanted):
-                    reason = MissReason.CORRUPT
+            misfits = [
+                self._misfit(chunk, key, end - start)
+                for (start, end, key), chunk in zip(named, chunks, strict=False)
+            ]
+            num_fitting = next((i for i, reason in enumerate(misfits) if reason), len(chunks))
+            if num_fitting:
+                kwargs = self._gpu_connector.checked(kwargs)
+
+            def copy(i: int) -> bool:
+                start, end, _ = named[i]
+                return self._copy(chunks[i], start, end, kwargs, wanted)
+
+            are_right = self._each(copy, range(num_fitting), named, kwargs)
+            for chunk, is_right in zip(chunks, are_right, strict=False):
+                if not is_right:
                     self._store.reject(chunk)
-                if reason is not None:
-                    self._counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, reason)
-                    break
+            num_loaded = (*are_right, False).index(False)
+            if num_loaded < len(chunks):
+                reason = misfits[num_loaded] or MissReason.CORRUPT
+                self._counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, reason)
+            for (_, _, key), chunk in zip(named, chunks[:num_loaded], strict=False):
                 self._loaded_with_loss.note(key, chunk.lossy)
-                num_loaded += 1
         finally:
             were_held = self._store.release(chunks)
         if not were_held:
@@ -214,6 +226,21 @@ class KVTransfer:
             self._store.release(chunks)
             self._store.forget([key])
 
+    def _each(
+        self,
+        work: Callable[[S], T],
+        items: Sequence[S],
+        named: Sequence[NamedChunk],
+        kwargs: dict[str, Any],
+    ) -> list[T]:
+        """Copy chunks one by one, or in several threads if they are large and in host memory."""
+        if len(items) > 1:
+            start, end, _ = named[0]
+            is_large = self._expected(end - start).num_bytes > SMALL_BYTES
+            if is_large and self._gpu_connector.is_on_host(kwargs):
+                return self._workers.map(work, items)
+        return [work(item) for item in items]
+
     def _fill(
         self,
         memory: MemoryObj,
@@ -223,21 +250,21 @@ class KVTransfer:
         needs_digest: bool,
     ) -> bytes | Future[bytes] | None:
         """Copy a chunk out of the serving engine and return its digest if needed; that of a large
-        chunk is computed in another thread.
+        chunk from a device is computed in another thread.
         """
-        if not needs_digest or memory.get_size() <= INLINE_BYTES:
-            self._gpu_connector.from_gpu(memory, start, end, **kwargs)
-            return payload_digest(memory.byte_array) if needs_digest else None
-        payload = memory.byte_array
-        digest = FillingDigest(payload, self._workers)
-        try:
-            if self._gpu_connector.reports_progress:
-                kwargs = {**kwargs, "progress": digest.filled}
-            self._gpu_connector.from_gpu(memory, start, end, **kwargs)
+        connector, is_small = self._gpu_connector, memory.get_size() <= SMALL_BYTES
+        if needs_digest and not is_small and connector.is_on_host(kwargs):
+            digest = FollowingDigest(memory.byte_array)
+            if connector.reports_progress:
+                kwargs = {**kwargs, "progress": digest.copied}
+            connector.from_gpu(memory, start, end, **kwargs)
             return digest.finish()
-        except BaseException:
-            digest.abandon()
-            raise
+        connector.from_gpu(memory, start, end, **kwargs)
+        if not needs_digest:
+            return None
+        if is_small:
+            return payload_digest(memory.byte_array)
+        return self._workers.submit(payload_digest, memory.byte_array)
 
     def _copy(
         self,
@@ -260,7 +287,7 @@ class KVTransfer:
                 self._gpu_connector.to_gpu(part, low, high, **kwargs)
             return True
         kv = CountedMemoryObj(payload, self._expected(end - start).metadata, None)
-        if not chunk.is_unchecked or len(payload) <= INLINE_BYTES:
+        if not chunk.is_unchecked or len(payload) <= SMALL_BYTES:
             self._gpu_connector.to_gpu(kv, start, end, **kwargs)
             return not chunk.is_unchecked or payload_digest(payload) == chunk.header.digest
         digest = FollowingDigest(payload)

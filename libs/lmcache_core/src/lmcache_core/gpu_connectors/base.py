@@ -61,6 +61,15 @@ class GPUConnectorInterface(ABC):
         """
         return kwargs
 
+    def is_on_host(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether the serving engine's memory is in host memory, and several threads may
+        copy different chunks at once.
+
+        Args:
+            kwargs: What `checked` has returned.
+        """
+        return False
+
     def tensor_specs(self, num_tokens: int) -> tuple[TensorSpec, ...] | None:
         """Return each tensor's group, dtype, shape, and position in the memory object in bytes;
         None if there is just the tensor of `get_shape`.

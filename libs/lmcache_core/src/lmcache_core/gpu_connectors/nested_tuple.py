@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lmcache_core._typing import override
@@ -13,10 +14,8 @@ from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
 from lmcache_core.memory.views import bytes_under
 
-MAX_BYTEWISE = 64 << 10
-"""Bytes of a layer up to which slicing tensors takes longer than the copy; beyond, torch copies
-with several threads.
-"""
+MAX_WITH_GIL = 64 << 10
+"""Up to so many bytes, letting other threads run takes longer than the copy."""
 
 
 class _CheckedKV:
@@ -112,13 +111,17 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         return {**kwargs, "checked_kv": self._kv(kwargs)}
 
     @override
+    def is_on_host(self, kwargs: dict[str, Any]) -> bool:
+        return all(side.is_cpu for side in self._kv(kwargs).sides)
+
+    @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy from `kvcaches`, which is required."""
         kv, progress = self._kv(kwargs), kwargs.get("progress")
         views = self._views(kv, memory_obj, start, end)
         if views and not views[0][1].readonly:
             for i, (engine, chunk) in enumerate(views, 1):
-                chunk[:] = engine
+                _move(engine, chunk)
                 if progress is not None:
                     progress(i * len(chunk))
             return
@@ -142,7 +145,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         views = self._views(kv, memory_obj, start, end)
         if views and kv.are_apart:
             for i, (engine, chunk) in enumerate(views, 1):
-                engine[:] = chunk
+                _move(chunk, engine)
                 if progress is not None:
                     progress(i * len(chunk))
             return
@@ -174,13 +177,12 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
     ) -> list[tuple[memoryview, memoryview]]:
         """Return the bytes of these tokens in engine memory and in the memory object, in pairs.
 
-        Empty if they are not copied as bytes: they are large, on a device or have gaps; or
-        something is wrong, which `_slices` detects.
+        Empty if they are not copied as bytes: they are on a device or have gaps; or something is
+        wrong, which `_slices` detects.
         """
         meta, side_bytes = memory_obj.metadata, (end - start) * kv.token_bytes
         if not (
             0 <= start <= end <= kv.shape[0]
-            and side_bytes <= MAX_BYTEWISE
             and meta.fmt is MemoryFormat.KV_BLOB
             and meta.shape == (2, self.num_layers, end - start, self.hidden_dim_size)
             and meta.dtype in kv.dtypes
@@ -204,6 +206,13 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
         check_format(memory_obj)
         blob = checked_tensor(memory_obj, self.get_shape(num_tokens), kv.dtype, is_filled)
         return blob.view(2 * self.num_layers, num_tokens, *kv.shape[1:]).unbind(0)
+
+
+def _move(source: memoryview, target: memoryview) -> None:
+    if len(source) <= MAX_WITH_GIL:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _require_apart(sides: list[torch.Tensor]) -> None:

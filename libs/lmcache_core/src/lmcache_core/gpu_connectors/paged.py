@@ -65,6 +65,12 @@ class PagedConnector(GPUConnectorInterface):
                         progress(offset + num_pages * copy.page_bytes)
             _finish(binding.device)
 
+    @override
+    def is_on_host(self, kwargs: dict[str, Any]) -> bool:
+        addresses: Addresses | None = kwargs.get("addresses")
+        binding = addresses.binding if addresses else self.binding_of(kwargs.get("kvcaches"))
+        return binding.device.type == "cpu"
+
     def binding_of(self, kvcaches: Any) -> Binding:
         """Return the layout and the pages of these tensors as seen by this connector.
 
