@@ -81,7 +81,10 @@ class World:
         from lmcache_servicekit.http_protocol import BoundedHttpProtocol
         from lmcache_sidecar.socket.server import SocketServer
         from lmcache_sidecar.socket.session import EngineSession
+        from prometheus_client import ProcessCollector
 
+        # Memory and descriptors of the one real process, which no seed decides.
+        ProcessCollector.collect = lambda *_: ()  # type: ignore[method-assign, assignment]
         # It belongs to the thread of the operating system, and all threads are that one.
         torch.inference_mode = _NoMode  # type: ignore[assignment, misc]
         connections = (BoundedHttpProtocol, FrameStream, LmSession, EngineSession)

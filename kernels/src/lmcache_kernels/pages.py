@@ -70,7 +70,7 @@ class Pages:
             *(stride * size for of_page in self._strides for stride in of_page),
         )
         self._words: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._units: dict[tuple[int, int], list[tuple[torch.Tensor, int] | None]] = {}
+        self._units: dict[tuple[int, int], list[tuple[HostArray, int] | None]] = {}
 
     @classmethod
     def of(cls, *sides: Sequence[torch.Tensor]) -> Pages:

@@ -171,15 +171,20 @@ class KVTransfer:
             if num_fitting:
                 kwargs = self._gpu_connector.checked(kwargs)
 
-            def copy(i: int) -> bool:
-                start, end, _ = named[i]
-                return self._copy(chunks[i], start, end, kwargs, wanted)
+            damaged: list[Chunk] = []
 
-            are_right = self._each(copy, range(num_fitting), named, kwargs)
-            for chunk, is_right in zip(chunks, are_right, strict=False):
+            def copy(i: int) -> bool:
+                if damaged:  # what lies behind is recomputed
+                    return False
+                start, end, _ = named[i]
+                is_right = self._copy(chunks[i], start, end, kwargs, wanted)
                 if not is_right:
-                    self._store.reject(chunk)
-            num_loaded = (*are_right, False).index(False)
+                    damaged.append(chunks[i])
+                return is_right
+
+            num_loaded = (*self._each(copy, range(num_fitting), named, kwargs), False).index(False)
+            for chunk in damaged:
+                self._store.reject(chunk)
             if num_loaded < len(chunks):
                 reason = misfits[num_loaded] or MissReason.CORRUPT
                 self._counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, reason)
