@@ -28,7 +28,7 @@ def evict(
         typer.Argument(metavar="TARGET", help="sidecar, storage, or one of them: storage/NAME."),
     ],
     size: Annotated[
-        str | None, typer.Option(help="Free so much memory, coldest chunks first, such as 512MiB.")
+        str | None, typer.Option(help="Memory to free, coldest chunks first, such as 512MiB.")
     ] = None,
     everything: Annotated[
         bool,

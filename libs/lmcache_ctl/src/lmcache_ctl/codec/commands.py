@@ -18,7 +18,7 @@ MAX_TOKENS = 1 << 15
 
 
 def checked_profiles(profiles: list[str]) -> list[str]:
-    """Return these profiles, or all where none is named; refuse what is none."""
+    """Return these profiles, or all if none is named; refuse an unknown one."""
     from lmcache_core.serde import CODEC_NAMES
 
     for profile in profiles:
@@ -87,7 +87,7 @@ def measure(
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most, in chunks of 256."),
+        typer.Option(min=1, max=MAX_TOKENS, help="Most tokens to measure on, in chunks of 256."),
     ] = DEFAULT_TOKENS,
     threads: Annotated[
         int,
