@@ -88,8 +88,8 @@ def drain(
 
     They keep serving, and stay drained until undrain or a restart; it asks
     before it drains all of a kind at once. Progress goes to standard error.
-    Needs the role admin. Exits with 1 when chunks are left, were not taken, or
-    it is not done in time.
+    Needs the role admin. Exits with 1 when chunks are left or were refused, or
+    the drain is not done in time.
     """
     wanted = [_parse(text) for text in targets]
     within_s = within if wait else None
@@ -120,7 +120,7 @@ def undrain(
     """Cancel drains: services take chunks and pulls again.
 
     Chunks that were handed over stay there, pins are gone. Needs the role
-    admin. Exits with 1 when one did not do it, such as one that ends.
+    admin. Exits with 1 when a service did not do it, such as one that ends.
     """
     wanted = [parse_target(text, list(PATHS)) for text in targets]
 

@@ -44,7 +44,7 @@ def evict(
     """Free memory of sidecars and cache_storage, or make them forget everything.
 
     Chunks that were freed from memory stay on disks and elsewhere. Needs the
-    role admin. Exits with 1 when one of the services did not do it.
+    role admin. Exits with 1 when a service did not do it.
     """
     if (size is not None) == everything:
         raise UsageError("give --size or --everything, one of them")

@@ -122,11 +122,11 @@ def explain(
     ] = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Show where each chunk of a prompt is, and why it is missing where it is not.
+    """Show where each chunk of a prompt is, or why it is missing.
 
     A sidecar explains on loopback only: run this in its pod, or find it by
     --namespace. Text goes to vLLM and token ids to the sidecar, and into no
-    log. --request tells what a request found when it was looked up. Exits with
+    log. --request shows what a request found at its lookup. Exits with
     1 when a whole chunk is missing; a rest that fills none does not count.
     """
     question = subject.to_tokenize()

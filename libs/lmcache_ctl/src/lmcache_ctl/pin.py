@@ -51,8 +51,8 @@ def pin(
 ) -> None:
     """Keep chunks in memory for a while, for instance a system prompt before a rush.
 
-    Without chunks: list what is pinned. With --tokens sidecars say what the
-    chunks are called (see explain). Needs the role admin. Exits with 1 when a
+    Without chunks: list what is pinned. With --tokens sidecars name the
+    chunks (see explain). Needs the role admin. Exits with 1 when a
     chunk is pinned nowhere, or a service did not answer.
     """
     target = parse_target(at, (Kind.SIDECAR, Kind.STORAGE))

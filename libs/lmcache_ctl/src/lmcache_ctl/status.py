@@ -64,9 +64,9 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show all services: health, versions, what their tiers hold, and the hit ratio.
 
-    Every replica is asked by itself, all at once. Health, versions and hits
-    need no token; what tiers hold, peers and drains do. Exits with 1 when one
-    is not well: it does not answer, is not ready, or refuses the token.
+    Every replica is asked, all at once. Health, versions and hits need no
+    token; the contents of tiers, peers and drains do. Exits with 1 when a
+    service does not answer, is not ready, or refuses the token.
     """
     with reach.services() as services:
         found = summed(asyncio.run(look_at(Asker(reach.settings), services)))
@@ -190,7 +190,7 @@ def version(
 ) -> None:
     """Show the version of lmcachectl, and that of each service. Needs no token.
 
-    A service that does not answer is told; it is not counted as a failure.
+    A service that does not answer is shown, but is not a failure.
     """
     states: list[ServiceStatus] = []
     if not client:

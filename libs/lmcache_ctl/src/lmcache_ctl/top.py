@@ -139,7 +139,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show one interval and exit.")] = False,
     output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Show what all services do just now: rates, tiers, peers and drains.
+    """Show what all services are doing: rates, tiers, peers and drains.
 
     The table is refreshed until Ctrl-C; every few seconds services are searched
     again, so that new pods appear. With --once, with JSON or YAML, or

@@ -55,16 +55,16 @@ def bench(
     ] = 4,
     output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Measure a cache_storage or a lookup service: latency, throughput, and what the way there
-    takes by itself.
+    """Measure a cache_storage or a lookup service: latency, throughput, and the share of the
+    network.
 
-    Of a cache_storage (also by URL: lm://host:port, http(s)://host:port)
-    chunks are stored and fetched, four in a call; of a lookup service a prefix
-    is asked for that it was told of before. All of it has names of its own, in
-    the tenant of the token, and is removed at the end; it takes room from
-    others: give it a token of a tenant of its own. Without a target: a
-    cache_storage. Progress goes to standard error. Exits with 1 when a call
-    failed, nothing came back as it was stored, or something was left.
+    At a cache_storage (also by URL: lm://host:port, http(s)://host:port) it
+    stores and fetches chunks, four in a call; at a lookup service it announces
+    a prefix and looks it up. All chunks have unique names in the tenant of the
+    token and are removed at the end. They displace others: use the token of a
+    separate tenant. Without a target: a cache_storage. Progress goes to
+    standard error. Exits with 1 when a call failed, nothing came back as it
+    was stored, or something was left.
     """
     from lmcache_ctl.bench.lookup_load import run_lookup_load
     from lmcache_ctl.bench.storage_load import run_storage_load

@@ -154,8 +154,8 @@ def codec(
 
     A profile without loss must give back every bit; one with loss must stay
     within --max-error; all must be at least --min-ratio times smaller. Without
-    --kv or --model made-up KV is used, which certifies the machine and not a
-    model. What errors do to answers is not measured.
+    --kv or --model it uses synthetic KV, which certifies the machine and not a
+    model. The effect of errors on answers is not measured.
     """
     if kv is not None and model is not None:
         raise UsageError("--kv and --model exclude one another: give one source of KV")
@@ -180,10 +180,10 @@ def blend(
     """Certify that a model may be blended: measure it against full recompute.
 
     Slices of the text become documents, whose KV is computed one by one and
-    reused; what follows them in the text is predicted, and compared with what
-    the model predicts without reuse. The certificate is kept whether it was
-    passed or not; engines read it, and blend only with one that was. It holds
-    for one name, weights, dtype, policy, ratio and separator. Progress goes to
+    reused. The model predicts the text after them, which is compared with its
+    predictions without reuse. The certificate is kept whether the model passed
+    or not; engines read it, and blend only if it passed. It holds for one
+    name, weights, dtype, policy, ratio and separator. Progress goes to
     standard error. Exits with 1 when the model failed.
     """
     from lmcache_ctl.certify.blend import certify_blend
