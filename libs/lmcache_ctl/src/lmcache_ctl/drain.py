@@ -40,7 +40,7 @@ PATHS: Final = {
     Kind.SIDECAR: ("/v1/admin/drain?wait=false", "/v1/status"),
     Kind.STORAGE: ("/v1/admin/drain?wait=false", "/v1/stats"),
 }
-"""The requests that start a drain and that report its progress."""
+"""The path that begins a drain, and the path that reports its progress."""
 UNDRAIN_PATH: Final = "/v1/admin/undrain"
 FIGURES: Final = ("total", "handed_over", "already_elsewhere", "failed", "left")
 
@@ -207,7 +207,7 @@ async def _drained(
     name = f"{outcome.kind} {outcome.name}"
 
     async def ask(method: str, path: str) -> bool:
-        """Update the outcome; return whether the drain continues."""
+        """Update the outcome; return whether the service is draining."""
         nonlocal outcome
         answer: Any = await asker.one(service, lambda caller: caller.ask(method, path))
         now = msgspec.convert(answer.get("drain"), DrainStatus | None)

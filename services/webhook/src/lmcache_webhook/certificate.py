@@ -327,7 +327,7 @@ class CertificateStore:
         for index, webhook in enumerate(found.webhooks or []):
             if webhook.client_config.ca_bundle == bundle:
                 continue
-            # Also test the name: a webhook may have been added or removed since the read.
+            # Test the name first: a webhook may have been added or removed since the read.
             operations.append(
                 {"op": "test", "path": f"/webhooks/{index}/name", "value": webhook.name}
             )

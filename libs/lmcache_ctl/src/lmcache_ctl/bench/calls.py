@@ -152,7 +152,9 @@ class ServiceTransport(httpx.AsyncBaseTransport):
 
 
 def probing(service: Endpoint, probe: Callable[[], Awaitable[float]]) -> Call:
-    """Return a call that makes one probe and returns its duration, at most `MAX_PROBES` times."""
+    """Return a call that makes one probe, at most `MAX_PROBES` times. A probe returns its
+    seconds.
+    """
     rest = iter(range(MAX_PROBES))
 
     async def call() -> Done | None:

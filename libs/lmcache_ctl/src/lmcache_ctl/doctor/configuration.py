@@ -100,7 +100,7 @@ def parse_config_file(text: str) -> ConfigFile:
     """Read `KIND=FILE`.
 
     Raises:
-        UsageError: The text has another form.
+        UsageError: The text is not `KIND=FILE`, or the kind is unknown.
     """
     kind, separator, path = text.partition("=")
     if not separator or not path or kind not in (*MODELS, ENGINE):
