@@ -1,7 +1,7 @@
 """An engine, ours or LMCache's, driven over stdin and stdout by JSON, one object a line.
 
 Both run the same prompts, copy the same tensors and are timed by the same lines of this file, each
-in a process of its own. It imports nothing of this repository but what `ours` needs.
+in its own process. It imports nothing from this repository except what `ours` needs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ VISIBLE_TIMEOUT_S = 120.0
 
 
 def ours(options: dict[str, Any]) -> Any:
-    """Return our engine and how it is given KV."""
+    """Return our engine, and a function that makes the arguments of its calls from KV."""
     from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
     from lmcache_core.engine import LMCacheEngineBuilder
     from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 
     config = LMCacheEngineConfig.from_defaults(
         tier_timeout_s=60.0,
-        prefill_tokens_per_s=1.0,  # otherwise a slow tier would be declined: that is not measured
+        prefill_tokens_per_s=1.0,  # otherwise a slow tier would be declined and not measured
         **options,
     )
     metadata = LMCacheEngineMetadata(MODEL, 1, 0, "vllm", DTYPE, KV_SHAPE)
@@ -46,8 +46,8 @@ def ours(options: dict[str, Any]) -> Any:
 
 
 def lmcache(options: dict[str, Any]) -> Any:
-    """Return LMCache's engine and how it is given KV: its own connectors need CUDA, so slices of
-    one tensor are copied.
+    """Return the same for LMCache. Its own connectors need CUDA, so this one copies slices of one
+    tensor.
     """
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.config import LMCacheEngineConfig
@@ -112,7 +112,7 @@ class Driver:
 
     def store(self, turn: int) -> dict[str, float]:
         """Store a prompt; return the seconds until the tier has all of it."""
-        # One value differs, so that a prompt of another turn would be noticed.
+        # One value differs, so that a prompt of another turn would be detected.
         self._source[0, 0, :, 0] = float(turn + 1)
         tokens = _tokens(turn)
         began = time.perf_counter()
@@ -156,14 +156,14 @@ def main() -> None:
     """Answer until stdin ends."""
     kind, tier, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an engine prints is no answer
+    os.dup2(2, 1)  # an engine's own output is not an answer
     driver = Driver(*{"ours": ours, "lmcache": lmcache}[kind](options), tier)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
         call = {"store": driver.store, "retrieve": driver.retrieve, "lookup": driver.lookup}
         print(json.dumps(call[ask["do"]](ask["turn"])), file=answers, flush=True)
-    os._exit(0)  # the files and servers go with the bench
+    os._exit(0)  # the bench removes files and servers
 
 
 if __name__ == "__main__":

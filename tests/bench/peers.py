@@ -1,9 +1,9 @@
 """`make bench-peers`: measure our engine, LMCache's and the machine's limits in turn.
 
-Both are driven through their public calls by the same code (`peer_child.py`), in processes and
-environments of their own, with their default settings, except that ours waits for a slow tier
-instead of declining it; ours checks every digest. A store is timed until the tier has the whole
-prompt. Every byte that comes back is compared.
+The same code (`peer_child.py`) drives both through their public calls, in separate processes and
+environments, with default settings, except that ours waits for a slow tier instead of declining it;
+ours checks every digest. A store is timed until the tier has the whole prompt. Every byte that
+comes back is compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 300.0
 LOAD_SECONDS = 2.0
 SETTLE_S = 0.5
-"""Wait before each call, in which an engine may end what it does in the background."""
+"""Wait before each call, in which an engine may finish its background work."""
 
 
 class PeerMissingError(Exception):
@@ -49,13 +49,13 @@ class PeerMissingError(Exception):
 
 
 class Child:
-    """One engine in a process of its own.
+    """One engine in its own process.
 
     Args:
         kind: `ours` or `lmcache`.
-        tier: The tier that stores are timed to, by its name in `lookup`.
-        options: Of its configuration.
-        log: File for what it prints.
+        tier: The tier at which a store ends, by its name in `lookup`.
+        options: Options of its configuration.
+        log: File for its output.
     """
 
     def __init__(self, kind: str, tier: str, options: dict[str, Any], log: Path) -> None:
@@ -114,11 +114,11 @@ class Place:
         tier: Name of the tier in `lookup`.
         ours: Options of our engine.
         lmcache: Options of LMCache's.
-        limit: What the limits are.
+        limit: Description of the limits.
         store_limit: Moves the same bytes there as fast as the machine can; returns the seconds.
         retrieve_limit: Moves them back, likewise.
-        delay: A prompt is retrieved so many rounds after it was stored: in slower tiers one, when
-            memory no longer holds it.
+        delay: Rounds between storing and retrieving a prompt: one for slower tiers, when memory no
+            longer holds it.
     """
 
     name: str
@@ -157,7 +157,7 @@ def _hot() -> Iterator[Place]:
 
 
 _SMALL_MEMORY = {"max_local_cpu_size": 0.6}
-"""One prompt and a little: what is retrieved a round later has been evicted."""
+"""Slightly more than one prompt: a prompt retrieved a round later has been evicted."""
 
 
 @contextmanager
@@ -313,7 +313,7 @@ def _await_port(port: int) -> None:
 
 
 class Reading:
-    """What the two engines and the limits took at one place.
+    """Times of the two engines and the limits at one place.
 
     Args:
         place: Where.
@@ -326,7 +326,7 @@ class Reading:
         self._rounds = rounds
 
     def take(self, children: dict[str, Child]) -> None:
-        """Measure in turn, in another order each round; the first rounds do not count."""
+        """Measure in turn, in a different order each round; the first rounds do not count."""
         kinds = ["ours", "lmcache", "limit"]
         num_warm_up = 1 + self.place.delay
         for turn in range(num_warm_up + self._rounds):
@@ -396,7 +396,7 @@ def measure(
         rounds: How many count.
 
     Returns:
-        The table, and a sentence about what else the machine did meanwhile.
+        The table, and a sentence about other load on the machine.
 
     Raises:
         PeerMissingError: LMCache is not installed.
@@ -435,7 +435,7 @@ def measure(
 
 
 def other_load() -> float:
-    """Return how many cores were busy for a moment in which this process waited."""
+    """Return how many cores were busy for a moment while this process waited."""
 
     def busy_and_all() -> tuple[int, int]:
         fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 TIMEOUT_S = 120.0
 NUM_TOKENS = 4000
 FIRST_TOKEN, NUM_WORDS = 16, 4000
-"""Token ids of words, in any vocabulary that is not smaller than this."""
+"""Token ids of words, in any vocabulary of at least this size."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Installation:
 
     @contextmanager
     def traffic(self) -> Iterator[Traffic]:
-        """Make traffic of every kind while the block runs; its report is there afterwards."""
+        """Run traffic of every kind during the block; its report is available afterwards."""
         pods = self.cluster.path("pods", manifests.TRAFFIC)
         self.cluster.delete(pods)
         wait_until(self._no_traffic, "the traffic's pod gone", DELETE_TIMEOUT_S)
@@ -151,7 +151,7 @@ def installation(
     if os.environ.get("KEEP"):
         progress(f"KEEP is set: namespace {cluster.namespace} stays")
     else:
-        # Not after a `yield`: of an installation that fails, the report comes before this.
+        # Not after a `yield`: if the installation fails, its report must come before the removal.
         request.addfinalizer(lambda: clean_up(cluster, helm))  # noqa: PT021
     cluster.create_namespace()
     made = Installation(cluster, helm, images, set(cluster.objects()))
@@ -162,7 +162,7 @@ def installation(
 
 
 def clean_up(cluster: Cluster, helm: Helm) -> None:
-    """Remove what this run or an earlier one has made; nothing is fine too."""
+    """Remove what this run or an earlier one has created, if anything."""
     try:
         cluster.call("GET", f"/api/v1/namespaces/{cluster.namespace}")
     except ApiError as exc:

@@ -16,7 +16,7 @@ OLDEST = (3, 14)
 
 
 def find_helm() -> str:
-    """Return the path of a Helm that is new enough: that on PATH, else that of `make helm-check`.
+    """Return the path of a recent enough Helm: the one on PATH, else the one of `make helm-check`.
 
     Raises:
         ClusterError: There is none.
@@ -63,10 +63,10 @@ class Helm:
 
     Args:
         binary: Path of `helm`.
-        kubeconfig: Whose current context is used.
+        kubeconfig: Kubeconfig whose current context is used.
         namespace: The release's.
         chart: A copy of the chart whose dependency is built.
-        values: Arguments that every installation and upgrade has.
+        values: Arguments of every installation and upgrade.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Helm:
         return folder / CHART.name
 
     def install(self, timeout_s: int) -> None:
-        """Install the release; its pods are not waited for."""
+        """Install the release without waiting for its pods."""
         self._run("install", timeout_s, RELEASE, str(self._chart), *self._values)
 
     def upgrade(self, timeout_s: int, *more: str) -> None:
@@ -101,7 +101,7 @@ class Helm:
         return self._run("test", timeout_s, RELEASE, "--logs")
 
     def uninstall(self, timeout_s: int) -> None:
-        """Uninstall it; none is fine too."""
+        """Uninstall the release, if it exists."""
         self._run("uninstall", timeout_s, RELEASE, "--ignore-not-found")
 
     def hooks(self) -> str:

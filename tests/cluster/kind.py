@@ -88,7 +88,7 @@ def kubectl(*words: str, timeout_s: float = CALL_TIMEOUT_S, quiet: bool = True) 
 
 
 def check_tools() -> None:
-    """Raise `KindError` unless everything is there that is needed."""
+    """Raise `KindError` unless all required tools are installed."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         raise KindError(f"not on PATH: {', '.join(missing)}: install and run it again")
@@ -107,12 +107,12 @@ def check_tools() -> None:
 
 
 def step(text: str) -> None:
-    """Print what begins now."""
+    """Print the name of the next step."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def up() -> None:
-    """Make the cluster, install the chart, show a hit. Running it again brings new images in."""
+    """Create the cluster, install the chart, show a hit. Run it again to deploy new images."""
     check_tools()
     step(f"[1/5] cluster {NAME}")
     is_new = NAME not in run("kind", "get", "clusters", quiet=True).split()
@@ -167,7 +167,7 @@ def show_hit() -> None:
 
 
 def ready_pods() -> list[str]:
-    """Return the model's pods that are ready and stay."""
+    """Return the model's pods that are ready and not terminating."""
     listed = json.loads(kubectl("get", "pods", "-l", MODEL_PODS, "-o", "json"))
     return [
         pod["metadata"]["name"]

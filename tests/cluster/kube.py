@@ -33,7 +33,7 @@ STUCK = {
 TRANSIENT_GROUPS = ("metrics.k8s.io", "events.k8s.io")
 TRANSIENT_KINDS = ("Event", "Lease")
 ABSENT = (404, 405, 503)
-"""What an API answers whose server is away, or that only announces a kind."""
+"""Statuses of an API whose server is unavailable, or that only announces a kind."""
 
 
 class ApiError(ClusterError):
@@ -134,7 +134,7 @@ class Cluster:
         self.call("POST", self.path(plural, api=api), manifest)
 
     def delete(self, path: str) -> None:
-        """Delete an object and what it owns; none is fine too."""
+        """Delete an object, if it exists, and what it owns."""
         try:
             self.call("DELETE", path, {"propagationPolicy": "Background"})
         except ApiError as exc:
@@ -149,7 +149,7 @@ class Cluster:
         return [pod for pod in found if pod["status"].get("phase") not in ("Succeeded", "Failed")]
 
     def not_ready(self) -> str:
-        """Say which workloads are not as they should be, "" if all are.
+        """Return which workloads differ from their specification, "" if none.
 
         Raises:
             ClusterError: A pod cannot start, for example because its image does not exist.
@@ -200,7 +200,7 @@ class Cluster:
         )
 
     def evict(self, names: Sequence[str], timeout_s: float) -> None:
-        """Evict pods as `kubectl drain` does: what a budget forbids now is tried again."""
+        """Evict pods as `kubectl drain` does: retry evictions that a budget forbids."""
         uids = {name_of(pod): pod["metadata"]["uid"] for pod in self.pods()}
         pending = {name: uids[name] for name in names}
         evicted = set[str]()
@@ -252,7 +252,7 @@ class Cluster:
         socket.run_forever(timeout=EXEC_TIMEOUT_S)
         is_open, output, errors = socket.is_open(), socket.read_stdout(), socket.read_stderr()
         status = None if is_open else socket.returncode
-        socket.sock.shutdown()  # `close` leaves a socket open that the server has closed
+        socket.sock.shutdown()  # `close` does not close a socket that the server has closed
         if status != 0:
             how = f"did not end in {EXEC_TIMEOUT_S} s" if is_open else f"ended with {status}"
             raise ClusterError(f"{command[0]} in {pod} {how}: {output[-500:]}{errors[-1500:]}")
@@ -273,8 +273,8 @@ class Cluster:
     # --- namespace ----------------------------------------------------------------------------
 
     def create_namespace(self) -> None:
-        """Create the namespace with the `restricted` standard enforced, and wait for what every
-        namespace gets.
+        """Create the namespace with the `restricted` standard enforced, and wait for its default
+        objects.
         """
         labels = {
             OWN: "true",
@@ -293,7 +293,7 @@ class Cluster:
         wait_until(missing, f"namespace {self.namespace}", 60)
 
     def delete_namespace(self, timeout_s: float) -> None:
-        """Delete the namespace of an earlier run, or of this one; none is fine too.
+        """Delete the namespace of this run or an earlier one, if it exists.
 
         Raises:
             ClusterError: It exists, and no run of this suite made it.
@@ -404,7 +404,7 @@ def name_of(manifest: Manifest) -> str:
 
 
 def is_ready(pod: Manifest) -> bool:
-    """Return whether a pod is ready and not on its way out."""
+    """Return whether a pod is ready and not terminating."""
     conditions = pod["status"].get("conditions") or []
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
     return ready and not pod["metadata"].get("deletionTimestamp")
@@ -418,7 +418,7 @@ def container_statuses(pod: Manifest) -> list[Manifest]:
 
 
 def stuck(pods: Iterable[Manifest]) -> str:
-    """Say which pods wait for something that does not come by waiting, "" if none does."""
+    """Return which pods wait for something that will not happen, "" if none."""
     return ", ".join(
         f"{name_of(pod)}/{status['name']}: {waiting['reason']}: {waiting.get('message', '')}"
         for pod in pods
@@ -429,7 +429,7 @@ def stuck(pods: Iterable[Manifest]) -> str:
 
 
 def shortfall(workload: Manifest) -> str:
-    """Say how a Deployment or StatefulSet differs from what it should be, "" if it does not."""
+    """Return how a Deployment or StatefulSet differs from its specification, "" if it does not."""
     status, wanted = workload["status"], workload["spec"].get("replicas", 1)
     counts = {name: status.get(name, 0) for name in ("replicas", "readyReplicas")}
     if workload["kind"] == "Deployment":
@@ -442,7 +442,7 @@ def shortfall(workload: Manifest) -> str:
 
 
 def mentions(value: Any, namespace: str) -> bool:
-    """Return whether a text anywhere in an object is the namespace, or a name made of it."""
+    """Return whether any text in an object is the namespace, or a name derived from it."""
     if isinstance(value, dict):
         return any(mentions(one, namespace) for key, one in value.items() if key != "managedFields")
     if isinstance(value, list):

@@ -19,7 +19,7 @@ Manifest = dict[str, Any]
 
 
 def scripts() -> Manifest:
-    """Return the ConfigMap with what the traffic runs."""
+    """Return the ConfigMap with the traffic's scripts."""
     data = {name: (FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS}
     return {"metadata": {"name": TRAFFIC}, "data": data}
 
@@ -59,7 +59,7 @@ def traffic_pod(hooks: str) -> Manifest:
 
 
 def plain_deployment(image: str, pull_policy: str = "IfNotPresent") -> Manifest:
-    """Return a vLLM as people run it without this project, but for the label that asks for the
+    """Return a vLLM Deployment as used without this project, plus the label that requests the
     cache.
     """
     labels = {"app": PLAIN}

@@ -1,4 +1,4 @@
-"""What the chart calls things in the release of `ci/kind-values.yaml`. Standard library only."""
+"""The chart's names in the release of `ci/kind-values.yaml`. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ RELEASE = "cache"
 BASE = f"{RELEASE}-lmcache"
 VALUES = "helm/lmcache/ci/kind-values.yaml"
 MODEL = "/opt/model"
-"""Where the image has it, and its served name."""
+"""The model's path in the image, and its served name."""
 MODEL_SERVICE = f"{BASE}-vllm-tiny"
 INJECTED = {"lmcache.io/injected": "true"}
-"""A label that the chart's policies let in, and that none of them holds back."""
+"""A label that the chart's policies admit and none of them restricts."""
 
 
 def component(name: str) -> str:
@@ -24,7 +24,7 @@ MODEL_PODS = component("vllm")
 
 
 def ask_command(seed: int, num_tokens: int) -> list[str]:
-    """Return the command that asks the vLLM of the container that it runs in."""
+    """Return the command that asks the vLLM in its own container."""
     script = Path(__file__).with_name("ask.py").read_text(encoding="utf-8")
     where = ["http://127.0.0.1:8000", MODEL]
     return ["python3", "-c", script, *where, str(seed), str(num_tokens)]

@@ -1,4 +1,4 @@
-"""What a run of traffic and a cache hit must look like; each rule gives a sentence when broken."""
+"""The rules for a run of traffic and a cache hit; each broken rule yields a sentence."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Report:
 
     @classmethod
     def parse(cls, log: str) -> Report:
-        """Read the report out of what the traffic printed.
+        """Parse the report in the traffic's output.
 
         Raises:
-            ValueError: It printed none: it was stopped before its end.
+            ValueError: There is none, because the traffic was stopped before its end.
         """
         for line in reversed(log.splitlines()):
             if line.startswith(REPORT_PREFIX):
@@ -51,7 +51,8 @@ class Report:
 
         Args:
             kinds: Kinds of call that must have happened.
-            may_fail: Kinds whose only server was away for a while: their calls may fail then.
+            may_fail: Kinds whose only server was unavailable for a while, so that their calls may
+                fail.
         """
         found = []
         for kind in kinds:

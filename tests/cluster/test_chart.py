@@ -162,7 +162,7 @@ def scale(installation: Installation, plural: str, name: str, selector: str, rep
 
 
 def scale_all(installation: Installation, replicas: int) -> None:
-    """Scale what several pods may serve."""
+    """Scale every component that several pods may serve."""
     for plural, name, selector in REPLICATED:
         scale(installation, plural, name, selector, replicas)
 
@@ -194,7 +194,7 @@ def log_levels(installation: Installation) -> set[str]:
 
 
 def replaced(installation: Installation, old: Manifest) -> str:
-    """Say whether a pod of a StatefulSet still is the old one, "" if not."""
+    """Return a sentence while the StatefulSet's pod is still the old one, else ""."""
     for pod in installation.cluster.pods(component("redis")):
         if pod["metadata"]["uid"] != old["metadata"]["uid"]:
             return ""

@@ -1,7 +1,7 @@
 """Keep a release busy until told to stop, then count what was lost.
 
 Runs in a pod of the cluster with the image of cache_storage, and takes the arguments of the chart's
-release test, so that it reaches what that reaches. Prints `ready` when every kind of call has
+release test, so that it reaches the same services. Prints `ready` when every kind of call has
 succeeded once, a line of progress every few seconds, and at last `REPORT {…}`, which
 `tests.cluster.oracle` judges. Every loop has a bound. It needs `ask.py` in the same folder.
 """
@@ -128,7 +128,7 @@ class Storage:
                     pending[number] = await self._read(number)
                 except FAILURES as exc:
                     pending[number] = f"{type(exc).__name__}: {exc}"
-                    break  # the service is away: ask again later
+                    break  # the service is unavailable: ask again later
                 if pending[number] == "ok":
                     del pending[number]
             if pending and time.monotonic() > deadline:
@@ -137,7 +137,7 @@ class Storage:
         return [f"{self._run}/{number}: {why}" for number, why in sorted(pending.items())]
 
     async def remove_all(self) -> None:
-        """Give the room back, if storage answers."""
+        """Free the space, if storage answers."""
         for begin in range(0, len(self.acknowledged), 100):
             keys = [self._chunk(number).key for number in self.acknowledged[begin : begin + 100]]
             try:
@@ -148,7 +148,7 @@ class Storage:
 
 
 class Traffic:
-    """Callers of every kind, and what came of their calls.
+    """Callers of every kind, and the outcomes of their calls.
 
     Args:
         kinds: What to call, by kind.
@@ -211,7 +211,7 @@ class Traffic:
 
 
 def lm_url(urls: list[str]) -> str:
-    """Return the one that starts with lm; the release test takes storage's REST address too."""
+    """Return the URL that starts with lm; the release test also takes storage's REST address."""
     return next(url for url in urls if urlsplit(url).scheme.startswith("lm"))
 
 
@@ -254,7 +254,7 @@ async def open_all(
     context: ssl.SSLContext | None,
     stack: AsyncExitStack,
 ) -> tuple[dict[str, Call], Storage]:
-    """Return the calls by kind, and what remembers the chunks; the stack closes the clients."""
+    """Return the calls by kind, and the record of chunks; the stack closes the clients."""
     lookup = LookupClient(
         service_url(arguments.guarded_url, "/v1/instances"), token, CALL_TIMEOUT_S, tls=context
     )

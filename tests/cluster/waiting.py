@@ -1,4 +1,4 @@
-"""Wait within bounds, and say what is being waited for."""
+"""Wait within bounds, and print the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DELETE_TIMEOUT_S = 300
 LIST_ALL_S = 10.0
 """Pause between two lists of all objects."""
 ANNOUNCED_S = 5.0
-"""After that, other pods know of what was stored."""
+"""Time after which other pods know what was stored."""
 
 
 class ClusterError(Exception):
@@ -21,7 +21,7 @@ class ClusterError(Exception):
 
 
 def progress(text: str) -> None:
-    """Print a line that is seen while the suite runs."""
+    """Print a line that is visible while the suite runs."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -36,8 +36,8 @@ def wait_until(
     """Poll until nothing is missing any more.
 
     Args:
-        missing: Says what is still missing; "" ends the wait. What it raises ends the wait too.
-        what: What is waited for, for progress and for the error.
+        missing: Returns what is still missing; "" or an exception ends the wait.
+        what: The awaited state, for progress and the error.
         timeout_s: Limit on the whole wait.
         poll_s: Pause between two calls of `missing`.
         report_every_s: How often a line of progress is printed.

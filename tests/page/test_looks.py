@@ -111,7 +111,7 @@ def test_it_is_walked_through_by_keyboard(page: Page) -> None:
     ActionChains(page.chrome).send_keys(Keys.TAB).perform()
     assert (
         page.run("return document.activeElement.getAttribute('aria-label')")
-        == "Since the start of who pulled"
+        == "Since the start of each pulling pod"
     )
 
 

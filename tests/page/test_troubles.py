@@ -79,7 +79,7 @@ def test_an_empty_cluster(page: Page) -> None:
     assert [text for text in notes if "No pod is registered" in text] != []
     assert "Nothing was loaded while this broker watched." in notes
     assert "NaN" not in page.run("return document.body.innerText")
-    assert "told by broker-0" in page.texts("#as-of")[0]
+    assert "reported by broker-0" in page.texts("#as-of")[0]
     assert page.complaints() == []
 
 
@@ -182,7 +182,7 @@ def test_a_broker_that_hangs_is_told_and_what_was_shown_stays(
     page.next_turn()
     with stopped(broker):
         page.poke()
-        eventually(lambda: "cannot be reached; what is shown is of" in state(page), TIMEOUT_S)
+        eventually(lambda: "cannot be reached; the figures are from" in state(page), TIMEOUT_S)
         assert page.values("[data-total]", "total")["peers"] == "1"
     page.next_turn()
     assert state(page) == ""
@@ -194,7 +194,7 @@ def test_an_answer_that_is_none_does_not_end_it(page: Page) -> None:
         " in</h1>'))"
     )
     page.poke()
-    eventually(lambda: "is no broker" in state(page))
+    eventually(lambda: "is not a broker" in state(page))
     page.run("window.fetch = () => Promise.resolve(new Response('{}', {status: 429}))")
     page.poke()
     eventually(lambda: "The broker answered 429" in state(page))
@@ -255,11 +255,11 @@ def test_a_broker_whose_redis_hangs_says_that_it_is_alone(chrome: Chrome, tmp_pa
             assert page.values("[data-total]", "total")["peers"] == "1", (
                 "what one was told the other one shows"
             )
-            assert "told by broker-1" in page.texts("#as-of")[0]
+            assert "reported by broker-1" in page.texts("#as-of")[0]
             assert state(page) == ""
             redis.pause()
             page.poke()
-            eventually(lambda: "does not hear the others" in state(page), TIMEOUT_S)
+            eventually(lambda: "cannot reach the others" in state(page), TIMEOUT_S)
             assert page.values("[data-total]", "total")["peers"] == "1"
     finally:
         redis.kill()

@@ -58,8 +58,8 @@ class Cluster:
     """Starts and stops the services' real code in a world.
 
     Args:
-        world: Where.
-        chunk_bytes: Size of a chunk, from which all capacities follow.
+        world: The simulated world.
+        chunk_bytes: Size of a chunk, which determines all capacities.
         dice: Draws settings.
     """
 
@@ -99,7 +99,7 @@ class Cluster:
             self.start(name)
 
     def disk_bytes(self, name: str) -> int:
-        """Return how much the disk tier of a service may take."""
+        """Return the limit on the disk tier of a service."""
         return int(self.chunk_bytes * _DISK_CHUNKS[name.split("-")[0]])
 
     def socket(self, name: str) -> Path:

@@ -1,7 +1,7 @@
 """Put defects into the product, one at a time, and see whether the simulation finds them.
 
-`python -m tests.simulation.defects` lists how long each took to be found. A defect is a change of
-one place; those that the first release had are marked.
+`python -m tests.simulation.defects` lists how long it took to find each one. A defect changes one
+place; those of the first release are marked.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Defect:
     """A change of one place.
 
     Attributes:
-        name: What is wrong then.
-        path: Of the file.
-        before: Text that is there once.
-        after: What replaces it.
+        name: Description of the resulting fault.
+        path: Path of the file.
+        before: Text that occurs once in it.
+        after: Replacement of that text.
         was_there: Whether the first release had it.
     """
 
@@ -153,7 +153,7 @@ DEFECTS = (
         "return list(keys)",
         was_there=True,
     ),
-    # From here on: random changes that the nearest tests did not notice (`make mutants`).
+    # From here on: random changes that the closest tests did not detect (`make mutants`).
     Defect(
         "what vLLM loads counts as not loaded",
         f"{VLLM}/scheduler.py",
@@ -269,7 +269,7 @@ class Copy:
 
     @property
     def path(self) -> str:
-        """Where Python finds the product."""
+        """Import path of the copy."""
         packages = [
             one for where in ("libs", "services") for one in self._folder.glob(f"{where}/*/src")
         ]
@@ -285,11 +285,11 @@ def find(defect: Defect, limit_s: float, jobs: int) -> tuple[float, Result] | No
 
     Args:
         defect: What to find.
-        limit_s: Real time.
-        jobs: Runs at a time.
+        limit_s: Limit in real time.
+        jobs: Concurrent runs.
 
     Returns:
-        After how many seconds a run found it, and that run; None: none did.
+        The seconds until a run found it, and that run; None if none did.
     """
     began, seed = time.monotonic(), 0
     copy = Copy(defect)

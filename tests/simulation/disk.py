@@ -1,7 +1,7 @@
-"""Files of the simulated machines: real ones under one directory, with the faults of real disks.
+"""Files of the simulated machines: real files under one directory, with the faults of real disks.
 
-Memory of a machine (`shm`, `run`) has no faults and is gone when the machine loses its power. Its
-disk keeps what was synced; what was not may be lost, torn or there, as the seed decides.
+Memory of a machine (`shm`, `run`) has no faults and is lost with the machine's power. Its disk
+keeps synced data; unsynced data may be lost, torn or kept, as the seed decides.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.simulation.kernel import EPOCH_S, Kernel, Machine, Process, Thread
 
 SECTOR_BYTES = 512
 OPERATION_S = (20e-6, 200e-6)
-"""Least and largest time of an operation on a disk that is well."""
+"""Shortest and longest time of an operation on a healthy disk."""
 NAMES_LAST_S = 5.0
-"""After this time a change of a directory is on the disk without a sync: the journal's interval."""
+"""After this time a change of a directory is durable without a sync: the journal's interval."""
 BYTES_LAST_S = 30.0
-"""After this time bytes are on the disk without a sync: the writeback's interval."""
+"""After this time bytes are durable without a sync: the writeback's interval."""
 SHORT_CHANCE = 0.1
-"""How often a write takes only a part."""
+"""How often a write accepts only a part."""
 CALLS = (
     "access", "chmod", "chown", "close", "copy_file_range", "dup", "fchmod", "fdatasync", "fstat",
     "fsync", "ftruncate", "link", "listdir", "lstat", "mkdir", "open", "posix_fadvise",
@@ -48,9 +48,9 @@ class _Unsynced:
     """A file that was written and not synced.
 
     Attributes:
-        since_s: When the first of it was written.
-        before: What the disk holds of it.
-        is_lost: A sync has failed: the system takes its pages for clean, and no later sync writes
+        since_s: Time of the first unsynced write.
+        before: Its content on the disk.
+        is_lost: A sync has failed: the system considers its pages clean, and no later sync writes
             them.
     """
 
@@ -69,12 +69,12 @@ class _NameChange:
 
 
 class Disk:
-    """The disk of a machine, and what is wrong with it.
+    """The disk of a machine, and its faults.
 
     Attributes:
         root: Its directory.
         is_full: Nothing can be written.
-        room_bytes: How much can still be written; None: enough.
+        room_bytes: Space left for writes; None: unlimited.
         error_chance: How often an operation fails with `error`.
         slowness: Factor on the time of each operation.
         stall_chance: How often an operation takes `stall_s` longer.
@@ -101,7 +101,7 @@ class Disk:
         self._crash: Callable[[], object] | None = None
 
     def heal(self) -> None:
-        """End all faults; sectors that cannot be read stay so until their file is written."""
+        """End all faults; unreadable sectors stay so until their file is written."""
         self.is_full = self.is_hanging = False
         self.error_chance, self.slowness, self.stall_chance = 0.0, 1.0, 0.0
         self.room_bytes = None
@@ -110,17 +110,17 @@ class Disk:
         self._hanging.clear()
 
     def crash_in(self, num_operations: int, function: Callable[[], object]) -> None:
-        """Call a function right after so many further operations have succeeded.
+        """Call a function right after this many further operations have succeeded.
 
         Args:
             num_operations: At least 1.
-            function: Called outside of any process, so that it may kill the one that works on the
+            function: Called outside of any process, so that it may kill the process that uses the
                 disk, or cut the power.
         """
         self._num_left, self._crash = num_operations, function
 
     def enter(self, writes: bool) -> None:
-        """Take the time of an operation, and fail if it fails."""
+        """Spend the time of an operation, and raise its error if it fails."""
         kernel = self._kernel
         thread = kernel.current
         if thread is None:
@@ -150,13 +150,13 @@ class Disk:
     # --- What is synced --------------------------------------------------------------------------
 
     def created(self, fd: int) -> None:
-        """Forget what is known of a file that had the same inode number."""
+        """Forget an earlier file with the same inode number."""
         number = _real.fstat(fd).st_ino
         self._unsynced.pop(number, None)
         self._bad_sectors.pop(number, None)
 
     def writes(self, fd: int) -> None:
-        """Remember what the disk holds of a file that is about to be changed."""
+        """Record the content on disk of a file that is about to change."""
         now_s = self._kernel.now
         status = _real.fstat(fd)
         known = self._unsynced.get(status.st_ino)
@@ -168,13 +168,13 @@ class Disk:
         self._unsynced[status.st_ino] = _Unsynced(now_s, _content(fd) if status.st_size else b"")
 
     def wrote(self, fd: int) -> None:
-        """Date a file that was changed, in virtual time."""
+        """Set the virtual modification time of a changed file."""
         offset_s = 0.0 if self._machine is None else self._machine.wall_offset_s
         at_ns = int((EPOCH_S + self._kernel.now + offset_s) * 1e9)
         _real.utime(fd, ns=(at_ns, at_ns))
 
     def grant(self, data: bytes) -> bytes:
-        """Return as much of `data` as is written at once.
+        """Return the part of `data` that one call writes.
 
         Raises:
             OSError: No room is left.
@@ -189,7 +189,7 @@ class Disk:
         return data
 
     def synced(self, fd: int, path: str) -> None:
-        """Forget what a sync makes safe: a file's content, or the names in a directory."""
+        """Record that a sync made a file's content, or the names in a directory, durable."""
         status = _real.fstat(fd)
         if stat.S_ISDIR(status.st_mode):
             self._changes = deque(self._lost({path}, lambda: False))
@@ -203,12 +203,12 @@ class Disk:
             known.is_lost = True
 
     def sync_all(self) -> None:
-        """Make everything safe, as `sync` does."""
+        """Make everything durable, as `sync` does."""
         self._unsynced = {one: known for one, known in self._unsynced.items() if known.is_lost}
         self._changes.clear()
 
     def named(self, paths: Sequence[str], undo: Callable[[], None]) -> None:
-        """Remember that names were changed; more than one: at once, or not at all."""
+        """Record a change of names; several of one call become durable together or not at all."""
         now_s = self._kernel.now
         while self._changes and now_s - self._changes[0].at_s > NAMES_LAST_S:
             self._changes.popleft()
@@ -216,7 +216,7 @@ class Disk:
         self._changes.append(_NameChange(now_s, folders, undo))
 
     def spare(self, path: str) -> Callable[[], None]:
-        """Return what brings a file back after it was removed or replaced."""
+        """Return a function that restores a file after it was removed or replaced."""
         status = _status(path)
         if status is None or not stat.S_ISREG(status.st_mode):
             return lambda: None
@@ -235,11 +235,11 @@ class Disk:
         return restore
 
     def _lost(self, kept: set[str], is_kept: Callable[[], bool]) -> list[_NameChange]:
-        """Return the changes that are not kept: of each directory, the last ones.
+        """Return the changes to lose: the last ones of each directory.
 
         Args:
-            kept: Directories whose changes are kept; changed.
-            is_kept: Whether a change is kept that need not be.
+            kept: Directories whose changes are kept; updated.
+            is_kept: Decides whether an optional change is kept.
         """
         lost = []
         for change in reversed(self._changes):
@@ -284,7 +284,7 @@ class Disk:
         self._crash = None
 
     def _tear(self, path: str, before: bytes) -> None:
-        """Leave of each sector what was synced, or what was written since."""
+        """Leave each sector with its synced content, or with what was written since."""
         random = self._kernel.random
         status = _real.lstat(path)
         with _real_open(path, "rb") as file:
@@ -304,11 +304,11 @@ class Disk:
         _real.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
     def has(self, path: str) -> bool:
-        """Return whether a file exists; asking takes no time."""
+        """Return whether a file exists; takes no virtual time."""
         return _status(path) is not None
 
     def used_bytes(self) -> int:
-        """Return how much its files take; asking takes no time."""
+        """Return the size of its files; takes no virtual time."""
         return sum(int(_real.lstat(path).st_size) for path in _walk(str(self.root)))
 
     def _some_sectors(self, num_sectors: int) -> Iterator[tuple[str, int, int]]:
@@ -323,7 +323,7 @@ class Disk:
                 yield path, at, min(SECTOR_BYTES, size - at)
 
     def corrupt(self, num_sectors: int) -> int:
-        """Change random sectors of random files without a trace; the number of sectors changed."""
+        """Silently change random sectors of random files; return how many."""
         random = self._kernel.random
         num_changed = 0
         for path, at, num_bytes in self._some_sectors(num_sectors):
@@ -345,7 +345,7 @@ class Disk:
         return num_changed
 
     def break_sectors(self, num_sectors: int) -> int:
-        """Let reads of random sectors fail with EIO until their files are written again."""
+        """Make reads of random sectors fail with EIO until their files are written again."""
         num_broken = 0
         for path, at, _ in self._some_sectors(num_sectors):
             bad = self._bad_sectors.setdefault(_real.lstat(path).st_ino, set())
@@ -354,12 +354,12 @@ class Disk:
         return num_broken
 
     def reads(self, fd: int, at: int | None, num_bytes: int) -> None:
-        """Fail if a sector cannot be read.
+        """Raise an error if a sector cannot be read.
 
         Args:
-            fd: Of the file.
-            at: First byte; None: where the descriptor is.
-            num_bytes: How many are read.
+            fd: Descriptor of the file.
+            at: First byte; None: the descriptor's position.
+            num_bytes: Number of bytes to read.
         """
         if self._bad_sectors:
             bad = self._bad_sectors.get(_real.fstat(fd).st_ino, ())
@@ -387,11 +387,11 @@ class Descriptor:
 
 
 class Files:
-    """The directory that holds all machines' files.
+    """The directory of all machines' files.
 
     Args:
         kernel: The simulation.
-        root: Made, and removed by `close`.
+        root: Created here, and removed by `close`.
     """
 
     def __init__(self, kernel: Kernel, root: Path) -> None:
@@ -403,7 +403,7 @@ class Files:
         self._prefix = f"{root}/"
 
     def add_machine(self, machine: Machine) -> Path:
-        """Make a machine's directories `disk`, `shm` and `run`; return where they are."""
+        """Create a machine's directories `disk`, `shm` and `run`; return their parent."""
         place = self.root / machine.name
         for name in ("disk", "shm", "run"):
             (place / name).mkdir(parents=True)
@@ -411,9 +411,7 @@ class Files:
         return place
 
     def lose_power(self, machine: Machine) -> None:
-        """Forget the machine's memory, and what its disk has not synced. All its processes are
-        dead already.
-        """
+        """Lose the machine's memory and unsynced data. All its processes are already dead."""
         for process in self._kernel.processes:
             assert process.is_dead or process.machine is not machine, f"{process.name} runs"
         for name in ("shm", "run"):
@@ -423,11 +421,11 @@ class Files:
         self.disks[machine.name].lose_power()
 
     def has(self, path: str) -> bool:
-        """Return whether a path is of a simulated machine."""
+        """Return whether a path belongs to a simulated machine."""
         return path.startswith(self._prefix)
 
     def disk_of(self, path: str) -> Disk | None:
-        """Return the disk that a path is on; None for memory and for what is not simulated."""
+        """Return the disk of a path; None for memory and for paths that are not simulated."""
         if not path.startswith(self._prefix):
             return None
         machine, _, below = path[len(self._prefix) :].partition("/")
@@ -439,7 +437,7 @@ class Files:
 
 
 class _Real:
-    """The calls of the machine below."""
+    """The calls of the real machine."""
 
     def __getattr__(self, name: str) -> Any:
         return _originals[name]
@@ -466,7 +464,7 @@ def _content(fd: int) -> bytes:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """Yield the files below, in the order of their names; this takes no virtual time."""
+    """Yield the files below, ordered by name; takes no virtual time."""
     with _real.scandir(folder) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
@@ -505,7 +503,7 @@ def _opened(fd: int) -> Descriptor | None:
     found = process.descriptors.get(fd)
     if isinstance(found, Descriptor):
         return found
-    if fd in _all_open:  # another process's: this one has closed its own of that number
+    if fd in _all_open:  # of another process: this one has closed its own descriptor of that number
         raise _error(errno.EBADF)
     return None
 
@@ -697,7 +695,7 @@ def _on_path(name: str) -> Callable[..., Any]:
 
 
 class _Entries:
-    """What `os.scandir` returns."""
+    """The result of `os.scandir`."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)
@@ -719,7 +717,7 @@ class _Entries:
 
 
 def _listing(name: str) -> Callable[..., Any]:
-    """Return a call that lists a directory, in the order that the seed decides."""
+    """Return a call that lists a directory, in an order decided by the seed."""
     original = _originals[name]
 
     def call(path: Any = ".") -> Any:
@@ -881,7 +879,7 @@ def _symlink(
 
 
 class _File(_pyio.FileIO):  # type: ignore[misc]
-    """A file object whose every operation is a call of `os`, and that dies with its process."""
+    """A file object that performs every operation through `os`, and dies with its process."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._process = kernel.process
@@ -897,7 +895,7 @@ class _File(_pyio.FileIO):  # type: ignore[misc]
 
     def close(self) -> None:
         if self._has_died():
-            self._closefd = False  # its number may be another's by now
+            self._closefd = False  # its number may belong to another file by now
         super().close()
 
     def __del__(self) -> None:
@@ -913,7 +911,7 @@ def _open_file(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
 
 
 def install(one: Files) -> None:
-    """Replace the file operations of this process, for good."""
+    """Replace the file operations of this process permanently."""
     global kernel, files
     kernel, files = one._kernel, one
     calls: dict[str, Any] = {

@@ -13,16 +13,18 @@ from tests.simulation.kernel import Process
 
 
 class Client(Protocol):
-    """What an engine's process does with its cache; see `SimulatedEngine` for faults and totals."""
+    """The operations of an engine's process on its cache; see `SimulatedEngine` for faults and
+    totals.
+    """
 
     def request(self) -> None:
         """Serve one request, or a few at once."""
 
     def find(self, family: int) -> int:
-        """Load the first prompt of a family, and store it unless all of it was there.
+        """Load the first prompt of a family, and store it unless all of it was cached.
 
         Returns:
-            How many tokens were there.
+            How many tokens were cached.
         """
 
     def close(self) -> None:
@@ -35,7 +37,7 @@ class SimulatedEngine:
     Args:
         cluster: Where.
         node: The node whose sidecar it uses.
-        seed: Of its prompts.
+        seed: Seed of its prompts.
         pause_s: Mean time between two requests.
         is_vllm: Whether it is vLLM with the connector; otherwise it calls the library.
         on_call: Called with the name of each call of the engine as it begins.
@@ -43,8 +45,8 @@ class SimulatedEngine:
     Attributes:
         is_working: Set to False to end it.
         is_idle: Set to True to let it do nothing but what `prompt` asks for.
-        faults: What went wrong.
-        totals: What it did.
+        faults: Its failures.
+        totals: Counts of its operations.
         prompt: A prompt family to load, and to store if `found` is too little, by request of a
             check.
         found: How many tokens of it there were; None: not asked yet.
@@ -108,7 +110,7 @@ def _library_client(engine: SimulatedEngine, process: Process) -> Client:
             engine.on_call(name)
             paused_s, num_faults = process.paused_s, len(self._faults)
             result = super()._timed(name, call)
-            if process.paused_s > paused_s:  # it is not the call that took so long
+            if process.paused_s > paused_s:  # the call itself did not take that long
                 new = self._faults[num_faults:]
                 self._faults[num_faults:] = [one for one in new if not one.startswith("late")]
             return result

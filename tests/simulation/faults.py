@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: a schedule that a seed draws, and how each fault is done."""
+"""Faults of a simulated run: a schedule drawn from a seed, and the implementation of each fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.simulation.world import World
 ENGINES = tuple(f"engine-{node}" for node in SIDECARS)
 DISKS = (*SIDECARS, *STORAGES)
 STOP_S = 40.0
-"""A service that is told to end has ended after this time, whatever else is wrong."""
+"""A service ends within this time of a signal, whatever other faults are active."""
 USUAL_LATENCY_S = (50e-6, 400e-6)
 LONGEST_S = 60.0
 """No fault lasts longer."""
@@ -28,10 +28,10 @@ class Fault:
     """One fault of a schedule.
 
     Attributes:
-        number: Its place in the schedule of its seed, by which it can be left out.
-        at_s: When it begins, virtual seconds after the engines have begun.
-        kind: Name of a method of `Faults`, with blanks.
-        seed: Decides its details, whatever else is in the schedule.
+        number: Its index in the schedule of its seed, by which it can be left out.
+        at_s: When it begins, in virtual seconds after the engines began.
+        kind: Name of a method of `Faults`, with spaces.
+        seed: Decides its details, independent of the rest of the schedule.
     """
 
     number: int
@@ -43,12 +43,12 @@ class Fault:
 def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     """Draw the faults of a run.
 
-    Each seed has about half of the kinds, so that some runs are free of what hides other faults
-    (swarm testing), and its own frequency.
+    Each seed has its own frequency and about half of the kinds, so that some runs lack the faults
+    that hide others (swarm testing).
 
     Args:
-        seed: Of the run.
-        work_s: For how long faults begin.
+        seed: Seed of the run.
+        work_s: Time during which faults begin.
     """
     dice = random.Random(f"schedule {seed}")
     kinds = [kind for kind in KINDS if dice.random() < 0.5] or ["kill"]
@@ -62,18 +62,18 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
 
 
 class Faults:
-    """Does them.
+    """Carries out faults.
 
     Args:
-        world: Where.
-        cluster: To whom.
+        world: The simulated world.
+        cluster: The cluster to disturb.
         start_engine: Starts the engine of a node.
-        complain: Notes a violation.
+        complain: Records a violation.
         call: Sends a request to a service: name, method and path.
 
     Attributes:
-        active: The kinds that are under way, and how often.
-        counts: How often each kind was done.
+        active: The active kinds, each with its number of faults.
+        counts: How often each kind occurred.
         damaged: Machines whose files may be damaged.
         expected_deaths: Processes that were told to end.
     """
@@ -179,7 +179,7 @@ class Faults:
         self._restart([self._dice.choice(SERVICES)])
 
     def rolling_restart(self) -> None:
-        """One after the other, all services of a kind."""
+        """Restart all services of a kind, one after the other."""
         self._restart(list(self._dice.choice((LOOKUPS, BROKERS, STORAGES, SIDECARS))))
 
     def scale(self) -> None:
@@ -203,7 +203,7 @@ class Faults:
                 self._signal(name, signal.SIGTERM)
                 began_s, waited_s = self._kernel.now, 0.0
                 while self._kernel.wait_process(process, 1.0) is None:
-                    # The time in which it could not run does not count.
+                    # Time in which it could not run does not count.
                     waited_s += not process.is_paused and not self._is_hanging(process)
                     if waited_s > STOP_S or self._kernel.now - began_s > 4 * LONGEST_S:
                         self._complain(f"{name} did not end within {waited_s:.0f} s of SIGTERM")
@@ -227,8 +227,8 @@ class Faults:
         self._pause(self._dice.choice(SERVICES), 30)
 
     def stop_engine(self) -> None:
-        """SIGSTOP to an engine, maybe while it writes to the arena; SIGCONT after its sidecar may
-        have given it up.
+        """SIGSTOP to an engine, possibly while it writes to the arena; SIGCONT after its sidecar
+        may have dropped it.
         """
         self._pause(self._dice.choice(ENGINES), LONGEST_S)
 
@@ -238,7 +238,7 @@ class Faults:
         self._for(most_s, lambda: self._world.signal(process, signal.SIGCONT))
 
     def memory(self) -> None:
-        """Let a machine be short of memory: while it swaps, nothing on it runs."""
+        """Make a machine short of memory: while it swaps, nothing on it runs."""
         machine = self._cluster.machines[self._dice.choice(DISKS)]
         dice, is_over = random.Random(self._dice.random()), threading.Event()
 
@@ -268,8 +268,8 @@ class Faults:
         self._for(5, lambda: self.start_again(name))
 
     def copying(self) -> None:
-        """While an engine copies KV: SIGSTOP to it, so that it goes on after its sidecar has given
-        it up; or SIGKILL to it, to its sidecar, or to both.
+        """While an engine copies KV: SIGSTOP, so that it continues after its sidecar has dropped
+        it; or SIGKILL to it, to its sidecar, or to both.
         """
         node = self._dice.choice(SIDECARS)
         engine, killed = f"engine-{node}", self._dice.choice([[], [0], [1], [0, 1]])
@@ -292,7 +292,7 @@ class Faults:
         self._for(LONGEST_S, undo)
 
     def descriptors(self) -> None:
-        """Let a service open nothing more; one that is still starting would rightly end."""
+        """Deny a service new descriptors. A service that is still starting would rightly exit."""
         process = self._cluster.processes[self._dice.choice(DISKS)]
         if self._kernel.now - process.started_s < LONGEST_S:
             return
@@ -304,11 +304,11 @@ class Faults:
         self._for(20, undo)
 
     def power(self) -> None:
-        """Let a machine lose its power."""
+        """Cut the power of a machine."""
         self._lose_power(self._dice.choice(DISKS))
 
     def crash(self) -> None:
-        """Let a machine lose its power between two operations of its disk."""
+        """Cut the power of a machine between two operations of its disk."""
         name, kind, seed = self._dice.choice(DISKS), self._kind, self._dice.random()
 
         def lose_power() -> None:
@@ -376,7 +376,7 @@ class Faults:
         self._for(30, undo)
 
     def slow_link(self) -> None:
-        """Make the way between two machines long and narrow."""
+        """Raise the latency and lower the bandwidth between two machines."""
         link = self._world.network.link(*self._pair())
         link.latency_s = (0.01, self._dice.choice([0.05, 0.5, 3.0]))
         link.bytes_per_s = 1e6
@@ -422,7 +422,7 @@ class Faults:
         self._for(30, disk.heal)
 
     def disk_hang(self) -> None:
-        """Let no operation end."""
+        """Let no disk operation end."""
         disk = self._disk()
         disk.is_hanging = True
         self._for(LONGEST_S, disk.heal)
@@ -444,7 +444,7 @@ class Faults:
         self._disk().break_sectors(self._dice.choice([1, 10]))
 
     def corrupt(self) -> None:
-        """Turn bits on a disk."""
+        """Flip bits on a disk."""
         self._disk(is_damaged=True).corrupt(self._dice.choice([1, 10]))
 
     # --- Redis, clocks ---------------------------------------------------------------------------

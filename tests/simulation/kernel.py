@@ -19,15 +19,15 @@ from typing import Any
 import greenlet
 
 STEP_S = 20e-6
-"""Virtual time that a thread takes between two waits, at least."""
+"""Least virtual time that a thread takes between two waits."""
 CLOCK_READ_S = 1e-7
-"""Virtual time that reading a clock takes: so a loop without sleep reaches its deadline."""
+"""Virtual time that reading a clock takes, so that a loop without sleep reaches its deadline."""
 EPOCH_S = 1_800_000_000.0
 """Wall-clock time at which each simulation begins."""
 
 
 class Machine:
-    """A machine: what survives the death of its processes.
+    """A machine: the state that survives its processes.
 
     Attributes:
         name: Its host name.
@@ -49,10 +49,10 @@ class Process:
         pid: Unique in a simulation.
         exit_code: None while it runs; negative if it was killed.
         descriptors: Its open files and sockets.
-        loops: The event loops that it has made.
+        loops: The event loops that it created.
         started_s: When it began.
         at_copy: Called once, when an engine's process is about to copy KV to or from the arena.
-        paused_s: For how long it has been paused.
+        paused_s: Total time for which it was paused.
     """
 
     def __init__(self, kernel: Kernel, name: str, machine: Machine, pid: int) -> None:
@@ -79,12 +79,12 @@ class Process:
         self._postponed.append((thread, epoch))
 
     def pause(self) -> None:
-        """Let it run no further, as SIGSTOP does."""
+        """Stop the process, as SIGSTOP does."""
         if not self.is_paused:
             self.is_paused, self._paused_at = True, self.kernel.now
 
     def resume(self) -> None:
-        """Let a paused process run again, as SIGCONT does."""
+        """Resume a paused process, as SIGCONT does."""
         if self.is_paused:
             self.paused_s += self.kernel.now - self._paused_at
         self.is_paused = False
@@ -141,7 +141,7 @@ class Kernel:
         self._num_threads = 0
         self._hub = greenlet.getcurrent()
         self._loops: Any = None
-        # All that have not ended: finalisers of a killed process must never run.
+        # All threads that have not ended: finalisers of a killed process must never run.
         self._threads: set[Thread] = set()
         self._failure: BaseException | None = None
         self._stops_at = float("inf")
@@ -166,7 +166,7 @@ class Kernel:
 
     @property
     def process(self) -> Process | None:
-        """The process that runs now; None outside of the simulation."""
+        """The running process; None outside the simulation."""
         return None if self.current is None else self.current.process
 
     def num_threads(self, process: Process) -> int:
@@ -174,7 +174,7 @@ class Kernel:
         return sum(thread.process is process for thread in self._threads)
 
     def start_process(self, name: str, machine: Machine, main: Callable[[], int | None]) -> Process:
-        """Start a process, whose exit code is what `main` returns."""
+        """Start a process. Its exit code is the result of `main`."""
         process = Process(self, name, machine, 1000 + len(self.processes))
         self.processes.append(process)
         self.record(f"start {name} pid={process.pid}")
@@ -210,7 +210,7 @@ class Kernel:
             self._leave()
 
     def wait_process(self, process: Process, timeout_s: float | None = None) -> int | None:
-        """Wait for a process to end; None: it has not."""
+        """Wait for a process to end; return None if it has not."""
         deadline = None if timeout_s is None else self.now + timeout_s
         assert self.current is not None
         while process.exit_code is None:
@@ -259,7 +259,7 @@ class Kernel:
         self.schedule(function, -1, delay_s)
 
     def block(self, timeout_s: float | None) -> bool:
-        """Wait until the current thread is woken; False: the time is over."""
+        """Wait until the current thread is woken; return False on a timeout."""
         thread = self.current
         assert thread is not None, "only a simulated thread can wait"
         thread.epoch += 1
@@ -271,7 +271,7 @@ class Kernel:
         return thread.was_woken
 
     def wake(self, thread: Thread, delay_s: float = 0.0) -> None:
-        """Let a waiting thread go on."""
+        """Wake a waiting thread."""
         if thread.is_blocked and not thread.was_woken:
             thread.was_woken = True
             self.schedule(thread, thread.epoch, delay_s)
@@ -313,7 +313,7 @@ class Kernel:
         self._loops._set_running_loop(thread.loop)
 
     def _next(self) -> Thread | None:
-        """Return the thread that is due; None: the hub is."""
+        """Return the thread that is due; None if the hub is."""
         while self._queue and self._failure is None:
             at, _, _, target, epoch = self._queue[0]
             if at > self._stops_at:
@@ -336,9 +336,9 @@ class Kernel:
         return None
 
     def run(self, until_s: float) -> None:
-        """Run until that point in virtual time, or until nothing is left to do."""
+        """Run until that time, or until nothing is left to do."""
         assert greenlet.getcurrent() is self._hub
-        # Not earlier: asyncio must find the simulation's locks and clocks when it is imported.
+        # Imported late: asyncio must find the simulation's locks and clocks.
         from asyncio import events
 
         self._loops = events

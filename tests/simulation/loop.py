@@ -1,4 +1,4 @@
-"""asyncio's own event loop, which waits with the simulation's selector."""
+"""asyncio's own event loop, on the simulation's selector."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class Policy(asyncio.DefaultEventLoopPolicy):
-    """Makes simulated loops."""
+    """Creates simulated loops."""
 
     _loop_factory = SimulatedLoop
 
 
 def install() -> None:
-    """Let asyncio make simulated loops."""
+    """Let asyncio create simulated loops."""
     asyncio.set_event_loop_policy(Policy())
     asyncio.SelectorEventLoop = SimulatedLoop  # type: ignore[misc]
     asyncio.DefaultEventLoopPolicy = Policy  # type: ignore[misc]

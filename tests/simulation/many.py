@@ -1,4 +1,4 @@
-"""Run many seeds, each in a process of its own; print what they covered; shrink a schedule."""
+"""Run many seeds, each in its own process; print their coverage; shrink a schedule."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def run_seed(
     path: str | None = None,
     max_processor_s: int = MAX_PROCESSOR_S,
 ) -> Result:
-    """Run one seed in a process of its own.
+    """Run one seed in its own process.
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
         seconds: Virtual time under faults.
         keep: Numbers of the faults to keep; None: all.
-        path: Where Python finds the product; None: where this process does.
-        max_processor_s: The run is ended after this much processor time.
+        path: Import path of the product; None: that of this process.
+        max_processor_s: Processor time after which the run is ended.
 
     Returns:
-        What `--json` prints; a run that could not be ended has a violation that says so.
+        The output of `--json`; a run that had to be stopped has a violation that says so.
     """
     command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed)]
     command += ["--seconds", f"{seconds:g}", "--processor-s", str(max_processor_s), "--json"]
@@ -87,7 +87,7 @@ def replay(result: Result, keep: Collection[int] | None = None) -> str:
 
 
 def run_seeds(seeds: Iterable[int], seconds: float, jobs: int) -> list[Result]:
-    """Run seeds side by side; print a line for each, and what is wrong."""
+    """Run seeds in parallel; print a line for each, and its violations."""
     results = []
     with ThreadPoolExecutor(jobs) as pool:
         for result in pool.map(lambda seed: run_seed(seed, seconds), seeds):
@@ -132,13 +132,13 @@ def summary(results: Collection[Result]) -> str:
 
 
 def shrink(numbers: Collection[int], fails: Callable[[Collection[int]], bool]) -> list[int]:
-    """Return a part of a schedule that still fails, from which no single fault can be left out.
+    """Return a part of a schedule that still fails, but passes without any one of its faults.
 
     Halves, quarters and so on are left out first.
 
     Args:
-        numbers: Of the faults, with which the run fails.
-        fails: Whether a run with these faults alone fails.
+        numbers: Numbers of the faults with which the run fails.
+        fails: Returns whether a run with only these faults fails.
     """
     kept = sorted(numbers)
     size = max(1, len(kept) // 2)

@@ -1,7 +1,7 @@
 """Sockets between simulated processes, with a network that can be slow, cut or broken between them.
 
-Bytes of a connection arrive in their order. What is sent on different connections overtakes each
-other, what is sent at once may be received in pieces, and a socket takes only what fits.
+Bytes of a connection arrive in order. Bytes of different connections may overtake each other, bytes
+sent together may be received in pieces, and a socket accepts only what fits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.simulation.kernel import Kernel, Machine, Process, Thread
 
 FIRST_DESCRIPTOR = 1 << 20
 BUFFER_BYTES = 1 << 18
-"""What a connection holds in one direction: sent, and not received yet."""
+"""Bytes that a connection holds in one direction: sent and not received yet."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 120.0
-"""After a packet is lost it is sent again: the pause doubles between these."""
+"""First and longest pause before a lost packet is retransmitted; it doubles in between."""
 GIVE_UP_S = 924.6
-"""A connection ends if packets were lost for so long (`tcp_retries2`)."""
+"""A connection ends after packets were lost for this long (`tcp_retries2`)."""
 CONNECT_RETRIES = 6
-"""How often a connect that nothing answers is tried again: after 1, 2, 4 … seconds, 127 in all."""
+"""Retries of an unanswered connect: after 1, 2, 4 … seconds, 127 in all."""
 KEEPALIVE = {socket.TCP_KEEPIDLE: 7200, socket.TCP_KEEPINTVL: 75, socket.TCP_KEEPCNT: 9}
 _KEEPALIVE_OPTIONS = (socket.SO_KEEPALIVE, *KEEPALIVE)
 LOCAL_LATENCY_S = 20e-6
@@ -41,8 +41,8 @@ class Link:
     """How packets travel between two machines, in both directions.
 
     Attributes:
-        latency_s: Least and largest time of a packet.
-        bytes_per_s: How fast bytes follow each other.
+        latency_s: Shortest and longest time of a packet.
+        bytes_per_s: Bandwidth.
         loss: How often a packet is lost.
         cut_from: Names of the machines whose packets are all lost.
     """
@@ -73,19 +73,19 @@ class Network:
         self.kernel = kernel
         self.machines: dict[str, Machine] = {}
         self.names: dict[str, list[str]] = {}
-        """What the name service answers: addresses of a name."""
+        """The name service: addresses by name."""
         self.listeners: dict[tuple[str, Any], SimulatedSocket] = {}
         self.connections: dict[Pipe, None] = {}
         """One direction each, those whose reader is open."""
         self.piece_chance = 0.0
-        """How often a read returns only a part of what has arrived."""
+        """How often a read returns only a part of the arrived bytes."""
         self._links: dict[tuple[str, str], Link] = {}
         self._without_power: set[str] = set()
         self._num_descriptors = 0
         self._num_ports = 0
 
     def add_machine(self, name: str) -> Machine:
-        """Add a machine, which its name resolves to."""
+        """Add a machine; its name resolves to it."""
         machine = Machine(name, f"10.0.0.{len(self.machines) + 1}")
         self.machines[name] = machine
         self.names[name] = [machine.address]
@@ -104,20 +104,20 @@ class Network:
         return self._links[names]
 
     def cut(self, one: Machine, other: Machine) -> None:
-        """Let nothing pass between two machines."""
+        """Drop all packets between two machines."""
         self.link(one, other).is_cut = True
 
     def cut_one_way(self, source: Machine, target: Machine) -> None:
-        """Let no packet of one machine reach another, whose packets still arrive."""
+        """Drop all packets from one machine to another, but none in the other direction."""
         self.link(source, target).cut_from.add(source.name)
 
     def mend(self, one: Machine, other: Machine) -> None:
-        """Let packets pass again: those that were lost arrive when they are sent again."""
+        """Let packets pass again: lost ones arrive when they are retransmitted."""
         self.link(one, other).is_cut = False
 
     def lose_power(self, machine: Machine) -> None:
-        """Let a machine vanish: peers of its processes hear nothing, neither now nor when these
-        are killed.
+        """Make a machine vanish: peers of its processes receive nothing, neither now nor when the
+        processes are killed.
 
         Called at the instant in which the processes are killed, before or after.
         """
@@ -132,8 +132,8 @@ class Network:
                 pipe.forget()
 
     def restore(self, machine: Machine) -> None:
-        """Give a machine its power back. It knows none of its connections: it resets those whose
-        peers still send.
+        """Restore a machine's power. It has forgotten its connections: it resets those whose peers
+        still send.
         """
         self._without_power.discard(machine.name)
 
@@ -142,7 +142,7 @@ class Network:
         return machine.name not in self._without_power
 
     def passes(self, source: Machine, target: Machine) -> bool:
-        """Return whether a packet that is sent now arrives; draws a chance on a lossy link."""
+        """Return whether a packet sent now arrives; on a lossy link this is random."""
         dark = self._without_power
         if dark and (source.name in dark or target.name in dark):
             return False
@@ -190,7 +190,7 @@ Packet = bytes | Mark
 class Pipe:
     """One direction of a connection.
 
-    Bytes take room from when they are sent until they are acknowledged and received.
+    Bytes occupy space from when they are sent until they are acknowledged and received.
     """
 
     def __init__(self, network: Network, source: Machine, target: Machine) -> None:
@@ -221,11 +221,11 @@ class Pipe:
         return bool(self._underway or self._num_unacknowledged)
 
     def send(self, packet: Packet) -> None:
-        """Send bytes, or that no more follow, or a reset."""
+        """Send bytes, an end of stream, or a reset."""
         kernel, network = self.network.kernel, self.network
         at = kernel.now + network.latency_s(self.source, self.target)
         if packet is Mark.RESET and self._retry_s:
-            self.forget()  # a reset does not wait for what is sent again
+            self.forget()  # a reset does not wait for retransmissions
         if isinstance(packet, bytes):
             at += len(packet) / network.link(self.source, self.target).bytes_per_s
             self._num_underway += len(packet)
@@ -234,7 +234,7 @@ class Pipe:
         kernel.call_later(self._last_at - kernel.now, self._arrive)
 
     def deliver_later(self) -> None:
-        """Send again at once what was lost, not only when its time has come."""
+        """Retransmit lost packets at once, not only when they are due."""
         if self._retry_s:
             self.network.kernel.call_later(LOCAL_LATENCY_S, self._try)
 
@@ -247,7 +247,7 @@ class Pipe:
             self._try()
 
     def _try(self) -> None:
-        """Deliver what is due; wait if it is lost, or what acknowledges it."""
+        """Deliver the packets that are due; wait if one is lost, or its acknowledgement."""
         kernel, network = self.network.kernel, self.network
         is_due = bool(self._underway) and self._underway[0][0] <= kernel.now + 1e-9
         if not is_due and not self._num_unacknowledged:
@@ -255,7 +255,7 @@ class Pipe:
             return
         if not network.passes(self.source, self.target):
             if self._underway and self._underway[-1][1] is Mark.RESET:
-                self.forget()  # it is not sent again
+                self.forget()  # it is not retransmitted
             else:
                 self._wait()
             return
@@ -285,7 +285,7 @@ class Pipe:
             self.writer.changed()
 
     def _wait(self) -> None:
-        """Send again later, unless that was tried for too long."""
+        """Retransmit later, unless the time limit is over."""
         kernel = self.network.kernel
         if not self._retry_s:
             self._retry_s, self._lost_since_s = FIRST_RETRY_S, kernel.now
@@ -302,7 +302,7 @@ class Pipe:
         kernel.call_later(self._retry_s, self._try_again)
 
     def _refuse(self) -> None:
-        """Answer with a reset: nothing reads here any more."""
+        """Answer with a reset: this end no longer reads."""
         network = self.network
         if any(packet is not Mark.END for _, packet in self._underway) or self._num_unacknowledged:
             if not network.passes(self.target, self.source):
@@ -316,7 +316,7 @@ class Pipe:
         self.forget()
 
     def take(self, num_bytes: int) -> bytes:
-        """Receive what has arrived."""
+        """Receive the bytes that have arrived."""
         if self.network.piece_chance and num_bytes > 1:
             random = self.network.kernel.random
             if random.random() < self.network.piece_chance:
@@ -329,13 +329,13 @@ class Pipe:
         return data
 
     def forget(self) -> None:
-        """Lose what is underway."""
+        """Lose the packets in flight."""
         self._underway.clear()
         self._num_underway = self._num_unacknowledged = 0
         self._retry_s = 0.0
 
     def break_off(self) -> None:
-        """Reset: both ends learn it at once, what is underway is lost."""
+        """Reset the connection: both ends are notified at once, and packets in flight are lost."""
         for end in (self.reader, self.writer):
             if end is not None:
                 end.fail(errno.ECONNRESET)
@@ -386,12 +386,12 @@ class SimulatedSocket:
     # --- What others learn -----------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Tell everyone who waits for this socket to look again."""
+        """Wake all waiters of this socket."""
         for watcher in list(self.watchers):
             watcher.socket_changed(self)
 
     def events(self) -> int:
-        """Return what it is ready for."""
+        """Return the events that it is ready for."""
         if self.backlog is not None:
             return selectors.EVENT_READ if self.backlog else 0
         if self._is_connecting:
@@ -422,7 +422,7 @@ class SimulatedSocket:
         self.changed()
 
     def vanish(self) -> None:
-        """Close without a word to the other end: the machine has no power any more."""
+        """Close without notifying the other end: the machine has lost its power."""
         self._close(None)
 
     # --- Whether the other end is there ----------------------------------------------------------
@@ -432,9 +432,7 @@ class SimulatedSocket:
         self._heard_s = kernel.now
 
     def keep_alive(self) -> None:
-        """Ask the other end whether it is there when it is silent, if the socket's options say
-        so.
-        """
+        """Probe a silent other end, if the socket's options require it."""
         if self.outgoing is None:
             return
         self._num_watches += 1
@@ -490,7 +488,7 @@ class SimulatedSocket:
             if os.path.lexists(self._key):
                 raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             with contextlib.closing(RealSocket(socket.AF_UNIX, socket.SOCK_STREAM)) as node:
-                node.bind(self._key)  # leaves the entry of the directory
+                node.bind(self._key)  # keeps the directory entry
             self.name = self._key
             return
         _, port = network.listener(self.machine, address)
@@ -560,7 +558,7 @@ class SimulatedSocket:
         listener.changed()
 
     def _reach(self, machine: Machine, key: Any, num_tries: int) -> None:
-        """Connect to what listens there; packets are sent again while nothing answers."""
+        """Connect to the listener there; retransmit while nothing answers."""
         if self.is_closed:
             return
         listener = network.listeners.get((machine.name, key))
@@ -620,7 +618,7 @@ class SimulatedSocket:
         return len(data)
 
     def send(self, data: Any, flags: int = 0) -> int:
-        # An error keeps this frame, and the caller may want to change its buffer then.
+        # An error keeps this frame alive, but the caller may still change its buffer.
         with memoryview(data) as whole, whole.cast("B") as view:
             return self._send(view)
 
@@ -666,7 +664,7 @@ class SimulatedSocket:
         self._close(Mark.RESET if is_unread else Mark.END)
 
     def _close(self, last: Mark | None) -> None:
-        """Close; `last` is sent to the other end."""
+        """Close, and send `last` to the other end."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -797,7 +795,7 @@ class Waiter:
 
 
 class Selector(selectors.BaseSelector):
-    """What an event loop waits with."""
+    """The selector of an event loop."""
 
     def __init__(self) -> None:
         self._keys: dict[int, selectors.SelectorKey] = {}
@@ -811,7 +809,7 @@ class Selector(selectors.BaseSelector):
             kernel.wake(self._thread)
 
     def interrupt(self) -> None:
-        """End the wait that is underway, or the next one."""
+        """End the current wait, or the next one."""
         self._is_interrupted = True
         if self._thread is not None:
             kernel.wake(self._thread)
@@ -866,7 +864,7 @@ class Selector(selectors.BaseSelector):
             key = self._keys[fileno]
             events = key.fileobj.events()  # type: ignore[union-attr]
             if not events & key.events:
-                # Only a change makes it ready: until then it need not be looked at.
+                # Only a change makes it ready: until then it need not be checked.
                 del self._changed[fileno]
             else:
                 ready.append((key, events & key.events))
@@ -925,7 +923,7 @@ class Poll:
                 found |= select.POLLRDHUP
             found &= mask
             if sock.error or sock.has_failed:
-                found |= select.POLLERR | select.POLLHUP  # not to be asked for
+                found |= select.POLLERR | select.POLLHUP  # not a flag that callers request
             if found:
                 ready.append((sock._fileno, found))
         return ready
@@ -960,7 +958,7 @@ RealSocket = socket.socket
 
 
 def install(one: Network) -> None:
-    """Replace the sockets of this process, for good."""
+    """Replace the sockets of this process permanently."""
     global kernel, network
     kernel, network = one.kernel, one
     socket_: Any = socket

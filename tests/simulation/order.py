@@ -1,4 +1,4 @@
-"""Sets whose order is the same in each run: by default it follows from addresses of objects."""
+"""Sets with the same order in each run: by default the order depends on addresses of objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ C = TypeVar("C", bound=type)
 
 
 def numbered(cls: C) -> C:
-    """Let the hash of a class's objects be their number, in the order in which they were asked."""
+    """Make the hashes of a class's objects consecutive numbers, in the order of the first calls."""
     made = itertools.count(1)
     numbers: dict[int, tuple[int, Any]] = {}
 
@@ -26,7 +26,7 @@ def numbered(cls: C) -> C:
 
 
 class OrderedWeakSet(weakref.WeakKeyDictionary[Any, None]):
-    """A `WeakSet` in the order in which its members came, for objects that cannot be numbered."""
+    """A `WeakSet` in order of insertion, for objects that cannot be numbered."""
 
     def add(self, member: Any) -> None:
         self[member] = None

@@ -1,7 +1,7 @@
 """A model of Redis 6.2: the commands that our scripts and services use, scripts in real Lua 5.1.
 
-`test_redis_model` sends the same commands to it and to a real server. What the product does not
-use (other commands, options, formats) is refused, so that a new use is seen at once.
+`test_redis_model` sends the same commands to it and to a real server. Unused commands, options and
+formats are refused, so that a new use is noticed at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 
 
 class ReplyError(Exception):
-    """An error reply; its text is Latin-1, one character for a byte."""
+    """An error reply; its text is Latin-1, one character per byte."""
 
 
 class Status(bytes):
@@ -38,15 +38,15 @@ class Text(bytes):
 
 
 class Pairs(list[Any]):
-    """Names and values in turn: a map in RESP3."""
+    """Alternating names and values: a map in RESP3."""
 
 
 class Members(list[Any]):
-    """Members of a set, which has a type of its own in RESP3."""
+    """Members of a set, which has its own type in RESP3."""
 
 
 class Hash(dict[bytes, bytes]):
-    """A hash: the order of its fields is that in which they came."""
+    """A hash, with its fields in order of insertion."""
 
 
 class Set(dict[bytes, bytes]):
@@ -70,11 +70,11 @@ T = TypeVar("T", bytes, Hash, Set, SortedSet)
 
 
 class Store:
-    """Keys and values; commands are methods of their names in lower case.
+    """Keys and values; each command is the method with its name in lower case.
 
     Args:
         clock: The wall-clock time in seconds, read once for each command.
-        dice: Chooses what Redis chooses at random.
+        dice: Makes Redis' random choices.
     """
 
     def __init__(self, clock: Callable[[], float], dice: random.Random) -> None:
@@ -94,7 +94,7 @@ class Store:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what a process keeps in its memory alone: scripts, and who it is."""
+        """Forget what only the process's memory holds: scripts, and its identity."""
         self._known.clear()
         self._run_id = b"%040x" % self._dice.getrandbits(160)
 
@@ -107,7 +107,7 @@ class Store:
         """Run a command.
 
         Raises:
-            ReplyError: What Redis answers instead.
+            ReplyError: Redis' error reply.
         """
         self._now_s = self._clock()
         return self._execute(words)
@@ -433,7 +433,7 @@ class Store:
         if isinstance(value, bytes):
             return value
         if isinstance(value, int | float):
-            # What C makes of a number that no integer holds.
+            # The result in C for a number outside the range of integers.
             is_integer = math.isfinite(value) and MIN_INTEGER <= value <= MAX_INTEGER
             return int(value) if is_integer else MIN_INTEGER
         if lua51.lua_type(value) != "table":
@@ -452,7 +452,7 @@ class Store:
 
 
 def _commands_of(store: Store) -> Iterable[tuple[str, tuple[int, float, Callable[..., Reply]]]]:
-    """Yield a store's commands, each with the least and the most arguments that it takes."""
+    """Yield a store's commands, each with its minimum and maximum number of arguments."""
     for name in dir(store):
         if name.startswith("do_"):
             command = getattr(store, name)
@@ -484,7 +484,7 @@ def _float(word: bytes, error: str) -> float:
 
 
 def _bound(word: bytes) -> tuple[float, bool]:
-    """Return an end of a range of scores, and whether the range leaves it out."""
+    """Return a bound of a range of scores, and whether the range excludes it."""
     return _float(word.removeprefix(b"("), "ERR min or max is not a float"), word[:1] == b"("
 
 
@@ -504,7 +504,7 @@ def _cursor(word: bytes) -> int:
 
 
 def _scan_options(options: Iterable[bytes]) -> tuple[int, re.Pattern[bytes] | None]:
-    """Return how many names a page should have, and which names are asked for."""
+    """Return the size of a page, and the pattern of requested names."""
     words = list(options)
     count, pattern = DEFAULT_SCAN_COUNT, None
     while words:
@@ -532,13 +532,13 @@ def _page(
 ) -> tuple[bytes, list[bytes]]:
     """Return the next cursor and a page of names.
 
-    A cursor is a hash: what is added or removed between pages lets a walk skip nothing else.
+    A cursor is a hash: additions and removals between pages make a scan skip no other name.
     """
     end = 0
     if begin or len(names) > count:
         ordered = sorted((zlib.crc32(name) + 1, name) for name in names)
         ordered = [pair for pair in ordered if pair[0] >= begin]
-        # Names of one hash share a page.
+        # Names with the same hash share a page.
         if len(ordered) > count:
             last = ordered[count - 1][0]
             end = next((at for at, _ in ordered[count:] if at > last), 0)
@@ -864,7 +864,7 @@ def _line(text: bytes) -> bytes:
 
 
 class Session:
-    """One client's connection: takes what the client sends, returns what it is to read.
+    """One client's connection: takes the client's bytes, returns the replies.
 
     Args:
         store: What the commands are for.
@@ -877,7 +877,7 @@ class Session:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> bytes:
-        """Run the commands that are complete now, and return their replies."""
+        """Run the commands that are now complete, and return their replies."""
         self._received += data
         replies, at = [], 0
         while (found := self._command_at(at)) is not None:
@@ -891,7 +891,7 @@ class Session:
         return b"".join(replies)
 
     def _command_at(self, begin: int) -> tuple[Words, int] | None:
-        """Return a command and where the next one begins, or None until it is complete."""
+        """Return a command and the start of the next one, or None until it is complete."""
         data = self._received
         line_end = data.find(b"\r\n", begin)
         if line_end < 0:
@@ -965,9 +965,9 @@ class Connection(asyncio.Protocol):
 
 
 class RedisServer:
-    """What Redis keeps outlives its process: a restart finds it, as with a synced append-only file.
+    """Redis' data outlives its process: a restart finds it, as with a synced append-only file.
 
-    `flush` forgets it, as a restart without a file does.
+    `flush` deletes it, as a restart without a file does.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""One simulated run: engines and operators at work, faults from a schedule, invariants, an end in
-peace.
+"""One simulated run: engines and operators at work, scheduled faults, invariants, and an orderly
+end.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from tests.simulation.world import World
 CALM_S = 60.0
 """After the last fault, everything works again within this time."""
 END_S = 60.0
-"""Everything has ended this long after it was told to."""
+"""Everything ends within this time of its signal."""
 FOUND_S = 30.0
 """A prompt that was stored is found by every node within this time."""
 ENGINE_PAUSES_S = (3.0, 10.0, 30.0)
 NUM_VLLM = (0, 1, 2, 4)
-"""Of the four engines; the others call the library."""
+"""How many of the four engines are vLLM; the others call the library."""
 OPERATOR_PAUSE_S = 10.0
 LOOK_S = 10.0
-"""Between two looks at what always holds."""
+"""Interval between checks of the invariants."""
 ADMIN_BOUND_S = 15.0
 ASKED_CHUNKS = 20
 DISK_SLACK = 1.1
-"""A disk tier may take so much more than its limit, for files that are being written."""
+"""A disk tier may exceed its limit by this much, for files being written."""
 QUOTA_SLACK = 1.05
 """Sizes of chunks in memory include headers of up to 1 KiB that are not kept there."""
 MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
@@ -75,14 +75,14 @@ class Scenario:
     """A run of a schedule.
 
     Args:
-        world: Installed.
-        seed: Of everything that is not in the schedule.
+        world: The installed world.
+        seed: Decides everything that is not in the schedule.
         work_s: Virtual seconds of work.
-        schedule: What goes wrong meanwhile.
+        schedule: The faults during this time.
 
     Attributes:
-        violations: What must not have happened.
-        pairs: How often each operation began while a kind of fault was under way.
+        violations: Invariants that were violated.
+        pairs: How often each operation began during each kind of fault.
     """
 
     def __init__(self, world: World, seed: int, work_s: float, schedule: Collection[Fault]) -> None:
@@ -108,7 +108,7 @@ class Scenario:
         self.totals: Counter[str] = Counter()
 
     def run(self) -> list[str]:
-        """Run; return what went wrong."""
+        """Run the schedule; return the violations."""
         self._kernel.start_process("operator", self._world.machine("operator"), self._operate)
         longest_s = self._work_s + CALM_S + 5 * FOUND_S + (len(SERVICES) + 4) * END_S
         try:
@@ -232,7 +232,7 @@ class Scenario:
     def _call(
         self, name: str, method: str, path: str, body: object = None
     ) -> tuple[int | None, Any]:
-        """Return the status and the body of an answer; None: there was none."""
+        """Return the status and the body of an answer; None if there was none."""
         import httpx
 
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -290,7 +290,9 @@ class Scenario:
                     self._complain(f"{name} has {used} bytes of a tenant with {quota_gb * GB:.0f}")
 
     def _check_lent(self) -> None:
-        """A sidecar that has run since the last look lends nothing to clients that are gone."""
+        """Check that a sidecar that ran since the last check lends nothing to clients that are
+        gone.
+        """
         for name in SIDECARS:
             process, server = self.cluster.processes[name], self._world.socket_servers.get(name)
             if process.is_dead or process.is_paused or server is None:
@@ -312,7 +314,7 @@ class Scenario:
         return 0 if node is None else node.tiers.disk_files.stats()["corrupt_chunks"]
 
     def _tiers(self, name: str) -> list[tuple[Any, float | None]]:
-        """Return the tiers of a node that runs, and the tenant's quota in each."""
+        """Return the tiers of a running node, and the tenant's quota in each."""
         node = self._world.nodes.get(name)
         if node is None or self.cluster.processes[name].is_dead:
             return []
@@ -320,7 +322,7 @@ class Scenario:
         return list(zip(node.tiers.local, quotas, strict=False))
 
     def _check_found(self) -> None:
-        """What one engine stores is found by all others with that model within `FOUND_S`."""
+        """Check that all engines of a model find what one of them stored within `FOUND_S`."""
         for engine in self.engines.values():
             engine.is_idle = True
         for is_vllm in (False, True):
@@ -347,7 +349,7 @@ class Scenario:
                 )
 
     def _check_index(self) -> None:
-        """Lookup names the holders of each chunk, and no others, within `FOUND_S`."""
+        """Check that lookup names exactly the holders of each chunk within `FOUND_S`."""
         deadline = self._kernel.now + FOUND_S
         while (wrong := self._wrong_holders()) and self._kernel.now < deadline:
             self._kernel.sleep(5.0)
@@ -356,7 +358,7 @@ class Scenario:
 
     def _wrong_holders(self) -> list[str]:
         holders: dict[str, set[str]] = {}
-        expiring = set()  # they forget what has expired when they look at it
+        expiring = set()  # they drop expired chunks only when they access them
         for name in (*SIDECARS, *STORAGES):
             for tier, _ in self._tiers(name):
                 if self._world.nodes[name].settings.chunk_ttl_s:
@@ -380,7 +382,7 @@ class Scenario:
         return wrong
 
     def _check_idle(self) -> None:
-        """Without clients, nothing is held for any."""
+        """Check that without clients no resource is held for one."""
         for name in SIDECARS:
             self._call(name, "POST", "/v1/admin/unpin")
         self._kernel.sleep(10.0)

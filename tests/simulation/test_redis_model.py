@@ -75,7 +75,7 @@ def running_model() -> Iterator[int]:
 
 
 class Answer(NamedTuple):
-    """A reply as it is on the wire: its mark in the protocol, and its value."""
+    """A reply on the wire: its type marker, and its value."""
 
     mark: str
     value: Any
@@ -125,7 +125,9 @@ class Pair(NamedTuple):
     model: Client
 
     def check(self, commands: Sequence[Command]) -> list[Answer]:
-        """Run commands on both, from nothing, and return the replies, which are the same."""
+        """Run commands on both, empty at first; check that the replies are equal, and return
+        them.
+        """
         commands = [("FLUSHALL",), *commands]
         real = self.real.ask_all(commands)
         model = self.model.ask_all(commands)
@@ -171,8 +173,8 @@ TTL_STEP_MS = 10_000
 
 
 def plain(command: Command, answer: Answer) -> Answer:
-    """Return an answer without what may differ: orders of members, milliseconds that are left, and
-    how libraries of Lua word an error.
+    """Return an answer without the parts that may differ: order of members, remaining milliseconds,
+    and the wording of errors by Lua's libraries.
     """
     words = [word.decode("latin-1") if isinstance(word, bytes) else str(word) for word in command]
     name = words[0].upper() if words else ""
@@ -197,13 +199,13 @@ def plain(command: Command, answer: Answer) -> Answer:
 
 
 def plain_error(text: bytes) -> bytes:
-    """Return an error's text without where in a script it came from."""
+    """Return an error's text without its position in a script."""
     text = re.sub(rb"^ERR Error running script \(call to f_\w+\): ", b"script: ", text)
     text = re.sub(rb"@?user_script(: ?\d+)?: ", b"", text)
     for begin in (
         b"ERR unknown command",
         b"ERR Error compiling script",
-        # What Lua and its libraries say themselves.
+        # Messages of Lua and its libraries.
         b"script: Expected",
         b"script: Found too many",
         b"script: Cannot serialise",
@@ -507,7 +509,7 @@ def test_a_value_of_another_kind_is_refused_alike(pair: Pair, kind: str) -> None
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_wrong_numbers_of_arguments_are_refused_alike(pair: Pair, protocol: int) -> None:
     pair.use(protocol)
-    # The model knows no counts of random fields.
+    # The model does not support counts of random fields.
     unlimited = {"EXISTS", "DEL", "UNLINK", "HRANDFIELD"}
     for command in [*ON_A_KEY, ("TIME",), ("EVAL", "return 1", 0), ("EVALSHA", "x", 0)]:
         pair.check([command[:length] for length in range(1, len(command))])
@@ -938,7 +940,7 @@ ttls = st.sampled_from([50_000, 100_000, 0, -5, LARGEST, SMALLEST, "x"])
 
 
 def words(name: str, *parts: st.SearchStrategy[Any], more: int = 0) -> st.SearchStrategy[Command]:
-    """Commands of a name, with arguments of which the last `more` come 1 to 3 times."""
+    """Commands of a name, whose last `more` arguments are repeated 1 to 3 times."""
     head, repeated = parts[: len(parts) - more], parts[len(parts) - more :]
     tail: st.SearchStrategy[list[Any]] = (
         st.lists(st.tuples(*repeated), min_size=1, max_size=3) if repeated else st.just([])
@@ -997,7 +999,7 @@ any_commands = st.one_of(
 
 
 def all_of(keys: Sequence[Word]) -> list[Command]:
-    """Return commands that read keys of any kind in every way."""
+    """Return a read of every kind for each key."""
     return [
         command
         for key in keys
@@ -1042,12 +1044,12 @@ TIERS = ["hot", "disk", "x" * 60]
 
 
 def mostly(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
-    """Choose `usual` three times of four: calls that fit together get far."""
+    """Choose `usual` three times out of four: matching calls reach deeper states."""
     return st.sampled_from([*[usual] * 3 * len(others), *others])
 
 
 def weighted(*choices: tuple[int, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
-    """Choose one strategy of several, each as often as its weight says."""
+    """Choose one of several strategies, by weight."""
     shares = [strategy for weight, strategy in choices for _ in range(weight)]
     return st.sampled_from(shares).flatmap(lambda strategy: strategy)
 
@@ -1191,7 +1193,7 @@ foreign = st.sampled_from(FOREIGN)
 
 
 def moved(asked: Sequence[Command]) -> list[Command]:
-    """Replace moves of the clock by commands, and begin with the time."""
+    """Replace clock moves with commands, and begin with the time."""
     now_s = NOW_MS // 1000
     found: list[Command] = [("SET", CLOCK_KEY, now_s)]
     for command in asked:

@@ -1,6 +1,6 @@
 """The simulated machine room: time, threads, sockets, disks and signals behave as real ones do.
 
-Installing it is for good, so each test runs its checks in a process of its own: this module, with
+Installing it is permanent, so each test runs its checks in a separate process: this module, with
 the name of a check.
 """
 
@@ -24,7 +24,7 @@ SIGNAL_KILL, SIGNAL_STOP, SIGNAL_TERM = 9, 19, 15
 
 
 def run_check(name: str, place: Path, seed: int = 1) -> str:
-    """Run a check in a process of its own; return what it prints."""
+    """Run a check in its own process; return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.simulation.test_world", name, str(place), str(seed)],
         cwd=ROOT,
@@ -42,7 +42,7 @@ class Room:
     """A machine room for checks.
 
     Args:
-        place: Where the files of its machines are.
+        place: Directory of its machines' files.
         seed: Decides everything.
     """
 
@@ -77,7 +77,7 @@ class Room:
         return self.kernel.start_process(getattr(main, "__name__", "process"), machine, run)
 
     def run(self, *mains: Callable[[], object], seconds: float = 3600.0) -> None:
-        """Run processes, the first on machine one, the others on the other, until all have ended.
+        """Run processes until all have ended: the first on machine one, the others on the other.
 
         Raises:
             AssertionError: One has failed.
@@ -643,7 +643,7 @@ def check_power(room: Room) -> None:
         silent.send(b"?")
         with raises(errno.ECONNRESET):
             silent.recv(1)
-        # Of a process that is killed, the peers hear at once.
+        # The peers of a killed process are notified at once.
         client = connected(room)
         assert client.recv(5) == b"hello"
         room.kernel.end_process(server, -SIGNAL_KILL)
@@ -883,7 +883,7 @@ def check_disk_faults(room: Room) -> None:
     now = time.monotonic
 
     def every_call() -> None:
-        """All ways to the disk take time and may fail."""
+        """Every call that reaches the disk takes time and may fail."""
         path, other = folder / "file", folder / "other"
         path.write_bytes(bytes(3000))
         (folder / "dir").mkdir()

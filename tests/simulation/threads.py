@@ -1,7 +1,7 @@
 """Locks, threads and clocks of Python, on simulated threads and virtual time.
 
 `install` puts them where the standard library has its own, before anything else imports them. So
-asyncio, concurrent.futures, queue, uvicorn, redis-py and httpx run as they are.
+asyncio, concurrent.futures, queue, uvicorn, redis-py and httpx run unmodified.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ kernel: Kernel
 
 
 class Lock:
-    """A lock that simulated threads wait for in the order in which they came.
+    """A lock that serves waiting simulated threads in order of arrival.
 
     Each real process has its own copy of a module's locks; simulated processes share one. So a
     thread that holds such a lock is not interrupted, and the death of a process releases it.
@@ -77,7 +77,7 @@ class Lock:
 
     @property
     def _is_free(self) -> bool:
-        # A lock may be released by another thread than took it, so death frees shared ones alone.
+        # A lock may be released by a thread other than its owner, so death frees only shared ones.
         owner = self._owner
         return not self._is_locked or (
             self._is_shared and owner is not None and owner.process.is_dead
@@ -172,7 +172,7 @@ _num_imports = 0
 
 
 def _import_at_once() -> None:
-    """Let no other thread run while a module is imported: it would find half of it."""
+    """Let no other thread run while a module is imported: it would see a partial module."""
     bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
     original = bootstrap._find_and_load
 
@@ -224,7 +224,7 @@ def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
 
 
 def install(one: Kernel) -> None:
-    """Replace threads, locks, clocks and randomness of this process, for good."""
+    """Replace threads, locks, clocks and randomness of this process permanently."""
     global kernel
     kernel = one
     chance = random.Random(one.random.random())

@@ -48,7 +48,7 @@ ASKING = ("get_num_new_matched_tokens", "start_load_kv", "wait_for_save")
 
 @functools.cache
 def _connector() -> ModuleType:
-    """Return the connector's module, beside a stand-in for vLLM that stays."""
+    """Return the connector's module, after installing a permanent stand-in for vLLM."""
     return imported_connector().__enter__()
 
 
@@ -65,8 +65,8 @@ class VllmClient:
     """An engine process: vLLM's scheduler and its worker.
 
     Args:
-        engine: Whose; its faults and totals grow.
-        process: Of the simulation.
+        engine: The engine, whose faults and totals are updated.
+        process: The simulated process.
     """
 
     def __init__(self, engine: SimulatedEngine, process: Process) -> None:
@@ -78,7 +78,7 @@ class VllmClient:
         self._engine = self._open()
 
     def request(self) -> None:
-        """Serve a few requests at once; the client of some goes away before they end."""
+        """Serve a few requests at once; some clients disconnect before the end."""
         dice = self._dice
         requests = [
             self._engine.add(self._prompt(), dice.randint(1, MAX_NEW_TOKENS))
@@ -98,7 +98,7 @@ class VllmClient:
         self._forget(requests, dice.random() < 0.5)
 
     def find(self, family: int) -> int:
-        """Ask for the first prompt of a family with one token behind it; vLLM stores it."""
+        """Ask for the first prompt of a family plus one token; vLLM stores it."""
         self._forget((), True)
         request = self._engine.add([*prompt_of(family, 0, 0, 0).tolist(), 1])
         self._serve([request], (), 0)
@@ -147,9 +147,9 @@ class VllmClient:
         """Run until all have ended.
 
         Args:
-            requests: Have been added.
-            aborted: Those whose clients go away.
-            num_steps: After so many steps.
+            requests: Requests that were added.
+            aborted: Requests whose clients disconnect.
+            num_steps: Steps after which they disconnect.
         """
 
         def run() -> None:
@@ -170,7 +170,9 @@ class VllmClient:
             self._engine = self._open()
 
     def _forget(self, requests: Sequence[Request], whole: bool) -> None:
-        """Forget requests that have ended; `whole`: and what vLLM has in its own blocks."""
+        """Forget requests that have ended, and with `whole` also the content of vLLM's own
+        blocks.
+        """
         for request in requests:
             self._engine.model.forget(request)
             self._engine.scheduler.tallies.pop(request.request_id, None)

@@ -17,15 +17,15 @@ from tests.simulation.order import numbered
 
 PLACE = Path("/dev/shm/lmcache-simulation")
 LATE_S = 5.0
-"""A call of a tier may last so much longer than its limit."""
+"""A call of a tier may exceed its limit by this much."""
 MIN_REPEAT_S = 5.0
-"""What services repeat more often is repeated this often: most of the events of a cluster without
-requests would be looks at something that has not changed.
+"""Shortest interval of services' periodic work: otherwise most events of an idle cluster would be
+checks that find no change.
 """
 
 
 class World:
-    """Installs a simulation in this process, for good; made before the product is imported.
+    """Installs a simulation in this process permanently. Create it before the product is imported.
 
     Args:
         seed: Decides everything.
@@ -56,7 +56,7 @@ class World:
         self.complaints: list[str] = []
         """Calls of tiers that lasted longer than their limit, and failures that were logged."""
         self.synced: dict[str, set[str]] = {}
-        """By machine: files of chunks that were written with `disk_fsync` and not removed since."""
+        """By machine: chunk files written with `disk_fsync` and not removed since."""
         self._install_product()
         gc.disable()
 
@@ -85,14 +85,14 @@ class World:
 
         # Memory and descriptors of the one real process, which no seed decides.
         ProcessCollector.collect = lambda *_: ()  # type: ignore[method-assign, assignment]
-        # It belongs to the thread of the operating system, and all threads are that one.
+        # It belongs to the operating system's thread, which all simulated threads share.
         torch.inference_mode = _NoMode  # type: ignore[assignment, misc]
         connections = (BoundedHttpProtocol, FrameStream, LmSession, EngineSession)
         for one in (*connections, anyio.CancelScope, concurrent.futures.Future):
             numbered(one)
 
         async def main_loop(server: uvicorn.Server) -> None:
-            # uvicorn looks ten times a second whether a signal has come.
+            # uvicorn checks for signals ten times a second.
             server.told_to_exit = asyncio.Event()  # type: ignore[attr-defined]
             server.loop = asyncio.get_running_loop()  # type: ignore[attr-defined]
             await server.on_tick(0)
@@ -181,7 +181,7 @@ class World:
                 name = "outside" if kernel.process is None else kernel.process.name
                 text = f"{name} {record.levelname} {record.name} {self.format(record)}"
                 logs.append(f"{kernel.now:.4f} {text}")
-                # The product's own errors say what is wrong around it.
+                # The product's own errors report faults of its environment.
                 is_unexpected = bool(record.exc_info) or record.name == "asyncio"
                 if is_unexpected and record.levelno >= logging.ERROR:
                     complaints.append(text)
@@ -235,7 +235,7 @@ class World:
 
 
 class _NoMode(contextlib.ContextDecorator):
-    """Stands for `torch.inference_mode`."""
+    """Replaces `torch.inference_mode`."""
 
     def __init__(self, mode: object = True) -> None:
         pass
@@ -255,7 +255,7 @@ def _interruptible(kernel: Kernel, copy: Callable[..., Any]) -> Callable[..., An
         if process is not None and process.at_copy is not None:
             at_copy, process.at_copy = process.at_copy, None
             at_copy()
-            kernel.sleep(0.0)  # where a stopped process stops
+            kernel.sleep(0.0)  # a stopped process stops here
         return copy(*args)
 
     return wrapped

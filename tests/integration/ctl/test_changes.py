@@ -133,7 +133,9 @@ def test_everything_goes_only_when_asked_for(ctl: Ctl, cluster: SmallCluster) ->
     assert "Forget all chunks at storage/storage-1?" in told
     assert "nothing was done" in told
     assert "give --size or --everything" in ctl.text("evict", "storage", code=2)
-    assert "'5 bananas' is no size" in ctl.text("evict", "storage", "--size", "5 bananas", code=2)
+    assert "'5 bananas' is not a size" in ctl.text(
+        "evict", "storage", "--size", "5 bananas", code=2
+    )
     assert "0 chunks forgotten" in ctl.text("evict", "storage/storage-1", "--everything", "--yes")
     assert len(keys_at(cluster, "storage-0")) == NUM_CHUNKS
 

@@ -67,7 +67,9 @@ def test_one_that_hangs_and_a_wrong_token(cluster: SmallCluster) -> None:
     assert "no answer within 2 s" in what
     assert [level for level, _, _ in wrong(found, "token")] == ["error"] * 4
     fixes = {one["fix"] for one in found["findings"] if one["check"] == "token"}
-    assert "give a token of its auth_tokens_file by --token-file FILE or LMCACHE_CTL_TOKEN" in fixes
+    assert (
+        "give a token of its auth_tokens_file with --token-file FILE or LMCACHE_CTL_TOKEN" in fixes
+    )
 
 
 @pytest.mark.parametrize(("version", "level"), [("0.0.9", "warning"), ("0.3.0", "error")])
@@ -279,7 +281,7 @@ def test_addresses_that_settings_name_and_nobody_answers(
     )
     told = [what for level, _, what in wrong(found, "addresses") if level == "warning"]
     assert len(told) == 3
-    assert told[0] == f"remote_url {tmp_path}/nowhere is no directory"
+    assert told[0] == f"remote_url {tmp_path}/nowhere is not a directory"
     assert any(what.startswith("broker_url 127.0.0.1:9: Connect call failed") for what in told)
     assert any(what.startswith("remote_url no-such-host.invalid:65432: ") for what in told)
     well = [
@@ -403,8 +405,8 @@ def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
         for level, _, what in wrong(found, "shared memory")
         if level == "error"
     )
-    assert wrong(found, "socket")[0][2].endswith(f"{tmp_path / 'file'} is no directory")
-    assert wrong(found, "disk")[0][2].endswith(f"{tmp_path / 'file'} is no directory")
+    assert wrong(found, "socket")[0][2].endswith(f"{tmp_path / 'file'} is not a directory")
+    assert wrong(found, "disk")[0][2].endswith(f"{tmp_path / 'file'} is not a directory")
     assert all(one["fix"] for one in found["findings"] if one["level"] in ("error", "warning")), (
         "each says what to do"
     )
@@ -441,7 +443,7 @@ def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
     assert ("error", f"arena_path {long}: File name too long") in [
         (level, what) for level, _, what in wrong(found, "shared memory")
     ]
-    assert f"remote_url {long} is no directory" in [
+    assert f"remote_url {long} is not a directory" in [
         what for _, _, what in wrong(found, "addresses")
     ]
     told = Ctl().text("codec", "inspect", long, code=1)

@@ -105,7 +105,7 @@ def test_the_token_of_the_release_is_read_from_its_secret(
         api.secrets = dict(secrets)
         assert {one["state"] for one in bare.json("status")["services"]} == {"ok"}
         table = " ".join(bare.text("status").split())
-        assert "5 of 5 services want a token" in table
+        assert "5 of 5 services require a token" in table
         assert "the release's Secret demo-lmcache-auth" in table
         assert why in table
     api.secrets = {"demo-lmcache-auth": {"operator-token": "nobody-knows-0123456789"}}

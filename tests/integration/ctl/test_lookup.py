@@ -68,7 +68,7 @@ def test_who_holds_what_is_told(service: ServiceProcess, directory: Path) -> Non
     ]
     assert "2 of 3" in ctl(service, directory, "route", A.hex(), B.hex(), C.hex())
     ctl(service, directory, "route", C.hex(), code=1)
-    assert "is no chunk id" in ctl(service, directory, "locations", "xyz", code=2)
+    assert "is not a chunk id" in ctl(service, directory, "locations", "xyz", code=2)
 
 
 def test_status_and_tenants(service: ServiceProcess, directory: Path) -> None:

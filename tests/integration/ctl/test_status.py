@@ -49,7 +49,7 @@ def test_everything_is_told_in_every_format(cluster: SmallCluster) -> None:
     assert found["totals"]["capacity_bytes"]["storage/LocalDiskBackend"] > 0
     [broker] = [one for one in found["services"] if one["kind"] == "broker"]
     assert sorted(link["id"] for link in broker["links"]) == ["sidecar", "storage-0", "storage-1"]
-    assert "services   5 of 5 are well" in table
+    assert "services   5 of 5 are healthy" in table
     assert "100.0%" in table
     assert yaml.safe_load(ctl.text("status", "-o", "yaml"))["totals"]["versions"] == {"0.1.0": 5}
 
@@ -67,17 +67,16 @@ def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
     assert states["storage-0"][0] == "ok"
     hung = [one for one in found["services"] if one["state"] != "ok"]
     assert [one["kind"] for one in hung] == ["storage"]
-    assert (
-        hung[0]["problem"]
-        == "no answer within 2 s: it hangs, or the network drops what is sent to it"
-    )
+    assert hung[0]["problem"] == "no answer within 2 s: it hangs, or the network drops its packets"
     assert took_s < 15
 
 
 def test_a_wrong_token_is_told_and_not_shown(cluster: SmallCluster) -> None:
     told = cluster.ctl("wrong-token").text("status", code=1)
     assert told.count("it refuses the token") == len(NAMES)
-    assert "services   5 of 5 are well" in told, "a token of ours says nothing about their health"
+    assert "services   5 of 5 are healthy" in told, (
+        "a token of ours says nothing about their health"
+    )
     assert "nobody-knows" not in told
     found = cluster.ctl("wrong-token").json("status", code=1)
     assert {one["state"] for one in found["services"]} == {"ok"}, (
@@ -100,11 +99,11 @@ def test_health_needs_no_token_and_what_needs_one_is_said(cluster: SmallCluster)
     ] * len(NAMES)
     assert found["totals"]["num_well"] == len(NAMES)
     table = " ".join(ctl.text("status").split())
-    assert "services 5 of 5 are well" in table
-    assert "5 of 5 services want a token" in table
+    assert "services 5 of 5 are healthy" in table
+    assert "5 of 5 services require a token" in table
     assert "--token-file FILE or LMCACHE_CTL_TOKEN" in table
     assert "refuses" not in table
-    assert "5 of 5 services want a token" in " ".join(
+    assert "5 of 5 services require a token" in " ".join(
         ctl.text("top", "--once", "--interval", "0.2").split()
     )
     diagnosis = ctl.json("doctor")
@@ -125,7 +124,7 @@ def test_versions_of_all_and_of_none(cluster: SmallCluster) -> None:
 
 def test_a_command_that_needs_a_token_says_how_it_is_given(cluster: SmallCluster) -> None:
     told = without_token(cluster).text("lookup", "status", code=1)
-    assert "it wants a token: give one by --token-file FILE or LMCACHE_CTL_TOKEN" in told
+    assert "it requires a token: give one with --token-file FILE or LMCACHE_CTL_TOKEN" in told
 
 
 def test_a_variable_may_hold_the_token_itself(cluster: SmallCluster, tmp_path: Path) -> None:
@@ -228,7 +227,7 @@ def test_a_service_that_fails_is_not_taken_for_one_that_wants_a_token(
         "internal error",
         False,
     )
-    assert "0 of 1 are well" in told
+    assert "0 of 1 are healthy" in told
     assert "token" not in told
     errors = [
         (one["check"], one["what"]) for one in diagnosis["findings"] if one["level"] == "error"

@@ -214,7 +214,7 @@ def test_the_default_directory_is_refused_when_others_may_enter_it(tmp_path: Pat
             "instance_id": "x",
             "arena_path": tmp_path / "arena",
         }
-        with pytest.raises(DemoError, match="nobody else may enter"):
+        with pytest.raises(DemoError, match="no other user may enter"):
             owner.start_service("x", "lmcache_sidecar", settings)
         (tmp_path / f"lmcache-{os.getuid()}").rmdir()
         owner.start_service("y", "lmcache_sidecar", settings)

@@ -112,7 +112,7 @@ def test_no_api_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WHERE, "--api-url", "http://127.0.0.1:9"]) == 1
     assert "cannot be reached" in capsys.readouterr().out
     assert main(WHERE) == 2
-    assert "this is no pod of a cluster" in capsys.readouterr().out
+    assert "this is not a pod of a cluster" in capsys.readouterr().out
 
 
 def test_impossible_lifetimes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

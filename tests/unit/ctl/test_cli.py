@@ -104,7 +104,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["sidecar", "explain", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
         (["explain", "--prompt", "/nowhere/p"], "cannot read /nowhere/p"),
         (["explain", "--prompt", "/dev/null"], "/dev/null is empty: write the prompt"),
-        (["explain", "--messages", "/dev/null"], "/dev/null is no JSON"),
+        (["explain", "--messages", "/dev/null"], "/dev/null is not JSON"),
         (["explain", "--request", "x", "--vllm-url", "http://h:1"], "--vllm-url tokenizes text"),
         (["explain", "--tokens", "/dev/null"], "/dev/null is empty: write token ids"),
         (["pin", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),

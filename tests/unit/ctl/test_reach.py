@@ -80,7 +80,7 @@ def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
         ("/bare", "^http://[^ ]+: Not you"),
         ("/invalid", "^http://[^ ]+: body.a.0: not so; body.b: nor so"),
         ("/strange", "^http://[^ ]+: No"),
-        ("/html", "its answer is no JSON"),
+        ("/html", "its answer is not JSON"),
         ("/list", "something else than an object"),
         ("/long", "more than 50000 bytes"),
     ],

@@ -62,7 +62,10 @@ def test_what_is_wrong_is_named_with_where_it_is_from(
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"loockup_urls: [http://h:1]", "loockup_urls is no option; did you mean 'lookup_urls'"),
+        (
+            b"loockup_urls: [http://h:1]",
+            "loockup_urls is not an option; did you mean 'lookup_urls'",
+        ),
         (b"- a", "one `name: value` a line"),
         (b"a: [", "is not YAML"),
         (
@@ -71,7 +74,7 @@ def test_what_is_wrong_is_named_with_where_it_is_from(
         ),
         (b"\xff\xfe\x00", "is not YAML"),
         (b"token_file: 7", r"token_file=7 \(.*ctl.yaml\): it must be the path of a file"),
-        (b"#" * (1 << 20) + b"#", "it is no settings file"),
+        (b"#" * (1 << 20) + b"#", "it is not a settings file"),
     ],
 )
 def test_a_file_that_is_none(content: bytes, told: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ BOTH = {"lookup_url": "http://lookup:8081", "broker_url": "https://broker:8082"}
         ({"arena_mode": 0o660}, "in quotes"),
         ({"arena_huge_pages": "always"}, "advise"),
         ({"disk_serde": "cachegn"}, "did you mean 'cachegen'"),
-        ({"peer_serde": "torch"}, "no encoding that a sidecar has"),
+        ({"peer_serde": "torch"}, "not an encoding that a sidecar has"),
         ({"remote_serde": "lossless"}, "set remote_url"),
         ({"disk_serde": "lossless"}, "set disk_path"),
         ({"ticket_keys_file": "/y", "accept_handover": True}, "set auth_tokens_file too"),

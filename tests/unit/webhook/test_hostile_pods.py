@@ -147,7 +147,7 @@ def test_texts_that_linux_does_not_take_are_not_read(options: InjectionOptions) 
 def test_many_wrong_items_are_not_counted(options: InjectionOptions) -> None:
     with cpu_bound(REVIEW_TIMEOUT_S):
         outcome = review_pod(options, {"spec": {"containers": [1] * 500_000}}, "team-a")
-    assert outcome.reason == "this is no pod that the webhook can read: 1 of its members are not"
+    assert outcome.reason == "this is not a pod that the webhook can read: 1 of its members are not"
 
 
 def filled(item: Any) -> list[Any]:
@@ -264,6 +264,6 @@ async def test_a_nested_pod_is_reviewed_or_left_alone(
     assert (answer.patch is None) == (verdict == "unreadable")
     if verdict == "unreadable":
         assert answer.warnings == [
-            "this is no pod that the webhook can read: it is nested too deeply"
+            "this is not a pod that the webhook can read: it is nested too deeply"
         ]
     json.dumps(answer.model_dump())

@@ -491,7 +491,7 @@ ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
         (asking(run__as__user="1.5"), "write a whole number"),
         (asking(arena_gb="4"), "did you mean lmcache.io/arena-gb?"),
         (asking(tenant="No Tenant"), "lmcache.io/tenant='No Tenant'"),
-        (asking(tenant="open"), "is no tenant of the namespace team-a: its tenants are a, b"),
+        (asking(tenant="open"), "is not a tenant of the namespace team-a: its tenants are a, b"),
     ],
 )
 def test_pods_that_cannot_have_it_are_told_why(

@@ -47,7 +47,11 @@ def test_images_have_no_default() -> None:
         ("TENANTS", "[{name: a, secret: x}]", "tenants"),
         ("SIDECAR_IMAGE", "has space", "sidecar_image"),
         ("SIDECAR_CPU", "lots", "sidecar_cpu"),
-        ("PAYLOAD_RESOURCES", "{requests: {cpu: lots}}", "cpu is no quantity: write 500m or 64Mi"),
+        (
+            "PAYLOAD_RESOURCES",
+            "{requests: {cpu: lots}}",
+            "cpu is not a quantity: write 500m or 64Mi",
+        ),
         (
             "PAYLOAD_RESOURCES",
             "{requests: {memory: 1Gi}, limits: {memory: 64Mi}}",
@@ -139,7 +143,7 @@ def test_laying_over_changes_neither() -> None:
         ("env: {A: b}", "env must be a list"),
         ("env: [a]", "env must be a list"),
         ("resources: 4", "resources must be a dict"),
-        ("resources: {limits: null}", "is no mapping"),
+        ("resources: {limits: null}", "is not a mapping"),
         ("resources: {limits: {memory: 4Gi}}", "memory follows from the size of the arena"),
         ("a: [", "not YAML"),
         ("#" * (MAX_TEMPLATE_BYTES + 1), "longer than"),
@@ -162,8 +166,8 @@ def test_a_wrong_template_is_refused_at_the_start(text: str, error: str, tmp_pat
             "{requests: {cpu: 2}, limits: {cpu: 1500m}}",
             "requests 2 of a cpu, and its limit is 1500m",
         ),
-        ("{requests: {cpu: lots}}", "cpu 'lots' is no quantity"),
-        ("{limits: {cpu: [1]}}", "is no quantity"),
+        ("{requests: {cpu: lots}}", "cpu 'lots' is not a quantity"),
+        ("{limits: {cpu: [1]}}", "is not a quantity"),
     ],
 )
 def test_a_sidecar_that_no_cluster_takes_is_refused_at_the_start(

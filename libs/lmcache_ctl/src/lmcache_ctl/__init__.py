@@ -1,3 +1,1 @@
-"""`lmcachectl`: the command line of the cache, for people. One package for each group of
-commands.
-"""
+"""`lmcachectl`: the command-line tool of the cache. Each group of commands is a package."""

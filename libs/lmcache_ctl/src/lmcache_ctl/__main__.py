@@ -6,8 +6,8 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the process's command line. Ctrl-C ends it without a word also while modules are
-    imported, which takes longest.
+    """Run the process's command line. Ctrl-C ends it silently, even during imports, which take the
+    longest.
 
     Raises:
         SystemExit: Always, with the exit code.

@@ -1,6 +1,6 @@
-"""Ask services over REST: many at once, each with one deadline for all that it is asked.
+"""Ask services over REST: many at once, each with one deadline for all its questions.
 
-`httpx` and the core's TLS are imported where a request is made, so that `--help` need not wait.
+`httpx` and the core's TLS are imported where a request is made, which keeps `--help` fast.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class HttpAnswer(NamedTuple):
         """Decode the body.
 
         Raises:
-            ForeignError: It is no JSON.
+            ForeignError: The body is not JSON.
         """
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise ForeignError(
-                "something else listens there: its answer is no JSON; correct the address"
+                "something else listens there: its answer is not JSON; correct the address"
             ) from exc
 
 
@@ -71,7 +71,7 @@ def status_phrase(status: int) -> str:
 
 
 class ForeignError(CtlError):
-    """The answer is not that of a service of this cache."""
+    """The answer does not come from a service of this cache."""
 
 
 class ServiceRefusedError(CtlError):
@@ -90,9 +90,9 @@ class Caller:
     """Ask one service. Opened and closed by `Asker.calling`.
 
     Args:
-        service: Which one.
-        client: How, without a deadline of its own.
-        has_token: Whether it shows a token.
+        service: The service to ask.
+        client: Sends the requests; sets no deadline.
+        has_token: Whether the client sends a token.
     """
 
     def __init__(self, service: Endpoint, client: httpx.AsyncClient, has_token: bool) -> None:
@@ -101,15 +101,15 @@ class Caller:
         self._client = client
 
     async def get(self, path: str) -> HttpAnswer:
-        """Return any answer at all; raises `CtlError` without one."""
+        """Return the answer, whatever its status. Raise `CtlError` if there is none."""
         return await self._send("GET", path, None)
 
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the JSON of a good answer; None where it has no body.
+        """Return the JSON of a successful answer; None if it has no body.
 
         Raises:
-            CtlError: It does not answer, or answers something else.
-            ServiceRefusedError: It refuses; the text is the service's own where it gives one.
+            CtlError: The service does not answer, or its answer is not JSON.
+            ServiceRefusedError: The service refuses; the text is the service's own if it gives one.
         """
         answer = await self._send(method, path, body)
         if answer.status >= HTTPStatus.BAD_REQUEST:
@@ -117,14 +117,14 @@ class Caller:
         return answer.json() if answer.body else None
 
     def refusal(self, answer: HttpAnswer) -> ServiceRefusedError:
-        """Return the error that an answer tells, with what would help."""
+        """Return the error that an answer reports, with advice."""
         if answer.status == HTTPStatus.UNAUTHORIZED:
             where = self.service.token_hint
             return ServiceRefusedError(
                 answer.status,
-                f"it refuses the token: give one that it knows, by {HOW_TO_AUTHENTICATE}{where}"
+                f"it refuses the token: give one that it knows with {HOW_TO_AUTHENTICATE}{where}"
                 if self.has_token
-                else f"it wants a token: give one by {HOW_TO_AUTHENTICATE}{where}",
+                else f"it requires a token: give one with {HOW_TO_AUTHENTICATE}{where}",
             )
         try:
             problem = answer.json()
@@ -212,8 +212,7 @@ class Asker:
                 return await question(caller)
         except TimeoutError as exc:
             raise CtlError(
-                f"no answer within {self.timeout_s:g} s: it hangs, or the network drops what is"
-                " sent to it"
+                f"no answer within {self.timeout_s:g} s: it hangs, or the network drops its packets"
             ) from exc
 
     @contextlib.asynccontextmanager
@@ -238,7 +237,7 @@ class Asker:
 
 
 def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at once, on a loop of their own; return what they return, in their order."""
+    """Run coroutines concurrently on a new event loop; return their results in order."""
 
     async def all_of_it() -> list[T]:
         return await asyncio.gather(*work)
@@ -266,10 +265,12 @@ def tls_context(tls: str | None) -> ssl.SSLContext:
     """Return the TLS context that `CA[,CERT[,KEY]]` names.
 
     Args:
-        tls: PEM files: whom to trust, and what to show; None: whom this machine trusts.
+        tls: PEM files: the authorities to trust, and the certificate to show. None: this machine's
+            authorities.
 
     Raises:
-        UsageError: More than three names, or one cannot be read, or they do not fit.
+        UsageError: There are more than three names, a file cannot be read, or the files do not
+            match.
     """
     from lmcache_core.security import TlsFiles, client_context
 
@@ -288,7 +289,7 @@ def tls_context(tls: str | None) -> ssl.SSLContext:
 
 
 def _problem_text(problem: dict[str, Any]) -> str:
-    """Return what a problem (RFC 9457) says; of an invalid question, what is wrong where."""
+    """Return the text of a problem (RFC 9457); for an invalid question, what is wrong and where."""
     errors = problem.get("errors")
     wrong = [
         f"{one.get('at')}: {one.get('message')}"
@@ -307,7 +308,7 @@ def _unreached(service: Endpoint, exc: Exception) -> str:
     text = str(exc) or type(exc).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
         why = text.partition("failed: ")[2].rstrip(")") or text
-        return f"its certificate is not trusted ({why}): give its authority by --tls CA"
+        return f"its certificate is not trusted ({why}): give its authority with --tls CA"
     if isinstance(exc, httpx.ConnectError):
         return f"cannot connect ({text}): is a {service.kind} listening there?"
     if isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):

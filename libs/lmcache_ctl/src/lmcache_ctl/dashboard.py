@@ -24,7 +24,8 @@ from lmcache_ctl.settings import CtlSettings
 def dashboard(
     reach: Reach,
     browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open it, or only print its address.")
+        bool,
+        typer.Option("--browser/--no-browser", help="Open the page, or only print its address."),
     ] = True,
 ) -> None:
     """Open the broker's page in a browser.
@@ -54,7 +55,7 @@ def dashboard(
 
 @contextlib.contextmanager
 def _address_of(settings: CtlSettings, broker: Endpoint) -> Iterator[str]:
-    """Yield an address that a browser of this machine reaches."""
+    """Yield an address that a browser on this machine can reach."""
     parts = urlsplit(broker.url)
     if not broker.pod:
         yield f"{broker.url}/"

@@ -40,7 +40,7 @@ PATHS: Final = {
     Kind.SIDECAR: ("/v1/admin/drain?wait=false", "/v1/status"),
     Kind.STORAGE: ("/v1/admin/drain?wait=false", "/v1/stats"),
 }
-"""Where a drain is begun, and where it is watched."""
+"""The path that begins a drain, and the path that reports its progress."""
 UNDRAIN_PATH: Final = "/v1/admin/undrain"
 FIGURES: Final = ("total", "handed_over", "already_elsewhere", "failed", "left")
 
@@ -51,7 +51,7 @@ class DrainOutcome(msgspec.Struct, frozen=True):
     Attributes:
         kind: `sidecar`, `storage` or `peer`.
         name: Which instance.
-        drain: Its figures; None where it has told none.
+        drain: Its figures; None if it reported none.
         problem: The failure, "" for none.
     """
 
@@ -73,7 +73,7 @@ def drain(
     ],
     within: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Watch for so long at most.", min=0.1, max=86400),
+        typer.Option(metavar="SECONDS", help="Longest time to watch.", min=0.1, max=86400),
     ] = DEFAULT_WITHIN_S,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Watch until it is done, or only begin it.")
@@ -88,8 +88,8 @@ def drain(
 
     They keep serving, and stay drained until undrain or a restart; it asks
     before it drains all of a kind at once. Progress goes to standard error.
-    Needs the role admin. Exits with 1 when chunks are left, were not taken, or
-    it is not done in time.
+    Needs the role admin. Exits with 1 when chunks are left or were refused, or
+    the drain is not done in time.
     """
     wanted = [_parse(text) for text in targets]
     within_s = within if wait else None
@@ -120,7 +120,7 @@ def undrain(
     """Cancel drains: services take chunks and pulls again.
 
     Chunks that were handed over stay there, pins are gone. Needs the role
-    admin. Exits with 1 when one did not do it, such as one that ends.
+    admin. Exits with 1 when a service did not do it, such as one that ends.
     """
     wanted = [parse_target(text, list(PATHS)) for text in targets]
 
@@ -153,7 +153,7 @@ def _takes(result: Mapping[str, Any]) -> str:
 
 
 def _is_complete(one: DrainOutcome) -> bool:
-    """Return whether it is done, and nothing is left or was not taken."""
+    """Return whether the drain is done, with no chunk left or refused."""
     if one.problem or one.drain is None:
         return False
     return one.drain.state == DONE and not (one.drain.left or one.drain.failed)
@@ -172,10 +172,10 @@ def _parse(text: str) -> Target:
 async def _meant(
     asker: Asker, services: Sequence[Endpoint], wanted: Sequence[Target]
 ) -> tuple[list[Endpoint], list[tuple[Endpoint, str]]]:
-    """Return the services to drain, and the peers with the broker that is to be asked for them.
+    """Return the services to drain, and the peers with the broker to ask for them.
 
     Raises:
-        CtlError: A target means none of the services.
+        CtlError: A target matches no service.
     """
     targets = [target for target in wanted if target.kind is not Kind.BROKER]
     direct = await named(asker, services, targets) if targets else []
@@ -207,7 +207,7 @@ async def _drained(
     name = f"{outcome.kind} {outcome.name}"
 
     async def ask(method: str, path: str) -> bool:
-        """Update the outcome; return whether it drains."""
+        """Update the outcome; return whether the service is draining."""
         nonlocal outcome
         answer: Any = await asker.one(service, lambda caller: caller.ask(method, path))
         now = msgspec.convert(answer.get("drain"), DrainStatus | None)
@@ -219,7 +219,7 @@ async def _drained(
         return bool(answer.get("draining"))
 
     async def watch() -> str:
-        """Return the problem that ended it, "" where it is done."""
+        """Return the problem that ended the drain, or "" if it completed."""
         num_unanswered = 0
         while outcome.drain is None or outcome.drain.state != DONE:
             await asyncio.sleep(POLL_S)
@@ -250,7 +250,7 @@ async def _drained(
 
 
 def print_drains(found: Sequence[DrainOutcome]) -> None:
-    """Print a line for each, and what went wrong."""
+    """Print a line for each drain, and what went wrong."""
     rows = [
         (
             one.kind,

@@ -1,7 +1,7 @@
 """The exceptions of the command line.
 
 CtlError         a command cannot do what it was asked; its text says why and what would help
-`-- UsageError   it was called, or configured, wrongly
+`-- UsageError   it was called or configured incorrectly
 """
 
 

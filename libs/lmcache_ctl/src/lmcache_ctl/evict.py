@@ -28,7 +28,7 @@ def evict(
         typer.Argument(metavar="TARGET", help="sidecar, storage, or one of them: storage/NAME."),
     ],
     size: Annotated[
-        str | None, typer.Option(help="Free so much memory, coldest chunks first, such as 512MiB.")
+        str | None, typer.Option(help="Memory to free, coldest chunks first, such as 512MiB.")
     ] = None,
     everything: Annotated[
         bool,
@@ -44,7 +44,7 @@ def evict(
     """Free memory of sidecars and cache_storage, or make them forget everything.
 
     Chunks that were freed from memory stay on disks and elsewhere. Needs the
-    role admin. Exits with 1 when one of the services did not do it.
+    role admin. Exits with 1 when a service did not do it.
     """
     if (size is not None) == everything:
         raise UsageError("give --size or --everything, one of them")

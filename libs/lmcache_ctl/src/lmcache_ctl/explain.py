@@ -62,7 +62,7 @@ CAUSES: Final = {
 
 @dataclass(frozen=True)
 class ExplainSubject:
-    """What is to be explained: one of the first five."""
+    """What to explain: one of the first five."""
 
     chunk_hashes: Annotated[
         list[str] | None, typer.Argument(metavar="HASH", help="Chunk hashes, 64 hex digits each.")
@@ -92,10 +92,10 @@ class ExplainSubject:
     ] = None
 
     def to_tokenize(self) -> dict[str, Any] | None:
-        """Return the question to vLLM; None where there is no text to tokenize.
+        """Return the request to vLLM; None if there is no text to tokenize.
 
         Raises:
-            UsageError: Not one of the five is given, or a file cannot be used.
+            UsageError: Not exactly one of the five is given, or a file cannot be used.
         """
         given = (self.chunk_hashes or None, self.prompt, self.messages, self.request, self.tokens)
         if sum(one is not None for one in given) != 1:
@@ -122,11 +122,11 @@ def explain(
     ] = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Show where each chunk of a prompt is, and why it is missing where it is not.
+    """Show where each chunk of a prompt is, or why it is missing.
 
     A sidecar explains on loopback only: run this in its pod, or find it by
     --namespace. Text goes to vLLM and token ids to the sidecar, and into no
-    log. --request tells what a request found when it was looked up. Exits with
+    log. --request shows what a request found at its lookup. Exits with
     1 when a whole chunk is missing; a rest that fills none does not count.
     """
     question = subject.to_tokenize()
@@ -208,7 +208,7 @@ def _explained(
             except ServiceRefusedError as exc:
                 if exc.status != HTTPStatus.BAD_REQUEST or len(hashes) < 2:
                     raise
-            hashes = hashes[: len(hashes) // 2]  # of many ranks and groups only a few fit
+            hashes = hashes[: len(hashes) // 2]  # with many ranks and groups only a few fit
 
     try:
         return dict(reach.first_answer(asker, [service], question)[1])
@@ -303,7 +303,7 @@ def cause_of(number: int, size: int, reason: str) -> str:
 
     Args:
         number: Of the chunk in its prompt.
-        size: Tokens in a chunk; 0: its place in the prompt is not known.
+        size: Tokens in a chunk; 0 if its position in the prompt is unknown.
         reason: Why it is missing.
     """
     if reason != NEVER_STORED:

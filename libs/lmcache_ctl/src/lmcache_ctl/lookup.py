@@ -38,7 +38,7 @@ def status(
     reach: Reach,
     tenant: Annotated[
         str | None,
-        typer.Option(help="Another tenant's figures than the token's; needs the role admin."),
+        typer.Option(help="Show this tenant instead of the token's; needs the role admin."),
     ] = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
@@ -166,5 +166,5 @@ def _is_known(found: Mapping[str, Any]) -> bool:
 
 def _checked(chunk_id: str) -> str:
     if len(chunk_id) != 32 or set(chunk_id) - set("0123456789abcdef"):
-        raise typer.BadParameter(f"{chunk_id!r} is no chunk id: 32 hex digits, in small letters")
+        raise typer.BadParameter(f"{chunk_id!r} is not a chunk id: 32 lowercase hex digits")
     return chunk_id

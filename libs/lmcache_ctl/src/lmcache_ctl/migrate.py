@@ -37,7 +37,7 @@ PER_GPU: Final = (
 
 
 class Migration(msgspec.Struct, frozen=True):
-    """What a file becomes.
+    """The result of a migration.
 
     Attributes:
         sidecar: Settings of `lmcache-sidecar`.
@@ -75,7 +75,7 @@ def migration_of(file: Path) -> Migration:
     """Return what a file becomes.
 
     Raises:
-        UsageError: It cannot be read or is no mapping.
+        UsageError: It cannot be read or is not a mapping.
     """
     from lmcache_core.config import OPTIONS
     from lmcache_core.config.foreign_names import translated

@@ -33,8 +33,8 @@ def load_model(
     try:
         if not directory.is_dir():  # which transformers would take for a name to download
             raise CtlError(
-                f"cannot load a model and its tokenizer from {directory}: it is no directory; give"
-                " one that save_pretrained wrote"
+                f"cannot load a model and its tokenizer from {directory}: it is not a directory;"
+                " give one that save_pretrained wrote"
             )
         model = AutoModelForCausalLM.from_pretrained(
             str(directory), dtype=dtype, local_files_only=True, trust_remote_code=False

@@ -1,6 +1,6 @@
 """Options that commands share, and the decorators that give them to a command.
 
-A command takes what a group of options comes to as one parameter, such as a `Reach`; the options
+A command takes the result of each group of options as one parameter, such as a `Reach`; the options
 themselves are added to its signature, which typer reads.
 """
 
@@ -53,7 +53,7 @@ _OPTIONS: Final[dict[str, Any]] = {
     "tls": _option(
         str,
         _HOW,
-        "For https: authorities to trust; certificate to show, and its key (PEM).",
+        "For https: authorities to trust, client certificate and its key (PEM).",
         "--tls",
         metavar="CA[,CERT[,KEY]]",
     ),
@@ -65,11 +65,11 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 
 def takes(**groups: Callable[..., Any]) -> Callable[[Command], Command]:
-    """Give a command options in groups; it is called with what is made of each group.
+    """Give a command options in groups; it is called with the object built from each group.
 
     Args:
-        groups: Of each parameter of the command that is a group, what makes it: a data class, or
-            another callable, whose parameters are annotated as typer reads them.
+        groups: By parameter of the command, the callable (such as a data class) that builds the
+            group. Its parameters are annotated as typer reads them.
     """
 
     def decorate(command: Command) -> Command:
@@ -130,8 +130,8 @@ reaches_all_services = takes(reach=_reach_by(_EVERYWHERE | _ANY))
 def reaches(kind: str) -> Callable[[Command], Command]:
     """Give a command the options that name services of one kind, whose address is just `--url`.
 
-    It takes those of the other kinds too, and passes them over, so that all commands may be given
-    the same ones.
+    It also accepts the options of the other kinds and ignores them, so that all commands can be
+    given the same options.
     """
     urls = {
         f"{other}_urls": _url(other, "--url") if other == kind else _url(other, hidden=True)

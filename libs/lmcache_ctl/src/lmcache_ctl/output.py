@@ -84,7 +84,7 @@ def print_text(text: str) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return text broken between words alone: rich would break a long name in two."""
+    """Return text broken only between words; rich would break a long name in two."""
     lines = plain(text).split("\n")
     return "\n".join(
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines
@@ -148,12 +148,12 @@ class Columns(msgspec.Struct, frozen=True):
     """How the columns of a table are set.
 
     Attributes:
-        headings: One for each.
-        left: So many from the first on are flush left, the others, numbers, flush right.
-        prose: Whether the last one holds sentences: flush left, and as many lines as they need.
-        left_out: Headings of those that are not shown.
-        spare: Headings of those that a narrow terminal does not get, the first one first. Cells are
-            never cut.
+        headings: One for each column.
+        left: This many columns from the first are flush left; the others, numbers, are flush right.
+        prose: Whether the last column holds sentences: flush left, on as many lines as they need.
+        left_out: Headings of the columns that are not shown.
+        spare: Headings of the columns that a narrow terminal omits, in this order. Cells are never
+            cut.
     """
 
     headings: Sequence[str]

@@ -45,14 +45,14 @@ def pin(
         str, typer.Option(metavar="TARGET", help="sidecar, storage, or one of them: sidecar/NAME.")
     ] = "sidecar",
     ttl: Annotated[
-        float, typer.Option(metavar="SECONDS", help="For how long; 0 lets go of them.", min=0)
+        float, typer.Option(metavar="SECONDS", help="For how long; 0 removes the pins.", min=0)
     ] = DEFAULT_TTL_S,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Keep chunks in memory for a while, for instance a system prompt before a rush.
 
-    Without chunks: list what is pinned. With --tokens sidecars say what the
-    chunks are called (see explain). Needs the role admin. Exits with 1 when a
+    Without chunks: list what is pinned. With --tokens sidecars name the
+    chunks (see explain). Needs the role admin. Exits with 1 when a
     chunk is pinned nowhere, or a service did not answer.
     """
     target = parse_target(at, (Kind.SIDECAR, Kind.STORAGE))
@@ -79,7 +79,7 @@ def pin(
 async def _pin_at(
     caller: Caller, chunks: list[str] | None, token_ids: list[int] | None, ttl_s: float
 ) -> Any:
-    """Pin these chunks, or those of a prompt, at one service; without any, list what it keeps."""
+    """Pin these chunks, or those of a prompt, at one service; without chunks, list its pins."""
     is_storage = caller.service.kind is Kind.STORAGE
     field = "keys" if is_storage else "chunk_hashes"
     if token_ids is not None:
@@ -101,7 +101,7 @@ async def _pin_at(
 
 
 def _pinned_nowhere(found: Sequence[TargetResult]) -> bool:
-    """Return whether chunks were to be pinned, and there is one that no service keeps."""
+    """Return whether a chunk that should be pinned is pinned at no service."""
     missing = [
         {str(one.get("key") or one.get("chunk_hash")) for one in each.result["not_pinned"]}
         for each in found
@@ -111,7 +111,7 @@ def _pinned_nowhere(found: Sequence[TargetResult]) -> bool:
 
 
 def print_pins(found: Sequence[TargetResult]) -> None:
-    """Print what each service keeps, what it does not, and why."""
+    """Print what each service pins, what it does not, and why."""
     rows = [(str(one.kind), one.name, one.problem or _done(one.result)) for one in found]
     print_table("", Columns(("service", "name", "pins"), left=3, prose=True), rows)
     kept = [

@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
     try:
         return sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        why = getattr(exc, "strerror", None) or "it is no text"
+        why = getattr(exc, "strerror", None) or "it is not text"
         raise UsageError(f"cannot read {path}: {why}") from exc
 
 
@@ -68,7 +68,7 @@ def read_token_ids(path: Path) -> list[int]:
 
 def read_prompt(path: Path) -> dict[str, Any]:
     """Return the question to `/tokenize` for a prompt of text, as `/v1/completions` takes it. One
-    newline at the end is the editor's, and no part of it.
+    trailing newline is the editor's and is removed.
 
     Raises:
         UsageError: The file cannot be read or is empty.
@@ -89,7 +89,7 @@ def read_messages(path: Path) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(read_text(path))
     except msgspec.DecodeError as exc:
-        raise UsageError(f"{path} is no JSON: write the messages, or a chat request") from exc
+        raise UsageError(f"{path} is not JSON: write the messages, or a chat request") from exc
     if isinstance(body, list):
         body = {"messages": body}
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
@@ -116,7 +116,7 @@ def tokenize(settings: CtlSettings, url: str, question: Mapping[str, Any]) -> li
             answer = client.post(f"{url.rstrip('/')}/tokenize", json=question)
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         why = str(exc) or type(exc).__name__
-        raise CtlError(f"vLLM does not answer at {url} ({why}): name it by --vllm-url") from exc
+        raise CtlError(f"vLLM does not answer at {url} ({why}): name it with --vllm-url") from exc
     if answer.status_code != httpx.codes.OK:
         raise CtlError(f"{url}/tokenize: {_refusal(answer)}")
     try:

@@ -50,7 +50,7 @@ class Reach:
         if self.settings.names_urls or self.settings.names_cluster or self._all_namespaces:
             return ""
         return (
-            "nothing answers at the default ports of this machine: name services by --…-url, or"
+            "nothing answers at the default ports of this machine: name services with --…-url, or"
             f" those of a cluster by {_place_in_cluster()}"
         )
 
@@ -66,9 +66,10 @@ class Reach:
 
     @contextlib.contextmanager
     def finding(self, *kinds: Kind) -> Iterator[Callable[[], list[Endpoint]]]:
-        """Yield what finds these services again at each call: pods and addresses come and go.
+        """Yield a function that finds these services anew at each call: pods and addresses come and
+        go.
 
-        It raises as above.
+        The function raises as `services` does.
         """
         settings = self.settings
         wanted = kinds or tuple(Kind)
@@ -86,7 +87,7 @@ class Reach:
                     ]
                 in_cluster = [
                     open_ways.enter_context(
-                        # Anyone who may create a pod may give it our label.
+                        # Any account that may create a pod may give it our label.
                         PodWays(place, wanted, takes_given_token=not self._all_namespaces)
                     ).find
                     for place in places
@@ -129,7 +130,7 @@ class Reach:
     def ask_one(
         self, kind: Kind, question: Callable[[Caller], Awaitable[T]], name: str | None = None
     ) -> T:
-        """Put a question to one service of that kind: the first that answers.
+        """Ask one service of that kind: the first that answers.
 
         Args:
             kind: Of what kind.

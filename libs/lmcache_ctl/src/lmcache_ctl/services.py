@@ -48,16 +48,16 @@ class Endpoint(msgspec.Struct, frozen=True):
         kind: Its expected kind.
         name: For people: its pod, or host and port.
         url: REST address, `http(s)://host:port`.
-        tls_name: What its certificate names where that is not the host of the URL; None: the host.
-        host: The header `Host` where that is not the host of the URL; None: it is.
+        tls_name: The name in its certificate, if that is not the host of the URL; None: the host.
+        host: The header `Host`, if that is not the host of the URL; None: it is.
         problem: Why it cannot be asked; "" if it can.
-        socket_path: Unix socket that leads to it; None: its URL does.
+        socket_path: Unix socket to connect to; None: connect to the URL.
         pod: Its pod, where it is reached through the Kubernetes API; else "".
         namespace: Of that pod.
         name_prefix: What the names of the release's pods begin with; "" where that is not known.
         token: The token of its release, for callers who were given none; None: not known.
         token_secret: The Secret that has, or should have, that token; "" for none.
-        token_hint: Why that token is not known, or another is not sent, to end a sentence.
+        token_hint: Why that token is unknown, or another is not sent: the end of a sentence.
         takes_given_token: Whether the caller's own token may be sent to it. False where only a
             label in a namespace that the caller did not name identifies it.
     """
@@ -96,14 +96,14 @@ def services_of(settings: CtlSettings) -> list[Endpoint]:
 
 
 def _replicas(kind: Kind, url: str, tls_name: str | None) -> Iterator[Endpoint]:
-    """Yield each address that a name leads to, as a headless service's does."""
+    """Yield each address that a name resolves to, such as a headless service's."""
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port
     except ValueError as exc:
         raise UsageError(f"{url!r}: {exc}") from exc
     if not host or parts.username or parts.password:
-        raise UsageError(f"{url!r} must be http(s)://host:port; a token is given by --token-file")
+        raise UsageError(f"{url!r} must be http(s)://host:port; a token is given with --token-file")
     addresses = _addresses(host)
     if len(addresses) < 2:
         yield Endpoint(kind, parts.netloc, url.rstrip("/"), tls_name)
@@ -118,7 +118,7 @@ def _replicas(kind: Kind, url: str, tls_name: str | None) -> Iterator[Endpoint]:
 def _addresses(host: str) -> list[str]:
     """Return the addresses of the family that has most.
 
-    Return none where the name is not known: asking tells that in better words.
+    Return none if the name is unknown: a request then fails with a better message.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -32,17 +32,17 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where services are and how they are asked.
 
     Attributes:
-        lookup_urls: REST addresses of lookup services; a name that leads to several addresses
+        lookup_urls: REST addresses of lookup services; a name that resolves to several addresses
             stands for all of them, as below.
-        broker_urls: The same of brokers.
-        storage_urls: The same of cache_storage.
-        sidecar_urls: The same of sidecars.
+        broker_urls: The same for brokers.
+        storage_urls: The same for cache_storage.
+        sidecar_urls: The same for sidecars.
         token_file: Holds the token to show; None for none.
-        token: The token itself, in the place of `token_file`; None for none.
+        token: The token itself, instead of `token_file`; None for none.
         tls: `CA[,CERT[,KEY]]`, PEM files: whom to trust, and what to show; None: whom this machine
             trusts.
-        tls_name: What certificates name where that is not the host of the URL; None: the host.
-        timeout_s: Longest wait for one service, all questions to it together, seconds.
+        tls_name: The name in certificates, if that is not the host of the URL; None: the host.
+        timeout_s: Longest wait for one service, all requests together, seconds.
         kubeconfig: Where the cluster is; None: as kubectl finds it, or the pod's own account.
         context: Of the kubeconfig; None: the current one.
         namespace: Where the release is; with it, or one of the other three, services are found
@@ -77,7 +77,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def process_variable(name: str) -> str:
-    """Return a variable of this process that is another program's, "" where it is not set."""
+    """Return an environment variable of another program, "" if it is not set."""
     return os.environ.get(name, "")
 
 
@@ -85,13 +85,13 @@ def parse_size(text: str) -> int:
     """Return the bytes of a size such as `512MiB`.
 
     Raises:
-        UsageError: It is no such number, or less than one byte.
+        UsageError: It is not such a number, or less than one byte.
     """
     found = _SIZE.fullmatch(text.strip())
     size = int(float(found[1]) * UNITS.get(found[2], 0)) if found is not None else 0
     if not size:
         raise UsageError(
-            f"{text!r} is no size: write a number and one of"
+            f"{text!r} is not a size: write a number and one of"
             f" {', '.join(unit for unit in UNITS if unit)}, such as 512MiB"
         )
     return size
@@ -102,7 +102,7 @@ def load_settings(
     config_file: Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> CtlSettings:
-    """Read the file, put variables over it, then options.
+    """Read the settings: the file, overridden by variables, then by options.
 
     Args:
         given: Options by name; None, and an empty list, count as not given.
@@ -126,14 +126,14 @@ def load_settings(
         own = {name for name in ("token", "token_file") if layer.get(name) is not None}
         if len(own) > 1:
             raise UsageError(f"{origin}: token and token_file are both set: set one of them")
-        if own:  # it replaces either of an earlier layer
+        if own:  # replaces a token or token_file of an earlier layer
             values.pop("token", None)
             values.pop("token_file", None)
         for name, value in layer.items():
             if name not in known:
-                raise UsageError(f"{origin}: {name} is no option{did_you_mean(name, known)}")
+                raise UsageError(f"{origin}: {name} is not an option{did_you_mean(name, known)}")
             if name == "token" and isinstance(value, str):
-                value = value.strip()  # one that was read from a file ends in a newline
+                value = value.strip()  # a token read from a file ends in a newline
             if value is not None and value != []:
                 values[name] = value
                 _check(origin, name, value)
@@ -141,7 +141,7 @@ def load_settings(
 
 
 def _check(origin: str, name: str, value: Any) -> None:
-    """Check one value by itself, so that the text can name it and where it is from."""
+    """Check one value, so that the error can name the value and its source."""
     try:
         msgspec.convert({name: value}, CtlSettings, strict=False, dec_hook=_as_path)
     except msgspec.ValidationError as exc:
@@ -175,7 +175,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read the settings file {path}: {exc.strerror or exc}") from exc
     if len(data) > MAX_CONFIG_FILE_BYTES:
         raise UsageError(
-            f"{path} has more than {MAX_CONFIG_FILE_BYTES} bytes: it is no settings file"
+            f"{path} has more than {MAX_CONFIG_FILE_BYTES} bytes: it is not a settings file"
         )
     try:
         values = load_yaml(data)

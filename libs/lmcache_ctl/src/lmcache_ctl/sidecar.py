@@ -22,7 +22,7 @@ from lmcache_ctl.services import Kind
 
 @reaches(Kind.SIDECAR)
 def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
-    """Show how a sidecar is: its memory, its tiers, who is connected, and how far a drain is."""
+    """Show a sidecar's memory, tiers, connected engines, and the progress of a drain."""
     names = ("status", "tiers", "clients")
     found = {name: reach.ask(Kind.SIDECAR, "GET", f"/v1/{name}") for name in names}
     show(found, output, _print_status)

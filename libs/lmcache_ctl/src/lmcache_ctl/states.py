@@ -58,7 +58,7 @@ class Tier(msgspec.Struct, frozen=True):
 
 
 class DrainStatus(msgspec.Struct, frozen=True):
-    """How far a drain is; `total` is the sum of the four after it."""
+    """Progress of a drain; `total` is the sum of the four fields after it."""
 
     state: str
     total: int
@@ -79,12 +79,12 @@ class Traffic(msgspec.Struct, frozen=True):
 
     Attributes:
         num_requests: REST requests.
-        num_wanted: Chunks that were asked for.
-        num_found: Those that were there.
+        num_wanted: Requested chunks.
+        num_found: Requested chunks that were found.
         in_bytes: Chunks that were stored.
         out_bytes: Chunks that were handed out.
         found_by_tier: `num_found` by the tier that had them, where it is known.
-        missed_by_reason: Chunks that were not there, by the reason.
+        missed_by_reason: Chunks that were not found, by reason.
     """
 
     num_requests: int = 0
@@ -97,7 +97,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
     @property
     def hit_ratio(self) -> float | None:
-        """Found of wanted; None before anything was wanted."""
+        """Share of the requested chunks that was found; None before the first request."""
         return self.num_found / self.num_wanted if self.num_wanted else None
 
 
@@ -125,16 +125,16 @@ class ServiceStatus(msgspec.Struct, frozen=True):
         state: Its state.
         version: Of its build, "" if not known.
         latency_ms: Of its readiness, milliseconds.
-        clock_skew_s: How far its clock is before this machine's, seconds, to about one; None where
-            it does not say.
-        problem: A sentence on its fault, or on why it cannot be asked; "" for none.
+        clock_skew_s: How far its clock is ahead of this machine's, to about one second; None if it
+            does not report its time.
+        problem: A sentence that describes its fault, or why it cannot be asked; "" for none.
         checks: Its dependencies.
         tiers: Its tiers.
         traffic: Its counters.
         drain: Progress of a drain; None without one.
         facts: A few words particular to its kind.
         links: The peers that a broker knows.
-        needs_token: Whether it told its health only, since it was shown no token.
+        needs_token: Whether it reported only its health, because no token was sent.
         token_hint: Why the token of its release is not known, to end a sentence; "" where it is,
             or where one was shown.
         namespace: Of its pod; "" where it was found without a cluster.
@@ -162,18 +162,19 @@ class ServiceStatus(msgspec.Struct, frozen=True):
 
     @property
     def is_well(self) -> bool:
-        """Whether it does its work."""
+        """Whether the service works."""
         return self.state in (State.OK, State.DRAINING)
 
 
 def name_prefix(states: Sequence[ServiceStatus]) -> str:
-    """Return what all names of pods begin with; "" where they are of several releases."""
+    """Return the common prefix of all pods' names; "" if they are of several releases."""
     prefixes = {state.name_prefix for state in states} - {""}
     return prefixes.pop() if len(prefixes) == 1 else ""
 
 
 def token_hint(states: Sequence[ServiceStatus]) -> tuple[str, str]:
-    """Return how many services told only their health for want of a token, and how to give one.
+    """Return how many services reported only their health because no token was sent, and how to
+    give one.
 
     Both are "" where none did.
     """
@@ -181,7 +182,10 @@ def token_hint(states: Sequence[ServiceStatus]) -> tuple[str, str]:
     if not silent:
         return "", ""
     where = "".join(sorted({state.token_hint for state in silent}))
-    return (f"{len(silent)} of {len(states)} services", f"give one by {HOW_TO_AUTHENTICATE}{where}")
+    return (
+        f"{len(silent)} of {len(states)} services",
+        f"give one with {HOW_TO_AUTHENTICATE}{where}",
+    )
 
 
 class Metrics:
@@ -222,7 +226,7 @@ class Metrics:
 
 
 async def look_at(asker: Asker, services: list[Endpoint]) -> list[ServiceStatus]:
-    """Return the state of each; not answering is a state, too."""
+    """Return the state of each service; not answering is also a state."""
     seen = await asker.each(services, _look)
     return [
         ServiceStatus(
@@ -255,11 +259,11 @@ async def _look(caller: Caller) -> ServiceStatus:
     build = next((labels for labels, _ in metrics.of(BUILD_INFO)), {})
     distribution, version = build.get("service", ""), build.get("version", "")
     if distribution != DISTRIBUTIONS[service.kind]:
-        what = f"it is {distribution}" if distribution else "it is no service of this cache"
+        what = f"it is {distribution}" if distribution else "it is not a service of this cache"
         raise ForeignError(f"{what}: ask for a {service.kind} elsewhere")
     told, refusal = await _told(caller)
     needs_token = refusal is not None and not caller.has_token and refusal.status in WANTS_TOKEN
-    # its health is public, so a missing token is no fault of it
+    # its health is public, so a missing token is not its fault
     problem = "" if refusal is None or needs_token else str(refusal)
     state, checks = _readiness(ready)
     try:
@@ -310,7 +314,7 @@ def _foreign(what: str) -> ForeignError:
 
 
 async def _told(caller: Caller) -> tuple[dict[str, Any], ServiceRefusedError | None]:
-    """Return all answers that need a token, merged; and the refusal that ended them, if any."""
+    """Return all answers that need a token, merged, and the refusal that ended them, if any."""
     told: dict[str, Any] = {}
     for path in PATHS[caller.service.kind]:
         try:
@@ -333,7 +337,7 @@ def _readiness(answer: HttpAnswer) -> tuple[State, list[Check]]:
 
 
 def _facts(kind: Kind, told: Mapping[str, Any]) -> dict[str, str]:
-    """Return the figures that people ask for first."""
+    """Return the figures that matter most to people."""
     if not told:
         return {}
     if kind is Kind.LOOKUP:

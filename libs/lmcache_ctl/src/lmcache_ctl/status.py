@@ -31,14 +31,14 @@ from lmcache_ctl.states import ServiceStatus, look_at, name_prefix, token_hint
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """All services together.
+    """Totals of all services.
 
     Attributes:
-        num_services: That were asked.
-        num_well: That do their work.
-        versions: Versions that run, and how many of each.
-        hit_ratio: Share of the chunks that engines wanted and sidecars had, or got from elsewhere;
-            None before the first.
+        num_services: Services that were asked.
+        num_well: Services that work.
+        versions: Running versions, and how many services run each.
+        hit_ratio: Share of the chunks requested by engines that sidecars had or fetched; None
+            before the first request.
         hit_ratio_by_tier: The same share, by the tier that had them.
         used_bytes: What each tier holds, over all services of a kind: `<kind>/<tier>`.
         capacity_bytes: What it may hold.
@@ -64,9 +64,9 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show all services: health, versions, what their tiers hold, and the hit ratio.
 
-    Every replica is asked by itself, all at once. Health, versions and hits
-    need no token; what tiers hold, peers and drains do. Exits with 1 when one
-    is not well: it does not answer, is not ready, or refuses the token.
+    Every replica is asked, all at once. Health, versions and hits need no
+    token; the contents of tiers, peers and drains do. Exits with 1 when a
+    service does not answer, is not ready, or refuses the token.
     """
     with reach.services() as services:
         found = summed(asyncio.run(look_at(Asker(reach.settings), services)))
@@ -78,7 +78,7 @@ def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
 
 
 def summed(states: Sequence[ServiceStatus]) -> ClusterStatus:
-    """Return these services, and what they come to."""
+    """Return these services and their totals."""
     sidecars = [state for state in states if state.kind is Kind.SIDECAR]
     wanted = sum(state.traffic.num_wanted for state in sidecars)
     by_tier, used, capacity = Counter[str](), Counter[str](), Counter[str]()
@@ -107,7 +107,7 @@ def print_status(found: ClusterStatus) -> None:
     shares = totals.hit_ratio_by_tier.items()
     by_tier = ", ".join(f"{tier_word(tier)} {share_text(share)}" for tier, share in shares)
     print_text(
-        f"services   {totals.num_well} of {totals.num_services} are well\n"
+        f"services   {totals.num_well} of {totals.num_services} are healthy\n"
         f"versions   {', '.join(versions) or UNKNOWN}\n"
         f"hits       {share_text(totals.hit_ratio)} of the chunks that engines wanted"
         + (f": {by_tier}" if by_tier else "")
@@ -158,7 +158,7 @@ def print_status(found: ClusterStatus) -> None:
             print_text(f"{one.kind} {one.name}: {one.problem}")
     how_many, how = token_hint(found.services)
     if how_many:
-        print_text(f"{how_many} want a token for tiers, peers and drains: {how}.")
+        print_text(f"{how_many} require a token for tiers, peers and drains: {how}.")
 
 
 class ServiceVersion(msgspec.Struct, frozen=True):
@@ -190,7 +190,7 @@ def version(
 ) -> None:
     """Show the version of lmcachectl, and that of each service. Needs no token.
 
-    A service that does not answer is told; it is not counted as a failure.
+    A service that does not answer is shown, but is not a failure.
     """
     states: list[ServiceStatus] = []
     if not client:

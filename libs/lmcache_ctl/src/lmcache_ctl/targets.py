@@ -1,4 +1,4 @@
-"""Choose the services that a command changes something at: `sidecar`, `storage/NAME`."""
+"""Choose the services that a command acts on: `sidecar`, `storage/NAME`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Target(msgspec.Struct, frozen=True):
     """A parsed `KIND[/NAME]`.
 
     Attributes:
-        kind: Of the services that are meant.
+        kind: Kind of the services.
         name: Instance id, pod, or host and port; None: all of that kind.
     """
 
@@ -27,7 +27,7 @@ class Target(msgspec.Struct, frozen=True):
     name: str | None
 
     def __str__(self) -> str:
-        """Return it as it was written."""
+        """Return the text that was parsed."""
         return self.kind if self.name is None else f"{self.kind}/{self.name}"
 
 
@@ -51,7 +51,7 @@ def parse_target(text: str, kinds: Sequence[Kind]) -> Target:
     """Read `KIND[/NAME]`.
 
     Raises:
-        UsageError: It is none of these kinds.
+        UsageError: It names none of these kinds.
     """
     kind, has_name, name = text.partition("/")
     if kind not in kinds or (has_name and not name):
@@ -65,12 +65,12 @@ def parse_target(text: str, kinds: Sequence[Kind]) -> Target:
 async def named(
     asker: Asker, services: Sequence[Endpoint], targets: Sequence[Target]
 ) -> list[Endpoint]:
-    """Return the services that the targets mean, under the names of their instances.
+    """Return the services that the targets match, under the names of their instances.
 
-    One that does not answer keeps its address as its name.
+    A service that does not answer keeps its address as its name.
 
     Raises:
-        CtlError: One of the targets means none of them.
+        CtlError: A target matches no service.
     """
     kinds = {target.kind for target in targets}
     wanted = [service for service in services if service.kind in kinds]

@@ -85,8 +85,8 @@ class Rates(msgspec.Struct, frozen=True):
         problem: Its fault, "" for none.
         requests_per_s: REST requests; None where there is nothing to compare with, as of all
             figures below.
-        wanted_per_s: Chunks that were asked for.
-        hit_ratio: Share of them that were there; None also where none was asked for.
+        wanted_per_s: Requested chunks.
+        hit_ratio: Share of them that was found; None also if none was requested.
         in_bytes_per_s: Chunks that were stored.
         out_bytes_per_s: Chunks that were handed out.
         tiers: Its tiers now.
@@ -112,7 +112,7 @@ class Moment(msgspec.Struct, frozen=True):
 
     Attributes:
         seconds: Between the two looks.
-        services: In the order that they were asked in.
+        services: In the order in which they were asked.
         links: The peers that brokers know, and how many pulls each serves.
         problem: Why the last search for services failed, "" where it did not.
         hint: How to see more of them, "" for nothing.
@@ -136,14 +136,14 @@ def top(
             metavar="SECONDS", help="Between two looks.", min=MIN_INTERVAL_S, max=MAX_INTERVAL_S
         ),
     ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one interval and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval and exit.")] = False,
     output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Show what all services do just now: rates, tiers, peers and drains.
+    """Show what all services are doing: rates, tiers, peers and drains.
 
     The table is refreshed until Ctrl-C; every few seconds services are searched
     again, so that new pods appear. With --once, with JSON or YAML, or
-    where standard output is no terminal, it shows one interval and ends.
+    where standard output is not a terminal, it shows one interval and ends.
     """
     with reach.finding() as find:
         looking = moments(reach.settings, find, interval)
@@ -177,7 +177,7 @@ def print_moment(found: Moment) -> None:
 async def moments(
     settings: CtlSettings, find: Callable[[], list[Endpoint]], interval_s: float
 ) -> AsyncIterator[Moment]:
-    """Yield what services do, once in each interval, without an end.
+    """Yield the rates of all services, once per interval, forever.
 
     Args:
         settings: How they are asked.
@@ -186,7 +186,7 @@ async def moments(
         interval_s: Seconds between two looks; the first comes after one.
 
     Raises:
-        CtlError: There is none at the beginning.
+        CtlError: No service is found at the start.
         UsageError: Token or TLS files cannot be read.
     """
     asker = Asker(settings)
@@ -218,13 +218,13 @@ def moment(
         before: The first.
         after: The second; services may have come and gone meanwhile.
         seconds: Between them.
-        problem: Why it is not known whether they have.
+        problem: Why this is unknown.
     """
     earlier = {(state.kind, state.url): state for state in before}
     rates = [rates_of(earlier.get((state.kind, state.url)), state, seconds) for state in after]
     links = {link.id: link for state in after for link in state.links}
     how_many, how = token_hint(after)
-    hint = f"{how_many} want a token for tiers, peers and drains: {how}." if how_many else ""
+    hint = f"{how_many} require a token for tiers, peers and drains: {how}." if how_many else ""
     return Moment(
         round(seconds, 3),
         rates,
@@ -236,7 +236,9 @@ def moment(
 
 
 def rates_of(before: ServiceStatus | None, after: ServiceStatus, seconds: float) -> Rates:
-    """Compare one service; one that came, restarted or was silent has nothing to compare with."""
+    """Compare two looks at one service; a new, restarted or silent one has nothing to compare
+    with.
+    """
     old, new = (before or after).traffic, after.traffic
     figures = ("num_requests", "num_wanted", "num_found", "in_bytes", "out_bytes")
     grown = {name: getattr(new, name) - getattr(old, name) for name in figures}

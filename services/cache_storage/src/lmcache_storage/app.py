@@ -42,14 +42,14 @@ def create_app(settings: StorageSettings) -> FastAPI:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep a little of the memory that it frees, to use it again.
+    """Let this process keep some of the memory that it frees, for reuse.
 
     Bodies come and go in pieces of some 100 KiB. By default the C library gives each back to the
     system, which then clears a page at a time for the next: more than half of the processor time of
     storing 32 MiB over REST.
 
     Returns:
-        Whether the C library can be told.
+        Whether the C library supports this.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # not glibc

@@ -35,7 +35,7 @@ class Departures:
     served them; other servers, which may shut down, are told that they are gone. For one event
     loop.
 
-    A chunk that is stored here again, for instance by a server that shuts down, stays.
+    A chunk that is stored here again, for example by a server that shuts down, stays.
     """
 
     def __init__(self) -> None:
@@ -46,18 +46,18 @@ class Departures:
         return key in self._keys or key in self._removals
 
     def begin(self, keys: Iterable[ChunkKey]) -> None:
-        """Mark these as departing. Call it before they are sent: a receiver may shut down right
-        away and ask whether its chunks are here.
+        """Mark these chunks as departing. Call it before they are sent: a receiver may shut down
+        right away and ask whether its chunks are here.
         """
         self._keys.update(keys)
 
     def end(self, keys: Iterable[ChunkKey]) -> None:
-        """Keep these after all."""
+        """Keep these chunks after all."""
         self._keys.difference_update(keys)
 
     async def forget(self, keys: Sequence[ChunkKey], remove: Awaitable[object]) -> None:
-        """Remove departing chunks. A store of one of them waits until the removal has ended: it
-        would be removed, too.
+        """Remove departing chunks. A store of such a chunk waits until the removal has ended, which
+        would otherwise remove it, too.
 
         Args:
             keys: All of them depart, and none is stored before `remove` runs.

@@ -193,7 +193,7 @@ class StorageSettings(S3Settings):
             and is_unspecified(self.lm_host)
         ):
             raise ValueError(
-                f"broker_url is set and lm_host={self.lm_host!r} is no address that others can"
+                f"broker_url is set and lm_host={self.lm_host!r} is not an address others can"
                 " reach: set advertise_url=lm://host:port"
             )
         return self
@@ -212,7 +212,7 @@ class StorageSettings(S3Settings):
         if self.lmcache_compat_tenant is None:
             raise ValueError(
                 f"lmcache_compat_port={self.lmcache_compat_port}: LMCache clients show no"
-                " credentials; set lmcache_compat_tenant to the tenant that they are to be"
+                " credentials; set lmcache_compat_tenant to the tenant that they belong to"
             )
         if not is_loopback(self.lmcache_compat_host) and not self.allow_anonymous:
             raise ValueError(

@@ -162,8 +162,8 @@ class StorageNode(Node[StorageSettings]):
             ordered = sorted(found.items(), key=lambda item: item[0].key.canonical())
             return [(key, num_bytes, names) for key, (num_bytes, names) in ordered]
 
-        # Takes time in proportion to the number of chunks: run in a thread, and one at a time,
-        # since others need these threads, too.
+        # Takes time proportional to the number of chunks, so it runs in a thread; one at a time,
+        # since other work needs these threads, too.
         async with self._listing:
             return await asyncio.to_thread(collect)
 

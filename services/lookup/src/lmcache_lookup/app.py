@@ -34,7 +34,7 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
 
     Args:
         settings: Options.
-        index: Instead of the one that the settings ask for.
+        index: Use this index instead of the one in the settings.
 
     Raises:
         ConfigError: The token file or the Redis URL cannot be read.
@@ -53,8 +53,8 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
 def _lifespan_of(
     settings: LookupSettings, index: LookupIndex
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return the lifespan of an app over `index`, which it opens and closes. An index that is away
-    does not stop the service from starting.
+    """Return the lifespan of an app over `index`, which it opens and closes. The service starts
+    even if the index is unavailable.
     """
 
     @asynccontextmanager
@@ -73,8 +73,7 @@ def _lifespan_of(
             except UnavailableError as exc:
                 logger.debug("sweep skipped: error=%s", exc)
 
-        # Without the index the answers are `degraded`, which is quicker for callers than no service
-        # at all.
+        # Without the index the answers are `degraded`, which is faster for callers than no service.
         timeout_s = settings.redis_write_timeout_ms / 1000
         state.health.add("index", probe, timeout_s=timeout_s, required=False, where=index.where)
         supervisor = TaskSupervisor("lookup")

@@ -65,5 +65,5 @@ class LookupSettings(RedisSettings):
         return self
 
     def granted_ttl_ms(self, asked_ttl_ms: int | None) -> int:
-        """Return the lease that an instance gets which asks for `asked_ttl_ms`."""
+        """Return the lease granted to an instance that asks for `asked_ttl_ms`."""
         return min(max(asked_ttl_ms or self.default_ttl_ms, self.min_ttl_ms), self.max_ttl_ms)

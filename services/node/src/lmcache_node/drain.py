@@ -163,13 +163,13 @@ class NodeDrain:
         await self.run()
 
     async def cancel(self) -> None:
-        """End a drain, running or done, and take new chunks again. What was handed over stays
-        there, too. Does nothing without a drain.
+        """End a drain, running or done, and accept new chunks again. Chunks that were handed over
+        also stay there. Does nothing without a drain.
         """
         if self._ended is None or self.is_last:
             return
         logger.info("drain cancelled: state=%s left=%d", self.progress.state, self.progress.left)
-        self._counted.set()  # for those that wait
+        self._counted.set()  # for callers that wait
         self._ended.set()  # a task that is cancelled before its first step would not
         # Another drain may begin while this one is joined.
         tasks, self._tasks = self._tasks, TaskSupervisor("drain", max_tasks=2)

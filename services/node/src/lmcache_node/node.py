@@ -129,7 +129,7 @@ class Node(ABC, Generic[S]):
 
     @abstractmethod
     def accept_stores(self) -> None:
-        """Take new chunks again: the drain was cancelled."""
+        """Accept new chunks again: the drain was cancelled."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -294,7 +294,7 @@ class Node(ABC, Generic[S]):
         return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
     async def undrain(self) -> None:
-        """Take chunks and pulls again after a drain, or after the broker has ordered one.
+        """Accept chunks and pulls again after a drain, or after the broker has ordered one.
 
         Raises:
             ConflictError: The process ends.

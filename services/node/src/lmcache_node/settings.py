@@ -46,11 +46,11 @@ QuotaGb = Annotated[float, Field(gt=0, le=MAX_GB)]
 
 
 class TenantQuotaSettings(BaseModel):
-    """What the chunks of one tenant may take, GB (2^30 bytes).
+    """Space for the chunks of one tenant, GB (2^30 bytes).
 
     Attributes:
-        memory_gb: Of host memory; None: `tenant_quota_gb`.
-        disk_gb: Of the disk; None: `tenant_disk_quota_gb`.
+        memory_gb: Host memory; None: `tenant_quota_gb`.
+        disk_gb: Disk; None: `tenant_disk_quota_gb`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -170,11 +170,11 @@ class NodeSettings(ServiceSettings):
         """Check the URL at which others reach lm:// of this service.
 
         Args:
-            option: That names it.
+            option: Name of the URL's option.
             url: A distributed URL, or none.
 
         Raises:
-            ValueError: It tells others to connect unencrypted, which this service does not accept.
+            ValueError: The URL is unencrypted, which this service does not accept.
         """
         if url is not None and self.tls_cert_file is not None and not is_encrypted(url):
             raise ValueError(

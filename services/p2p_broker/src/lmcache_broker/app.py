@@ -93,7 +93,7 @@ def create_lifespan(
 
 
 def create_shared_peers(settings: BrokerSettings) -> RedisPeers | None:
-    """Return what brokers share, as the settings say; None where this one is alone. Connects to
+    """Return the peer store that the settings share between brokers; None without one. Connects to
     nothing.
 
     Raises:

@@ -20,7 +20,7 @@ from lmcache_broker.transfers.hot import HotChunks, HotPrefix
 
 MAX_SAMPLES: Final = 360
 MAX_SAMPLED_OWNERS: Final = 256
-"""Tenants with a history; of further ones only the present is known."""
+"""Tenants with a history; for further ones only current figures are known."""
 MAX_LABELS: Final = 32
 """Names of one kind that are counted one by one; peers may report any. Others count together."""
 OTHER_LABEL: Final = "other"
@@ -91,7 +91,7 @@ class Work(msgspec.Struct):
         loaded_bytes: By tier.
         missed_chunks: By reason.
         saved_tokens: Tokens whose KV was loaded instead of computed, by model.
-        saved_ms: Prefill time of these, by model; 0 where engines do not know their speed.
+        saved_ms: Prefill time of these, by model; 0 if engines do not know their speed.
     """
 
     requested_chunks: int = 0
@@ -134,9 +134,9 @@ class HotChunk(msgspec.Struct, frozen=True):
 
     Attributes:
         num_pulls: Granted by this broker within the last minute.
-        num_chunks: That were pulled together up to this one.
-        num_tokens: Of these; null where the requester does not tell.
-        model: The requester's; null where it has none or several.
+        num_chunks: Chunks pulled together, up to this one.
+        num_tokens: Their tokens; null if the requester does not report them.
+        model: The requester's; null if it has none or several.
         num_holders: Instances that have it.
     """
 
@@ -156,7 +156,7 @@ class Overview(msgspec.Struct, frozen=True):
         broker: The broker that answers.
         tenant: The caller's.
         shares: Whether this broker is configured to share peers with others.
-        is_shared: Whether the peer store that brokers share answers this broker.
+        is_shared: Whether the peer store shared by brokers answers this broker.
         peers: Draining ones first; at most 256.
         links: The strongest; at most 512.
         totals: Of all these peers since the start of each.
@@ -183,14 +183,14 @@ class Overview(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Bucket:
-    """The work of some time, by owner."""
+    """The work of one interval, by owner."""
 
     began_ms: int
     ended_ms: int
     by_owner: dict[str, Work]
 
     def num_cells(self) -> int:
-        """Return its counts; empty dictionaries take room, too."""
+        """Return the number of its counts; empty dictionaries take space, too."""
         return sum(
             5
             + len(work.loaded_chunks)
@@ -211,7 +211,7 @@ class _Buckets(deque[_Bucket]):
     """The latest buckets, the oldest first.
 
     Args:
-        bucket_s: A bucket takes in intervals until it is this long.
+        bucket_s: A bucket collects intervals until it is this long.
         max_buckets: Further ones displace the oldest, as more than `MAX_CELLS` counts do.
     """
 
@@ -239,8 +239,8 @@ class History:
     """The last `MAX_SAMPLES` intervals, and the last hour and day in buckets.
 
     What a peer counted before this broker first heard of it belongs to no interval. A new
-    incarnation counts from 0 if its counters fell. If they did not, the same process has taken it,
-    as an undrain does.
+    incarnation counts from 0 if its counters fell. If they did not, the same process took a new
+    incarnation, as an undrain does.
 
     Args:
         wall_ms: Unix time in milliseconds.
@@ -285,7 +285,7 @@ class History:
             buckets.add(began_ms, ended_ms, by_owner)
 
     def windows(self, owners: Collection[str]) -> list[Window]:
-        """Return the work of these owners together for each of `WINDOWS_S`."""
+        """Return the combined work of these owners for each of `WINDOWS_S`."""
         now_ms = self._wall_ms()
         found = []
         for window_s, buckets in self._by_window.items():
@@ -298,7 +298,7 @@ class History:
         return found
 
     def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[Sample]:
-        """Return the latest intervals, the oldest first, of these owners together."""
+        """Return the latest intervals of these owners combined, the oldest first."""
         found = []
         for bucket in list(self._samples)[max(0, len(self._samples) - max_samples) :]:
             work = Work()
@@ -334,7 +334,7 @@ def grow(
 
 
 def _fell(now: PeerFigures, before: PeerFigures) -> bool:
-    """Return whether a counter is lower than before: another process counts."""
+    """Return whether a counter is lower than before, which means that another process counts."""
     return (
         now.requested_chunks < before.requested_chunks
         or now.stored_chunks < before.stored_chunks
@@ -359,7 +359,7 @@ class BrokerOverview:
         broker: This broker's name among its peers.
         registry: The peers.
         hot: What they pull most.
-        interval_s: Between two samples.
+        interval_s: Seconds between two samples.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class BrokerOverview:
         self._kept: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
 
     async def sample(self) -> None:
-        """End an interval; to be repeated."""
+        """End an interval. Call it repeatedly."""
         await self._registry.refresh()
         self._history.sample(self._registry.directory.records())
 
@@ -388,7 +388,9 @@ class BrokerOverview:
         )
 
     def _view(self, principal: Principal) -> Overview:
-        """Return everything that `principal` may see, as it was built lately if that took long."""
+        """Return everything that `principal` may see; a recent view is reused if building it took
+        long.
+        """
         until_s, kept = self._kept.get(principal.tenant, (0.0, None))
         if kept is not None and time.monotonic() < until_s:
             return kept
@@ -440,7 +442,7 @@ class BrokerOverview:
 
 
 def _shown_prefix(prefix: HotPrefix, models: Mapping[str, ModelFigures]) -> HotChunk:
-    """Describe a prefix by its requester's model. Chunk ids tell neither model nor tokens."""
+    """Describe a prefix by its requester's model. Chunk ids reveal neither model nor tokens."""
     [model, figures] = next(iter(models.items())) if len(models) == 1 else (None, ModelFigures())
     num_tokens = round(prefix.num_chunks * figures.chunk_tokens)
     return HotChunk(

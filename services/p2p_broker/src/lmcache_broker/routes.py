@@ -1,6 +1,6 @@
 """The REST interface: `/v1/peers`, `/v1/stats`, `/v1/transfers` and `/v1/overview`.
 
-Its messages are those of `lmcache_core.p2p.messages`, and a few that only people read.
+Its messages are those of `lmcache_core.p2p.messages`, and a few for people.
 """
 
 from __future__ import annotations

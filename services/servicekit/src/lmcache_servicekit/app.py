@@ -1,4 +1,4 @@
-"""Builds a service's app: its routers between the parts that all services share."""
+"""Builds a service's app: its routers, and the parts that all services share."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class ServiceApp(FastAPI):
 
     Args:
         guarded: The routes that let callers in.
-        problems: Which problems there are.
-        only_tenant: Whose service this is; None: all tenants'.
-        options: FastAPI's own.
+        problems: Problem types by class of error.
+        only_tenant: The only tenant of this service; None: all tenants.
+        options: FastAPI's own options.
 
     Attributes:
         guarded: The same.
@@ -99,7 +99,7 @@ class ServiceApp(FastAPI):
         self._more_schemas: dict[str, Any] = {}
 
     def describe(self, schemas: Mapping[str, Any]) -> None:
-        """Add schemas to the OpenAPI document, by the names that operations refer to them by."""
+        """Add schemas to the OpenAPI document, under the names that operations refer to."""
         self._more_schemas.update(schemas)
 
     def openapi(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ServiceApp(FastAPI):
 
 
 def _summarise(operation: dict[str, Any]) -> None:
-    """Replace a summary that FastAPI has made of a function's name by the description's first
+    """Replace a summary that FastAPI derived from a function's name with the description's first
     sentence.
     """
     text = " ".join(operation.get("description", "").split())
@@ -203,13 +203,13 @@ def create_service_app(
 
     Raises:
         ConfigError: The token file or a certificate cannot be read.
-        TypeError: A route lets in any caller.
+        TypeError: A route admits any caller.
     """
     guarded: list[GuardedRoute] = []
     for route in (route for router in routers for route in router.routes):
         if not isinstance(route, GuardedRoute):
             raise TypeError(
-                f"{route} lets every caller in: make it by APIRouter(route_class=GuardedRoute)"
+                f"{route} admits every caller: create it with APIRouter(route_class=GuardedRoute)"
             )
         guarded.append(route)
     version = version_of(distribution)
@@ -246,7 +246,7 @@ def create_service_app(
     if settings.rate_limit_per_tenant is not None:
         state.limiter = RateLimiter(settings.rate_limit_per_tenant)
     app.state.service = state
-    # The one added last is the outermost: refused bodies are counted too.
+    # The middleware added last is the outermost, so refused bodies are counted too.
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes or {})
     app.add_middleware(RequestMiddleware, state=state, service=distribution)
     install_problem_handlers(app, problems)
@@ -287,7 +287,7 @@ class Liveness(BaseModel):
 
 
 def _probe_router(state: ServiceState) -> APIRouter:
-    """Make the routes that need no credentials: a kubelet has none."""
+    """Create the routes that need no credentials, since a kubelet has none."""
     router = APIRouter(tags=["health"])
 
     @router.get("/healthz", summary="The process is alive")
@@ -329,12 +329,12 @@ class _QuietServer(uvicorn.Server):
 async def _probes(state: ServiceState, host: str, port: int) -> AsyncIterator[None]:
     """Serve `/healthz`, `/readyz` and `/metrics` alone, on a second listener.
 
-    A kubelet or Prometheus may not reach what a service listens on, or may have no certificate to
-    show there; this listener may stand on the pod's address, is never encrypted, and asks for
-    nothing.
+    A kubelet or Prometheus may be unable to reach the service's own listener, or may lack a client
+    certificate for it. This listener may use the pod's address, is never encrypted, and requires no
+    credentials.
 
     Raises:
-        ConfigError: The address is taken or not this machine's.
+        ConfigError: The address is taken or belongs to another machine.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_probe_router(state))
@@ -371,7 +371,9 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
             await asyncio.to_thread(state.tokens.reload_if_changed)
 
         async def look() -> None:
-            """Log what is away, and back, also where no kubelet asks."""
+            """Log dependencies that become unavailable or available again, even if no kubelet
+            asks.
+            """
             await asyncio.sleep(HEALTH_LOOK_S)
             await state.health.run()
 
@@ -381,7 +383,7 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
             if not state.tokens.is_anonymous:
                 tasks.repeat("token-reload", reload, TOKEN_RELOAD_INTERVAL_S)
             if settings.health_port is not None:
-                # Before the rest is opened, so that a kubelet sees a living process.
+                # Opened first, so that a kubelet sees a live process.
                 await exits.enter_async_context(
                     _probes(state, settings.health_host, settings.health_port)
                 )
@@ -395,7 +397,7 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
                 await state.siblings.open()
                 exits.push_async_callback(state.siblings.close)
             looks = TaskSupervisor("health")
-            # Ends first: what the lifespan closes is not away.
+            # Ends first: dependencies that the lifespan closes are not unavailable.
             exits.push_async_callback(looks.close)
             looks.repeat("look", look, 0.0)
             yield

@@ -111,10 +111,10 @@ class GuardedRoute(APIRoute):
 
 
 def refuse_unknown_parameters(request: Request, known: frozenset[str] = frozenset()) -> None:
-    """Check that a call has a meaning for each query parameter: a misspelt one would be ignored.
+    """Refuse unknown query parameters: a misspelt one would otherwise be ignored.
 
     Raises:
-        RequestValidationError: It has none for one of them.
+        RequestValidationError: A parameter is unknown.
     """
     if not request.scope["query_string"]:
         return

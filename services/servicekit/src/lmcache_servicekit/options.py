@@ -25,8 +25,8 @@ class OptionText:
 
     Attributes:
         name: Its name; of a part of it, with a dot: `quota.max_bytes`, `peers.*.id`.
-        default: As YAML has it, or in words; empty where the option is required.
-        values: Its choices or bounds, with their unit; empty where any is taken.
+        default: In YAML, or in words; empty if the option is required.
+        values: Its choices or bounds, with their unit; empty if any value is accepted.
         meaning: What it is for.
         owner: The settings that declare it.
     """
@@ -75,8 +75,8 @@ def _options(
 
 
 def _nested(annotation: Any, between: str = "") -> Iterator[tuple[type[BaseModel], str]]:
-    """Yield the models in an annotation, each with what stands between the names of the option and
-    of its own options.
+    """Yield the models in an annotation, each with the text between the option's name and the names
+    of the model's options.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, between
@@ -96,7 +96,7 @@ def _meanings(model: type[BaseModel]) -> dict[str, tuple[str, type[BaseModel]]]:
 
 
 def _default(schema: Mapping[str, Any]) -> str:
-    default = schema.get("default", {})  # a factory's, which the schema does not know
+    default = schema.get("default", {})  # from a factory, which the schema does not know
     if default is None:
         return "none"
     if isinstance(default, bool):
@@ -107,7 +107,7 @@ def _default(schema: Mapping[str, Any]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """Return a value as YAML on one line, without what is none."""
+    """Return a value as YAML on one line, without members that are None."""
     text: str = yaml.safe_dump(_set(value), default_flow_style=True, sort_keys=False, width=1 << 20)
     return text.strip()
 

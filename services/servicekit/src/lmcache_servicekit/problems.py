@@ -58,7 +58,7 @@ class ProblemType:
 MALFORMED: Final = ProblemType("malformed", 400, "The body is not well-formed")
 INVALID: Final = ProblemType("invalid", 422, "The request is not valid")
 UNTYPED: Final[Mapping[int, str]] = {
-    406: "No format of the answer is accepted by the caller",
+    406: "The caller accepts no format of the answer",
     408: "The body did not arrive in time",
     413: "The body is too large",
     415: "The body's Content-Type is not one that the call reads",
@@ -66,7 +66,7 @@ UNTYPED: Final[Mapping[int, str]] = {
 """Problems whose `type` is `about:blank`: the status says all."""
 
 _RETRY: Final = {"Retry-After": "1"}
-# RFC 9110 renamed it; Python's table does so from 3.13 on.
+# RFC 9110 renamed it; Python's table follows from 3.13 on.
 _TITLES: Final = {413: "Content Too Large"}
 _METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _BEARER: Final = {"WWW-Authenticate": "Bearer"}
@@ -150,7 +150,8 @@ def install_problem_handlers(
     """Answer every error of `app` with problem+json.
 
     Args:
-        app: Gets handlers for our errors, validation errors, HTTP exceptions and everything else.
+        app: Receives handlers for our errors, validation errors, HTTP exceptions and everything
+            else.
         more: Entries for a service's own errors, which take precedence over `PROBLEMS`.
     """
     table = {**PROBLEMS, **(more or {})}

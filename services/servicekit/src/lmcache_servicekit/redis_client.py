@@ -317,7 +317,7 @@ class RedisNode:
     ) -> None:
         self._clients = (client, *sentinels)
         self._pool = client.connection_pool
-        # One connection more would be refused, so callers wait here.
+        # One more connection would be refused, so callers wait here.
         self._places = asyncio.Semaphore(self._pool.max_connections)
         self._num_calls = 0
 

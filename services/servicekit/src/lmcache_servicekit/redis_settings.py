@@ -131,7 +131,7 @@ def _check_redis_url(url: SecretStr) -> SecretStr:
 
 
 class RedisSettings(ServiceSettings):
-    """Where Redis is, and what it is shown.
+    """Where Redis is, and the credentials for it.
 
     Attributes:
         redis_url: Where state is shared; None: it stays in this process, which must be the only

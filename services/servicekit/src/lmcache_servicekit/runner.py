@@ -93,7 +93,7 @@ def run_service(
 def _check_port_file(path: Path | None) -> None:
     if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"--port-file {str(path)!r}: {path.parent} is no directory that can be written to;"
+            f"--port-file {str(path)!r}: {path.parent} is not a writable directory;"
             " choose another path"
         )
 

@@ -1,5 +1,5 @@
-"""The settings that all services share, and how settings are loaded: one YAML file, then
-environment variables over it. A misspelt name is refused.
+"""The settings that all services share, and how settings are loaded: one YAML file, overridden by
+environment variables. A misspelt name is refused.
 """
 
 from __future__ import annotations
@@ -178,10 +178,10 @@ class ServiceSettings(BaseModel):
         return {} if port is None else {option: (host, port)}
 
     def refuse_plaintext(self, option: str, host: str) -> None:
-        """Check an address that callers show tokens at.
+        """Check an address to which callers send tokens.
 
         Args:
-            option: That names the address.
+            option: Name of the address's option.
             host: The address.
 
         Raises:
@@ -209,7 +209,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _overlap(host: str, other: str) -> bool:
-    """Return whether two listeners of one port cannot be at these hosts."""
+    """Return whether two listeners on one port conflict at these hosts."""
     if host == other or is_unspecified(host) or is_unspecified(other):
         return True
     return is_loopback(host) and is_loopback(other) and "localhost" in (host, other)
@@ -226,7 +226,7 @@ def is_unspecified(host: str) -> bool:
 def load_settings(
     settings_cls: type[S], config_file: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> S:
-    """Read the settings file, put environment variables over it, and validate.
+    """Read the settings file, override it with environment variables, and validate the result.
 
     Args:
         settings_cls: The service's settings; its `env_prefix` names its variables.
@@ -309,7 +309,7 @@ def _refuse_unknown(
 
 
 def _without_credentials(text: str) -> str:
-    """Mask what may be a password in a URL, also one with a slash in it."""
+    """Mask what may be a password in a URL, even one with a slash in it."""
     before, _, after = text.partition("://")
     return f"{before}://{MASK}@{after.rpartition('@')[2]}" if "@" in after else text
 
@@ -352,7 +352,7 @@ class EnvironmentReader:
     Args:
         model: The settings model.
         prefix: For example `LMCACHE_LOOKUP_`.
-        reserved: Names (without the prefix) that are no settings but belong to the service, for
+        reserved: Names (without the prefix) that belong to the service but are not settings, for
             example `CONFIG`.
 
     Attributes:
@@ -373,7 +373,7 @@ class EnvironmentReader:
         """Collect the values that `environ` sets.
 
         Returns:
-            Nested values, fit to be merged over those of a file, and the variable that each path
+            Nested values, ready to be merged over those of a file, and the variable that each path
             came from.
 
         Raises:
@@ -412,12 +412,12 @@ class EnvironmentReader:
 
 
 def is_secret(annotation: Any) -> bool:
-    """Return whether a field so annotated holds a secret."""
+    """Return whether a field with this annotation holds a secret."""
     return any(alternative in (SecretStr, SecretBytes) for alternative in _alternatives(annotation))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the leaves of `over` put over it; neither is changed."""
+    """Return `base`, overridden by the leaves of `over`; neither is changed."""
     result = dict(base)
     for name, value in over.items():
         below = result.get(name)
@@ -490,7 +490,7 @@ def _put(values: dict[str, Any], path: FieldPath, value: Any) -> None:
 
 
 def read_secret_file(path: Path | None, option: str) -> str | None:
-    """The text of a file that holds one secret, without white space around it.
+    """Return the text of a file that holds one secret, without surrounding white space.
 
     Args:
         path: The file, or None for none.

@@ -130,7 +130,7 @@ class WorkerPool:
         """Restart workers that have ended.
 
         Returns:
-            The exit code of one that has not come up the first time; None: continue.
+            The exit code of a worker that failed its first start; None: continue.
         """
         for number, process in list(self._processes.items()):
             if process.exitcode is None:

@@ -40,8 +40,7 @@ def heartbeat_figures(
     exclusive_bytes: int | None,
     chunk_tokens: Mapping[str, float] = MappingProxyType({}),
 ) -> PeerFigures:
-    """Return the current figures from the sidecar's counters, so that the broker shows the same as
-    `/metrics`.
+    """Return the current figures from the sidecar's counters, so that broker and `/metrics` agree.
 
     Args:
         tiers: Tiers of this sidecar.

@@ -1,4 +1,4 @@
-"""What engines have lately asked for before a prefill, by request: chunk hashes and counts. No
+"""What engines have recently looked up before a prefill, by request: chunk hashes and counts. No
 token is kept.
 """
 
@@ -16,7 +16,7 @@ from lmcache_core.storage.hot import LocalCPUBackend
 
 MAX_LOOKUPS: Final = 1000
 MAX_CHUNKS: Final = 512
-"""Hashes of one lookup that are remembered: with `MAX_LOOKUPS` this bounds the memory (24 MiB)."""
+"""Hashes kept per lookup: with `MAX_LOOKUPS` this bounds the memory (24 MiB)."""
 MAX_AGE_S: Final = 3600.0
 NOWHERE: Final = bytes([StagedFrom.NOWHERE])
 _AT_LEAST: Final = [
@@ -33,14 +33,14 @@ class RecentLookup:
 
     Attributes:
         request_id: The ticket's name, which contains the engine's id of the request.
-        model_name: Under which the engine names KV.
-        asked_at: Unix time of the first question.
+        model_name: Model name under which the engine names KV.
+        asked_at: Unix time of the first request.
         num_chunks: Chunks of the prompt.
         hashes: Hashes of the first `MAX_CHUNKS`, packed.
-        found: Number of chunks of the prefix by where they were: the farthest of their groups of
+        found: Number of chunks of the prefix by tier: the farthest tier of a chunk's groups of
             layers.
         is_final: Whether nothing more was being read when the engine last asked.
-        missing: Why memory did not have the first missing chunk; "" where none was missing.
+        missing: Why memory did not have the first missing chunk; "" if none was missing.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class RecentLookup:
 
     @property
     def chunk_hashes(self) -> list[str]:
-        """The hashes that are remembered, 64 hex digits each."""
+        """The kept hashes, 64 hex digits each."""
         return [
             self.hashes[at : at + CHUNK_HASH_BYTES].hex()
             for at in range(0, len(self.hashes), CHUNK_HASH_BYTES)
@@ -75,13 +75,12 @@ class RecentLookups:
         self._lookups: OrderedDict[str, RecentLookup] = OrderedDict()
 
     def note(self, request_id: str, chains: Sequence[ChunkChain], staged: Staged) -> None:
-        """Note the answer to a question about a prefix; it replaces an earlier answer to the same
-        question. Hashes are cut to `MAX_CHUNKS`; counts and the reason are those of the whole
-        prompt.
+        """Record the answer to a lookup of a prefix; it replaces an earlier answer to the same
+        lookup. Hashes are cut to `MAX_CHUNKS`; counts and the reason are those of the whole prompt.
 
         Args:
             request_id: Name of the ticket.
-            chains: What was asked for; none: the same as before.
+            chains: The requested chunks; none: the same as before.
             staged: The answer.
         """
         known = self._lookups.get(request_id)
@@ -113,7 +112,7 @@ class RecentLookups:
         return [one for name, one in reversed(self._lookups.items()) if text in name]
 
     def _why_missing(self, chains: Sequence[ChunkChain], origins: Sequence[bytes]) -> str:
-        """Ask memory about one chunk: the first that a group lacks."""
+        """Return why memory lacks the first chunk that a group misses."""
         for chain, of_group in zip(chains, origins, strict=False):
             first = of_group.find(NOWHERE)
             if first < 0:
@@ -121,7 +120,7 @@ class RecentLookups:
             keys = chain.part(first, first + 1).keys_by_chunk()
             held = self._hot.peek_many([ChunkKey(self._tenant, key) for key in keys])
             reasons = (one.reason for one in held if isinstance(one, Miss))
-            # Memory has it for all ranks, but tickets hold as much as they may.
+            # Memory has it for all ranks, but tickets have reached their limit.
             return next(reasons, MissReason.NO_MEMORY).value
         return ""
 
@@ -132,8 +131,8 @@ def count_prefix(origins: Sequence[bytes]) -> Counter[StagedFrom]:
     found: Counter[StagedFrom] = Counter()
     num_farther = 0
     for origin, marks in _AT_LEAST:
-        # One bit for each chunk that some group has in this tier or a farther one. On the event
-        # loop, so without a loop over the chunks: 53 µs instead of 820 for 8,192 of them.
+        # One bit for each chunk that some group has in this tier or a farther one. This runs on the
+        # event loop, so it avoids a loop over the chunks: 53 µs instead of 820 for 8,192 of them.
         positions = 0
         for one in origins:
             positions |= int.from_bytes(one[:num_found].translate(marks))

@@ -25,7 +25,7 @@ TEMPORARY = "/tmp"  # noqa: S108 (the same)
 
 
 def default_run_directory() -> Path:
-    """Return the directory of the socket where the settings name none; see `make_private`."""
+    """Return the default directory of the socket; see `make_private`."""
     try:
         temporary = tempfile.gettempdir()
     except FileNotFoundError:
@@ -36,8 +36,8 @@ def default_run_directory() -> Path:
 
 
 def default_arena_directory() -> Path:
-    """Return the directory of the arena where the settings name none: in memory if the system has
-    a place for that, since a file that is mapped from a disk is written back to it.
+    """Return the default directory of the arena: in memory if the system has a place for that,
+    since a file mapped from a disk is written back to it.
     """
     return (
         SHARED_MEMORY / f"lmcache-{os.getuid()}"
@@ -50,18 +50,18 @@ def known_serde(value: str) -> str:
     """Return the name of a serde.
 
     Raises:
-        ValueError: It is none of `DISK_SERDES`.
+        ValueError: It is not one of `DISK_SERDES`.
     """
     if value not in DISK_SERDES:
         raise ValueError(
-            f"{value!r} is no encoding that a sidecar has{did_you_mean(value, DISK_SERDES)}"
+            f"{value!r} is not an encoding that a sidecar has{did_you_mean(value, DISK_SERDES)}"
         )
     return value
 
 
 def _accepts_handover(values: dict[str, Any]) -> bool:
-    """Accept handovers only from authenticated peers: on loopback any user of the machine could
-    store KV under an engine's names.
+    """Accept handovers only from authenticated peers; otherwise any user of the machine could store
+    KV under an engine's names over loopback.
     """
     return values.get("auth_tokens_file") is not None
 
@@ -186,8 +186,8 @@ class SidecarSettings(NodeSettings):
             and self.auth_tokens_file is None
         ):
             raise ValueError(
-                "accept_handover=true, but with ticket_keys_file alone nobody may put anything: set"
-                " auth_tokens_file too, or leave it out"
+                "accept_handover=true, but with ticket_keys_file alone no peer may put anything:"
+                " set auth_tokens_file too, or leave it out"
             )
         if (
             not is_loopback(self.lm_host)
@@ -206,10 +206,11 @@ class SidecarSettings(NodeSettings):
 
 
 def make_default_directories(settings: SidecarSettings) -> None:
-    """Make those default directories that these settings use.
+    """Create the default directories that these settings use.
 
     Raises:
-        ConfigError: One cannot be made, is a link, belongs to another user, or others may enter it.
+        ConfigError: A directory cannot be created, is a link, belongs to another user, or is open
+            to others.
     """
     used = (*settings.socket_path.parents, settings.arena_path, *settings.arena_path.parents)
     for directory in (default_run_directory(), default_arena_directory()):
@@ -218,8 +219,8 @@ def make_default_directories(settings: SidecarSettings) -> None:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that this user alone may enter, or check that it is one: in a shared
-    temporary directory another user may have made it first, to put a socket or memory there.
+    """Create a directory that only this user may enter, or check an existing one: in a shared
+    temporary directory another user may have created it first, to put a socket or memory there.
     """
     fix = "set socket_path and arena_path to a directory of your own"
     try:
@@ -233,6 +234,6 @@ def make_private(directory: Path) -> None:
         or stat.S_IMODE(status.st_mode) & 0o077
     ):
         raise ConfigError(
-            f"{directory} is not a directory that belongs to this user and that nobody else may"
-            f" enter; {fix}"
+            f"{directory} is not a directory that belongs to this user and that no other user"
+            f" may enter; {fix}"
         )

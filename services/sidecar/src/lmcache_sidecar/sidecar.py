@@ -91,7 +91,7 @@ class SidecarNode(Node[SidecarSettings]):
         self.exits.callback(owner.close)
         await self.open_clients()
         serdes = [settings.disk_serde, settings.remote_serde, settings.peer_serde]
-        # Codecs compile when they open, so that no request has to wait for that.
+        # Codecs compile when they open, so that no request waits for that.
         codecs = await self.opened(create_codecs(serdes, counters=self.counters))
         await self.open_tiers(build_tiers(self._describe_tiers(codecs)), DESCRIBED)
         self.state.registry.register(CodecErrorCollector(codecs.figures.errors))
@@ -170,8 +170,8 @@ class SidecarNode(Node[SidecarSettings]):
         return self.settings.accept_handover and self.takes_chunks()
 
     async def _open_arena(self) -> ArenaOwner:
-        """Open the arena. A new one may not fit while engines still map that of an earlier start:
-        wait for them.
+        """Open the arena. A new one may not fit while engines still map the arena of an earlier
+        start; then wait for them.
 
         Raises:
             ConfigError: It still does not fit after `arena_wait_s`.

@@ -1,5 +1,5 @@
-"""The command `lmcache-webhook`: serves, or with `certificate` as its first argument makes the
-certificate to serve with.
+"""The command `lmcache-webhook`: runs the webhook, or creates its certificate if the first argument
+is `certificate`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ CERTIFICATE: Final = "certificate"
 
 
 def main() -> int:
-    """Run the webhook until SIGTERM, or make a certificate."""
+    """Run the webhook until SIGTERM, or create a certificate."""
     if sys.argv[1:2] == [CERTIFICATE]:
-        # Serving needs neither the API's client nor keys.
+        # Imported here: serving needs neither the API's client nor keys.
         from lmcache_webhook import certificate
 
         return certificate.main(sys.argv[2:])

@@ -43,7 +43,7 @@ async def review_pod(
 ) -> AdmissionAnswer:
     """Answer an AdmissionReview.
 
-    API servers send no token by default, so `allow_anonymous` is usual here; the answer holds no
+    API servers send no token by default, so `allow_anonymous` is normal here; the answer holds no
     secrets.
     """
     declared = request.headers.get("content-length", "")
@@ -56,7 +56,7 @@ def create_app(settings: WebhookSettings) -> FastAPI:
     """Build the app. Reads the template and the certificate.
 
     Raises:
-        ConfigError: One of them cannot be read or is wrong.
+        ConfigError: One of them cannot be read or is invalid.
     """
     reviewer = Reviewer(injection_options(settings), settings.max_reviews_per_s)
 
@@ -76,10 +76,10 @@ def create_app(settings: WebhookSettings) -> FastAPI:
 
 
 def injection_options(settings: WebhookSettings) -> InjectionOptions:
-    """Return what the settings say about injection. Reads the template.
+    """Return the settings' injection options. Reads the template.
 
     Raises:
-        ConfigError: It cannot be read or is wrong.
+        ConfigError: The template cannot be read or is invalid.
     """
     template = read_template(settings.sidecar_template_file)
     check_cpu(settings.sidecar_cpu, template)

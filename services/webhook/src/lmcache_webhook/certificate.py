@@ -1,9 +1,9 @@
-"""`lmcache-webhook certificate`: makes the certificate to serve with where there is none that will
-do, keeps it in a Secret, and tells the API server whom to trust.
+"""`lmcache-webhook certificate`: creates the webhook's certificate unless there is a usable one,
+keeps it in a Secret, and tells the API server which authority to trust.
 
-Safe to run again at any time: it changes nothing that is good. As a Job before and after an
-installation or upgrade (before, so that pods find their certificate; after, since only then there
-is a configuration to tell), and now and then as a CronJob, which renews.
+Safe to run at any time: it leaves a valid certificate unchanged. It runs as a Job before an
+installation or upgrade, because pods need their certificate, and after it, because only then is
+there a configuration to update. A CronJob runs it periodically to renew the certificate.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Material:
     """PEM texts.
 
     Attributes:
-        authorities: Certificates to be trusted, the one that signs first.
-        authority_key: Its key.
-        certificate: What is served with.
+        authorities: Certificates to trust, the signing one first.
+        authority_key: Key of the signing authority.
+        certificate: The webhook's certificate.
         key: Its key.
     """
 
@@ -67,7 +67,7 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """How long a certificate is good, and how long before its end it is replaced."""
+    """How long a certificate is valid, and how long before its end it is replaced."""
 
     valid: datetime.timedelta
     renew_before: datetime.timedelta
@@ -76,11 +76,11 @@ class Lifetime:
 def why_renew(
     material: Material | None, names: Sequence[str], lifetime: Lifetime, now: datetime.datetime
 ) -> str | None:
-    """Return why a new certificate is needed; None where the old one will do.
+    """Return why a new certificate is needed; None if the old one is still usable.
 
     Args:
         material: What there is.
-        names: What the certificate must be good for.
+        names: Names that the certificate must cover.
         lifetime: See there.
         now: With a time zone.
     """
@@ -108,8 +108,8 @@ def why_renew(
 def renew(
     material: Material | None, names: Sequence[str], lifetime: Lifetime, now: datetime.datetime
 ) -> Material:
-    """Return a new certificate, from the same authority if that is good for longer, so that no one
-    has to be told.
+    """Return a new certificate, from the same authority if that outlives it, so that clients need
+    not learn a new one.
 
     Args:
         material: What there is.
@@ -138,9 +138,7 @@ def renew(
 def _signing(
     material: Material | None, until: datetime.datetime
 ) -> tuple[ec.EllipticCurvePrivateKey, list[x509.Certificate]] | None:
-    """Return key and certificates of the authority that there is, if it may sign something that is
-    good until then.
-    """
+    """Return key and certificates of the current authority, if it is valid until then."""
     if material is None:
         return None
     try:
@@ -245,10 +243,10 @@ class CertificateStore:
         namespace: Of the Secret.
         secret: Its name.
         configuration: Name of the webhook's configuration.
-        api_url: Instead of the API that this pod's cluster has.
+        api_url: Use this API server instead of the one of this pod's cluster.
 
     Raises:
-        ConfigError: No address was given, and this is no pod of a cluster.
+        ConfigError: No address was given, and this is not a pod of a cluster.
     """
 
     def __init__(
@@ -259,10 +257,10 @@ class CertificateStore:
             try:
                 config.load_incluster_config(options)
             except config.ConfigException as exc:
-                raise ConfigError(f"this is no pod of a cluster ({exc}); set --api-url") from exc
+                raise ConfigError(f"this is not a pod of a cluster ({exc}); set --api-url") from exc
         else:
             options.host = api_url
-        options.retries = 0  # the Job that runs this is tried again
+        options.retries = 0  # Kubernetes retries the Job that runs this
         api = client.ApiClient(options)
         self._core = client.CoreV1Api(api)
         self._admission = client.AdmissionregistrationV1Api(api)
@@ -271,10 +269,11 @@ class CertificateStore:
         self._configuration = configuration
 
     def read(self) -> tuple[Material | None, str]:
-        """Return the certificate and its version; a Secret that lacks a part is none.
+        """Return the certificate and the Secret's version; a Secret that lacks a part has no
+        certificate.
 
         Raises:
-            UnavailableError: The API server does not let us, or cannot be reached.
+            UnavailableError: The API server refuses, or cannot be reached.
         """
         found = _call(self._core.read_namespaced_secret, self._secret, self._namespace)
         if found is None:
@@ -287,7 +286,7 @@ class CertificateStore:
         return material, found.metadata.resource_version
 
     def write(self, material: Material, version: str) -> None:
-        """Keep another certificate in the place of that version, of none where it is empty.
+        """Replace that version of the certificate; if it is empty, create the Secret.
 
         Raises:
             LostRaceError: The Secret has another version now.
@@ -312,10 +311,10 @@ class CertificateStore:
             raise LostRaceError("the Secret, or its namespace, has been removed in the meantime")
 
     def trust(self, authorities: bytes) -> int | None:
-        """Tell the API server whom to trust.
+        """Tell the API server which authorities to trust.
 
         Returns:
-            How many webhooks were told; None where there is no configuration yet.
+            How many webhooks were updated; None if there is no configuration yet.
 
         Raises:
             UnavailableError: As `read`.
@@ -328,8 +327,7 @@ class CertificateStore:
         for index, webhook in enumerate(found.webhooks or []):
             if webhook.client_config.ca_bundle == bundle:
                 continue
-            # The name is tested: between reading and writing one may have been added or
-            # removed.
+            # Test the name first: a webhook may have been added or removed since the read.
             operations.append(
                 {"op": "test", "path": f"/webhooks/{index}/name", "value": webhook.name}
             )
@@ -346,7 +344,7 @@ class CertificateStore:
 
 
 def _call(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the answer to one call of the API; None where there is no such object."""
+    """Return the answer to one call of the API; None if there is no such object."""
     try:
         return method(*arguments, _request_timeout=CALL_TIMEOUT_S)
     except ApiException as exc:
@@ -365,8 +363,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
-        0 when a good certificate is there; 1 when the cluster did not let us, or cannot be reached;
-        2 for bad arguments.
+        0 if there is a valid certificate; 1 if the API server refuses or cannot be reached; 2 for
+        bad arguments.
     """
     options = _parse(argv)
     names = [
@@ -391,16 +389,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ensure_certificate(store: CertificateStore, names: Sequence[str], lifetime: Lifetime) -> None:
-    """Ensure that a store has a certificate that is good for some time, and that the API server
+    """Ensure that a store has a certificate with enough lifetime left, and that the API server
     trusts it.
 
     Args:
         store: Where it is kept.
-        names: What it must be good for.
-        lifetime: How long, and when it is renewed.
+        names: Names that it must cover.
+        lifetime: How long it is valid, and when it is renewed.
 
     Raises:
-        UnavailableError: The store cannot be used, or is written concurrently all the time.
+        UnavailableError: The store cannot be used, or loses every race against other writers.
     """
     for is_last in (*[False] * (MAX_ATTEMPTS - 1), True):
         material, version = store.read()

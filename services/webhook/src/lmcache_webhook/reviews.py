@@ -1,5 +1,5 @@
-"""Answers AdmissionReviews, version `admission.k8s.io/v1`. The models have the members that are
-read and written, by Kubernetes' names.
+"""Answers AdmissionReviews, version `admission.k8s.io/v1`. The models have only the members that
+are read or written, under Kubernetes' names.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ REVIEW_TIMEOUT_S: Final = 2.0
 """Less than the API server waits (`webhook.timeoutSeconds` of the chart, 5 s)."""
 MAX_UNFINISHED: Final = 4
 """Reviews out of time whose threads may still run; beyond, no other is begun."""
-# Pods have a few KiB, rarely a hundred. API servers take requests of 3 MiB, but the worst pod of
-# that size costs over REVIEW_TIMEOUT_S of the processor, and 70 MiB of a container that has 256; of
-# 1 MiB it is half the time and 24 MiB. A larger review is answered 413: the pod starts as it is.
+# Pods have a few KiB, rarely a hundred. API servers accept requests of 3 MiB, but the worst pod of
+# that size takes over REVIEW_TIMEOUT_S of CPU time, and 70 MiB of the container's 256; at 1 MiB it
+# takes half the time and 24 MiB. A larger review is answered 413: the pod starts unchanged.
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_WAITING_BYTES: Final = 4 << 20
 """Bodies of all reviews that wait for their turn: parsed, up to 24 times as large."""
@@ -55,7 +55,7 @@ class GroupVersionKind(BaseModel):
 
 
 class AdmissionRequest(BaseModel):
-    """What is about to happen."""
+    """The operation under review."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -96,16 +96,16 @@ class AdmissionAnswer(BaseModel):
 
 
 class Reviewer:
-    """Answers reviews; it has no memory but its counts, so any replica may be asked, once or twice,
-    dry run or not.
+    """Answers reviews. Its only state is its counts, so any replica may be asked, repeatedly, dry
+    run or not.
 
-    A review runs in a thread of its own, one at a time: it is plain Python, so that two would only
-    take the interpreter from each other. A thread that runs out of time cannot be stopped; it is
-    left to itself, and as a daemon does not keep the process from ending.
+    Each review runs in its own thread, one at a time: it is pure Python, so two would only compete
+    for the interpreter. A thread that runs out of time cannot be stopped; it is abandoned, and as a
+    daemon does not keep the process alive.
 
     Args:
-        options: What is injected.
-        max_per_s: Reviews in a second; beyond, pods are let through as they are.
+        options: The webhook's options.
+        max_per_s: Reviews per second; further pods pass unchanged.
 
     Attributes:
         counts: Reviews so far, by verdict.
@@ -120,7 +120,7 @@ class Reviewer:
         self.counts: Counter[str] = Counter()
 
     async def answer(self, request: AdmissionRequest, num_bytes: int = 0) -> AdmissionAnswer:
-        """Answer one review within `REVIEW_TIMEOUT_S`. Never says no.
+        """Answer one review within `REVIEW_TIMEOUT_S`. Always allow the pod.
 
         Args:
             request: The review.
@@ -180,7 +180,7 @@ class Reviewer:
         )
 
     async def _in_thread(self, request: AdmissionRequest) -> tuple[PodReview, str]:
-        """Return what becomes of the pod, and the patch as the API server wants it.
+        """Return the result for the pod, and the patch as the API server expects it.
 
         Raises:
             TimeoutError: Too many earlier reviews are still running.
@@ -215,7 +215,7 @@ class Reviewer:
             return (
                 PodReview(
                     "unreadable",
-                    reason="this is no pod that the webhook can read: it is nested too deeply",
+                    reason="this is not a pod that the webhook can read: it is nested too deeply",
                 ),
                 "",
             )
@@ -249,7 +249,7 @@ class WebhookCollector(Collector):
         """Yield every metric of the webhook."""
         reviews = CounterMetricFamily(
             REVIEWS_TOTAL,
-            "Pods that were reviewed, by what became of them.",
+            "Reviewed pods, by outcome.",
             labels=[LABEL_VERDICT],
         )
         for verdict in VERDICTS:

@@ -40,12 +40,12 @@ _OWN_OPTIONS = re.compile(
 
 
 class TenantEntry(BaseModel):
-    """In which namespaces pods may be of a tenant, and what their sidecars show there. Secrets are
-    those of the pod's namespace.
+    """The namespaces whose pods may belong to a tenant, and the Secrets of their sidecars, in the
+    pod's namespace.
 
     Attributes:
         name: The tenant.
-        namespaces: Where; `*` is every namespace.
+        namespaces: Names of namespaces; `*` is every namespace.
         credentials_secret: Secret with `tokens.yaml` and `sidecar-token`; None: no tokens.
         keys_secret: Secret with `ticket-keys` and `salt`; None: no tickets.
         tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` of sidecars; None: unencrypted.
@@ -133,7 +133,7 @@ class WebhookSettings(ServiceSettings):
         for name, quantity in (requests | limits).items():
             asked, most = amount_of(requests.get(name, quantity)), amount_of(quantity)
             if asked is None or most is None:
-                raise ValueError(f"{name} is no quantity: write 500m or 64Mi")
+                raise ValueError(f"{name} is not a quantity: write 500m or 64Mi")
             if asked > most:
                 raise ValueError(
                     f"the request of {name} is above its limit: lower the one or raise the other"

@@ -168,9 +168,9 @@ def test_a_place_without_a_model_is_said_so(
 ) -> None:
     code, _, err = run(capsys, "--certificates", str(tmp_path / "folder"), "--model", place)
     assert code == 1
-    assert ("it is no directory" if place != "tests/unit" else "cannot load a model") in " ".join(
-        err.split()
-    )
+    assert (
+        "it is not a directory" if place != "tests/unit" else "cannot load a model"
+    ) in " ".join(err.split())
 
 
 def test_who_interrupts_it_finds_nothing_half_written(tmp_path: Path) -> None:

@@ -65,5 +65,5 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1MB", "x", "1e3", "0.1B"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)

@@ -152,7 +152,7 @@ def test_a_record_that_claims_too_much_takes_no_memory(tmp_path: Path) -> None:
     payload = bytes(chunk.memory.byte_array)
     path = tmp_path / "x.kvr"
     path.write_bytes(encode_head(huge, len(payload)) + payload)
-    assert "no whole record" in inspect_file(path).fault
+    assert "not a whole record" in inspect_file(path).fault
 
 
 def test_directories_are_searched(tmp_path: Path) -> None:

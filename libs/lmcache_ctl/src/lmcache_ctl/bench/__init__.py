@@ -1,1 +1,1 @@
-"""`lmcachectl bench`: a bounded load on one service, cleaned up afterwards."""
+"""`lmcachectl bench`: put a bounded load on one service, and clean up afterwards."""

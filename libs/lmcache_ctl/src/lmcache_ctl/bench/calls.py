@@ -1,4 +1,4 @@
-"""Make calls to a service, several at once, and measure them and the way there."""
+"""Make concurrent calls to a service; measure the calls and the network."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ Call = Callable[[], Awaitable[Done | None]]
 
 
 async def run_phase(name: str, call: Call, concurrency: int, seconds: float, tell: Tell) -> Phase:
-    """Make calls, several at once, until there are no more or the time is over; measure them.
+    """Make concurrent calls until there are no more or the time is over; measure them.
 
     Args:
-        name: Of the phase.
-        call: Makes one; a `CtlError` that it raises ends the phase.
-        concurrency: How many at once.
-        seconds: How long at most.
-        tell: Called again and again with the progress.
+        name: Name of the phase.
+        call: Makes one call; a `CtlError` that it raises ends the phase.
+        concurrency: Number of concurrent calls.
+        seconds: Longest duration of the phase.
+        tell: Called repeatedly with the progress.
     """
     latencies: list[float] = []
     total, failed = Done(), Counter[str]()
@@ -152,7 +152,9 @@ class ServiceTransport(httpx.AsyncBaseTransport):
 
 
 def probing(service: Endpoint, probe: Callable[[], Awaitable[float]]) -> Call:
-    """Return a call that makes one probe, which tells its seconds, `MAX_PROBES` times at most."""
+    """Return a call that makes one probe, at most `MAX_PROBES` times. A probe returns its
+    seconds.
+    """
     rest = iter(range(MAX_PROBES))
 
     async def call() -> Done | None:
@@ -170,8 +172,8 @@ def probing(service: Endpoint, probe: Callable[[], Awaitable[float]]) -> Call:
 def connecting(service: Endpoint) -> Call | None:
     """Return a call that opens a connection, one round trip that the other side's kernel answers.
 
-    Return None where that measures something else: through a port-forward, which the API answers,
-    and with several servers in the URL.
+    Return None where that would measure something else: through a port-forward, which the API
+    answers, and with several servers in the URL.
     """
     parts = urlsplit(service.url)
     if service.pod or "," in parts.netloc or not parts.hostname:
@@ -192,7 +194,9 @@ def connecting(service: Endpoint) -> Call | None:
 
 @asynccontextmanager
 async def asking_for_nothing(service: Endpoint, settings: CtlSettings) -> AsyncIterator[Call]:
-    """Yield a call of `/healthz` over one connection: what the way and HTTP take of each call."""
+    """Yield a call of `/healthz` over one connection: the share of the network and HTTP in each
+    call.
+    """
     transport = ServiceTransport(service, settings, 1)
     async with httpx.AsyncClient(transport=transport, timeout=PROBE_TIMEOUT_S) as client:
 
@@ -207,7 +211,7 @@ async def asking_for_nothing(service: Endpoint, settings: CtlSettings) -> AsyncI
 
 
 async def way_phases(service: Endpoint, smallest: Call, load: BenchLoad, tell: Tell) -> list[Phase]:
-    """Measure the way there by itself: connections where one leads there, then smallest calls."""
+    """Measure the network alone: new connections, where possible, then the smallest calls."""
     seconds = min(MAX_WAY_S, load.seconds * WAY_SHARE)
     connect = connecting(service)
     phases = [] if connect is None else [await run_phase(CONNECT, connect, 1, seconds, tell)]

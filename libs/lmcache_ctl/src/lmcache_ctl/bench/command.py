@@ -41,13 +41,13 @@ def bench(
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(help="For how long, all together.", min=0.5, max=MAX_SECONDS)
+        float, typer.Option(help="Total duration in seconds.", min=0.5, max=MAX_SECONDS)
     ] = 10.0,
-    size: Annotated[str, typer.Option(help="Of one chunk.")] = "4MiB",
+    size: Annotated[str, typer.Option(help="Size of one chunk.")] = "4MiB",
     total: Annotated[
         str,
         typer.Option(
-            help="Of all chunks: what is stored and fetched again, or the prefix that is looked up."
+            help="Size of all chunks: those stored and fetched, or the prefix that is looked up."
         ),
     ] = "256MiB",
     concurrency: Annotated[
@@ -55,16 +55,16 @@ def bench(
     ] = 4,
     output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Measure a cache_storage or a lookup service: latency, throughput, and what the way there
-    takes by itself.
+    """Measure a cache_storage or a lookup service: latency, throughput, and the share of the
+    network.
 
-    Of a cache_storage (also by URL: lm://host:port, http(s)://host:port)
-    chunks are stored and fetched, four in a call; of a lookup service a prefix
-    is asked for that it was told of before. All of it has names of its own, in
-    the tenant of the token, and is removed at the end; it takes room from
-    others: give it a token of a tenant of its own. Without a target: a
-    cache_storage. Progress goes to standard error. Exits with 1 when a call
-    failed, nothing came back as it was stored, or something was left.
+    At a cache_storage (also by URL: lm://host:port, http(s)://host:port) it
+    stores and fetches chunks, four in a call; at a lookup service it announces
+    a prefix and looks it up. All chunks have unique names in the tenant of the
+    token and are removed at the end. They displace others: use the token of a
+    separate tenant. Without a target: a cache_storage. Progress goes to
+    standard error. Exits with 1 when a call failed, nothing came back as it
+    was stored, or something was left.
     """
     from lmcache_ctl.bench.lookup_load import run_lookup_load
     from lmcache_ctl.bench.storage_load import run_storage_load
@@ -85,10 +85,10 @@ def bench(
 
 @contextmanager
 def _chosen_service(reach: Reach, target: str | None) -> Iterator[Endpoint]:
-    """Yield the service that is meant.
+    """Yield the service to measure.
 
     Raises:
-        UsageError: It is none that can be measured.
+        UsageError: The target is not a service that can be measured.
         CtlError: It is not there, or cannot be reached.
     """
     settings = reach.settings
@@ -100,7 +100,8 @@ def _chosen_service(reach: Reach, target: str | None) -> Iterator[Endpoint]:
     if target is not None and "://" in target:
         if not target.startswith(SCHEMES):
             raise UsageError(
-                f"{target!r} is no cache_storage: its URL begins with one of {', '.join(SCHEMES)}"
+                f"{target!r} is not a cache_storage: its URL begins with one of"
+                f" {', '.join(SCHEMES)}"
             )
         name = target.partition("://")[2]
         yield Endpoint(Kind.STORAGE, name, target.rstrip("/"), settings.tls_name)

@@ -1,4 +1,4 @@
-"""Ask a lookup service for prefixes that are all cached, announced by an instance of its own."""
+"""Ask a lookup service for prefixes that are fully cached, announced by a temporary instance."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ID_BYTES: Final = 16
 async def run_lookup_load(
     settings: CtlSettings, service: Endpoint, load: BenchLoad, tell: Tell
 ) -> Report:
-    """Measure the way there; announce a prefix, look it up again and again, take it back.
+    """Measure the network; announce a prefix, look it up repeatedly, remove it.
 
     Raises:
         CtlError: The service cannot be reached or refuses, or does not find what it was told.
@@ -111,7 +111,7 @@ async def _renew_again_and_again(client: LookupClient, instance: str) -> None:
 
 
 async def _take_back(client: LookupClient, instance: str, chunk_ids: list[bytes]) -> int:
-    """Remove the chunks; return how many are left, which end with the lease."""
+    """Remove the chunks; return how many are left. Those expire with the lease."""
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             await _send(client, instance, "remove", len(chunk_ids), chunk_ids)

@@ -54,8 +54,8 @@ class Phase(msgspec.Struct, frozen=True):
     """One kind of calls.
 
     Attributes:
-        name: `connect` (a connection is opened, nothing asked), `round trip` (the smallest call
-            there is, one after the other), `store`, `fetch` or `lookup`.
+        name: `connect` (opens a connection and sends nothing), `round trip` (the smallest call, one
+            at a time), `store`, `fetch` or `lookup`.
         num_calls: That were answered.
         num_chunks: That were stored, came back as they were stored, or were found.
         num_bytes: Their payloads.
@@ -63,7 +63,7 @@ class Phase(msgspec.Struct, frozen=True):
         calls_per_s: Calls a second.
         bytes_per_s: Payload bytes a second.
         latency_ms: Of one call; None without any.
-        not_done: Chunks that were not stored, did not come back or were not found, by the reason.
+        not_done: Chunks that were not stored, returned or found, by reason.
         failed_calls: Calls that failed, by what they said.
     """
 
@@ -80,7 +80,7 @@ class Phase(msgspec.Struct, frozen=True):
 
     @property
     def is_of_the_way(self) -> bool:
-        """Whether it measures the way there, and carries no chunks."""
+        """Whether the phase measures the network and carries no chunks."""
         return self.name in (CONNECT, ROUND_TRIP)
 
 
@@ -109,7 +109,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def num_chunks_of(chunk_bytes: int, total_bytes: int) -> int:
-    """Return how many chunks of that size are that much.
+    """Return how many chunks of that size add up to the total.
 
     Raises:
         UsageError: A size is beyond its bound.
@@ -157,8 +157,7 @@ def print_report(found: Report) -> None:
         for reason, number in phase.failed_calls.items():
             print_text(f"{phase.name}: {number} calls failed: {reason}")
     print_text(
-        "No call is faster than a round trip: what is above that is the server, and the bytes on"
-        " their way."
+        "No call is faster than a round trip: the rest is the server and the transfer of the bytes."
     )
     left = f", {found.num_left} are LEFT" if found.num_left else ", none is left"
     print_text(f"{found.num_removed} chunks removed{left}")

@@ -1,4 +1,4 @@
-"""Store chunks at a cache_storage, fetch them again, remove them; measure the first two."""
+"""Store chunks in a cache_storage, fetch them, remove them; measure storing and fetching."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def _opened(settings: CtlSettings, service: Endpoint) -> AsyncIterator[Sto
         await backend.close()
         raise CtlError(
             f"{service.url} cannot be used: {exc or 'no answer in time'}; is that a cache_storage? "
-            f"A token of its own is given by {HOW_TO_AUTHENTICATE}"
+            f"A token of its own is given with {HOW_TO_AUTHENTICATE}"
         ) from exc
     try:
         yield backend
@@ -142,7 +142,7 @@ def _backend(settings: CtlSettings, service: Endpoint) -> StorageBackend:
 
 
 def _asking_for_one(service: Endpoint, backend: StorageBackend) -> Call:
-    """Return a call that asks for one chunk that is not there: the smallest frames of lm://."""
+    """Return a call that asks for one missing chunk: the smallest frames of lm://."""
     key = BenchChunks(1).key(0)
 
     async def ask() -> float:
@@ -204,7 +204,7 @@ def _fetching(
 
 
 async def _clean(backend: StorageBackend, chunks: BenchChunks) -> tuple[int, int]:
-    """Remove all that may be stored; return how many chunks were there, and how many still are."""
+    """Remove every chunk that may be stored; return how many there were, and how many are left."""
     keys = [chunks.key(number) for number in range(chunks.num_begun)]
     num_removed = num_left = 0
     try:

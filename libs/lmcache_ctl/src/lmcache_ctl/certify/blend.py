@@ -33,13 +33,13 @@ def certify_blend(
     """Measure blending on a text, and judge it.
 
     Args:
-        wanted: What is to be certified.
-        cut: How the text becomes prompts.
-        bounds: What blending must keep to.
+        wanted: What to certify.
+        cut: How to cut the text into prompts.
+        bounds: The bounds that blending must meet.
         progress: Called with the number of prompts done.
 
     Raises:
-        CtlError: The model or the text cannot be had, or does not fit the cut.
+        CtlError: The model or the text cannot be loaded, or does not fit the cut.
     """
     text = own_text() if cut.text is None else _read(cut.text)
     model, tokenizer = load_model(wanted.model, wanted.dtype)
@@ -72,8 +72,8 @@ def certify_blend(
     figures = (quality.kl_nats, quality.delta_loss_nats, quality.delta_loss_error)
     if not all(map(math.isfinite, figures)):
         raise CtlError(
-            f"what {wanted.model} predicts in {metadata.kv_dtype_name} are no numbers; try another"
-            " --dtype"
+            f"{wanted.model} in {metadata.kv_dtype_name} does not predict finite numbers; try"
+            " another --dtype"
         )
     return BlendCertificate(
         FORMAT_VERSION,
@@ -87,7 +87,7 @@ def certify_blend(
 
 
 def cut_prompts(cut: PromptCut, tokens: torch.Tensor, separator: torch.Tensor) -> list[SplitPrompt]:
-    """Cut prompts from all over a text.
+    """Cut prompts from across a text.
 
     Args:
         cut: How long they are, and how many.
@@ -122,7 +122,7 @@ def cut_prompts(cut: PromptCut, tokens: torch.Tensor, separator: torch.Tensor) -
 
 
 def _name_of(model: Path) -> str:
-    """Return the directory's name as given: a link's own, not that of what it points to."""
+    """Return the directory's name as given: a link's own name, not its target's."""
     name = model.absolute().name
     return name if name != ".." else model.resolve().name
 

@@ -16,7 +16,7 @@ from lmcache_ctl.output import UNKNOWN, Columns, error_text, print_table, print_
 
 
 class CodecBounds(msgspec.Struct, frozen=True):
-    """What a profile must keep to.
+    """The bounds that a profile must meet.
 
     Attributes:
         max_error: Largest root mean square error, relative to what was stored.
@@ -44,15 +44,15 @@ class CodecVerdict(msgspec.Struct, frozen=True):
 
 
 class CodecCertificate(msgspec.Struct, frozen=True):
-    """What was certified, with what and where.
+    """What was certified, by which version, and on which machine.
 
     Attributes:
-        source: Where the KV is from.
+        source: Where the KV comes from.
         num_tokens: How many tokens of it.
-        bounds: What profiles had to keep to.
+        bounds: The bounds that the profiles had to meet.
         core_version: Of the library whose codecs these are.
         machine: Processor architecture and system, which floating point follows from.
-        verdicts: In the order that was asked for.
+        verdicts: In the order of the request.
     """
 
     source: str
@@ -74,7 +74,7 @@ def certify_codecs(kv: Kv, profiles: Sequence[str], bounds: CodecBounds) -> Code
     Args:
         kv: Of at least one token.
         profiles: Names that `create_codec` knows, but not `naive`.
-        bounds: What they must keep to.
+        bounds: The bounds that they must meet.
 
     Raises:
         ConfigError: A package that a codec needs is missing.
@@ -98,7 +98,7 @@ def _judge(kv: Kv, profile: str, bounds: CodecBounds) -> CodecVerdict:
 
 
 def reasons_against(found: Measurement, bounds: CodecBounds) -> list[str]:
-    """Return why a profile that was measured so may not be used; empty if it may."""
+    """Return why a profile with these measurements may not be used; empty if it may."""
     reasons = []
     if found.rms_relative is None:
         reasons.append("its error cannot be measured: values of such a dtype are not read here")

@@ -38,7 +38,7 @@ def _option(panel: str, text: str, **more: Any) -> Any:
 
 
 class ModelDtype(StrEnum):
-    """Of the weights in memory."""
+    """Dtype of the weights in memory."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -48,7 +48,7 @@ class ModelDtype(StrEnum):
 
 @dataclass(frozen=True)
 class BlendedModel:
-    """A model as an engine has it, and how it is blended there.
+    """A model as an engine loads and blends it.
 
     Raises:
         UsageError: There is no such policy.
@@ -64,7 +64,9 @@ class BlendedModel:
     name: Annotated[
         str | None,
         _option(
-            _MODEL, "Under which the model's KV is shared.", show_default="the directory's name"
+            _MODEL,
+            "Name under which the model's KV is shared.",
+            show_default="the directory's name",
         ),
     ] = None
     revision: Annotated[
@@ -76,13 +78,13 @@ class BlendedModel:
         ),
     ] = None
     dtype: Annotated[
-        ModelDtype, _option(_MODEL, "Of the weights in the engine; auto: as they are stored.")
+        ModelDtype, _option(_MODEL, "Dtype of the weights in the engine; auto: as they are stored.")
     ] = ModelDtype.AUTO
     policy: Annotated[
         str, _option(_MODEL, f"Which tokens are recomputed: {', '.join(BLEND_POLICIES)}.")
     ] = BLEND_POLICIES[0]
     ratio: Annotated[
-        float, _option(_MODEL, "Share of the reused tokens that is.", min=0, max=1)
+        float, _option(_MODEL, "Share of the reused tokens to recompute.", min=0, max=1)
     ] = 0.15
 
     def __post_init__(self) -> None:
@@ -92,16 +94,16 @@ class BlendedModel:
 
 @dataclass(frozen=True)
 class PromptCut:
-    """The text, and how it becomes prompts.
+    """The text, and how it is cut into prompts.
 
-    Neighbouring slices are documents, and what follows them is to be predicted.
+    Adjacent slices become documents; the model predicts the text after them.
     """
 
     text: Annotated[
         Path | None, _option(_TEXT, "Held-out text, UTF-8.", show_default="Python's documentation")
     ] = None
     prompts: Annotated[int, _option(_TEXT, "Prompts to measure on.", min=2, max=100_000)] = 50
-    documents: Annotated[int, _option(_TEXT, "Documents of each.", min=1, max=1000)] = 3
+    documents: Annotated[int, _option(_TEXT, "Documents in each prompt.", min=1, max=1000)] = 3
     document_tokens: Annotated[
         int, _option(_TEXT, "Tokens of each document, the separator included.", min=2)
     ] = 256
@@ -112,7 +114,7 @@ class PromptCut:
 
 @dataclass(frozen=True)
 class BlendBounds:
-    """What blending must keep to; by default `QualityBounds`."""
+    """The bounds that blending must meet; by default `QualityBounds`."""
 
     max_kl: Annotated[float, _option(_BOUNDS, "Largest mean divergence, in nats.", min=0)] = (
         DEFAULT_BOUNDS.max_kl_nats
@@ -138,13 +140,13 @@ def codec(
         typer.Option(help="A profile to certify; may be given several times.", show_default="all"),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most.")
+        int, typer.Option(min=1, max=MAX_TOKENS, help="Most tokens to measure on.")
     ] = DEFAULT_TOKENS,
     max_error: Annotated[
         float, typer.Option(min=0, max=1, help="Largest error (root mean square, relative).")
     ] = DEFAULT_MAX_ERROR,
     min_ratio: Annotated[
-        float, typer.Option(min=0, help="How many times smaller it must at least be.")
+        float, typer.Option(min=0, help="Least compression: how many times smaller.")
     ] = DEFAULT_MIN_RATIO,
     output: Output = OutputFormat.TABLE,
 ) -> None:
@@ -152,8 +154,8 @@ def codec(
 
     A profile without loss must give back every bit; one with loss must stay
     within --max-error; all must be at least --min-ratio times smaller. Without
-    --kv or --model made-up KV is used, which certifies the machine and not a
-    model. What errors do to answers is not measured.
+    --kv or --model it uses synthetic KV, which certifies the machine and not a
+    model. The effect of errors on answers is not measured.
     """
     if kv is not None and model is not None:
         raise UsageError("--kv and --model exclude one another: give one source of KV")
@@ -178,10 +180,10 @@ def blend(
     """Certify that a model may be blended: measure it against full recompute.
 
     Slices of the text become documents, whose KV is computed one by one and
-    reused; what follows them in the text is predicted, and compared with what
-    the model predicts without reuse. The certificate is kept whether it was
-    passed or not; engines read it, and blend only with one that was. It holds
-    for one name, weights, dtype, policy, ratio and separator. Progress goes to
+    reused. The model predicts the text after them, which is compared with its
+    predictions without reuse. The certificate is kept whether the model passed
+    or not; engines read it, and blend only if it passed. It holds for one
+    name, weights, dtype, policy, ratio and separator. Progress goes to
     standard error. Exits with 1 when the model failed.
     """
     from lmcache_ctl.certify.blend import certify_blend
@@ -207,7 +209,7 @@ def blend(
 
 
 def _check_can_be_kept(certificates: Path) -> None:
-    """Refuse a folder that cannot be written before minutes are spent; make nothing yet."""
+    """Refuse an unwritable folder before minutes are spent; create nothing yet."""
     wanted = certificates.absolute()
     try:
         there = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -216,7 +218,7 @@ def _check_can_be_kept(certificates: Path) -> None:
         raise CtlError(f"cannot keep the certificate in {certificates}: {exc.strerror}") from exc
     if not is_directory or not os.access(there, os.W_OK | os.X_OK):
         raise CtlError(
-            f"cannot keep the certificate in {certificates}: {there} is no directory that may be"
+            f"cannot keep the certificate in {certificates}: {there} is not a directory that may be"
             " written to"
         )
 

@@ -18,7 +18,7 @@ MAX_TOKENS = 1 << 15
 
 
 def checked_profiles(profiles: list[str]) -> list[str]:
-    """Return these profiles, or all where none is named; refuse what is none."""
+    """Return these profiles, or all if none is named; refuse an unknown one."""
     from lmcache_core.serde import CODEC_NAMES
 
     for profile in profiles:
@@ -66,7 +66,9 @@ def inspect(
 def measure(
     synthetic: Annotated[
         bool,
-        typer.Option("--synthetic", help="Made-up KV in the shape of Llama-3.1-8B (the default)."),
+        typer.Option(
+            "--synthetic", help="Synthetic KV in the shape of Llama-3.1-8B (the default)."
+        ),
     ] = False,
     kv: Annotated[
         Path | None,
@@ -87,7 +89,7 @@ def measure(
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(min=1, max=MAX_TOKENS, help="Of how many tokens at most, in chunks of 256."),
+        typer.Option(min=1, max=MAX_TOKENS, help="Most tokens to measure on, in chunks of 256."),
     ] = DEFAULT_TOKENS,
     threads: Annotated[
         int,
@@ -99,8 +101,9 @@ def measure(
 ) -> None:
     """Measure on this machine how small, how exact and how fast each profile is.
 
-    Take KV of your own model where you can: made-up KV tells speed, but not
-    how well a model's compresses. What errors do to answers is not measured.
+    Use KV of your own model where you can: synthetic KV shows the speed, but
+    not how well a model's KV compresses. The effect of errors on answers is
+    not measured.
     """
     sources = {"--synthetic": synthetic, "--kv": kv, "--model": model}
     chosen = [name for name, given in sources.items() if given]

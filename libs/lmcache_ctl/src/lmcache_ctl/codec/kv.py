@@ -1,4 +1,4 @@
-"""KV to measure codecs on: made up, read from a file, or computed by a Hugging Face model."""
+"""KV to measure codecs on: synthetic, read from a file, or computed by a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class Kv:
 
 
 def load_kv(file: Path | None, model: Path | None, num_tokens: int) -> Kv:
-    """Return KV from a file, else of a model, else made up.
+    """Return KV from a file, else from a model, else synthetic KV.
 
     Args:
         file: A safetensors file, see `kv_of_file`.
         model: Directory of a Hugging Face model.
-        num_tokens: At most so many tokens.
+        num_tokens: Most tokens to return.
 
     Raises:
         CtlError: It cannot be had.
@@ -100,8 +100,8 @@ def load_kv(file: Path | None, model: Path | None, num_tokens: int) -> Kv:
 def synthetic_kv(num_tokens: int) -> Kv:
     """Make up KV, bfloat16 in the shape of Llama-3.1-8B, the same every time.
 
-    Each channel wanders around a mean of its own: normal noise, smoothed from token to token. Good
-    for speed; how small it becomes says little about a model.
+    Each channel varies around its own mean: normal noise, smoothed from token to token. Speeds are
+    realistic; its compression says little about a model.
     """
     random = np.random.default_rng(SEED)
     shape = (2, SYNTHETIC_LAYERS, SYNTHETIC_CHANNELS)
@@ -123,10 +123,10 @@ def kv_of_file(path: Path, num_tokens: int) -> Kv:
 
     Args:
         path: Each of its tensors is a group of layers, `[sides, layers, tokens, channels]`.
-        num_tokens: Of each the first so many tokens.
+        num_tokens: Take this many tokens from the start of each.
 
     Raises:
-        CtlError: It cannot be read, is no such file, or holds something else.
+        CtlError: The file cannot be read, is not a safetensors file, or does not hold KV.
     """
     try:
         data = np.memmap(path, np.uint8, "r")
@@ -136,12 +136,12 @@ def kv_of_file(path: Path, num_tokens: int) -> Kv:
     begin = _LENGTH_BYTES + header_bytes
     if len(data) < _LENGTH_BYTES or header_bytes > MAX_FILE_HEADER_BYTES or begin > len(data):
         raise CtlError(
-            f"{path} is no safetensors file: its first bytes are not the length of a header"
+            f"{path} is not a safetensors file: its first bytes are not the length of a header"
         )
     try:
         header = json.loads(data[_LENGTH_BYTES:begin].tobytes())
     except (ValueError, RecursionError) as exc:
-        raise CtlError(f"{path} is no safetensors file: its header is not JSON") from exc
+        raise CtlError(f"{path} is not a safetensors file: its header is not JSON") from exc
     entries = (
         {name: entry for name, entry in header.items() if name != "__metadata__"}
         if isinstance(header, dict)

@@ -1,4 +1,4 @@
-"""Measure how small codecs make KV here, how far off it is then, and how fast they are."""
+"""Measure the compression, the error and the speed of codecs on this machine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Measurement(msgspec.Struct, frozen=True):
 
     Attributes:
         profile: Its name, as `remote_serde` says it.
-        num_chunks: Chunks that it was given.
-        num_kept_raw: Those of them that would not have become smaller.
+        num_chunks: Chunks given to the codec.
+        num_kept_raw: Chunks kept raw because encoding would not have made them smaller.
         raw_bytes: All payloads before.
         encoded_bytes: All payloads after.
         ratio: How many times smaller.

@@ -119,7 +119,7 @@ class InspectedFile(msgspec.Struct, frozen=True):
     Attributes:
         path: Where it is.
         file_bytes: Its size; None if it cannot be read.
-        record: None when it is no record.
+        record: None if the file is not a record.
         fault: What is wrong with it, "" for nothing.
     """
 
@@ -133,8 +133,7 @@ def record_files(paths: Iterable[Path]) -> list[Path]:
     """Return these files, and the record files below those that are directories.
 
     Raises:
-        CtlError: A path is not there, a directory cannot be read, or there is no record file below
-            it.
+        CtlError: A path does not exist, a directory cannot be read, or holds no record file.
     """
     found: list[Path] = []
     for path in paths:
@@ -155,7 +154,7 @@ def record_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def inspect_file(path: Path) -> InspectedFile:
-    """Read a record file, block by block; never raises for what is in it."""
+    """Read a record file, block by block; never raise because of its content."""
     size = None
     try:
         # opening a pipe or a device does not wait
@@ -175,7 +174,7 @@ def inspect_file(path: Path) -> InspectedFile:
     except OSError as exc:
         return InspectedFile(str(path), size, None, f"it cannot be read: {exc.strerror or exc}")
     except RecordError as exc:
-        return InspectedFile(str(path), size, None, f"it is no whole record: {exc}")
+        return InspectedFile(str(path), size, None, f"it is not a whole record: {exc}")
     fault, whole = "", len(head) + payload_bytes
     if size != whole:
         fault = f"it has {size} bytes where its head says {whole}"
@@ -214,7 +213,7 @@ def _inspected(
 
 
 def _digest(files: DiskFiles, fd: int, at: int, payload_bytes: int) -> bytes:
-    """Return the digest of the payload, or of the part that the file has."""
+    """Return the digest of the payload, or of the part that is in the file."""
     hasher, block = payload_hasher(), memoryview(bytearray(BLOCK_BYTES))
     end = at + payload_bytes
     while at < end:

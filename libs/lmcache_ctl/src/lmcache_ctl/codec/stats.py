@@ -145,7 +145,7 @@ async def fetch_stats(caller: Caller) -> CodecStats:
     """Ask a sidecar.
 
     Raises:
-        CtlError: It does not answer, or answers what is not a sidecar's.
+        CtlError: It does not answer, or is not a sidecar.
     """
     url = caller.service.url
     metrics, tiers = await caller.get("/metrics"), await caller.get("/v1/tiers")
@@ -195,7 +195,7 @@ def read_stats(url: str, metrics: bytes, tiers: tuple[int, bytes]) -> CodecStats
 
 
 def _activities(figures: Iterable[tuple[str, Mapping[str, float]]]) -> list[Activity]:
-    """Return those that did anything, in order of their names."""
+    """Return those with any activity, in order of name."""
     known = [
         Activity(
             name,
@@ -227,7 +227,7 @@ def _work(figures: Mapping[str, float], done: str) -> CodecWork:
 
 def _read_tiers(status: int, body: bytes) -> tuple[Mapping[str, Mapping[str, float]], str]:
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return {}, f"it wants a token for figures by tier: give one by {HOW_TO_AUTHENTICATE}"
+        return {}, f"it requires a token for figures by tier: give one with {HOW_TO_AUTHENTICATE}"
     if status != HTTPStatus.OK:
         return {}, f"it answered {status_phrase(status)} when asked for figures by tier"
     try:

@@ -1,3 +1,3 @@
 """`lmcachectl doctor`: what is wrong with services, their configuration, this machine and the
-cluster, and how to mend it.
+cluster, and how to fix it.
 """

@@ -1,4 +1,6 @@
-"""Check that something listens at the addresses that settings files name, seen from here."""
+"""Check that something listens at the addresses in the settings files, as seen from this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,9 @@ class _Address(NamedTuple):
 
 
 def check_addresses(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:
-    """Open and end a connection to each, all at once; ask nothing.
+    """Open and close a connection to each, concurrently; send no request.
 
-    Services start without them, and miss them later.
+    Services start without these addresses, and need them later.
     """
     found: list[Finding] = []
     addresses: list[_Address] = []
@@ -95,7 +97,7 @@ def _of_directory(where: str, option: str, path: Path) -> Finding:
     if is_directory:
         return Subject(CHECK, where).ok(f"{option} {path}")
     fix = "mount the shared volume there, or create the directory"
-    return Subject(CHECK, where).warning(f"{option} {path} is no directory", fix)
+    return Subject(CHECK, where).warning(f"{option} {path} is not a directory", fix)
 
 
 def _not_http(option: str, url: str) -> str:
@@ -113,7 +115,7 @@ def _not_http(option: str, url: str) -> str:
 
 
 def _hosts(url: str) -> list[tuple[str, int]]:
-    """Return all that it names; one that cannot be read was refused with its settings."""
+    """Return every host that the URL names; an unreadable URL was refused with its settings."""
     scheme, _, rest = url.partition("://")
     parts = [urlsplit(f"//{text}") for text in rest.rpartition("@")[2].partition("/")[0].split(",")]
     return [

@@ -1,4 +1,4 @@
-"""Check that certificates are good for long enough."""
+"""Check that certificates are valid for long enough."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIX: Final = "have another one issued; services take new files by themselves"
 
 
 async def check_certificates(settings: CtlSettings, services: Sequence[Endpoint]) -> list[Finding]:
-    """Check those of all services that are asked by https."""
+    """Check the certificate of every https service."""
     chosen = [one for one in services if one.url.startswith("https:") and not one.problem]
     found = list(await asyncio.gather(*(_of_one(settings, service) for service in chosen)))
     await asyncio.sleep(CLOSING_S)
@@ -42,7 +42,9 @@ async def _of_one(settings: CtlSettings, service: Endpoint) -> Finding:
         async with asyncio.timeout(settings.timeout_s):
             ends_s = await _end_of(settings, service)
     except ssl.SSLCertVerificationError as exc:
-        return subject.error(f"not trusted: {exc.verify_message}", "give its authority by --tls CA")
+        return subject.error(
+            f"not trusted: {exc.verify_message}", "give its authority with --tls CA"
+        )
     except (OSError, TimeoutError) as exc:
         what = f"none was shown: {str(exc) or 'no answer in time'}"
         return subject.error(what, "see what is said of reachable")
@@ -50,7 +52,7 @@ async def _of_one(settings: CtlSettings, service: Endpoint) -> Finding:
 
 
 def check_identity(where: str, option: str, cert: Path, load: Callable[[], object]) -> Finding:
-    """Check that a certificate and its key in files are what the service takes, and for how long.
+    """Check that the service accepts a certificate file and its key, and for how long.
 
     Args:
         where: Of which settings.
@@ -72,12 +74,13 @@ def check_identity(where: str, option: str, cert: Path, load: Callable[[], objec
 
 
 def check_chain(where: str, option: str, files: tls.TlsFiles) -> Iterator[Finding]:
-    """Check that those that trust the same authorities as a service accept its certificate.
+    """Check that clients with the service's own authorities accept its certificate.
 
     Args:
         where: Of which settings.
         option: That names the certificate.
-        files: The certificate, its key, and the authorities; a broken pair is told elsewhere.
+        files: The certificate, its key, and the authorities; `check_identity` reports a broken
+            pair.
     """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -94,7 +97,7 @@ def check_chain(where: str, option: str, files: tls.TlsFiles) -> Iterator[Findin
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """Shake hands in memory; raise what either side finds."""
+    """Run a TLS handshake in memory; raise the error of either side."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server),

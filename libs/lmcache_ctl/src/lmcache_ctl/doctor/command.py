@@ -78,4 +78,4 @@ def _of_services(reach: Reach) -> list[Finding]:
             return [*check_services(states), *certificates]
     except CtlError as exc:
         subject = Subject("reachable", "services")
-        return [subject.error(str(exc), "name them by --…-url or --namespace")]
+        return [subject.error(str(exc), "name them with --…-url or --namespace")]

@@ -1,4 +1,4 @@
-"""Check settings files: each is read by the model of the service that will read it."""
+"""Check each settings file with the settings model of its service."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ALLOCATOR_FIX: Final = "leave expandable_segments:True out of it"
 
 
 def allocator_problem(conf: str) -> str:
-    """Return why vLLM does not start with this `PYTORCH_CUDA_ALLOC_CONF`, "" where it does."""
+    """Return why vLLM refuses this `PYTORCH_CUDA_ALLOC_CONF`, or ""."""
     if "expandable_segments:True" not in conf:
         return ""
     return f"{ALLOCATOR}={conf}: vLLM refuses every KV connector with expandable_segments"
@@ -90,7 +90,7 @@ class ConfigFile(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A settings file that is good."""
+    """A valid settings file."""
 
     file: ConfigFile
     settings: ServiceSettings | LMCacheEngineConfig
@@ -100,7 +100,7 @@ def parse_config_file(text: str) -> ConfigFile:
     """Read `KIND=FILE`.
 
     Raises:
-        UsageError: It is not that.
+        UsageError: The text is not `KIND=FILE`, or the kind is unknown.
     """
     kind, separator, path = text.partition("=")
     if not separator or not path or kind not in (*MODELS, ENGINE):
@@ -109,9 +109,9 @@ def parse_config_file(text: str) -> ConfigFile:
 
 
 def check_files(files: Sequence[ConfigFile]) -> tuple[list[Finding], list[Loaded]]:
-    """Return what is wrong with them, and those that are good.
+    """Return the findings, and the valid files.
 
-    Variables of the environment count as they do for the service.
+    Environment variables count as they do for the service.
     """
     findings: list[Finding] = []
     loaded: list[Loaded] = []
@@ -157,7 +157,9 @@ def _load(file: ConfigFile) -> Any:
 
 
 def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
-    """Make the contexts that the service makes at its start; missing files have been told."""
+    """Create the TLS contexts that the service creates at start; missing files were already
+    reported.
+    """
     from lmcache_core.security import TlsFiles, client_context, server_context
 
     from lmcache_ctl.doctor.certificates import check_chain, check_identity

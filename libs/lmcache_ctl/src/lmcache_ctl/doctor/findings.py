@@ -29,7 +29,7 @@ class Finding(msgspec.Struct, frozen=True):
         check: Name of the check, for example `clock`.
         where: A service, a file or a host.
         what: The finding.
-        fix: How to mend it; "" where nothing is wrong.
+        fix: How to fix it; "" if nothing is wrong.
     """
 
     level: Level
@@ -40,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Subject(NamedTuple):
-    """Make the findings of one check at one place."""
+    """Creates the findings of one check at one place."""
 
     check: str
     where: str
@@ -77,7 +77,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def diagnosis_of(findings: Sequence[Finding]) -> Diagnosis:
-    """Put findings in order, and count how bad they are together."""
+    """Sort findings, and count errors and warnings."""
     checks = list(dict.fromkeys(one.check for one in findings))
     badness = list(Level)[::-1]
     ordered = sorted(findings, key=lambda one: (checks.index(one.check), badness.index(one.level)))
@@ -86,7 +86,7 @@ def diagnosis_of(findings: Sequence[Finding]) -> Diagnosis:
 
 
 def print_diagnosis(found: Diagnosis) -> None:
-    """Print what is wrong, each with what to do about it; checks that passed are only counted."""
+    """Print each fault with its fix; only count the checks that passed."""
     for one in found.findings:
         if one.level is not Level.OK:
             print_text(f"{one.level:<8}{one.check}, {one.where}: {one.what}")

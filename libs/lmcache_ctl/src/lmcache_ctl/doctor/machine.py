@@ -25,10 +25,10 @@ CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_machine(loaded: Sequence[Loaded]) -> list[Finding]:
-    """Check, for each settings file, what its service needs of the machine that this runs on."""
+    """Check that this machine has what the service of each settings file needs."""
     services = [one for one in loaded if one.file.kind != ENGINE]
     found: list[Finding] = []
-    settings: Any  # of each kind its own, which mypy cannot see
+    settings: Any  # each kind has its own model, which mypy cannot see
     for file, settings in services:
         where = f"{file.kind} {file.path}"
         if file.kind == "sidecar":
@@ -95,7 +95,7 @@ def _disk(subject: Subject, path: Path, wanted: int) -> Finding:
     free = _free_bytes(at) + _size_of(path)
     if free < wanted:
         what = f"disk_gb wants {size_text(wanted)}; {at} has {size_text(free)}"
-        fix = "enlarge the volume or lower disk_gb: what finds no room is not kept there"
+        fix = "enlarge the volume or lower disk_gb: chunks that do not fit are not kept there"
         return subject.warning(what, fix)
     return subject.ok(f"{size_text(free)} for {size_text(wanted)}")
 
@@ -143,7 +143,7 @@ def _nearest(path: Path) -> tuple[Path, str]:
         except (OSError, ValueError) as exc:  # too long, no name at all, or may not be entered
             return path, f"{getattr(exc, 'strerror', None) or exc}"
     if not is_directory:
-        return path, f"{path} is no directory"
+        return path, f"{path} is not a directory"
     if not os.access(path, os.W_OK | os.X_OK):
         return path, f"user {os.getuid()} may not write to {path}"
     return path, ""
@@ -155,13 +155,15 @@ def _free_bytes(path: Path) -> int:
 
 
 def _size_of(directory: Path) -> int:
-    """Return the bytes that are there already, which the service uses again; 0 for no directory."""
+    """Return the size of the existing files, which the service reuses; 0 if there is no
+    directory.
+    """
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
             try:
                 total += os.lstat(Path(folder) / name).st_blocks * 512
-            except OSError:  # it went meanwhile
+            except OSError:  # removed in the meantime
                 continue
     return total
 
@@ -182,7 +184,7 @@ def _file_system(path: Path) -> str:
 
 
 def _memory_bytes() -> int | None:
-    """Return what this machine has, or its control group allows."""
+    """Return this machine's memory, or the limit of its control group."""
     known = []
     try:
         known += [

@@ -27,7 +27,7 @@ def check_objects(settings: CtlSettings) -> list[Finding]:
         except CtlError as exc:
             return [subject.error(str(exc), "see docs/ctl.md, Kubernetes")]
         if not pods:
-            fix = "give the release's namespace by --namespace"
+            fix = "give the release's namespace with --namespace"
             return [subject.error(f"no pod has the label {OF_THE_CHART}", fix)]
         found = [one for pod in pods for one in _of_pod(pod)]
         return [*found, *_of_owners(api, settings.release), *_of_claims(api, settings.release)]

@@ -1,4 +1,4 @@
-"""Check Redis of lookup and broker: it is there, and set so that the index is safe in it."""
+"""Check that the Redis of lookup and broker runs, and that its settings keep the index safe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SERVERS: Final = 64
 
 
 def check_redis(loaded: Sequence[Loaded], timeout_s: float) -> list[Finding]:
-    """Check those that settings files name by `redis_url`."""
+    """Check every Redis that a settings file names as `redis_url`."""
     seen: dict[str, tuple[str, Any]] = {}
     for file, settings in loaded:
         secret = getattr(settings, "redis_url", None)
@@ -60,7 +60,7 @@ def check_info(where: str, info: Mapping[str, Any]) -> Iterator[Finding]:
 
     Args:
         where: Which server.
-        info: As redis-py gives it.
+        info: As redis-py returns it.
     """
     subject = Subject(CHECK, where)
     told = f"version {info.get('redis_version')}"

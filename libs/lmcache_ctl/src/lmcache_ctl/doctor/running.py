@@ -1,4 +1,4 @@
-"""Check running services: there, ready, token taken, versions and clocks agreeing."""
+"""Check running services: reachable, ready, token accepted, versions and clocks in agreement."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 
 def check_services(states: Sequence[ServiceStatus]) -> list[Finding]:
-    """Check each service, and what they say of one another."""
+    """Check each service, and what they report about one another."""
     found = [one for state in states for one in _of_one(state)]
     how_many, how = token_hint(states)
     if how_many:
-        what = "want a token for all but their health: tiers, peers and drains were not checked"
+        what = "require a token for all but their health: tiers, peers and drains were not checked"
         found.append(Subject("token", how_many).warning(what, how))
     return [*found, *_versions(states), *_clocks(states), *_links(states)]
 
@@ -48,7 +48,7 @@ def _of_one(state: ServiceStatus) -> Iterator[Finding]:
     if refusal and state.state in (State.DEGRADED, State.UNREADY):
         yield ready.error(refusal, "look into its log")
     elif refusal:
-        fix = f"give a token of its auth_tokens_file by {HOW_TO_AUTHENTICATE}"
+        fix = f"give a token of its auth_tokens_file with {HOW_TO_AUTHENTICATE}"
         yield token.error(refusal, fix)
     elif state.facts:
         yield token.ok("taken")
@@ -93,7 +93,7 @@ def _clocks(states: Sequence[ServiceStatus]) -> Iterator[Finding]:
     known = [state for state in states if state.clock_skew_s is not None]
     if len(known) < 2:
         return
-    # A clock was read at any time while its answer was waited for: only what is beyond that is
+    # The service read its clock at some time during the request: only a larger difference is
     # certain.
     slow = min(known, key=lambda state: _skew(state, 1))
     fast = max(known, key=lambda state: _skew(state, -1))
@@ -115,7 +115,7 @@ def _skew(state: ServiceStatus, side: int = 0) -> float:
 
 
 def _links(states: Sequence[ServiceStatus]) -> Iterator[Finding]:
-    """Check that brokers know the sidecars that are there, and one another's peers."""
+    """Check that brokers know all running sidecars, and one another's peers."""
     registered = [
         state.name
         for state in states

@@ -57,8 +57,8 @@ class KubeApi:
 
         Args:
             method: A `list_namespaced_…` of the client.
-            what: Their name, for errors.
-            selector: Of labels.
+            what: Name of the objects, for errors.
+            selector: Label selector.
 
         Raises:
             CtlError: The API cannot be reached, or refuses.
@@ -82,10 +82,10 @@ class KubeApi:
         """Make one call of the API.
 
         Args:
-            what: It is about, for errors.
-            method: Of the client.
-            args: Its own.
-            how: Its own, too.
+            what: Subject of the call, for errors.
+            method: Method of the client.
+            args: Positional arguments of the method.
+            how: Keyword arguments of the method.
 
         Raises:
             CtlError: The API cannot be reached, or refuses.
@@ -124,9 +124,9 @@ class KubeApi:
 
 
 class _Complaints(logging.Handler):
-    """Keep what the loader only logs: that a command which should print credentials has failed.
+    """Keeps what the loader only logs: that a credentials command has failed.
 
-    It would continue without any.
+    The loader would continue without credentials.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _Complaints(logging.Handler):
 
 
 def _unusable() -> tuple[type[Exception], ...]:
-    """Return what reading a damaged kubeconfig raises."""
+    """Return the exceptions that reading a damaged kubeconfig raises."""
     import yaml
     from kubernetes.config import ConfigException
 
@@ -151,7 +151,7 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
     from kubernetes import client, config
 
     configuration = client.Configuration()
-    configuration.retries = 0  # a call has one deadline, and is reported once
+    configuration.retries = 0  # each call has one deadline and one report
     named = None if settings.kubeconfig is None else str(settings.kubeconfig)
     if named is None and settings.context is None and POD_NAMESPACE_FILE.is_file():
         config.load_incluster_config(client_configuration=configuration)
@@ -177,7 +177,7 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
             if isinstance(exc, config.ConfigException | OSError) and str(exc)
             else "it is damaged"
         )
-        raise UsageError(f"no usable kubeconfig ({why}): give one by --kubeconfig") from exc
+        raise UsageError(f"no usable kubeconfig ({why}): give one with --kubeconfig") from exc
     finally:
         logging.getLogger().removeHandler(complaints)
     if complaints.texts:

@@ -27,7 +27,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 class PodPort:
-    """Forward connections while it is entered; answer with 502 and the reason where that fails.
+    """Forwards connections while entered; answers 502 with the reason if that fails.
 
     Args:
         cluster: Where the pod is.

@@ -91,12 +91,11 @@ def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodServ
 
 
 class PodWays:
-    """Ways to the services of a namespace, each a socket in a private directory; leaving it closes
-    them.
+    """Forwards the services of a namespace, each to a socket in a private directory, until closed.
 
     Args:
         settings: Which cluster, namespace and release.
-        kinds: Of which services.
+        kinds: Kinds of services to forward.
         port_name: `http`, or `lm` for that of cache_storage, which is then forwarded from a port
             on loopback.
         takes_given_token: Whether the token in the settings may be sent to these pods. Otherwise
@@ -139,7 +138,7 @@ class PodWays:
                 self._forget(one)
 
     def find(self) -> list[Endpoint]:
-        """Return the services that are there now; close the ways to pods that went.
+        """Return the current services; close the sockets of pods that are gone.
 
         Raises:
             CtlError: The API cannot be reached, or refuses, or there are too many; nothing has
@@ -193,7 +192,7 @@ class PodWays:
         return service, way
 
     def _operator_token(self, secret: str) -> str | None:
-        """Return the token of the release, where no other is sent and this account may read it."""
+        """Return the release's token, if no other is sent and this account may read it."""
         is_given = self._settings.token_file is not None or self._settings.token is not None
         if not secret or (is_given and self._takes_given_token):
             return None
@@ -206,7 +205,7 @@ class PodWays:
             except CtlError as exc:  # health needs no token
                 why = f"was not read: {exc}"
             except ValueError:
-                why = f"has an {OPERATOR_KEY} that is no text"
+                why = f"has an {OPERATOR_KEY} that is not text"
             if not text:
                 self._token_hints[secret] = f"; the release's Secret {secret} {why}"
             self._tokens[secret] = text or None

@@ -14,7 +14,8 @@ from lmcache_ctl.kube.access import KubeApi
 
 
 class Stream(PortForward):  # type: ignore[misc]
-    """The package's own, whose thread ends silently when the connection breaks, and closes all.
+    """The package's stream, but its thread ends silently when the connection breaks, and closes
+    all.
 
     Attributes:
         has_ended: Set when its thread has closed everything.
@@ -36,7 +37,7 @@ class Stream(PortForward):  # type: ignore[misc]
 
 
 def open_stream(cluster: KubeApi, pod: str, port: int) -> Stream:
-    """Open a stream to a port of a pod, with a client of its own, which opening occupies.
+    """Open a stream to a port of a pod, with a new client, since opening occupies one.
 
     Raises:
         ApiException: The API refuses.

@@ -44,7 +44,7 @@ class CompatLimits:
     """Bounds on what these clients, which have no credentials, can make the service do.
 
     Attributes:
-        max_connections: Concurrent connections; a further one is closed without a word.
+        max_connections: Concurrent connections; a further one is closed without an answer.
         max_value_bytes: Largest value accepted.
         max_receiving_bytes: Memory that values being received may hold together; a larger one is
             received only alone.
@@ -268,7 +268,7 @@ class CompatSession:
 
     @contextmanager
     def _expecting(self, what: str) -> Iterator[None]:
-        """Close a connection if what has begun does not arrive, or not in time."""
+        """Close a connection if the rest of a message does not arrive in time."""
         try:
             yield
         except TimeoutError:

@@ -110,7 +110,7 @@ class Mover:
         return (await self._give_all(live, by_name, False, moved)).settled
 
     async def still_home(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return those of some moved chunks that their home still holds, to stay."""
+        """Return those of the moved chunks that their home still holds and keeps."""
         live = self._servers.live()
         asked = [
             self._still_there(live[name], part)

@@ -47,7 +47,7 @@ class Rebalancer:
         store: Receives chunks from others, which may see another set of servers; informed of
             departing chunks.
         pinned: Chunks that stay here regardless.
-        takes_chunks: Whether this server stays; one that drains hands over everything anyway.
+        takes_chunks: Whether this server stays; a draining one hands over everything anyway.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Rebalancer:
         self._moved: deque[tuple[float, Sequence[ChunkKey]]] = deque()
 
     async def look(self) -> None:
-        """Move what has to move, if servers have joined or left since the last time and the set is
+        """Move misplaced chunks, if servers have joined or left since the last time and the set is
         stable now.
         """
         known = self._servers.known()

@@ -69,9 +69,9 @@ class OtherServers:
         }
 
     async def held_there(self, member: Member, keys: Sequence[ChunkKey]) -> dict[ChunkKey, bool]:
-        """Return for each chunk whether that server confirms that it holds it, to stay. Only these
-        may be dropped here. An earlier version, or a server that does not let us ask about other
-        tenants, confirms nothing: that counts as not held. Raises as `send`.
+        """Return for each chunk whether that server confirms that it holds the chunk and keeps it.
+        Only these may be dropped here. An earlier version, or a server that refuses questions about
+        other tenants, confirms nothing: that counts as not held. Raises as `send`.
         """
         by_tenant: dict[str, list[ChunkKey]] = {}
         for key in keys:

@@ -5,8 +5,8 @@ Every implementation passes the suite in `tests/contract/lookup_index`. The rule
 
 - A lease belongs to (owner, instance), where the owner is the tenant of the token that took it.
 - Entries count only while the lease of their instance lives in their incarnation.
-- Events of an incarnation are numbered from 0. What was taken before is skipped, a gap takes
-  nothing.
+- Events of an incarnation are numbered from 0. Those applied before are skipped; after a gap
+  nothing is applied.
 """
 
 from __future__ import annotations

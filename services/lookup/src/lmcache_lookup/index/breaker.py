@@ -65,7 +65,7 @@ class IndexBreaker:
 
         Args:
             call: Begins the call.
-            write: Kind of write, if `ping` is to fail after a refusal until one of the kind
+            write: Kind of write, if `ping` must fail after a refusal until a write of this kind
             succeeds.
 
         Raises:

@@ -58,7 +58,7 @@ class WriteBounds:
 
 @dataclass(frozen=True, slots=True)
 class MastersSeen:
-    """The processes that hold a cluster's slots, and since when they have their buckets' content.
+    """The processes that hold a cluster's slots, and the marks of their buckets.
 
     Attributes:
         epoch: The cluster's epoch; a lower one is an older snapshot.
@@ -212,8 +212,8 @@ class ClusterWriter(ServerWriter):
             return self._seen
 
     async def _look(self) -> MastersSeen:
-        """Return an empty result if a master does not answer: then the cluster is incomplete, and a
-        later look will tell.
+        """Return an empty result if a master does not answer: the cluster is then incomplete, and a
+        later call retries.
         """
         try:
             async with asyncio.timeout(self._look_s):

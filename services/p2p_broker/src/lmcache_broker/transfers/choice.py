@@ -26,7 +26,7 @@ Order = tuple[int, float, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Every chunk of a request, in exactly one of these.
+    """Every chunk of a request, each in exactly one of these attributes.
 
     Attributes:
         by_peer: Chunks by the peer that is to serve them, best peers first.

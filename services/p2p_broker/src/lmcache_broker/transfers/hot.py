@@ -42,10 +42,10 @@ class _Heat:
     """How often a chunk is pulled, and the request that brought the longest prefix with it.
 
     Attributes:
-        began_s: Since when pulls are counted.
+        began_s: When counting began.
         head: First chunk of that request.
         depth: Chunks of that request up to this one.
-        requester: Who made it.
+        requester: The instance that made it.
         num_holders: The latest requester, which does not name itself, and the holders it named.
     """
 
@@ -63,8 +63,8 @@ class HotPrefix(NamedTuple):
 
     Attributes:
         chunk_id: The last of them; its id stands for all tokens before it, too.
-        num_chunks: From the first chunk that was pulled with it; what the requester had already is
-            not known.
+        num_chunks: Number of chunks from the first one that was pulled with it; chunks that the
+            requester already had are unknown.
         requester: An instance that pulled them.
         num_holders: Instances that have the last one.
     """

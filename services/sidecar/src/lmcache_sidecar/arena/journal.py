@@ -58,7 +58,7 @@ LENT_BYTES = 24
 ENTRY_BYTES = 96
 """Size of an entry in the journal without the head of its chunk; assumes short tenant names."""
 RETRY_S = 30.0
-"""Interval between attempts to rewrite a journal that failed."""
+"""Interval between attempts to rewrite a failed journal."""
 _WRITE_ENTRIES = 512
 _NO_FRAME = bytes(16)
 
@@ -177,7 +177,7 @@ class ArenaJournal:
         self._abandoned: list[MemoryObj] = []
         self._file: JournalFile | None = None
         self._is_given_up = False
-        # Whether the next start can trust whatever it finds; if not, nothing may be lent.
+        # Whether the next start can trust the journal that it finds; if not, nothing may be lent.
         self._is_harmless = True
         self._is_closed = False
         self._next_try = 0.0
@@ -375,8 +375,8 @@ class ArenaJournal:
             self.is_recording = self._is_harmless = True
 
     def _give_up(self, why: str) -> None:
-        """Ensure first that the next start trusts no stale journal, since memory is lent again
-        right after this.
+        """First ensure that the next start finds no stale journal that it would trust, since memory
+        is lent again right after this call.
         """
         if not self._is_given_up:
             logger.error(

@@ -115,7 +115,7 @@ class ArenaOwner:
             )
 
     def seal(self) -> None:
-        """Fix what the next start will find. Call it before tiers are emptied. Idempotent."""
+        """Finalize the content for the next start. Call it before tiers are emptied. Idempotent."""
         if self.journal is not None:
             self.journal.close()
 
@@ -145,8 +145,8 @@ def open_arena(file: ArenaFile, recovers: bool) -> ArenaOwner:
 
     Args:
         file: Location, size and permissions.
-        recovers: Whether the content outlives this process, and the content of an earlier one is
-            looked for.
+        recovers: Whether the content outlives this process, and an earlier process's content is
+            recovered.
 
     Raises:
         CapacityError: It does not fit on the volume, or what an earlier start has left cannot be

@@ -52,7 +52,7 @@ class ClientMemory:
         return sum(chunk.memory.metadata.phy_size for chunk in self.pins.values())
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent | None]:
-        """Lend memory; None where there is no room."""
+        """Lend memory; None if there is no room."""
         lent = [self._reserve_one(size) for size in sizes]
         handles = [extent.id for extent in lent if extent is not None]
         journal = self._context.journal
@@ -74,7 +74,7 @@ class ClientMemory:
         return memory
 
     def fitting(self, results: list[Result]) -> list[Result]:
-        """Take room for the chunks before the first miss, each to be passed to `pin`. Chunks
+        """Reserve room for the chunks before the first miss. Pass each of them to `pin`. Chunks
         without room, or that do not fit into one answer, are released and count as misses.
         """
         meta_bytes = 0

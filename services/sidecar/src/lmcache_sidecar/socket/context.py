@@ -46,14 +46,14 @@ class SessionContext:
         tasks: Owner of background lifts.
         counters: Counters of engines' requests and results, under the names of
         `lmcache_sidecar.metrics`.
-        journal: Records what is lent to clients; None: the next start uses a new arena, and writes
-            to this one do no harm.
+        journal: Records what is lent to clients; None: the next start uses a new arena, so late
+            writes to this one do no harm.
         tracer: Traces requests; None: no tracing.
         descriptions: How clients name KV.
         request_ids: Generates ids for requests that came without one.
         large_requests: Bounds the memory of large requests, from their first byte until they are
             answered.
-        log: Logs what clients can cause arbitrarily often.
+        log: Logs events that clients can cause arbitrarily often.
         is_draining: Whether stores from clients are refused.
         lookups: Engines' recent lookups.
         staged: Limit on what tickets of all clients hold together.

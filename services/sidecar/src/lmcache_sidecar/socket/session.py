@@ -126,7 +126,7 @@ class EngineSession:
         except (ProtocolError, IdentityError, LayoutError) as exc:
             self._context.log.log(logging.WARNING, "client of the socket refused: error=%s", exc)
             # Until the client has closed its side, it may still access memory reserved or pinned
-            # for it: that memory stays its own.
+            # for it, so that memory is not reused.
             cause = ProtocolError(str(exc)) if isinstance(exc, IdentityError) else exc
             await self._stream.say_goodbye(ErrorMessage.about(cause))
             await self._stream.until_gone()
@@ -142,7 +142,7 @@ class EngineSession:
     @asynccontextmanager
     async def _received(self, header: FrameHeader) -> AsyncIterator[Message]:
         """Return the request with this header; the body of the context answers it. Large requests
-        share a bound on memory, and none of one is read before there is room.
+        share a bound on memory; nothing of a request is read before there is room.
         """
         num_bytes = header.meta_bytes
         if num_bytes <= MAX_FREE_REQUEST_BYTES:
@@ -383,7 +383,7 @@ class EngineSession:
 
 
 def _check_names(description: m.Describe) -> None:
-    """Refuse a description by which no tier could encode a key, or not even one chunk could be
+    """Refuse a description with which no tier could encode a key, or not even one chunk could be
     named.
 
     Raises:

@@ -1,8 +1,8 @@
 """Command lines of containers: whether they start vLLM, and what is appended to them.
 
-They come from strangers, so each function here is linear in the length of its input. Shell scripts
-are not parsed: a container that starts vLLM in one is declined, unless the script reads further
-arguments from a variable.
+They are untrusted input, so each function here is linear in its length. Shell scripts are not
+parsed: a container that starts vLLM in one is declined, unless the script reads further arguments
+from a variable.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROLES_OF_DYNAMO: Final = ("--is-prefill-worker", "--is-decode-worker")
 
 
 def runs_vllm(container: Container) -> bool:
-    """Return whether a container looks as if it ran vLLM: by its command line or image."""
+    """Return whether a container appears to run vLLM, by its command line or image."""
     name = (container.image or "").partition("@")[0].rsplit("/", 1)[-1].partition(":")[0]
     return (
         names_our_connector(container)
@@ -56,7 +56,7 @@ def runs_vllm(container: Container) -> bool:
 
 
 def runs_ray(container: Container) -> bool:
-    """Return whether a container runs a node of Ray, whose Serve may start vLLM."""
+    """Return whether a container runs a Ray node, where Ray Serve may start vLLM."""
     return any(variable.name == RAY_VARIABLE for variable in container.env or ()) or (
         "ray start" in " ".join(_line(container))
     )
@@ -70,9 +70,9 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
         config: The value of `--kv-transfer-config`.
 
     Returns:
-        The words; empty where the container names our connector already, where a script reads
-        them from a variable (`plan_script_variable`), and where what it runs is not vLLM's server
-        itself, as on a node of Ray.
+        The words; empty if the container already names our connector, if a script reads them from a
+        variable (`plan_script_variable`), or if it does not run vLLM's server itself, as on a Ray
+        node.
 
     Raises:
         DeclinedError: The container has another connector, or starts vLLM in a shell script.
@@ -211,8 +211,8 @@ def _starts_server(line: Sequence[str]) -> bool:
 
 
 def _script(container: Container) -> str | None:
-    """Return the word of the command line that is a script which starts the server, for whatever
-    shell; None where there is none.
+    """Return the word of the command line that is a shell script which starts the server; None if
+    there is none.
     """
     for word in _line(container):
         words = word.replace("\\\n", " ").split()
@@ -235,10 +235,10 @@ def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
 
     Args:
         spec: Of the pod.
-        name: Of that container; None: the one that looks as if it did.
+        name: Name of that container; None: the one that appears to run vLLM.
 
     Returns:
-        Its place among the containers, and itself.
+        Its index among the containers, and the container.
 
     Raises:
         DeclinedError: There is none, or more than one.

@@ -1,9 +1,9 @@
-"""Options of a connector in a container: those that ours would refuse, and LMCache's, of which the
-useful ones carry over when LMCache's connector is replaced.
+"""Connector options in a container: those that ours would refuse, and LMCache's. When LMCache's
+connector is replaced, its useful options carry over.
 
 LMCache's names and what they mean are one table, `lmcache_core.config.foreign_names`. This module
 adds what follows from the sidecar: it owns the tiers, so their sizes become its sizes, and their
-addresses are left to its settings.
+addresses come from its settings.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ Place = tuple[str, int]
 
 
 def check_options(container: Container, extra: Mapping[str, Any]) -> None:
-    """Refuse a container whose variables, with the options in `extra`, our connector could not
-    read, or with which vLLM refuses connectors: it would end when it starts.
+    """Refuse a container whose variables and options in `extra` our connector could not read, or
+    with which vLLM refuses connectors: vLLM would exit at its start.
 
     Raises:
-        DeclinedError: It is one.
+        DeclinedError: The container is refused.
     """
     variables = {variable.name: variable.value or "" for variable in container.env or ()}
     if REFUSED_ALLOCATOR in variables.get(ALLOCATOR, ""):
@@ -69,7 +69,7 @@ def check_options(container: Container, extra: Mapping[str, Any]) -> None:
         )
     try:
         values = values_of_environment(_texts(container), OPTIONS)
-        # As the connector reads them: the environment alone first.
+        # In the connector's order: first the environment alone.
         for more in ({}, {**extra, "sidecar_socket": SOCKET_PATH}):
             LMCacheEngineConfig.from_defaults(**{"remote_url": None} | values | more)
         if {**values, **extra}.get("enable_blending"):
@@ -123,8 +123,8 @@ class CarriedOver:
 
 
 def find_lmcache(container: Container) -> ReplaceableConnector | None:
-    """Return LMCache's connector where words of the command line name it in JSON; None where they
-    name another one or none, and where it stands in a script or variable.
+    """Return LMCache's connector if words of the command line name it in JSON; None if they name
+    another one or none, or if it is named in a script or variable.
     """
     words = [
         ((member, index), word)
@@ -156,7 +156,7 @@ def carry_over(container: Container, connector: ReplaceableConnector) -> Carried
     """Return what LMCache's options in the command line and the variables become.
 
     Raises:
-        DeclinedError: One of them asks for what is not here, or cannot be read.
+        DeclinedError: An option requests something unsupported, or cannot be read.
     """
     if connector.config.get("kv_role", "kv_both") != "kv_both":
         raise _irreplaceable(
@@ -218,7 +218,7 @@ def carry_over(container: Container, connector: ReplaceableConnector) -> Carried
             )
     reached = sizes.keys() & needed
     if reached:
-        reached.add("max_local_cache_size")  # an older name of one of them
+        reached.add("max_local_cache_size")  # an older name of one of these options
     members, lost = _members(connector.config)
     variables = [
         (index, variable.name)
@@ -245,7 +245,7 @@ def carry_over(container: Container, connector: ReplaceableConnector) -> Carried
 
 def _members(config: Mapping[str, Any]) -> tuple[dict[str, str | float], list[str]]:
     """Return the members of vLLM's configuration to keep, and the names of those that are lost:
-    ours has another value, or they are no text or number as all of vLLM's are.
+    ours has another value, or theirs is neither text nor a number, as all of vLLM's are.
     """
     ours = transfer_config()
     kept: dict[str, str | float] = {}
@@ -265,10 +265,10 @@ def _irreplaceable(connector: ReplaceableConnector, why: str) -> DeclinedError:
 
 
 def _texts(container: Container) -> dict[str, str]:
-    """Return the variables that a connector takes for options, where the pod says their value.
+    """Return the variables that a connector reads as options and whose value is in the pod.
 
     Raises:
-        DeclinedError: They are longer than what is read.
+        DeclinedError: They are longer than the limit.
     """
     texts = {
         variable.name: variable.value or ""

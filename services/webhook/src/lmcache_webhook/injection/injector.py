@@ -58,14 +58,14 @@ MAX_STATUS_CHARS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class PodReview:
-    """What becomes of a pod.
+    """The result of a pod's review.
 
     Attributes:
         verdict: `injected`; `declined` (it asked, and stays as it is but for the annotation that
             says why); `unchanged` (it did not ask, or has it all already); `unreadable` (it is no
             pod that we can read).
         operations: JSON patch.
-        reason: For people; empty where nothing was to do.
+        reason: For people; empty if there was nothing to do.
     """
 
     verdict: Verdict
@@ -74,12 +74,12 @@ class PodReview:
 
 
 def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace: str) -> PodReview:
-    """Decide what becomes of a pod. Raises nothing, whatever the document is.
+    """Decide what to do with a pod. Never raise, whatever the document contains.
 
     Args:
-        options: Of the webhook.
+        options: The webhook's options.
         document: The pod, as the API server sends it; not changed.
-        namespace: Where it is to be.
+        namespace: The pod's namespace.
     """
     try:
         pod = Pod.model_validate(document)
@@ -87,7 +87,7 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
         return PodReview(
             "unreadable",
             reason=(
-                f"this is no pod that the webhook can read: {exc.error_count()} of its members"
+                f"this is not a pod that the webhook can read: {exc.error_count()} of its members"
                 " are not"
             ),
         )
@@ -99,7 +99,7 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
     try:
         reason = _inject(patch, options, pod, namespace)[:MAX_STATUS_CHARS]
     except DeclinedError as exc:
-        patch = Patch(document)  # nothing of what was begun
+        patch = Patch(document)  # drop the partial patch
         reason = f"not injected: {exc}"[:MAX_STATUS_CHARS]
         patch.put(("metadata", "annotations", STATUS), reason)
         return PodReview("declined", patch.operations, reason)
@@ -131,7 +131,7 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
         patch.put(("metadata", "labels", SIDECARS), plan.service)
     for volume in volumes_of(plan):
         patch.append(("spec", "volumes"), volume)
-    # Behind the others: a mesh's proxy, which is there for the network, starts before ours and ends
+    # After the others: a mesh's proxy, which provides the network, starts before ours and ends
     # after it.
     for container in (payload_container(plan), sidecar_container(plan)):
         patch.append(("spec", "initContainers"), container)
@@ -154,7 +154,7 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
 
 
 def _with_sizes(request: PodRequest, carried: CarriedOver) -> PodRequest:
-    """Return a request with LMCache's sizes where the pod's annotations give none."""
+    """Return the request, with LMCache's sizes where the annotations give none."""
     arena_gb = carried.arena_gb and max(carried.arena_gb, MIN_ARENA_GB)
     return dataclasses.replace(
         request,
@@ -170,13 +170,13 @@ def _without(
     theirs: ReplaceableConnector,
     carried: CarriedOver,
 ) -> Container:
-    """Remove LMCache's connector and the variables that describe its tiers from a container, in the
-    patch and in what is returned.
+    """Remove LMCache's connector and the variables of its tiers from a container, in the patch and
+    in the returned container.
     """
     removed = {*theirs.words, *(("env", index) for index in carried.variables)}
     changed: dict[str, list[Any]] = {}
     for member in sorted({member for member, _ in removed}):
-        # One operation for all items: one each would take time quadratic in their number.
+        # One operation for all items: one per item would take quadratic time.
         patch.put((*at, member), _kept(patch.at((*at, member)), member, removed))
         changed[member] = _kept(getattr(engine, member), member, removed)
     return engine.model_copy(update=changed)
@@ -198,10 +198,10 @@ def _why_no_arguments(engine: Container, *, has_variable: bool) -> str:
 
 
 def _check_pod(spec: PodSpec) -> None:
-    """Refuse a pod that would not come up, or would lose something, with a sidecar.
+    """Refuse a pod that would not start, or would lose something, with a sidecar.
 
     Raises:
-        DeclinedError: This is one.
+        DeclinedError: The pod is refused.
     """
     if spec.os is not None and spec.os.name != "linux":
         raise DeclinedError(f"the pod is for {spec.os.name}: the sidecar runs on Linux")
@@ -218,10 +218,10 @@ def _check_pod(spec: PodSpec) -> None:
 
 
 def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
-    """Refuse a pod that has something by the name of what is added, in another sense.
+    """Refuse a pod that already uses a name of the added objects for something else.
 
     Raises:
-        DeclinedError: It is.
+        DeclinedError: A name is taken.
     """
     volumes = {volume.name for volume in spec.volumes or []}
     containers = {one.name for one in spec.all_containers}
@@ -258,7 +258,7 @@ def _check_mount(mount: VolumeMount, place: str) -> None:
 
 
 def _is_within(path: str, directory: str) -> bool:
-    """Like PurePath.is_relative_to, which since Python 3.12 takes time quadratic in the parts of
-    a path.
+    """Like `PurePath.is_relative_to`, which since Python 3.12 takes quadratic time in the number of
+    parts.
     """
     return path == directory or path.startswith(f"{directory.rstrip('/')}/")

@@ -13,14 +13,14 @@ Step = str | int
 class Patch:
     """Collects operations, and knows what the document looks like after them.
 
-    Copies only what lies on the way to a change: a document may be large, and nested so deeply
-    that a recursive copy would fail.
+    Copies only the containers on the path to a change: a document may be large, and nested too
+    deeply for a recursive copy.
 
     Args:
-        document: What is to be changed; it is not modified.
+        document: The document to change; it is not modified.
 
     Attributes:
-        operations: So far, in order.
+        operations: The operations so far, in order.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
@@ -28,8 +28,8 @@ class Patch:
         self.operations: list[Operation] = []
 
     def put(self, path: tuple[Step, ...], value: Any) -> None:
-        """Set a member of an object, which may be there already; objects above it that are
-        missing or null are made.
+        """Set a member of an object, replacing an existing one. Create objects above it that are
+        missing or null.
         """
         *above, last = path
         for length in range(1, len(path)):
@@ -40,7 +40,7 @@ class Patch:
             self._set(path, value)
 
     def append(self, path: tuple[Step, ...], item: Any) -> None:
-        """Add an item at the end of a list, which is made where it is missing or null."""
+        """Append an item to a list. Create the list if it is missing or null."""
         items = self.at(path)
         if not isinstance(items, list):
             self.put(path, [item])
@@ -49,12 +49,12 @@ class Patch:
         self._own(path).append(item)
 
     def insert(self, path: tuple[Step, ...], index: int, item: Any) -> None:
-        """Add an item to a list that is there, before the one at `index`."""
+        """Insert an item into an existing list, before the one at `index`."""
         self._add((*path, index), item)
         self._own(path).insert(index, item)
 
     def replace(self, path: tuple[Step, ...], value: Any) -> None:
-        """Put another value in the place of one that is there."""
+        """Replace an existing value."""
         self.operations.append({"op": "replace", "path": pointer(path), "value": value})
         self._own(path[:-1])[path[-1]] = value
 
@@ -66,7 +66,7 @@ class Patch:
         self.operations.append({"op": "add", "path": pointer(path), "value": value})
 
     def at(self, path: tuple[Step, ...]) -> Any:
-        """Return what is at a path after the operations so far; None where nothing is."""
+        """Return the value at a path after the operations so far; None if there is none."""
         found: Any = self._after
         for step in path:
             if isinstance(found, dict):
@@ -78,9 +78,7 @@ class Patch:
         return found
 
     def _own(self, path: tuple[Step, ...]) -> Any:
-        """Return what is at a path, after copies of all containers on the way have taken their
-        place.
-        """
+        """Return the value at a path, after replacing all containers on the path with copies."""
         found: Any = self._after
         for step in path:
             found[step] = copy.copy(found[step])
@@ -103,18 +101,18 @@ def extend_variable(
     """Append a text to a variable of a container.
 
     Args:
-        patch: Gets the operations.
-        at: The container.
-        name: Of the variable, which is made where it is missing.
-        text: What to append.
-        separator: What comes between, unless there is nothing yet.
+        patch: Receives the operations.
+        at: Path of the container.
+        name: Name of the variable, which is created if missing.
+        text: The text to append.
+        separator: Put before the text, unless the variable is empty.
     """
     variables = patch.at((*at, "env")) or []
     places = [index for index, variable in enumerate(variables) if variable["name"] == name]
     if not places:
         patch.append((*at, "env"), {"name": name, "value": text})
         return
-    place = places[-1]  # of several the last one counts
+    place = places[-1]  # of several with that name, the last one counts
     variable = variables[place]
     if variable.get("valueFrom") is not None:
         kept = f"{KEPT_PREFIX}{name}"

@@ -1,4 +1,4 @@
-"""What a pod asks for in its annotations, and what it gets: as the webhook's settings say, and if
+"""What a pod requests in its annotations, and what it gets according to the webhook's settings, if
 its namespace has a tenant.
 """
 
@@ -14,7 +14,7 @@ from lmcache_core.security import validate_tenant
 
 from lmcache_webhook.injection.pod import DeclinedError, Metadata, Pod
 
-if TYPE_CHECKING:  # plans are made where servicekit is not installed, too
+if TYPE_CHECKING:  # plans are also made where servicekit is not installed
     from lmcache_webhook.settings import TenantEntry, WebhookSettings
 
 ANY_NAMESPACE: Final = "*"
@@ -44,14 +44,14 @@ MAX_GENERATED_CHARS: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class PodRequest:
-    """What one pod asks for; None: as the webhook's settings say.
+    """What one pod requests; None: the default in the webhook's settings.
 
     Attributes:
-        container: Name of the container that runs vLLM; None: the one that looks like it.
+        container: Name of the container that runs vLLM; None: the one that appears to.
         arena_gb: Shared memory, GiB.
         disk_gb: Disk of the node, GiB; 0 for none.
-        tenant: Whose cache it is.
-        run_as_user: Whom vLLM's image runs as, where the pod does not say.
+        tenant: Tenant whose cache the pod uses.
+        run_as_user: User of vLLM's image, if the pod does not name one.
         replace_connector: Whether LMCache's connector may be replaced.
     """
 
@@ -64,7 +64,7 @@ class PodRequest:
 
 
 def is_asked_for(metadata: Metadata) -> bool:
-    """Return whether a pod has the label or annotation that asks for injection. An annotation wins
+    """Return whether a pod has the label or annotation that requests injection. An annotation wins
     over a label.
     """
     annotation = (metadata.annotations or {}).get(INJECT)
@@ -134,7 +134,7 @@ class InjectionOptions:
 
     Attributes:
         settings: The webhook's settings.
-        sidecar_template: What is laid over the sidecar's container, checked.
+        sidecar_template: The checked template, merged into the sidecar's container.
     """
 
     settings: WebhookSettings
@@ -147,15 +147,15 @@ class PodPlan:
 
     Attributes:
         options: Of the webhook.
-        tenant: Whose pod it is.
+        tenant: Tenant of the pod.
         arena_gb: Shared memory, GiB.
         disk_gb: Disk, GiB; 0 for none.
-        run_as_user: Whom the sidecar runs as; None: as the cluster decides.
+        run_as_user: User of the sidecar; None: the cluster's choice.
         run_as_group: The same for the group.
-        is_guaranteed: Whether the pod's containers have limits that equal their requests; ours then
-            have too.
+        is_guaranteed: Whether the limits of the pod's containers equal their requests; then ours
+            do, too.
         instance_id: Text of the sidecar's instance id.
-        service: By which the broker finds the pod; None where it does not.
+        service: Service by which the broker finds the pod; None if it does not.
     """
 
     options: InjectionOptions
@@ -178,11 +178,11 @@ def plan_pod(
         options: Of the webhook.
         pod: The pod.
         namespace: Where it is to be.
-        request: What it asks for.
-        engine: Which of its containers runs vLLM.
+        request: The pod's request.
+        engine: The container that runs vLLM.
 
     Raises:
-        DeclinedError: It asks for more than it may, or for a tenant that is not its namespace's.
+        DeclinedError: It requests more than it may, or a tenant of another namespace.
     """
     settings = options.settings
     user, group = _user_of(settings, pod, request, engine)
@@ -232,7 +232,7 @@ def _tenant_of(here: Sequence[TenantEntry], namespace: str, wished: str | None) 
         if wished in (None, tenant.name):
             return tenant
     raise DeclinedError(
-        f"{TENANT}={wished!r} is no tenant of the namespace {namespace}: its tenants are"
+        f"{TENANT}={wished!r} is not a tenant of the namespace {namespace}: its tenants are"
         f" {', '.join(t.name for t in here)}"
     )
 
@@ -240,8 +240,8 @@ def _tenant_of(here: Sequence[TenantEntry], namespace: str, wished: str | None) 
 def _user_of(
     settings: WebhookSettings, pod: Pod, request: PodRequest, engine: int
 ) -> tuple[int | None, int | None]:
-    """Sidecar and vLLM share files, so they are one user where it is known whom vLLM runs as.
-    Root may open everything anyway.
+    """Sidecar and vLLM share files, so both run as the same user if vLLM's is known. Root may open
+    everything anyway.
     """
     container = pod.spec.containers[engine].securityContext
     whole = pod.spec.securityContext
@@ -253,8 +253,8 @@ def _user_of(
 
 
 def _instance_id(pod: Pod, namespace: str, *, is_followed: bool) -> str:
-    """Endpoints have the names of pods, of one namespace; else two may have one. What would be
-    too long is the pod's uid instead.
+    """Return the pod's name, which its endpoint has, too. The namespace is added where two pods may
+    share a name. If the name may be too long, the pod's uid replaces it.
     """
     name = pod.metadata.name or f"{pod.metadata.generateName or ''}{'x' * MAX_GENERATED_CHARS}"
     if is_followed:

@@ -1,5 +1,5 @@
-"""The part of a pod that decides what is injected, and why a pod stays as it is. Everything else of
-it is neither read nor changed.
+"""The part of a pod that decides what is injected, or why the pod stays unchanged. The rest is
+neither read nor changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_TEXT_CHARS: Final = 128 << 10
 
 _Item = TypeVar("_Item")
 _Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
-# An error costs over a kilobyte, and a review has room for half a million of wrong items.
+# An error takes over a kilobyte, and a review has room for half a million invalid items.
 _Items = Annotated[list[_Item], Field(fail_fast=True)]
 
 
@@ -66,7 +66,7 @@ class Resources(_Part):
 
     @property
     def is_guaranteed(self) -> bool:
-        """Whether a pod of such containers alone has the quality of service `Guaranteed`."""
+        """Whether a pod with only such containers has the quality of service `Guaranteed`."""
         limits, requests = self.limits or {}, self.requests or {}
         return all(
             name in limits and is_same(requests.get(name, limits[name]), limits[name])
@@ -102,7 +102,7 @@ class OperatingSystem(_Part):
 
 
 class PodSpec(_Part):
-    """What a pod is to be."""
+    """The specification of a pod."""
 
     containers: _Items[Container]
     initContainers: _Items[Container] | None = None
@@ -154,7 +154,7 @@ _BINARY: Final = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 
 
 def amount_of(quantity: Any) -> Decimal | None:
-    """Return the number that a quantity stands for; None where it is none."""
+    """Return the number that a quantity stands for; None if it is not a quantity."""
     if isinstance(quantity, bool) or not isinstance(quantity, str | int | float):
         return None
     found = _QUANTITY.fullmatch(str(quantity))
@@ -167,6 +167,6 @@ def amount_of(quantity: Any) -> Decimal | None:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two quantities are one amount; what is no quantity is the same as nothing."""
+    """Return whether two quantities are equal; a value that is not a quantity equals nothing."""
     amount = amount_of(one)
     return amount is not None and amount == amount_of(other)

@@ -18,8 +18,8 @@ SOCKET_PATH: Final = f"{SOCKET_DIRECTORY}/sidecar.sock"
 CREDENTIALS_PATH: Final = "/run/secrets/lmcache"
 TLS_PATH: Final = "/run/secrets/lmcache-tls"
 DISK_PATH: Final = "/var/lib/lmcache"
-# An API server puts the pod's token there in every container that mounts nothing at that path. It
-# does so once more after the webhooks, and the token of a stranger's account is not ours to have.
+# An API server mounts the pod's token there in every container that mounts nothing at that path,
+# and repeats this after the webhooks. Our containers must not have another account's token.
 SERVICE_ACCOUNT_PATH: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 PAYLOAD_PATH: Final = "/opt/lmcache"
 PYTHON_PATH: Final = f"{PAYLOAD_PATH}/python"
@@ -38,7 +38,7 @@ _EMPTY_ACCOUNT_MOUNT: Final = {
 
 
 def payload_container(plan: PodPlan) -> dict[str, Any]:
-    """Return the init container that copies what goes into vLLM's process."""
+    """Return the init container that copies the files for vLLM's process."""
     resources = plan.options.settings.payload_resources
     requests, limits = resources.get("requests", {}), resources.get("limits", {})
     if plan.is_guaranteed:
@@ -55,8 +55,8 @@ def payload_container(plan: PodPlan) -> dict[str, Any]:
 
 
 def sidecar_container(plan: PodPlan) -> dict[str, Any]:
-    """Return the cache sidecar: an init container that stays, with the template of the webhook's
-    settings laid over it.
+    """Return the cache sidecar, a restartable init container, merged with the template of the
+    webhook's settings.
     """
     memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.settings.memory_overhead_mb}Mi"
     container: dict[str, Any] = {
@@ -74,9 +74,9 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
             "limits": {"memory": memory},
         },
         "securityContext": _security_context(plan),
-        # vLLM starts once the arena is in place. No readiness probe: a sidecar that has lost the
-        # storage takes no vLLM out of service. When the pod is to end, at once: the drain begins
-        # while vLLM still answers what it has. SIGTERM comes when vLLM has ended.
+        # vLLM starts once the arena exists. No readiness probe: a sidecar that has lost the storage
+        # must not take vLLM out of service. The preStop hook begins the drain at once, while vLLM
+        # still finishes its requests. SIGTERM comes after vLLM has ended.
         "lifecycle": {
             "preStop": {
                 "exec": {"command": ["python", "-m", "lmcache_sidecar.begin_drain", SOCKET_PATH]}
@@ -94,7 +94,7 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
 
 
 def engine_mounts() -> list[dict[str, Any]]:
-    """Return what vLLM's container mounts."""
+    """Return the mounts of vLLM's container."""
     return [
         {"name": "lmcache-arena", "mountPath": ARENA_PATH},
         {"name": "lmcache-socket", "mountPath": SOCKET_DIRECTORY},
@@ -105,11 +105,11 @@ def engine_mounts() -> list[dict[str, Any]]:
 def transfer_config(
     extra: Mapping[str, Any] | None = None, members: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the value of vLLM's `--kv-transfer-config`; plain words only. Loads that fail are
-    computed: vLLM's default ends the request.
+    """Return the value of vLLM's `--kv-transfer-config`; plain words only. It makes vLLM recompute
+    failed loads, since its default ends the request.
 
     Args:
-        extra: Further options of the connector, which may have any value; the socket is the pod's.
+        extra: Further options of the connector, with any value; the socket is the pod's.
         members: Further members of the configuration.
     """
     return {
@@ -168,8 +168,8 @@ def _variables(plan: PodPlan) -> list[dict[str, Any]]:
 
 
 def _own_options(plan: PodPlan) -> dict[str, str]:
-    """Listening on the pod's own address, other pods reach lm:// and kubelets reach probes, in
-    either family of addresses.
+    """Return this sidecar's options. It listens on the pod's own address: other pods reach lm://
+    and kubelets reach probes with either address family.
     """
     tenant = plan.tenant
     is_encrypted = tenant.tls_secret is not None
@@ -252,8 +252,8 @@ would be unreadable to it.
 
 
 def volumes_of(plan: PodPlan) -> list[dict[str, Any]]:
-    """Return every volume that a pod gets. Those in memory count towards the limit of the container
-    that fills them, the sidecar.
+    """Return all added volumes. Those in memory count towards the memory limit of the sidecar,
+    which fills them.
     """
     arena_mb = math.ceil(plan.arena_gb * 1024) + JOURNAL_MB
     volumes: list[dict[str, Any]] = [
@@ -264,7 +264,7 @@ def volumes_of(plan: PodPlan) -> list[dict[str, Any]]:
         {"name": "lmcache-no-token", "emptyDir": {"sizeLimit": "1Mi"}},
     ]
     if plan.disk_gb:
-        # A tenth and a GiB more than the tier may fill: over the limit Kubernetes evicts the whole
+        # A tenth and one GiB above the tier's size: beyond the limit Kubernetes evicts the whole
         # pod.
         volumes.append(
             {

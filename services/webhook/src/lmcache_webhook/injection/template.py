@@ -1,4 +1,4 @@
-"""The template that is laid over the sidecar's container."""
+"""The template that is merged into the sidecar's container."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _TEXTS: Final = frozenset({"imagePullPolicy", "terminationMessagePath", "termina
 
 
 def read_template(path: Path | None) -> dict[str, Any]:
-    """Read a template; none is empty.
+    """Read a template; without a file, return an empty one.
 
     Raises:
-        ConfigError: It cannot be read, is no mapping, or says what is not its to say.
+        ConfigError: It cannot be read, is not a mapping, or sets a member that it must not set.
     """
     if path is None:
         return {}
@@ -49,7 +49,9 @@ def read_template(path: Path | None) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigError(f"{setting}: {exc.strerror or exc}; correct the path") from exc
     if len(data) > MAX_TEMPLATE_BYTES:
-        raise ConfigError(f"{setting}: longer than {MAX_TEMPLATE_BYTES} bytes; it is no template")
+        raise ConfigError(
+            f"{setting}: longer than {MAX_TEMPLATE_BYTES} bytes; it is not a template"
+        )
     try:
         found = load_yaml(data)
     except DuplicateNameError as exc:
@@ -62,7 +64,7 @@ def read_template(path: Path | None) -> dict[str, Any]:
 
 
 def check_template(template: Any, setting: str) -> dict[str, Any]:
-    """Return a template, if it is one.
+    """Return a checked template.
 
     Raises:
         ConfigError: As `read_template`.
@@ -84,21 +86,21 @@ def check_template(template: Any, setting: str) -> dict[str, Any]:
         amounts = members.get("resources", {}).get(part, {})
         if not isinstance(amounts, dict) or "memory" in amounts:
             raise ConfigError(
-                f"{setting}: resources.{part} names memory, or is no mapping: memory follows from"
-                " the size of the arena"
+                f"{setting}: resources.{part} names memory, or is not a mapping: memory follows"
+                " from the size of the arena"
             )
     return members
 
 
 def check_cpu(sidecar_cpu: str, template: Mapping[str, Any]) -> None:
-    """Refuse amounts with which no pod with a sidecar would be taken.
+    """Refuse amounts with which the API server would refuse every pod with a sidecar.
 
     Args:
-        sidecar_cpu: What is requested where the template does not say.
+        sidecar_cpu: The request if the template sets none.
         template: A checked one.
 
     Raises:
-        ConfigError: It would.
+        ConfigError: An amount is invalid, or the request is above the limit.
     """
     resources = template.get("resources", {})
     request = resources.get("requests", {}).get("cpu", sidecar_cpu)
@@ -106,8 +108,8 @@ def check_cpu(sidecar_cpu: str, template: Mapping[str, Any]) -> None:
     least, most = amount_of(request), amount_of(limit)
     if least is None or most is None:
         raise ConfigError(
-            f"resources of the sidecar: cpu {(request if least is None else limit)!r} is no"
-            " quantity: write 500m or 2"
+            f"resources of the sidecar: cpu {(request if least is None else limit)!r} is"
+            " not a quantity: write 500m or 2"
         )
     if least > most:
         raise ConfigError(
@@ -117,8 +119,8 @@ def check_cpu(sidecar_cpu: str, template: Mapping[str, Any]) -> None:
 
 
 def lay_over(container: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a container with a template over it: mappings are merged, lists follow ours, and in
-    them an item replaces its namesake.
+    """Return a container merged with a template: mappings are merged, and lists appended, where an
+    item replaces its namesake.
 
     A probe is replaced as a whole, since it has one of several kinds.
     """

@@ -14,13 +14,13 @@ let timer = 0;
 let turn = 0;
 let drawnWidth = 0;
 
-/** What is wrong, if anything is. Read aloud, so that it is only touched when it changes. */
+/** Show what is wrong, if anything. Screen readers announce each change, so an equal text is not set again. */
 function say(text, isBad = false) {
   if (at('state').textContent !== text) at('state').textContent = text;
   at('state').classList.toggle('bad', isBad);
 }
 
-const older = () => (data === null ? '' : `; what is shown is of ${time(data.time_ms)}`);
+const older = () => (data === null ? '' : `; the figures are from ${time(data.time_ms)}`);
 
 async function ask() {
   const token = sessionStorage.getItem(KEY);
@@ -29,7 +29,7 @@ async function ask() {
     const answer = await fetch('v1/overview', { headers, credentials: 'omit', cache: 'no-store', signal: AbortSignal.timeout(TIMEOUT_MS) });
     return { status: answer.status, body: answer.ok ? await answer.json() : null };
   } catch (error) {
-    return { trouble: error instanceof SyntaxError ? 'What answers here is no broker' : 'The broker cannot be reached' };
+    return { trouble: error instanceof SyntaxError ? 'The server that answers is not a broker' : 'The broker cannot be reached' };
   }
 }
 
@@ -75,16 +75,16 @@ async function look() {
     askForToken(wasShown);
     return;
   }
-  // Before anything is drawn: whatever goes wrong there, the next answer may be fine. A tab that nobody sees asks again when it is seen.
+  // Before drawing, so that a failure there does not end the polling. A hidden tab asks again once it is visible.
   if (document.visibilityState !== 'hidden') timer = setTimeout(look, INTERVAL_MS);
   if (trouble !== undefined) say(trouble + older(), true);
   else if (body === null) say(`The broker answered ${status}${older()}`, true);
   else {
     data = body;
     render();
-    at('as-of').textContent = `As of ${time(data.time_ms)}, told by ${data.broker}`;
+    at('as-of').textContent = `As of ${time(data.time_ms)}, reported by ${data.broker}`;
     const isAlone = data.shares && !data.is_shared;
-    say(isAlone ? 'This broker does not hear the others now: it shows what it was told itself' : '', isAlone);
+    say(isAlone ? 'This broker cannot reach the others: it shows only what was reported to it' : '', isAlone);
     document.body.dataset.turn = String(turn);
   }
 }

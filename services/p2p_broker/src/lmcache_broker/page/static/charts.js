@@ -9,7 +9,7 @@ const FLOOR = HEIGHT - BOTTOM;
 const MIN_BAR = 4;
 const MAX_BAR = 32;
 
-/** Neighbouring samples together, the same ones at each look, so that there are no more bars than there is room for. */
+/** Merge adjacent samples, always in the same groups, so that the bars fit into the width. */
 function merged({ samples, interval_s: interval }, room) {
   const step = Math.max(1, Math.ceil((samples.length * MIN_BAR) / room));
   const groups = new Map();
@@ -91,9 +91,9 @@ export function ratioChart(data, width) {
     const title = svg('title', {}, `${clock(bars[i].ended_ms)}: ${percent(ratio)}`);
     marks.push(svg('circle', { class: 's0', cx: x, cy: y, r: step > 8 ? 3.5 : 2 }, title));
   });
-  // Where nothing was asked for there is no ratio, and no line.
+  // Without requests there is no ratio, and no line.
   const lines = runs.filter((run) => run.length > 1).map((run) => svg('polyline', { class: 'line', points: run.join(' ') }));
-  const said = `${percent(ratios.findLast((ratio) => ratio !== null))} when something was last asked for`;
+  const said = `${percent(ratios.findLast((ratio) => ratio !== null))} in the last interval with requests`;
   const ticks = [['0', 0], ['50 %', 0.5], ['100 %', 1]];
   return html('figure', {}, frame(width, `Hit ratio over time: ${said}`, ticks, bars, [...lines, ...marks]), html('figcaption', {}, said));
 }

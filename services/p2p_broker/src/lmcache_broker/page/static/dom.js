@@ -11,7 +11,7 @@ export const html = (name, attributes = {}, ...children) => fill(document.create
 export const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 export const nothing = (text) => html('p', { class: 'note' }, text);
 
-/** Puts new content in the place of the old, except under a selection: what is focused, scrolled or unfolded there stays so. */
+/** Replace content, except under a selection. Focus, scroll positions and unfolded parts are kept. */
 export function replace(place, ...content) {
   const selected = getSelection();
   if (!selected.isCollapsed && place.contains(selected.anchorNode)) return;
@@ -27,13 +27,13 @@ export function replace(place, ...content) {
   }
 }
 
-/** How much of something: for the eye, beside the same in words. */
+/** A bar that shows a share; the text next to it says the same. */
 export const gauge = (value, max, colour) =>
   svg('svg', { class: 'gauge', viewBox: '0 0 100 6', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
     svg('rect', { class: 'track', width: 100, height: 6 }),
     svg('rect', { class: colour, width: (100 * Math.min(1, value / Math.max(1, max))).toFixed(2), height: 6 }));
 
-/** A table. `columns`: [title, cell(row), is it a number?, does it give way on a small screen?]; `keyOf` names a row for those who look for it. */
+/** A table. `columns`: [title, cell(row), is it a number?, is it hidden on a small screen?]; `keyOf` returns a row's key. */
 export function table(caption, columns, rows, keyOf) {
   const kind = (isNumber, isMinor) => [isNumber ? 'number' : '', isMinor ? 'minor' : ''].join(' ').trim() || null;
   const cell = (row, [, value, isNumber, isMinor], i) =>

@@ -24,14 +24,14 @@ export function short(count) {
 }
 export const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
 export const tier = (name) => (Object.hasOwn(TIERS, name) ? TIERS[name] : name);
-/** The same colour for a tier wherever it is drawn; what has none of its own shares one. */
+/** The colour of a tier, the same everywhere; tiers without their own share one. */
 export const colour = (name) => COLOURS.get(tier(name)) ?? 's4';
 export const words = (name) => name.replaceAll('_', ' ');
 export const sum = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
-/** What is counted under this name, which a peer chose: what an object inherits is no count. */
+/** The count under a name, which a peer chose: an inherited property is not a count. */
 export const countOf = (counts, name) => (Object.hasOwn(counts, name) ? counts[name] : 0);
 export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });
-/** What all these names begin with, up to a dash, such as the name of a release; not for a single one. */
+/** The common prefix of these names, up to a dash, such as a release's name; empty for a single name. */
 export function commonPrefix(names) {
   if (names.length < 2) return '';
   const [first, last] = [names.reduce((a, b) => (a < b ? a : b)), names.reduce((a, b) => (a > b ? a : b))];
@@ -41,14 +41,14 @@ export function commonPrefix(names) {
 }
 export const shorten = (text, length) => (text.length <= length ? text : `${text.slice(0, 4)}…${text.slice(5 - length)}`);
 
-/** All these counts together, by name. Peers choose names: this has none of its own, as an ordinary object has. */
+/** The sums of these counts, by name. Peers choose names, so the result has no inherited properties. */
 export function together(all) {
   const found = Object.create(null);
   for (const counts of all) for (const [name, count] of Object.entries(counts)) found[name] = (found[name] ?? 0) + count;
   return found;
 }
 
-/** Chunks got, of those that were wanted and either got or missed; null where none was. */
+/** Loaded chunks as a share of those loaded or missed; null if there are none. */
 export function hitRatio(work) {
   const loaded = sum(work.loaded_chunks);
   const all = loaded + sum(work.missed_chunks);

@@ -5,7 +5,7 @@ const WINDOWS = new Map([[300, '5 min'], [3600, '1 h'], [86400, '24 h']]);
 const tokens = (work) => sum(work.saved_tokens);
 const prefill = (ms) => (ms === 0 ? '–' : duration(ms / 1000));
 
-/** What the cache has saved: a tile for each time, and a table by model. */
+/** What the cache has saved: a tile for each window, and a table by model. */
 export function gains(data) {
   const tile = ({ window_s: length, watched_s: watched, work }) => {
     const saved = sum(work.saved_ms);
@@ -34,7 +34,7 @@ export function totals(data) {
   const missed = sum(work.missed_chunks);
   const entries = [
     ['hit-ratio', 'Hit ratio', ratio ?? '', ratio === null ? '–' : percent(ratio)],
-    ['requested', 'Chunks wanted', work.requested_chunks, number(work.requested_chunks)],
+    ['requested', 'Chunks requested', work.requested_chunks, number(work.requested_chunks)],
     ['loaded', 'Chunks loaded', loaded, number(loaded)],
     ['missed', 'Chunks missed', missed, number(missed)],
     ['loaded-bytes', 'Loaded', sum(work.loaded_bytes), bytes(sum(work.loaded_bytes))],
@@ -65,7 +65,7 @@ export function misses(data) {
     ['Chunks', ([, count]) => number(count), true],
     ['Share', ([, count]) => html('div', { class: 'share' }, html('span', {}, percent(count / all)), gauge(count, all, 's1'))],
   ];
-  return table('Chunks wanted and not handed out', columns, rows, ([reason]) => reason);
+  return table('Chunks requested but not loaded', columns, rows, ([reason]) => reason);
 }
 
 export function hot(data) {
@@ -85,11 +85,11 @@ export function links(data) {
   if (data.links.length === 0) return nothing('No pod has pulled from another one yet.');
   const name = namer(data);
   const columns = [['Pulled by', (one) => name(one.requester)], ['From', (one) => name(one.server)], ['Bytes', (one) => bytes(one.num_bytes), true]];
-  const shown = table('Since the start of who pulled', columns, data.links, (one) => `${one.requester} ${one.server}`);
+  const shown = table('Since the start of each pulling pod', columns, data.links, (one) => `${one.requester} ${one.server}`);
   return html('details', { 'data-key': 'links', 'aria-label': 'Links' }, html('summary', { 'data-key': 'links summary' }, 'Links as a table'), shown);
 }
 
-/** Names without what all of them begin with; the whole name is the element's title. */
+/** Names without their common prefix; the whole name is the element's title. */
 export function namer({ peers }) {
   const prefix = commonPrefix(peers.map((peer) => peer.id));
   return (id) => html('code', { title: id }, id.startsWith(prefix) ? id.slice(prefix.length) : id);

@@ -5,7 +5,7 @@ const MAX_DRAWN = 32;
 const MAX_GAUGES = 3;
 const ROW = 27;
 const GAUGE = 46;
-const CHAR = 7.5; // of a monospace font of 12 px, and some more
+const CHAR = 7.5; // width in a monospace font of 12 px, plus a margin
 
 const describe = (peer) => {
   const place = [peer.zone && `zone ${peer.zone}`, peer.node && `node ${peer.node}`].filter(Boolean).join(', ');
@@ -14,7 +14,7 @@ const describe = (peer) => {
   return [`${peer.id}, ${peer.kind}${peer.draining ? ', draining' : ''}`, place, ...tiers].filter(Boolean).join('; ');
 };
 
-/** Those that drain and those with the most traffic, by place. */
+/** The draining peers and those with the most traffic, ordered by zone and node. */
 function drawn({ peers, links }) {
   const traffic = new Map(peers.map((peer) => [peer.id, peer.draining ? Infinity : 0]));
   for (const one of links) for (const id of [one.requester, one.server]) if (traffic.has(id)) traffic.set(id, traffic.get(id) + one.num_bytes);
@@ -26,7 +26,7 @@ function drawn({ peers, links }) {
 function link(one, from, to, left, room, most) {
   const thickness = 1.5 + (3.5 * Math.log1p(one.num_bytes)) / Math.log1p(most);
   const reach = left + Math.min(room / 0.75, 30 + 0.6 * Math.abs(from - to));
-  const [begin, end] = [from - 4, to + 4]; // who both gives and takes has a place for each
+  const [begin, end] = [from - 4, to + 4]; // separate points for peers that both serve and pull
   const path = `M${left},${begin} C${reach},${begin} ${reach},${end} ${left + 6},${end}`;
   const title = svg('title', {}, `${one.requester} pulled ${bytes(one.num_bytes)} from ${one.server}`);
   return svg('path', { class: 'link', d: path, 'stroke-width': thickness.toFixed(1), 'marker-end': 'url(#arrow)' }, title);
@@ -47,7 +47,7 @@ function row(peer, name, y, numChars, width) {
   return svg('g', { 'data-peer': peer.id }, svg('title', {}, describe(peer)), ground, mark, label, ...gauges);
 }
 
-/** Bytes go along the arrows: from who serves to who has asked. The table of links and that of peers tell the same in words. */
+/** Arrows point from the serving peer to the pulling one. The tables of links and peers show the same in words. */
 export function topology(data, width) {
   const peers = drawn(data);
   if (peers.length === 0) return nothing('No pod is registered.');
@@ -85,7 +85,7 @@ export function topology(data, width) {
     svg('defs', {}, svg('marker', arrow, svg('path', { class: 'arrow', d: 'M0 0 L8 4 L0 8z' }))),
     ...heads, ...paths, ...rows,
   );
-  const more = data.num_peers > peers.length ? ` Drawn are those that drain and the busiest; ${number(data.num_peers - peers.length)} more are not.` : '';
-  const note = `Circles are pods, squares storage servers, a ring drains. Bars: how full their tiers are. Arrows: the way that bytes go.${more}`;
+  const more = data.num_peers > peers.length ? ` Only draining and the busiest ones are drawn; ${number(data.num_peers - peers.length)} are left out.` : '';
+  const note = `Circles are pods, squares storage servers, a ring marks a drain. Bars: how full their tiers are. Arrows: the direction of the bytes.${more}`;
   return html('figure', {}, drawing, html('figcaption', {}, note));
 }
