@@ -55,3 +55,43 @@ def socket_limit(rounds: int = ROUNDS) -> Figure:
     for end in (sender, receiver, listener):
         end.close()
     return Figure("limit: raw socket, loopback", TOTAL_BYTES, seconds)
+
+
+def redis_limits(port: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """SET and GET of every chunk's bytes over a raw socket; nothing is copied."""
+    payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
+    target = memoryview(bytearray(CHUNK_BYTES))
+
+    def store() -> None:
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            for i in range(NUM_CHUNKS):
+                name = b"raw:%d" % i
+                raw.sendall(
+                    b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, CHUNK_BYTES)
+                )
+                raw.sendall(payload)
+                raw.sendall(b"\r\n")
+                assert _line(raw) == b"+OK"
+
+    def retrieve() -> None:
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            for i in range(NUM_CHUNKS):
+                name = b"raw:%d" % i
+                raw.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
+                assert _line(raw) == b"$%d" % CHUNK_BYTES
+                at = 0
+                while at < CHUNK_BYTES:
+                    at += raw.recv_into(target[at:])
+                assert _line(raw) == b""
+
+    return store, retrieve
+
+
+def _line(raw: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\r\n"):
+        got = raw.recv(1)
+        if not got:
+            raise ConnectionError("Redis closed the connection")
+        line += got
+    return line[:-2]

@@ -26,10 +26,10 @@ from typing import Any
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
-from tests.bench.limits import copy_work, socket_limit
+from tests.bench.limits import copy_work, redis_limits, socket_limit
 from tests.bench.measure import GB
 from tests.bench.report import Section
-from tests.bench.shape import CHUNK_BYTES, NUM_CHUNKS, TOTAL_BYTES
+from tests.bench.shape import CHUNK_BYTES, TOTAL_BYTES
 from tests.fixtures.redis_server import running_redis
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,31 +224,7 @@ def _lm(directory: Path) -> Iterator[Place]:
 @contextmanager
 def _redis() -> Iterator[Place]:
     with running_redis("--maxmemory", "9gb") as server:
-        payload = secrets.token_bytes(1 << 20) * (CHUNK_BYTES >> 20)
-        target = memoryview(bytearray(CHUNK_BYTES))
-
-        def store() -> None:
-            with socket.create_connection(("127.0.0.1", server.port)) as raw:
-                for i in range(NUM_CHUNKS):
-                    name = b"raw:%d" % i
-                    raw.sendall(
-                        b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, CHUNK_BYTES)
-                    )
-                    raw.sendall(payload)
-                    raw.sendall(b"\r\n")
-                    assert _line(raw) == b"+OK"
-
-        def retrieve() -> None:
-            with socket.create_connection(("127.0.0.1", server.port)) as raw:
-                for i in range(NUM_CHUNKS):
-                    name = b"raw:%d" % i
-                    raw.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
-                    assert _line(raw) == b"$%d" % CHUNK_BYTES
-                    at = 0
-                    while at < CHUNK_BYTES:
-                        at += raw.recv_into(target[at:])
-                    assert _line(raw) == b""
-
+        store, retrieve = redis_limits(server.port)
         url = {"remote_url": server.url}
         yield Place(
             "Redis",
@@ -268,16 +244,6 @@ def _timed(work: Callable[[], object]) -> Callable[[], float]:
         return time.perf_counter() - began
 
     return run
-
-
-def _line(raw: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\r\n"):
-        got = raw.recv(1)
-        if not got:
-            raise ConnectionError("Redis closed the connection")
-        line += got
-    return line[:-2]
 
 
 def _socket_move() -> float:

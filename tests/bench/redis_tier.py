@@ -1,36 +1,29 @@
-"""The Redis tier against plain redis-py: the same values to a real server on loopback, SET and
-GET one by one, in turn with ours.
+"""The Redis tier against a raw socket: the same bytes to a real server on loopback, SET and GET one
+by one, in turn with ours.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from lmcache_core.record import Chunk
 from lmcache_core.storage.remote import create_remote_backend
 
 from tests.bench.chunk_set import ChunkSet
+from tests.bench.limits import redis_limits
 from tests.bench.measure import ROUNDS, Figure, in_turn
 from tests.bench.shape import TOTAL_BYTES
 from tests.fixtures.redis_server import running_redis
 
 TIMEOUT_S = 120.0
-STORE_NOTE = (
-    "one copy of every byte into the socket; the digest of a chunk is computed before it is sent"
-)
-RETRIEVE_NOTE = (
-    "the three copies of every byte that asyncio's stream and redis-py's parser make; our copy and"
-    " digest are a tenth of it"
-)
+STORE_NOTE = "the digest of a chunk is computed before it is sent"
+RETRIEVE_NOTE = "digests are checked beside the next read"
 
 
 def redis_figures(rounds: int = ROUNDS) -> list[Figure]:
-    """Store and retrieve; the limit is the sync client of redis-py, which neither copies nor
-    digests.
-    """
+    """Store and retrieve; the limit neither copies nor digests."""
     chunks = ChunkSet()
-    values = [_record(chunk) for chunk in chunks.chunks(0)]
-    with running_redis() as server, server.client() as plain, asyncio.Runner() as runner:
+    with running_redis() as server, asyncio.Runner() as runner:
+        set_raw, get_raw = redis_limits(server.port)
         backend = create_remote_backend(server.url, timeout_s=TIMEOUT_S)
         runner.run(backend.open())
 
@@ -41,16 +34,8 @@ def redis_figures(rounds: int = ROUNDS) -> list[Figure]:
         def get(turn: int) -> None:
             chunks.take(runner.run(backend.batched_get(chunks.keys(0), chunks.allocate)))
 
-        def set_raw(turn: int) -> None:
-            for i, value in enumerate(values):
-                plain.set(f"raw:{i}", value)
-
-        def get_raw(turn: int) -> None:
-            for i in range(len(values)):
-                plain.get(f"raw:{i}")
-
-        stored = in_turn(put, set_raw, rounds=rounds)
-        retrieved = in_turn(get, get_raw, rounds=rounds)
+        stored = in_turn(put, lambda turn: set_raw(), rounds=rounds)
+        retrieved = in_turn(get, lambda turn: get_raw(), rounds=rounds)
         runner.run(backend.close())
     return [
         _figure("redis: store", stored, "SET", STORE_NOTE),
@@ -66,11 +51,7 @@ def _figure(
         name,
         TOTAL_BYTES,
         mine,
-        Figure(f"limit: redis-py {command}", TOTAL_BYTES, beside),
+        Figure(f"limit: raw {command}", TOTAL_BYTES, beside),
         note,
         beside,
     )
-
-
-def _record(chunk: Chunk) -> bytes:
-    return chunk.head + bytes(chunk.memory.byte_array)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+import uvloop
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
@@ -20,6 +21,8 @@ from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.redis import AHEAD_BYTES, BATCH_KEYS, RedisBackend
 
 from tests.fixtures.redis_server import RedisServer, redis_executable, running_redis
+from tests.fixtures.redis_tls import behind_tls
+from tests.fixtures.tls import Authority, server_tls
 from tests.fixtures.wire import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
@@ -144,6 +147,39 @@ async def test_clearing_takes_as_long_as_it_takes_step_by_step(
     with server.client() as plain:
         assert plain.keys() == [b"other"]
     await backend.close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "TLS"])
+def test_large_chunks_on_each_kind_of_loop_and_connection(
+    server: RedisServer,
+    tmp_path: Path,
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    is_encrypted: bool,
+) -> None:
+    chunks = [make_chunk(i, payload=make_payload(i, 3_000_000 + i)) for i in range(4)]
+
+    async def both_ways(url: str) -> None:
+        backend, arena = create_remote_backend(url, timeout_s=30), Arena(16 << 20)
+        for _ in range(2):
+            assert await backend.batched_put(chunks) == [True] * 4
+            results = await backend.batched_get([chunk.key for chunk in chunks], arena)
+            for chunk, result in zip(chunks, results, strict=True):
+                assert isinstance(result, Chunk)
+                assert result.memory.byte_array == chunk.memory.byte_array
+                result.release()
+            assert await backend.batched_contains([chunks[0].key]) == [True]
+        arena.check_empty()
+        await backend.close()
+
+    async def encrypted() -> None:
+        authority = Authority(tmp_path)
+        async with behind_tls(server.port, server_tls(authority.sign("redis"))) as port:
+            trusted = f"ssl_ca_certs={authority.file}"
+            await both_ways(f"rediss://127.0.0.1:{port}?{trusted}")
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(encrypted() if is_encrypted else both_ways(server.url))
 
 
 async def test_an_expiry_is_set_when_asked_for(server: RedisServer) -> None:

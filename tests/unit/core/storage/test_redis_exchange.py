@@ -10,18 +10,17 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote import redis as redis_tier
 from lmcache_core.storage.remote.redis import (
-    SLICE_BYTES,
     RedisBackend,
     SteadySentinels,
     encoded,
     exchange,
 )
+from lmcache_core.wire.stream import SLICE_BYTES
 from redis.connection import Encoder, PythonRespSerializer
 from redis.exceptions import ConnectionError as LostConnectionError
-from redis.exceptions import ResponseError
 
-from tests.fixtures.redis_server import FakeRedis
-from tests.suites.backend_suite import Arena
+from tests.fixtures.redis_server import ScriptedRedis
+from tests.fixtures.wire import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 
@@ -36,19 +35,19 @@ def test_a_command_is_encoded_as_the_client_library_does_it():
 
 
 async def test_a_request_is_one_round_trip_however_many_chunks():
-    client = FakeRedis([make_record(i) for i in range(20)])
     arena = Arena()
-    results = await RedisBackend(client, 1.0).batched_get([make_key(i) for i in range(8)], arena)
-    assert client.history == ["send"] * 8 + ["read"] * 8
+    async with ScriptedRedis([make_record(i) for i in range(8)], delay_s=0.05) as server:
+        backend = RedisBackend(server.client, 5.0)
+        results = await backend.batched_get([make_key(i) for i in range(8)], arena)
+        assert server.history == ["request"] * 8 + ["answer"] * 8
     for i, result in enumerate(results):
         assert isinstance(result, Chunk)
         assert bytes(result.memory.byte_array) == make_payload(i)
         result.release()
-    client = FakeRedis([b"OK"] * 8)
-    assert (
-        await RedisBackend(client, 1.0).batched_put([make_chunk(i) for i in range(8)]) == [True] * 8
-    )
-    assert client.history == ["send"] * 8 + ["read"] * 8
+    async with ScriptedRedis([ScriptedRedis.OK] * 8, delay_s=0.05) as server:
+        backend = RedisBackend(server.client, 5.0)
+        assert await backend.batched_put([make_chunk(i) for i in range(8)]) == [True] * 8
+        assert server.history == ["request"] * 8 + ["answer"] * 8
 
 
 async def test_no_more_is_asked_for_ahead_than_the_bound_by_the_size_of_the_last_record(
@@ -56,81 +55,148 @@ async def test_no_more_is_asked_for_ahead_than_the_bound_by_the_size_of_the_last
 ):
     record = make_record("large", make_payload("large", 100_000))
     monkeypatch.setattr(redis_tier, "AHEAD_BYTES", 3 * len(record))
-    client = FakeRedis([record] * 20)
-    backend = RedisBackend(client, 1.0)
-    for turn in range(2):
-        for result in await backend.batched_get([make_key("large")] * 6, Arena()):
-            assert isinstance(result, Chunk), turn
-        first = ["send"] * (3 if turn else 1) + ["read"]
-        assert client.history[: len(first)] == first, "the size is not known at first"
-        ahead = [
-            client.history[:i].count("send") - client.history[:i].count("read")
-            for i in range(len(client.history) + 1)
-        ]
-        assert max(ahead) == 3
-        client.history.clear()
+    async with ScriptedRedis([record] * 12, delay_s=0.02) as server:
+        backend = RedisBackend(server.client, 5.0)
+        for turn in range(2):
+            for result in await backend.batched_get([make_key("large")] * 6, Arena()):
+                assert isinstance(result, Chunk), turn
+            first = ["request"] * (3 if turn else 1) + ["answer"]
+            assert server.history[: len(first)] == first, "the size is not known at first"
+            ahead = [
+                server.history[:i].count("request") - server.history[:i].count("answer")
+                for i in range(len(server.history) + 1)
+            ]
+            assert max(ahead) == 3
+            server.history.clear()
 
 
-async def test_a_large_value_is_sent_in_slices_and_arrives_whole():
-    client = FakeRedis([b"OK"])
-    payload = make_payload("a", 2 * SLICE_BYTES + 5)
-    chunk = make_chunk("a", payload=payload)
-    assert await RedisBackend(client, 1.0).batched_put([chunk]) == [True]
-    assert client.history.count("send") == 5
-    assert client.sent.endswith(chunk.head + payload + b"\r\n")
+async def test_a_large_value_arrives_whole_both_ways():
+    payload = make_payload("a", 5 * SLICE_BYTES + 5)
+    chunk, arena = make_chunk("a", payload=payload), Arena(8 * SLICE_BYTES)
+    async with ScriptedRedis([ScriptedRedis.OK, chunk.head + payload]) as server:
+        backend = RedisBackend(server.client, 5.0)
+        assert await backend.batched_put([chunk]) == [True]
+        assert server.sent == chunk.head + payload
+        [result] = await backend.batched_get([chunk.key], arena)
+        assert isinstance(result, Chunk)
+        assert bytes(result.memory.byte_array) == payload
+        result.release()
+    arena.check_empty()
 
 
 async def test_a_connection_that_was_lost_before_any_answer_is_replaced_once():
-    client = FakeRedis([LostConnectionError("reset"), b"OK", b"OK"])
-    assert await RedisBackend(client, 1.0).batched_put([make_chunk(i) for i in range(2)]) == [
-        True,
-        True,
-    ]
-    client.check_released()
-    client = FakeRedis([b"OK", LostConnectionError("reset"), b"OK", b"OK"])
-    with pytest.raises(UnavailableError):
-        await RedisBackend(client, 1.0).batched_put([make_chunk(i) for i in range(2)])
-    client.check_released()
-    assert client.history[-1] == "disconnect"
+    ok, lost = ScriptedRedis.OK, ScriptedRedis.LOST
+    chunks = [make_chunk(i) for i in range(2)]
+    async with ScriptedRedis([lost, ok, ok]) as server:
+        assert await RedisBackend(server.client, 5.0).batched_put(chunks) == [True, True]
+    for answers in ([ok, lost, ok, ok], [lost, lost, ok]):
+        async with ScriptedRedis(answers) as server:
+            with pytest.raises(UnavailableError):
+                await RedisBackend(server.client, 5.0).batched_put(chunks)
+
+
+async def test_after_an_exchange_the_client_goes_on_with_its_connection():
+    """Its own commands, and the news that the connection ended, reach redis-py again."""
+    async with ScriptedRedis([make_record(1), ScriptedRedis.LOST, b"value"]) as server:
+        backend = RedisBackend(server.client, 5.0)
+        [result] = await backend.batched_get([make_key(1)], Arena())
+        assert isinstance(result, Chunk)
+        assert await server.client.unlink("k") == 0
+        assert "closed" not in server.history
+        with pytest.raises(LostConnectionError):
+            await server.client.get("k")
+        assert await server.client.get("k") == b"value"
+
+
+@pytest.mark.parametrize("error", ["-LOADING Redis is loading", "-NOAUTH Authentication required."])
+async def test_a_server_that_refuses_everything_is_unavailable(error: str):
+    async with ScriptedRedis([error] * 2) as server:
+        backend = RedisBackend(server.client, 5.0)
+        with pytest.raises(UnavailableError, match=error[1:]):
+            await backend.batched_put([make_chunk(1)])
+        with pytest.raises(UnavailableError, match=error[1:]):
+            await backend.batched_get([make_key(1)], Arena())
+
+
+@pytest.mark.parametrize(
+    "error", ["-OOM command not allowed", "-READONLY a replica", "-ERR what", "-WRONGTYPE"]
+)
+async def test_a_value_that_redis_refuses_is_not_stored(error: str):
+    async with ScriptedRedis([ScriptedRedis.OK, error]) as server:
+        backend = RedisBackend(server.client, 5.0)
+        assert await backend.batched_put([make_chunk(i) for i in range(2)]) == [True, False]
+
+
+@pytest.mark.parametrize("answer", ["+OK", ":1", "$x", "$5\r\n1234567", "x" * 70_000, "\n"])
+async def test_what_is_no_answer_to_a_get_makes_redis_unavailable(answer: str):
+    arena = Arena()
+    async with ScriptedRedis([answer, answer]) as server:
+        with pytest.raises(UnavailableError):
+            await RedisBackend(server.client, 5.0).batched_get([make_key(1)], arena)
+    arena.check_empty()
 
 
 async def test_an_error_in_the_middle_of_a_get_gives_back_what_came_before():
     arena = Arena()
-    client = FakeRedis([make_record(0), ResponseError("LOADING"), make_record(2)])
-    with pytest.raises(UnavailableError, match="LOADING"):
-        await RedisBackend(client, 1.0).batched_get([make_key(i) for i in range(3)], arena)
-    assert arena.allocator.used_bytes == 0
-    client.check_released()
+    async with ScriptedRedis([make_record(0), "-ERR no", make_record(2)]) as server:
+        with pytest.raises(UnavailableError, match="ERR no"):
+            await RedisBackend(server.client, 5.0).batched_get(
+                [make_key(i) for i in range(3)], arena
+            )
+    arena.check_empty()
+
+
+async def test_a_value_without_room_is_skipped_and_spoils_no_other():
+    large = make_record(0, make_payload(0, 100_000))
+    arena = Arena(1 << 14)
+    async with ScriptedRedis([large, make_record(1)]) as server:
+        first, second = await RedisBackend(server.client, 5.0).batched_get(
+            [make_key(0), make_key(1)], arena
+        )
+    assert first == Miss(MissReason.NO_MEMORY)
+    assert isinstance(second, Chunk)
+    second.release()
 
 
 async def test_an_empty_value_is_a_miss_and_spoils_no_later_call():
-    class Client(FakeRedis):
-        async def unlink(self, *names: str) -> int:
-            return len(names)
-
     arena = Arena()
-    backend = RedisBackend(Client([b"", b"", make_record(1)]), 1.0)  # what is damaged is read twice
-    assert await backend.batched_get([make_key(0)], arena) == [Miss(MissReason.CORRUPT)]
-    [result] = await backend.batched_get([make_key(1)], arena)
-    assert isinstance(result, Chunk)
-    result.release()
+    # what is damaged is read again
+    async with ScriptedRedis([b"", b"", b"", b"", make_record(1)]) as server:
+        backend = RedisBackend(server.client, 5.0)
+        assert await backend.batched_get([make_key(0)], arena) == [Miss(MissReason.CORRUPT)]
+        [result] = await backend.batched_get([make_key(1)], arena)
+        assert isinstance(result, Chunk)
+        result.release()
+
+
+async def never() -> None:
+    await asyncio.sleep(60)
 
 
 async def test_what_came_in_time_is_kept_and_the_connection_is_not_used_again():
-    async def never() -> None:
-        await asyncio.sleep(10)
-
     arena = Arena()
-    client = FakeRedis([make_record(0), None, never])
-    results = await RedisBackend(client, 60.0).batched_get(
-        [make_key(i) for i in range(4)], arena, timeout_s=0.5
-    )
-    assert isinstance(results[0], Chunk)
-    results[0].release()
-    assert results[2:] == [Miss(MissReason.DEADLINE)] * 2
-    assert client.history[-1] == "disconnect"
-    client.check_released()
-    assert arena.allocator.used_bytes == 0
+    async with ScriptedRedis([make_record(0), None, never]) as server:
+        results = await RedisBackend(server.client, 60.0).batched_get(
+            [make_key(i) for i in range(4)], arena, timeout_s=0.5
+        )
+        assert isinstance(results[0], Chunk)
+        results[0].release()
+        assert results[2:] == [Miss(MissReason.DEADLINE)] * 2
+        while server.history[-1] != "closed":
+            await asyncio.sleep(0.01)
+    arena.check_empty()
+
+
+async def test_a_value_that_stops_in_the_middle_gives_its_memory_back():
+    record = make_record(0, make_payload(0, 100_000))
+    begun = b"$%d\r\n%s" % (len(record), record[:50_000])
+    arena = Arena(1 << 20)
+    async with ScriptedRedis([begun.decode("latin-1"), never]) as server:
+        results = await RedisBackend(server.client, 60.0).batched_get(
+            [make_key(0)], arena, timeout_s=0.5
+        )
+    assert results == [Miss(MissReason.DEADLINE)]
+    arena.check_empty()
 
 
 async def test_answers_are_dealt_with_one_at_a_time_beside_reading_the_next():
@@ -144,47 +210,49 @@ async def test_answers_are_dealt_with_one_at_a_time_beside_reading_the_next():
         done.append((i, answer))
         running -= 1
 
-    client = FakeRedis([b"a", b"b", b"c"])
-    await exchange(client, [encoded("GET", "k")] * 3, lambda: 0, deal)
-    assert done == [(0, b"a"), (1, b"b"), (2, b"c")]
+    async def read(i: int, replies: redis_tier.Replies) -> object:
+        return await replies.read()
+
+    async with ScriptedRedis(["+a", "+b", "+c"]) as server:
+        await exchange(server.client, [encoded("GET", "k")] * 3, lambda: 0, read, deal)
+        assert server.history == ["request", "answer"] * 3, "one at a time when none may be ahead"
+    assert done == [(0, b"+a"), (1, b"+b"), (2, b"+c")]
     assert most == 1
-    assert client.history == ["send", "read"] * 3, "one at a time when none may be ahead"
-    client.check_released()
 
 
 async def test_what_came_in_time_is_kept_also_when_the_tiers_own_deadline_is_the_callers():
-    async def never() -> None:
-        await asyncio.sleep(10)
-
     arena = Arena()
-    client = FakeRedis([make_record(0), never])
-    results = await RedisBackend(client, 0.5).batched_get(
-        [make_key(0), make_key(1)], arena, timeout_s=0.5
-    )
+    async with ScriptedRedis([make_record(0), never]) as server:
+        results = await RedisBackend(server.client, 0.5).batched_get(
+            [make_key(0), make_key(1)], arena, timeout_s=0.5
+        )
     assert isinstance(results[0], Chunk)
     results[0].release()
     assert results[1] == Miss(MissReason.DEADLINE)
-    client.check_released()
-    assert arena.allocator.used_bytes == 0
+    arena.check_empty()
 
 
 async def test_a_second_cancellation_while_an_answer_is_given_up_does_not_cost_the_connection():
-    async def never() -> None:
-        await asyncio.sleep(10)
+    async def read(i: int, replies: redis_tier.Replies) -> object:
+        return await replies.read()
 
-    client = FakeRedis([b"a", never])
-    asking = asyncio.ensure_future(
-        exchange(client, [encoded("GET", "k")] * 2, lambda: 2, lambda i, answer: never())
-    )
-    while client.history.count("read") < 2:
+    async with ScriptedRedis(["+a", never]) as server:
+        asking = asyncio.ensure_future(
+            exchange(
+                server.client,
+                [encoded("GET", "k")] * 2,
+                lambda: 2,
+                read,
+                lambda i, answer: never(),
+            )
+        )
+        while "answer" not in server.history:
+            await asyncio.sleep(0.01)
+        asking.cancel()
         await asyncio.sleep(0)
-    asking.cancel()
-    await asyncio.sleep(0)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    assert client.history[-1] == "disconnect"
-    client.check_released()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
 
 
 MASTER = {

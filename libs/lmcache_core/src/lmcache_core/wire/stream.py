@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import cast
 
 from lmcache_core._typing import override
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import ProtocolError, UnavailableError
 from lmcache_core.wire.frames import HEADER_BYTES, FrameHeader, parse_header
 from lmcache_core.wire.messages import ErrorMessage, Message, build_frame, parse_meta
 
@@ -93,6 +93,29 @@ class FrameStream(asyncio.BufferedProtocol):
             finally:
                 self._num_wanted = 0
         self._unstage(view)
+
+    async def read_line(self, max_bytes: int) -> bytes:
+        """Read up to the next line feed, and return what precedes it. May be cancelled without
+        harm.
+
+        Args:
+            max_bytes: Longest line, with its end; less than `STAGING_BYTES`.
+
+        Raises:
+            ProtocolError: The line is longer.
+            UnavailableError: The connection ended.
+        """
+        while (end := self._buffer.find(b"\n", self._start, self._end)) < 0:
+            if self.num_staged >= max_bytes:
+                raise ProtocolError(f"a line is longer than {max_bytes} bytes")
+            self._num_wanted = self.num_staged + 1
+            try:
+                await self._wait_for_bytes()
+            finally:
+                self._num_wanted = 0
+        line = bytes(self._staging[self._start : end])
+        self._consume(len(line) + 1)
+        return line
 
     async def discard(self, num_bytes: int) -> None:
         """Read that many bytes and drop them. Raises as `readinto`; cancelling it aborts the

@@ -13,12 +13,9 @@ from lmcache_core.errors import RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
     PREFIX_BYTES,
-    Allocate,
     Chunk,
     Miss,
     MissReason,
-    RecordHeader,
-    RecordReason,
     Result,
     decode_head,
     decode_prefix,
@@ -28,7 +25,6 @@ from lmcache_core.record import (
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
-from lmcache_core.wire.incoming import miss_for, verified
 
 REMOTE_TIER = "RemoteBackend"
 DEFAULT_TIMEOUT_S = 2.0
@@ -162,38 +158,13 @@ class RemoteBackend(StorageBackend):
                 self._corrupt_chunks += 1
 
 
-async def chunk_from_record(record: bytes, key: ChunkKey, allocate: Allocate) -> Result:
-    """Return the chunk in a whole record, copied into memory and verified there. The caller owns
-    it.
-    """
-    try:
-        head, header, payload = _parts_of(record, key)
-    except RecordError as exc:
-        return miss_for(exc)
-    memory = allocate(len(payload))
-    if memory is None:
-        return Miss(MissReason.NO_MEMORY)
-    memory.byte_array[:] = payload
-    return await verified(key, header, head, memory, REMOTE_TIER)
-
-
 def is_damaged(record: bytes, key: ChunkKey) -> bool:
-    """Return whether a whole record is itself invalid, independent of the memory it is copied
-    to.
-    """
+    """Return whether a whole record is not that of `key`, or not what its writer sent."""
+    view = memoryview(record)
     try:
-        _, header, payload = _parts_of(record, key)
-        verify_payload(header, payload)
+        prefix = decode_prefix(view[:PREFIX_BYTES])
+        header, _ = decode_head(bytes(view[: prefix.head_bytes]), key.key)
+        verify_payload(header, view[prefix.head_bytes :])
     except RecordError:
         return True
-    return False
-
-
-def _parts_of(record: bytes, key: ChunkKey) -> tuple[bytes, RecordHeader, memoryview]:
-    view = memoryview(record)
-    prefix = decode_prefix(view[:PREFIX_BYTES])
-    if len(view) != prefix.head_bytes + prefix.payload_bytes:
-        raise RecordError(RecordReason.SHORT, f"{len(view)} bytes")
-    head = bytes(view[: prefix.head_bytes])
-    header, _ = decode_head(head, key.key)
-    return head, header, view[prefix.head_bytes :]
+    return len(view) != prefix.head_bytes + prefix.payload_bytes

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from lmcache_core._typing import override
 from lmcache_core.concurrency import cancel_and_join
-from lmcache_core.errors import ConfigError, RecordError
+from lmcache_core.errors import ConfigError, ProtocolError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
+    MAX_HEAD_BYTES,
     PREFIX_BYTES,
     Allocate,
     Chunk,
@@ -30,15 +31,16 @@ from lmcache_core.record import (
     Result,
     decode_head,
     decode_prefix,
-    payload_digest,
 )
 from lmcache_core.storage.remote.base import (
+    REMOTE_TIER,
     RemoteBackend,
     RemoteOptions,
-    chunk_from_record,
     is_damaged,
 )
 from lmcache_core.storage.sealing import seal_all
+from lmcache_core.wire.incoming import IncomingRecord, Received, verified
+from lmcache_core.wire.stream import STAGED_READ_BYTES, FrameStream
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
     parts = urlsplit(url)
     query = parse_qs(parts.query)
     ttl_text = query.pop(TTL_OPTION, ["0"])[-1]
+    query.pop("protocol", None)  # see `Replies`
     if not ttl_text.isascii() or not ttl_text.isdigit():
         raise ConfigError(
             f"remote_url: {TTL_OPTION}={ttl_text!r} must be whole seconds, 0 for no expiry"
@@ -91,7 +94,7 @@ class RedisBackend(RemoteBackend):
 
     A get or a put takes one round trip for any number of chunks: requests are pipelined. Redis is
     asked for at most about `AHEAD_BYTES` ahead of what has been read, judging by the size of the
-    last record, and at most two values are in this process at a time.
+    last record. Payloads move between the socket and the chunks' memory without another copy.
 
     Args:
         client: Client without response decoding; closed with this tier.
@@ -100,7 +103,7 @@ class RedisBackend(RemoteBackend):
         sentinels: Clients that find Redis for `client`; closed with this tier.
     """
 
-    failures = (RedisError, OSError)
+    failures = (RedisError, OSError, ProtocolError)
 
     def __init__(
         self,
@@ -157,12 +160,15 @@ class RedisBackend(RemoteBackend):
             for chunk in chunks
         ]
 
-        async def note(i: int, answer: Any) -> None:
-            stored[i] = not isinstance(answer, ResponseError)
+        async def read(i: int, replies: Replies) -> bytes | ResponseError:
+            return await replies.read()
+
+        async def note(i: int, reply: bytes | ResponseError) -> None:
+            stored[i] = reply == b"+OK"
 
         if requests:
             async with self._mapped(self._timeout_s):
-                await exchange(self._client, requests, lambda: MAX_AHEAD, note)
+                await exchange(self._client, requests, lambda: MAX_AHEAD, read, note)
         self._stored_chunks += sum(stored)
         return stored
 
@@ -191,52 +197,63 @@ class RedisBackend(RemoteBackend):
     async def _get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]
     ) -> None:
+        received: dict[int, Received] = {}
+        suspected: list[int] = []
         damaged: list[str] = []
-        suspected: dict[int, bytes] = {}
 
-        async def take(i: int, value: Any) -> None:
-            if isinstance(value, ResponseError):
-                if not str(value).startswith("WRONGTYPE"):
-                    raise value
+        async def read(i: int, replies: Replies) -> None:
+            size = await replies.read_size()
+            if isinstance(size, ResponseError):
+                if not str(size).startswith("WRONGTYPE"):
+                    raise size
                 results[i] = Miss(MissReason.CORRUPT)
                 damaged.append(_name(keys[i]))
-                return
-            if value is None:
-                return
-            self._record_bytes = max(len(value), 1)
-            results[i] = result = await chunk_from_record(value, keys[i], allocate)
+            elif size is not None:
+                self._record_bytes = max(size, 1)
+                record = await IncomingRecord(replies, size, allocate).receive(keys[i].key)
+                if isinstance(record, Received):
+                    received[i] = record
+                else:
+                    results[i] = record
+                await replies.end()
+
+        async def check(i: int, reply: None) -> None:
+            if i in received:
+                one = received.pop(i)
+                results[i] = await verified(keys[i], one.header, one.head, one.memory, REMOTE_TIER)
+            result = results[i]
             if (
                 isinstance(result, Miss)
                 and result.reason is not MissReason.NO_MEMORY
-                and not _is_of_another_version(value)
+                and _name(keys[i]) not in damaged
             ):
-                suspected[i] = await asyncio.to_thread(payload_digest, value)
+                suspected.append(i)
 
-        if keys:
-            await exchange(
-                self._client,
-                [encoded("GET", _name(key)) for key in keys],
-                lambda: AHEAD_BYTES // self._record_bytes,
-                take,
-            )
-        again = list(suspected)
-
-        async def judge(at: int, value: Any) -> None:
-            i = again[at]
-            if not isinstance(value, bytes):
-                return  # deleted or replaced by another process
-            if await asyncio.to_thread(
-                lambda: payload_digest(value) == suspected[i] and is_damaged(value, keys[i])
-            ):
-                damaged.append(_name(keys[i]))
+        try:
+            if keys:
+                await exchange(
+                    self._client,
+                    [encoded("GET", _name(key)) for key in keys],
+                    lambda: AHEAD_BYTES // self._record_bytes,
+                    read,
+                    check,
+                )
+        finally:
+            for one in received.values():
+                one.memory.ref_count_down()
+        for i in suspected:
+            name = _name(keys[i])
+            head: Any = await self._client.getrange(name, 0, MAX_HEAD_BYTES - 1)
+            if _is_of_another_version(head):
+                continue
+            values: list[Any] = [await self._client.get(name) for _ in range(2)]
+            if None in values:
+                continue  # deleted by another process
+            if await asyncio.to_thread(_are_damaged, values, keys[i]):
+                damaged.append(name)
             else:
-                logger.warning("two reads of a value differ, keeping it: key=%s", _name(keys[i]))
+                logger.warning("two reads of a value differ, keeping it: key=%s", name)
                 results[i] = Miss(MissReason.UNAVAILABLE)
-
-        if again:
-            await exchange(
-                self._client, [encoded("GET", _name(keys[i])) for i in again], lambda: 1, judge
-            )
         if damaged:
             await self._client.unlink(*damaged)
 
@@ -263,6 +280,7 @@ def _connection_options(timeout_s: float) -> dict[str, Any]:
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 1),
         "decode_responses": False,
+        "protocol": 2,
     }
 
 
@@ -296,6 +314,10 @@ def _name(key: ChunkKey) -> str:
     return f"{KEY_PREFIX}:{key.tenant}:{key.key.to_url()}"
 
 
+def _are_damaged(values: Sequence[bytes], key: ChunkKey) -> bool:
+    return values[0] == values[1] and is_damaged(values[0], key)
+
+
 def _is_of_another_version(record: bytes) -> bool:
     """Return whether a refused record is of a later version, which other readers can still use."""
     try:
@@ -307,23 +329,97 @@ def _is_of_another_version(record: bytes) -> bool:
 
 MAX_AHEAD = 256
 """Largest number of requests without a reply."""
-SLICE_BYTES = 1 << 20
-"""Bytes copied and passed to the event loop together: large enough, yet still in the processor's
-cache when sent.
-"""
+MAX_LINE_BYTES = STAGED_READ_BYTES
+"""Longest line of a reply: a status, an error, or the length of a value."""
+NOT_READY = ("LOADING", "NOAUTH", "MASTERDOWN")
+"""Errors that refuse every command."""
 
 Request = Sequence[bytes | memoryview]
-OnAnswer = Callable[[int, Any], Awaitable[None]]
+T = TypeVar("T")
+
+
+class Replies(FrameStream):
+    """The socket of a connection of redis-py, for requests and replies that are not copied.
+
+    redis-py has connected it (addresses, sentinels, TLS, login); its own reader would copy each
+    byte of a reply three times. RESP2 only: RESP3 may send other
+    messages between replies.
+
+    Args:
+        connection: Connected and idle.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__()
+        self._lent: asyncio.Transport = connection._writer.transport
+        self._lender = self._lent.get_protocol()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Receive what the connection does."""
+        self._pass_to(self)
+        self.connection_made(self._lent)
+        try:
+            yield
+        finally:
+            self._pass_to(self._lender)
+            if self._closed.is_set():
+                self._lender.connection_lost(None)
+
+    async def read(self) -> bytes | ResponseError:
+        """Read one line of a reply, without its end; an error as one.
+
+        Raises:
+            UnavailableError: The connection ended, or Redis refuses every command.
+            ProtocolError: It is no line.
+        """
+        line = await self.read_line(MAX_LINE_BYTES)
+        if line[-1:] != b"\r":
+            raise ProtocolError(f"Redis answered {line[:64]!r}")
+        if line[:1] != b"-":
+            return line[:-1]
+        error = line[1:-1].decode(errors="replace")
+        if error.startswith(NOT_READY):
+            raise UnavailableError(f"Redis: {error}")
+        return ResponseError(error)
+
+    async def read_size(self) -> int | ResponseError | None:
+        """Read the reply to a GET up to the value, and return its size; None without one. Raises as
+        `read`.
+        """
+        line = await self.read()
+        if isinstance(line, ResponseError):
+            return line
+        if line == b"$-1":
+            return None
+        if line[:1] != b"$" or not line[1:].isdigit():
+            raise ProtocolError(f"Redis answered a GET with {line[:64]!r}")
+        return int(line[1:])
+
+    async def end(self) -> None:
+        """Read the end of a value. Raises as `read`."""
+        if await self.read():
+            raise ProtocolError("Redis sent a longer value than announced")
+
+    def _pass_to(self, protocol: asyncio.BaseProtocol) -> None:
+        self._lent.set_protocol(protocol)
+        if not self._lent.is_closing():
+            self._lent.set_write_buffer_limits()
+
+
+Read = Callable[[int, Replies], Awaitable[T]]
+OnReply = Callable[[int, T], Awaitable[None]]
 
 
 async def exchange(
     client: redis.Redis,
     requests: Sequence[Request],
     num_ahead: Callable[[], int],
-    on_answer: OnAnswer,
+    read: Read[T],
+    on_reply: OnReply[T],
 ) -> None:
-    """Send requests over one connection and pass on each reply as it arrives: one round trip in
-    total, with at most two replies in memory, one being read and one being handled.
+    """Send requests over one connection, and read and handle each reply as it arrives: one round
+    trip in total. One reply is handled while the next one is read.
 
     A connection that is lost before the first reply is replaced once, so requests must be safe to
     send twice.
@@ -332,57 +428,55 @@ async def exchange(
         client: Client whose connections are used.
         requests: Encoded requests.
         num_ahead: Returns how many may be without a reply; queried repeatedly, clamped to
-        1..`MAX_AHEAD`.
-        on_answer: Called with the number of the request and its reply, a `ResponseError` if Redis
-            refuses; never concurrently.
+            1..`MAX_AHEAD`.
+        read: Reads the reply to the request of that number, to its end.
+        on_reply: Called with the number of a request and what `read` returned; never concurrently.
 
     Raises:
-        RedisError: The connection failed.
+        RedisError: No connection could be made.
+        UnavailableError: The connection ended.
+        ProtocolError: A reply is malformed.
     """
     pool = client.connection_pool
     for is_last in (False, True):
         connection = await pool.get_connection()  # type: ignore[no-untyped-call]
-        answers = _Answers(on_answer)
+        handler = _Handler(on_reply)
         try:
-            num_sent = 0
-            for i in range(len(requests)):
-                most = i + min(max(num_ahead(), 1), MAX_AHEAD)
-                while num_sent < min(most, len(requests)):
-                    for piece in _slices(requests[num_sent]):
-                        await connection.send_packed_command([piece], check_health=False)
-                    num_sent += 1
-                try:
-                    answer = await connection.read_response(disable_decoding=True)
-                except ResponseError as exc:
-                    answer = exc
-                await answers.take(answer)
-                del answer
-            await answers.join()
+            replies = Replies(connection)
+            with replies.borrowed():
+                num_sent = 0
+                for i in range(len(requests)):
+                    end = min(i + min(max(num_ahead(), 1), MAX_AHEAD), len(requests))
+                    parts = (part for request in requests[num_sent:end] for part in request)
+                    await replies.send(*_merged(parts))
+                    num_sent = max(num_sent, end)
+                    await handler.take(await read(i, replies))
+                await handler.join()
             return
-        except LostConnectionError:
-            if is_last or answers.num_taken:
+        except UnavailableError:
+            if is_last or handler.num_taken or replies.is_open:
                 raise
         finally:
             try:
-                await answers.close()
+                await handler.close()
             finally:  # even if a second deadline passes here: the pool has few connections
-                if answers.num_taken < len(requests):
+                if handler.num_taken < len(requests):
                     # Later replies on it would be taken for those of another request.
                     await connection.disconnect(nowait=True)
                 await pool.release(connection)
 
 
-class _Answers:
+class _Handler(Generic[T]):
     """Handles one reply while the next one is being read."""
 
-    def __init__(self, on_answer: OnAnswer) -> None:
-        self._on_answer = on_answer
+    def __init__(self, on_reply: OnReply[T]) -> None:
+        self._on_reply = on_reply
         self._task: asyncio.Future[None] | None = None
         self.num_taken = 0
 
-    async def take(self, answer: Any) -> None:
+    async def take(self, reply: T) -> None:
         await self.join()
-        self._task = asyncio.ensure_future(self._on_answer(self.num_taken, answer))
+        self._task = asyncio.ensure_future(self._on_reply(self.num_taken, reply))
         self.num_taken += 1
 
     async def join(self) -> None:
@@ -415,23 +509,17 @@ def encoded(*words: bytes | str | int | Sequence[bytes | memoryview]) -> Request
     return request
 
 
-def _slices(request: Request) -> Iterator[bytes]:
-    """Yield the bytes of a request: small parts joined, large ones sliced.
-
-    These are copies, the only ones made: the event loop may hold on to what it sends after the
-    caller has released the memory.
-    """
+def _merged(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Yield the same bytes with small parts joined."""
     small = bytearray()
-    for part in request:
-        if len(small) + len(part) <= SLICE_BYTES:
+    for part in parts:
+        if len(part) <= STAGED_READ_BYTES:
             small += part
             continue
         if small:
             yield bytes(small)
             small = bytearray()
-        view = memoryview(part)
-        for begin in range(0, len(view), SLICE_BYTES):
-            yield bytes(view[begin : begin + SLICE_BYTES])
+        yield part
     if small:
         yield bytes(small)
 
