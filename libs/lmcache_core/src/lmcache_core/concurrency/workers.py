@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
@@ -86,28 +87,30 @@ class Workers:
         return the results in order. It never waits for a thread that is busy with something else.
 
         Raises:
-            BaseException: The first exception of `work`, once everything that has begun has ended;
-                nothing begins after it.
+            BaseException: An exception of `work`, once everything that has begun has ended; nothing
+                begins after it.
         """
         results: dict[int, T] = {}
-        failures: list[BaseException] = []
         numbers = itertools.count()  # next() is atomic
+        has_failed = threading.Event()
 
         def take() -> None:
-            while not failures and (i := next(numbers)) < len(items):
-                try:
+            try:
+                while not has_failed.is_set() and (i := next(numbers)) < len(items):
                     results[i] = work(items[i])
-                except BaseException as exc:
-                    failures.append(exc)
+            except BaseException:
+                has_failed.set()
+                raise
 
         tasks = [_Task(take) for _ in range(min(self._num_threads, len(items)) - 1)]
         helpers = [task for task in tasks if self._takes(task)]
-        take()
-        for helper in helpers:
-            if not helper.was_taken_back():
-                helper.future.result()
-        if failures:
-            raise failures[0]
+        try:
+            take()
+        finally:
+            joined = [helper.future for helper in helpers if not helper.was_taken_back()]
+            wait(joined)
+        for future in joined:
+            future.result()
         return [results[i] for i in range(len(items))]
 
     def _takes(self, task: _Task[T]) -> bool:
