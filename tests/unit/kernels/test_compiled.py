@@ -13,7 +13,7 @@ import pytest
 
 
 @pytest.mark.parametrize("program", ["compiled.py", "compiled_codec.py"])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_compile(capability, program, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path)

@@ -1,0 +1,190 @@
+"""Rates between pages on the device and chunks in host memory, for the KV of three models; what a
+store costs a computation beside it; and the kernels alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from lmcache_core.concurrency import Workers
+from lmcache_core.engine.transfer import KVTransfer, NamedChunk
+from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.memory import HostMemoryAllocator, PinMemoryAllocator
+from lmcache_core.storage.manager import StorageManager
+from lmcache_core.telemetry import Counters
+
+from tests.bench import blend_device, codec_device, paged
+from tests.bench.measure import ROUNDS, Figure, timed
+from tests.bench.shape import CHUNK_SIZE, make_config, make_metadata
+from tests.gpu.connectors import Pages
+from tests.gpu.report import Report
+
+BLOCK_SIZE = 16
+NUM_TOKENS = 8192
+SHAPES = {
+    "Llama-3.1-8B": LayerGroup("", 32, 8, 128, "bfloat16", packing="kv_first"),
+    "Llama-3.1-70B, one rank of 8": LayerGroup("", 80, 1, 128, "bfloat16", packing="kv_first"),
+    "DeepSeek-V3, latent": LayerGroup("", 61, 1, 576, "bfloat16", sides=1),
+}
+ARENAS = {"pageable": HostMemoryAllocator, "pinned": PinMemoryAllocator}
+VERIFY_HOT = ("always", "never")
+ARENA_ROUNDS = 3
+"""Rounds that an arena holds; older ones are evicted."""
+MATMUL_SIZE, NUM_MATMULS = 8192, 40
+
+
+@dataclass
+class Case:
+    """A model's KV, and a cache for it.
+
+    Attributes:
+        report: Where figures go.
+        transfer: Between pages and chunks.
+        source: Pages to store; `target`: pages to load.
+        slots: Of the tokens.
+        num_bytes: Of all tokens.
+        last: Round that was stored last.
+    """
+
+    report: Report
+    transfer: KVTransfer
+    source: Pages
+    target: Pages
+    slots: torch.Tensor
+    num_bytes: int
+    last: int = 0
+
+    def named(self, turn: int) -> list[NamedChunk]:
+        """Chunks of a round."""
+        return [
+            (at, at + CHUNK_SIZE, CacheEngineKey("vllm", f"m{turn}", 1, 0, f"{at:064x}"))
+            for at in range(0, len(self.slots), CHUNK_SIZE)
+        ]
+
+    def store(self, turn: int) -> None:
+        """Store every token, under names of its own."""
+        self.last = turn
+        kwargs = {"kvcaches": self.source.tensors, "slot_mapping": self.slots}
+        assert all(self.transfer.store(self.named(turn), kwargs))
+
+    def load(self, turn: int) -> None:
+        """Load what was stored last."""
+        kwargs = {"kvcaches": self.target.tensors, "slot_mapping": self.slots}
+        named = self.named(self.last)
+        assert self.transfer.load(named, None, kwargs) == len(named)
+
+
+def run(report: Report) -> None:
+    """Everything that is timed."""
+    for name, group in SHAPES.items():
+        _shape(report, name, group)
+    for part in (paged, codec_device, blend_device):
+        for figure in part.gpu_figures():
+            report.figure(figure)
+
+
+def _shape(report: Report, name: str, group: LayerGroup) -> None:
+    if report.is_dry:
+        group = replace(group, num_layers=2, head_size=64)
+    layout, num_tokens = KVLayout((group,)), 2 * CHUNK_SIZE if report.is_dry else NUM_TOKENS
+    limits = _limits(report, layout.num_bytes(num_tokens))
+    for arena, allocator in ARENAS.items():
+        for verify_hot in VERIFY_HOT:
+            with _case(report, layout, num_tokens, allocator, verify_hot) as case:
+                with torch.inference_mode():
+                    stores = timed(case.store)
+                    loads = timed(case.load)
+                got, wanted = (one.content(case.slots) for one in (case.target, case.source))
+                report.equal(f"{name}, {arena}, verify_hot {verify_hot}", got, wanted)
+                for what, seconds in (("store", stores), ("load", loads)):
+                    title = f"{name}: {what}, {arena} arena, verify_hot {verify_hot}"
+                    report.figure(Figure(title, case.num_bytes, seconds, limits[what]))
+                if arena == "pinned" and verify_hot == "always":
+                    _beside(report, name, case)
+
+
+def _limits(report: Report, num_bytes: int) -> dict[str, Figure]:
+    """Copies between the device and pinned memory."""
+    host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not report.is_dry)
+    device = torch.zeros(num_bytes, dtype=torch.uint8, device=report.device)
+
+    def copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
+        def work(turn: int) -> None:
+            target.copy_(source, non_blocking=True)
+            report.wait()
+
+        return work
+
+    down, up = timed(copying(host, device)), timed(copying(device, host))
+    return {
+        "store": Figure("limit: device to pinned memory", num_bytes, down),
+        "load": Figure("limit: pinned memory to device", num_bytes, up),
+    }
+
+
+@contextlib.contextmanager
+def _case(
+    report: Report,
+    layout: KVLayout,
+    num_tokens: int,
+    allocator: type[HostMemoryAllocator],
+    verify_hot: str,
+) -> Iterator[Case]:
+    (group,), num_blocks = layout.groups, 2 * num_tokens // BLOCK_SIZE
+    source, target = (Pages.make(group, BLOCK_SIZE, report.device, num_blocks) for _ in range(2))
+    blocks = torch.randperm(num_blocks)[: num_tokens // BLOCK_SIZE]
+    slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+    num_bytes = layout.num_bytes(num_tokens)
+    counters, workers = Counters(), Workers("lmcache-gpu")
+    config = make_config(verify_hot=verify_hot)
+    arena = allocator(ARENA_ROUNDS * num_bytes)
+    manager = StorageManager(config, arena, counters, workers)
+    workers.open()
+    manager.open(lambda salt: None)
+    try:
+        connector = PagedGPUConnector(layout, 0 if report.is_dry else CHUNK_SIZE)
+        metadata = make_metadata()
+        transfer = KVTransfer(manager, connector, metadata, counters, workers)
+        yield Case(report, transfer, source, target, slots, num_bytes)
+    finally:
+        manager.close()
+        workers.close()
+
+
+def _beside(report: Report, name: str, case: Case) -> None:
+    """How much longer matrix products take while another thread stores."""
+    size = 64 if report.is_dry else MATMUL_SIZE
+    one = torch.ones(size, size, dtype=torch.bfloat16, device=report.device)
+
+    def products() -> float:
+        began = time.perf_counter()
+        for _ in range(NUM_MATMULS):
+            torch.mm(one, one)
+        report.wait()
+        return time.perf_counter() - began
+
+    products()
+    alone = products()
+    is_over = threading.Event()
+
+    def storing() -> None:
+        turn = ROUNDS + 1
+        with torch.inference_mode():
+            while not is_over.is_set():
+                case.store(turn)
+                turn += 1
+
+    thread = threading.Thread(target=storing)
+    thread.start()
+    try:
+        beside = products()
+    finally:
+        is_over.set()
+        thread.join()
+    report.note(f"{name}: matrix products beside stores", times_longer=round(beside / alone, 3))

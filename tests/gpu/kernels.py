@@ -1,0 +1,63 @@
+"""Every kernel, compiled for this GPU, against its reference or the CPU codec."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lmcache_core.serde.chunk_codec import Profile
+
+from tests.gpu.report import Report, WrongBytes
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKS = ROOT / "tests/unit/kernels/interpreted"
+KERNELS = {
+    "paged_copy": ("check_paged_copy.py",),
+    "rope_rotate": ("check_rope_rotate.py",),
+    "blend_select": ("check_blend_select.py",),
+    "cachegen_quantize": ("check_codec_quantize.py",),
+    "cachegen_encode": ("check_codec_streams.py", "check_codec_device.py"),
+    "cachegen_decode": ("check_codec_streams.py", "check_codec_serializer.py"),
+}
+"""Files of checks, by package of kernels."""
+DRY = ("check_rope_rotate.py",)
+"""Interpreted in a dry run; the others take minutes there, and run in the unit tests."""
+PYTEST_PASSED, PYTEST_FAILED = 0, 1
+
+
+def described() -> list[str]:
+    """Kernels and profiles that are checked."""
+    return [*KERNELS, *(f"cachegen:{profile}" for profile in Profile)]
+
+
+def run(report: Report) -> None:
+    """Run the checks, file by file."""
+    files = sorted({file for files in KERNELS.values() for file in files})
+    for file in DRY if report.is_dry else files:
+        check(report, CHECKS / file)
+
+
+def check(report: Report, *tests: Path | str) -> None:
+    """Run checks with pytest.
+
+    Raises:
+        WrongBytes: One failed.
+        RuntimeError: They could not run.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if report.is_dry:
+        env["TRITON_INTERPRET"] = "1"
+    options = ["-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
+    # A new warning of CUDA is no wrong byte.
+    command = [sys.executable, "-W", "default", "-m", "pytest", *options, "-o", "filterwarnings="]
+    done = subprocess.run(
+        [*command, *tests], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    name, last = Path(str(tests[0])).name, done.stdout.strip().splitlines()[-1:]
+    if done.returncode == PYTEST_FAILED:
+        raise WrongBytes(f"{name}: {done.stdout[-4000:]}")
+    if done.returncode != PYTEST_PASSED:
+        raise RuntimeError(f"{name}: {(done.stdout + done.stderr)[-4000:]}")
+    report.note(name, text="".join(last))

@@ -1,0 +1,137 @@
+"""`python -m tests.gpu` without a GPU: it runs, it covers the tree, and it can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lmcache_kernels
+import pytest
+import torch
+from lmcache_core.gpu_connectors import PagedGPUConnector
+from lmcache_core.serde.chunk_codec import Profile
+
+from tests.gpu import connectors, faults, kernels, streams, table
+from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_beside, run_part
+from tests.gpu.report import Report, WrongBytes, read_lines
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = [sys.executable, "-m", "tests.gpu"]
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return Report(tmp_path / "gpu.jsonl", "faults", "cpu")
+
+
+@pytest.mark.timeout(600)
+def test_a_dry_run_passes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--dry-run", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = read_lines(tmp_path / "gpu.jsonl")
+    passed = [line["part"] for line in lines if line["name"] == "outcome" and line["code"] == 0]
+    assert passed == list(PARTS)
+    assert sum("checked_bytes" in line for line in lines) > 20
+    machine, rows = table.section_of(lines)
+    assert "torch" in machine
+    assert rows.count("\n") > 20
+
+
+def test_all_parts_together_fit_into_one_call() -> None:
+    assert sum(PARTS.values()) <= 600
+
+
+def test_the_list_names_every_kernel_check_and_profile() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    named = set(done.stdout.split())
+    packages = {
+        path.parent.name for path in Path(lmcache_kernels.__path__[0]).glob("*/__init__.py")
+    }
+    assert packages
+    assert packages == set(kernels.KERNELS)
+    assert packages | {f"cachegen:{profile}" for profile in Profile} <= named
+    files = {file for files in kernels.KERNELS.values() for file in files}
+    assert files == {path.name for path in kernels.CHECKS.glob("check_*.py")}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    done = subprocess.run(COMMAND, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "torch sees no CUDA device; --dry-run" in done.stderr
+
+
+def test_an_unknown_part_is_named() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--dry-run", "--parts", "facts,figure"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "no part is named figure" in done.stderr
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte of every load is another."""
+    to_gpu = PagedGPUConnector.to_gpu
+
+    def wrong(connector: PagedGPUConnector, memory: object, *args: int, **kwargs: object) -> None:
+        content = memory.byte_array  # type: ignore[attr-defined]
+        content[0] ^= 1
+        try:
+            to_gpu(connector, memory, *args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            content[0] ^= 1
+
+    monkeypatch.setattr(PagedGPUConnector, "to_gpu", wrong)
+
+
+def test_a_wrong_byte_is_told_apart(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch)
+    with pytest.raises(WrongBytes, match="bfloat16 NHD split"):
+        connectors.run(report)
+    assert run_part(report) == WRONG
+    assert read_lines(report.path)[-1]["code"] == WRONG
+
+
+def test_wrong_kv_in_the_engine_is_told_apart(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(streams.Engine):
+        """Whose blocks are written again behind each step."""
+
+        def step(self) -> bool:
+            for worker in self.workers:
+                for pages in worker.memory.by_name.values():
+                    pages.add_(1)
+            return super().step()
+
+    monkeypatch.setattr("tests.fixtures.vllm_engine.engine.Engine", Late)
+    with pytest.raises(WrongBytes, match="reads wrong KV"):
+        streams.run(report)
+
+
+def test_an_error_is_no_wrong_byte(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Report) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(faults, "run", fail)
+    with pytest.raises(RuntimeError, match="no driver"):
+        run_part(report)
+    assert not read_lines(report.path)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert run_beside(report, 30.0) == FAILED
+    assert read_lines(report.path)[-1]["text"] == "ended with code 1"
+
+
+def test_a_part_that_hangs_is_killed_and_keeps_its_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report(tmp_path / "gpu.jsonl", "streams", "cpu")
+    report.note("before")
+    assert run_beside(report, 0.2) == FAILED
+    assert [line["name"] for line in read_lines(report.path)] == ["before", "outcome"]
+    assert "killed after 0.2 s" in capsys.readouterr().out
