@@ -12,37 +12,9 @@ import pytest
 import torch
 from lmcache_core.memory import tensor as module
 
+from tests.fixtures.cuda_runtime import OUT_OF_MEMORY, Runtime, install
+
 PIECE = 1 << 12
-OUT_OF_MEMORY = 2
-
-
-class Runtime:
-    """As much of the CUDA runtime as pinning touches; an error stays pending until it is asked
-    for.
-    """
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.registered: dict[int, int] = {}
-        self.pending = 0
-        self.num_calls = 0
-        self.fails_at = fails_at
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        self.num_calls += 1
-        assert num_bytes <= PIECE
-        if self.num_calls - 1 == self.fails_at:
-            self.pending = OUT_OF_MEMORY
-            return OUT_OF_MEMORY
-        self.registered[address] = num_bytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
-
-    def cudaGetLastError(self) -> int:
-        error, self.pending = self.pending, 0
-        return error
 
 
 class Owner:
@@ -51,12 +23,8 @@ class Owner:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime()
     monkeypatch.setattr(module, "MAX_PIECE_BYTES", PIECE)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module, "_cuda_runtime", lambda: made)
-    monkeypatch.setattr(module, "_take_pending_error", made.cudaGetLastError)
-    return made
+    return install(monkeypatch, PIECE)
 
 
 @pytest.mark.parametrize("num_bytes", [1, PIECE, PIECE + 1, 5 * PIECE - 7])

@@ -218,12 +218,18 @@ def device_arena(size: int, device: str) -> torch.Tensor:
         ) from exc
 
 
-def pin(arena: torch.Tensor, owner: object) -> bool:
+def pin(arena: torch.Tensor, owner: object, piece_bytes: int | None = None) -> bool:
     """Pin a host arena's pages for CUDA, in place, until `owner` is collected; log it if CUDA is
     missing or refuses.
 
     The pages are registered rather than allocated by torch, whose pinned allocator rounds up to a
     power of two.
+
+    Args:
+        arena: uint8, flat.
+        owner: Outlives all copies.
+        piece_bytes: Bytes to register in one call, during which other calls of CUDA may wait (about
+            0.1 s/GiB); at most, and by default, `MAX_PIECE_BYTES`.
 
     Returns:
         Whether they are pinned.
@@ -236,11 +242,10 @@ def pin(arena: torch.Tensor, owner: object) -> bool:
     if arena.nbytes == 0:
         return False
     addresses: list[int] = []
-    for at in range(0, arena.nbytes, MAX_PIECE_BYTES):
+    step = min(piece_bytes or MAX_PIECE_BYTES, MAX_PIECE_BYTES)
+    for at in range(0, arena.nbytes, step):
         address = arena.data_ptr() + at
-        code = int(
-            _cuda_runtime().cudaHostRegister(address, min(MAX_PIECE_BYTES, arena.nbytes - at), 0)
-        )
+        code = int(_cuda_runtime().cudaHostRegister(address, min(step, arena.nbytes - at), 0))
         if code != 0:
             _unpin(arena, addresses)
             _take_pending_error()

@@ -44,6 +44,12 @@ class ChunkStore(Protocol):
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """Begin to read chunks into host memory; returns immediately."""
 
+    def pin_memory(self) -> None:
+        """Pin the host memory of chunks for copies to and from a device, unless it is pinned. May
+        take a second for 10 GiB.
+        """
+        return
+
     def is_worth(self, saving_s: float) -> bool:
         """Return whether a question that can save `saving_s` is worth asking now, without asking
         it.

@@ -19,6 +19,7 @@ from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
 from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.memory.populate import BackgroundPopulation
 from lmcache_core.memory.shared import SharedArena, attach_shared_arena
+from lmcache_core.memory.views import tensor_over
 from lmcache_core.record import HotVerifier
 from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire.capabilities import CONTEXT, LOCKS
@@ -46,6 +47,8 @@ message may exceed the socket's buffer.
 """
 POLL_S = 0.05
 READ_BYTES = 64 << 10
+PINNED_PIECE_BYTES = 256 << 20
+"""Bytes of the arena that are pinned at a time: the engine's copies wait for some 25 ms."""
 _FIXES: dict[type[Exception], str] = {
     FileNotFoundError: (
         "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log"
@@ -121,6 +124,7 @@ class SidecarConnection:
         self._unsent = bytearray()
         self._arena: SharedArena | None = None
         self._population: BackgroundPopulation | None = None
+        self._is_pinning = self._is_pinned = False
         self.is_greeted = False
         self.greeting_s = 0.0
         self.verifier = HotVerifier("always")
@@ -175,6 +179,25 @@ class SidecarConnection:
             self.close()
             raise
         self.verifier = HotVerifier.lenient(info.verify_hot)
+
+    @property
+    def load_view(self) -> memoryview:
+        """Return the bytes of the arena to load from: those of the pinned mapping if there is one,
+        otherwise they cannot be written.
+        """
+        return self.arena.store_view if self._is_pinned else self.arena.load_view
+
+    def pin(self) -> None:
+        """Pin the arena for copies to and from a device, as long as this connection is referenced.
+        If CUDA refuses, that is logged and copies are slower. Idempotent.
+        """
+        from lmcache_core.memory.tensor import pin
+
+        with self._books:
+            is_first, self._is_pinning = not self._is_pinning, True
+        if is_first:
+            arena = tensor_over(self.arena.store_view, (self.arena.size,), "uint8")
+            self._is_pinned = pin(arena, self, PINNED_PIECE_BYTES)
 
     def names(self, keys: Sequence[CacheEngineKey]) -> list[NameRun]:
         """Return keys in the form in which requests on this connection name them."""

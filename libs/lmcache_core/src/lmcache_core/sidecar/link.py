@@ -63,6 +63,7 @@ class SidecarLink:
         self._on_connected = on_connected
         self._current: SidecarConnection | None = None
         self._connected_at = 0.0
+        self._pins = False
         self._wait_s = FIRST_WAIT_S
         self._complaint = ""
         self._reset()
@@ -83,6 +84,13 @@ class SidecarLink:
         except (UnavailableError, ProtocolError, OSError) as exc:
             self._say_lost(exc)
             self._reconnect_later(None)
+
+    def pin_memory(self) -> None:
+        """Pin the arena of this connection, and of later ones in the background."""
+        self._pins = True
+        current = self.connection
+        if current is not None:
+            current.pin()
 
     def close(self) -> None:
         """Close the connection and stop reconnecting. Idempotent."""
@@ -152,6 +160,8 @@ class SidecarLink:
             connection.welcome.server,
             connection.arena_info.num_bytes,
         )
+        if self._pins:
+            connection.pin()
 
     def _reconnect_later(self, wait_s: float | None) -> None:
         with self._lock:
@@ -203,7 +213,8 @@ class SidecarLink:
 
     def _say_lost(self, cause: LMCacheError | OSError) -> None:
         if not self._closing.is_set():
-            logger.warning("no sidecar, computing without a cache: error=%s", cause)
+            # As text: a handler that keeps records would keep the connection, and so its arena.
+            logger.warning("no sidecar, computing without a cache: error=%s", str(cause))
 
 
 class SidecarLinks:
@@ -226,6 +237,11 @@ class SidecarLinks:
         """Close the connections. Idempotent."""
         for link in self._links:
             link.close()
+
+    def pin_memory(self) -> None:
+        """Pin the arena for copies to and from a device."""
+        for link in self._links:
+            link.pin_memory()
 
     def ask(
         self,

@@ -128,6 +128,10 @@ class SidecarChunkStore(ChunkStore):
         self._pace.close()
 
     @override
+    def pin_memory(self) -> None:
+        self._links.pin_memory()
+
+    @override
     def is_worth(self, saving_s: float) -> bool:
         return self._link.connection is not None and self._pace.is_worth(saving_s)
 

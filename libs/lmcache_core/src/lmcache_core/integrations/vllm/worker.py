@@ -204,6 +204,9 @@ class WorkerSide:
             # the pool when first needed.
             transfers.append(self._transfer_of(group, memory))
         self._transfers = transfers
+        if any(lane.memory.kvcaches[0].device.type == "cuda" for lane in transfers):
+            # Before graphs are captured, which CUDA does not allow beside it.
+            self._store.pin_memory()
         self._loads.open()
 
     def close(self) -> None:
