@@ -95,6 +95,17 @@ async def test_a_connection_that_was_lost_before_any_answer_is_replaced_once():
                 await RedisBackend(server.client, 5.0).batched_put(chunks)
 
 
+async def test_a_connection_that_is_lost_behind_a_value_costs_no_memory():
+    record, arena = make_record(1), Arena()
+    begun = bytearray(b"$%d\r\n%s" % (len(record), record))
+    async with ScriptedRedis([begun, record]) as server:
+        backend = RedisBackend(server.client, 5.0)
+        [result] = await backend.batched_get([make_key(1)], arena)
+        assert isinstance(result, Chunk)
+        result.release()
+    arena.check_empty()
+
+
 async def test_after_an_exchange_the_client_goes_on_with_its_connection():
     """Its own commands, and the news that the connection ended, reach redis-py again."""
     async with ScriptedRedis([make_record(1), ScriptedRedis.LOST, b"value"]) as server:

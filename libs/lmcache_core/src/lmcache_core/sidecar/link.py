@@ -63,7 +63,6 @@ class SidecarLink:
         self._on_connected = on_connected
         self._current: SidecarConnection | None = None
         self._connected_at = 0.0
-        self._pins = False
         self._wait_s = FIRST_WAIT_S
         self._complaint = ""
         self._reset()
@@ -128,13 +127,14 @@ class SidecarLink:
 
     def _reset(self) -> None:
         """Reset to the state without a connection; also in a forked child, whose parent keeps the
-        connection and which has no other thread.
+        connection, and which has no other thread and no CUDA.
         """
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._current = None
+        self._pins = False
 
     def _connect(self) -> None:
         connection = SidecarConnection(self._path, self._hello, self._timeout_s)

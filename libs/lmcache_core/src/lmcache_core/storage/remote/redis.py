@@ -211,11 +211,16 @@ class RedisBackend(RemoteBackend):
             elif size is not None:
                 self._record_bytes = max(size, 1)
                 record = await IncomingRecord(replies, size, allocate).receive(keys[i].key)
+                try:
+                    await replies.end()
+                except BaseException:
+                    if isinstance(record, Received):
+                        record.memory.ref_count_down()
+                    raise
                 if isinstance(record, Received):
                     received[i] = record
                 else:
                     results[i] = record
-                await replies.end()
 
         async def check(i: int, reply: None) -> None:
             if i in received:
