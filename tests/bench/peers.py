@@ -390,7 +390,7 @@ def measure(
             reading = Reading(place, rounds)
             run(f"LMCache and ours: {place.name}", lambda: reading.take(children))  # noqa: B023 (run at once)
             rows.append(reading.row())
-    section = Section(f"Beside LMCache {_version()}: 512 MiB, GB/s", HEADINGS, rows)
+    section = Section(f"In turn with LMCache {_version()}: 512 MiB, GB/s", HEADINGS, rows)
     remark = (
         f"Medians of {rounds} rounds, in turn; every byte compared; default settings, so ours"
         " checks every digest, except that it waits for a slow tier instead of declining it."

@@ -16,7 +16,7 @@ from tests.fixtures.redis_server import running_redis
 
 TIMEOUT_S = 120.0
 STORE_NOTE = "the digest of a chunk is computed before it is sent"
-RETRIEVE_NOTE = "digests are checked beside the next read"
+RETRIEVE_NOTE = "digests are checked while the next chunk is read"
 
 
 def redis_figures(rounds: int = ROUNDS) -> list[Figure]:

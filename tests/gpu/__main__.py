@@ -28,7 +28,7 @@ PARTS = {
     "figures": 120,
 }
 """Longest time in seconds, by part, in the order in which they run: 600 s together."""
-WRONG, USAGE, FAILED = 1, 2, 3
+WRONG, FAILED = 1, 3
 FILE_NAME = "gpu.jsonl"
 
 
@@ -64,7 +64,7 @@ def main() -> int:
     path, device = options.out / FILE_NAME, "cpu" if options.dry_run else "cuda"
     if options.part:
         return run_part(Report(path, options.part, device))
-    return max((run_beside(Report(path, name, device), PARTS[name]) for name in chosen), default=0)
+    return max((run_apart(Report(path, name, device), PARTS[name]) for name in chosen), default=0)
 
 
 def run_part(report: Report) -> int:
@@ -79,7 +79,7 @@ def run_part(report: Report) -> int:
     return 0
 
 
-def run_beside(report: Report, limit_s: float) -> int:
+def run_apart(report: Report, limit_s: float) -> int:
     """Run one part in a process of its own, and kill it with all its children at its limit."""
     command = [sys.executable, "-W", "default", "-m", "tests.gpu", "--part", report.part]
     command += ["--out", str(report.path.parent), *(["--dry-run"] if report.is_dry else [])]

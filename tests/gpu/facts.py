@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -61,15 +60,10 @@ def _copies(report: Report, num_bytes: int) -> None:
         "on the device": (device, other),
     }
 
-    def copying(source: torch.Tensor, target: torch.Tensor) -> Callable[[int], None]:
-        def work(turn: int) -> None:
-            target.copy_(source, non_blocking=True)
-            report.wait()
-
-        return work
-
     for name, (source, target) in ways.items():
-        figure = Figure(f"{name}, {num_bytes >> 20} MiB", num_bytes, timed(copying(source, target)))
+        figure = Figure(
+            f"{name}, {num_bytes >> 20} MiB", num_bytes, timed(report.copying(source, target))
+        )
         report.figure(figure)
 
 

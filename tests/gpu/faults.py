@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
 from lmcache_core.memory import HostMemoryAllocator, MemoryFormat
@@ -40,10 +42,11 @@ def _no_room(report: Report) -> None:
     """A staging buffer that finds no room on the device."""
     if report.is_dry:
         return
+    pages = [Pages.make(GROUP, BLOCK_SIZE, report.device) for _ in range(2)]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
     try:
-        _copies(report, "without room")
+        _copies(report, "without room", pages)
     except torch.OutOfMemoryError:
         report.note("no room for staging", text="refused")
     else:
@@ -52,8 +55,8 @@ def _no_room(report: Report) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _copies(report: Report, name: str) -> None:
-    source, target = (Pages.make(GROUP, BLOCK_SIZE, report.device) for _ in range(2))
+def _copies(report: Report, name: str, pages: Sequence[Pages] = ()) -> None:
+    source, target = pages or [Pages.make(GROUP, BLOCK_SIZE, report.device) for _ in range(2)]
     slots = torch.randperm(NUM_TOKENS)
     connector = PagedGPUConnector(KVLayout((GROUP,)), 0 if report.is_dry else NUM_TOKENS)
     allocator = HostMemoryAllocator(1 << 20)

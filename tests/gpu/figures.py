@@ -1,5 +1,5 @@
 """Rates between pages on the device and chunks in host memory, for the KV of three models; what a
-store costs a computation beside it; and the kernels alone.
+concurrent store costs a computation; and the kernels alone.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +44,6 @@ class Case:
     """A model's KV, and a cache for it.
 
     Attributes:
-        report: Where figures go.
         transfer: Between pages and chunks.
         source: Pages to store; `target`: pages to load.
         slots: Of the tokens.
@@ -52,7 +51,6 @@ class Case:
         last: Round that was stored last.
     """
 
-    report: Report
     transfer: KVTransfer
     source: Pages
     target: Pages
@@ -106,7 +104,7 @@ def _shape(report: Report, name: str, group: LayerGroup) -> None:
                     title = f"{name}: {what}, {arena} arena, verify_hot {verify_hot}"
                     report.figure(Figure(title, case.num_bytes, seconds, limits[what]))
                 if arena == "pinned" and verify_hot == "always":
-                    _beside(report, name, case)
+                    _contention(report, name, case)
 
 
 def _limits(report: Report, num_bytes: int) -> dict[str, Figure]:
@@ -114,14 +112,7 @@ def _limits(report: Report, num_bytes: int) -> dict[str, Figure]:
     host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not report.is_dry)
     device = torch.zeros(num_bytes, dtype=torch.uint8, device=report.device)
 
-    def copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[int], None]:
-        def work(turn: int) -> None:
-            target.copy_(source, non_blocking=True)
-            report.wait()
-
-        return work
-
-    down, up = timed(copying(host, device)), timed(copying(device, host))
+    down, up = timed(report.copying(device, host)), timed(report.copying(host, device))
     return {
         "store": Figure("limit: device to pinned memory", num_bytes, down),
         "load": Figure("limit: pinned memory to device", num_bytes, up),
@@ -151,13 +142,13 @@ def _case(
         connector = PagedGPUConnector(layout, 0 if report.is_dry else CHUNK_SIZE)
         metadata = make_metadata()
         transfer = KVTransfer(manager, connector, metadata, counters, workers)
-        yield Case(report, transfer, source, target, slots, num_bytes)
+        yield Case(transfer, source, target, slots, num_bytes)
     finally:
         manager.close()
         workers.close()
 
 
-def _beside(report: Report, name: str, case: Case) -> None:
+def _contention(report: Report, name: str, case: Case) -> None:
     """How much longer matrix products take while another thread stores."""
     size = 64 if report.is_dry else MATMUL_SIZE
     one = torch.ones(size, size, dtype=torch.bfloat16, device=report.device)
@@ -183,8 +174,10 @@ def _beside(report: Report, name: str, case: Case) -> None:
     thread = threading.Thread(target=storing)
     thread.start()
     try:
-        beside = products()
+        with_stores = products()
     finally:
         is_over.set()
         thread.join()
-    report.note(f"{name}: matrix products beside stores", times_longer=round(beside / alone, 3))
+    report.note(
+        f"{name}: matrix products during stores", times_longer=round(with_stores / alone, 3)
+    )

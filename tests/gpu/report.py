@@ -5,6 +5,7 @@ what it has.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ class Report:
         if not torch.equal(as_bytes(got), as_bytes(wanted)):
             raise WrongBytes(f"{name}: other bytes came back")
         self.note(name, checked_bytes=wanted.nbytes)
+
+    def copying(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[int], None]:
+        """Return what copies one tensor to another and waits for the device, to be timed."""
+
+        def work(turn: int) -> None:
+            target.copy_(source, non_blocking=True)
+            self.wait()
+
+        return work
 
     def wait(self) -> None:
         """Wait for the device."""

@@ -13,7 +13,7 @@ from lmcache_core.gpu_connectors import PagedGPUConnector
 from lmcache_core.serde.chunk_codec import Profile
 
 from tests.gpu import connectors, faults, kernels, streams, table
-from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_beside, run_part
+from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, run_part
 from tests.gpu.report import Report, WrongBytes, read_lines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -123,7 +123,7 @@ def test_an_error_is_no_wrong_byte(report: Report, monkeypatch: pytest.MonkeyPat
         run_part(report)
     assert not read_lines(report.path)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert run_beside(report, 30.0) == FAILED
+    assert run_apart(report, 30.0) == FAILED
     assert read_lines(report.path)[-1]["text"] == "ended with code 1"
 
 
@@ -132,6 +132,6 @@ def test_a_part_that_hangs_is_killed_and_keeps_its_lines(
 ) -> None:
     report = Report(tmp_path / "gpu.jsonl", "streams", "cpu")
     report.note("before")
-    assert run_beside(report, 0.2) == FAILED
+    assert run_apart(report, 0.2) == FAILED
     assert [line["name"] for line in read_lines(report.path)] == ["before", "outcome"]
     assert "killed after 0.2 s" in capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_copies_use_pinned_memory_both_ways(tmp_path: Path, runtime: Runtime) ->
         assert runtime.has(get(store), CHUNK_BYTES)
     del store
     gc.collect()
-    assert not runtime.registered, "memory stays pinned that nobody uses"
+    assert not runtime.registered, "unused memory is still pinned"
 
 
 def test_what_is_refused_stays_pageable_and_works(tmp_path: Path, runtime: Runtime) -> None:
