@@ -7,13 +7,17 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from lmcache_core.gpu_connectors.streams import ThreadStreams
 
+from tests.fixtures import cuda_streams
 from tests.fixtures.fake_vllm import imported_connector
 from tests.fixtures.vllm_engine import (
     FULL,
@@ -59,7 +63,7 @@ def run(report: Report) -> None:
                 options = {"load": load, "layout": "tokens"}
                 extra = embedded(**options) if socket is None else beside(socket, **options)
                 module = opened.enter_context(imported_connector())
-                opened.enter_context(_own_stream(report))
+                used = opened.enter_context(_streams(report))
                 limits = Limits(32, 6, reserves_whole_prompt=False)
                 engine = opened.enter_context(
                     running(module, make_model(place), extra, shape=shape, limits=limits)
@@ -73,6 +77,8 @@ def run(report: Report) -> None:
                 )
                 if not num_loaded:
                     raise AssertionError(f"{name}, {load} loads: nothing was loaded")
+                if not used >= {"lmcache-stores", *(["lmcache-loads"] if load == "async" else [])}:
+                    raise AssertionError(f"{name}, {load} loads: only {used} have a stream")
 
 
 @contextlib.contextmanager
@@ -116,11 +122,24 @@ def _drive(report: Report, engine: Engine, dice: random.Random, num_steps: int) 
 
 
 @contextlib.contextmanager
-def _own_stream(report: Report) -> Iterator[None]:
-    """As vLLM computes: on a stream that does not wait for the default one."""
-    if report.is_dry:
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream()):
-        yield
-    torch.cuda.synchronize()
+def _streams(report: Report) -> Iterator[set[str]]:
+    """As vLLM computes: on a stream that does not wait for the default one, a fake one in a dry
+    run. Gives the names of threads that copy on streams of their own.
+    """
+    used: set[str] = set()
+    after = ThreadStreams.after
+
+    def noted(streams: ThreadStreams, event: Any) -> Any:
+        if event is not None:
+            used.add(threading.current_thread().name)
+        return after(streams, event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadStreams, "after", noted)
+        if report.is_dry:
+            cuda_streams.install(patch)
+            yield used
+            return
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield used
+        torch.cuda.synchronize()

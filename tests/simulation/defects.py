@@ -93,10 +93,10 @@ DEFECTS = (
         "return False",
     ),
     Defect(
-        "chunks that are read are evicted",
+        "chunks are read without a reference",
         f"{CORE}/storage/hot.py",
-        "if key == spared or self._chunks[key].memory.get_ref_count() > 1:",
-        "if key == spared:",
+        "                    chunk.memory.ref_count_up()\n                    if is_access:",
+        "                    if is_access:",
     ),
     Defect(
         "what is written keeps its memory",
@@ -113,8 +113,8 @@ DEFECTS = (
     Defect(
         "a lost index is not announced again",
         f"{CORE}/lookup/reporter.py",
-        "            self.lose()\n            return\n        for _",
-        "            return\n        for _",
+        "        self.needs_resync = True\n\n    def begin",
+        "\n    def begin",
     ),
     Defect(
         "an incarnation follows the clock",
@@ -153,6 +153,18 @@ DEFECTS = (
         "return list(keys)",
         was_there=True,
     ),
+    Defect(
+        "vLLM gets the blocks of a request back before they are copied",
+        f"{VLLM}/planned_stores.py",
+        "return has_blocks",
+        "return False",
+    ),
+    Defect(
+        "a step overwrites blocks that are not copied",
+        f"{VLLM}/store_thread.py",
+        "if request_ids is None or request_ids:",
+        "if False:",
+    ),
     # From here on: random changes that the closest tests did not detect (`make mutants`).
     Defect(
         "what vLLM loads counts as not loaded",
@@ -175,7 +187,7 @@ DEFECTS = (
     Defect(
         "a load beside the steps is not begun",
         f"{VLLM}/worker.py",
-        "self._loads.submit(load)",
+        "self._loads.submit(load, self._begun)",
         "pass",
     ),
     Defect(

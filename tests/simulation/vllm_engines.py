@@ -23,6 +23,7 @@ from tests.chaos.cluster.worker import (
 )
 from tests.fixtures.fake_vllm import imported_connector
 from tests.fixtures.vllm_engine import Engine, GroupShape, Limits, Request, Shape
+from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import beside, make_model
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.kernel import Process
@@ -34,6 +35,7 @@ SHAPE = Shape((GroupShape(num_layers=8),), block_size=BLOCK_SIZE, num_blocks=40)
 LIMITS = Limits(token_budget=128, reserves_whole_prompt=False)
 MAX_AT_ONCE, MAX_NEW_TOKENS = 4, 8
 STEP_S = 0.02
+LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
 END_S = 60.0
 """Requests that are served at once have ended after this time, times when paused left out."""
 CALLS = (
@@ -50,6 +52,19 @@ ASKING = ("get_num_new_matched_tokens", "start_load_kv", "wait_for_save")
 def _connector() -> ModuleType:
     """Return the connector's module, after installing a permanent stand-in for vLLM."""
     return imported_connector().__enter__()
+
+
+class _LateStore(WrappedStore):
+    """Has room for chunks, which are copied then, some steps late now and then."""
+
+    def __init__(self, inner: Any, seed: int) -> None:
+        super().__init__(inner)
+        self._dice = random.Random(seed)
+
+    def reserve(self, *args: Any) -> Any:
+        if self._dice.random() < LATE_CHANCE:
+            time.sleep(self._dice.uniform(0.0, MAX_LATE_S))
+        return self.inner.reserve(*args)
 
 
 class _Engine(Engine):
@@ -126,6 +141,7 @@ class VllmClient:
             beside(cluster.socket(node), **options),
             SHAPE,
             LIMITS,
+            lambda store: _LateStore(store, self._seed),
             engine_id=f"engine-{self._seed}",
         )
         for connector in (engine.connector, *(worker.connector for worker in engine.workers)):

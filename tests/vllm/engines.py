@@ -32,6 +32,8 @@ half a minute.
 
 BLOCK_SIZE = 128
 """The CPU backend's own."""
+MLA_BLOCK_SIZE = 16
+"""The only one that vLLM has for latent KV on every CPU."""
 CHUNK_SIZE = 256
 NUM_LOGPROBS = 5
 MAX_MODEL_LEN = 4096
@@ -51,6 +53,7 @@ class Ask:
         transfer: The request's `kv_transfer_params`, if any.
         pictures: Seeds of the pictures that the placeholders among its tokens stand for.
         prompt_logprobs: How many logprobs of each token of the prompt it asks for; 0: none.
+        embedded_by: Directory of a model whose embeddings of the tokens are sent instead of these.
     """
 
     tokens: tuple[int, ...]
@@ -60,6 +63,7 @@ class Ask:
     transfer: dict[str, Any] | None = None
     pictures: tuple[int, ...] = ()
     prompt_logprobs: int = 0
+    embedded_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def engine_options(model: Path, **options: Any) -> dict[str, Any]:
         "model": str(model),
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
-        "block_size": BLOCK_SIZE,
+        "block_size": MLA_BLOCK_SIZE if model.name == "mla" else BLOCK_SIZE,
         "enforce_eager": True,
         "disable_log_stats": False,
         "seed": 0,
@@ -244,6 +248,11 @@ class Engine:
 def _prompt(ask: Ask) -> dict[str, Any]:
     """vLLM's prompt."""
     parts: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
+    if ask.embedded_by:
+        from safetensors.torch import load_file
+
+        table = load_file(Path(ask.embedded_by, "model.safetensors"))["model.embed_tokens.weight"]
+        parts = {"prompt_embeds": table[list(ask.tokens)]}
     if ask.salt:
         parts["cache_salt"] = ask.salt
     if ask.pictures:

@@ -26,6 +26,7 @@ FIRST_WORD = 16
 """Token ids below are kept for special tokens; prompts have none of them."""
 MAX_TOKENS = 8192
 LORA_RANK = 8
+LOUDNESS = 0.1
 
 SHARPNESS = 3.0
 """How much larger queries are than by chance: each token then looks at a few others instead of
@@ -36,6 +37,19 @@ LLAMA = "llama"
 SLIDING = "sliding"
 MLA = "mla"
 SEEING = "seeing"
+EAGLE = "eagle"
+"""A draft model for `LLAMA`: one layer on the hidden states of its last one."""
+LOCAL = "local"
+"""Every other layer attends to sections of 512 tokens."""
+GATED_DELTA = "gated-delta"
+MAMBA2 = "mamba2"
+"""Hybrids: every other layer is full attention, and the others have one state per request: gated
+delta nets, or Mamba-2.
+"""
+SHARED = "shared"
+"""The second half of the layers uses the KV of the first: of a window, or of all tokens."""
+MTP = "mtp"
+"""A llama with biases (MiMo) and a layer that predicts one more token (multi-token prediction)."""
 LORA = "lora"
 OTHER_LORA = "lora-other"
 
@@ -110,6 +124,78 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
 }
+_HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    LOCAL: (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attention_chunk_size": 512,
+            "head_dim": 32,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 256,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "num_local_experts": 2,
+            "pad_token_id": 3,
+        },
+    ),
+    GATED_DELTA: (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 64,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    SHARED: (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 256,
+            "head_dim": 32,
+            "intermediate_size": 256,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 16,
+            "altup_num_inputs": 2,
+            "tie_word_embeddings": True,
+            "pad_token_id": 3,
+        },
+    ),
+    MAMBA2: (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "intermediate_size": 256,
+            "shared_intermediate_size": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 64,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 64,
+        },
+    ),
+}
 
 
 def made_models(home: Path) -> Path:
@@ -168,6 +254,10 @@ def _make_all(directory: Path) -> None:
     for seed, name in enumerate(_CONFIGS):
         make_model(directory / name, _CONFIGS[name], seed)
     _make_seeing(directory / SEEING, seed=50)
+    _make_eagle(directory / EAGLE, seed=60)
+    for seed, name in enumerate(_HYBRIDS, 70):
+        _make_hybrid(directory / name, name, seed)
+    _make_mtp(directory / MTP, seed=80)
     _make_lora(directory / LORA, seed=100)
     _make_lora(directory / OTHER_LORA, seed=101)
 
@@ -184,6 +274,81 @@ def _make_seeing(directory: Path, seed: int) -> None:
         text["torch_dtype"],
     )
     write_processor(directory)
+
+
+def _make_eagle(directory: Path, seed: int) -> None:
+    directory.mkdir()
+    config = _COMMON | _CONFIGS[LLAMA] | {"num_hidden_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    shapes = {
+        name.removeprefix("model."): shape
+        for name, shape in _shapes(config).items()
+        if ".layers." in name and "input_layernorm" not in name
+    }
+    shapes["fc.weight"] = (config["hidden_size"], 2 * config["hidden_size"])
+    _save(directory, _tensors(shapes, seed), config["torch_dtype"])
+
+
+def _make_mtp(directory: Path, seed: int) -> None:
+    directory.mkdir()
+    config = (
+        _COMMON
+        | _CONFIGS[LLAMA]
+        | {
+            "architectures": ["MiMoForCausalLM"],
+            "model_type": "qwen2",
+            "num_nextn_predict_layers": 1,
+        }
+    )
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    hidden = config["hidden_size"]
+    shapes = _shapes(config)
+    predicting, first = "model.mtp_layers.0.", "model.layers.0."
+    shapes |= {
+        name.replace(first, predicting): shape
+        for name, shape in shapes.items()
+        if name.startswith(first)
+    }
+    shapes[f"{predicting}input_proj.weight"] = (hidden, 2 * hidden)
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        shapes[f"{predicting}{norm}.weight"] = (hidden,)
+    shapes |= {
+        name.replace("weight", "bias"): shape[:1]
+        for name, shape in shapes.items()
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    }
+    _save(directory, _tensors(shapes, seed), config["torch_dtype"])
+
+
+def _make_hybrid(directory: Path, name: str, seed: int) -> None:
+    """One of `_HYBRIDS`, whose weights have the names and shapes that transformers gives them."""
+    import transformers
+
+    config_class, model_class, config = _HYBRIDS[name]
+    configuration = getattr(transformers, config_class)(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_TOKENS,
+        bos_token_id=1,
+        eos_token_id=2,
+        architectures=[model_class],
+        **({"tie_word_embeddings": False} | config),
+    )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(configuration).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(torch.randn_like(parameter) / math.sqrt(parameter.shape[1]))
+        # A few words are much louder than the others: with thousands of equals, the likeliest two
+        # often differ by less than bfloat16 can tell.
+        head = model.get_output_embeddings().weight
+        if not configuration.tie_word_embeddings:
+            head *= LOUDNESS * torch.randn(len(head), 1).exp()
+    model.save_pretrained(directory)
+    _make_tokenizer(directory)
 
 
 def _tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:

@@ -159,7 +159,7 @@ class EngineProcess:
         self._process = spawn(command, self._log, vllm_environment(environ), talks=True)
 
     def open(
-        self, options: Mapping[str, Any], name: str = "engine", timeout_s: float = 150.0
+        self, options: Mapping[str, Any], name: str = "engine", timeout_s: float = 240.0
     ) -> None:
         """Make an engine, and wait for it."""
         self.call(timeout_s, do="open", name=name, options=dict(options))
@@ -211,13 +211,15 @@ class EngineProcess:
         """Have the child do something, and wait for its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
-        line = self._process.stdout.readline() if ready else b""
+        line = b""
+        with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer either
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+            ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+            line = self._process.stdout.readline() if ready else b""
         assert line, (
-            f"{command['do']} had no answer within {timeout_s}"
-            f" s:\n{self._log.read_text(errors='replace')[-TAIL_CHARS:]}"
+            f"{command['do']} had no answer within {timeout_s} s, exit code"
+            f" {self._process.poll()}:\n{self._log.read_text(errors='replace')[-TAIL_CHARS:]}"
         )
         return json.loads(line)["answer"]
 

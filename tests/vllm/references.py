@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engines import Answer, Ask, engine_options
+from tests.vllm.engines import MAX_MODEL_LEN, Answer, Ask, engine_options
 from tests.vllm.models import FIRST_WORD, VOCABULARY
 from tests.vllm.processes import EngineProcess
 
@@ -19,6 +19,11 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 another one, is computed in pieces of another shape, whose sums round otherwise: in float32 by up to
 2e-5 on processors without AVX-512, also where nothing is loaded. KV of another prompt differs by
 0.9.
+"""
+
+NUM_BLOCKS = 2 * MAX_MODEL_LEN // 16
+"""Room for one request in each of these engines, in vLLM's smallest blocks. With a gigabyte each,
+some ten in one process need more memory than a small machine has.
 """
 
 
@@ -48,6 +53,7 @@ class References:
                     self._models / model,
                     dtype=dtype,
                     enable_prefix_caching=False,
+                    num_gpu_blocks_override=NUM_BLOCKS,
                     **lora,
                     **options,
                 ),

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lmcache_core.errors import ConfigError
 
-from tests.vllm.engines import CHUNK_SIZE, Ask, engine_options, running_engine, transfer_config
+from tests.vllm.engines import (
+    CHUNK_SIZE,
+    Ask,
+    engine_options,
+    release,
+    running_engine,
+    transfer_config,
+)
 from tests.vllm.models import LLAMA
 from tests.vllm.processes import vllm_environment
 from tests.vllm.references import prompt
@@ -161,3 +169,14 @@ def test_beside_another_connector(world: World, load: str) -> None:
         assert both[1].num_cached == 3 * CHUNK_SIZE
         stored.reaches(2)
     world.references.check([hit, *both], [ask, other, ask], LLAMA)
+
+
+@pytest.mark.smoke
+def test_a_release_without_such_tiers_says_which_has_them() -> None:
+    from lmcache_core.integrations import vllm_tier
+
+    if release() >= release("0.31"):
+        assert vllm_tier.LMCacheTier.__name__ == "LMCacheTier"
+    else:
+        with pytest.raises(ConfigError, match=r"use vLLM 0\.31 or 0\.32.*LMCacheConnector"):
+            _ = vllm_tier.LMCacheTier

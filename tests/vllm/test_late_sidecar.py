@@ -11,18 +11,24 @@ from lmcache_core.sidecar import pace
 
 from tests.fixtures.late_socket import LateSocket, late_socket
 from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
+from tests.vllm.processes import Service
 from tests.vllm.references import prompt
-from tests.vllm.sidecars import eventually, socket_of
+from tests.vllm.sidecars import await_calm, eventually, socket_of
 from tests.vllm.worlds import EITHER_LOAD, World, is_found
 
 LATE_S = 0.05
 PATIENCE_S = 0.25  # more than a busy machine adds to the answer of a local sidecar
+STORE_PATIENCE_S = 20.0
 HASTY = {"lmcache_prefill_tokens_per_s": 1e6}
 
 
 @pytest.fixture
-def relay(world: World, tmp_path: Path) -> Iterator[LateSocket]:
-    world.sidecar()
+def sidecar(world: World) -> Service:
+    return world.sidecar()
+
+
+@pytest.fixture
+def relay(world: World, sidecar: Service, tmp_path: Path) -> Iterator[LateSocket]:
     with late_socket(tmp_path / "late.sock", socket_of(world.owner)) as relay:
         yield relay
 
@@ -31,6 +37,7 @@ def asked(engine: Engine, relay: LateSocket, ask: Ask) -> tuple[list[str], int]:
     """The questions that one request waits for, sorted, and how many tokens vLLM had."""
     relay.forget()
     answer = engine.ask(ask)
+    assert engine.worker_connector._worker_side._store_thread.wait(STORE_PATIENCE_S)
     time.sleep(0.1)
     return sorted(set(relay.names()) - {"DONE tickets"}), answer.num_cached
 
@@ -53,13 +60,14 @@ def test_no_question_is_asked_in_vain(
 
 
 def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(
-    world: World, relay: LateSocket
+    world: World, sidecar: Service, relay: LateSocket
 ) -> None:
     found = Ask(prompt(510, 600))
     with running_engine(world.options(lmcache_sidecar_socket=str(relay.path), **HASTY)) as engine:
         eventually(lambda: is_found(engine, found), "nothing is found while the sidecar is quick")
         relay.late_s = LATE_S
         engine.ask(Ask(prompt(511, 600)))
+        await_calm(sidecar)  # its store had begun before
         relay.forget()
         for number in range(512, 524):
             engine.ask(Ask(prompt(number, 600)))

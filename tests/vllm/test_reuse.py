@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
@@ -48,6 +50,24 @@ def test_cold_hit_and_shared_prefix(world: World, dtype: str, load: str) -> None
         LLAMA,
         dtype,
     )
+
+
+def test_prompt_embeddings(world: World) -> None:
+    """Those of tokens, so that the answers are known; KV is not shared with the tokens' own."""
+    sidecar = world.sidecar()
+    asks = [Ask(prompt(6, 1000)), Ask(prompt(6, 640) + prompt(7, 300))]
+    embedded = [replace(ask, embedded_by=str(world.models / LLAMA)) for ask in asks]
+    with running_engine(world.options(enable_prompt_embeds=True)) as engine:
+        fill(engine, sidecar, asks[0])
+        stored = Growth(sidecar)
+        cold = engine.ask(embedded[0])
+        stored.reaches(whole_chunks(1000))
+        answers = []
+        for one in embedded:
+            engine.reset()
+            answers.append(engine.ask(one))
+    assert [answer.num_cached for answer in (cold, *answers)] == [0, 3 * CHUNK_SIZE, 2 * CHUNK_SIZE]
+    world.references.check([cold, *answers], [asks[0], *asks], LLAMA)
 
 
 @EITHER_LOAD

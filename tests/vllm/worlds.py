@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ class World:
     def sidecar(self, name: str = "sidecar", **settings: Any) -> Service:
         """A running sidecar."""
         return sidecar(self.owner, name, **settings)
+
+    def speculative(self, drafts: Mapping[str, Any]) -> dict[str, Any]:
+        """vLLM's `speculative_config`; a draft model is given by its name."""
+        config = {"num_speculative_tokens": 3} | dict(drafts)
+        if "model" in config:
+            config["model"] = str(self.models / config["model"])
+        return config
 
     def options(
         self, model: str = LLAMA, at: str = "sidecar", policy: str = "recompute", **options: Any

@@ -186,3 +186,66 @@ def test_what_is_no_prompt_is_refused(
     with pytest.raises(ValueError) as refused:
         CachedCausalLM(model, None).generate(form, 8)
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("org/model", "model='org/model': must be a loaded model, such as"),
+        (None, "model=None: must be a loaded model"),
+        (LlamaForCausalLM, "LlamaForCausalLM'>: must be a loaded model"),
+        (torch.nn.Linear(1, 1), "must be a loaded model"),
+    ],
+)
+def test_what_is_no_model_is_refused(given: object, told: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        lmcache_core.open(given, **SMALL)  # type: ignore[arg-type]
+    assert told in str(refused.value)
+    assert not own_threads()
+
+
+def test_a_name_that_is_no_text_is_refused(model: LlamaForCausalLM) -> None:
+    with pytest.raises(TypeError, match="name=7: must be a string, or none"):
+        lmcache_core.open(model, name=7, **SMALL)  # type: ignore[arg-type]
+    assert not own_threads()
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ("hello", "input_ids='hello': must be token ids, as a tokenizer returns them"),
+        (None, "input_ids=None: must be token ids"),
+        (7, "input_ids=7: must be token ids"),
+        ({"input_ids": [1, 2]}, "input_ids={input_ids}: must be token ids"),
+        (["a"], "input_ids=['a']: must be token ids"),
+    ],
+)
+def test_a_prompt_of_another_type_is_refused(
+    model: LlamaForCausalLM, form: object, told: str
+) -> None:
+    with pytest.raises(TypeError) as refused:
+        CachedCausalLM(model, None).generate(form, 8)  # type: ignore[arg-type]
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["</s>", ["</s>"], 2.5, True, {"id": 2}])
+def test_other_token_ids_of_another_type_are_refused(
+    model: LlamaForCausalLM, value: object
+) -> None:
+    with pytest.raises(TypeError, match=r"eos_token_id=.*: must be token ids"):
+        CachedCausalLM(model, None).generate(prompt(), 8, value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"separator=.*: must be token ids"):
+        lmcache_core.open(model, separator=value, enable_blending=True, **SMALL)
+    assert not own_threads()
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [("3", TypeError), (None, TypeError), (1.5, TypeError), (0, ValueError), (-1, ValueError)],
+)
+def test_a_number_of_tokens_that_is_none_is_refused(
+    model: LlamaForCausalLM, number: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error) as refused:
+        CachedCausalLM(model, None).generate(prompt(), number)  # type: ignore[arg-type]
+    assert str(refused.value) == f"max_new_tokens={number!r}: must be an integer of at least 1"

@@ -14,13 +14,29 @@ import pytest
 from lmcache_core.engine import ChunkStore
 from lmcache_core.integrations.vllm.worker import MAX_REST_S, LoadThread
 
-from tests.fixtures.vllm_engine import FULL, Engine, Limits, Request, Shape, Status, running, window
+from tests.fixtures.vllm_engine import (
+    FULL,
+    STATE,
+    Engine,
+    Limits,
+    Request,
+    Shape,
+    Status,
+    running,
+    window,
+)
 from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
 
 PATIENCE_S, IDLE_S = 60.0, 0.0005
 SHAPES = pytest.mark.parametrize(
-    "shape", [Shape(num_blocks=40), Shape((FULL, window(6)), num_blocks=60)], ids=["full", "hybrid"]
+    "shape",
+    [
+        Shape(num_blocks=40),
+        Shape((FULL, window(6)), num_blocks=60),
+        Shape((FULL, STATE), block_size=8, num_blocks=30),
+    ],
+    ids=["full", "hybrid", "state"],
 )
 
 
@@ -102,7 +118,7 @@ def test_blocks_that_are_being_loaded_into_are_nobody_elses(
         num_free = engine.scheduler.tables.pool.num_free
         engine.abort(loading)
         other = engine.add(prompt(2, 20), 3)
-        while not other.status.is_finished:
+        while other.request_id in engine.scheduler.requests:
             engine.step()
         assert engine.scheduler.tables.pool.num_free == num_free
         world.shut(False)

@@ -12,15 +12,30 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import Chunk
 
-from tests.fixtures.vllm_engine import FULL, Engine, Limits, Shape, Status, WrongKV, running, window
+from tests.fixtures.vllm_engine import (
+    FULL,
+    STATE,
+    Engine,
+    Limits,
+    Shape,
+    Status,
+    WrongKV,
+    running,
+    window,
+)
 from tests.fixtures.vllm_engine.stores import METHODS, ForgingStore, RaisingStore, WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
 
 EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 SHAPES = pytest.mark.parametrize(
     "shape",
-    [Shape(), Shape((window(6),)), Shape((FULL, window(6)), num_blocks=96)],
-    ids=["full", "windowed", "hybrid"],
+    [
+        Shape(),
+        Shape((window(6),)),
+        Shape((FULL, window(6)), num_blocks=96),
+        Shape((FULL, STATE), block_size=8),
+    ],
+    ids=["full", "windowed", "hybrid", "state"],
 )
 MAX_STEPS = 300
 """A connector that offered a failed load again would need thousands: vLLM asks in every step."""
@@ -177,8 +192,13 @@ def test_a_store_that_raises_when_vllm_starts(module: ModuleType, model: Path) -
 @EITHER_LOAD
 @pytest.mark.parametrize(
     "shape",
-    [Shape(), Shape((window(10),)), Shape((FULL, window(10)), num_blocks=96)],
-    ids=["full", "windowed", "hybrid"],
+    [
+        Shape(),
+        Shape((window(10),)),
+        Shape((FULL, window(10)), num_blocks=96),
+        Shape((FULL, STATE), block_size=8),
+    ],
+    ids=["full", "windowed", "hybrid", "state"],
 )
 @pytest.mark.parametrize("place", [0.0, 0.5, 0.999])
 def test_the_engine_notices_forged_kv(
@@ -203,7 +223,7 @@ def test_the_engine_notices_forged_kv(
         engine.forget()
         stores.set("is_armed", True)
         engine.add(prompt(1, 43))
-        with pytest.raises(WrongKV, match="reads wrong KV of token"):
+        with pytest.raises(WrongKV, match=r"reads wrong KV of token|continues from a wrong state"):
             engine.run(MAX_STEPS)
     finally:
         engine.close()

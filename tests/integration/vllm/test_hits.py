@@ -251,7 +251,7 @@ def test_blocks_that_vllm_spreads_are_served_without_the_cache(
     module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As opaque bytes a block must lie in one piece."""
-    with running(module, model, embedded(layout="blocks"), shape=Shape(layout=NHD)) as engine:
+    with running(module, model, embedded(layout="blocks"), shape=Shape(layout=KV_FIRST)) as engine:
         for _ in range(2):
             request = engine.ask(prompt(1, 40))
             assert engine.tally(request).num_loads == 0

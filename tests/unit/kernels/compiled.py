@@ -28,17 +28,19 @@ def compile_paged(target: GPUTarget) -> None:
     arguments = {"table_ptr": "*i64", "slots_ptr": "*i64", "blob_ptr": "*u8"}
     # Every width; a single token, and heads that lie apart, at one width.
     cases = [(alignment_bytes, {}, 250) for alignment_bytes in (1, 2, 4, 8, 16)]
-    cases += [(16, {"num_tokens": 1}, 250), (4, {}, 50)]
+    cases += [(16, {(3, 0): 1}, 250), (4, {}, 50)]
     for kernel in (paged_gather_kernel, paged_scatter_kernel):
         for alignment_bytes, num_tokens, run_words in cases:
-            fixed = num_tokens | {
+            fixed = {
                 "ROW_WORDS": 250,
                 "RUN_WORDS": run_words,
                 "ALIGNMENT_BYTES": alignment_bytes,
             }
             constants = dict.fromkeys(fixed, "constexpr")
-            signature = arguments | {"num_tokens": "i32"} | constants
-            done = triton_compile(ASTSource(kernel, signature, fixed), target=target).asm
+            sizes = ("constexpr" if num_tokens else "i32", "i32")
+            signature = arguments | {"sizes": sizes} | constants
+            source = ASTSource(kernel, signature, fixed | num_tokens)
+            done = triton_compile(source, target=target).asm
             assert "cubin" in done
             assert ("ld.global.v2.b64" in done["ptx"]) == (alignment_bytes == 16)
 

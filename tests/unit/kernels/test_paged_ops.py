@@ -15,8 +15,10 @@ from lmcache_kernels.paged_copy import (
     checked_copy,
     paged_gather,
     paged_gather_reference,
+    paged_gather_steps,
     paged_scatter,
     paged_scatter_reference,
+    paged_scatter_steps,
 )
 from lmcache_kernels.pages import Pages
 
@@ -61,6 +63,39 @@ def check_op(op, to_pages, *args, **options):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_op_copies_the_slots_and_nothing_else(dtype, shape, form, aligned, op, to_pages):
     check_op(op, to_pages, dtype, shape, aligned=aligned, form=form)
+
+
+def gather_steps(copy):
+    list(paged_gather_steps(copy))
+
+
+def scatter_steps(copy):
+    list(paged_scatter_steps(copy))
+
+
+@pytest.mark.parametrize(
+    ("op", "to_pages"),
+    [
+        (gather_steps, False),
+        (paged_gather_reference, False),
+        (scatter_steps, True),
+        (paged_scatter_reference, True),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("begin", "end"), [(0, 11), (0, 4), (3, 9), (10, 11), (5, 5)])
+def test_a_part_of_a_chunk_is_copied_in_its_place(begin, end, form, op, to_pages):
+    case, expected = (filled_case(torch.float16, SHAPE, form=form) for _ in range(2))
+    op(case.part(begin, end, to_pages))
+    expected.copy_slowly(to_pages, begin, end)
+    assert torch.equal(case.pool, expected.pool)
+
+
+@pytest.mark.parametrize("first", [-1, 2])
+def test_a_part_lies_inside_its_chunk(first):
+    checked = CheckedSlots.of(Pages.of([torch.zeros(4, 2, 1, 4)]), torch.arange(3), once=True)
+    with pytest.raises(KernelInputError, match=f"3 slots for tokens from {first} of a chunk of 4"):
+        checked.copy_with(torch.ones(1, 1, 4, 4), False, first, 4)
 
 
 @st.composite

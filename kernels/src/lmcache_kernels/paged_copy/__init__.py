@@ -77,20 +77,29 @@ class CheckedSlots:
         """Return the slots of tokens `[begin, end)`."""
         return CheckedSlots(self.pages, self.slots[begin:end], self.are_distinct)
 
-    def copy_with(self, blob: torch.Tensor, writes_pages: bool) -> PagedCopy:
-        """Return a copy between these slots and a chunk.
+    def copy_with(
+        self, blob: torch.Tensor, writes_pages: bool, first: int = 0, num_tokens: int | None = None
+    ) -> PagedCopy:
+        """Return a copy between these slots and a chunk, or consecutive tokens of one.
 
         Args:
             blob: `[num_sides, num_layers, num_tokens, hidden_size]`, contiguous, of the pages'
                 dtype and device.
             writes_pages: Also require that no slot occurs twice and no two page tensors share
                 memory.
+            first: The chunk's token that belongs to the first slot.
+            num_tokens: Tokens in the chunk; None: one for each slot.
 
         Raises:
             KernelInputError: They do not match.
         """
-        pages = self.pages
-        expected = (pages.num_sides, pages.num_layers, self.slots.shape[0], pages.hidden_size)
+        pages, num_slots = self.pages, self.slots.shape[0]
+        num_tokens = num_slots if num_tokens is None else num_tokens
+        if not 0 <= first <= num_tokens - num_slots:
+            raise KernelInputError(
+                f"{num_slots} slots for tokens from {first} of a chunk of {num_tokens}"
+            )
+        expected = (pages.num_sides, pages.num_layers, num_tokens, pages.hidden_size)
         if tuple(blob.shape) != expected or not blob.is_contiguous():
             kind = "contiguous" if blob.is_contiguous() else "not contiguous"
             raise KernelInputError(
@@ -108,7 +117,7 @@ class CheckedSlots:
             )
         if writes_pages and not self.are_distinct:
             raise KernelInputError("these slots were checked for reading: one may occur twice")
-        return PagedCopy(pages, self.slots, blob)
+        return PagedCopy(pages, self.slots, blob, first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,15 +127,18 @@ class PagedCopy:
 
     Attributes:
         pages: The pages.
-        slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size +
+        slots: int64 `[num_slots]`, contiguous, on the pages' device; `slot = block * block_size +
             offset`.
         blob: The chunk: contiguous `[num_sides, num_layers, num_tokens, hidden_size]`, of the
             pages' dtype and device.
+        first: The chunk's token that belongs to the first slot. Tokens without a slot are not
+            copied.
     """
 
     pages: Pages
     slots: torch.Tensor
     blob: torch.Tensor
+    first: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -232,7 +244,8 @@ def _copy_on_host(copy: PagedCopy, to_pages: bool) -> Iterator[int]:
     pages: list[HostArray] = [page.numpy() for page in copy.pages.words(copy.word_bytes)]
     row = pages[0].shape[2:]
     flat = copy.blob.detach().view(-1).view(WORD_DTYPES[copy.word_bytes]).numpy()
-    chunks = flat.reshape(len(pages), len(copy.slots), *row)
+    tokens = slice(copy.first, copy.first + len(copy.slots))
+    chunks = flat.reshape(len(pages), copy.blob.shape[2], *row)[:, tokens]
     for run in runs.edges:
         tokens = slice(run.token, run.token + run.length)
         place = run.block, slice(run.offset, run.offset + run.length)

@@ -30,7 +30,7 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     table_ptr,
     slots_ptr,
     blob_ptr,
-    num_tokens,
+    sizes,
     ROW_WORDS: tl.constexpr,
     RUN_WORDS: tl.constexpr,
     ALIGNMENT_BYTES: tl.constexpr,
@@ -43,8 +43,9 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     Args:
         table_ptr: `Pages.table`, int64 `[num page tensors, 5]`.
         slots_ptr: int64 `[num_tokens]`.
-        blob_ptr: The chunk, `[num page tensors, num_tokens, ROW_WORDS]` words.
-        num_tokens: Tokens in the chunk.
+        blob_ptr: The chunk, `[num page tensors, num_rows, ROW_WORDS]` words, from its first token
+            to copy on.
+        sizes: Tokens to copy; tokens in the chunk, `num_rows`.
         ROW_WORDS: Words of a token.
         RUN_WORDS: How many of them are contiguous in the pages: all, or those of a head.
         ALIGNMENT_BYTES: Common divisor of all addresses, strides and runs: 1, 2, 4, 8 or 16. This
@@ -59,6 +60,7 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     )
     WORD_BYTES: tl.constexpr = 8 if ALIGNMENT_BYTES > 8 else ALIGNMENT_BYTES
     ALIGNMENT_WORDS: tl.constexpr = ALIGNMENT_BYTES // WORD_BYTES
+    num_tokens, num_rows = sizes
     page = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     columns = tl.program_id(2).to(tl.int64) * TILE_WORDS + tl.arange(0, TILE_WORDS)
@@ -75,7 +77,7 @@ def tile_addresses(  # type: ignore[no-untyped-def]
         head_stride = tl.multiple_of(tl.load(entry + 3) // WORD_BYTES, ALIGNMENT_WORDS)
         places = (columns // RUN_WORDS) * head_stride + columns % RUN_WORDS
     page_ptrs = base + rows[:, None] + places[None, :]
-    blob_rows = (page * num_tokens + tokens) * ROW_WORDS
+    blob_rows = (page * num_rows + tokens) * ROW_WORDS
     blob_base = tl.multiple_of(blob_ptr.to(tl.pointer_type(WORD)), ALIGNMENT_BYTES)
     blob_ptrs = blob_base + blob_rows[:, None] + columns[None, :]
     mask = (tokens < num_tokens)[:, None] & (columns < ROW_WORDS)[None, :]
@@ -87,14 +89,14 @@ def paged_gather_kernel(  # type: ignore[no-untyped-def]
     table_ptr,
     slots_ptr,
     blob_ptr,
-    num_tokens,
+    sizes,
     ROW_WORDS: tl.constexpr,
     RUN_WORDS: tl.constexpr,
     ALIGNMENT_BYTES: tl.constexpr,
 ):
     """Copy one tile into the chunk. Arguments as in `tile_addresses`."""
     page_ptrs, blob_ptrs, mask = tile_addresses(
-        table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES
+        table_ptr, slots_ptr, blob_ptr, sizes, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES
     )
     tl.store(blob_ptrs, tl.load(page_ptrs, mask=mask), mask=mask)
 
@@ -104,14 +106,14 @@ def paged_scatter_kernel(  # type: ignore[no-untyped-def]
     table_ptr,
     slots_ptr,
     blob_ptr,
-    num_tokens,
+    sizes,
     ROW_WORDS: tl.constexpr,
     RUN_WORDS: tl.constexpr,
     ALIGNMENT_BYTES: tl.constexpr,
 ):
     """Copy one tile into the pages. Arguments as in `tile_addresses`."""
     page_ptrs, blob_ptrs, mask = tile_addresses(
-        table_ptr, slots_ptr, blob_ptr, num_tokens, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES
+        table_ptr, slots_ptr, blob_ptr, sizes, ROW_WORDS, RUN_WORDS, ALIGNMENT_BYTES
     )
     tl.store(page_ptrs, tl.load(blob_ptrs, mask=mask), mask=mask)
 
@@ -141,8 +143,8 @@ def launch(copy: PagedCopy, to_pages: bool) -> None:
     kernel[grid](
         copy.pages.table,
         copy.slots,
-        copy.blob.view(-1).view(torch.uint8),
-        num_tokens,
+        copy.blob.view(-1).view(torch.uint8)[copy.first * copy.pages.row_bytes :],
+        (num_tokens, copy.blob.shape[2]),
         ROW_WORDS=row_words,
         RUN_WORDS=copy.pages.run_bytes // copy.word_bytes,
         ALIGNMENT_BYTES=math.gcd(VECTOR_BYTES, copy.alignment_bytes),

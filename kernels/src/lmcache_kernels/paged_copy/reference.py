@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def paged_gather_reference(copy: PagedCopy) -> None:
-    """Fill the chunk: `blob[s, l, t] = pages[s, l][slots[t] // block_size, slots[t] %
+    """Fill the chunk: `blob[s, l, first + t] = pages[s, l][slots[t] // block_size, slots[t] %
     block_size]`.
     """
     blocks, offsets = copy.slots // copy.pages.block_size, copy.slots % copy.pages.block_size
@@ -25,7 +25,7 @@ def paged_gather_reference(copy: PagedCopy) -> None:
 
 def paged_scatter_reference(copy: PagedCopy) -> None:
     """Fill the slots: `pages[s, l][slots[t] // block_size, slots[t] % block_size] = blob[s, l,
-    t]`.
+    first + t]`.
     """
     blocks, offsets = copy.slots // copy.pages.block_size, copy.slots % copy.pages.block_size
     with torch.inference_mode():
@@ -34,8 +34,9 @@ def paged_scatter_reference(copy: PagedCopy) -> None:
 
 
 def _page_pairs(copy: PagedCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each page and its part of the chunk `[num_tokens, num_heads, head_size]`, as words."""
+    """Yield each page and its part of the chunk `[num_slots, num_heads, head_size]`, as words."""
     words = WORD_DTYPES[copy.pages.dtype.itemsize]
-    chunks = copy.blob.detach().view(words).flatten(0, 1)
+    tokens = slice(copy.first, copy.first + len(copy.slots))
+    chunks = copy.blob.detach().view(words).flatten(0, 1)[:, tokens]
     for page, chunk in zip(copy.pages.tensors, chunks, strict=True):
         yield page.detach().view(words), chunk.unflatten(-1, page.shape[2:])

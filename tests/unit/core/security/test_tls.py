@@ -126,10 +126,11 @@ def test_what_does_not_fit_is_refused_by_name_and_without_content(
         case "empty CA":
             ca = tmp_path / "nothing"
             ca.write_text("")
+    options = "my_cert_file", "my_key_file", "my_ca_file"
     with pytest.raises(ConfigError) as caught:
-        server_context(TlsFiles(pair.cert, pair.key, ca))
+        server_context(TlsFiles(pair.cert, pair.key, ca, options))
     text = str(caught.value)
-    assert str(ca if "CA" in kind else pair.key) in text
+    assert (f"my_ca_file={ca}" if "CA" in kind else f"my_key_file={pair.key}") in text
     assert "a secret that" not in text
     assert kind != "passphrase" or "has a passphrase" in text
 
@@ -143,11 +144,12 @@ def test_who_goes_round_it_gets_no_connection(tmp_path: Path) -> None:
 
 def test_who_hangs_up_without_a_word_may_miss_a_certificate(tmp_path: Path) -> None:
     pair = Authority(tmp_path).sign("client")
+    options = "my_cert_file", "my_key_file", "my_ca_file"
     assert (
-        why_silent(client_context(cert_option="my_cert_file"))
+        why_silent(client_context(TlsFiles(options=options)))
         == "; if it requires a certificate of its callers, set my_cert_file"
     )
     assert "must have signed that in my_cert_file" in why_silent(
-        client_context(TlsFiles(pair.cert, pair.key), "my_cert_file")
+        client_context(TlsFiles(pair.cert, pair.key, options=options))
     )
     assert [why_silent(context) for context in (None, no_context(), client_context())] == [""] * 3

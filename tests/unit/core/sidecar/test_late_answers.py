@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import pace as pace_module
 from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question
 from lmcache_core.sidecar.pace import QUICK_S, Pace
+from lmcache_core.sidecar.store import CALL_MARGIN_S
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
@@ -54,6 +56,8 @@ class Held:
                 return m.Promise(*GOOD)
             case m.DoneWith():
                 return m.Ok()
+            case m.Lookup():
+                return m.ContainsOk([True])
         return m.Pong()
 
 
@@ -75,6 +79,16 @@ def held(
 def asked(sidecar: ScriptedSidecar) -> list[str]:
     names = [request.frame_type.name for request in sidecar.requests]
     return [name for name in names if name != "PING"]
+
+
+def test_a_question_waits_for_its_turn_on_the_connection(tmp_path: Path) -> None:
+    """A lookup that gave up behind a late answer would miss stored chunks."""
+    with held(tmp_path) as (store, _, go), ThreadPoolExecutor(2) as pool:
+        keys = [chain_of([number]).keys_by_chunk() for number in range(2)]
+        found = [pool.submit(store.contains, key) for key in keys]
+        time.sleep(2 * CALL_MARGIN_S)
+        go.set()
+        assert [answer.result(PATIENCE_S) for answer in found] == [[True], [True]]
 
 
 def test_what_can_save_much_is_waited_for_and_asked_once(tmp_path: Path) -> None:

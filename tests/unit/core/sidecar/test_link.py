@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.sidecar.connection import SidecarConnection
-from lmcache_core.sidecar.link import SidecarLink
+from lmcache_core.sidecar.link import SidecarLink, SidecarLinks
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.embedded import until
@@ -43,6 +43,25 @@ def test_a_fault_that_nobody_foresaw_ends_one_attempt_and_not_the_link(
             assert caplog.text.count("connecting to the sidecar failed: KeyError('greeting')") == 2
     finally:
         link.close()
+
+
+def test_a_connection_that_is_lost_before_it_is_visible_is_replaced(tmp_path: Path) -> None:
+    """It is probed before: its first answer was late."""
+    greeted: list[SidecarConnection] = []
+
+    def greet(connection: SidecarConnection) -> None:
+        greeted.append(connection)
+        if len(greeted) == 1:
+            SidecarLinks([link]).give_up(connection, "the sidecar is gone")
+
+    with scripted_sidecar(tmp_path, lambda request: None):
+        link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, greet)
+        link.open()
+        try:
+            until(lambda: link.connection, "the link has given up")
+            assert link.connection is greeted[1]
+        finally:
+            link.close()
 
 
 def test_a_process_without_descriptors_to_spare_tries_again(

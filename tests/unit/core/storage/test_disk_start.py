@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import threading
+from concurrent.futures import Future
 
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles, backend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
+from lmcache_core.storage.disk.pool import wait_all
 
 from tests.fixtures.disk_tier import TroubledFiles, fill, get, num_records, opened
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -270,3 +273,16 @@ async def test_a_tier_closed_while_it_reads_its_directory_ends(tmp_path, monkeyp
     again = await opened(tmp_path)
     await again.clear()
     await again.close()
+
+
+async def test_what_fails_when_nobody_waits_any_more_is_not_reported_by_asyncio():
+    """The code that had waited reports it."""
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    loading = Future()
+    await wait_all([loading], 0.0)
+    loading.set_exception(OSError(errno.EMFILE, "Too many open files"))
+    del loading
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert reported == []

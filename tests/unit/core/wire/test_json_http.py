@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 from lmcache_core.errors import UnavailableError
-from lmcache_core.security import client_context
+from lmcache_core.security import TlsFiles, client_context
 from lmcache_core.wire.json_http import MAX_ATTEMPTS, JsonHttpClient
 
 
@@ -32,7 +32,7 @@ async def test_a_certificate_is_spoken_of_until_something_is_answered(
         None,
         5.0,
         transport=transport,
-        tls=client_context(cert_option="my_cert_file"),
+        tls=client_context(TlsFiles(options=("my_cert_file", "my_key_file", "my_ca_file"))),
     )
     await client.open()
     for path, is_hinted in (("/away", False), ("/bad", expected), ("/good", None), ("/bad", False)):

@@ -60,6 +60,16 @@ def test_the_kernel_is_the_reference(dtype, shape, form, aligned, to_pages):
     check_against_reference(to_pages, dtype, shape, aligned=aligned, form=form)
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 4), (1, 11), (3, 9)])
+@pytest.mark.parametrize("form", ["NHD", "HND packed", "latent"])
+@BOTH_WAYS
+def test_a_part_of_a_chunk_is_copied_in_its_place(to_pages, form, begin, end):
+    case, expected = (build_case(torch.float16, SHAPE, device=DEVICE, form=form) for _ in range(2))
+    launch(case.part(begin, end, to_pages), to_pages)
+    copy_by_reference(expected.part(begin, end, to_pages), to_pages)
+    assert torch.equal(case.pool, expected.pool)
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     slots=st.lists(st.integers(0, 14), min_size=1, max_size=30),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 from collections import Counter, OrderedDict
@@ -11,7 +10,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from lmcache_core.concurrency import Workers
@@ -94,9 +92,20 @@ class KVTransfer:
         self._loaded_with_loss = LoadedWithLoss()
         self._known: dict[int, _Expected] = {}
 
-    def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> list[bool]:
+    def store(
+        self,
+        named: Sequence[NamedChunk],
+        kwargs: dict[str, Any],
+        may_publish: Callable[[], bool] = lambda: True,
+    ) -> list[bool]:
         """Copy the chunks that are not in host memory out of the serving engine and publish them,
         as many from the first as there is memory for.
+
+        Args:
+            named: The chunks, in order.
+            kwargs: Arguments of the GPU connector.
+            may_publish: Called once, when everything is copied; False: the serving engine may have
+                overwritten it, and nothing is published.
 
         Returns:
             Whether each chunk is visible now.
@@ -122,6 +131,8 @@ class KVTransfer:
                 digests[one[0]] = self._fill(one[1], start, end, kwargs, needs_digests)
 
             self._each(fill, lent, named, kwargs)
+            if not may_publish():
+                lent = []
             put = [self._chunk(named[i], memory, digests[i]) for i, memory in lent]
             stored = self._store.put(put) if put else []
             num_bytes = 0
@@ -148,14 +159,15 @@ class KVTransfer:
         kwargs: dict[str, Any],
         wanted: tuple[int, int] | None = None,
     ) -> int:
-        """Copy chunks into the serving engine.
+        """Copy chunks into the serving engine. The copies have ended when it returns.
 
         Args:
             named: The chunks, in order.
             recompute_s: Cost of recomputing one of them; None if unknown.
             kwargs: Arguments of the GPU connector.
             wanted: First token, one past the last, to be written; of chunks that extend beyond,
-                only the part inside is written. None: everything.
+                only the part inside is written, by a connector that takes `wanted`. None:
+                everything.
 
         Returns:
             How many, from the first, are loaded now.
@@ -168,9 +180,6 @@ class KVTransfer:
                 for (start, end, key), chunk in zip(named, chunks, strict=False)
             ]
             num_fitting = next((i for i, reason in enumerate(misfits) if reason), len(chunks))
-            if num_fitting:
-                kwargs = self._gpu_connector.checked(kwargs)
-
             damaged: list[Chunk] = []
 
             def copy(i: int) -> bool:
@@ -182,7 +191,12 @@ class KVTransfer:
                     damaged.append(chunks[i])
                 return is_right
 
-            num_loaded = (*self._each(copy, range(num_fitting), named, kwargs), False).index(False)
+            if num_fitting:
+                connector = self._gpu_connector
+                # Chunks are not released before their copies have ended.
+                with connector.loading(connector.checked(kwargs)) as kwargs:
+                    are_right = self._each(copy, range(num_fitting), named, kwargs)
+                num_loaded = (*are_right, False).index(False)
             for chunk in damaged:
                 self._store.reject(chunk)
             if num_loaded < len(chunks):
@@ -283,15 +297,14 @@ class KVTransfer:
         unchecked and does not match.
         """
         payload = chunk.memory.byte_array
+        kv = CountedMemoryObj(payload, self._expected(end - start).metadata, None)
         low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
         if (low, high) != (start, end):
             if chunk.is_unchecked and payload_digest(payload) != chunk.header.digest:
                 return False
             if low < high:
-                part = self._part(payload, end - start, low - start, high - start)
-                self._gpu_connector.to_gpu(part, low, high, **kwargs)
+                self._gpu_connector.to_gpu(kv, start, end, wanted=(low, high), **kwargs)
             return True
-        kv = CountedMemoryObj(payload, self._expected(end - start).metadata, None)
         if not chunk.is_unchecked or len(payload) <= SMALL_BYTES:
             self._gpu_connector.to_gpu(kv, start, end, **kwargs)
             return not chunk.is_unchecked or payload_digest(payload) == chunk.header.digest
@@ -350,19 +363,6 @@ class KVTransfer:
         is_kv = header.serde == RAW_SERDE and header.tensors == expected.tensors
         is_whole = chunk.memory.get_size() == expected.num_bytes
         return None if is_kv and is_whole else MissReason.LAYOUT
-
-    def _part(self, payload: memoryview, num_tokens: int, low: int, high: int) -> MemoryObj:
-        """Return tokens `[low, high)` of a chunk of `num_tokens`, as a separate KV_BLOB."""
-        whole, expected = np.frombuffer(payload, np.uint8), self._expected(high - low)
-        part = np.zeros(expected.num_bytes, np.uint8)
-        of_chunk = self._expected(num_tokens).tensors
-        for spec, of_whole in zip(expected.tensors, of_chunk, strict=True):
-            token_bytes = of_whole.length // math.prod(of_whole.shape[:-1])
-            tokens = whole[of_whole.offset : of_whole.offset + of_whole.length].reshape(
-                -1, num_tokens, token_bytes
-            )
-            part[spec.offset : spec.offset + spec.length] = tokens[:, low:high].reshape(-1)
-        return BytesBufferMemoryObj(part.data, expected.metadata)
 
 
 class LoadedWithLoss:

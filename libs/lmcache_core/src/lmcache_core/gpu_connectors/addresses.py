@@ -73,22 +73,29 @@ class Addresses:
         return cls(binding, begin, end, slots)
 
     def copies(
-        self, staged: torch.Tensor, start: int, end: int, writes_pages: bool
+        self,
+        staged: torch.Tensor,
+        start: int,
+        end: int,
+        wanted: tuple[int, int],
+        writes_pages: bool,
     ) -> list[tuple[int, PagedCopy]]:
         """Return one checked copy for each group, with its offset in the chunk in bytes.
 
         Args:
             staged: The chunk's bytes, on the pages' device.
-            start: First token, among those that were checked.
-            end: One past the last token.
+            start: The chunk's first token.
+            end: One past its last token.
+            wanted: The same for the tokens to copy, which were checked.
             writes_pages: Whether the pages are written.
 
         Raises:
             LayoutError: Some tokens were not checked, or the chunk does not fit.
         """
-        if not self.begin <= start <= end <= self.end:
+        first, last = wanted
+        if not self.begin <= first <= last <= self.end:
             raise LayoutError(
-                f"tokens [{start}, {end}) are not among those whose slots were checked,"
+                f"tokens [{first}, {last}) are not among those whose slots were checked,"
                 f" [{self.begin}, {self.end})"
             )
         specs = self.binding.layout.tensor_specs(end - start)
@@ -97,10 +104,11 @@ class Addresses:
             for checked, spec in zip(self.slots, specs, strict=True):
                 blob = staged[spec.offset : spec.offset + spec.length]
                 blob = blob.view(checked.pages.dtype).view(spec.shape)
-                part = checked.part(start - self.begin, end - self.begin)
-                copies.append((spec.offset, part.copy_with(blob, writes_pages)))
+                part = checked.part(first - self.begin, last - self.begin)
+                copy = part.copy_with(blob, writes_pages, first - start, end - start)
+                copies.append((spec.offset, copy))
         except KernelInputError as exc:
-            raise LayoutError(f"tokens [{start}, {end}): {exc}") from exc
+            raise LayoutError(f"tokens [{first}, {last}): {exc}") from exc
         return copies
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,16 @@ class GPUConnectorInterface(ABC):
         for all chunks of a call.
         """
         return kwargs
+
+    @contextmanager
+    def loading(self, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Within, calls of `to_gpu` with the arguments it gives may return while their copies run.
+        When the block ends, all have ended.
+
+        Args:
+            kwargs: What `checked` has returned.
+        """
+        yield kwargs
 
     def is_on_host(self, kwargs: dict[str, Any]) -> bool:
         """Return whether the serving engine's memory is in host memory, and several threads may

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from lmcache_core.gpu_connectors.addresses import Addresses
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format, checked_tensor
 from lmcache_core.gpu_connectors.binding import Binding, bind_declared, bind_pairs, signature_of
 from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
+from lmcache_core.gpu_connectors.staging import StagingBuffer, StagingPair
+from lmcache_core.gpu_connectors.streams import finish, has_streams
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
 from lmcache_core.record import TensorSpec
 
@@ -27,11 +28,11 @@ class PagedConnector(GPUConnectorInterface):
 
     Everything is checked before anything is written: on an error, memory object and pages are
     untouched. The memory object may be on the pages' device or in host memory; both directions have
-    finished when they return. Thread-safe.
+    finished when they return, except within `loading`. Thread-safe.
 
     Args:
-        staging_tokens: Size of a staging buffer on the pages' device that is kept between calls; 0
-            allocates on demand.
+        staging_tokens: Size of three staging buffers on the pages' device, one for `from_gpu` and
+            two for `to_gpu`, that are kept between calls; 0 allocates on demand.
     """
 
     reports_progress = True
@@ -41,6 +42,7 @@ class PagedConnector(GPUConnectorInterface):
         # cannot be reused for other memory; it is replaced as a whole, so that no lock is needed.
         self._last: tuple[tuple[Any, ...], Binding] | None = None
         self._staging = StagingBuffer(staging_tokens)
+        self._scatter_staging = StagingPair(staging_tokens)
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -50,26 +52,49 @@ class PagedConnector(GPUConnectorInterface):
 
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both."""
+        """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both; with
+        `wanted`, the first of some of the tokens and one past the last, copies only these.
+        """
         check_format(memory_obj)
-        progress = kwargs.get("progress")
-        addresses = self._addresses(start, end, kwargs)
+        wanted: tuple[int, int] = kwargs.get("wanted", (start, end))
+        addresses = self._addresses(*wanted, kwargs)
         binding = addresses.binding
         content = _content(memory_obj, binding.layout, end - start, is_filled=False)
-        with self._staging.near(content, binding, end - start) as staged:
-            if staged is not content:
-                staged.copy_(content, non_blocking=True)
-            for offset, copy in addresses.copies(staged, start, end, writes_pages=True):
-                for num_pages in paged_scatter_steps(copy):
-                    if progress is not None:
-                        progress(offset + num_pages * copy.page_bytes)
-            _finish(binding.device)
+
+        def scatter(staging: StagingBuffer) -> None:
+            progress = kwargs.get("progress")
+            with staging.near(content, binding, end - start) as staged:
+                copies = addresses.copies(staged, start, end, wanted, writes_pages=True)
+                if staged is not content:
+                    staged.copy_(content, non_blocking=True)
+                for offset, copy in copies:
+                    for num_pages in paged_scatter_steps(copy):
+                        if progress is not None:
+                            progress(offset + num_pages * copy.page_bytes)
+
+        if not has_streams(binding.device):
+            scatter(self._scatter_staging.buffers[0])
+        elif "buffers" in kwargs:
+            stream, staging = next(kwargs["buffers"])
+            with torch.cuda.stream(stream):
+                scatter(staging)
+        else:
+            with self._scatter_staging.in_turn(binding.device) as buffers:
+                scatter(next(buffers)[1])
+
+    @override
+    @contextmanager
+    def loading(self, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        device = self._binding(kwargs).device
+        if not has_streams(device):
+            yield kwargs
+            return
+        with self._scatter_staging.in_turn(device) as buffers:
+            yield {**kwargs, "buffers": buffers}
 
     @override
     def is_on_host(self, kwargs: dict[str, Any]) -> bool:
-        addresses: Addresses | None = kwargs.get("addresses")
-        binding = addresses.binding if addresses else self.binding_of(kwargs.get("kvcaches"))
-        return binding.device.type == "cpu"
+        return self._binding(kwargs).device.type == "cpu"
 
     def binding_of(self, kvcaches: Any) -> Binding:
         """Return the layout and the pages of these tensors as seen by this connector.
@@ -115,7 +140,7 @@ class PagedConnector(GPUConnectorInterface):
         content = _content(memory_obj, binding.layout, end - start, is_filled=True)
         with self._staging.near(content, binding, end - start) as staged:
             is_filled_at_once = staged is content and binding.device.type == "cpu"
-            copies = addresses.copies(staged, start, end, writes_pages=False)
+            copies = addresses.copies(staged, start, end, (start, end), writes_pages=False)
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
                 # The digest covers these bytes, and their previous content must stay private.
                 staged[gap].zero_()
@@ -125,7 +150,11 @@ class PagedConnector(GPUConnectorInterface):
                         progress(offset + num_pages * copy.page_bytes)
             if staged is not content:
                 content.copy_(staged, non_blocking=True)
-            _finish(binding.device)
+            finish(binding.device)
+
+    def _binding(self, kwargs: dict[str, Any]) -> Binding:
+        addresses: Addresses | None = kwargs.get("addresses")
+        return addresses.binding if addresses else self.binding_of(kwargs.get("kvcaches"))
 
     def _addresses(self, start: int, end: int, kwargs: dict[str, Any]) -> Addresses:
         checked: Addresses | None = kwargs.get("addresses")
@@ -236,6 +265,7 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
         )
         if use_gpu:
             self._staging = StagingBuffer(int(chunk_size or 0))
+            self._scatter_staging = StagingPair(int(chunk_size or 0))
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -268,56 +298,3 @@ def _content(
         memory_obj, layout.shape(num_tokens), getattr(torch, layout.kv_dtype), is_filled
     )
     return tensor.view(-1).view(torch.uint8)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-class StagingBuffer:
-    """Lends bytes on the pages' device, from a buffer that is kept if it is large enough.
-    Thread-safe: one borrower at a time.
-
-    Args:
-        num_tokens: Size of the kept buffer; 0 keeps none. It is allocated on demand.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self._buffer: torch.Tensor | None = None
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def near(
-        self, content: torch.Tensor, binding: Binding, num_tokens: int
-    ) -> Iterator[torch.Tensor]:
-        """Lend bytes on the pages' device for a memory object's content: the content itself if it
-        is already there and no buffer is kept.
-
-        The device must have finished with them when the block ends.
-
-        Args:
-            content: uint8, flat.
-            binding: The pages.
-            num_tokens: Tokens in the content.
-        """
-        if self.num_tokens == 0 and content.device == binding.device:
-            yield content
-        elif num_tokens > self.num_tokens:
-            yield torch.empty_like(content, device=binding.device)
-        else:
-            with self._lock:
-                capacity_bytes = binding.layout.num_bytes(self.num_tokens)
-                if (
-                    self._buffer is None
-                    or self._buffer.device != binding.device
-                    or self._buffer.shape[0] < capacity_bytes
-                ):
-                    # It outlives the caller's mode, and could otherwise be written only in that
-                    # mode.
-                    with torch.inference_mode(False):
-                        self._buffer = torch.empty(
-                            capacity_bytes, dtype=torch.uint8, device=binding.device
-                        )
-                yield self._buffer[: content.shape[0]]

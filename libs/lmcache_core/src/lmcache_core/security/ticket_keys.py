@@ -30,13 +30,14 @@ class TicketKeyFile(Reloaded[dict[str, bytes]]):
 
     Args:
         path: See `read_ticket_keys`.
+        option: The same.
 
     Raises:
         ConfigError: It cannot be read or an entry is wrong. Shows no secret.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(partial(read_ticket_keys, path), [path], "ticket keys")
+    def __init__(self, path: Path, option: str = "") -> None:
+        super().__init__(partial(read_ticket_keys, path, option), [path], "ticket keys")
         self._path = path
 
     def __repr__(self) -> str:
@@ -86,14 +87,18 @@ def parse_ticket_keys(entries: Iterable[str], source: str = "ticket_keys") -> di
     return keys
 
 
-def read_ticket_keys(path: str | Path) -> dict[str, bytes]:
+def read_ticket_keys(path: str | Path, option: str = "") -> dict[str, bytes]:
     """Read a key file: one `id:base64` per line; empty lines and lines that start with `#` are
     skipped.
+
+    Args:
+        path: The file.
+        option: Name of the option that names it, for errors.
 
     Raises:
         ConfigError: The file cannot be read or an entry is wrong. Shows no secret.
     """
-    source = f"ticket key file {path}"
+    source = f"{option}={path}" if option else f"ticket key file {path}"
     data = read_bounded(Path(path), source, MAX_KEY_FILE_BYTES, "drop keys that no longer sign")
     try:
         text = data.decode("ascii")

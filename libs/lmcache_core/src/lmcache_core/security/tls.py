@@ -29,6 +29,9 @@ _VALIDITY = re.compile(rb"\x30[\x1e\x20\x22]" + _TIME + _TIME)
 """
 
 
+_KINDS = ("certificate", "key", "certificates of authorities")
+
+
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
     """PEM files of one side.
@@ -38,17 +41,33 @@ class TlsFiles:
         key_file: The certificate's key, without a passphrase; None if it is in the same file.
         ca_file: Authorities that must have signed the other side's certificate. None: a server
             requests no certificate, a client trusts the system's authorities.
+        options: Names of the options that name these files, for errors.
     """
 
     cert_file: Path | None = None
     key_file: Path | None = None
     ca_file: Path | None = None
+    options: tuple[str, str, str] | None = None
 
     @classmethod
-    def named(cls, cert_file: str | None, key_file: str | None, ca_file: str | None) -> TlsFiles:
-        """Return the files named by an engine's options."""
-        return cls(
-            *(None if name is None else Path(name) for name in (cert_file, key_file, ca_file))
+    def of(cls, settings: object, *options: str) -> TlsFiles:
+        """Return the files that options name.
+
+        Args:
+            settings: Has these options; values are paths, text or None.
+            options: Names of the options for certificate, key and authorities.
+        """
+        values = (getattr(settings, name) for name in options)
+        cert, key, ca = (None if value is None else Path(value) for value in values)
+        return cls(cert, key, ca, (options[0], options[1], options[2]))
+
+    def named(self, index: int) -> str:
+        """Return a file with the name of its option: 0 the certificate, 1 its key, 2 the
+        authorities.
+        """
+        path = (self.cert_file, self.key_file, self.ca_file)[index]
+        return (
+            f"{_KINDS[index]} {path}" if self.options is None else f"{self.options[index]}={path}"
         )
 
     @property
@@ -112,7 +131,8 @@ def server_context(files: TlsFiles) -> ReloadingContext:
         files: Files with a `cert_file`. With a `ca_file` clients must show a certificate.
 
     Raises:
-        ConfigError: A file cannot be read or does not match. The text names files and no content.
+        ConfigError: A file cannot be read or does not match. The text names options and files, and
+            no content.
     """
     assert files.cert_file is not None, "a server needs a certificate"
 
@@ -123,23 +143,23 @@ def server_context(files: TlsFiles) -> ReloadingContext:
         context.sslobject_class = CountedObject
         _load_identity(context, files)
         if files.ca_file is not None:
-            _load_trusted(context, files.ca_file)
+            _load_trusted(context, files)
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     return ReloadingContext(build, files)
 
 
-def client_context(files: TlsFiles | None = None, cert_option: str = "") -> ReloadingContext:
+def client_context(files: TlsFiles | None = None) -> ReloadingContext:
     """Return the context of a client. The server's certificate, and the name in it, are always
     checked.
 
     Args:
         files: Trusted authorities, and the certificate for servers that request one.
-        cert_option: The option that names `files.cert_file`, for `why_silent`.
 
     Raises:
-        ConfigError: A file cannot be read or does not match. The text names files and no content.
+        ConfigError: A file cannot be read or does not match. The text names options and files, and
+            no content.
     """
     wanted = files or TlsFiles()
 
@@ -149,18 +169,20 @@ def client_context(files: TlsFiles | None = None, cert_option: str = "") -> Relo
         if wanted.ca_file is None:
             context.load_default_certs()
         else:
-            _load_trusted(context, wanted.ca_file)
+            _load_trusted(context, wanted)
         if wanted.cert_file is not None:
             _load_identity(context, wanted)
         return context
 
     context = ReloadingContext(build, wanted)
-    if cert_option and wanted.cert_file is None:
-        context.if_silent = f"; if it requires a certificate of its callers, set {cert_option}"
-    elif cert_option:
+    if wanted.options is not None and wanted.cert_file is None:
+        context.if_silent = (
+            f"; if it requires a certificate of its callers, set {wanted.options[0]}"
+        )
+    elif wanted.options is not None:
         context.if_silent = (
             "; if it requires a certificate of its callers, one of its authorities must have signed"
-            f" that in {cert_option}"
+            f" that in {wanted.options[0]}"
         )
     return context
 
@@ -215,10 +237,10 @@ def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
     try:
         context.load_cert_chain(files.cert_file, key, password=_refuse_passphrase)
     except (OSError, ValueError) as exc:
-        raise ConfigError(
-            f"certificate {files.cert_file} with key {key}: {_reason(exc)}; both must be PEM and"
-            " belong together"
-        ) from exc
+        names, rule = files.named(0), "it must hold a certificate and its key in PEM"
+        if files.key_file is not None:
+            names, rule = f"{names} with {files.named(1)}", "both must be PEM and belong together"
+        raise ConfigError(f"{names}: {_reason(exc)}; {rule}") from exc
     ends_s = certificate_end(files.cert_file)
     if (
         ends_s < time.time()
@@ -230,12 +252,12 @@ def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
         )
 
 
-def _load_trusted(context: ssl.SSLContext, path: Path) -> None:
+def _load_trusted(context: ssl.SSLContext, files: TlsFiles) -> None:
     try:
-        context.load_verify_locations(path)
+        context.load_verify_locations(files.ca_file)
     except (OSError, ValueError) as exc:
         raise ConfigError(
-            f"certificates of authorities {path}: {_reason(exc)}; it must hold at least one in PEM"
+            f"{files.named(2)}: {_reason(exc)}; it must hold at least one certificate in PEM"
         ) from exc
 
 

@@ -96,14 +96,20 @@ class TokenTable:
         credentials: Sequence[_Credential],
         source: Path | None,
         fingerprint: Identity | None = None,
+        option: str = "",
     ) -> None:
         self._credentials = tuple(credentials)
         self._source = source
         self._fingerprint = fingerprint
+        self._option = option
 
     @classmethod
-    def from_file(cls, path: str | Path) -> TokenTable:
+    def from_file(cls, path: str | Path, option: str = "") -> TokenTable:
         """Read a token file.
+
+        Args:
+            path: The file.
+            option: Name of the option that names it, for errors.
 
         Raises:
             ConfigError: It cannot be read, or an entry is wrong. The text names file, entry and
@@ -111,7 +117,7 @@ class TokenTable:
         """
         source = Path(path)
         fingerprint = identity_of(source)  # before the reading: a later change is noticed
-        return cls(_read(source), source, fingerprint)
+        return cls(_read(source, option), source, fingerprint, option)
 
     @classmethod
     def anonymous(cls) -> TokenTable:
@@ -164,7 +170,7 @@ class TokenTable:
         if seen == self._fingerprint:
             return False
         self._fingerprint = seen
-        self._credentials = _read(self._source)
+        self._credentials = _read(self._source, self._option)
         return True
 
     def __repr__(self) -> str:
@@ -177,42 +183,36 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
-def _read(path: Path) -> tuple[_Credential, ...]:
+def _read(path: Path, option: str) -> tuple[_Credential, ...]:
     """Return the entries of a token file. Errors are raised `from None`: the parsers' own messages
     quote the file, and with it tokens.
     """
-    data = read_bounded(
-        path, f"token file {path}", MAX_TOKEN_FILE_BYTES, "remove tokens that are not used"
-    )
+    where = f"{option}={path}" if option else f"token file {path}"
+    data = read_bounded(path, where, MAX_TOKEN_FILE_BYTES, "remove tokens that are not used")
     try:
         raw = load_yaml(data)
     except DuplicateNameError as exc:
-        raise ConfigError(
-            f"token file {path}: line {exc.line} has a name twice; keep one of them"
-        ) from None
+        raise ConfigError(f"{where}: line {exc.line} has a name twice; keep one of them") from None
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark is not None else 1
-        raise ConfigError(f"token file {path}: line {line} is not YAML; correct it") from None
+        raise ConfigError(f"{where}: line {line} is not YAML; correct it") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: impossible dates and numbers
-        raise ConfigError(f"token file {path}: not YAML; correct it") from None
+        raise ConfigError(f"{where}: not YAML; correct it") from None
     try:
         entries = msgspec.convert(raw, _TokenFile).tokens
     except msgspec.ValidationError as exc:
         raise ConfigError(
-            f"token file {path}: {exc}; an entry is {{name, tenant, role, token_sha256 | token}}"
+            f"{where}: {exc}; an entry is {{name, tenant, role, token_sha256 | token}}"
         ) from None
     if not 1 <= len(entries) <= MAX_TOKENS:
-        raise ConfigError(
-            f"token file {path}: tokens has {len(entries)} entries; list 1 to {MAX_TOKENS}"
-        )
+        raise ConfigError(f"{where}: tokens has {len(entries)} entries; list 1 to {MAX_TOKENS}")
     credentials = tuple(
-        _credential(entry, f"token file {path}: tokens[{index}]")
-        for index, entry in enumerate(entries)
+        _credential(entry, f"{where}: tokens[{index}]") for index, entry in enumerate(entries)
     )
     if len({credential.principal.name for credential in credentials}) != len(credentials):
-        raise ConfigError(f"token file {path}: two entries share a name; give each its own")
+        raise ConfigError(f"{where}: two entries share a name; give each its own")
     if len({credential.digest for credential in credentials}) != len(credentials):
-        raise ConfigError(f"token file {path}: two entries share a token; give each its own")
+        raise ConfigError(f"{where}: two entries share a token; give each its own")
     return credentials
 
 

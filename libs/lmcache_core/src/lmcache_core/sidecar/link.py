@@ -150,6 +150,9 @@ class SidecarLink:
             raise
         with self._lock:
             if not self._closing.is_set():
+                if not connection.is_open:
+                    # Its loss was reported when it was not this link's connection yet.
+                    raise UnavailableError("the connection to the sidecar was lost at once")
                 self._current, self._connected_at = connection, time.monotonic()
         if self._current is not connection:
             connection.close()

@@ -159,6 +159,22 @@ class SidecarChunkStore(ChunkStore):
                 break
         return num_prefix
 
+    def contains(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
+        """Return whether each chunk is in some tier; those about which the sidecar does not answer
+        are not. Called beside stores and loads, it waits for its turn as long as for the answer.
+        """
+        present: list[bool] = []
+        wait_s = self._timeout_s + CALL_MARGIN_S
+        connection = self._link.connection
+        if connection is not None:
+            for batch in _batches(keys):
+                request = m.Lookup(connection.names(batch), (), self._deadline_ms)
+                answer = self._links.ask(connection, request, m.ContainsOk, wait_s, wait_s)
+                if answer is None or len(answer.present) < len(batch):
+                    break
+                present += answer.present[: len(batch)]
+        return present + [False] * (len(keys) - len(present))
+
     @override
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         connection = self._link.connection

@@ -479,7 +479,5 @@ def engine_spec(
 
 
 def _tls(config: LMCacheEngineConfig) -> ClientTls | None:
-    files = TlsFiles.named(
-        config.remote_tls_cert_file, config.remote_tls_key_file, config.remote_tls_ca_file
-    )
-    return ClientTls(client_context(files, "remote_tls_cert_file")) if files.paths else None
+    files = TlsFiles.of(config, "remote_tls_cert_file", "remote_tls_key_file", "remote_tls_ca_file")
+    return ClientTls(client_context(files)) if files.paths else None

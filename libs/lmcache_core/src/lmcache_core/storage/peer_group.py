@@ -79,7 +79,7 @@ class PeerGroup:
         self._keys = (
             None
             if config.peer_ticket_keys_file is None
-            else TicketKeyFile(Path(config.peer_ticket_keys_file))
+            else TicketKeyFile(Path(config.peer_ticket_keys_file), "peer_ticket_keys_file")
         )
         self._client_tls, self._server_tls = _tls(config)
         self._lookup = LookupClient(
@@ -176,16 +176,12 @@ def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]
     Raises:
         ConfigError: A file cannot be read or does not match.
     """
-    cert_file, key_file = config.peer_tls_cert_file, config.peer_tls_key_file
-    shown = client_context(
-        TlsFiles.named(cert_file, key_file, config.peer_tls_ca_file), "peer_tls_cert_file"
-    )
+    identity = "peer_tls_cert_file", "peer_tls_key_file"
+    shown = client_context(TlsFiles.of(config, *identity, "peer_tls_ca_file"))
     client = ClientTls(shown, config.peer_tls_name, only_encrypted=True)
     if not is_encrypted(config.distributed_url or ""):
         return client, None
-    return client, server_context(
-        TlsFiles.named(cert_file, key_file, config.peer_tls_client_ca_file)
-    )
+    return client, server_context(TlsFiles.of(config, *identity, "peer_tls_client_ca_file"))
 
 
 def _any_client(token: str | None) -> Principal:

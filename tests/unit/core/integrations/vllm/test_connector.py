@@ -16,7 +16,7 @@ from lmcache_core.integrations.vllm.worker import RefusingWorker
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.scripted_sidecar import scripted_sidecar
 from tests.fixtures.sidecar import running_socket
-from tests.fixtures.vllm_engine import Shape, running
+from tests.fixtures.vllm_engine import FULL, STATE, Shape, running
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import output_of, request_of
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
@@ -82,14 +82,38 @@ def test_what_cannot_work_is_refused_at_the_start(
             connector_of(module, model, extra, role, shape)
 
 
+def test_recurrent_state_is_refused_where_vllm_does_not_say_where_it_is(
+    module: ModuleType,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "SAYS_STATES", False)
+    shape = Shape((FULL, STATE))
+    config = vllm_config(shape, model, embedded(chunk_size=4), 0)
+    connector = module.LMCacheConnector(
+        config, module.base.KVConnectorRole.SCHEDULER, kv_cache_config(shape)
+    )
+    assert connector.get_num_new_matched_tokens(request_of(), 0) == (0, False)
+    assert "vLLM before 0.32 does not say which blocks hold it" in caplog.text
+
+
+def test_state_outside_of_blocks_is_refused(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = Shape((FULL, STATE))
+    config = vllm_config(shape, model, embedded(chunk_size=4), 0)
+    config.cache_config.use_replayssm = True
+    module.LMCacheConnector(config, module.base.KVConnectorRole.SCHEDULER, kv_cache_config(shape))
+    assert "use_replayssm: a part of the recurrent state" in caplog.text
+
+
 def test_a_model_that_cannot_be_cached_is_served_without(
     module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every call answers as if there were no cache."""
     config, caches = vllm_config(PLAIN, model, embedded(), 0), kv_cache_config(PLAIN)
-    caches.kv_cache_groups[0].kv_cache_spec = type("MambaSpec", (SimpleNamespace,), {})(
-        block_size=4
-    )
+    caches.kv_cache_groups[0].kv_cache_spec = type("RSWASpec", (SimpleNamespace,), {})(block_size=4)
     for role in module.base.KVConnectorRole:
         connector = module.LMCacheConnector(config, role, caches)
         request = request_of()
@@ -128,7 +152,7 @@ def test_a_worker_that_could_not_open_answers_for_loads(
     """
     caches = kv_cache_config(PLAIN)
     (group,) = caches.kv_cache_groups
-    spec, other = group.kv_cache_spec, type("MambaSpec", (SimpleNamespace,), {})(block_size=4)
+    spec, other = group.kv_cache_spec, type("RSWASpec", (SimpleNamespace,), {})(block_size=4)
     group.kv_cache_spec = SimpleNamespace(
         kv_cache_specs=dict(zip(group.layer_names, (spec, other), strict=True))
     )
@@ -207,13 +231,13 @@ def test_stages_of_a_pipeline_have_layouts_of_their_own(
     assert [hello.engine.rank for hello in hellos] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("load", "num_connections"), [("async", 2), ("sync", 1)])
-def test_loads_beside_the_steps_have_a_connection_of_their_own(
-    module: ModuleType, model: Path, tmp_path: Path, load: str, num_connections: int
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_loads_and_stores_have_connections_of_their_own(
+    module: ModuleType, model: Path, tmp_path: Path, load: str
 ) -> None:
     roles = module.base.KVConnectorRole
     with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-        for role, expected in ((roles.WORKER, num_connections), (roles.SCHEDULER, 1)):
+        for role, expected in ((roles.WORKER, 2), (roles.SCHEDULER, 1)):
             before = sidecar.num_connections
             config = vllm_config(PLAIN, model, beside(sidecar.path, load=load), 0)
             connector = module.LMCacheConnector(config, role, kv_cache_config(PLAIN))

@@ -15,7 +15,7 @@ from lmcache_core.integrations.vllm.groups import (
 )
 from lmcache_core.wire.messages import MAX_CHAINS
 
-from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
+from tests.fixtures.vllm_engine import FULL, MLA, STATE, Shape, local, window
 from tests.fixtures.vllm_engine.shapes import kv_cache_config
 
 
@@ -67,7 +67,13 @@ def spec_named(name: str, **facts: Any) -> Any:
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
-        (spec_named("MambaSpec"), "MambaSpec: only full and sliding-window attention"),
+        (spec_named("RSWASpec"), "RSWASpec: only full, sliding-window and local"),
+        (
+            spec_named("SlidingWindowMLASpec", sliding_window=8, bounded_replay=True),
+            "bounded_replay",
+        ),
+        (spec_named("MambaSpec", mamba_cache_mode="none"), "--enable-prefix-caching"),
+        (spec_named("MambaSpec", num_speculative_blocks=3), "with draft tokens"),
         (SimpleNamespace(kv_cache_specs={}), "block sizes"),
         (
             SimpleNamespace(
@@ -87,6 +93,33 @@ def test_what_is_not_one_kv_per_token_is_refused(spec: Any, complaint: str) -> N
         config.kv_cache_groups[0].layer_names = []
     with pytest.raises(LayoutError, match=complaint):
         cache_groups(config)
+
+
+def test_of_recurrent_state_the_last_block_is_needed() -> None:
+    full, state = cache_groups(config_of(FULL, STATE))
+    assert (state.name, state.is_state, full.is_state) == ("1:state", True, False)
+    assert [state.first_needed_token(num_computed) for num_computed in (0, 4, 8)] == [0, 3, 7]
+
+
+def test_of_local_attention_the_section_of_the_next_token_is_needed() -> None:
+    full, section = cache_groups(config_of(FULL, local(8)))
+    assert section.name == "1:local8"
+    needed = [section.first_needed_token(num_computed) for num_computed in (7, 8, 15, 16)]
+    assert needed == [0, 8, 8, 16]
+    assert full.first_needed_token(16) == 0
+
+
+def test_chunks_end_with_the_blocks_that_hold_state() -> None:
+    groups = cache_groups(config_of(FULL, STATE))
+    check_chunk_size(groups, 4)
+    with pytest.raises(ValueError, match=r'chunk_size=8: .* set "lmcache.chunk_size" to 4'):
+        check_chunk_size(groups, 8)
+
+
+def test_descriptions_tell_what_a_state_is() -> None:
+    plain, other = (cache_groups(config_of(STATE))[0] for _ in range(2))
+    other.spec.shapes = ((3, 384), (8, 32, 64))
+    assert plain.describe() != other.describe()
 
 
 def test_groups_on_the_host_are_refused() -> None:

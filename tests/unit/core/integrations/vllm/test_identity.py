@@ -78,6 +78,12 @@ def test_what_makes_other_kv_gives_other_names(model: Path, path: str, value: ob
     assert root(identity(model, change=setting(path, value))) != root(identity(model))
 
 
+def test_drafts_without_kv_change_nothing(model: Path) -> None:
+    for method in ("ngram", "suffix", "medusa"):
+        drafts = setting("speculative_config", SimpleNamespace(method=method, model="any"))
+        assert root(identity(model, change=drafts)) == root(identity(model))
+
+
 def test_dummy_weights_are_told_by_their_seed(model: Path) -> None:
     def dummy(seed: int) -> Change:
         def change(config: Any) -> None:

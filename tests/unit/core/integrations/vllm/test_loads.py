@@ -18,7 +18,7 @@ def load_of(name: str) -> Load:
     return Load(name, 0, 8, (), True)
 
 
-def good(load: Load) -> LoadResult:
+def good(load: Load, after: object = None) -> LoadResult:
     return LoadResult(load.request_id, frozenset(), is_good=True)
 
 
@@ -43,7 +43,7 @@ class Gate:
         self.is_open = threading.Event()
         self.has_begun = threading.Event()
 
-    def __call__(self, load: Load) -> LoadResult:
+    def __call__(self, load: Load, after: object = None) -> LoadResult:
         self.has_begun.set()
         assert self.is_open.wait(PATIENCE_S)
         return good(load)
@@ -53,7 +53,7 @@ class Gate:
 def made() -> Iterator[Callable[..., LoadThread]]:
     threads: list[LoadThread] = []
 
-    def make(load: Callable[[Load], LoadResult] = good) -> LoadThread:
+    def make(load: Callable[..., LoadResult] = good) -> LoadThread:
         threads.append(LoadThread(load, refused))
         threads[-1].open()
         return threads[-1]

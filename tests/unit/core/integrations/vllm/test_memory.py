@@ -13,7 +13,7 @@ from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.memory import BlockMemory, attention_backends, memory_of
 
-from tests.fixtures.vllm_engine import FULL, MLA, Shape
+from tests.fixtures.vllm_engine import FULL, MLA, STATE, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import groups_of
 from tests.fixtures.vllm_engine.shapes import (
@@ -108,6 +108,44 @@ def test_records_of_blocks_tell_the_backend() -> None:
     assert names_in_records(group, "tokens", "one.Backend") == [""]
 
 
+def test_recurrent_state_is_moved_as_blocks_where_attention_is_moved_by_token() -> None:
+    shape = Shape((FULL, STATE), layout=HND)
+    _, group = groups_of(shape)
+    memory = memory_of(group, registered(shape), shape.num_blocks, "tokens", "one.Backend")
+    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
+    (of,) = memory.layout.groups
+    assert (memory.unit_tokens, of.num_layers, of.head_size) == (4, 2, BLOCK_BYTES)
+    assert of.name, "the backend's"
+
+
+def test_blocks_may_lie_in_any_order_of_their_axes() -> None:
+    """It is told in the records: another order is other bytes."""
+    plain, swapped = Shape(layout=HND), Shape(layout=NHD)
+    (group,) = groups_of(plain)
+    memory = memory_of(group, registered(swapped), swapped.num_blocks, "blocks")
+    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
+    other = memory_of(group, registered(plain), plain.num_blocks, "blocks")
+    assert memory.layout.fingerprint() != other.layout.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        *[("tokens", HND), ("tokens", NHD), ("tokens", BLOCK_FIRST), ("tokens", KV_FIRST)],
+        *[("blocks", PACKED), ("blocks", NHD)],
+    ],
+)
+def test_blocks_that_the_attention_backend_divides(mode: str, layout: str) -> None:
+    """In hybrids vLLM's blocks are longer than a backend's own; they lie one after the other."""
+    shape, half = Shape(layout=layout), Shape(layout=layout, block_size=2, num_blocks=128)
+    (group,) = groups_of(shape)
+    memory = memory_of(group, registered(half), shape.num_blocks, mode)
+    whole = memory_of(group, registered(shape), shape.num_blocks, mode)
+    is_same = memory.layout.fingerprint() == whole.layout.fingerprint()
+    assert is_same == (mode == "tokens"), "the inside of a divided block is in another order"
+    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
+
+
 class OneBackend:
     pass
 
@@ -148,7 +186,7 @@ def wrong(**changes: Any) -> dict[str, torch.Tensor]:
         ),
         ("tokens", wrong(change=lambda tensor: tensor.unsqueeze(0)), "is not of 64 blocks"),
         ("blocks", wrong(change=lambda tensor: tensor[1:]), "not 64 contiguous blocks"),
-        ("blocks", wrong(change=lambda tensor: tensor.transpose(1, 2)), "not 64 contiguous blocks"),
+        ("blocks", wrong(change=lambda tensor: tensor[..., 1:]), "not 64 contiguous blocks"),
         ("blocks", {}, r"no KV tensor for model\.layers\.0\.attn, model\.layers\.1\.attn"),
         (
             "tokens",

@@ -11,12 +11,13 @@ from lmcache_core.integrations.vllm.stores import open_store
 from lmcache_core.record import Staged, StagedFrom
 from lmcache_core.telemetry import Counters
 
-from tests.fixtures.vllm_engine import FULL, Shape, window
+from tests.fixtures.vllm_engine import FULL, STATE, Shape, local, window
 from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot, options_of
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
 HASHES = b"".join(hashlib.sha256(bytes([i])).digest() for i in range(5))
 HYBRID = Shape((FULL, window(10)))
+STATES = Shape((FULL, STATE), block_size=8)
 NUM_TOKENS = 42
 
 
@@ -145,6 +146,71 @@ def test_tries_are_bounded() -> None:
     offers = Offers(store, KVIdentity(METADATA, 1, 1), groups_of(Shape((window(10),))), CHUNK_SIZE)  # type: ignore[arg-type]
     assert offers.ask("r", many, 802, None) == (Offer(0), True)
     assert len(store.asked) == MAX_WINDOW_TRIES
+
+
+def test_recurrent_state_is_searched_for_backwards() -> None:
+    """There is state after chunk 0 alone: not after the last one, nor after the four before it."""
+    store = ScriptedStore(
+        [hot(5), Staged(True, (b"\0",)), Staged(True, (b"\1\0\0\0",)), Staged(True, (b"\1",))]
+    )
+    assert ask(store, STATES) == (Offer(1, b"\1"), True)
+    assert [chains[0].hashes for _, chains, _ in store.asked[1:]] == [
+        HASHES[128:160],
+        HASHES[:128],
+        HASHES[:32],
+    ]
+
+
+def test_at_the_end_of_a_section_nothing_of_it_is_needed() -> None:
+    store = ScriptedStore([hot(4)])
+    assert ask(store, Shape((FULL, local(16))))[0].num_chunks == 4
+    assert len(store.asked) == 1
+    store = ScriptedStore([hot(5), Staged(True, (b"\1",))])
+    assert ask(store, Shape((FULL, local(16))))[0].num_chunks == 5
+    alone = ScriptedStore([Staged(True, (b"\1\1\1",))])
+    assert ask(alone, Shape((local(40),)))[0].num_chunks == 4, "else nothing would have been found"
+
+
+def test_recurrent_state_that_is_nowhere() -> None:
+    store = ScriptedStore([hot(5), Staged(True, (b"\0",)), Staged(True, (b"\0\0\0\0",))])
+    assert ask(store, STATES) == (Offer(0), True)
+    assert len(store.asked) == 3
+
+
+def test_recurrent_state_that_all_groups_have() -> None:
+    shape = Shape((FULL, STATE, STATE, window(10)), block_size=8)
+    store = ScriptedStore(
+        [
+            hot(5),
+            Staged(True, (b"\1", b"\0", b"\1\1")),
+            Staged(True, (b"\1\1\0\1", b"\1\1\1\0", b"\1\1")),
+            Staged(True, (b"\1", b"\1", b"\1\1")),
+        ]
+    )
+    assert ask(store, shape) == (Offer(2, b"\1\1"), True)
+
+
+def test_a_search_for_recurrent_state_goes_on_where_it_was() -> None:
+    store = ScriptedStore(
+        [
+            hot(5),
+            Staged(True, (b"\0",)),
+            Staged(False, (b"\0\0\0\0",)),
+            Staged(True, (b"\0\0\1\0",)),
+            Staged(True, (b"\1",)),
+        ]
+    )
+    offers = Offers(store, KVIdentity(METADATA, 1, 1), groups_of(STATES), CHUNK_SIZE)  # type: ignore[arg-type]
+    assert offers.ask("r", HASHES, NUM_TOKENS, None) == (Offer(0), False)
+    assert offers.ask("r", HASHES, NUM_TOKENS, None) == (Offer(3, b"\1\1\1"), True)
+    assert len(store.asked) == 5
+
+
+def test_recurrent_state_after_the_last_token_is_of_no_use() -> None:
+    """The forward pass needs one token, and continues from the state before it."""
+    store = ScriptedStore([hot(5), Staged(True, (b"\1",))])
+    offers = Offers(store, KVIdentity(METADATA, 1, 1), groups_of(STATES), CHUNK_SIZE)  # type: ignore[arg-type]
+    assert offers.ask("r", HASHES, 39, None) == (Offer(4, b"\1\1\1\1"), True)
 
 
 def test_tickets_are_given_back_in_all_their_names() -> None:

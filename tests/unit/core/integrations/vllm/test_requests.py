@@ -112,9 +112,31 @@ def test_under_another_salt_nothing_is_stored(namer: RequestNamer) -> None:
     assert state.stored == [0]
 
 
-def test_a_request_with_embeddings_has_no_names(namer: RequestNamer) -> None:
+def test_embeddings_are_named_by_chunk_dtype_and_place(namer: RequestNamer) -> None:
+    embeds = torch.arange(2 * CHUNK_SIZE * 3, dtype=torch.bfloat16).reshape(-1, 3)
+
+    def hashes_of(embeds: torch.Tensor, are_ids: list[bool] | None = None) -> list[bytes]:
+        request = request_of(len(embeds), 0)
+        request.prompt_embeds, request.prompt_is_token_ids = embeds, are_ids
+        names = namer.name(state_of_request(request))
+        assert names is not None
+        return [names.hashes[:32], names.hashes[32:]]
+
+    first, second = hashes_of(embeds)
+    assert hashes_of(embeds.clone()) == [first, second]
+    other = embeds.clone()
+    other[CHUNK_SIZE, 0] += 1
+    assert hashes_of(other)[0] == first
+    assert hashes_of(other)[1] != second
+    assert hashes_of(embeds.float())[0] != first
+    assert hashes_of(embeds, [True] + [False] * (len(embeds) - 1))[0] != first
+    assert hashes_of(embeds.roll(1, 0))[0] != first
+
+
+def test_embeddings_beside_images_have_no_names(namer: RequestNamer) -> None:
     request = request_of()
-    request.prompt_embeds = object()
+    request.prompt_embeds = torch.zeros(len(request.all_token_ids), 3)
+    request.mm_features = [Feature("image", 2, 5)]
     assert namer.name(state_of_request(request)) is None
 
 

@@ -21,7 +21,12 @@ from lmcache_core.gpu_connectors import KVLayout, PagedGPUConnector
 from lmcache_core.integrations.vllm import worker as worker_module
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store
-from lmcache_core.integrations.vllm.worker import STORE_QUESTIONS, WorkerSide
+from lmcache_core.integrations.vllm.worker import (
+    STORE_PATIENCE,
+    STORE_QUESTIONS,
+    RefusingWorker,
+    WorkerSide,
+)
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import (
@@ -31,11 +36,17 @@ from lmcache_core.telemetry import (
     Counters,
 )
 
+from tests.fixtures import cuda_streams
 from tests.fixtures.vllm_engine import FULL, MLA, GroupShape, Shape, window
 from tests.fixtures.vllm_engine.memory import POISON, RankMemory
 from tests.fixtures.vllm_engine.parts import METADATA, PLAIN, groups_of, options_of
 from tests.fixtures.vllm_engine.shapes import HND, LATENT_4D, PACKED
-from tests.fixtures.vllm_engine.stores import ForgingStore, RaisingStore, RecordingStore
+from tests.fixtures.vllm_engine.stores import (
+    ForgingStore,
+    RaisingStore,
+    RecordingStore,
+    WrappedStore,
+)
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
 HASHES = b"".join(hashlib.sha256(bytes([i])).digest() for i in range(5))
@@ -69,8 +80,16 @@ class Rank:
         """One step of a runner; received, failed, bad blocks, report."""
         self.side.begin_loads(plan)
         self.side.store(plan)
+        assert self.side._store_thread.wait(PATIENCE_S)
         received, failed = self.side.take_received()
         return received, failed, self.side.take_bad_blocks(), self.side.take_report()
+
+    def received(self) -> tuple[set[str], set[str]]:
+        """The next asynchronous load to end: received, failed."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(results := self.side.take_received()):
+            assert time.monotonic() < deadline
+        return results
 
 
 def slots(blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,7 +266,7 @@ def test_nothing_is_stored_while_that_costs_more_than_it_is_worth(
     stores[0].calls.clear()
     here.run(replace(storing(), recompute_s=2.0))
     assert stores[0].calls == []
-    assert savings == [2.0 * 3 / STORE_QUESTIONS]
+    assert savings == [2.0 * 3 * STORE_PATIENCE / STORE_QUESTIONS]
     assert here.counters.value(UNSTORED_CHUNKS_TOTAL) == 3
 
 
@@ -270,12 +289,7 @@ def test_where_blocks_do_not_tell_the_request_is_named(
 ) -> None:
     here = rank(Shape(groups))
     here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24, is_async=True))
-    received: set[str] = set()
-    failed: set[str] = set()
-    deadline = time.monotonic() + PATIENCE_S
-    while not received:
-        assert time.monotonic() < deadline
-        received, failed = here.side.take_received()
+    received, failed = here.received()
     assert (received, failed) == ({"r"}, {"r"})
     assert here.side.take_bad_blocks() == set()
     assert here.side.take_report().failed == {"r"}  # type: ignore[union-attr]
@@ -304,6 +318,7 @@ def test_nothing_is_stored_of_such_a_step_behind_its_report(rank: Callable[..., 
     assert here.side.take_bad_blocks() == set(OTHER_BLOCKS)
     assert here.side.take_report() is not None
     here.side.store(storing())
+    assert here.side._store_thread.wait(PATIENCE_S)
     assert here.counters.value(STORED_CHUNKS_TOTAL) == 0
     here.run(storing())
     assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
@@ -368,6 +383,17 @@ def test_a_canary_that_comes_back_otherwise(rank: Callable[..., Rank]) -> None:
         rank(wrap=wrap)
 
 
+def test_a_held_request_is_named_once_its_blocks_are_copied(rank: Callable[..., Rank]) -> None:
+    """A worker that copies nothing names it, too, or vLLM would keep the blocks."""
+    here, refusing = rank(), RefusingWorker(reports_blocks=True)
+    here.fill(BLOCKS)
+    here.run(storing())
+    for side in (here.side, refusing):
+        side.begin_loads(StepPlan(held=("r", "other")))
+        assert side.take_sent() == {"r", "other"}
+        assert side.take_sent() == set()
+
+
 def test_a_store_that_is_full_does_not_keep_a_worker_out(rank: Callable[..., Rank]) -> None:
     class Full(RecordingStore):
         def reserve(self, keys: Any, shapes: Any, dtype: str) -> list[NotLent]:
@@ -377,3 +403,79 @@ def test_a_store_that_is_full_does_not_keep_a_worker_out(rank: Callable[..., Ran
     here.fill(BLOCKS)
     here.run(storing())
     assert here.run(storing())[3] is None
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> cuda_streams.Runtime:
+    return cuda_streams.install(monkeypatch)
+
+
+def test_a_load_waits_for_earlier_steps_and_not_for_its_own(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime
+) -> None:
+    """A step launched before may still write to the blocks. Nothing waits in vLLM's thread."""
+    here = rank()
+    here.fill(BLOCKS)
+    here.run(storing())
+    runtime.waited_by.clear()
+    runtime.log.clear()
+    ended: list[str] = []
+    runtime.compute.launch(lambda: here.fill(OTHER_BLOCKS, base=1e6))
+    plan = loading(OTHER_BLOCKS, 0, 24, is_async=True)
+    here.side.begin_step(plan)
+    runtime.compute.launch(lambda: ended.append("the step"))
+    here.side.begin_loads(plan)
+    assert here.received() == ({"r"}, set())
+    assert torch.equal(here.read(OTHER_BLOCKS), here.read(BLOCKS))
+    assert not ended
+    assert runtime.waited_by == ["lmcache-loads"]
+    assert len({line for line in runtime.log if line.startswith("copy")}) == 2
+    assert "copy 0" not in runtime.log, "on the stream of vLLM's thread"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_chunks_are_released_when_their_copies_have_ended(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, is_async: bool
+) -> None:
+    """Others may get their memory then. Chunks are copied whole, also where only some of their
+    slots are written.
+    """
+
+    class Overwritten(WrappedStore):
+        def release(self, chunks: Any) -> bool:
+            runtime.log.append("release")
+            if runtime.log.count("release") == 2:
+                for chunk in chunks:
+                    chunk.memory.byte_array[:] = bytes(len(chunk.memory.byte_array))
+            return self.inner.release(chunks)
+
+    here = rank(wrap=Overwritten)
+    here.fill(BLOCKS)
+    runtime.log.clear()
+    here.run(storing())
+    plan = loading(OTHER_BLOCKS, 4, 24, is_async)
+    here.side.begin_step(plan)
+    here.side.begin_loads(plan)
+    if is_async:
+        here.received()
+    names = [line.split()[0] for line in runtime.log[runtime.log.index("release") :]]
+    assert names == ["release", *["copy", "scatter"] * 3, "wait", "release"]
+    assert runtime.copied_bytes[-3:] == [here.side._transfers[0].chunk_bytes] * 3
+    assert torch.equal(here.read(OTHER_BLOCKS)[:, 4:], here.read(BLOCKS)[:, 4:])
+    assert (here.read(OTHER_BLOCKS)[:, :4] == POISON).all()
+
+
+@LAYOUTS
+def test_a_store_copies_what_the_step_has_computed(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, layout: str, shape: Shape
+) -> None:
+    """On a stream of its own, behind the step."""
+    here = rank(shape, layout=layout)
+    runtime.waited_by.clear()
+    runtime.log.clear()
+    runtime.compute.launch(lambda: here.fill(BLOCKS))
+    here.run(storing())
+    assert set(runtime.waited_by) == {"lmcache-stores"}
+    assert "gather 0" not in runtime.log
+    here.run(loading(OTHER_BLOCKS, 0, 24))
+    assert torch.equal(here.read(OTHER_BLOCKS), here.read(BLOCKS))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from lmcache_core.config.options import shown
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.integrations.transformers.blended import BlendedPrefill, PromptBlender
 from lmcache_core.integrations.transformers.identity import kv_shape_of
@@ -48,13 +49,14 @@ class CachedCausalLM:
 
     Raises:
         ConfigError: The engine has `enable_blending`, and there is no separator.
+        TypeError: The separator is not token ids.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         engine: LMCacheEngine | None,
-        separator: torch.Tensor | None = None,
+        separator: Sequence[int] | torch.Tensor | None = None,
         *,
         owns_engine: bool = False,
     ) -> None:
@@ -63,7 +65,8 @@ class CachedCausalLM:
         self._owns_engine = owns_engine
         self._blender: PromptBlender | None = None
         if engine is not None and engine.config.enable_blending:
-            self._blender = PromptBlender(model, engine, separator)
+            ends = None if separator is None else _token_ids("separator", separator)
+            self._blender = PromptBlender(model, engine, ends)
 
     def close(self) -> None:
         """Release what blending needs, and close the engine if it is owned. Idempotent."""
@@ -125,8 +128,14 @@ class CachedCausalLM:
                 generation config. An empty sequence: none.
 
         Raises:
-            ValueError: The prompt is empty, or there are several.
+            TypeError: The prompt or `eos_token_id` is not token ids, or `max_new_tokens` not an
+                integer.
+            ValueError: The prompt is empty, or there are several; or `max_new_tokens` is below 1.
         """
+        if not isinstance(max_new_tokens, SupportsIndex):
+            raise TypeError(f"max_new_tokens={max_new_tokens!r}: must be an integer of at least 1")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer of at least 1")
         input_ids = self._as_prompt(input_ids)
         ends = self._ends(eos_token_id)
         begin = time.perf_counter()
@@ -248,11 +257,15 @@ class CachedCausalLM:
         if eos_token_id is None:
             return frozenset()
         # Tensors and numpy's numbers, too: generation compares with plain integers.
-        return frozenset(torch.as_tensor(eos_token_id).flatten().tolist())
+        return frozenset(_token_ids("eos_token_id", eos_token_id).flatten().tolist())
 
     def _as_prompt(self, input_ids: torch.Tensor | Sequence[Any]) -> torch.Tensor:
         """Return one prompt as `[num_tokens]` on the model's device."""
         ndim = getattr(input_ids, "ndim", None)
+        if ndim is None and (
+            isinstance(input_ids, str | bytes | Mapping) or not isinstance(input_ids, Iterable)
+        ):
+            raise TypeError(_no_token_ids(input_ids))
         is_batch = (
             any(isinstance(row, Sequence) for row in input_ids) if ndim is None else ndim == 2
         )
@@ -260,7 +273,11 @@ class CachedCausalLM:
             raise ValueError(
                 f"input_ids holds {len(input_ids)} prompts: generate takes one, call it for each"
             )
-        prompt = torch.as_tensor(input_ids[0] if is_batch else input_ids, device=self._model.device)
+        row = input_ids[0] if is_batch else input_ids
+        try:
+            prompt = torch.as_tensor(row, device=self._model.device)
+        except TypeError as exc:
+            raise TypeError(_no_token_ids(input_ids)) from exc
         if prompt.ndim != 1 or len(prompt) == 0 or prompt.is_floating_point():
             raise ValueError(
                 "input_ids must be one prompt of at least one token, not"
@@ -274,3 +291,19 @@ class CachedCausalLM:
         )
         logits: torch.Tensor = output.logits[0, -1]
         return logits
+
+
+def _token_ids(name: str, value: Any) -> torch.Tensor:
+    """Return an argument's token ids."""
+    try:
+        ids = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as exc:
+        raise TypeError(f"{name}={shown(value)}: must be token ids") from exc
+    # Without a number in it, a list has torch's default dtype.
+    if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise TypeError(f"{name}={shown(value)}: must be token ids")
+    return ids
+
+
+def _no_token_ids(value: object) -> str:
+    return f"input_ids={shown(value)}: must be token ids, as a tokenizer returns them in input_ids"

@@ -59,8 +59,17 @@ def open(
 
     Raises:
         ConfigError: An option is unknown, its value impossible, or it contradicts another.
+        TypeError: The model is not a loaded one, or the name not a string.
         ValueError: A layer of the model does not keep the KV of every token.
     """
+    # by attribute, not by class: adapters and compiled models wrap a PreTrainedModel
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "name_or_path"):
+        raise TypeError(
+            f"model={shown(model)}: must be a loaded model, such as"
+            " AutoModelForCausalLM.from_pretrained(...) returns"
+        )
+    if not isinstance(name, str | None):
+        raise TypeError(f"name={shown(name)}: must be a string, or none")
     separator = options.pop("separator", None)
     for option, parameter in _OWN_NAMES.items():
         if option in options:
@@ -80,8 +89,7 @@ def open(
     engine = create_engine(config, metadata, connector_of(model))
     engine.open()
     try:
-        ending = None if separator is None else torch.as_tensor(separator)
-        return CachedCausalLM(model, engine, ending, owns_engine=True)
+        return CachedCausalLM(model, engine, separator, owns_engine=True)
     except BaseException:
         engine.close()
         raise

@@ -3,7 +3,7 @@
 A failure inside a call is logged and counted, and the call answers as if nothing were cached. Only
 a configuration that cannot work is refused, when the engine starts.
 
-Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0.32; what differs
+Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0.33; what differs
     between them is looked up by name.
 """
 
@@ -56,6 +56,8 @@ HAS_TRANSFER_RESULTS = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
 """Since 0.30 a failed load can be reported by request (`fails_by_block`). To a connector without
 `SupportsHMA`, a model with several groups appears as one group.
 """
+SAYS_STATES = hasattr(base.KVConnectorBase_V1, "register_finished_partial_tail")
+"""Since 0.32 each step says which blocks hold recurrent state at their end."""
 BASES: tuple[type, ...] = (base.KVConnectorBase_V1,)
 if HAS_TRANSFER_RESULTS:
     BASES += (base.SupportsHMA,)
@@ -116,6 +118,14 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
                 "the model has only sliding windows: vLLM before 0.30 does not accept reports of"
                 " their failed loads"
             )
+        if any(group.is_state for group in groups) and not SAYS_STATES:
+            raise LayoutError(
+                "the model has recurrent state: vLLM before 0.32 does not say which blocks hold it"
+            )
+        if getattr(vllm_config.cache_config, "use_replayssm", False):
+            raise LayoutError(
+                "use_replayssm: a part of the recurrent state is outside of the blocks"
+            )
         # vLLM plans a step before it has the results of the previous one.
         steps_overlap = (
             vllm_config.scheduler_config.async_scheduling or parallel.pipeline_parallel_size > 1
@@ -149,7 +159,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             () if is_worker else tuple(group.name for group in groups),
             self._counters,
             namer.use_salt,
-            is_worker and options.load == ASYNC,
+            is_worker,
         )
         store = self._open_store.store
         if is_worker:
@@ -257,15 +267,17 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             return StepPlan()
         # Not guarded: what vLLM was promised must be loaded or reported as failed.
         loads = scheduler.plan_loads()
-        stores: tuple[Store, ...] = ()
-        has_planned = False
-        with self._guard("plan_stores"):
-            stores = scheduler.plan_stores(scheduler_output, loads)
-            has_planned = True
-        if not has_planned:
+        stores: tuple[Store, ...] | None = self._ask(
+            "plan_stores", lambda side: side.plan_stores(scheduler_output, loads), None
+        )
+        overwritten: frozenset[str] | None = None
+        if stores is None:
             scheduler.stores.lose_track()
+        else:
+            overwritten = scheduler.stores.take_overwritten()
         waits = scheduler.waits_for_loads(scheduler_output)
-        return StepPlan(loads, stores, waits, scheduler.recompute_s, scheduler.step)
+        recompute_s, step, held = scheduler.recompute_s, scheduler.step, scheduler.take_held()
+        return StepPlan(loads, stores or (), waits, recompute_s, step, held, overwritten)
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -277,9 +289,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks may be freed immediately: stores end together with their step.
+        is_held = self._ask("hold", lambda side: side.hold(request), False)
         self._ask("finish", lambda side: side.finished(request), None)
-        return False, None
+        return is_held, None
 
     @override
     def request_finished_all_groups(
@@ -308,6 +320,30 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             except LayoutError as exc:
                 logger.error("this worker neither loads nor stores: reason=%s", exc)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return True: vLLM's memory may be unmapped, and mapped again. Called since 0.33."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Wait for copies: vLLM is about to unmap its memory, to sleep. Called since 0.33."""
+        if self._worker_side is not None:
+            self._worker_side.wait_for_copies()
+
+    def restore_kv_caches(self) -> None:
+        """Do nothing: the memory is mapped again at the same addresses. Called since 0.33."""
+
+    @override
+    def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
+        if self._worker is not None:
+            self._worker.before_overwriting(kv_connector_metadata)
+
+    @override
+    def bind_connector_metadata(self, connector_metadata: StepPlan) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(connector_metadata)
+
     @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -319,7 +355,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: chunks are copied out once, at the end of the step."""
+        """Do nothing: chunks are copied out once, behind the step."""
 
     @override
     def wait_for_save(self) -> None:
@@ -328,8 +364,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        received = set() if self._worker is None else self._worker.take_received()[0]
-        return None, received or None
+        if self._worker is None:
+            return None, None
+        return self._worker.take_sent() or None, self._worker.take_received()[0] or None
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -337,6 +374,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             return base.KVConnectorTransferResults()
         received, failed = self._worker.take_received()
         return base.KVConnectorTransferResults(
+            finished_sending=self._worker.take_sent(),
             finished_recving=received,
             failed_recving=set() if self._worker.reports_blocks else failed,
         )

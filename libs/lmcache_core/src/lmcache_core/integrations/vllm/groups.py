@@ -14,11 +14,20 @@ NULL_BLOCK = 0
 MAX_GROUPS = 16
 """Limit on the groups in one question to the sidecar."""
 FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
+WINDOW_SPECS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
+LOCAL_SPECS = frozenset({"ChunkedLocalAttentionSpec"})
+STATE_SPECS = frozenset({"MambaSpec"})
+STATE_WINDOW = 2
+"""vLLM keeps the blocks of recurrent state as those of a window of two tokens: the next token needs
+the state after the last one.
+"""
+ALIGNED = "align"
+"""vLLM's `mamba_cache_mode` in which a block holds the state after its last token."""
 _FACTS = (
     *("num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_bytes", "kv_quant_mode"),
     *("num_head_slots", "state_content_bytes", "tokens_per_state", "page_size_padded"),
 )
+_STATE_FACTS = ("shapes", "dtypes", "mamba_type", "tp_replicated")
 _UNPACKED = {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
 """vLLM's descriptions of KV whose cells hold K and V of one head and one token."""
 
@@ -32,12 +41,16 @@ class CacheGroup:
         index: Its index in vLLM.
         name: Its part of a chunk's key; "" if it is the only one.
         block_size: Tokens in a block.
-        window: Tokens that its layers attend to, the current one included; None: all.
+        window: Tokens that its layers attend to, the current one included; None: all. Of local
+            attention, tokens of a section, which attend to that section alone.
         layers: Names of its layers.
         spec: vLLM's description of the first layer, the only one in the scheduler's process.
         specs: In a worker, vLLM's description of each of these layers.
         retained: Tokens before the window whose KV vLLM keeps (it may recompute them for draft
             models).
+        is_local: Attention is local.
+        is_state: A block holds the state after all tokens up to its last one, instead of the KV of
+            its tokens.
     """
 
     number: int
@@ -49,13 +62,19 @@ class CacheGroup:
     spec: Any
     specs: tuple[Any, ...]
     retained: int = 0
+    is_local: bool = False
+    is_state: bool = False
 
     def first_needed_token(self, num_computed: int) -> int:
         """Return the first token whose KV vLLM still needs when `num_computed` are computed: the
         next token attends to it, or it is retained. vLLM drops the blocks before it when the next
         step begins.
         """
-        return 0 if self.window is None else max(0, num_computed - self.window + 1 - self.retained)
+        if self.window is None:
+            return 0
+        if self.is_local:
+            return num_computed // self.window * self.window
+        return max(0, num_computed - self.window + 1 - self.retained)
 
     def describe(self) -> str:
         """Return text that differs if a block of this group means something else, and is the same
@@ -75,8 +94,8 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
         kv_cache_config: vLLM's `KVCacheConfig`.
 
     Raises:
-        LayoutError: A group's state is not one KV per token (state-space layers, for example), or
-            there are more than `MAX_GROUPS`: such a model is not cached.
+        LayoutError: A group is of another kind, or there are more than `MAX_GROUPS`: such a model
+            is not cached.
     """
     wanted = [
         (i, group)
@@ -102,14 +121,30 @@ def _cache_group(number: int, index: int, group: Any, is_only: bool) -> CacheGro
     by_layer = getattr(spec, "kv_cache_specs", None)
     specs = (spec,) * len(layers) if by_layer is None else tuple(by_layer[name] for name in layers)
     kinds = {type(spec).__name__ for spec in specs}
-    if not kinds <= FULL_SPECS | WINDOW_SPECS or getattr(group, "host_resident", False):
+    known = FULL_SPECS | WINDOW_SPECS | LOCAL_SPECS | STATE_SPECS
+    if not kinds <= known or getattr(group, "host_resident", False):
         raise LayoutError(
-            f"cache group {index} is of {', '.join(sorted(kinds))}: only full and sliding-window"
-            " attention can be cached"
+            f"cache group {index} is of {', '.join(sorted(kinds))}: only full, sliding-window and"
+            " local attention and recurrent state can be cached"
         )
-    windows = {
-        spec.sliding_window if type(spec).__name__ in WINDOW_SPECS else None for spec in specs
-    }
+    if any(getattr(spec, "bounded_replay", False) for spec in specs):
+        raise LayoutError(
+            f"cache group {index} has windows that vLLM computes again after each hit"
+            " (bounded_replay)"
+        )
+    is_local, is_state = (bool(kinds) and kinds <= some for some in (LOCAL_SPECS, STATE_SPECS))
+    modes = {getattr(spec, "mamba_cache_mode", ALIGNED) for spec in specs}
+    if is_state and modes != {ALIGNED}:
+        raise LayoutError(
+            f"cache group {index} holds recurrent state, which vLLM keeps at the end of a block"
+            " only with its prefix cache: start it with --enable-prefix-caching"
+        )
+    if any(getattr(spec, "num_speculative_blocks", 0) for spec in specs):
+        raise LayoutError(
+            f"cache group {index} holds recurrent state with draft tokens, which no test has"
+            " run: use LMCacheTier, or no speculative decoding"
+        )
+    windows = {_window_of(spec) for spec in specs}
     sizes = {spec.block_size for spec in specs}
     if len(windows) != 1 or len(sizes) != 1:
         raise LayoutError(
@@ -117,19 +152,40 @@ def _cache_group(number: int, index: int, group: Any, is_only: bool) -> CacheGro
             " must be the same"
         )
     (window,), (block_size,) = windows, sizes
-    name = "" if is_only else f"{index}:{'full' if window is None else f'window{window}'}"
+    kind = "state" if is_state else "full" if window is None else f"window{window}"
+    kind = f"local{window}" if is_local else kind
+    name = "" if is_only else f"{index}:{kind}"
     retained = max(getattr(spec, "extra_retained_tokens", 0) for spec in specs)
     first = spec if by_layer is None else next(iter(by_layer.values()))
-    return CacheGroup(number, index, name, block_size, window, layers, first, specs, retained)
+    return CacheGroup(
+        *(number, index, name, block_size, window, layers),
+        *(first, specs, retained, is_local, is_state),
+    )
+
+
+def _window_of(spec: Any) -> int | None:
+    kind = type(spec).__name__
+    if kind in STATE_SPECS:
+        return STATE_WINDOW
+    if kind in LOCAL_SPECS:
+        return int(spec.attention_chunk_size)
+    return spec.sliding_window if kind in WINDOW_SPECS else None
 
 
 def check_chunk_size(groups: Iterable[CacheGroup], chunk_size: int) -> None:
-    """Reject a chunk size that is not a multiple of the block size.
+    """Reject a chunk size that is not a multiple of the block size, or, with recurrent state, not
+    the block size.
 
     Raises:
         ValueError: Some group's blocks do not fit.
     """
     for group in groups:
+        if group.is_state and chunk_size != group.block_size:
+            raise ValueError(
+                f"chunk_size={chunk_size}: the model has recurrent state, which vLLM keeps at the"
+                f" end of its blocks of {group.block_size} tokens: set"
+                f' "lmcache.chunk_size" to {group.block_size} in kv_connector_extra_config'
+            )
         if chunk_size % group.block_size:
             fitting = -(-chunk_size // group.block_size) * group.block_size
             raise ValueError(
@@ -147,7 +203,8 @@ def check_packing(groups: Iterable[CacheGroup], layout: str) -> None:
     """
     if layout != TOKENS:
         return
-    for spec in (spec for group in groups for spec in (group.spec, *group.specs)):
+    tokens = [group for group in groups if not group.is_state]
+    for spec in (spec for group in tokens for spec in (group.spec, *group.specs)):
         packing = {name: getattr(spec, name, usual) for name, usual in _UNPACKED.items()}
         if packing != _UNPACKED:
             told = ", ".join(f"{name}={value}" for name, value in packing.items())
@@ -169,5 +226,6 @@ def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
 
 def described(spec: Any) -> str:
     """Return text that differs if the KV of a layer means something else."""
-    facts = (f"{name}={getattr(spec, name, _UNPACKED.get(name))}" for name in _FACTS)
+    names = _FACTS + (_STATE_FACTS if type(spec).__name__ in STATE_SPECS else ())
+    facts = (f"{name}={getattr(spec, name, _UNPACKED.get(name))}" for name in names)
     return f"{type(spec).__name__}({','.join(facts)})"

@@ -30,6 +30,9 @@ FILE_FORMATS = frozenset(
 )
 """vLLM's load formats that read the model's own files. Others get weights from elsewhere."""
 
+DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
+"""vLLM's speculative methods that add no layer to the KV cache."""
+
 _CONTENT_OPTIONS = (
     *("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype"),
     *("mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method"),
@@ -95,6 +98,45 @@ def identity_of(
         LayoutError: The KV depends on more than tokens and weights, the weights are unknown, or the
             KV is distributed over workers in an unsupported way.
     """
+    check_shareable(vllm_config)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise LayoutError(
+                f"{name}={getattr(parallel, name)}: KV that is split over workers by token cannot"
+                " be cached"
+            )
+    # Workers that hold the same KV: with latent attention (MLA), all of them. Newer releases state
+    # the number, also if there are fewer heads than workers.
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is None:
+        replicas = parallel.tensor_parallel_size if getattr(model, "use_mla", False) else 1
+    if any(group.is_state for group in groups):
+        replicas = 1  # each worker has the state of its own heads
+    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size // replicas
+    first = next((group for group in groups if not group.is_state), groups[0])
+    heads, size = getattr(first.spec, "num_kv_heads", 1), getattr(first.spec, "head_size", 0)
+    shape = (len(first.layers), 2, options.engine.chunk_size, heads, size)
+    metadata = LMCacheEngineMetadata(
+        options.model_name or shared_name(model.model),
+        num_ranks,
+        0,
+        FMT,
+        str(getattr(first.spec, "dtype", "uint8")),
+        shape,
+        revision="" if is_worker else revision_text(vllm_config, options.revision),
+        layout=_layout_text(vllm_config, kv_cache_config, groups, options, release),
+    )
+    return KVIdentity(metadata, num_ranks, int(replicas), contents_fingerprint(vllm_config))
+
+
+def check_shareable(vllm_config: Any) -> None:
+    """Refuse an engine whose KV other engines cannot use.
+
+    Raises:
+        LayoutError: The KV depends on more than tokens and weights, or parts of it are on other
+            nodes.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     # vLLM's own prefix cache is off then, but it would still load ours.
     if not getattr(model, "is_prefix_caching_supported", True):
@@ -102,12 +144,6 @@ def identity_of(
             "vLLM says that this model needs every token of a prompt computed (to pool over all of"
             " them, for example)"
         )
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise LayoutError(
-                f"{name}={getattr(parallel, name)}: KV that is split over workers by token cannot"
-                " be cached"
-            )
     num_nodes = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
     if num_nodes > 1:
         raise LayoutError(
@@ -119,28 +155,14 @@ def identity_of(
             "calculate_kv_scales: the scales of quantised KV then depend on what an engine saw"
             " first, so it cannot be shared"
         )
-    # Workers that hold the same KV: with latent attention (MLA), all of them. Newer releases state
-    # the number, also if there are fewer heads than workers.
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
-    if replicas is None:
-        replicas = parallel.tensor_parallel_size if getattr(model, "use_mla", False) else 1
-    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size // replicas
-    spec = groups[0].spec
-    shape = (len(groups[0].layers), 2, options.engine.chunk_size, spec.num_kv_heads, spec.head_size)
-    # For a path, the folder's own name, so that copies of the weights at two paths share KV.
-    is_path = model.model.startswith(("/", ".", "~"))
-    name = model.model.rstrip("/").rsplit("/", 1)[-1] if is_path else model.model
-    metadata = LMCacheEngineMetadata(
-        options.model_name or name,
-        num_ranks,
-        0,
-        FMT,
-        str(spec.dtype),
-        shape,
-        revision="" if is_worker else _revision_text(vllm_config, options),
-        layout=_layout_text(vllm_config, kv_cache_config, groups, options, release),
-    )
-    return KVIdentity(metadata, num_ranks, int(replicas), contents_fingerprint(vllm_config))
+
+
+def shared_name(model: str) -> str:
+    """Return the name under which a model's KV is shared: of a path, the folder's own name, so that
+    copies of the weights at two paths share KV.
+    """
+    is_path = model.startswith(("/", ".", "~"))
+    return model.rstrip("/").rsplit("/", 1)[-1] if is_path else model
 
 
 def contents_fingerprint(vllm_config: Any) -> str | None:
@@ -174,7 +196,7 @@ def contents_fingerprint(vllm_config: Any) -> str | None:
     return digest.hexdigest()[:32]
 
 
-def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
+def revision_text(vllm_config: Any, revision: str | None) -> str:
     """Return everything else that affects the KV of these tokens: the weights and how they are
     used.
     """
@@ -182,7 +204,7 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
     load = getattr(vllm_config, "load_config", None)
     load_format: str = getattr(load, "load_format", "auto")
     is_dummy = load_format == "dummy"
-    weights = options.revision or ("" if is_dummy else None)
+    weights = revision or ("" if is_dummy else None)
     is_own = load_format in FILE_FORMATS and not getattr(model, "model_weights", None)
     if weights is None and is_own:
         has_own_config = getattr(model, "hf_config_path", None) in (None, model.model)
@@ -202,7 +224,7 @@ def _revision_text(vllm_config: Any, options: ConnectorOptions) -> str:
         "dummy": model.seed if is_dummy else "",
         "draft": "",
     }
-    if draft is not None:
+    if draft is not None and getattr(draft, "method", None) not in DRAFTS_WITHOUT_KV:
         facts["draft"] = f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}"
     return ";".join(f"{name}={value}" for name, value in facts.items())
 
@@ -226,13 +248,13 @@ def _layout_text(
         "kv": vllm_config.cache_config.cache_dtype,
         "blocks": "",
     }
-    if options.layout == BLOCKS:
-        facts["blocks"] = _block_text(vllm_config, kv_cache_config, release)
+    if options.layout == BLOCKS or any(group.is_state for group in groups):
+        facts["blocks"] = block_text(vllm_config, kv_cache_config, release)
     text = ";".join(f"{name}={value}" for name, value in facts.items())
     return f"vllm/1;{options.layout};{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _block_text(vllm_config: Any, kv_cache_config: Any, release: str) -> str:
+def block_text(vllm_config: Any, kv_cache_config: Any, release: str) -> str:
     """Return what determines the inside of a block that only vLLM can read, as far as all its
     processes know it.
 

@@ -22,7 +22,7 @@ from lmcache_core.gpu_connectors import (
 from lmcache_core.integrations.vllm.groups import CacheGroup, described
 from lmcache_core.integrations.vllm.options import BLOCKS
 
-MLA_SPEC = "MLAAttentionSpec"
+MLA_SPECS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def memory_of(
         group: The group.
         tensors: The tensor of each layer, by name.
         num_blocks: Blocks in each.
-        mode: "blocks" or "tokens", see `ConnectorOptions.layout`.
+        mode: "blocks" or "tokens", see `ConnectorOptions.layout`; recurrent state is always moved
+            as blocks.
         backends: The attention backends that vLLM has chosen for its layers.
 
     Raises:
@@ -68,7 +69,7 @@ def memory_of(
     if missing:
         raise LayoutError(f"vLLM registered no KV tensor for {', '.join(missing[:3])}")
     layers = [tensors[name] for name in group.layers]
-    if mode == BLOCKS:
+    if mode == BLOCKS or group.is_state:
         return _as_blocks(group, layers, num_blocks, backends)
     return _as_tokens(group, layers, num_blocks)
 
@@ -120,23 +121,35 @@ class BlockMemory(EngineMemory):
 def _as_blocks(
     group: CacheGroup, layers: Sequence[torch.Tensor], num_blocks: int, backends: str
 ) -> GroupMemory:
-    """View each block of a layer as one run of bytes."""
-    by_size: dict[int, list[int]] = {}
+    """View each block of a layer as one run of bytes, in the order in which they lie."""
+    by_form: dict[tuple[int, str], list[int]] = {}
+    dense = []
     for i, tensor in enumerate(layers):
-        if tensor.shape[0] != num_blocks or not tensor[0].is_contiguous():
+        # An attention backend may divide vLLM's blocks into smaller ones of its own.
+        parts = max(1, tensor.shape[0] // num_blocks)
+        blocks = tensor.unflatten(0, (-1, parts)) if parts > 1 else tensor  # type: ignore[no-untyped-call]
+        strides = [int(stride) for stride in blocks.stride()]
+        axes = sorted(range(1, blocks.dim()), key=lambda axis: -strides[axis])
+        is_plain = blocks[0].is_contiguous()
+        dense.append(blocks if is_plain else blocks.permute(0, *axes))
+        if blocks.shape[0] != num_blocks or not dense[i][0].is_contiguous():
             raise LayoutError(
                 f"layer {group.layers[i]}: {list(tensor.shape)} with strides"
                 f" {list(tensor.stride())}: not {num_blocks} contiguous blocks"
             )
-        by_size.setdefault(tensor[0].numel() * tensor.element_size(), []).append(i)
+        size = blocks[0].numel() * blocks.element_size()
+        order = "" if is_plain and parts == 1 else f";{parts}{axes}"
+        by_form.setdefault((size, order), []).append(i)
     groups = [
         LayerGroup(
-            _name_of(group, number, members, backends), len(members), 1, size, "uint8", sides=1
+            _name_of(group, number, members, backends + order),
+            *(len(members), 1, size, "uint8"),
+            sides=1,
         )
-        for number, (size, members) in enumerate(by_size.items())
+        for number, ((size, order), members) in enumerate(by_form.items())
     ]
     layout = KVLayout(tuple(groups))
-    ordered = [layers[i] for members in by_size.values() for i in members]
+    ordered = [dense[i] for members in by_form.values() for i in members]
     return GroupMemory(
         layout,
         tuple(_bytes_of_blocks(tensor) for tensor in ordered),
@@ -145,15 +158,21 @@ def _as_blocks(
     )
 
 
-def _name_of(group: CacheGroup, number: int, members: Sequence[int], backends: str = "") -> str:
+def _name_of(group: CacheGroup, number: int, members: Sequence[int], inside: str = "") -> str:
     """Return the name in records for some of a group's layers: "" if the group's own description
     identifies them.
+
+    Args:
+        group: The group.
+        number: Counts these parts of a group.
+        members: The layers.
+        inside: What determines the inside of their blocks, as far as only a worker knows it.
     """
     facts = [(i, described(group.specs[i])) for i in members]
     is_as_described = {text for _, text in facts} == {described(group.spec)}
-    if len(members) == len(group.layers) and is_as_described and not backends:
+    if len(members) == len(group.layers) and is_as_described and not inside:
         return ""
-    return f"{number}:{hashlib.sha256(repr((facts, backends)).encode()).hexdigest()[:16]}"
+    return f"{number}:{hashlib.sha256(repr((facts, inside)).encode()).hexdigest()[:16]}"
 
 
 def _bytes_of_blocks(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,9 +203,13 @@ def _declared(
 ) -> tuple[Any, ...]:
     """Return heads, head size, dtype, sides, order and packing of a layer's tensor."""
     heads, size, tokens = spec.num_kv_heads, spec.head_size, group.block_size
+    # An attention backend may divide vLLM's blocks into smaller ones of its own.
+    parts = max(tensor.shape[:2]) // num_blocks if tensor.dim() > 1 else 1
+    if parts > 1 and tokens % parts == 0:
+        num_blocks, tokens = num_blocks * parts, tokens // parts
     nhd, hnd = Order.NHD, Order.HND
     forms: dict[tuple[int, ...], tuple[int, int, Order, Packing]]
-    if type(spec).__name__ == MLA_SPEC:
+    if type(spec).__name__ in MLA_SPECS:
         forms = {
             (num_blocks, tokens, size): (1, 1, nhd, Packing.SPLIT),
             (num_blocks, 1, tokens, size): (1, 1, hnd, Packing.SPLIT),

@@ -87,6 +87,10 @@ class StepPlan:
         waits_for_loads: All requests wait for loads: nothing is computed until one of them ends.
         recompute_s: As in `Load`.
         step: The step's number, reported when it has ended; 0: not reported.
+        held: Requests that have finished, and whose blocks vLLM keeps until every worker has named
+            them in `finished_sending`.
+        overwritten: Requests whose blocks vLLM may have given to others, which this step computes;
+            None: any request may be among them.
     """
 
     loads: tuple[Load, ...] = ()
@@ -94,6 +98,8 @@ class StepPlan:
     waits_for_loads: bool = False
     recompute_s: float | None = None
     step: int = 0
+    held: tuple[str, ...] = ()
+    overwritten: frozenset[str] | None = frozenset()
 
 
 @dataclass

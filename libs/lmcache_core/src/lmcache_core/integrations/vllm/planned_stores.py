@@ -34,12 +34,20 @@ class StorePlanner:
         num_workers: int,
     ) -> None:
         self._chunk_size = options.engine.chunk_size
-        self._saves_decode = options.engine.save_decode_cache
+        has_states = any(group.is_state for group in groups)
+        # With drafts, a state inside an answer may be that of tokens that are rejected later.
+        self._saves_decode = options.engine.save_decode_cache and not has_states
         self._groups = tuple(groups)
         self._states = states
         self._namer = namer
         self._num_workers = num_workers
         self._resting: list[RequestState] = []
+        self._has_windows = any(group.window is not None for group in groups)
+        self._storing: dict[str, int] = {}
+        """Requests of which something was planned to be stored, and how often vLLM had preempted
+        each of them.
+        """
+        self._overwritten: set[str] = set()
         for group in groups:
             if group.first_needed_token(self._chunk_size - 1) >= group.block_size:
                 logger.warning(
@@ -58,6 +66,10 @@ class StorePlanner:
             output: vLLM's `SchedulerOutput`.
             loads: The step's loads.
         """
+        for request_id, num_preemptions in list(self._storing.items()):
+            if self._states[request_id].request.num_preemptions != num_preemptions:
+                self._overwritten.add(request_id)
+                del self._storing[request_id]
         scheduled = self._follow(output)
         cached = output.scheduled_cached_reqs
         begun = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -90,7 +102,30 @@ class StorePlanner:
             for state, num_tokens in scheduled
             if state.request_id not in late
         )
-        return tuple(store for store in stores if store is not None)
+        planned = tuple(store for store in stores if store is not None)
+        for store in planned:
+            request = self._states[store.request_id].request
+            self._storing[store.request_id] = request.num_preemptions
+        return planned
+
+    def take_overwritten(self) -> frozenset[str]:
+        """Return the requests of which vLLM has taken blocks away since the last call, although
+        these may not be copied yet.
+        """
+        overwritten, self._overwritten = frozenset(self._overwritten), set()
+        return overwritten
+
+    def finished(self, request: Any) -> bool:
+        """Record that a request has ended; return whether vLLM must keep its blocks until the
+        workers have copied them.
+        """
+        num_preemptions = self._storing.pop(request.request_id, None)
+        if num_preemptions is None:
+            return False
+        has_blocks = bool(request.num_preemptions == num_preemptions)
+        if self._has_windows or not has_blocks:  # blocks before a window are taken away at the end
+            self._overwritten.add(request.request_id)
+        return has_blocks
 
     def load_failed(self) -> None:
         """Record that a synchronous load of the last step failed: vLLM recomputes its blocks, but
@@ -115,7 +150,7 @@ class StorePlanner:
             state = self._states.get(new.req_id)
             if state is not None:
                 state.set_blocks(new.block_ids)
-                state.drop_blocks(new.num_computed_tokens)
+                self._drop_blocks(state, new.num_computed_tokens)
                 num_new = output.num_scheduled_tokens[new.req_id]
                 scheduled.append((state, new.num_computed_tokens + num_new))
         cached = output.scheduled_cached_reqs
@@ -128,11 +163,26 @@ class StorePlanner:
             if request_id in cached.resumed_req_ids:
                 state.set_blocks(block_ids)
             elif block_ids is not None and state.tables:
-                for table, group in zip(state.tables, self._groups, strict=True):
-                    table.extend(block_ids[group.index])
-            state.drop_blocks(num_computed)
+                state.add_blocks(block_ids)
+            self._drop_blocks(state, num_computed)
             scheduled.append((state, num_computed + output.num_scheduled_tokens[request_id]))
+        self._note_states(output)
         return scheduled
+
+    def _note_states(self, output: Any) -> None:
+        """Record the blocks that hold recurrent state at their end when this step has run."""
+        offered = getattr(output, "kv_connector_block_state", None)
+        if offered is None:
+            return
+        by_index = {group.index: group for group in self._groups if group.is_state}
+        for request_id, boundaries in offered.boundary_state_offloads.items():
+            for index, block_id, num_tokens in boundaries:
+                if request_id in self._states and index in by_index:
+                    self._states[request_id].add_state(by_index[index], block_id, num_tokens)
+
+    def _drop_blocks(self, state: RequestState, num_computed: int) -> None:
+        if state.drop_blocks(num_computed) and state.request_id in self._storing:
+            self._overwritten.add(state.request_id)
 
     def _resting_on(
         self, loading: Mapping[str, int], begun: Sequence[RequestState]

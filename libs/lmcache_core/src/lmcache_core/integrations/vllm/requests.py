@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity
@@ -17,6 +20,7 @@ from lmcache_core.token_database import MultimodalSpan
 from lmcache_core.token_database.hashing import chain_hashes, identity_root, tokens_as_uint32
 
 ROOT_APART = b"lmcache/vllm-root/1"
+EMBEDDINGS_APART = b"lmcache/vllm-embeddings/1"
 
 
 class ChunkNames:
@@ -81,7 +85,8 @@ class RequestState:
         names: Names of its chunks; None while unknown.
         names_version: Version of the roots and length of the prompt when it was named.
         adapter: Name of its adapter at that time; "" without one.
-        tables: Its blocks in each group, as vLLM has assigned them.
+        tables: Its blocks in each group, as vLLM has assigned them; of recurrent state, once a
+            load is planned, only those that vLLM has said to hold the state at their end.
         dropped: For each group, how many blocks from the first vLLM has taken away.
         stored: For each group, how many chunks from the first are planned to be stored or need not
             be.
@@ -133,21 +138,49 @@ class RequestState:
         """Drop an offer that has been used or is out of date."""
         self.offer, self.asked_at = None, None
 
-    def set_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Set the whole block tables, indexed by vLLM's group numbers."""
-        self.tables = [list(block_ids[group.index]) for group in self.groups]
+    def set_blocks(self, block_ids: Sequence[Sequence[int]], has_states: bool = False) -> None:
+        """Set the whole block tables, indexed by vLLM's group numbers; those of recurrent state,
+        whose blocks vLLM moves, only if they are as they will be loaded (`has_states`).
+        """
+        self.tables = [
+            list(block_ids[group.index]) if has_states or not group.is_state else []
+            for group in self.groups
+        ]
         self.dropped = [0] * len(self.groups)
 
-    def drop_blocks(self, num_computed: int) -> None:
-        """Forget blocks that vLLM has taken away because no window reaches them any more; without
-        tables, do nothing.
+    def add_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Append to the block tables, except those of recurrent state."""
+        for table, group in zip(self.tables, self.groups, strict=True):
+            if not group.is_state:
+                table.extend(block_ids[group.index])
+
+    def add_state(self, group: CacheGroup, block_id: int, num_tokens: int) -> None:
+        """Record the block that holds a group's state after `num_tokens`, unless that is inside a
+        block.
         """
+        place = num_tokens // group.block_size - 1
+        if (
+            self.tables
+            and num_tokens % group.block_size == 0
+            and place >= self.dropped[group.number]
+        ):
+            table = self.tables[group.number]
+            table.extend([NULL_BLOCK] * (place + 1 - len(table)))
+            table[place] = block_id
+
+    def drop_blocks(self, num_computed: int) -> bool:
+        """Forget blocks that vLLM has taken away because no window reaches them any more, and
+        return whether there are any; without tables, do nothing.
+        """
+        has_dropped = False
         for table, group in zip(self.tables, self.groups, strict=False):
             end = min(group.first_needed_token(num_computed) // group.block_size, len(table))
             begin = self.dropped[group.number]
             if begin < end:
+                has_dropped |= any(block != NULL_BLOCK for block in table[begin:end])
                 table[begin:end] = [NULL_BLOCK] * (end - begin)
                 self.dropped[group.number] = end
+        return has_dropped
 
     def complete_runs(self, num_tokens: int) -> list[ChunkRun]:
         """Return the chunks that are complete once `num_tokens` are computed and are not stored
@@ -160,13 +193,18 @@ class RequestState:
             first = self.stored[group.number]
             self.stored[group.number] = max(first, num_chunks)
             per_chunk = self.chunk_size // group.block_size
-            while first < num_chunks and (
-                (first + 1) * per_chunk > len(table)
-                or NULL_BLOCK in table[first * per_chunk : (first + 1) * per_chunk]
-            ):
-                first += 1
-            if first < num_chunks:
-                runs.append(self._run(group, table, first, num_chunks))
+
+            def is_whole(
+                chunk: int, table: Sequence[int] = table, per_chunk: int = per_chunk
+            ) -> bool:
+                blocks = table[chunk * per_chunk : (chunk + 1) * per_chunk]
+                return len(blocks) == per_chunk and NULL_BLOCK not in blocks
+
+            chunks = range(first, num_chunks)
+            for has_all, together in itertools.groupby(chunks, is_whole):
+                whole = list(together)
+                if has_all:
+                    runs.append(self._run(group, table, whole[0], whole[-1] + 1))
         return runs
 
     def load_runs(self, begin: int, end: int) -> list[ChunkRun]:
@@ -237,7 +275,9 @@ class RequestNamer:
         version = self._salt, self._epoch, request.num_prompt_tokens
         if state.names is None or state.names_version != version:
             root, spans = self.root_of(request), spans_of(request, self._identity.contents)
-            if root is None or spans is None or getattr(request, "prompt_embeds", None) is not None:
+            if getattr(request, "prompt_embeds", None) is not None:
+                spans = spans_of_embeddings(request, self._chunk_size) if spans == [] else None
+            if root is None or spans is None:
                 return None
             state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), version
             state.adapter = self.adapters.name_of(lora) or ""
@@ -291,4 +331,21 @@ def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | 
         spans.append(
             MultimodalSpan(f"{contents}{identifier}".encode(), position.offset, position.length)
         )
+    return spans
+
+
+def spans_of_embeddings(request: Any, chunk_size: int) -> list[MultimodalSpan]:
+    """Return the prompt embeddings of a vLLM request, each chunk's as one content. Its tokens may
+    have embeddings and ids in turn (`prompt_is_token_ids`).
+    """
+    embeds = request.prompt_embeds.contiguous()
+    are_ids = getattr(request, "prompt_is_token_ids", None) or [False] * len(embeds)
+    spans = []
+    for begin in range(0, len(embeds), chunk_size):
+        part = embeds[begin : begin + chunk_size]
+        digest = hashlib.sha256(EMBEDDINGS_APART)
+        digest.update(f"{part.dtype};{list(part.shape)};".encode())
+        digest.update(bytes(are_ids[begin : begin + chunk_size]))
+        digest.update(part.cpu().reshape(-1).view(torch.uint8).numpy())
+        spans.append(MultimodalSpan(digest.digest(), begin, len(part)))
     return spans

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,10 @@ PARTIAL_OFFER_S = 1.0
 
 MAX_WINDOW_TRIES = 8
 """How often to try a shorter prefix when chunks of a window are missing."""
+STATE_SEARCH = 4
+"""There is recurrent state after few of the chunks: where it is missing, so many times as many
+chunks are searched for it next.
+"""
 WINDOW_TICKET = "/window"
 
 
@@ -88,6 +92,7 @@ class SchedulerSide:
         self._timed: dict[int, tuple[int, float]] = {}
         self._last_ended = 0.0
         self._is_out = False
+        self._held: list[str] = []
 
     def new_request(self, request: Any) -> None:
         """Let the store read what a new request needs while it is queued."""
@@ -131,7 +136,7 @@ class SchedulerSide:
                 self._end_offer(state)
             return
         assert state.offer is not None, "vLLM loads tokens that were not offered"
-        state.set_blocks(block_ids)
+        state.set_blocks(block_ids, has_states=True)
         state.load = state.num_local, state.num_local + num_external
         state.num_local += num_external
         state.stored = [state.offer.num_chunks] * len(self._groups)
@@ -253,6 +258,20 @@ class SchedulerSide:
         if state is not None and not state.is_loading:
             self._offers.give_back([state.request_id])
 
+    def hold(self, request: Any) -> bool:
+        """Return whether vLLM must keep the blocks of a request that has ended until every worker
+        has named it in `finished_sending`.
+        """
+        is_held = self.stores.finished(request)
+        if is_held:
+            self._held.append(request.request_id)
+        return is_held
+
+    def take_held(self) -> tuple[str, ...]:
+        """Return the requests whose blocks vLLM was asked to keep since the last call."""
+        held, self._held = tuple(self._held), []
+        return held
+
     def begin_epoch(self) -> None:
         """Stop using what was stored so far, and store nothing of what runs now: the weights may
         have been replaced.
@@ -344,8 +363,9 @@ class Offers:
         self._chunk_size = chunk_size
         self._whole = [group for group in groups if group.window is None]
         self._windowed = [group for group in groups if group.window is not None]
+        self._has_states = any(group.is_state for group in groups)
         self._open: set[str] = set()
-        self._bounds: dict[str, tuple[bytes, Offer]] = {}
+        self._bounds: dict[str, tuple[bytes, _Bound]] = {}
 
     def ask(
         self,
@@ -375,12 +395,14 @@ class Offers:
         # take several calls.
         known, bound = self._bounds.pop(ticket, (b"", None))
         if bound is None or known != hashes:
-            bound, is_final = self._of_whole_groups(stage, ticket, hashes)
-            if bound is None or not is_final:
-                return bound, is_final
-        if not self._windowed:
-            return bound, True
-        return self._shortened_to_windows(stage, ticket, hashes, bound, num_tokens)
+            offer, is_final = self._of_whole_groups(stage, ticket, hashes)
+            if offer is None or not is_final or not self._windowed:
+                return offer, is_final
+            bound = _Bound(offer.origins, offer.num_chunks)
+        offer, is_final = self._shortened_to_windows(stage, ticket, hashes, bound, num_tokens)
+        if not is_final:
+            self._bounds[ticket] = hashes, bound
+        return offer, is_final
 
     def give_back(self, tickets: Collection[str]) -> None:
         """Release what these requests were offered; unknown tickets are ignored."""
@@ -416,40 +438,103 @@ class Offers:
         stage: Callable[..., Staged | None],
         ticket: str,
         hashes: bytes,
-        bound: Offer,
+        bound: _Bound,
         num_tokens: int,
     ) -> tuple[Offer | None, bool]:
         """Return the longest prefix whose windows are available, too: a windowed group needs only
-        the chunks that the next token attends to.
+        the chunks that the next token attends to, and recurrent state only the last one.
         """
-        offer = bound
+        if self._has_states:
+            bound.num_chunks = min(bound.num_chunks, num_tokens // self._chunk_size)
         for _ in range(MAX_WINDOW_TRIES):
-            if offer.num_chunks == 0:
+            if bound.num_chunks == 0:
                 break
-            end = min(offer.num_chunks * self._chunk_size, num_tokens)
-            firsts = [group.first_needed_token(end) // self._chunk_size for group in self._windowed]
-            chains = [
-                self._chain(
-                    group.name,
-                    hashes[CHUNK_HASH_BYTES * first : CHUNK_HASH_BYTES * offer.num_chunks],
-                )
+            end = min(bound.num_chunks * self._chunk_size, num_tokens)
+            firsts = [
+                max(0, bound.num_chunks - bound.num_searched)
+                if group.is_state
+                else group.first_needed_token(end) // self._chunk_size
+                for group in self._windowed
+            ]
+            # At the end of a section, nothing of local attention is needed.
+            asked = [
+                (group, first)
                 for group, first in zip(self._windowed, firsts, strict=True)
+                if first < bound.num_chunks
+            ]
+            if not asked and self._whole:
+                return bound.offer(bound.num_chunks), True
+            if not asked:
+                bound.num_chunks -= 1
+                continue
+            last = CHUNK_HASH_BYTES * bound.num_chunks
+            chains = [
+                self._chain(group.name, hashes[CHUNK_HASH_BYTES * first : last])
+                for group, first in asked
             ]
             staged = stage(self._mark + ticket + WINDOW_TICKET, chains, is_prefix=False)
             if staged is None:
                 return Offer(0), True
-            missing = [
-                first + tiers.find(StagedFrom.NOWHERE)
-                for first, tiers in zip(firsts, staged.tiers, strict=False)
-                if StagedFrom.NOWHERE in tiers
-            ]
-            if staged.tiers and not missing:
-                origins = offer.origins or bytes([StagedFrom.HOT]) * offer.num_chunks
-                return replace(offer, origins=origins), True
+            if not staged.tiers:
+                return None, False
+            longest = self._longest(bound.num_chunks, asked, staged.tiers)
+            if longest == bound.num_chunks and bound.num_searched == 1:
+                return bound.offer(longest), True
             if not staged.is_ready:
-                self._bounds[ticket] = hashes, offer
-                return (Offer(0) if staged.tiers else None), False
-            # Every longer prefix up to this one also has that chunk in its window.
-            num_chunks = min(missing)
-            offer = Offer(num_chunks, offer.origins[:num_chunks])
+                return Offer(0), False
+            is_found = longest > bound.num_chunks - bound.num_searched or not self._has_states
+            bound.num_chunks = longest
+            bound.num_searched = 1 if is_found else bound.num_searched * STATE_SEARCH
         return Offer(0), True
+
+    def _longest(
+        self, num_chunks: int, asked: Sequence[tuple[CacheGroup, int]], tiers: Sequence[bytes]
+    ) -> int:
+        """Return the longest prefix of up to `num_chunks` that may be available.
+
+        Args:
+            num_chunks: Limit.
+            asked: Windowed groups, and the first chunk asked about in each.
+            tiers: Where each chunk from that one on is, by group.
+        """
+        nowhere = StagedFrom.NOWHERE
+        # Every longer prefix, up to `num_chunks`, also has a missing chunk in its window.
+        num_chunks = min(
+            (
+                first + places.find(nowhere)
+                for (group, first), places in zip(asked, tiers, strict=True)
+                if not group.is_state and nowhere in places
+            ),
+            default=num_chunks,
+        )
+        states = [
+            (first, places)
+            for (group, first), places in zip(asked, tiers, strict=True)
+            if group.is_state
+        ]
+        lowest = max((first for first, _ in states), default=num_chunks)
+        while num_chunks > lowest and any(
+            places[num_chunks - 1 - first] == nowhere for first, places in states
+        ):
+            num_chunks -= 1
+        return num_chunks
+
+
+@dataclass
+class _Bound:
+    """What the windowed groups leave of an offer, while the answer takes several calls.
+
+    Attributes:
+        origins: `Offer.origins` of the whole groups; empty if there are none.
+        num_chunks: Chunks, from the first, that may still be available.
+        num_searched: Of these, how many of the last are searched for recurrent state.
+    """
+
+    origins: bytes
+    num_chunks: int
+    num_searched: int = 1
+
+    def offer(self, num_chunks: int) -> Offer:
+        """Return the offer of that many chunks."""
+        origins = self.origins or bytes([StagedFrom.HOT]) * num_chunks
+        return Offer(num_chunks, origins[:num_chunks])

@@ -62,7 +62,7 @@ def open_store(
         groups: Names of the cache groups in keys; empty for a side that does not name chunks.
         counters: Counters for misses.
         on_salt: Called with the tenant's salt, now and whenever it changes.
-        loads_beside: Whether this side loads concurrently with the engine's steps, which store.
+        loads_beside: Whether this side loads while another thread stores.
     """
     if config.sidecar_socket is not None:
         workers = Workers("lmcache-digest")

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,13 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import CallGuard
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
+from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
+from lmcache_core.integrations.vllm.store_thread import PendingStore, StoreThread
 from lmcache_core.keys import Lane
 from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 
@@ -33,7 +35,15 @@ contend with them for the interpreter's lock. A request that arrives during the 
 no more than that.
 """
 STORE_QUESTIONS = 2
-"""Limit on a storing step's waits for the sidecar: for memory, and until the chunks are visible."""
+"""How often a store waits for the sidecar: for memory, and until the chunks are visible."""
+STORE_PATIENCE = 50
+"""Nothing waits for a store but its thread: it may take this many times as long as a wait in a
+step, which is all of the time that it can save.
+"""
+STEP_SHARE = 8
+"""A step waits for copies of blocks that it overwrites for one part in this many of a tier's
+deadline.
+"""
 MAX_WAITING_LOADS = 4096
 JOIN_S = 10.0
 
@@ -73,6 +83,11 @@ class _GroupTransfer:
     lane: Lane
     units: int
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk."""
+        return self.memory.layout.num_bytes(self.units)
+
     def named(self, run: ChunkRun) -> list[NamedChunk]:
         """Return the chunks of a run; their positions count from its first slot."""
         units = self.units
@@ -102,10 +117,18 @@ class RefusingWorker:
         self.reports_blocks = reports_blocks
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._held: set[str] = set()
         self._report = WorkerReport(is_out=True)
+
+    def before_overwriting(self, plan: StepPlan) -> None:
+        """Do nothing: no blocks are copied."""
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Do nothing: no load has to wait."""
 
     def begin_loads(self, plan: StepPlan) -> None:
         """Fail all loads of a step."""
+        self._held.update(plan.held)
         for load in plan.loads:
             self._report.failed.add(load.request_id)
             (self._received if load.is_async else self._report.loaded).add(load.request_id)
@@ -121,6 +144,11 @@ class RefusingWorker:
         received, self._received = self._received, set()
         return received, set(received)
 
+    def take_sent(self) -> set[str]:
+        """Return as `WorkerSide.take_sent` does: immediately."""
+        sent, self._held = self._held, set()
+        return sent
+
     def take_bad_blocks(self) -> set[int]:
         """Return as `WorkerSide.take_bad_blocks` does."""
         bad, self._bad_blocks = self._bad_blocks, set()
@@ -133,7 +161,8 @@ class RefusingWorker:
 
 
 class WorkerSide:
-    """Loads and stores for one worker. Called by one thread; asynchronous loads run in another.
+    """Loads and stores for one worker. Called by one thread; stores run in another, and
+    asynchronous loads in a third.
 
     Args:
         options: Options.
@@ -169,6 +198,12 @@ class WorkerSide:
         self._workers = Workers("lmcache-digest")
         self._transfers: list[_GroupTransfer] = []
         self._loads = LoadThread(self._load, lambda load: self._result(load, load.begin))
+        self._store_thread = StoreThread(
+            self._store_chunks, options.engine.tier_timeout_s / STEP_SHARE
+        )
+        self._streams = ThreadStreams()
+        self._begun: torch.cuda.Event | None = None
+        self._held: set[str] = set()
         self._sync_results: list[LoadResult] = []
         self._bad_blocks: set[int] = set()
         self._failed_in_step: set[str] = set()
@@ -205,22 +240,43 @@ class WorkerSide:
             transfers.append(self._transfer_of(group, memory))
         self._transfers = transfers
         if any(lane.memory.kvcaches[0].device.type == "cuda" for lane in transfers):
-            # Before graphs are captured, which CUDA does not allow beside it.
+            # CUDA allows no registration while a graph is captured.
             self._store.pin_memory()
         self._loads.open()
+        self._store_thread.open()
 
     def close(self) -> None:
         """Stop running work. Idempotent."""
+        self._store_thread.close()
         self._loads.close()
         self._workers.close()
 
+    def wait_for_copies(self) -> None:
+        """Wait until nothing reads or writes vLLM's memory, at most `JOIN_S` for stores and for
+        loads.
+        """
+        if not (self._store_thread.wait(JOIN_S) and self._loads.wait_for_all(JOIN_S)):
+            logger.error("copies did not end: waited_s=%g", JOIN_S)
+
+    def before_overwriting(self, plan: StepPlan) -> None:
+        """Wait, before anything of a step is written, for copies of blocks that it overwrites."""
+        self._store_thread.before_overwriting(plan.overwritten)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Note where a step begins, before its forward pass is launched. Its asynchronous loads
+        wait for everything before, which may still use their blocks, and not for the step.
+        """
+        if any(load.is_async for load in plan.loads):
+            self._begun = record_event(self._device)
+
     def begin_loads(self, plan: StepPlan) -> None:
         """Perform the loads that this step waits for, and start the others."""
+        self._held.update(plan.held)
         self._failed_in_step = set()
         self._report.step = plan.step
         for load in plan.loads:
             if load.is_async:
-                self._loads.submit(load)
+                self._loads.submit(load, self._begun)
                 continue
             result = self._load(load)
             self._sync_results.append(result)
@@ -230,19 +286,33 @@ class WorkerSide:
             self._loads.wait(MAX_REST_S)
 
     def store(self, plan: StepPlan) -> None:
-        """Copy out the chunks that the step has completed; vLLM may reuse their blocks when this
-        returns.
+        """Let the store thread copy out the chunks that the step has completed. Until then vLLM
+        keeps their blocks (`take_sent`), or waits (`before_overwriting`).
 
         With speculative decoding this is called after `take_bad_blocks`: the draft model writes KV,
         too.
         """
         # Whatever was computed from missing KV is wrong.
         stores = [store for store in plan.stores if store.request_id not in self._failed_in_step]
-        if self._stores and stores:
-            with self._guard("store"), torch.inference_mode():
-                for store in stores:
-                    for run in store.runs:
-                        self._store_run(run, plan.recompute_s or 0.0)
+        if not (self._stores and stores and self._transfers):
+            return
+        with self._guard("store"):
+            computed = record_event(self._device)
+            for store in stores:
+                num_bytes = sum(
+                    run.num_chunks * self._transfers[run.group].chunk_bytes for run in store.runs
+                )
+                pending = PendingStore(
+                    store, num_bytes, plan.recompute_s or 0.0, computed, len(store.runs)
+                )
+                if not self._store_thread.submit(pending):
+                    self._dropped(store.runs)
+
+    def take_sent(self) -> set[str]:
+        """Return the finished requests whose blocks vLLM no longer needs to keep."""
+        sent = {name for name in self._held if not self._store_thread.reads(name)}
+        self._held -= sent
+        return sent
 
     def take_received(self) -> tuple[set[str], set[str]]:
         """Return the requests whose asynchronous load has ended, and those of them whose load
@@ -287,9 +357,13 @@ class WorkerSide:
             if not result.is_good:
                 self._report.failed.add(result.request_id)
 
-    def _load(self, load: Load) -> LoadResult:
+    @property
+    def _device(self) -> torch.device:
+        return self._transfers[0].memory.kvcaches[0].device
+
+    def _load(self, load: Load, begun: torch.cuda.Event | None = None) -> LoadResult:
         first_bad: int | None = load.begin
-        with self._guard("retrieve"), torch.inference_mode():
+        with self._guard("retrieve"), torch.inference_mode(), self._streams.after(begun):
             bad = [token for run in load.runs if (token := self._load_run(run, load)) is not None]
             first_bad = min(bad, default=None)
         return self._result(load, first_bad)
@@ -327,32 +401,45 @@ class WorkerSide:
         missing = num_loaded < run.num_chunks
         return max(start + num_loaded * self._chunk_size, load.begin) if missing else None
 
-    def _store_run(self, run: ChunkRun, recompute_s: float) -> None:
-        """Store one group's chunks, unless the engine's step would wait for that longer than they
-        are worth.
-        """
-        if not self._store.is_worth(recompute_s * run.num_chunks / STORE_QUESTIONS):
-            self._counters.add(UNSTORED_CHUNKS_TOTAL, run.num_chunks)
+    def _store_chunks(self, pending: PendingStore) -> None:
+        with self._guard("store"), torch.inference_mode(), self._streams.after(pending.computed):
+            for run in pending.store.runs:
+                self._store_run(run, pending)
+
+    def _store_run(self, run: ChunkRun, pending: PendingStore) -> None:
+        """Store one group's chunks, unless that takes longer than they are worth."""
+        thread, patience = self._store_thread, STORE_PATIENCE / STORE_QUESTIONS
+        is_worth = self._store.is_worth(pending.recompute_s * run.num_chunks * patience)
+        if not (is_worth and thread.is_wanted(pending)):
+            self._dropped([run])
             return
         lane = self._transfers[run.group]
         named = lane.named(run)
-        lane.transfer.store(named, lane.arguments(run, named[0][0], named[-1][1]))
+        arguments = lane.arguments(run, named[0][0], named[-1][1])
+        lane.transfer.store(named, arguments, lambda: thread.copied(pending))
+
+    def _dropped(self, runs: Iterable[ChunkRun]) -> None:
+        self._counters.add(UNSTORED_CHUNKS_TOTAL, sum(run.num_chunks for run in runs))
 
 
 class LoadThread:
     """Runs asynchronous loads one after the other, in a thread that ends with the process.
 
     Args:
-        load: Performs a load; must not raise.
+        load: Performs a load, after an event on a device with streams; must not raise.
         refuse: Returns the result of a load that is not attempted.
     """
 
     def __init__(
-        self, load: Callable[[Load], LoadResult], refuse: Callable[[Load], LoadResult]
+        self,
+        load: Callable[[Load, torch.cuda.Event | None], LoadResult],
+        refuse: Callable[[Load], LoadResult],
     ) -> None:
         self._load = load
         self._refuse = refuse
-        self._waiting: queue.Queue[Load | None] = queue.Queue(MAX_WAITING_LOADS)
+        self._waiting: queue.Queue[tuple[Load, torch.cuda.Event | None] | None] = queue.Queue(
+            MAX_WAITING_LOADS
+        )
         self._has_changed = threading.Condition()
         self._num_underway = 0
         self._results: list[LoadResult] = []
@@ -378,12 +465,12 @@ class LoadThread:
                     "load did not end, leaving it: thread=%s waited_s=%g", self._thread.name, JOIN_S
                 )
 
-    def submit(self, load: Load) -> None:
+    def submit(self, load: Load, after: torch.cuda.Event | None = None) -> None:
         """Queue a load; beyond `MAX_WAITING_LOADS` it is refused."""
         with self._has_changed:
             self._num_underway += 1
         try:
-            self._waiting.put_nowait(load)
+            self._waiting.put_nowait((load, after))
         except queue.Full:
             logger.warning(
                 "too many loads wait, recomputing: request=%s limit=%d",
@@ -397,6 +484,11 @@ class LoadThread:
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._results or not self._num_underway, limit_s)
 
+    def wait_for_all(self, limit_s: float) -> bool:
+        """Wait until no load is underway, at most `limit_s`; return whether that is so."""
+        with self._has_changed:
+            return self._has_changed.wait_for(lambda: not self._num_underway, limit_s)
+
     def take_results(self) -> list[LoadResult]:
         """Return the loads that have ended since the last call."""
         with self._has_changed:
@@ -404,8 +496,9 @@ class LoadThread:
         return results
 
     def _run(self) -> None:
-        while (load := self._waiting.get()) is not None:
-            self._done(self._refuse(load) if self._is_closing.is_set() else self._load(load))
+        while (waiting := self._waiting.get()) is not None:
+            load, after = waiting
+            self._done(self._refuse(load) if self._is_closing.is_set() else self._load(load, after))
             if self._is_closing.is_set() and self._waiting.empty():
                 return
 

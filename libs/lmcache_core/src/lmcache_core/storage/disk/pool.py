@@ -168,12 +168,16 @@ async def wait_all(futures: Sequence[Future[Any]], timeout_s: float | None = Non
     """
     if not futures:
         return
-    done, _ = await asyncio.wait(
-        [asyncio.wrap_future(future) for future in futures], timeout=timeout_s
-    )
-    for future in done:
-        if not future.cancelled():
-            future.exception()  # mark it as retrieved, so that asyncio does not report it
+    waiting = [asyncio.wrap_future(future) for future in futures]
+    for one in waiting:
+        one.add_done_callback(_mark_retrieved)
+    await asyncio.wait(waiting, timeout=timeout_s)
+
+
+def _mark_retrieved(future: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting an exception that the caller of `wait_all` handles."""
+    if not future.cancelled():
+        future.exception()
 
 
 def abandon(

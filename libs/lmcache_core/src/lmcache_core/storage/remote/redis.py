@@ -347,8 +347,8 @@ class Replies(FrameStream):
     """The socket of a connection of redis-py, for requests and replies that are not copied.
 
     redis-py has connected it (addresses, sentinels, TLS, login); its own reader would copy each
-    byte of a reply three times. RESP2 only: RESP3 may send other
-    messages between replies.
+    byte of a reply three times. RESP2 only: RESP3 may send other messages
+    between replies.
 
     Args:
         connection: Connected and idle.

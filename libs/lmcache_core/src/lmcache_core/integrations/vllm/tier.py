@@ -1,0 +1,437 @@
+"""The pod's sidecar as a secondary tier of vLLM's `TieringOffloadingSpec`: chunks go there from
+vLLM's host memory, and come back from wherever the sidecar finds them. vLLM copies between GPU and
+host memory itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
+
+from lmcache_core._typing import override
+from lmcache_core.concurrency import Workers
+from lmcache_core.config import LMCacheEngineMetadata
+from lmcache_core.engine.guard import DegradingGuard
+from lmcache_core.engine.stores import SidecarClient, create_chunk_store
+from lmcache_core.engine.transfer import KVTransfer, NamedChunk
+from lmcache_core.errors import ConfigError, LayoutError
+from lmcache_core.gpu_connectors import GPUConnectorInterface
+from lmcache_core.integrations.vllm.groups import described
+from lmcache_core.integrations.vllm.identity import (
+    block_text,
+    check_shareable,
+    contents_fingerprint,
+    revision_text,
+    shared_name,
+)
+from lmcache_core.integrations.vllm.options import read_options
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.telemetry import Counters
+from lmcache_core.token_database import identity_root
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+    from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+    from vllm.v1.kv_offload.file_mapper import FileMapper
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+except ImportError as exc:
+    raise ConfigError(
+        f"vLLM {vllm.__version__} has no secondary tiers that LMCacheTier knows: use vLLM 0.31"
+        ' or 0.32, or the connector "LMCacheConnector"'
+    ) from exc
+
+logger = logging.getLogger(__name__)
+
+FMT = "vllm-tier"
+TIER = "LMCacheTier"
+BATCH_CHUNKS = 32
+"""Chunks that one request to the sidecar reserves or reads: a job of any length holds no more of
+its memory.
+"""
+STORING_SHARE = 4
+"""Waiting stores may keep one part in this many of vLLM's host memory from being reused; what comes
+on top is not stored.
+"""
+
+
+class LMCacheOffloadingConnector(OffloadingConnector):
+    """vLLM's offloading connector; it tells each `LMCacheTier` which KV this engine computes.
+
+    An engine whose KV cannot be shared is served by vLLM's host memory alone, and the log says why.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: Scheduler or worker.
+        kv_cache_config: vLLM's cache groups.
+
+    Raises:
+        ConfigError: No `LMCacheTier` is configured.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        tiers = extra.get("secondary_tiers")
+        is_ours = [isinstance(one, dict) and one.get("type") == TIER for one in tiers or ()]
+        if not any(is_ours):
+            raise ConfigError(
+                f'kv_connector_extra_config: "secondary_tiers" is {tiers!r}; it must name a tier'
+                f' of type "{TIER}", or use vLLM\'s OffloadingConnector'
+            )
+        if role is KVConnectorRole.SCHEDULER:
+            extra["secondary_tiers"] = [
+                {**tier, "identity": identity} if own else tier
+                for tier, own in zip(tiers, is_ours, strict=True)
+                for identity in [_identity(vllm_config, kv_cache_config, tier) if own else ""]
+                if identity is not None
+            ]
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class LMCacheTier(SecondaryTierManager):
+    """The pod's sidecar behind vLLM's host memory.
+
+    All methods are called by the scheduler's thread and do not wait; only `drain_jobs` does.
+    Without a sidecar nothing is found, and stores fail; a job waits for it no longer than
+    `timeout_s` per `BATCH_CHUNKS` chunks.
+
+    After `drain_jobs`, which vLLM calls when its caches are reset or weights change, this engine
+    neither shares nor finds earlier KV until it restarts.
+
+    Args:
+        offloading_spec: vLLM's offloading configuration.
+        primary_kv_view: vLLM's host memory, `[num_chunks, chunk_bytes]` of bytes.
+        tier_type: vLLM's name of this tier.
+        sidecar_socket: The sidecar's socket.
+        identity: Text that differs if equal tokens have other KV. `LMCacheOffloadingConnector`
+            provides it.
+        timeout_s: Longest wait for the sidecar's tiers.
+        backpressure_detector: vLLM's, if configured.
+
+    Raises:
+        ConfigError: An option is missing or invalid.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        sidecar_socket: str = "",
+        identity: str = "",
+        timeout_s: float = 2.0,
+        backpressure_detector: BackpressureDetector | None = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if not sidecar_socket:
+            raise ConfigError(
+                f'secondary_tiers: {TIER} needs "sidecar_socket", the socket of the pod\'s sidecar'
+            )
+        if not identity:
+            raise ConfigError(
+                f'secondary_tiers: {TIER} needs the connector "LMCacheOffloadingConnector", which'
+                ' knows the weights; or set "identity" to a text that names them'
+            )
+        self._rows = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
+        self._root = b""
+        self._epoch = b""
+        self._max_storing = len(self._rows) // STORING_SHARE
+        self._num_storing = 0
+        self._jobs: dict[int, tuple[Any, Future[None]]] = {}
+        self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._counters = Counters()
+        self._guard = DegradingGuard(self._counters, raised=())
+        self._workers = Workers("lmcache-copy")
+        self._workers.open()
+        fields = FileMapper.from_offloading_spec(
+            "", offloading_spec, offloading_spec.blocks_per_chunk, parallel_agnostic=True
+        ).get_run_config()
+        fields["model_name"] = shared_name(fields["model_name"])
+        layout = json.dumps(fields, sort_keys=True)
+        self._metadata = LMCacheEngineMetadata(
+            *(fields["model_name"], 1, 0, FMT, "uint8", (1, 1, 1, 1, self.block_size_bytes)),
+            revision=identity,
+            layout=hashlib.sha256(layout.encode()).hexdigest(),
+        )
+        store = create_chunk_store(
+            read_options(
+                {"sidecar_socket": sidecar_socket, "tier_timeout_s": timeout_s}, "cpu"
+            ).engine,
+            self._metadata,
+            None,
+            self._counters,
+            self._workers,
+            SidecarClient(f"vllm/{offloading_spec.config.engine_id}", (), loads_beside=True),
+        )
+        self._store = cast("SidecarChunkStore", store)
+        self._transfer = KVTransfer(
+            store, _Rows(self.block_size_bytes), self._metadata, self._counters, self._workers
+        )
+        self._loads = ThreadPoolExecutor(1, "lmcache-load")
+        self._stores = ThreadPoolExecutor(1, "lmcache-store")
+        self._lookups = _Lookups(self._present)
+        store.open(self._use_salt)
+
+    @override
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    @override
+    def on_request_finished(self, req_context: Any) -> None:
+        self._lookups.forget(req_context.req_id)
+
+    @override
+    def on_schedule_end(self, context: Any) -> None:
+        self._lookups.flush()
+
+    @override
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        return self._lookups.lookup(key, req_context.req_id)
+
+    @override
+    def submit_store(self, job_metadata: Any) -> None:
+        num_chunks = len(job_metadata.keys)
+        if self._num_storing and self._num_storing + num_chunks > self._max_storing:
+            self._finished.put(JobResult(job_metadata.job_id, False))
+            return
+        self._num_storing += num_chunks
+        self._begin(self._stores, job_metadata, self._store_batch)
+
+    @override
+    def submit_load(self, job_metadata: Any) -> None:
+        self._begin(self._loads, job_metadata, self._load_batch)
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = []
+        while not self._finished.empty():
+            result = self._finished.get()
+            results.append(result)
+            job, _ = self._jobs.pop(result.job_id, (None, None))
+            if job is None:
+                continue
+            if not job.is_promotion:
+                self._num_storing -= len(job.keys)
+            elif not result.success:
+                # Else vLLM would find, and begin to load, the same chunks again.
+                self._lookups.mark_miss(set(job.keys) - set(result.successful_keys or ()))
+        return results
+
+    @override
+    def drain_jobs(self) -> None:
+        wait([future for _, future in self._jobs.values()])
+        self._epoch = secrets.token_bytes(16)
+
+    @override
+    def shutdown(self) -> None:
+        for pool in (self._loads, self._stores):
+            pool.shutdown(cancel_futures=True)
+        self._store.close()
+        self._lookups.shutdown()
+        self._workers.close()
+        self._rows = self._rows[:0].copy()  # vLLM unmaps its memory next
+
+    def _use_salt(self, salt: str) -> None:
+        self._root = identity_root(self._metadata, salt)
+
+    def _names(self, keys: Iterable[bytes]) -> list[CacheEngineKey]:
+        """Return the names of chunks; none as long as the tenant's salt is unknown."""
+        root, name = self._root, self._metadata.model_name
+        if not root:
+            return []
+        root += self._epoch
+        return [
+            CacheEngineKey(FMT, name, 1, 0, hashlib.sha256(root + key).hexdigest()) for key in keys
+        ]
+
+    def _present(self, keys: Sequence[bytes]) -> list[bool]:
+        present: list[bool] = []
+        with self._guard("lookup"):
+            present = self._store.contains(self._names(keys))
+        return present + [False] * (len(keys) - len(present))
+
+    def _begin(
+        self, pool: ThreadPoolExecutor, job: Any, work: Callable[[list[NamedChunk], Any], int]
+    ) -> None:
+        self._jobs[job.job_id] = job, pool.submit(self._run, job, work)
+
+    def _run(self, job: Any, work: Callable[[list[NamedChunk], Any], int]) -> None:
+        """Do the work for the chunks of a job, batch by batch, up to the first that fails."""
+        began, num_done = time.monotonic(), 0
+        keys: list[bytes] = list(job.keys)
+        with self._guard("load" if job.is_promotion else "store"):
+            for at in range(0, len(keys), BATCH_CHUNKS):
+                names = self._names(keys[at : at + BATCH_CHUNKS])
+                rows = [self._rows[i] for i in job.chunk_ids[at : at + BATCH_CHUNKS]]
+                num_done += work([(i, i + 1, name) for i, name in enumerate(names)], {"rows": rows})
+                if num_done < min(at + BATCH_CHUNKS, len(keys)):
+                    break
+        self._finished.put(
+            JobResult(
+                job.job_id,
+                num_done == len(keys),
+                tuple(keys[:num_done]) if job.is_promotion else None,
+                time.monotonic() - began,
+                num_done * self.block_size_bytes,
+            )
+        )
+
+    def _store_batch(self, named: list[NamedChunk], kwargs: dict[str, Any]) -> int:
+        return (*self._transfer.store(named, kwargs), False).index(False)
+
+    def _load_batch(self, named: list[NamedChunk], kwargs: dict[str, Any]) -> int:
+        return self._transfer.load(named, None, kwargs)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Whether a chunk is there.
+
+    Attributes:
+        result: `RETRY` until the sidecar has answered.
+        num_requests: Requests of vLLM that have asked and not finished.
+    """
+
+    result: LookupResult = LookupResult.RETRY
+    num_requests: int = 0
+
+
+class _Lookups:
+    """Asks which chunks there are, in a thread of its own; requests share the answers. vLLM's
+    `AsyncLookupManager` takes more than twice the time in the scheduler's thread.
+
+    Args:
+        present: Returns whether each of these chunks is there.
+    """
+
+    def __init__(self, present: Callable[[Sequence[bytes]], list[bool]]) -> None:
+        self._present = present
+        self._answers: dict[bytes, _Answer] = {}
+        self._of_requests: dict[str, dict[bytes, _Answer]] = {}
+        self._unasked: list[tuple[bytes, _Answer]] = []
+        self._thread = ThreadPoolExecutor(1, "lmcache-lookup")
+
+    def lookup(self, key: bytes, request_id: str) -> LookupResult:
+        of_request = self._of_requests.get(request_id)
+        if of_request is None:
+            of_request = self._of_requests[request_id] = {}
+        answer = of_request.get(key)
+        if answer is None:
+            answer = self._answers.get(key)
+            if answer is None:
+                answer = self._answers[key] = _Answer()
+                self._unasked.append((key, answer))
+            answer.num_requests += 1
+            of_request[key] = answer
+        return answer.result
+
+    def flush(self) -> None:
+        """Ask the sidecar what the step's lookups could not answer."""
+        if self._unasked:
+            self._thread.submit(self._ask, self._unasked)
+            self._unasked = []
+
+    def mark_miss(self, keys: Iterable[bytes]) -> None:
+        """Chunks that could not be loaded are not there for the requests that have asked."""
+        for key in keys:
+            if key in self._answers:
+                self._answers[key].result = LookupResult.MISS
+
+    def forget(self, request_id: str) -> None:
+        """Forget answers that only this request has asked for."""
+        for key, answer in self._of_requests.pop(request_id, {}).items():
+            answer.num_requests -= 1
+            if not answer.num_requests:
+                del self._answers[key]
+
+    def shutdown(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _ask(self, asked: list[tuple[bytes, _Answer]]) -> None:
+        for at in range(0, len(asked), BATCH_CHUNKS):
+            batch = asked[at : at + BATCH_CHUNKS]
+            present = self._present([key for key, _ in batch])
+            for (_, answer), is_there in zip(batch, present, strict=True):
+                answer.result = LookupResult.HIT if is_there else LookupResult.MISS
+
+
+class _Rows(GPUConnectorInterface):
+    """Copies between rows of vLLM's host memory and memory objects; "token" i is `rows[i]`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    @override
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        return torch.Size((num_tokens, self._num_bytes))
+
+    @override
+    def is_on_host(self, kwargs: dict[str, Any]) -> bool:
+        return True
+
+    @override
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        (row,) = kwargs["rows"][start:end]
+        np.copyto(np.frombuffer(memory_obj.byte_array, np.uint8), row)
+
+    @override
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        (row,) = kwargs["rows"][start:end]
+        np.copyto(row, np.frombuffer(memory_obj.byte_array, np.uint8))
+
+
+def _identity(vllm_config: Any, kv_cache_config: Any, tier: dict[str, Any]) -> str | None:
+    """Return text that differs if equal tokens have other KV, for a tier that does not say; None if
+    the KV cannot be shared.
+    """
+    try:
+        return str(tier.get("identity") or _identity_of(vllm_config, kv_cache_config))
+    except LayoutError as exc:
+        logger.error("KV stays in vLLM's host memory: reason=%s", exc)
+        return None
+
+
+def _identity_of(vllm_config: Any, kv_cache_config: Any) -> str:
+    check_shareable(vllm_config)
+    cache = vllm_config.cache_config
+    if getattr(vllm_config, "lora_config", None) is not None:
+        raise LayoutError("vLLM names a chunk by its LoRA adapter's name, not by its weights")
+    if not cache.prefix_caching_hash_algo.startswith("sha256"):
+        raise LayoutError(
+            f"prefix_caching_hash_algo={cache.prefix_caching_hash_algo}: other tokens may have the"
+            " same hash; use sha256 or sha256_cbor"
+        )
+    contents = contents_fingerprint(vllm_config)
+    if contents is None:
+        raise LayoutError("vLLM numbers images and other content instead of hashing them")
+    facts = {
+        "weights": revision_text(vllm_config, None),
+        "hash": cache.prefix_caching_hash_algo,
+        "kv": cache.cache_dtype,
+        "contents": contents,
+    }
+    if not vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout"):
+        release = f"{vllm.__version__};{current_platform.get_device_capability()}"
+        facts["blocks"] = block_text(vllm_config, kv_cache_config, release)
+        facts["groups"] = "|".join(
+            described(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
+        )
+    return json.dumps(facts, sort_keys=True)

@@ -1,0 +1,223 @@
+"""Copies out of vLLM's blocks that land late, when vLLM has other uses for the blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from lmcache_core.integrations.vllm import store_thread
+from lmcache_core.telemetry import STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL
+
+from tests.fixtures.sidecar import RunningSocket, running_socket
+from tests.fixtures.vllm_engine import FULL, STATE, Engine, Limits, Shape, running, window
+from tests.fixtures.vllm_engine.memory import POISON
+from tests.fixtures.vllm_engine.stores import WrappedStore
+from tests.fixtures.vllm_engine.worlds import beside, prompt
+
+PATIENCE_S = 60.0
+LATE_S = 0.3
+
+
+class LateStore(WrappedStore):
+    """Has room for chunks, and chunks, which are copied then, once the gate is open."""
+
+    gate = threading.Event()
+
+    def reserve(self, *args: Any) -> Any:
+        assert self.gate.wait(PATIENCE_S)
+        return self.inner.reserve(*args)
+
+    def get(self, *args: Any, **options: Any) -> Any:
+        assert self.gate.wait(PATIENCE_S)
+        return self.inner.get(*args, **options)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The gate, which is open at the beginning and in the end."""
+    one = threading.Event()
+    one.set()
+    monkeypatch.setattr(LateStore, "gate", one)
+    yield one
+    one.set()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[RunningSocket]:
+    with running_socket(tmp_path) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def late_engine(
+    module: ModuleType,
+    model: Path,
+    sidecar: RunningSocket,
+    shape: Shape,
+    limits: Limits,
+    **options: Any,
+) -> Iterator[Engine]:
+    """An engine that copies nothing until the gate opens."""
+    extra = beside(sidecar.path, load="async", **options)
+    with running(module, model, extra, shape=shape, limits=limits, wrap_store=LateStore) as engine:
+        LateStore.gate.clear()
+        yield engine
+
+
+def open_soon(gate: threading.Event) -> None:
+    threading.Timer(LATE_S, gate.set).start()
+
+
+def counted(engine: Engine, name: str) -> int:
+    return sum(worker.connector._counters.value(name) for worker in engine.workers)
+
+
+def check_stored(engine: Engine, number: int, num_tokens: int) -> None:
+    """Load a prompt: the engine raises if what was stored is not its KV."""
+    engine.settle()
+    engine.forget()
+    assert engine.tally(engine.ask(prompt(number, num_tokens))).num_external >= num_tokens - 8
+    engine.forget()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(num_blocks=14),
+        Shape((FULL, window(6)), num_blocks=26),
+        Shape(num_ranks=2, num_blocks=14),
+        Shape((FULL, STATE), block_size=8, num_blocks=11),
+    ],
+    ids=["full", "hybrid", "two ranks", "state"],
+)
+def test_a_finished_request_keeps_its_blocks_until_they_are_copied(
+    module: ModuleType, model: Path, sidecar: RunningSocket, gate: threading.Event, shape: Shape
+) -> None:
+    """There is room for one of two prompts."""
+    with late_engine(module, model, sidecar, shape, Limits(64)) as engine:
+        requests = [engine.add(prompt(number, 41)) for number in (1, 2)]
+        while not any(request.status.is_finished for request in requests):
+            engine.step()
+        assert not gate.is_set(), "the first token waits for its store"
+        # Either may be first: a prompt whose lookup is not answered yet is overtaken
+        assert not all(request.computed for request in requests)
+        open_soon(gate)
+        engine.run()
+        assert counted(engine, UNSTORED_CHUNKS_TOTAL) == 0
+        check_stored(engine, 1, 41)
+        check_stored(engine, 2, 41)
+
+
+def test_a_step_waits_for_copies_of_a_preempted_request(
+    module: ModuleType, model: Path, sidecar: RunningSocket, gate: threading.Event
+) -> None:
+    limits = Limits(64, reserves_whole_prompt=False)
+    with late_engine(module, model, sidecar, Shape(num_blocks=14), limits) as engine:
+        requests = [engine.add(prompt(number, 24), 20) for number in (1, 2)]
+        while not all(request.computed for request in requests):
+            engine.step()
+        open_soon(gate)
+        engine.run()
+        assert sum(request.num_preemptions for request in requests) > 0
+        assert counted(engine, UNSTORED_CHUNKS_TOTAL) == 0
+        check_stored(engine, 1, 25)
+        check_stored(engine, 2, 25)
+
+
+def test_a_step_waits_for_copies_of_blocks_before_a_window(
+    module: ModuleType, model: Path, sidecar: RunningSocket, gate: threading.Event
+) -> None:
+    shape = Shape((FULL, window(6)), num_blocks=20)
+    with late_engine(module, model, sidecar, shape, Limits(16)) as engine:
+        request = engine.add(prompt(1, 41))
+        for _ in range(5):
+            engine.step()
+            if not gate.is_set():
+                open_soon(gate)
+        engine.run()
+        assert request.status.is_finished
+        assert counted(engine, UNSTORED_CHUNKS_TOTAL) == 0
+        for num_tokens in (41, 33, 25, 17, 9):
+            check_stored(engine, 1, num_tokens)
+
+
+def test_what_is_not_copied_in_time_is_not_stored(
+    module: ModuleType, model: Path, sidecar: RunningSocket, gate: threading.Event
+) -> None:
+    limits = Limits(64, reserves_whole_prompt=False)
+    shape = Shape(num_blocks=14)
+    with late_engine(module, model, sidecar, shape, limits, tier_timeout_s=0.5) as engine:
+        requests = [engine.add(prompt(number, 24), 20) for number in (1, 2)]
+        while not any(request.num_preemptions for request in requests):
+            engine.step()
+        gate.set()
+        engine.run()
+        (preempted,) = (request for request in requests if request.num_preemptions)
+        assert counted(engine, UNSTORED_CHUNKS_TOTAL) == 3
+        engine.forget()
+        assert engine.ask(preempted.prompt_token_ids, 20).output == preempted.output
+        engine.forget()
+
+
+def test_what_exceeds_the_limit_is_dropped(
+    module: ModuleType,
+    model: Path,
+    sidecar: RunningSocket,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_thread, "MAX_STORING_BYTES", 1)
+    with late_engine(module, model, sidecar, Shape(num_blocks=64), Limits(64)) as engine:
+        for number, num_tokens in ((1, 24), (2, 16)):
+            request = engine.add(prompt(number, num_tokens))
+            while not request.computed:
+                engine.step()
+        assert counted(engine, UNSTORED_CHUNKS_TOTAL) == 2
+        gate.set()
+        engine.run()
+        assert counted(engine, STORED_CHUNKS_TOTAL) == 3
+        engine.forget()
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_memory_is_unmapped_when_copies_have_ended(
+    module: ModuleType,
+    model: Path,
+    sidecar: RunningSocket,
+    gate: threading.Event,
+    is_load: bool,
+) -> None:
+    """As vLLM does to sleep; what it has when it wakes up is not what it had."""
+    with late_engine(module, model, sidecar, Shape(num_blocks=64), Limits(64)) as engine:
+        (worker,) = engine.workers
+        assert worker.connector.supports_sleep_mode(None)
+        if is_load:
+            gate.set()
+            engine.ask(prompt(1, 41))
+            engine.forget()
+            gate.clear()
+        engine.add(prompt(1, 41))
+        loads = worker.connector._worker_side._loads
+        while not (engine.step() or loads._num_underway):
+            pass
+        assert bool(loads._num_underway) == is_load
+        unmapping = threading.Thread(target=worker.connector.unregister_kv_caches)
+        unmapping.start()
+        unmapping.join(LATE_S)
+        assert unmapping.is_alive(), "copies are underway"
+        gate.set()
+        unmapping.join(PATIENCE_S)
+        assert not unmapping.is_alive()
+        engine.run()
+        worker.connector.unregister_kv_caches()
+        for tensor in worker.memory.by_name.values():
+            tensor.fill_(POISON)
+        worker.connector.restore_kv_caches()
+        worker.connector.restore_kv_caches()
+        engine.forget()
+        check_stored(engine, 1, 41)

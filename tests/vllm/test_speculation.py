@@ -1,0 +1,77 @@
+"""Drafts: tokens that vLLM guesses and then checks. Hits with drafts give the same answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
+from tests.vllm.models import EAGLE, LLAMA, LOCAL, MLA, MTP, SLIDING
+from tests.vllm.processes import EngineProcess
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import Growth
+from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
+
+pytestmark = [pytest.mark.since("0.31"), pytest.mark.smoke]
+
+REPEATED = prompt(60, 300) * 3
+"""A prompt in which later tokens can be looked up."""
+WHOLE = Ask(REPEATED, num_new=40)
+BRANCH = Ask(REPEATED[:700] + prompt(61, 200), num_new=40)
+LOOKUP = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def _drafting(world: World, model: str, drafts: dict[str, Any], **options: Any) -> EngineProcess:
+    """Return an engine in its own process: prompt lookup imports numba, and vLLM cannot start a
+    second engine in a process that has imported it.
+    """
+    engine = world.owner.engine("drafting")
+    engine.open(world.options(model, speculative_config=world.speculative(drafts), **options))
+    return engine
+
+
+@EITHER_LOAD
+@pytest.mark.parametrize(
+    ("model", "drafts"),
+    [
+        (LLAMA, {"method": "draft_model", "model": LLAMA}),
+        (LLAMA, {"method": "eagle", "model": EAGLE}),
+        (MTP, {"method": "mtp"}),
+        (SLIDING, {"method": "eagle", "model": EAGLE}),
+    ],
+    ids=["draft_model", "eagle", "mtp", "eagle of windows"],
+)
+def test_a_draft_model_whose_kv_is_cached_too(
+    world: World, model: str, drafts: dict[str, Any], load: str
+) -> None:
+    sidecar = world.sidecar()
+    engine = _drafting(world, model, drafts, lmcache_load=load)
+    stored = Growth(sidecar)
+    cold = engine.ask(WHOLE)
+    stored.reaches(whole_chunks(len(WHOLE.tokens)))
+    engine.reset()
+    hit, branched = engine.ask(WHOLE), engine.ask(BRANCH)
+    engine.reset()
+    both = engine.generate([BRANCH, WHOLE])
+    assert cold.num_cached == 0
+    assert hit.num_cached == whole_chunks(len(WHOLE.tokens)) * CHUNK_SIZE
+    assert all(answer.num_cached >= 2 * CHUNK_SIZE for answer in (branched, *both))
+    assert engine.metrics()["vllm:spec_decode_num_draft_tokens"] > 0
+    world.references.check(
+        [cold, hit, branched, *both], [WHOLE, WHOLE, BRANCH, BRANCH, WHOLE], model
+    )
+
+
+@pytest.mark.parametrize("model", [LLAMA, SLIDING, LOCAL, MLA])
+def test_prompt_lookup_shares_kv_with_engines_without_drafts(world: World, model: str) -> None:
+    """It has no KV of its own."""
+    sidecar = world.sidecar()
+    with running_engine(world.options(model)) as plain:
+        fill(plain, sidecar, WHOLE)
+    engine = _drafting(world, model, LOOKUP)
+    hit, branched = engine.ask(WHOLE), engine.ask(BRANCH)
+    assert hit.num_cached == whole_chunks(len(WHOLE.tokens)) * CHUNK_SIZE
+    assert branched.num_cached >= 2 * CHUNK_SIZE
+    assert engine.metrics()["vllm:spec_decode_num_draft_tokens"] > 0
+    world.references.check([hit, branched], [WHOLE, BRANCH], model)
