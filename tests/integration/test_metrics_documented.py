@@ -107,7 +107,9 @@ def test_labels_of_what_has_not_happened_yet_are_documented(sections: Mapping[st
 def test_all_values_of_a_label_are_known_but_for_what_is_configured() -> None:
     for described in (OF_SIDECAR, OF_STORAGE):
         for name, one in described.items():
-            assert bool(one.values) == (one.label in ("reason", "outcome", "command")), name
+            assert bool(one.values) == (one.label in ("reason", "outcome", "command", "source")), (
+                name
+            )
     assert OF_STORAGE[COMPAT_CLOSED_TOTAL].values == tuple(CloseReason)
     assert OF_STORAGE[COMPAT_REQUESTS_TOTAL].values == tuple(
         command.name.lower() for command in CompatCommand

@@ -140,7 +140,7 @@ def test_settings_files_are_read_as_their_services_do(
     assert "engine" not in configuration
     assert any("is world-readable (0644)" in what for _, _, what in wrong(found, "files"))
     assert any(
-        "auth_tokens_file /nowhere/tokens.yaml" in what
+        "auth_tokens_file=/nowhere/tokens.yaml" in what
         for level, _, what in wrong(found, "files")
         if level == "error"
     )
@@ -158,11 +158,11 @@ def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
         "ports": ({"port": 18999, "lm_port": 18999}, "lm_port=18999 is the value of port too"),
         "lookup": (
             {"lookup_url": "localhost:8081"},
-            "lookup_url='localhost:8081' (lookup.yaml): its URL: must be",
+            "lookup_url='localhost:8081' (lookup.yaml): must be http://host:port",
         ),
         "remote": (
             {"remote_url": "s3://b"},
-            "remote_url='s3://b' (remote.yaml): remote_url='s3://b': its scheme must be one of lm,",
+            "remote_url='s3://b' (remote.yaml): its scheme must be one of lm,",
         ),
     }
     files = {

@@ -90,7 +90,10 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
             ["status", "--config", "/nowhere/ctl.yaml"],
             "cannot read the settings file /nowhere/ctl.yaml",
         ),
-        (["status", "-n", "x", "--kubeconfig", "/nowhere/kubeconfig"], "no usable kubeconfig"),
+        (
+            ["status", "-n", "x", "--kubeconfig", "/nowhere/kubeconfig"],
+            "no usable kubeconfig (no such file) in kubeconfig=/nowhere/kubeconfig: give another",
+        ),
         (["codec", "stats", "--token-file", "/nowhere/token"], "'/nowhere/token' cannot be read"),
         (
             ["explain", "ab" * 32, "--token-file", "/nowhere/token"],
@@ -242,7 +245,30 @@ def test_a_damaged_kubeconfig_is_told(
     assert run("status", "--kubeconfig", str(tmp_path / "kubeconfig")) == 2
     output = capsys.readouterr()
     assert told in output.err
+    assert f" in kubeconfig={tmp_path}/kubeconfig: " in output.err
     assert output.err.count("\n") == 1
+
+
+def test_a_missing_kubeconfig_of_the_environment_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lmcache_ctl", "status", "-n", "x"],
+        env=os.environ | {"KUBECONFIG": "/nowhere/a:/nowhere/b"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "(no such file) in KUBECONFIG=/nowhere/a:/nowhere/b: give another" in done.stderr
+
+
+@pytest.mark.parametrize("words", [words.split() for words in ("", "top", "drain", "lookup")])
+def test_help_shows_switches_without_a_value(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--help" in shown
+    assert "bool" not in shown.lower()
 
 
 @pytest.mark.parametrize("arguments", [["status", "-o", "json"], ["--help"]])

@@ -55,6 +55,40 @@ def test_print_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert "hunter2" not in printed
 
 
+def test_print_config_also_checks_the_files_that_settings_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_SAMPLE_TLS_CERT_FILE", str(tmp_path / "tls.crt"))
+    assert run("--print-config") == 2
+    printed = capsys.readouterr()
+    assert "port: 8099\n" in printed.out
+    [line] = printed.err.splitlines()
+    assert f"tls_cert_file={tmp_path / 'tls.crt'}: No such file or directory" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("otlp_endpoint", "collector", "must be http://host:port or https://host:port"),
+        ("auth_tokens_file", "/nowhere/tokens", "cannot be read: No such file or directory"),
+        ("tls_cert_file", "/nowhere/tls.crt", "No such file or directory"),
+    ],
+)
+def test_the_sentence_for_a_bad_setting_names_option_value_and_rule(
+    option: str,
+    value: str,
+    rule: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(f"LMCACHE_SAMPLE_{option.upper()}", value)
+    assert run() == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{option}=" in line
+    assert value in line
+    assert rule in line
+
+
 def test_a_bad_setting_is_exit_code_2_and_one_line_each(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

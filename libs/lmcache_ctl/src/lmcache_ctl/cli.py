@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from lmcache_core._typing import override
 from lmcache_core.errors import LMCacheError
+from typer.core import TyperCommand, TyperGroup
 
 from lmcache_ctl import lookup, sidecar
 from lmcache_ctl.bench.command import bench
@@ -134,19 +136,40 @@ def _root(
     """The command line of the shared KV cache."""
 
 
+def _without_values(parameters: list[Any]) -> list[Any]:
+    """Show no type for switches in the help: they take no value."""
+    for one in parameters:
+        if getattr(one, "is_flag", False):
+            one.metavar = ""
+    return parameters
+
+
+class _Command(TyperCommand):
+    @override
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    @override
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+
 def _app() -> typer.Typer:
     names = {"help_option_names": ["-h", "--help"]}
-    root = typer.Typer(name="lmcachectl", no_args_is_help=True, context_settings=names)
+    root = typer.Typer(cls=_Group, name="lmcachectl", no_args_is_help=True, context_settings=names)
     root.callback()(_root)
     groups = {"": root}
     for group, text in GROUPS.items():
-        groups[group] = typer.Typer(no_args_is_help=True, help=text)
+        groups[group] = typer.Typer(cls=_Group, no_args_is_help=True, help=text)
         root.add_typer(groups[group], name=group)
     for words, command in COMMANDS.items():
         group, _, name = words.rpartition(" ")
         shown = [f"lmcachectl {example}" for example in examples_of(words)]
         # an empty line keeps each example on a line of its own
-        groups[group].command(name, epilog="\n\n".join(("Examples:", *shown)))(command)
+        epilog = "\n\n".join(("Examples:", *shown))
+        groups[group].command(name, cls=_Command, epilog=epilog)(command)
     return root
 
 

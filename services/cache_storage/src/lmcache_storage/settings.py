@@ -165,12 +165,12 @@ class StorageSettings(S3Settings):
     @classmethod
     def _check_replicas_url(cls, value: str | None) -> str | None:
         if value is not None:
+            if not value.startswith(("lm://", "lm+tls://")):
+                raise ValueError("must be lm://host:port,host:port or lm+tls://…")
             try:
                 hosts_of(value)
             except ConfigError as exc:
                 raise ValueError(str(exc)) from exc
-            if not value.startswith(("lm://", "lm+tls://")):
-                raise ValueError("must be lm://host:port,host:port or lm+tls://…")
         return value
 
     @model_validator(mode="after")

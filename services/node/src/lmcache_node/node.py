@@ -359,10 +359,9 @@ def client_tls(settings: NodeSettings) -> ClientTls:
     Raises:
         ConfigError: A file cannot be read or does not match.
     """
-    files = TlsFiles(
-        settings.tls_client_cert_file, settings.tls_client_key_file, settings.tls_ca_file
+    context = client_context(
+        TlsFiles.of(settings, "tls_client_cert_file", "tls_client_key_file", "tls_ca_file")
     )
-    context = client_context(files, "tls_client_cert_file")
     return ClientTls(
         context, settings.tls_peer_name, bool(settings.tls_cert_file or settings.tls_ca_file)
     )

@@ -10,7 +10,7 @@ from lmcache_core.names import INSTANCE_PATTERN
 from lmcache_core.p2p import PeerKind, parse_distributed_url
 from lmcache_core.security import TicketKeyFile, TicketKeys, parse_ticket_keys, validate_tenant
 from lmcache_servicekit.redis_settings import RedisSettings
-from lmcache_servicekit.settings import Port, ServiceSettings, is_loopback
+from lmcache_servicekit.settings import URL_PATTERN, Port, ServiceSettings, is_loopback
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -82,9 +82,7 @@ class DiscoverySettings(ServiceSettings):
     kubernetes_port_name: str = Field(default="lm", min_length=1, max_length=15)
     kubernetes_port: int = Field(default=65_433, ge=1, le=65_535)
     kubernetes_tls: bool = False
-    kubernetes_api_url: str | None = Field(
-        default=None, pattern=r"^https?://[^@\s]+$", max_length=300
-    )
+    kubernetes_api_url: str | None = Field(default=None, pattern=URL_PATTERN, max_length=300)
     kubernetes_token_file: Path | None = None
     kubernetes_ca_file: Path | None = None
     pod_deletion_cost: bool = False
@@ -192,7 +190,7 @@ def load_ticket_keys(settings: BrokerSettings) -> TicketKeys:
     if settings.ticket_keys is not None:
         return _parse(settings.ticket_keys)
     if settings.ticket_keys_file is not None:
-        return TicketKeyFile(settings.ticket_keys_file)
+        return TicketKeyFile(settings.ticket_keys_file, "ticket_keys_file")
     return {_EPHEMERAL_KEY_ID: secrets.token_bytes(32)}
 
 

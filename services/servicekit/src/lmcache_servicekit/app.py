@@ -228,7 +228,7 @@ def create_service_app(
     tokens = (
         TokenTable.anonymous()
         if settings.auth_tokens_file is None
-        else TokenTable.from_file(settings.auth_tokens_file)
+        else TokenTable.from_file(settings.auth_tokens_file, "auth_tokens_file")
     )
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -241,7 +241,7 @@ def create_service_app(
     state = ServiceState(settings, tokens, HealthRegistry(), registry)
     if settings.tls_cert_file is not None:
         state.tls = server_context(
-            TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
+            TlsFiles.of(settings, "tls_cert_file", "tls_key_file", "tls_client_ca_file")
         )
     if settings.rate_limit_per_tenant is not None:
         state.limiter = RateLimiter(settings.rate_limit_per_tenant)

@@ -187,7 +187,7 @@ class RedisSettings(ServiceSettings):
     @property
     def redis_tls(self) -> TlsFiles:
         """The files for TLS."""
-        return TlsFiles(self.redis_tls_cert_file, self.redis_tls_key_file, self.redis_tls_ca_file)
+        return TlsFiles.of(self, "redis_tls_cert_file", "redis_tls_key_file", "redis_tls_ca_file")
 
     def _redis_url_begins_with(self, schemes: tuple[str, ...]) -> bool:
         return self.redis_url is not None and self.redis_url.get_secret_value().startswith(schemes)

@@ -71,6 +71,7 @@ def run_service(
         settings = load_settings(settings_cls, options.config)
         if options.print_config:
             sys.stdout.write(render_settings(settings))
+            create_app(settings)  # reads the files that settings name
             return 0
         _check_port_file(options.port_file)
         configure_logging(settings.log_level, settings.log_format)
@@ -326,7 +327,7 @@ def _parse(
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="print the effective settings, secrets masked, and exit",
+        help="print the effective settings, secrets masked, check the files they name, and exit",
     )
     parser.add_argument(
         "--port-file",

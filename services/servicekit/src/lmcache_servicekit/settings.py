@@ -49,6 +49,9 @@ that one is reported.
 NESTING: Final = "__"
 MASK: Final = "**********"
 
+URL_PATTERN: Final = r"^https?://[^@\s]+$"
+_PATTERNS_IN_WORDS: Final = {URL_PATTERN: "must be http://host:port or https://host:port"}
+
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASS|KEY|CREDENTIAL", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
 # What Kubernetes adds for a service `lmcache-lookup`, or one whose name begins so:
@@ -115,7 +118,7 @@ class ServiceSettings(BaseModel):
     shutdown_grace_s: int = Field(default=20, ge=0, le=3600)
     health_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
     health_port: Port | None = None
-    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$", max_length=300)
+    otlp_endpoint: str | None = Field(default=None, pattern=URL_PATTERN, max_length=300)
     trace_sample_ratio: float = Field(default=DEFAULT_SAMPLE_RATIO, ge=0, le=1)
 
     @field_validator("otlp_endpoint")
@@ -248,7 +251,7 @@ def load_settings(
     try:
         return settings_cls(**merge(from_file, from_environ))
     except ValidationError as exc:
-        errors = exc.errors(include_url=False, include_context=False)
+        errors = exc.errors(include_url=False)
         lines = [
             _explain(settings_cls, error, origins, path)
             for error in errors
@@ -339,7 +342,11 @@ def _explain(
         if field is None or is_secret(field.annotation)
         else _without_credentials(repr(error["input"]))[:MAX_SHOWN_CHARS]
     )
-    return f"{'.'.join(location)}={shown} ({source}): {message}"
+    option = f"{'.'.join(location)}={shown}"
+    if error["type"] == "string_pattern_mismatch":
+        message = _PATTERNS_IN_WORDS.get(error["ctx"]["pattern"], message)
+    # The core's own checks name option and value too.
+    return f"{option} ({source}): {message.removeprefix(f'{option}: ').removeprefix('its URL: ')}"
 
 
 class EnvironmentReader:
@@ -504,7 +511,8 @@ def read_secret_file(path: Path | None, option: str) -> str | None:
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{option}={str(path)!r} cannot be read: {exc}") from exc
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"{option}={path} cannot be read: {reason}; correct the path") from exc
     if not text:
-        raise ConfigError(f"{option}={str(path)!r} is empty")
+        raise ConfigError(f"{option}={path} is empty; write the secret into it")
     return text

@@ -23,6 +23,6 @@ def create_app(settings: SidecarSettings) -> FastAPI:
     check_outgoing(settings)
     read_secret_file(settings.salt_file, "salt_file")
     if settings.ticket_keys_file is not None:
-        TicketKeyFile(settings.ticket_keys_file)
+        TicketKeyFile(settings.ticket_keys_file, "ticket_keys_file")
     routers = [status.router, pins.router, explain.router, create_log_router()]
     return create_service_app(settings, "lmcache-sidecar", lifespan=lifespan, routers=routers)

@@ -73,7 +73,7 @@ def create_peer_server(
     verifier = None
     authenticate: Authenticate = state.tokens.authenticate
     if settings.ticket_keys_file is not None:
-        keys = TicketKeyFile(settings.ticket_keys_file)
+        keys = TicketKeyFile(settings.ticket_keys_file, "ticket_keys_file")
         verifier = TicketVerifier(keys, settings.instance_id).verify
         if settings.auth_tokens_file is None:
             # Without a token file every caller would be admitted as an administrator.

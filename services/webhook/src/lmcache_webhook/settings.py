@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from lmcache_webhook.injection.plan import Connector
 from lmcache_webhook.injection.pod import amount_of
 
 MAX_GB = 65_536
@@ -76,6 +77,8 @@ class WebhookSettings(ServiceSettings):
         max_arena_gb: Most that a pod may ask for.
         disk_gb: Disk of a pod that names no size; 0: none.
         max_disk_gb: Most that a pod may ask for.
+        connector: `lmcache` or `offloading-tier` (docs/vllm.md), in a pod that names none.
+        host_memory_gb: vLLM's host memory with `offloading-tier`, in a pod that names no size.
         memory_overhead_mb: Memory of the sidecar in addition to its arena.
         payload_resources: Requests and limits of the container that copies the payload.
         sidecar_cpu: CPU request of the sidecar, a Kubernetes quantity.
@@ -105,6 +108,8 @@ class WebhookSettings(ServiceSettings):
     max_arena_gb: float = Field(default=1024.0, ge=0.0625, le=MAX_GB)
     disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
     max_disk_gb: float = Field(default=1024.0, ge=0, le=MAX_GB)
+    connector: Connector = "lmcache"
+    host_memory_gb: float = Field(default=8.0, ge=0.0625, le=MAX_GB)
     memory_overhead_mb: int = Field(default=512, ge=128, le=1 << 20)
     payload_resources: dict[Literal["requests", "limits"], dict[str, str | int | float]] = Field(
         default={"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "128Mi"}}

@@ -170,11 +170,9 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
         (client_context, CLIENT_IDENTITIES),
     ):
         for names in identities:
-            paths = [
-                None if (value := getattr(settings, name, None)) is None else Path(value)
-                for name in names
-            ]
-            files = TlsFiles(*paths)
+            values = (getattr(settings, name, None) for name in names)
+            cert, key, ca = (None if value is None else Path(value) for value in values)
+            files = TlsFiles(cert, key, ca, names)
             is_told = tuple(files.paths[:2]) in seen
             if files.cert_file is None or is_told or not all(map(_exists, files.paths)):
                 continue
@@ -208,7 +206,9 @@ def _files_of(subject: Subject, settings: Any) -> Iterator[Finding]:
         except (OSError, LMCacheError, ValueError) as exc:
             reason = getattr(exc, "strerror", None) or exc
             fix = "mount or write it where the settings say"
-            yield subject.error(f"{option} {path}: {reason}", fix)
+            yield subject.error(
+                str(exc) if f"{option}=" in str(exc) else f"{option}={path}: {reason}", fix
+            )
             continue
         if option in SECRET_FILES and mode & stat.S_IROTH:
             what = f"{option} {path} is world-readable ({mode:04o})"
@@ -232,10 +232,10 @@ def _read_as_the_service(option: str, path: Path) -> None:
     from lmcache_core.security import TicketKeyFile, TokenFile, TokenTable
 
     if option == "auth_tokens_file":
-        TokenTable.from_file(path)
+        TokenTable.from_file(path, option)
     elif option.endswith("token_file"):
         TokenFile(path, option)
     elif option.endswith("ticket_keys_file"):
-        TicketKeyFile(path)
+        TicketKeyFile(path, option)
     elif not path.read_bytes():
         raise ConfigError("it is empty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -11,6 +12,7 @@ from lmcache_ctl.settings import CtlSettings
 
 POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE: Final = "default"
+DEFAULT_KUBECONFIG: Final = "~/.kube/config"
 MAX_PAGES: Final = 64
 PAGE: Final = 250
 PORT_FORWARD: Final = "port-forward"
@@ -146,6 +148,19 @@ def _unusable() -> tuple[type[Exception], ...]:
     return (ConfigException, OSError, yaml.YAMLError, *shapes)
 
 
+def _origin(named: str | None) -> tuple[str, bool]:
+    """Return what names the kubeconfig, and whether the loader finds one of its paths."""
+    from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION
+
+    paths = str(KUBE_CONFIG_DEFAULT_LOCATION) if named is None else named
+    origin = f"kubeconfig={paths}"
+    if named is None:
+        origin = paths if paths == DEFAULT_KUBECONFIG else f"KUBECONFIG={paths}"
+    # as the loader looks: "" is no path, and the home of an unknown user no error
+    found = map(os.path.expanduser, paths.split(os.pathsep))
+    return origin, any(os.path.exists(path) for path in found)  # noqa: PTH110
+
+
 def _load(settings: CtlSettings) -> tuple[Any, str]:
     """Return the configuration, and the namespace of the context."""
     from kubernetes import client, config
@@ -156,6 +171,7 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
     if named is None and settings.context is None and POD_NAMESPACE_FILE.is_file():
         config.load_incluster_config(client_configuration=configuration)
         return configuration, POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    origin, is_there = _origin(named)
     complaints = _Complaints()
     logging.getLogger().addHandler(complaints)
     try:
@@ -172,18 +188,21 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
             )
         config.load_kube_config(named, settings.context, client_configuration=configuration)
     except _unusable() as exc:
-        why = (
-            str(exc).splitlines()[0]
-            if isinstance(exc, config.ConfigException | OSError) and str(exc)
-            else "it is damaged"
-        )
-        raise UsageError(f"no usable kubeconfig ({why}): give one with --kubeconfig") from exc
+        if not is_there:
+            why = "no such file"
+        elif isinstance(exc, config.ConfigException | OSError) and str(exc):
+            why = str(exc).splitlines()[0]
+        else:
+            why = "it is damaged"
+        raise UsageError(
+            f"no usable kubeconfig ({why}) in {origin}: give another with --kubeconfig"
+        ) from exc
     finally:
         logging.getLogger().removeHandler(complaints)
     if complaints.texts:
         raise UsageError(
-            f"no usable kubeconfig (no credentials: {complaints.texts[0]}): log in again, or mend"
-            " its users"
+            f"no usable kubeconfig (no credentials: {complaints.texts[0]}) in {origin}: log in"
+            " again, or mend its users"
         )
     return configuration, str(chosen.get("context", {}).get("namespace") or DEFAULT_NAMESPACE)
 

@@ -7,6 +7,7 @@ from a variable.
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
 import re
@@ -14,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lmcache_webhook.injection.connector_options import find_lmcache
-from lmcache_webhook.injection.plan import CONTAINER, REPLACE
+from lmcache_webhook.injection.plan import CONNECTOR, CONTAINER, REPLACE
 from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
-from lmcache_webhook.injection.sidecar import transfer_config
 
 OPTION: Final = "--kv-transfer-config"
 CONNECTOR_MODULE: Final = "lmcache_core.integrations.vllm"
@@ -29,6 +29,7 @@ MODULES: Final = (
     *("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
     *(DYNAMO, HUGGING_FACE),
 )
+MAX_PORT: Final = 65535
 SCRIPT_VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
 """From which the scripts of KServe's LLMInferenceService take further arguments of vLLM."""
 _COMMENT: Final = re.compile(r"(?<!\S)#.*")
@@ -37,6 +38,7 @@ _READ: Final = re.compile(rf"\${SCRIPT_VARIABLE}\b|\${{{SCRIPT_VARIABLE}(:?-)?}}
 _ASSIGNED: Final = re.compile(rf"\b{SCRIPT_VARIABLE}[:+]?=")
 RAY_VARIABLE: Final = "KUBERAY_GEN_RAY_START_CMD"
 _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))")
+_PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./:=-]+")
 _CONNECTOR_OF_DYNAMO: Final = "DYN_CONNECTOR"
 """The option `--connector` as a variable."""
@@ -45,7 +47,7 @@ _ROLES_OF_DYNAMO: Final = ("--is-prefill-worker", "--is-decode-worker")
 
 def runs_vllm(container: Container) -> bool:
     """Return whether a container appears to run vLLM, by its command line or image."""
-    name = (container.image or "").partition("@")[0].rsplit("/", 1)[-1].partition(":")[0]
+    name = _image_name(container)
     return (
         names_our_connector(container)
         or _starts_server(_line(container))
@@ -53,6 +55,47 @@ def runs_vllm(container: Container) -> bool:
         # The image decides what runs, and is called vllm.
         or (not container.command and ("vllm" in name or name == HUGGING_FACE))
     )
+
+
+def metrics_url(container: Container) -> str | None:
+    """Return where the pod's other containers reach vLLM's metrics.
+
+    Args:
+        container: The one that runs vLLM.
+
+    Returns:
+        None if the arguments do not say it: a script or another program starts vLLM, a file has
+        further arguments, or vLLM serves with TLS, on one other address, or not at all.
+    """
+    line = _line(container)
+    if not _starts_server(line) and (container.command or _script(container) is not None):
+        return None
+    if not {DYNAMO, HUGGING_FACE}.isdisjoint((*line, _image_name(container))):
+        return None
+    for word in line:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in ("--config", "--uds", "--headless") or name.startswith("--ssl-"):
+            return None
+    host, port = _value_of(line, "--host") or "", _value_of(line, "--port")
+    port = "8000" if port is None else port
+    if not _includes_loopback(host) or not _PORT.fullmatch(port) or int(port) > MAX_PORT:
+        return None
+    return f"http://127.0.0.1:{port}"
+
+
+def _includes_loopback(host: str) -> bool:
+    """Return whether a server that listens on this `--host` is reached at 127.0.0.1."""
+    if host in ("", "localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_unspecified or str(address) == "127.0.0.1"
+
+
+def _image_name(container: Container) -> str:
+    return (container.image or "").partition("@")[0].rsplit("/", 1)[-1].partition(":")[0]
 
 
 def runs_ray(container: Container) -> bool:
@@ -118,6 +161,11 @@ def plan_script_variable(container: Container, config: Mapping[str, Any]) -> str
         )
     words = list(_dotted(OPTION, config))
     for word in words:
+        if "secondary_tiers" in word.partition("=")[0]:
+            raise DeclinedError(
+                f"the container {container.name} takes its arguments through a script, which"
+                f" offloading-tier cannot go through: set {CONNECTOR}: lmcache"
+            )
         if not _PLAIN.fullmatch(word):
             raise DeclinedError(
                 f"{word.partition('=')[0]} has a value that cannot go through a script: set it by a"
@@ -230,12 +278,15 @@ def _reads_variable(script: str) -> bool:
     return _READ.search(code) is not None and _ASSIGNED.search(code) is None
 
 
-def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
+def find_engine(
+    spec: PodSpec, name: str | None, config: Mapping[str, Any]
+) -> tuple[int, Container]:
     """Return the container that runs vLLM.
 
     Args:
         spec: Of the pod.
         name: Name of that container; None: the one that appears to run vLLM.
+        config: The value of `--kv-transfer-config`, to be named where it cannot be set.
 
     Returns:
         Its index among the containers, and the container.
@@ -258,7 +309,7 @@ def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
             if runs_ray(one):
                 raise DeclinedError(
                     f"the container {one.name} runs Ray, which starts vLLM later: name it in"
-                    f" {CONTAINER}, and put into engine_kwargs {engine_kwargs()}"
+                    f" {CONTAINER}, and put into engine_kwargs {engine_kwargs(config)}"
                 )
         raise DeclinedError(
             "no container of this pod looks as if it ran vLLM: name the one that does in"
@@ -272,6 +323,6 @@ def find_engine(spec: PodSpec, name: str | None) -> tuple[int, Container]:
     return found[0]
 
 
-def engine_kwargs() -> str:
+def engine_kwargs(config: Mapping[str, Any]) -> str:
     """Return what a configuration of Ray Serve needs to use the connector."""
-    return "kv_transfer_config: " + json.dumps(transfer_config())
+    return "kv_transfer_config: " + json.dumps(config)

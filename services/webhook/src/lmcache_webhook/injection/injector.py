@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import posixpath
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from lmcache_webhook.injection.command_line import (
     SCRIPT_VARIABLE,
     engine_kwargs,
     find_engine,
+    metrics_url,
     names_our_connector,
     plan_arguments,
     plan_script_variable,
@@ -35,16 +37,26 @@ from lmcache_webhook.injection.plan import (
     InjectionOptions,
     PodPlan,
     PodRequest,
+    host_memory,
     is_asked_for,
+    is_shm,
     plan_pod,
     read_request,
 )
-from lmcache_webhook.injection.pod import Container, DeclinedError, Pod, PodSpec, VolumeMount
+from lmcache_webhook.injection.pod import (
+    Container,
+    DeclinedError,
+    Pod,
+    PodSpec,
+    VolumeMount,
+    amount_of,
+)
 from lmcache_webhook.injection.sidecar import (
     PORTS,
     PYTHON_PATH,
     SIDECAR,
     engine_mounts,
+    offloading_config,
     payload_container,
     sidecar_container,
     transfer_config,
@@ -111,7 +123,12 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     annotations = pod.metadata.annotations or {}
     request = read_request(annotations)
     _check_pod(pod.spec)
-    index, engine = find_engine(pod.spec, request.container)
+    host_memory_gb = host_memory(options.settings, request)
+    config = offloading_config(host_memory_gb) if host_memory_gb else transfer_config()
+    index, engine = find_engine(pod.spec, request.container, config)
+    if request.connector is None and names_our_connector(engine):
+        # Only its author knows which one that is, and gives it its memory.
+        request = dataclasses.replace(request, connector="lmcache")
     theirs = find_lmcache(engine) if request.replace_connector else None
     carried = None
     at = ("spec", "containers", index)
@@ -119,8 +136,12 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
         carried = carry_over(engine, theirs)
         request = _with_sizes(request, carried)
         engine = _without(patch, at, engine, theirs, carried)
+        config = (
+            offloading_config(host_memory_gb, carried.members)
+            if host_memory_gb
+            else transfer_config(carried.extra, carried.members)
+        )
     plan = plan_pod(options, pod, namespace, request, index)
-    config = transfer_config(carried.extra, carried.members) if carried else transfer_config()
     arguments = plan_arguments(engine, config)
     in_script = plan_script_variable(engine, config)
     check_options(engine, carried.extra if carried else {})
@@ -133,24 +154,47 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
         patch.append(("spec", "volumes"), volume)
     # After the others: a mesh's proxy, which provides the network, starts before ours and ends
     # after it.
-    for container in (payload_container(plan), sidecar_container(plan)):
+    for container in (payload_container(plan), sidecar_container(plan, metrics_url(engine))):
         patch.append(("spec", "initContainers"), container)
     for argument in arguments:
         patch.append((*at, "args"), argument)
     if in_script:
         extend_variable(patch, at, SCRIPT_VARIABLE, in_script, " ")
     extend_variable(patch, at, "PYTHONPATH", PYTHON_PATH, ":")
-    for mount in engine_mounts():
+    for mount in engine_mounts(plan):
         patch.append((*at, "volumeMounts"), mount)
+    if plan.host_memory_gb:
+        _add_host_memory(patch, pod.spec, at, engine, plan)
     text = (
         f"injected: the container {engine.name} shares {plan.arena_gb:g} GiB of memory with its"
         f" sidecar, tenant {plan.tenant.name}"
     )
     if theirs is not None and carried is not None:
         text += f"; replaced {theirs.name}"
-        if carried.left_out:
-            text += f", not carried over: {', '.join(carried.left_out)}"
-    return text + ("" if arguments else _why_no_arguments(engine, has_variable=bool(in_script)))
+        left_out = [*carried.left_out, *(carried.extra if host_memory_gb else ())]
+        if left_out:
+            text += f", not carried over: {', '.join(left_out)}"
+    return text + ("" if arguments else _why_no_arguments(engine, config, bool(in_script)))
+
+
+def _add_host_memory(
+    patch: Patch, spec: PodSpec, at: tuple[str | int, ...], engine: Container, plan: PodPlan
+) -> None:
+    """Add vLLM's host memory to what its container may have: to its memory, and to the volume in
+    which vLLM keeps it, if that is the pod's own.
+    """
+    places = [(*at, "resources", part, "memory") for part in ("requests", "limits")]
+    shm = {mount.name for mount in engine.volumeMounts or () if is_shm(mount)}
+    places += [
+        ("spec", "volumes", index, "emptyDir", "sizeLimit")
+        for index, volume in enumerate(spec.volumes or ())
+        if volume.name in shm
+    ]
+    for place in places:
+        amount = amount_of(patch.at(place))
+        if amount is not None:
+            sum_mb = math.ceil(amount / (1 << 20) + math.ceil(plan.host_memory_gb * 1024))
+            patch.put(place, f"{sum_mb}Mi")
 
 
 def _with_sizes(request: PodRequest, carried: CarriedOver) -> PodRequest:
@@ -186,14 +230,14 @@ def _kept(items: Sequence[Any], member: str, removed: Set[tuple[str, int]]) -> l
     return [item for index, item in enumerate(items) if (member, index) not in removed]
 
 
-def _why_no_arguments(engine: Container, *, has_variable: bool) -> str:
+def _why_no_arguments(engine: Container, config: Mapping[str, Any], has_variable: bool) -> str:
     if has_variable:
         return f"; its script gets the connector in the variable {SCRIPT_VARIABLE}"
     text = "; its command line is as it was, since "
     if names_our_connector(engine):
         return f"{text}it names the connector already"
     if runs_ray(engine):
-        return f"{text}Ray starts vLLM later: put into engine_kwargs {engine_kwargs()}"
+        return f"{text}Ray starts vLLM later: put into engine_kwargs {engine_kwargs(config)}"
     return f"{text}what it runs is not vLLM's server itself"
 
 
@@ -239,7 +283,7 @@ def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
                     " it another one"
                 )
     for mount in engine.volumeMounts or []:
-        for place in (one["mountPath"] for one in engine_mounts()):
+        for place in (one["mountPath"] for one in engine_mounts(plan)):
             _check_mount(mount, place)
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from lmcache_core.security import validate_tenant
 
-from lmcache_webhook.injection.pod import DeclinedError, Metadata, Pod
+from lmcache_webhook.injection.pod import DeclinedError, Metadata, Pod, VolumeMount
 
 if TYPE_CHECKING:  # plans are also made where servicekit is not installed
     from lmcache_webhook.settings import TenantEntry, WebhookSettings
@@ -32,10 +33,19 @@ ARENA_GB: Final = f"{PREFIX}arena-gb"
 DISK_GB: Final = f"{PREFIX}disk-gb"
 TENANT: Final = f"{PREFIX}tenant"
 RUN_AS_USER: Final = f"{PREFIX}run-as-user"
+CONNECTOR: Final = f"{PREFIX}connector"
+HOST_MEMORY_GB: Final = f"{PREFIX}host-memory-gb"
 REPLACE: Final = f"{PREFIX}replace-connector"
-KNOWN: Final = (INJECT, STATUS, CONTAINER, ARENA_GB, DISK_GB, TENANT, RUN_AS_USER, REPLACE)
+KNOWN: Final = (
+    *(INJECT, STATUS, CONTAINER, ARENA_GB, DISK_GB, TENANT, RUN_AS_USER),
+    *(CONNECTOR, HOST_MEMORY_GB, REPLACE),
+)
+
+Connector = Literal["lmcache", "offloading-tier"]
+"""The project's connector, or vLLM's own offloading with the sidecar behind it."""
 
 MIN_ARENA_GB: Final = 0.0625
+SHM_PATH: Final = "/dev/shm"  # noqa: S108
 MAX_USER: Final = 2**31 - 1
 MAX_SHOWN_CHARS: Final = 60
 MAX_INSTANCE_ID_CHARS: Final = 128
@@ -52,6 +62,8 @@ class PodRequest:
         disk_gb: Disk of the node, GiB; 0 for none.
         tenant: Tenant whose cache the pod uses.
         run_as_user: User of vLLM's image, if the pod does not name one.
+        connector: How vLLM uses the cache.
+        host_memory_gb: vLLM's host memory with `offloading-tier`, GiB.
         replace_connector: Whether LMCache's connector may be replaced.
     """
 
@@ -60,6 +72,8 @@ class PodRequest:
     disk_gb: float | None = None
     tenant: str | None = None
     run_as_user: int | None = None
+    connector: Connector | None = None
+    host_memory_gb: float | None = None
     replace_connector: bool = False
 
 
@@ -97,12 +111,17 @@ def read_request(annotations: Mapping[str, str]) -> PodRequest:
     replace = annotations.get(REPLACE, "false")
     if replace not in ("true", "false"):
         raise _impossible(REPLACE, replace, "true or false")
+    connector = annotations.get(CONNECTOR)
+    if connector not in (None, *get_args(Connector)):
+        raise _impossible(CONNECTOR, connector or "", " or ".join(get_args(Connector)))
     return PodRequest(
         container=annotations.get(CONTAINER),
         arena_gb=_number(annotations, ARENA_GB, MIN_ARENA_GB, 65_536),
         disk_gb=_number(annotations, DISK_GB, 0, 1 << 20),
         tenant=tenant,
         run_as_user=None if user is None else int(user),
+        connector=cast("Connector | None", connector),
+        host_memory_gb=_number(annotations, HOST_MEMORY_GB, MIN_ARENA_GB, 65_536),
         replace_connector=replace == "true",
     )
 
@@ -150,6 +169,9 @@ class PodPlan:
         tenant: Tenant of the pod.
         arena_gb: Shared memory, GiB.
         disk_gb: Disk, GiB; 0 for none.
+        host_memory_gb: vLLM's own host memory with `offloading-tier`, GiB; 0 with `lmcache`.
+        needs_shm: Whether that memory needs a volume at `SHM_PATH`: without one a container has
+            64 MiB there.
         run_as_user: User of the sidecar; None: the cluster's choice.
         run_as_group: The same for the group.
         is_guaranteed: Whether the limits of the pod's containers equal their requests; then ours
@@ -162,6 +184,8 @@ class PodPlan:
     tenant: TenantEntry
     arena_gb: float
     disk_gb: float
+    host_memory_gb: float
+    needs_shm: bool
     run_as_user: int | None
     run_as_group: int | None
     is_guaranteed: bool
@@ -186,6 +210,8 @@ def plan_pod(
     """
     settings = options.settings
     user, group = _user_of(settings, pod, request, engine)
+    host_memory_gb = host_memory(settings, request)
+    mounts = pod.spec.containers[engine].volumeMounts or []
     here = [
         tenant
         for tenant in settings.tenants
@@ -207,6 +233,8 @@ def plan_pod(
         tenant=tenant,
         arena_gb=_size(request.arena_gb, settings.arena_gb, settings.max_arena_gb, ARENA_GB),
         disk_gb=_size(request.disk_gb, settings.disk_gb, settings.max_disk_gb, DISK_GB),
+        host_memory_gb=host_memory_gb,
+        needs_shm=host_memory_gb > 0 and not pod.spec.hostIPC and not any(map(is_shm, mounts)),
         run_as_user=user,
         run_as_group=group,
         is_guaranteed=all(
@@ -216,6 +244,19 @@ def plan_pod(
         instance_id=_instance_id(pod, namespace, is_followed=service is not None),
         service=service,
     )
+
+
+def host_memory(settings: WebhookSettings, request: PodRequest) -> float:
+    """Return the size of vLLM's own host memory, GiB; 0 if the connector has none."""
+    if (request.connector or settings.connector) == "lmcache":
+        return 0.0
+    wished = request.host_memory_gb
+    return settings.host_memory_gb if wished is None else wished
+
+
+def is_shm(mount: VolumeMount) -> bool:
+    """Return whether a volume is mounted where vLLM keeps its host memory."""
+    return posixpath.normpath(f"/{mount.mountPath.strip('/')}") == SHM_PATH
 
 
 def _size(wished: float | None, default: float, most: float, name: str) -> float:

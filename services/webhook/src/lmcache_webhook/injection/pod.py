@@ -108,6 +108,7 @@ class PodSpec(_Part):
     initContainers: _Items[Container] | None = None
     volumes: _Items[Volume] | None = None
     hostNetwork: bool | None = None
+    hostIPC: bool | None = None
     os: OperatingSystem | None = None
     resources: dict[str, Any] | None = None
     securityContext: SecurityContext | None = None

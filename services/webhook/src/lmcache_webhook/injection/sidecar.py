@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lmcache_webhook.injection.plan import PodPlan
+from lmcache_webhook.injection.plan import SHM_PATH, PodPlan
 from lmcache_webhook.injection.template import lay_over
 
 SIDECAR: Final = "lmcache-sidecar"
 PAYLOAD: Final = "lmcache-payload"
+SHM: Final = "lmcache-shm"
 
 ARENA_PATH: Final = "/run/lmcache/arena"
 SOCKET_DIRECTORY: Final = "/run/lmcache/socket"
@@ -54,9 +55,13 @@ def payload_container(plan: PodPlan) -> dict[str, Any]:
     }
 
 
-def sidecar_container(plan: PodPlan) -> dict[str, Any]:
+def sidecar_container(plan: PodPlan, vllm_url: str | None) -> dict[str, Any]:
     """Return the cache sidecar, a restartable init container, merged with the template of the
     webhook's settings.
+
+    Args:
+        plan: What the pod gets.
+        vllm_url: Where it reaches the pod's vLLM, unless the settings say where; None: unknown.
     """
     memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.settings.memory_overhead_mb}Mi"
     container: dict[str, Any] = {
@@ -68,7 +73,7 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
             {"name": "lmcache-lm", "containerPort": LM_PORT},
             {"name": "lmcache-health", "containerPort": HEALTH_PORT},
         ],
-        "env": _variables(plan),
+        "env": _variables(plan, vllm_url),
         "resources": {
             "requests": {"cpu": plan.options.settings.sidecar_cpu, "memory": memory},
             "limits": {"memory": memory},
@@ -93,9 +98,11 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
     return container
 
 
-def engine_mounts() -> list[dict[str, Any]]:
+def engine_mounts(plan: PodPlan) -> list[dict[str, Any]]:
     """Return the mounts of vLLM's container."""
+    shm = [{"name": SHM, "mountPath": SHM_PATH}] if plan.needs_shm else []
     return [
+        *shm,
         {"name": "lmcache-arena", "mountPath": ARENA_PATH},
         {"name": "lmcache-socket", "mountPath": SOCKET_DIRECTORY},
         {"name": PAYLOAD, "mountPath": PAYLOAD_PATH, "readOnly": True},
@@ -122,6 +129,30 @@ def transfer_config(
     }
 
 
+def offloading_config(
+    host_memory_gb: float, members: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the value of `--kv-transfer-config` for vLLM's own offloading, with the sidecar behind
+    it.
+
+    Args:
+        host_memory_gb: vLLM's host memory, GiB.
+        members: Further members of the configuration.
+    """
+    module = "lmcache_core.integrations.vllm_tier"
+    tier = {"type": "LMCacheTier", "module_path": module, "sidecar_socket": SOCKET_PATH}
+    return {
+        **transfer_config(members=members),
+        "kv_connector": "LMCacheOffloadingConnector",
+        "kv_connector_module_path": module,
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": int(host_memory_gb * (1 << 30)),
+            "secondary_tiers": [tier],
+        },
+    }
+
+
 def _security_context(plan: PodPlan) -> dict[str, Any]:
     context: dict[str, Any] = {
         "runAsNonRoot": True,
@@ -137,7 +168,7 @@ def _security_context(plan: PodPlan) -> dict[str, Any]:
     return context
 
 
-def _variables(plan: PodPlan) -> list[dict[str, Any]]:
+def _variables(plan: PodPlan, vllm_url: str | None) -> list[dict[str, Any]]:
     fields = {
         "POD_NAME": "metadata.name",
         "POD_NAMESPACE": "metadata.namespace",
@@ -152,6 +183,7 @@ def _variables(plan: PodPlan) -> list[dict[str, Any]]:
     ]
     values = {
         "arena_wait_s": str(ARENA_WAIT_S),
+        **({} if vllm_url is None else {"vllm_url": vllm_url}),
         **{
             name: str(value).lower() if isinstance(value, bool) else str(value)
             for name, value in plan.options.settings.sidecar_options.items()
@@ -245,6 +277,8 @@ def _number(value: float) -> str:
 JOURNAL_MB: Final = 64
 """Beside the arena, on the same volume: its journal."""
 PAYLOAD_MB: Final = 256
+SHM_MB: Final = 2048
+"""Beside vLLM's host memory, for its worker processes."""
 _READABLE: Final = 0o444
 """Only the sidecar mounts them. Without an fsGroup, which is not ours to set, files of a group
 would be unreadable to it.
@@ -263,6 +297,9 @@ def volumes_of(plan: PodPlan) -> list[dict[str, Any]]:
         {"name": "lmcache-tmp", "emptyDir": {"sizeLimit": "64Mi"}},
         {"name": "lmcache-no-token", "emptyDir": {"sizeLimit": "1Mi"}},
     ]
+    if plan.needs_shm:
+        shm_mb = math.ceil(plan.host_memory_gb * 1024) + SHM_MB
+        volumes.append({"name": SHM, "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_mb}Mi"}})
     if plan.disk_gb:
         # A tenth and one GiB above the tier's size: beyond the limit Kubernetes evicts the whole
         # pod.

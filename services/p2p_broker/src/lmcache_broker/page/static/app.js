@@ -1,6 +1,7 @@
 import { ratioChart, sourcesChart } from './charts.js';
 import { replace } from './dom.js';
-import { drains, gains, hot, links, misses, peers, totals } from './panels.js';
+import { gains } from './gains.js';
+import { drains, hot, links, misses, peers, totals } from './panels.js';
 import { topology } from './topology.js';
 
 const KEY = 'lmcache-token';

@@ -9,6 +9,7 @@ export function bytes(count) {
   return `${unit === 0 || count >= 99.95 ? Math.round(count) : count.toFixed(1)} ${UNITS[unit]}`;
 }
 export function duration(seconds) {
+  if (seconds < 0.995) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 99.5) return `${seconds.toFixed(seconds < 9.95 ? 1 : 0)} s`;
   if (seconds < 99.5 * 60) return `${(seconds / 60).toFixed(seconds < 597 ? 1 : 0)} min`;
   return `${(seconds / 3600).toFixed(seconds < 35_820 ? 1 : 0)} h`;

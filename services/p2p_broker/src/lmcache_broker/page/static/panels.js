@@ -1,31 +1,5 @@
 import { gauge, html, nothing, table } from './dom.js';
-import { bytes, colour, commonPrefix, countOf, duration, hitRatio, number, percent, short, sum, tier, words } from './format.js';
-
-const WINDOWS = new Map([[300, '5 min'], [3600, '1 h'], [86400, '24 h']]);
-const tokens = (work) => sum(work.saved_tokens);
-const prefill = (ms) => (ms === 0 ? '–' : duration(ms / 1000));
-
-/** What the cache has saved: a tile for each window, and a table by model. */
-export function gains(data) {
-  const tile = ({ window_s: length, watched_s: watched, work }) => {
-    const saved = sum(work.saved_ms);
-    const ratio = hitRatio(work);
-    const notes = [saved === 0 ? null : `${duration(saved / 1000)} of prefill`, ratio === null ? null : `hit ratio ${percent(ratio)}`];
-    const title = `Last ${WINDOWS.get(length)}${watched < length ? ` (watched for ${duration(watched)})` : ''}`;
-    const figure = html('dd', { 'data-gain': length, 'data-value': tokens(work) }, `${short(tokens(work))} tokens`);
-    return html('div', {}, html('dt', {}, title), figure, html('dd', { class: 'sub' }, notes.filter(Boolean).join(', ') || 'nothing was loaded'));
-  };
-  const day = data.windows.at(-1).work;
-  const models = Object.keys(day.saved_tokens).sort((a, b) => day.saved_tokens[b] - day.saved_tokens[a]);
-  const tiles = html('dl', { class: 'gains' }, ...data.windows.map(tile));
-  if (models.length === 0) return [tiles];
-  const columns = [
-    ['Model', (model) => html('span', { class: 'wrap' }, model)],
-    ...data.windows.map((one) => [WINDOWS.get(one.window_s), (model) => short(countOf(one.work.saved_tokens, model)), true]),
-    ['Prefill, 24 h', (model) => prefill(countOf(day.saved_ms, model)), true, true],
-  ];
-  return [tiles, table(`Tokens not computed, tenant ${data.tenant}`, columns, models, (model) => model)];
-}
+import { bytes, colour, commonPrefix, hitRatio, number, percent, sum, tier, words } from './format.js';
 
 export function totals(data) {
   const work = data.totals;
