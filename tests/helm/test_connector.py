@@ -8,6 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from lmcache_core.integrations import vllm_tier
 from lmcache_core.integrations.vllm.options import read_options
 
 from tests.helm.conftest import MODEL, MODELS
@@ -41,6 +42,22 @@ def test_options_reach_the_connector(chart: Chart) -> None:
     read = read_options(config["kv_connector_extra_config"], "cuda")
     assert (read.load, read.engine.chunk_size, read.engine.save_decode_cache) == ("sync", 512, True)
     assert read.engine.sidecar_socket == "/run/lmcache/socket/sidecar.sock"
+
+
+def test_the_sidecar_behind_vllm_s_own_offloading(chart: Chart) -> None:
+    pod = pod_of(chart, connector={"kind": "offloading-tier", "hostMemory": "1Gi"}, shmSize="1Gi")
+    arguments = pod["containers"][0]["args"]
+    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert config["kv_connector"] == "LMCacheOffloadingConnector"
+    extra = config["kv_connector_extra_config"]
+    assert extra["spec_name"] == "TieringOffloadingSpec"
+    assert extra["cpu_bytes_to_use"] == 1 << 30
+    (tier,) = extra["secondary_tiers"]
+    assert tier["sidecar_socket"] == "/run/lmcache/socket/sidecar.sock"
+    assert tier["type"] in vllm_tier.__all__
+    assert {config["kv_connector_module_path"], tier["module_path"]} == {vllm_tier.__name__}
+    (shm,) = [volume for volume in pod["volumes"] if volume["name"] == "shm"]
+    assert int(shm["emptyDir"]["sizeLimit"]) == 2 << 30, "vLLM keeps its host memory there"
 
 
 def test_the_connector_is_copied_in_and_found(chart: Chart) -> None:

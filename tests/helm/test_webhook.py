@@ -4,6 +4,7 @@ pods would get from these settings.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.injector import review_pod
+from lmcache_webhook.injection.pod import amount_of
 from lmcache_webhook.reviews import REVIEW_TIMEOUT_S
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures.pods import plain
-from tests.helm.conftest import MUTUAL, TLS, both_helms, parsed
+from tests.helm.conftest import MODELS, MUTUAL, TLS, both_helms, parsed
 from tests.helm.test_secrets import FakeCluster, kubeconfig, run_against
 
 if TYPE_CHECKING:
@@ -369,6 +371,23 @@ def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_pa
         assert {item["key"] for item in source["secret"]["items"]} <= set(held["data"])
 
 
+def test_injected_pods_have_the_connector_of_models(chart: Chart, tmp_path: Path) -> None:
+    values = {"modelDefaults.connector": {"kind": "offloading-tier", "hostMemory": "1536Mi"}}
+    rendering = chart.render(ON | MODELS | values)
+    pod, _, _ = sidecar_of(rendering, tmp_path, "inference")
+    arguments = pod["spec"]["containers"][0]["args"]
+    own = rendering.pod("vllm-tiny")
+    options = own["containers"][0]["args"]
+    assert json.loads(arguments[-1]) == json.loads(
+        options[options.index("--kv-transfer-config") + 1]
+    )
+    [theirs, ours] = (
+        next(one["emptyDir"]["sizeLimit"] for one in spec["volumes"] if one["name"] == name)
+        for spec, name in ((pod["spec"], "lmcache-shm"), (own, "shm"))
+    )
+    assert amount_of(theirs) == amount_of(ours)
+
+
 def test_other_namespaces_have_their_own_secrets(rendering: Rendering, tmp_path: Path) -> None:
     pod, settings, _ = sidecar_of(rendering, tmp_path, "team-a-test")
     assert settings.tenant == "team-a"
@@ -418,6 +437,15 @@ def test_without_discovery_no_pod_is_labelled_for_it(chart: Chart, tmp_path: Pat
     pod, settings, _ = sidecar_of(without, tmp_path, "inference")
     assert "lmcache.io/sidecars" not in pod["metadata"]["labels"]
     assert settings.instance_id == "inference.p"
+
+
+def test_injected_sidecars_read_vllms_metrics_where_the_values_say(
+    chart: Chart, tmp_path: Path
+) -> None:
+    url = "https://localhost:8443"
+    for given, told in ((None, "http://127.0.0.1:8000"), (url, url)):
+        rendering = chart.render(ON | {"sidecar.config.vllm_url": given})
+        assert sidecar_of(rendering, tmp_path, "inference")[1].vllm_url == told
 
 
 def test_without_tokens_injected_sidecars_show_none(chart: Chart, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ keys: [ticket-keys, salt]
 - name: shm
   emptyDir:
     medium: Memory
-    sizeLimit: {{ .model.shmSize }}
+    sizeLimit: {{ include "lmcache.shmSize" . }}
 - name: tmp
   emptyDir: {}
 - name: sidecar-tmp

@@ -212,6 +212,10 @@ cluster writes 1024Gi as 1Ti. Without a cluster nothing is compared.
 {{- $_ := set $sidecars (printf "models.%s.sidecar" $name) $model.sidecar }}
 {{- $where := printf "models.%s" $name }}
 {{- $sizes = append $sizes (dict "name" (printf "%s.shmSize" $where) "value" $model.shmSize "max" "64Ti") }}
+{{- $sizes = append $sizes (dict "name" (printf "%s.connector.hostMemory" $where) "value" $model.connector.hostMemory "max" "64Ti") }}
+{{- if and (eq $model.connector.kind "offloading-tier") $model.connector.options }}
+{{- fail (printf "%s.connector.options are options of kind lmcache: leave them out with kind offloading-tier." $where) }}
+{{- end }}
 {{- $sizes = append $sizes (dict "name" (printf "%s.weights.size" $where) "value" $model.weights.size "max" "1Pi") }}
 {{- end }}
 {{- range $where, $sidecar := $sidecars }}

@@ -30,12 +30,24 @@
 
 {{/* A load that fails is computed again ("recompute"): vLLM's own default ends the request. */}}
 {{- define "lmcache.kvTransferConfig" -}}
-kv_connector: LMCacheConnector
-kv_connector_module_path: lmcache_core.integrations.vllm
 kv_role: kv_both
 kv_load_failure_policy: recompute
+{{- if eq .model.connector.kind "offloading-tier" }}
+kv_connector: LMCacheOffloadingConnector
+kv_connector_module_path: lmcache_core.integrations.vllm_tier
+kv_connector_extra_config:
+  spec_name: TieringOffloadingSpec
+  cpu_bytes_to_use: {{ include "lmcache-common.bytes" (dict "name" "connector.hostMemory" "value" .model.connector.hostMemory) }}
+  secondary_tiers:
+    - type: LMCacheTier
+      module_path: lmcache_core.integrations.vllm_tier
+      sidecar_socket: {{ include "lmcache.socketPath" . }}
+{{- else }}
+kv_connector: LMCacheConnector
+kv_connector_module_path: lmcache_core.integrations.vllm
 kv_connector_extra_config:
   {{- merge (dict "lmcache.sidecar_socket" (include "lmcache.socketPath" .)) .model.connector.options | toYaml | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/*
@@ -102,6 +114,19 @@ exec:
     - {{ $scheme }}://localhost:8000/metrics
     - {{ .model.stop.graceSeconds | quote }}
     - {{ .model.stop.maxSeconds | quote }}
+{{- end -}}
+
+{{/* Size of /dev/shm, where vLLM keeps the host memory of its own offloading. Takes: model (merged). */}}
+{{- define "lmcache.shmSize" -}}
+{{- if and .model.connector.enabled (eq .model.connector.kind "offloading-tier") -}}
+{{- $sum := 0 -}}
+{{- range list .model.shmSize .model.connector.hostMemory -}}
+{{- $sum = add $sum (include "lmcache-common.bytes" (dict "name" "size" "value" .) | int64) -}}
+{{- end -}}
+{{- $sum | toString | quote -}}
+{{- else -}}
+{{- .model.shmSize -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Mounts of the vLLM container. Takes: root, model (merged). */}}

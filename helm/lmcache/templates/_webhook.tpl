@@ -38,6 +38,10 @@ sidecar_template_file: /etc/lmcache/template.yaml
 {{ $option }}: {{ include "lmcache-common.gib" (dict "name" (printf "webhook.%s" $size) "value" .) }}
 {{- end }}
 {{- end }}
+connector: {{ $values.modelDefaults.connector.kind }}
+{{- with $values.modelDefaults.connector.hostMemory }}
+host_memory_gb: {{ include "lmcache-common.gib" (dict "name" "modelDefaults.connector.hostMemory" "value" . "min" "64Mi" "max" "64Ti") }}
+{{- end }}
 memory_overhead_mb: {{ include "lmcache-common.mib" (dict "name" "sidecar.memoryOverhead" "value" $values.sidecar.memoryOverhead) }}
 payload_resources: {{ toJson $values.payload.resources }}
 run_as_user: {{ if $values.security.runAsUser }}{{ int64 $values.security.runAsUser }}{{ else }}null{{ end }}

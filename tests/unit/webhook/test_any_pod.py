@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import jsonpatch
@@ -13,7 +14,8 @@ from lmcache_webhook.injection.plan import InjectionOptions
 
 USERS = st.integers(0, 9)
 ASKED = [
-    f"lmcache.io/{name}" for name in ("inject", "arena-gb", "tenant", "container", "inject-status")
+    f"lmcache.io/{name}"
+    for name in ("inject", "arena-gb", "tenant", "container", "inject-status", "connector")
 ]
 NAMES = st.sampled_from(
     ["vllm", "engine", "lmcache-sidecar", "lmcache-payload", "lmcache-arena", "x~/y"]
@@ -57,7 +59,10 @@ CONTAINERS = st.fixed_dictionaries(
         "ports": lists(st.just({"containerPort": 8000}) | st.just({"containerPort": 8083})),
         "volumeMounts": lists(
             st.fixed_dictionaries(
-                {"name": NAMES, "mountPath": st.sampled_from(["/a", "/opt/lmcache", "/"])}
+                {
+                    "name": NAMES,
+                    "mountPath": st.sampled_from(["/a", "/opt/lmcache", "/", "/dev/shm"]),
+                }
             )
         ),
         "securityContext": maybe(
@@ -73,7 +78,7 @@ CONTAINERS = st.fixed_dictionaries(
 )
 ANNOTATIONS = st.dictionaries(
     st.sampled_from([*ASKED, "a/b~c"]),
-    st.sampled_from(["true", "1", "a", "vllm", "", "1e9", "é"]),
+    st.sampled_from(["true", "1", "a", "vllm", "", "1e9", "é", "offloading-tier"]),
     max_size=4,
 )
 PODS = st.fixed_dictionaries(
@@ -88,6 +93,7 @@ PODS = st.fixed_dictionaries(
                 "initContainers": lists(CONTAINERS),
                 "volumes": lists(st.fixed_dictionaries({"name": NAMES})),
                 "hostNetwork": maybe(st.booleans()),
+                "hostIPC": maybe(st.booleans()),
                 "else": ANYTHING,
             },
         ),
@@ -110,9 +116,11 @@ def test_the_patch_fits_and_is_the_last(
     if outcome.verdict == "injected":
         added = [one["name"] for one in changed["spec"]["initContainers"]][-2:]
         assert added == ["lmcache-payload", "lmcache-sidecar"]
+        own = [volume["name"] for volume in before["spec"].get("volumes") or ()]
         names = [volume["name"] for volume in changed["spec"]["volumes"]]
-        ours = [name for name in names if name.startswith("lmcache-")]
-        assert len(ours) == len(set(ours))
+        ours = Counter(names) - Counter(own)
+        assert set(ours.values()) == {1}
+        assert not ours.keys() & set(own)
     else:
         at = "/metadata/annotations"
         changes = {one["path"] for one in outcome.operations}

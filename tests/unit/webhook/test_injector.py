@@ -17,7 +17,12 @@ from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.pod import amount_of
-from lmcache_webhook.injection.sidecar import PAYLOAD, SIDECAR, transfer_config
+from lmcache_webhook.injection.sidecar import (
+    PAYLOAD,
+    SIDECAR,
+    offloading_config,
+    transfer_config,
+)
 
 from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
 
@@ -265,6 +270,44 @@ def test_the_sidecars_own_settings_take_its_variables(
     assert settings.arena_gb == 4
 
 
+AT_8000 = "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("members", "url"),
+    [
+        ({"args": ["m"]}, AT_8000),
+        ({"args": ["m", "--port", "9000"]}, "http://127.0.0.1:9000"),
+        ({"args": ["m", "--port=9000", "--host", "0.0.0.0"]}, "http://127.0.0.1:9000"),
+        ({"command": ["tini", "--", "vllm", "serve", "m", "--config-format", "hf"]}, AT_8000),
+        ({"args": ["m", "--host", "::"]}, AT_8000),
+        ({"args": ["m", "--host", "10.0.0.1"]}, None),
+        ({"args": ["m", "--port", "$(PORT)"]}, None),
+        ({"args": ["m", "--port", "0"]}, None),
+        ({"args": ["m", "--port", "65536"]}, None),
+        ({"args": ["m", "--port"]}, None),
+        ({"args": ["m", "--host", "$(POD_IP)"]}, None),
+        ({"args": ["m", "--config", "/etc/vllm.yaml"]}, None),
+        ({"args": ["m", "--uds=/run/vllm.sock"]}, None),
+        ({"args": ["m", "--ssl_keyfile", "/tls/key"]}, None),
+        ({"args": ["m", "--headless"]}, None),
+        ({"command": ["python3", "-m", "dynamo.vllm"], "args": ["--model", "m"]}, None),
+        ({"image": "kserve/huggingfaceserver:1", "args": ["--model_name=m"]}, None),
+        ({"command": ["sh", "-c", "vllm serve m $VLLM_ADDITIONAL_ARGS"]}, None),
+    ],
+)
+def test_the_sidecar_reads_vllms_metrics_where_arguments_say_they_are(
+    members: Pod, url: str | None, options: InjectionOptions
+) -> None:
+    assert settings_of(injected(options, pod(container(**members)))).vllm_url == url
+
+
+def test_an_address_of_vllm_in_the_settings_wins(options: InjectionOptions) -> None:
+    given = {"vllm_url": "http://localhost:7000"}
+    changed = injected(with_settings(options, sidecar_options=given), plain())
+    assert settings_of(changed).vllm_url == "http://localhost:7000"
+
+
 def settings_of(changed: Pod) -> SidecarSettings:
     """What the sidecar makes of its variables, once Kubernetes has filled them in."""
     fields = {
@@ -378,6 +421,105 @@ def test_the_argument_is_what_the_documents_say(options: InjectionOptions) -> No
         assert (engine["command"], engine.get("args")) == (before["command"], before.get("args"))
 
 
+OFFLOADING = {"lmcache.io/connector": "offloading-tier", "lmcache.io/host-memory-gb": "4"}
+
+
+def transfer_of(engine: Pod) -> Any:
+    assert engine["args"][-2] == "--kv-transfer-config"
+    return json.loads(engine["args"][-1])
+
+
+@pytest.mark.parametrize(
+    ("default", "annotations", "host_gb"),
+    [
+        ("lmcache", {}, 0),
+        ("lmcache", {"lmcache.io/host-memory-gb": "4"}, 0),
+        ("lmcache", OFFLOADING, 4),
+        ("offloading-tier", {}, 3),
+        ("offloading-tier", {"lmcache.io/host-memory-gb": "0.5"}, 0.5),
+        ("offloading-tier", {"lmcache.io/connector": "lmcache"}, 0),
+    ],
+)
+def test_a_pod_chooses_its_connector(
+    default: str, annotations: dict[str, str], host_gb: float, options: InjectionOptions
+) -> None:
+    """And gets the memory for it: without a volume, /dev/shm has 64 MiB."""
+    options = with_settings(options, connector=default, host_memory_gb=3.0)
+    changed = injected(options, pod(container(args=["m"]), annotations=annotations))
+    [engine] = changed["spec"]["containers"]
+    mounts = [mount for mount in engine["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+    if not host_gb:
+        assert transfer_of(engine) == transfer_config()
+        assert mounts == []
+        return
+    assert transfer_of(engine) == offloading_config(host_gb)
+    assert transfer_of(engine)["kv_connector_extra_config"]["cpu_bytes_to_use"] == host_gb * 2**30
+    [mount] = mounts
+    assert named(changed["spec"]["volumes"], mount["name"])["emptyDir"] == {
+        "medium": "Memory",
+        "sizeLimit": f"{int(host_gb * 1024) + 2048}Mi",
+    }
+    for version in KUBERNETES_VERSIONS:
+        kubernetes_validate.validate(without_nulls(changed), version, strict=True)
+
+
+@every_shape
+def test_host_memory_is_added_to_vllms(shape: str, options: InjectionOptions) -> None:
+    """To that container alone, where it has a bound."""
+    before = SHAPES[shape]()
+    before["metadata"]["annotations"] = (before["metadata"].get("annotations") or {}) | OFFLOADING
+    engine = engine_of(before, shape)
+    changed = injected(options, before)
+    for old, new in zip(before["spec"]["containers"], changed["spec"]["containers"], strict=True):
+        for part in ("requests", "limits"):
+            was, now = (one.get("resources", {}).get(part) for one in (old, new))
+            if old is not engine or "memory" not in (was or {}):
+                assert now == was
+                continue
+            assert amount_of(now["memory"]) - amount_of(was["memory"]) == 4 << 30
+            assert {**now, "memory": was["memory"]} == was
+    has_node_s = before["spec"].get("hostIPC", False)
+    mounted = [mount["mountPath"] for mount in engine_of(changed, shape)["volumeMounts"]]
+    assert mounted.count("/dev/shm") == (0 if has_node_s else 1)
+    kubernetes_validate.validate(without_nulls(changed), KUBERNETES_VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize(
+    ("volume", "after_it"),
+    [
+        (
+            {"emptyDir": {"medium": "Memory", "sizeLimit": "20Gi"}},
+            {"emptyDir": {"medium": "Memory", "sizeLimit": "24576Mi"}},
+        ),
+        ({"emptyDir": {"medium": "Memory"}}, {"emptyDir": {"medium": "Memory"}}),
+        ({"hostPath": {"path": "/dev/shm"}}, {"hostPath": {"path": "/dev/shm"}}),
+    ],
+)
+def test_a_volume_at_dev_shm_is_enlarged(
+    volume: Pod, after_it: Pod, options: InjectionOptions
+) -> None:
+    document = pod(
+        container(args=["m"], volumeMounts=[{"name": "dshm", "mountPath": "/dev/shm/"}]),
+        annotations=OFFLOADING,
+        volumes=[{"name": "other", "emptyDir": {"sizeLimit": "1Gi"}}, {"name": "dshm", **volume}],
+    )
+    changed = injected(options, document)
+    assert changed["spec"]["volumes"][:2] == [
+        {"name": "other", "emptyDir": {"sizeLimit": "1Gi"}},
+        {"name": "dshm", **after_it},
+    ]
+    assert "lmcache-shm" not in json.dumps(changed)
+
+
+def test_a_connector_in_a_script_has_its_memory_from_its_author(options: InjectionOptions) -> None:
+    options = with_settings(options, connector="offloading-tier")
+    changed = injected(options, SHAPES["kserve"]())
+    assert "lmcache-shm" not in json.dumps(changed)
+    document = SHAPES["kserve"]()
+    document["metadata"]["annotations"] |= OFFLOADING
+    assert "lmcache-shm" in json.dumps(injected(options, document))
+
+
 @pytest.mark.parametrize(
     ("namespace", "annotation", "tenant", "secret"),
     [("team-a", None, "a", "cred"), ("team-a", "b", "b", "cred-b")],
@@ -487,6 +629,12 @@ ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
         (asking(arena__gb="nan"), "write a number from"),
         (asking(arena__gb="65"), "above the 64 that the webhook gives a pod"),
         (asking(disk__gb="-1"), "write a number from 0"),
+        (
+            asking(connector="nixl"),
+            "lmcache.io/connector='nixl': write lmcache or offloading-tier",
+        ),
+        (asking(connector=""), "lmcache.io/connector='': write lmcache or offloading-tier"),
+        (asking(host__memory__gb="0"), "lmcache.io/host-memory-gb='0': write a number from 0.06"),
         (asking(run__as__user="0"), "write a number from 1"),
         (asking(run__as__user="1.5"), "write a whole number"),
         (asking(arena_gb="4"), "did you mean lmcache.io/arena-gb?"),

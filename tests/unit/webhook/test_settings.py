@@ -43,6 +43,7 @@ def test_images_have_no_default() -> None:
         ("SIDECAR_OPTIONS", "{Bad-Name: 4}", "sidecar_options"),
         ("ARENA_GB", "2000", "arena_gb=2000 is above max_arena_gb=1024"),
         ("TENANTS", "[{name: a, namespaces: ['Not A Name']}]", "tenants"),
+        ("CONNECTOR", "nixl", "connector"),
         ("TENANTS", "[]", "tenants"),
         ("TENANTS", "[{name: a, secret: x}]", "tenants"),
         ("SIDECAR_IMAGE", "has space", "sidecar_image"),

@@ -14,7 +14,11 @@ import yaml
 from lmcache_core.integrations.vllm.options import read_options
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
-from lmcache_webhook.injection.sidecar import SOCKET_PATH, transfer_config
+from lmcache_webhook.injection.sidecar import (
+    SOCKET_PATH,
+    offloading_config,
+    transfer_config,
+)
 
 from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT, Pod, container, pod
 
@@ -220,6 +224,21 @@ def test_the_multiprocess_connector_is_replaced_too(options: InjectionOptions) -
     assert "shares 4 GiB" in status
     assert "replaced LMCacheMPConnector" in status
     assert status.endswith("not carried over: lmcache.mp.host, lmcache.mp.port")
+
+
+def test_the_sidecar_behind_vllms_own_offloading(options: InjectionOptions) -> None:
+    """What LMCache's options set in a connector has no counterpart there."""
+    chosen = {"connector": "offloading-tier", "host_memory_gb": "16"}
+    for name in ("kserve-huggingface", "dynamo"):
+        assert config_of(injected(options, stack(name, **chosen))[0]) == offloading_config(16)
+    engine, status = injected(options, stack("lmcache-mp", replace_connector="true", **chosen))
+    assert config_of(engine) == offloading_config(16)
+    assert status.endswith("lmcache.mp.host, lmcache.mp.port, chunk_size, tier_timeout_s")
+    _, status = injected(options, stack("kuberay", container="ray-worker", **chosen))
+    assert status.endswith(f"kv_transfer_config: {json.dumps(offloading_config(16))}")
+    assert json.dumps(offloading_config(16)) in declined(options, stack("kuberay", **chosen))
+    reason = declined(options, stack("kserve-llm", **chosen))
+    assert "through a script, which offloading-tier cannot go through: set lmcache.io/con" in reason
 
 
 @pytest.mark.parametrize("name", ["production-stack", "lmcache-mp"])
