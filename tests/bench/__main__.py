@@ -35,6 +35,7 @@ from tests.bench import (
     report,
     small_chunks,
     storage_rest,
+    tier_calls,
     vllm_part,
 )
 from tests.bench.measure import ROUNDS, Figure
@@ -169,6 +170,12 @@ def measure_vllm(bench: Bench, console: Console, machine: str) -> None:
     )
 
 
+def measure_tier(bench: Bench, console: Console, machine: str) -> None:
+    """The tier in vLLM's scheduler; for the terminal alone."""
+    console.print(machine)
+    bench.run("LMCacheTier", lambda: tier_calls.measure(bench.directory)).show(console)
+
+
 def measure_lookup(bench: Bench, console: Console, machine: str) -> None:
     """The lookup index in Redis."""
     found = bench.run("lookup index in Redis", lookup_index.measure)
@@ -249,6 +256,7 @@ BY_NAME = {
     "lookup_rest": measure_lookup_rest,
     "peers": measure_peers,
     "storage_rest": measure_storage_rest,
+    "tier": measure_tier,
     "vllm": measure_vllm,
 }
 """Parts that are measured only when they are asked for: they take long, or need more than `make
@@ -280,10 +288,9 @@ def main() -> None:
         bench = Bench(progress, Path(scratch))
         for name in PARTS if part is None else (part,):
             (PARTS | BY_NAME)[name](bench, console, machine)
-    console.print(
-        "written to"
-        f" {DOCUMENT.relative_to(Path.cwd()) if DOCUMENT.is_relative_to(Path.cwd()) else DOCUMENT}"
-    )
+    if part != "tier":
+        is_near = DOCUMENT.is_relative_to(Path.cwd())
+        console.print(f"written to {DOCUMENT.relative_to(Path.cwd()) if is_near else DOCUMENT}")
 
 
 if __name__ == "__main__":

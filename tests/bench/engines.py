@@ -51,9 +51,14 @@ def embedded(verify_hot: str) -> Iterator[LMCacheEngine]:
 
 
 @contextmanager
-def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
-    """An engine at a sidecar in a process of its own."""
-    socket = directory / f"bench-{verify_hot}.sock"
+def running_sidecar(directory: Path, arena_gb: float, **settings: object) -> Iterator[Path]:
+    """A sidecar in a process of its own; its socket.
+
+    Args:
+        directory: For its socket and log.
+        arena_gb: Size of its arena.
+        **settings: Of its settings file.
+    """
     in_memory = (
         "/dev/shm" if Path("/dev/shm").is_dir() else None
     )  # a pod's volume for the arena is one in memory too
@@ -61,16 +66,17 @@ def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
         tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir=in_memory) as arena,
         Processes(directory, quiet_environment()) as processes,
     ):
-        settings = {
-            "port": 0,
-            "lm_port": 0,
-            "instance_id": "bench",
-            "socket_path": socket,
-            "arena_path": arena,
-            "arena_gb": ARENA_GB,
-            "verify_hot": verify_hot,
-        }
-        processes.start_service("sidecar", "lmcache_sidecar", settings)
+        socket = directory / f"{Path(arena).name}.sock"  # two may run in turn
+        common = {"port": 0, "lm_port": 0, "instance_id": "bench", "socket_path": socket}
+        common |= {"arena_path": arena, "arena_gb": arena_gb}
+        processes.start_service("sidecar", "lmcache_sidecar", common | settings)
+        yield socket
+
+
+@contextmanager
+def behind_sidecar(directory: Path, verify_hot: str) -> Iterator[LMCacheEngine]:
+    """An engine at a sidecar in a process of its own."""
+    with running_sidecar(directory, ARENA_GB, verify_hot=verify_hot) as socket:
         config, metadata = make_config(sidecar_socket=str(socket)), make_metadata()
         engine = LMCacheEngine(
             config,

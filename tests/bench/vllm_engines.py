@@ -90,7 +90,7 @@ class TimedEngine:
             **transfer,
         )
         self._process: EngineProcess = owner.engine(
-            name, _environment(), [str(PYTHON), "-m", "tests.bench.vllm_child"]
+            name, vllm_environment(), [str(PYTHON), "-m", "tests.bench.vllm_child"]
         )
 
     @property
@@ -144,8 +144,8 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _environment() -> dict[str, str]:
-    """vLLM and our sources, as `make test-vllm` has them."""
+def vllm_environment() -> dict[str, str]:
+    """Return what gives a process vLLM and our sources, as `make test-vllm` has them."""
     sources = [
         HOME / RELEASE,
         ROOT / "libs" / "lmcache_core" / "src",

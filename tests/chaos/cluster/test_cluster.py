@@ -49,4 +49,3 @@ def test_the_cluster_survives(tmp_path: Path) -> None:
     outcome = Run(tmp_path, plan, SEED, SHORT, print).go()
     assert not outcome.wrong, outcome.wrong
     assert outcome.num_requests > 100, "the workload has worked"
-    assert outcome.hit_before > 0.3, "there was something to lose"

@@ -61,9 +61,11 @@ def slow_sidecar(neighbourhood: Neighbourhood, name: str) -> Iterator[tuple[Side
 
 
 def kill_in_the_middle(sidecar: Sidecar, proxy: Proxy, after_bytes: int) -> threading.Thread:
+    begin = proxy.num_passed
+
     def wait_and_kill() -> None:
         deadline = time.monotonic() + 20
-        while proxy.num_passed < after_bytes and time.monotonic() < deadline:
+        while proxy.num_passed - begin < after_bytes and time.monotonic() < deadline:
             time.sleep(0.002)
         sidecar.process.kill()
 
