@@ -85,7 +85,7 @@ def stored_in_a_directory(neighbourhood: Neighbourhood, directory: Path) -> str:
 
 
 def store_at(sidecar: Sidecar) -> None:
-    with engine_at(sidecar.socket) as engine:
+    with engine_at(sidecar.socket, tier_timeout_s=9.0) as engine:
         engine.store(tokens_of(NUM_TOKENS, 1), kvcaches=random_kv(NUM_TOKENS, 1))
     eventually(lambda: sidecar.get("/v1/status")["settled"])
 
@@ -148,8 +148,7 @@ def test_an_engine_that_pulls_over_tls_gets_the_rest_from_storage(
     with tls_engines(neighbourhood, tmp_path) as engines, slow_line() as proxy:
         a = engines.sidecar("a", distributed_url=f"lm+tls://127.0.0.1:{proxy.port}")
         proxy.target = a.ports["lm_port"]
-        with engine_at(a.socket) as beside:
-            beside.store(tokens_of(NUM_TOKENS, 1), kvcaches=random_kv(NUM_TOKENS, 1))
+        store_at(a)
         reader = engines.start(remote_url=url, tier_timeout_s=9.0, prefill_tokens_per_s=1.0)
         eventually(lambda: reader.lookup(tokens_of(NUM_TOKENS, 1), ["P2PBackend"]) == NUM_TOKENS)
         tiers = retrieve_by(reader, a, proxy, after_bytes=20_000)

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import pace as pace_module
-from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question
+from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question, SidecarConnection
 from lmcache_core.sidecar.pace import QUICK_S, Pace
 from lmcache_core.sidecar.store import CALL_MARGIN_S
 from lmcache_core.telemetry import Counters
@@ -352,6 +353,14 @@ def test_an_answer_is_timed_when_it_arrives(
 
         monkeypatch.setattr(connection, "await_answer", noticed_late)
         assert store._links.seconds_to_answer(connection, m.Ping(), m.Pong, TIMEOUT_S) < 0.9
+
+
+def test_the_error_names_the_request_and_its_deadline(tmp_path: Path) -> None:
+    with scripted_sidecar(tmp_path, lambda request: b"") as sidecar:
+        connection = SidecarConnection(sidecar.path, HELLO, 0.1)
+        with pytest.raises(UnavailableError, match=r"no answer to HELLO within 0.1 s"):
+            connection.open()
+    assert not connection.is_open
 
 
 def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:

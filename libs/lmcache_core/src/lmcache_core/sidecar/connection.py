@@ -267,8 +267,11 @@ class SidecarConnection:
             question = self._send(request, expected, limit_s)
             try:
                 self._read_until(question, deadline)
-            except OSError as exc:
-                raise self._broken(exc) from exc
+            except OSError as exc:  # the deadline has passed
+                self.close()
+                raise UnavailableError(
+                    f"sidecar at {self._path}: no answer to {question.name} within {limit_s:g} s"
+                ) from exc
             assert question.answer is not None
             return question.answer
 
