@@ -6,18 +6,12 @@ WORKDIR /src
 RUN python -m venv --without-pip /opt/lmcache
 
 # Dependencies have a layer of their own: it is made again only when a pyproject.toml or a pin changes. The core's base has no torch.
-# Kubernetes' client is two, of 60 MB each, with modules for all that the API has: the asynchronous one, which nothing here uses, goes, and
-# so do unfinished APIs, and the byte code of the rest, of which a few modules are ever loaded. (The package of its models is imported by
-# the other half too.)
 COPY constraints.txt docker/dependencies.py ./
 COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
 COPY services/webhook/pyproject.toml services/webhook/
 RUN python dependencies.py libs/lmcache_core 'services/servicekit[traces]' services/webhook > requirements.txt \
-    && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt \
-    && rm -r /opt/lmcache/lib/python3.*/site-packages/kubernetes/aio/client/api \
-    && find /opt/lmcache/lib/python3.*/site-packages/kubernetes/aio/client/models -name '*.py' ! -name '__init__.py' -delete \
-    && find /opt/lmcache/lib/python3.*/site-packages/kubernetes \( -name '*.pyc' -o -name '*alpha*.py' -o -name '*beta*.py' \) -delete
+    && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 
 COPY libs/lmcache_core libs/lmcache_core
 COPY services/servicekit services/servicekit

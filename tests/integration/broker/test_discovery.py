@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from lmcache_broker.app import create_app
+from lmcache_broker.discovery import cluster, discovery
 from lmcache_broker.discovery import watch as module
 from lmcache_broker.settings import BrokerSettings
 from lmcache_core.errors import ConfigError
@@ -19,6 +20,7 @@ from lmcache_core.errors import ConfigError
 from tests.fixtures.broker import following
 from tests.fixtures.kubernetes_api import KubernetesApi, endpoint, endpoint_slice
 from tests.fixtures.sample_service import asgi_client
+from tests.fixtures.tls import Authority, server_tls
 
 CHUNK = "0" * 32
 
@@ -281,6 +283,43 @@ async def test_the_token_is_read_again_for_each_watch(api: KubernetesApi, tmp_pa
         await running.until_ids("a", "b")
 
 
+async def test_a_pod_shows_the_token_of_its_service_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Address, namespace, token and authority are where Kubernetes puts them."""
+    for part in (cluster, discovery):
+        monkeypatch.setattr(part, "SERVICE_ACCOUNT", tmp_path)
+    authority = Authority(tmp_path, "ca")
+    authority.publish(tmp_path / "ca.crt")
+    (tmp_path / "namespace").write_text("ns\n")
+    (tmp_path / "token").write_text("of-the-pod\n")
+    api = KubernetesApi()
+    api.token = "of-the-pod"
+    await api.open(server_tls(authority.sign("api")))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+    await api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1")))
+    async with world_of(api, kubernetes_namespace=None, kubernetes_api_url=None) as running:
+        await running.until_ids("a")
+        await running.until_watching()
+    await api.close()
+
+
+async def test_an_api_of_another_authority_is_not_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority, stranger = Authority(tmp_path, "house"), Authority(tmp_path, "stranger")
+    encrypted = KubernetesApi()
+    await encrypted.open(server_tls(stranger.sign("api")))
+    url = f"https://127.0.0.1:{encrypted.port}"
+    async with world_of(encrypted, kubernetes_api_url=url, kubernetes_ca_file=authority.file):
+        async with asyncio.timeout(60):
+            while "certificate verify failed" not in caplog.text:
+                await asyncio.sleep(0.01)
+    assert not encrypted.requests
+    await encrypted.close()
+
+
 async def test_peers_from_a_list() -> None:
     settings = BrokerSettings(
         discovery="static",
@@ -298,7 +337,7 @@ async def test_peers_from_a_list() -> None:
 
 async def test_without_a_cluster_the_start_says_what_to_set() -> None:
     for options, fix in (
-        ({}, "kubernetes_namespace"),
+        ({}, "kubernetes_namespace is not set"),
         ({"kubernetes_namespace": "ns"}, "kubernetes_api_url"),
     ):
         app = create_app(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
@@ -105,6 +106,13 @@ class DiscoverySettings(ServiceSettings):
                 " leave them out"
             )
         return self
+
+
+def api_url_of_pod() -> str | None:
+    """Return the API's URL from the variables that Kubernetes sets in pods; None elsewhere."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return host and f"https://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 _EPHEMERAL_KEY_ID: Final = "ephemeral"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kubernetes.stream.stream import _websocket_request
@@ -47,9 +48,15 @@ def open_stream(cluster: KubeApi, pod: str, port: int) -> Stream:
     from kubernetes import client
 
     def connected(
-        configuration: Any, method: str, url: str, headers: Any = None, **_: Any
+        configuration: Any,
+        method: str,
+        url: str,
+        query_params: Sequence[tuple[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+        **_: Any,
     ) -> Stream:
-        return Stream(create_websocket(configuration, get_websocket_url(url), headers), [port])
+        address = get_websocket_url(url, query_params)
+        return Stream(create_websocket(configuration, address, headers), [port])
 
     with client.ApiClient(cluster.configuration) as own:
         asked = client.CoreV1Api(own).connect_get_namespaced_pod_portforward

@@ -5,14 +5,24 @@ annotation of pods.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
 
+import httpx
 from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.security import TlsFiles, TokenFile, client_context
+from lmcache_core.wire.http_client import BearerAuth, context_for, http_client
 
-from lmcache_broker.settings import DiscoverySettings
+from lmcache_broker.settings import DiscoverySettings, api_url_of_pod
 
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 WATCH_SECONDS: Final = 240
-PATCH_TIMEOUT_S: Final = 5.0
+CALL_TIMEOUT_S: Final = 5.0
+MAX_CONNECTIONS: Final = 4
 GONE: Final = 410
 _MERGE: Final = "application/merge-patch+json"
 
@@ -34,10 +44,8 @@ class ClusterApi:
 
     def __init__(self, settings: DiscoverySettings, namespace: str) -> None:
         self.settings = settings
-        self._namespace = namespace
-        self._client: Any = None
-        self._slices: Any = None
-        self._pods: Any = None
+        self._namespace = quote(namespace, safe="")
+        self._client: httpx.AsyncClient | None = None
 
     async def open(self) -> None:
         """Create the client.
@@ -46,53 +54,51 @@ class ClusterApi:
             ConfigError: No address is set and this is not a pod of a cluster, or a file cannot be
                 read.
         """
-        from kubernetes.aio import client, config
-
-        configuration = client.Configuration()
-        if self.settings.kubernetes_api_url is None:
-            try:
-                config.load_incluster_config(configuration)
-            except config.ConfigException as exc:
-                raise ConfigError(
-                    f"discovery=kubernetes: this is not a pod of a cluster ({exc}); set"
-                    " kubernetes_api_url"
-                ) from exc
-        else:
-            configuration.host = self.settings.kubernetes_api_url
-            ca_file = self.settings.kubernetes_ca_file
-            configuration.ssl_ca_cert = None if ca_file is None else str(ca_file)
-        self._client = client.ApiClient(configuration)
-        self._slices = client.DiscoveryV1Api(self._client)
-        self._pods = client.CoreV1Api(self._client)
+        url, token_file, ca_file = self._access()
+        token = None
+        if token_file is not None:
+            token = await asyncio.to_thread(TokenFile, token_file, "kubernetes_token_file")
+        trusted = None if ca_file is None else client_context(TlsFiles(ca_file=ca_file))
+        self._client = http_client(
+            url,
+            BearerAuth(token, "Kubernetes API"),
+            CALL_TIMEOUT_S,
+            context_for(url, trusted),
+            httpx.Limits(max_connections=MAX_CONNECTIONS),
+        )
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
-    async def list_slices(self, **how: Any) -> Any:
-        """Return the unread response to a list or watch of the service's slices; the caller closes
-        it.
+    @asynccontextmanager
+    async def slices(self, silence_s: float, **query: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        """List or watch the service's slices; yield the parts of the response's body.
+
+        Args:
+            silence_s: Longest wait for the next part.
+            query: Parameters of a watch.
 
         Raises:
             GoneError: A watch was to continue from a version that has expired.
-            UnavailableError: The API refused.
+            UnavailableError: The API refused, fell silent, or cannot be reached.
         """
-        from kubernetes.aio.client.exceptions import ApiException
-
-        await self._authorise()
+        assert self._client is not None, "not open"
         selector = f"kubernetes.io/service-name={self.settings.kubernetes_service}"
         try:
-            response = await self._slices.list_namespaced_endpoint_slice_without_preload_content(
-                self._namespace, label_selector=selector, _request_timeout=WATCH_SECONDS * 2, **how
-            )
-        except ApiException as exc:
-            raise _refusal(exc.status) from exc
-        if response.status != 200:
-            response.close()
-            raise _refusal(response.status)
-        return response
+            async with self._client.stream(
+                "GET",
+                f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices",
+                params={"labelSelector": selector, **query},
+                timeout=httpx.Timeout(CALL_TIMEOUT_S, read=silence_s),
+            ) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise _refusal(response.status_code)
+                yield response.aiter_bytes()
+        except httpx.HTTPError as exc:
+            raise _unreachable(exc) from exc
 
     async def annotate_pod(self, name: str, annotation: str, value: str) -> bool:
         """Set an annotation of a pod in the namespace.
@@ -101,39 +107,49 @@ class ClusterApi:
             Whether there is such a pod.
 
         Raises:
-            UnavailableError: The API refused.
-            OSError: It cannot be reached; `TimeoutError` after `PATCH_TIMEOUT_S`.
+            UnavailableError: The API refused, or cannot be reached.
+            TimeoutError: It did not answer within `CALL_TIMEOUT_S`.
         """
-        from aiohttp import ClientError
-        from kubernetes.aio.client.exceptions import ApiException
-
-        await self._authorise()
-        body = {"metadata": {"annotations": {annotation: value}}}
+        assert self._client is not None, "not open"
         try:
-            async with asyncio.timeout(PATCH_TIMEOUT_S):
-                response = await self._pods.patch_namespaced_pod_without_preload_content(
-                    name, self._namespace, body, _content_type=_MERGE
-                )
-        except ApiException as exc:
-            raise _refusal(exc.status) from exc
-        except ClientError as exc:
-            raise UnavailableError(f"the Kubernetes API: {type(exc).__name__}") from exc
-        status = response.status
-        response.close()
-        if status not in (200, 404):
+            async with (
+                asyncio.timeout(CALL_TIMEOUT_S),
+                self._client.stream(
+                    "PATCH",
+                    f"/api/v1/namespaces/{self._namespace}/pods/{quote(name, safe='')}",
+                    content=json.dumps({"metadata": {"annotations": {annotation: value}}}),
+                    headers={"content-type": _MERGE},
+                ) as response,
+            ):
+                status = response.status_code
+        except httpx.HTTPError as exc:
+            raise _unreachable(exc) from exc
+        if status not in (httpx.codes.OK, httpx.codes.NOT_FOUND):
             raise _refusal(status)
-        return bool(status == 200)
+        return status == httpx.codes.OK
 
-    async def _authorise(self) -> None:
-        """Re-read the token, which is replaced while this process runs."""
-        if self.settings.kubernetes_token_file is not None:
-            token = await asyncio.to_thread(self.settings.kubernetes_token_file.read_text, "utf-8")
-            self._client.configuration.api_key["BearerToken"] = f"Bearer {token.strip()}"
+    def _access(self) -> tuple[str, Path | None, Path | None]:
+        """Return the API's URL, and the files with the token for it and its authority."""
+        settings = self.settings
+        if settings.kubernetes_api_url is not None:
+            token_file, ca_file = settings.kubernetes_token_file, settings.kubernetes_ca_file
+            return settings.kubernetes_api_url, token_file, ca_file
+        url = api_url_of_pod()
+        if url is None:
+            raise ConfigError(
+                "discovery=kubernetes: this is not a pod of a cluster (KUBERNETES_SERVICE_HOST is"
+                " not set); set kubernetes_api_url"
+            )
+        return url, SERVICE_ACCOUNT / "token", SERVICE_ACCOUNT / "ca.crt"
 
 
-def _refusal(status: object) -> UnavailableError:
+def _refusal(status: int) -> UnavailableError:
     return (
         GoneError("the version has expired")
         if status == GONE
         else UnavailableError(f"the Kubernetes API answered with status {status}")
     )
+
+
+def _unreachable(cause: httpx.HTTPError) -> UnavailableError:
+    return UnavailableError(f"the Kubernetes API: {str(cause) or type(cause).__name__}")

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.p2p import Peer
 
-from lmcache_broker.discovery.cluster import ClusterApi
+from lmcache_broker.discovery.cluster import SERVICE_ACCOUNT, ClusterApi
 from lmcache_broker.discovery.costs import COST_INTERVAL_S, DeletionCosts
 from lmcache_broker.discovery.watch import EndpointWatch, Sighting
 from lmcache_broker.peers.directory import SHARED_OWNER
@@ -22,7 +21,6 @@ from lmcache_broker.settings import DiscoverySettings
 
 logger = logging.getLogger(__name__)
 
-POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 SIGHTING_TTL_S: Final = 60.0
 RENEW_S: Final = 15.0
 LEAVING_RENEW_S: Final = 1.0
@@ -134,11 +132,12 @@ async def create_discovery(settings: DiscoverySettings, registry: PeerRegistry) 
         return discovery
     namespace = settings.kubernetes_namespace
     if namespace is None:
+        namespace_file = SERVICE_ACCOUNT / "namespace"
         try:
-            namespace = await asyncio.to_thread(POD_NAMESPACE_FILE.read_text, "utf-8")
+            namespace = await asyncio.to_thread(namespace_file.read_text, "utf-8")
         except OSError as exc:
             raise ConfigError(
                 "kubernetes_namespace is not set, and this is not a pod"
-                f" ({POD_NAMESPACE_FILE} cannot be read): set it"
+                f" ({namespace_file} cannot be read): set it"
             ) from exc
     return Discovery(registry, owner, ClusterApi(settings, namespace.strip()))

@@ -123,19 +123,15 @@ class EndpointWatch:
 
     async def _list(self) -> None:
         self.num_lists += 1
-        async with asyncio.timeout(LIST_TIMEOUT_S):
-            response = await self._api.list_slices()
-            try:
-                body = bytearray()
-                async for part in response.content.iter_any():
-                    body += part
-                    if len(body) > MAX_LIST_BYTES:
-                        raise UnavailableError(
-                            f"the list of endpoints has more than {MAX_LIST_BYTES} bytes"
-                        )
-            finally:
-                response.close()
-        found = json.loads(bytes(body))
+        body = bytearray()
+        async with asyncio.timeout(LIST_TIMEOUT_S), self._api.slices(LIST_TIMEOUT_S) as parts:
+            async for part in parts:
+                body += part
+                if len(body) > MAX_LIST_BYTES:
+                    raise UnavailableError(
+                        f"the list of endpoints has more than {MAX_LIST_BYTES} bytes"
+                    )
+        found = json.loads(body)
         if not isinstance(found, dict):
             raise UnavailableError("the list of endpoints is not an object")
         items = (found.get("items") or [])[:MAX_SLICES]
@@ -145,15 +141,14 @@ class EndpointWatch:
 
     async def _watch(self) -> None:
         self.num_watches += 1
-        async with asyncio.timeout(LIST_TIMEOUT_S):
-            response = await self._api.list_slices(
-                watch=True,
-                resource_version=self._version,
-                allow_watch_bookmarks=True,
-                timeout_seconds=WATCH_SECONDS,
-            )
-        try:
-            async for line in _lines(response.content.iter_any(), self._silence_s):
+        async with self._api.slices(
+            self._silence_s,
+            watch="true",
+            resourceVersion=self._version,
+            allowWatchBookmarks="true",
+            timeoutSeconds=str(WATCH_SECONDS),
+        ) as parts:
+            async for line in _lines(parts):
                 try:
                     event = json.loads(line)
                 except ValueError as exc:
@@ -161,8 +156,6 @@ class EndpointWatch:
                 if not isinstance(event, dict) or not isinstance(event.get("object"), dict):
                     raise _UnreadableError("an event of the watch has no object")
                 self._take(str(event.get("type")), event["object"])
-        finally:
-            response.close()
 
     def _take(self, kind: str, item: Mapping[str, Any]) -> None:
         if kind == "ERROR":
@@ -242,15 +235,10 @@ def _name_of(item: Mapping[str, Any]) -> str:
     return str((item.get("metadata") or {}).get("name") or "")
 
 
-async def _lines(parts: AsyncIterator[bytes], silence_s: float) -> AsyncIterator[bytes]:
-    """Yield the whole lines of a stream. Raises `TimeoutError` if nothing arrives for too long."""
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the whole lines of a stream that are not empty."""
     rest = bytearray()
-    while True:
-        try:
-            async with asyncio.timeout(silence_s):
-                part = await anext(parts)
-        except StopAsyncIteration:
-            return
+    async for part in parts:
         rest += part
         if len(rest) > MAX_LINE_BYTES:
             raise UnavailableError(f"an event of the watch has more than {MAX_LINE_BYTES} bytes")
