@@ -33,6 +33,7 @@ from tests.bench import (
     questions,
     redis_tier,
     report,
+    scale,
     small_chunks,
     storage_rest,
     tier_calls,
@@ -219,6 +220,16 @@ def measure_peers(bench: Bench, console: Console, machine: str) -> None:
     report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", [section.as_markdown(), remark])
 
 
+def measure_scale(bench: Bench, console: Console, machine: str) -> None:
+    """Many processes, many chunks, and services at rest."""
+    sections, remark = scale.measure(bench.run, bench.directory)
+    for section in sections:
+        section.show(console)
+    console.print(remark)
+    tables = [section.as_markdown() for section in sections]
+    report.rewrite(DOCUMENT, "scale", f"Machine: {machine}.", [*tables, remark])
+
+
 def measure_blend_quality(bench: Bench, console: Console, machine: str) -> None:
     """What blending costs answers."""
     found = blend_part.measure(bench.run)
@@ -255,6 +266,7 @@ BY_NAME = {
     "blend_time": measure_blend_time,
     "lookup_rest": measure_lookup_rest,
     "peers": measure_peers,
+    "scale": measure_scale,
     "storage_rest": measure_storage_rest,
     "tier": measure_tier,
     "vllm": measure_vllm,

@@ -14,10 +14,12 @@ from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache_core.engine.prefill_rate import PrefillRate
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
+from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 
+from tests.fixtures.embedded import embedded_engine, until
 from tests.fixtures.kv import (
     CHUNK_SIZE,
     HIDDEN,
@@ -167,6 +169,48 @@ def test_disk_serves_after_a_restart(
     assert second.lookup(tokens, ["Hot"]) == len(tokens), "what came from disk is hot now"
     second.close()
     assert os.listdir(os.fsencode(tmp_path)) == [name]  # noqa: PTH208 -- pathlib has no names in bytes
+
+
+def test_a_lookup_on_disk_waits_for_no_event_loop(tmp_path: Path) -> None:
+    with embedded_engine(tmp_path) as cache:
+        tokens = tokens_of(4 * CHUNK_SIZE)
+        cache.engine.store(tokens, kvcaches=random_kv(len(tokens)))
+        until(lambda: cache.engine.lookup(tokens, ["LocalDiskBackend"]) == len(tokens))
+        busy, go = threading.Event(), threading.Event()
+
+        async def block() -> None:
+            busy.set()
+            go.wait(60)
+
+        blocked = cache.manager._loop.submit(block())
+        assert busy.wait(60)
+        try:
+            assert cache.engine.lookup(tokens, ["LocalDiskBackend"]) == len(tokens)
+            assert cache.engine.lookup(tokens_of(4 * CHUNK_SIZE, 9)) == 0
+        finally:
+            go.set()
+            blocked.result(60)
+
+
+def test_a_lookup_joins_what_each_tier_has(tmp_path: Path) -> None:
+    """Host memory has the second and third chunk, the disk the first, a remote the fourth."""
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    with embedded_engine(tmp_path / "kv", remote_url=f"file://{remote}") as cache:
+        tokens = tokens_of(4 * CHUNK_SIZE)
+        cache.engine.store(tokens, kvcaches=random_kv(len(tokens)))
+        manager = cache.manager
+        places = {"Hot": [1, 2], "LocalDiskBackend": [0], "RemoteBackend": [3]}
+        keys = [key for _, _, key in cache.engine._named(tokens, None, ())]
+        for tier in (manager._hot, *manager._tiers.lower):
+            until(lambda name=tier.name: cache.engine.lookup(tokens, [name]) == len(tokens))
+            others = [
+                ChunkKey(DEFAULT_TENANT, keys[i]) for i in range(4) if i not in places[tier.name]
+            ]
+            manager._loop.run(tier.batched_remove(others), 60)
+        assert cache.engine.lookup(tokens) == len(tokens)
+        assert cache.engine.lookup(tokens, ["Hot", "LocalDiskBackend"]) == 3 * CHUNK_SIZE
+        assert cache.engine.lookup(tokens, ["LocalDiskBackend"]) == CHUNK_SIZE
 
 
 def test_threads_share_an_engine(engine: LMCacheEngine) -> None:

@@ -284,8 +284,11 @@ class Knowing(Moody):
         super().__init__()
         self.names: dict[ChunkKey, int] = {}
 
-    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [key in self.names for key in keys]
+
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self.contains_now(keys)
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         if any(chunk.key not in self.names for chunk in chunks):
@@ -309,6 +312,21 @@ class Knowing(Moody):
 
     def held(self) -> list[tuple[ChunkKey, int]]:
         return list(self.names.items())
+
+
+async def test_a_bypassed_tier_has_nothing_now(clock: Clock) -> None:
+    inner = Knowing()
+    guard = Guard(inner, GuardOptions(num_failures=1), clock=clock)
+    chunk = make_chunk("known")
+    assert await guard.batched_put([chunk]) == [True]
+    assert guard.contains_now([chunk.key, make_chunk("other").key]) == [True, False]
+    inner.error = UnavailableError("gone")
+    assert await guard.batched_remove([chunk.key]) == 0
+    assert guard.contains_now([chunk.key]) == [False]
+
+
+async def test_a_tier_that_must_be_asked_says_nothing_now(clock: Clock) -> None:
+    assert Guard(Moody(), clock=clock).contains_now([make_chunk(1).key]) is None
 
 
 async def hang_a_put(clock: Clock) -> tuple[Knowing, Guard]:

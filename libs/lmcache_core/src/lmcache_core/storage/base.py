@@ -45,6 +45,12 @@ class StorageBackend(ABC):
         """
         return num_chunks
 
+    def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool] | None:
+        """Return the answer of `batched_contains`, from any thread and without I/O; None if the
+        tier must be asked on its loop.
+        """
+        return None
+
     @abstractmethod
     async def open(self) -> None:
         """Do the I/O that the constructor must not do.

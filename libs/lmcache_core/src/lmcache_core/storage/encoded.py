@@ -111,11 +111,18 @@ class EncodedBackend(StorageBackend):
                 await self._codecs.close()
 
     @override
+    def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool] | None:
+        found = self._backend.contains_now(keys)
+        return None if found is None else self._usable(keys, found)
+
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return which chunks a `batched_get` would find now; records known to be unusable here
         count as absent.
         """
-        found = await self._backend.batched_contains(keys)
+        return self._usable(keys, await self._backend.batched_contains(keys))
+
+    def _usable(self, keys: Sequence[ChunkKey], found: Sequence[bool]) -> list[bool]:
         return [
             is_there and key not in self._replaceable and key not in self._undecodable
             for key, is_there in zip(keys, found, strict=True)

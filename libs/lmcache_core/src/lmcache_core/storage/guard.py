@@ -236,6 +236,11 @@ class Guard(StorageBackend):
         await self._backend.close()
 
     @override
+    def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool] | None:
+        found = self._backend.contains_now(keys)
+        return [False] * len(keys) if found and self._breaker.is_open else found
+
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         if keys and self._breaker.admit():
             async with self._attempt("contains", keys, self._options.timeout_s) as attempt:

@@ -335,6 +335,10 @@ class LocalCPUBackend(StorageBackend):
                 self._drop(key)
 
     @override
+    def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self.contains_many(keys)
+
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self.contains_many(keys)
 

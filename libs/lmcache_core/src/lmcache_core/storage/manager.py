@@ -145,26 +145,22 @@ class StorageManager(ChunkStore):
         stack, names = self._stack, _names(keys)
         if stack is None:
             return 0
-        hot = (
-            self._hot.contains_many(names)
-            if search_range is None or self._hot.name in search_range
-            else [False] * len(names)
-        )
-        num_hot = next((i for i, has in enumerate(hot) if not has), len(names))
-        if (
-            num_hot == len(names)
-            or not self._tiers.lower
-            or (search_range is not None and set(search_range) <= {self._hot.name})
-        ):
-            return num_hot
+        held = [False] * len(names)
+        for tier in (self._hot, *self._tiers.lower):
+            if search_range is not None and tier.name not in search_range:
+                continue
+            found = tier.contains_now(names)
+            if found is None:
+                break
+            held = [has or now for has, now in zip(held, found, strict=True)]
+            if all(held):
+                return len(names)
+        else:
+            return _num_first(held)
         tiers = self._wait(
             stack.batched_tiers(names, self._timeout_s, search_range), self._timeout_s
         )
-        return (
-            num_hot
-            if tiers is None
-            else next((i for i, tier in enumerate(tiers) if tier is None), len(names))
-        )
+        return _num_first(held if tiers is None else [tier is not None for tier in tiers])
 
     @override
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -410,6 +406,10 @@ def _log_failure(lift: Future[None]) -> None:
 
 def _names(keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
     return [ChunkKey(DEFAULT_TENANT, key) for key in keys]
+
+
+def _num_first(held: Sequence[bool]) -> int:
+    return next((i for i, has in enumerate(held) if not has), len(held))
 
 
 def _leading_chunks(results: Sequence[Result]) -> Iterator[Chunk]:

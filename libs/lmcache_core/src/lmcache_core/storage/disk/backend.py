@@ -156,6 +156,10 @@ class DiskBackend(StorageBackend):
             await wait_all([self._loading])
 
     @override
+    def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._index.contains_many(keys)
+
+    @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._index.contains_many(keys)
 
