@@ -93,23 +93,25 @@ class Cluster:
             ApiError: It was refused.
             ClusterError: It was not answered.
         """
-        request = self._api.param_serialize(
-            method,
-            path,
-            query_params=list((query or {}).items()),
-            header_params={"Accept": "*/*", "Content-Type": content_type},
-            body=body,
-            auth_settings=["BearerToken"],
-        )
         try:
-            response = self._api.call_api(*request, _request_timeout=CALL_TIMEOUT_S)
-            data = response.read()
+            response = self._api.call_api(
+                path,
+                method,
+                query_params=list((query or {}).items()),
+                header_params={"Accept": "*/*", "Content-Type": content_type},
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _return_http_data_only=True,
+                _request_timeout=CALL_TIMEOUT_S,
+            )
+            text = response.data.decode(errors="replace")
+        except kubernetes.client.ApiException as exc:
+            text = str(exc.body)[:1000]
+            raise ApiError(exc.status, f"{method} {path}: {exc.status}: {text}") from exc
         except HTTPError as exc:
             raise ClusterError(f"{method} {path}: no answer: {exc}") from exc
-        text = data.decode(errors="replace")
-        if response.status >= 400:
-            raise ApiError(response.status, f"{method} {path}: {response.status}: {text[:1000]}")
-        if "json" in (response.getheader("content-type") or ""):
+        if "json" in response.headers.get("content-type", ""):
             return json.loads(text)
         return text
 
