@@ -47,6 +47,7 @@ CASES: list[tuple[str, Mapping[str, str], str]] = [
     ("sidecar", SIDECAR | {"ARENA_PATH": "/proc/arena"}, "arena_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/proc/nowhere/s.sock"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/s"}, "socket_path"),
+    ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/log/s.sock"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/tmp/" + "s" * 120}, "socket_path"),
     ("sidecar", SIDECAR | {"REMOTE_URL": "redis://h:x"}, "remote_url"),
     ("sidecar", SIDECAR | {"REMOTE_URL": "http://"}, "remote_url"),
@@ -98,11 +99,22 @@ def test_what_only_the_start_finds_is_one_sentence_that_names_the_option(
         assert f"{option}={number}: cannot listen on 127.0.0.1: Address already in use" in told[0]
 
 
-def test_a_port_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["/nowhere/port", "/tmp"])
+def test_a_port_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, path: str) -> None:
     environ = environment("broker", BROKER, tmp_path)
-    assert ended("broker", ["--port-file", "/nowhere/port"], environ, tmp_path / "log") == 2
+    assert ended("broker", ["--port-file", path], environ, tmp_path / "log") == 2
     [line] = (tmp_path / "log").read_text().splitlines()
-    assert "--port-file '/nowhere/port'" in line
+    assert f"--port-file '{path}'" in line
+
+
+@pytest.mark.parametrize("option", ["socket_path", "arena_path", "disk_path"])
+def test_a_path_with_a_nul_is_refused(tmp_path: Path, option: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f'{option}: "/tmp/a\\0b"\n')
+    environ = environment("sidecar", {"PORT": "0", "LM_PORT": "0"}, tmp_path)
+    assert ended("sidecar", ["--config", str(config)], environ, tmp_path / "log") == 2
+    [line] = (tmp_path / "log").read_text().splitlines()
+    assert option in line
 
 
 def test_every_address_is_logged_and_so_are_the_other_servers(tmp_path: Path) -> None:

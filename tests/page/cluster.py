@@ -18,7 +18,7 @@ from tests.fixtures.kv import CHUNK_SIZE, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually, get_json
 from tests.fixtures.sidecar import engine_at
 
-PODS = tuple(f"cache-lmcache-llama-7c9d8b6f5d-{end}" for end in ("a4k2p", "b7w9x", "q9m4w"))
+PODS = tuple(f"cache-lmcache-vllm-llama-7c9d8b6f5d-{end}" for end in ("a4k2p", "b7w9x", "q9m4w"))
 STORAGE = "cache-lmcache-storage-0"
 """Named as the chart of a release `cache` names them."""
 NUM_CHUNKS = 4

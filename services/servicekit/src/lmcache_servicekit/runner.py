@@ -92,7 +92,11 @@ def run_service(
 
 
 def _check_port_file(path: Path | None) -> None:
-    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--port-file {str(path)!r} is a directory; name a file")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(
             f"--port-file {str(path)!r}: {path.parent} is not a writable directory;"
             " choose another path"

@@ -121,6 +121,13 @@ class ServiceSettings(BaseModel):
     otlp_endpoint: str | None = Field(default=None, pattern=URL_PATTERN, max_length=300)
     trace_sample_ratio: float = Field(default=DEFAULT_SAMPLE_RATIO, ge=0, le=1)
 
+    @field_validator("*")
+    @classmethod
+    def _check_paths(cls, value: object) -> object:
+        if isinstance(value, Path) and "\0" in str(value):
+            raise ValueError("contains a NUL character; no path can")
+        return value
+
     @field_validator("otlp_endpoint")
     @classmethod
     def _check_collector(cls, value: str | None) -> str | None:

@@ -94,11 +94,13 @@ class SocketServer:
         """Stop listening and end every session. Idempotent."""
         await self._listener.close()
         await take_turns(1)  # aborted connections close their sockets in the loop's next turn
+        inode, self._inode = self._inode, 0
+        if not inode:  # it never listened
+            return
         with contextlib.suppress(FileNotFoundError):
             # A different inode is the socket of a sidecar that has taken over.
-            if self._path.lstat().st_ino == self._inode:
+            if self._path.lstat().st_ino == inode:
                 self._path.unlink()
-        self._inode = 0
 
     async def _expire_tickets(self) -> None:
         for session in self.sessions:

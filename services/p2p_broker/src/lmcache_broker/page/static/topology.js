@@ -4,7 +4,9 @@ import { bytes, colour, commonPrefix, number, shorten, tier } from './format.js'
 const MAX_DRAWN = 32;
 const MAX_GAUGES = 3;
 const ROW = 27;
+const LINE = 14;
 const GAUGE = 46;
+const MIN_LINKS = 48; // room for arrows
 const CHAR = 7.5; // width in a monospace font of 12 px, plus a margin
 
 const describe = (peer) => {
@@ -32,7 +34,13 @@ function link(one, from, to, left, room, most) {
   return svg('path', { class: 'link', d: path, 'stroke-width': thickness.toFixed(1), 'marker-end': 'url(#arrow)' }, title);
 }
 
-function row(peer, name, y, numChars, width) {
+/** The lines of a name: two if it is longer than the room, broken behind a dash. */
+function broken(name, room) {
+  const end = name.lastIndexOf('-', room - 1) + 1;
+  return name.length <= room || end === 0 ? [shorten(name, room)] : [name.slice(0, end), shorten(name.slice(end), room)];
+}
+
+function row(peer, lines, y, height, numChars, width) {
   const kind = `node ${peer.kind}${peer.draining ? ' draining' : ''}`;
   const mark = peer.kind === 'storage' ? svg('rect', { class: kind, x: 3, y: y - 7, width: 14, height: 14, rx: 2 }) : svg('circle', { class: kind, cx: 10, cy: y, r: 7.5 });
   const tiers = (peer.figures?.tiers ?? []).filter((one) => one.capacity_bytes > 0).slice(0, MAX_GAUGES);
@@ -42,8 +50,10 @@ function row(peer, name, y, numChars, width) {
     const used = Math.min(1, one.used_bytes / one.capacity_bytes) * GAUGE;
     return [svg('rect', { class: 'track', ...place, width: GAUGE }), svg('rect', { class: colour(one.name), ...place, width: used.toFixed(1) })];
   });
-  const label = svg('text', { class: 'name', x: 24, y: y + 4 }, shorten(name, numChars));
-  const ground = svg('rect', { class: 'ground', x: 0, y: y - ROW / 2, width, height: ROW });
+  const first = y + 4 - (LINE * (lines.length - 1)) / 2;
+  const parts = lines.map((line, i) => svg('tspan', { x: 24, y: first + LINE * i }, line));
+  const label = svg('text', { class: 'name' }, ...parts);
+  const ground = svg('rect', { class: 'ground', x: 0, y: y - height / 2, width, height });
   return svg('g', { 'data-peer': peer.id }, svg('title', {}, describe(peer)), ground, mark, label, ...gauges);
 }
 
@@ -53,8 +63,10 @@ export function topology(data, width) {
   if (peers.length === 0) return nothing('No pod is registered.');
   const hasZones = peers.some((peer) => peer.zone !== '');
   const prefix = commonPrefix(data.peers.map((peer) => peer.id));
-  const names = peers.map((peer) => peer.id.slice(prefix.length));
-  const numChars = Math.min(width < 420 ? 14 : 24, Math.max(8, ...names.map((name) => name.length)));
+  const room = Math.max(8, Math.floor((width - 26 - GAUGE - 12 - MIN_LINKS) / CHAR));
+  const names = peers.map((peer) => broken(peer.id.slice(prefix.length), room));
+  const numChars = Math.max(8, ...names.flat().map((line) => line.length));
+  const height = ROW + LINE * (Math.max(...names.map((lines) => lines.length)) - 1);
   const left = 26 + numChars * CHAR + GAUGE + 12;
   const [heads, places] = [[], new Map()];
   let y = 0;
@@ -64,13 +76,13 @@ export function topology(data, width) {
       heads.push(svg('text', { class: 'tick', x: 0, y: y - 9 }, peer.zone === '' ? 'no zone' : shorten(peer.zone, 32)));
       heads.push(svg('line', { class: 'axis', x1: 0, x2: left - 12, y1: y - 3, y2: y - 3 }));
     }
-    places.set(peer.id, y + ROW / 2);
-    y += ROW;
+    places.set(peer.id, y + height / 2);
+    y += height;
   });
   const links = data.links.filter((one) => places.has(one.requester) && places.has(one.server));
   const most = Math.max(1, ...links.map((one) => one.num_bytes));
   const paths = links.map((one) => link(one, places.get(one.server), places.get(one.requester), left, width - left - 8, most));
-  const rows = peers.map((peer, i) => row(peer, names[i], places.get(peer.id), numChars, left - 12));
+  const rows = peers.map((peer, i) => row(peer, names[i], places.get(peer.id), height, numChars, left - 12));
   rows.forEach((node, i) => {
     const isOf = (one) => [one.requester, one.server].includes(peers[i].id);
     const mark = (isOn) => links.forEach((one, j) => paths[j].classList.toggle('off', isOn && !isOf(one)));
