@@ -237,6 +237,32 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
     assert refused.stderr.count("\n") == 1
 
 
+def test_every_file_that_settings_name_is_read(tmp_path: Path) -> None:
+    """Authorities also where there is no certificate; and the files of a bucket."""
+    garbage, absent = tmp_path / "garbage.pem", str(tmp_path / "absent")
+    garbage.write_text("not a certificate")
+    sidecar = write(
+        tmp_path / "sidecar.yaml",
+        arena_path=str(tmp_path / "arena"),
+        arena_gb=0.01,
+        tls_ca_file=str(garbage),
+    )
+    storage = write(
+        tmp_path / "storage.yaml",
+        memory_gb=0.01,
+        s3_bucket="kv",
+        s3_ca_file=str(garbage),
+        s3_access_key_file=absent,
+        s3_secret_key_file=absent,
+    )
+    found = Ctl().json(
+        "doctor", f"--check-config=sidecar={sidecar}", f"--check-config=storage={storage}", code=1
+    )
+    told = [what for check in ("files", "certificate") for _, _, what in wrong(found, check)]
+    for option in ("tls_ca_file", "s3_ca_file", "s3_access_key_file", "s3_secret_key_file"):
+        assert sum(f"{option}=" in what for what in told) == 1, (option, told)
+
+
 def test_a_certificate_that_peers_do_not_trust_is_told(tmp_path: Path) -> None:
     own, other = Authority(tmp_path), Authority(tmp_path, "other")
     pair = own.sign("pod")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -33,24 +35,8 @@ in.
 """
 NODES: Final = ("sidecar", "storage")
 """Services that need `lmcache-node` too."""
-SECRET_FILES: Final = (
-    *("auth_tokens_file", "service_token_file", "ticket_keys_file", "salt_file"),
-    *("tls_key_file", "tls_client_key_file", "redis_tls_key_file", "redis_sentinel_password_file"),
-    *(
-        "remote_token_file",
-        "remote_tls_key_file",
-        "peer_token_file",
-        "peer_ticket_keys_file",
-        "peer_tls_key_file",
-    ),
-)
-PLAIN_FILES: Final = (
-    *("tls_cert_file", "tls_client_ca_file", "tls_ca_file", "tls_client_cert_file"),
-    *("redis_tls_ca_file", "redis_tls_cert_file"),
-    *("remote_tls_ca_file", "remote_tls_cert_file"),
-    *("peer_tls_ca_file", "peer_tls_cert_file", "peer_tls_client_ca_file"),
-)
-"""Options with `remote` and `peer` are an engine's."""
+SECRET_FILE: Final = re.compile(r"(key|keys|password|salt|token|tokens)_file")
+"""What the name of an option ends with whose file nobody else may read."""
 SERVER_IDENTITIES: Final = (
     ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
     ("peer_tls_cert_file", "peer_tls_key_file", "peer_tls_client_ca_file"),
@@ -165,6 +151,7 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
     from lmcache_ctl.doctor.certificates import check_chain, check_identity
 
     seen: set[tuple[Path, ...]] = set()
+    loaded: set[str] = set()
     for context, identities in (
         (server_context, SERVER_IDENTITIES),
         (client_context, CLIENT_IDENTITIES),
@@ -177,6 +164,7 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
             if files.cert_file is None or is_told or not all(map(_exists, files.paths)):
                 continue
             seen.add(tuple(files.paths[:2]))
+            loaded.add(names[2])
             load = functools.partial(context, files)
             found = check_identity(where, names[0], files.cert_file, load)
             yield found
@@ -184,6 +172,21 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
             if authorities is not None and found.level is not Level.ERROR:
                 chain = TlsFiles(files.cert_file, files.key_file, Path(authorities))
                 yield from check_chain(where, names[0], chain)
+
+    for option in sorted(name for name in _names_of(settings) if name.endswith("ca_file")):
+        value = getattr(settings, option)
+        if value is None or option in loaded or not _exists(Path(value)):
+            continue
+        try:
+            client_context(TlsFiles(ca_file=Path(value), options=("", "", option)))
+        except LMCacheError as exc:
+            yield Subject("certificate", where).error(str(exc), "mount the authorities")
+
+
+def _names_of(settings: Any) -> Iterable[str]:
+    """Return the names of all options of a service or an engine."""
+    fields = getattr(type(settings), "model_fields", None)
+    return fields if fields is not None else (one.name for one in dataclasses.fields(settings))
 
 
 def _exists(path: Path) -> bool:
@@ -195,8 +198,8 @@ def _exists(path: Path) -> bool:
 
 def _files_of(subject: Subject, settings: Any) -> Iterator[Finding]:
     """Check that each file is readable and valid, and that secrets are not world-readable."""
-    for option in (*SECRET_FILES, *PLAIN_FILES):
-        value = getattr(settings, option, None)
+    for option in sorted(name for name in _names_of(settings) if name.endswith("_file")):
+        value = getattr(settings, option)
         if value is None or (option.startswith("peer_") and not settings.enable_p2p):
             continue
         path = Path(value)
@@ -210,7 +213,7 @@ def _files_of(subject: Subject, settings: Any) -> Iterator[Finding]:
                 str(exc) if f"{option}=" in str(exc) else f"{option}={path}: {reason}", fix
             )
             continue
-        if option in SECRET_FILES and mode & stat.S_IROTH:
+        if SECRET_FILE.search(option) and mode & stat.S_IROTH:
             what = f"{option} {path} is world-readable ({mode:04o})"
             yield subject.warning(what, f"chmod o-r {path}")
         else:
