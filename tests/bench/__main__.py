@@ -221,7 +221,7 @@ def measure_peers(bench: Bench, console: Console, machine: str) -> None:
 
 
 def measure_scale(bench: Bench, console: Console, machine: str) -> None:
-    """Many processes, many chunks, and services at rest."""
+    """Many processes, many chunks, and idle services."""
     sections, remark = scale.measure(bench.run, bench.directory)
     for section in sections:
         section.show(console)

@@ -1,5 +1,5 @@
-"""What grows, and what does not: short prompts of 1 to 16 processes at one sidecar, the cost of a
-chunk beside 1,000 to 100,000 others, and what a service costs before anybody uses it.
+"""How costs scale: short prompts from 1 to 16 processes through one sidecar, a chunk in a cache of
+1,000 to 100,000, and an idle service.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def measure(
             growth,
         ),
         Section(
-            "A service that nobody uses yet",
+            "An idle service after its start",
             ("service", "start, s", "processor, s", "memory, MB", "shared memory, MB", ""),
             services,
         ),

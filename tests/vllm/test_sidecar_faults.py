@@ -179,5 +179,5 @@ def test_a_restarted_sidecar_serves_what_is_left(world: World, place: str) -> No
         await_found(engine, ask)
         hit = engine.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE
-        assert engine.metrics()["vllm:lmcache_stored_chunks"] == num_stored, "it was stored anew"
+        assert engine.metrics()["vllm:lmcache_stored_chunks"] == num_stored, "it was stored again"
     world.references.check([hit], [ask], LLAMA)

@@ -233,7 +233,7 @@ def test_a_load_that_fails(
 def test_a_request_that_is_aborted_while_it_is_loaded(
     world: World, alone: References, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    """The load that goes on disturbs neither the next request nor the next hit."""
+    """A load that is still running affects neither the next request nor the next hit."""
     sidecar = world.sidecar()
     ask, other = Ask(prompt(106, kind.length)), Ask(prompt(107, kind.length))
     with running_engine(kind.options(world)) as engine:

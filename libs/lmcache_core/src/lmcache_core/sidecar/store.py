@@ -161,7 +161,8 @@ class SidecarChunkStore(ChunkStore):
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
         """Return whether each chunk is in some tier; those about which the sidecar does not answer
-        are not. Called beside stores and loads, it waits for its turn as long as for the answer.
+        are not. Waits up to `timeout_s` for other requests on the connection, and as long again
+        for the answer.
         """
         present: list[bool] = []
         wait_s = self._timeout_s + CALL_MARGIN_S
