@@ -23,6 +23,9 @@
 {{- if and (eq .name "PYTHONPATH") $.connector.enabled }}
 {{- fail (printf "%s: extraEnv sets PYTHONPATH, which would hide what the cache brings: set connector.pythonPath instead." $name) }}
 {{- end }}
+{{- if and (eq .name "PYTORCH_CUDA_ALLOC_CONF") (contains "expandable_segments:True" (default "" .value)) $.connector.enabled }}
+{{- fail (printf "%s: extraEnv sets PYTORCH_CUDA_ALLOC_CONF to %s, with which vLLM refuses the connector: leave expandable_segments:True out of it." $name .value) }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -56,6 +59,16 @@
 {{- end }}
 {{- end }}
 
+{{- define "lmcache.refusePipeline" }}
+{{- $wanted := mul .stages (max 1 (int .model.tensorParallelSize)) }}
+{{- range $resource := list "nvidia.com/gpu" "amd.com/gpu" }}
+{{- $limit := get (default dict $.model.resources.limits) $resource }}
+{{- if and $limit (lt (int $limit) (int $wanted)) }}
+{{- fail (printf "%s: %d pipeline stages need %d of %s, but resources.limits has %v: the stages of one vLLM share a pod." $.name $.stages $wanted $resource $limit) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The words of a model's command behind `vllm serve` or `-m vllm.…`, as JSON: those before belong to other programs. */}}
 {{- define "lmcache.optionsOfCommand" }}
 {{- $options := list }}
@@ -85,6 +98,9 @@
 {{- $value := $parts._1 | default (index $following $index) }}
 {{- if and (gt (int $.model.tensorParallelSize) 1) (has $option (list "--tensor-parallel-size" "-tp")) }}
 {{- fail (printf "%s: %s has %s, but tensorParallelSize is %v: set one of them." $.name $.place $word $.model.tensorParallelSize) }}
+{{- end }}
+{{- if has $option (list "--pipeline-parallel-size" "-pp") }}
+{{- include "lmcache.refusePipeline" (dict "model" $.model "name" $.name "stages" (int $value)) }}
 {{- end }}
 {{- $isMany := and (has $option (list "--nnodes" "-n")) (ne $value "1") }}
 {{- $isAnother := or (eq $option "--headless") (and (has $option (list "--node-rank" "-r")) (ne $value "0")) }}
