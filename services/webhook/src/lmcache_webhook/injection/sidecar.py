@@ -278,7 +278,7 @@ JOURNAL_MB: Final = 64
 """Beside the arena, on the same volume: its journal."""
 PAYLOAD_MB: Final = 256
 SHM_MB: Final = 2048
-"""Beside vLLM's host memory, for its worker processes."""
+"""For the worker processes of vLLM, in addition to its host memory."""
 _READABLE: Final = 0o444
 """Only the sidecar mounts them. Without an fsGroup, which is not ours to set, files of a group
 would be unreadable to it.
