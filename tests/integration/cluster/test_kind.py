@@ -20,19 +20,9 @@ from tests.cluster import kind
 from tests.cluster.ask import NUM_TOKENS, Answer
 from tests.cluster.helm import OLDEST
 from tests.cluster.names import VALUES
+from tests.fixtures.stand_ins import StandIns
 
 ROOT = Path(__file__).resolve().parents[3]
-TOOL = f"""#!{sys.executable}
-import json, os, pathlib, sys
-here = pathlib.Path(sys.argv[0]).parent
-line = " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
-with (here / "calls").open("a") as calls:
-    calls.write(line.replace("\\n", " ") + "\\n")
-for part, output, code in json.loads((here / "answers.json").read_text()):
-    if all(word in line for word in part.split("&")):
-        print(output)
-        sys.exit(code)
-"""
 
 
 def answer(num_cached: int) -> str:
@@ -64,10 +54,7 @@ def kind_command(tmp_path: Path) -> Kind:
     def call(
         command: str, *answers: tuple[str, str, int], tools: tuple[str, ...] = kind.TOOLS
     ) -> tuple[int, str, str, list[str]]:
-        (tmp_path / "answers.json").write_text(json.dumps([*answers, *HEALTHY]))
-        for tool in tools:
-            (tmp_path / tool).write_text(TOOL)
-            (tmp_path / tool).chmod(0o755)
+        stand_ins = StandIns(tmp_path, tools, [*answers, *HEALTHY])
         script = "from tests.cluster import kind; kind.ANNOUNCED_S = 0; import sys; "
         script += f"sys.exit(kind.main([{command!r}]))"
         ran = subprocess.run(
@@ -79,9 +66,7 @@ def kind_command(tmp_path: Path) -> Kind:
             timeout=100,
             check=False,
         )
-        calls = tmp_path / "calls"
-        lines = calls.read_text().splitlines() if calls.exists() else []
-        return ran.returncode, ran.stdout, ran.stderr, lines
+        return ran.returncode, ran.stdout, ran.stderr, stand_ins.calls
 
     return call
 

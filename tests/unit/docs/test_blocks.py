@@ -1,17 +1,15 @@
-"""Every block of the pages that a newcomer pastes from is run by a test, or checked here.
+"""What the blocks of the pages that a newcomer pastes from name is there.
 
-The README's Python is run by `tests/integration/transformers`, the tutorial by
-`tests/integration/test_tutorial.py`; `tests/helm/test_quickstart.py` installs the quick start.
+Tests run these blocks: `tests/integration/ctl/test_pasted.py` the shell of README and quick start,
+`tests/integration/transformers` the README's Python, `tests/integration/test_tutorial.py` the
+tutorial. `tests/helm/test_quickstart.py` compares the quick start with what Helm renders.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,15 +98,3 @@ def test_patches_carry_the_label_that_the_webhook_reads(page: Path) -> None:
     ]
     labels = [patch["spec"]["template"]["metadata"]["labels"] for patch in patches]
     assert labels == [{INJECT: "true"}]
-
-
-def test_the_request_of_the_quick_start_is_a_long_prompt(tmp_path: Path) -> None:
-    [line] = [line for line in lines(QUICKSTART) if line.startswith("python3 -c")]
-    python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, env=os.environ | {"PATH": python}, check=True
-    )
-    [file] = [word for word in shlex.split(line) if word.endswith(".json")]
-    request = json.loads((tmp_path / file).read_text())
-    assert request["model"] in QUICKSTART.read_text(encoding="utf-8").split("helm install")[0]
-    assert len(request["prompt"].split()) > 2000
