@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from lmcache_core.documented.cachegen.device import (
+from lmcache_core.serde.blob import Mode
+from lmcache_core.serde.chunk_codec import Profile, quantiser_of
+from lmcache_core.serde.codec import CACHEGEN_SERDE
+from lmcache_core.serde.device import (
     decode_on_device,
     device_tables,
     encode_on_device,
 )
-from lmcache_core.serde.blob import Mode
-from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, Profile, quantiser_of
 from lmcache_core.serde.quantised import PlaneLayout, Quantiser
 from lmcache_core.serde.tables import bell_curves
 from lmcache_kernels.cachegen_decode import cachegen_decode

@@ -43,8 +43,8 @@ from lmcache_core.serde import (
     TorchSerializer,
 )
 from lmcache_core.serde.cachegen import CacheGenConfig
-from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec, Profile
-from lmcache_core.serde.codec import encoding_report
+from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
+from lmcache_core.serde.codec import CACHEGEN_SERDE, encoding_report
 from lmcache_core.serde.tables import bell_curves
 from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec
-from lmcache_core.serde.chunk_codec import CACHEGEN_SERDE, CacheGenCodec, Profile
+from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
+from lmcache_core.serde.codec import CACHEGEN_SERDE
 from lmcache_core.serde.tables import bell_curves
 
 from tests.suites.codec_payloads import decode_between_guards, kv_payload, specs_of

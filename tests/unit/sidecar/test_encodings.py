@@ -11,12 +11,18 @@ import httpx
 import msgspec
 import pytest
 import torch
+from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, Miss, MissReason, payload_digest
-from lmcache_core.storage.codecs import create_codecs
-from lmcache_core.telemetry import CodecFigures, MeasuredError
+from lmcache_core.storage.codecs import create_codecs, encoded_chunk
+from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.served import LocalStore
+from lmcache_core.storage.stack import TierStack
+from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
 from lmcache_node.collectors import CodecErrorCollector
 from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
+from lmcache_sidecar.peer_server import PeerStore
 
 from tests.fixtures.encoded_tier import content
 from tests.fixtures.sidecar_app import make_settings
@@ -110,6 +116,30 @@ async def test_what_was_stored_with_loss_is_a_miss_where_it_is_not_asked(tmp_pat
         assert [
             content(result) for result in await stack.batched_get([make_key("a")], timeout_s=20)
         ] == [bytes(kv_chunk("a").memory.byte_array)]
+
+
+@pytest.mark.parametrize(
+    ("serdes", "accepts_lossy", "is_kept"),
+    [(["cachegen"], True, True), (["cachegen"], False, False), ([], True, False)],
+    ids=str,
+)
+async def test_a_peer_hands_over_what_is_still_encoded_if_it_can_be_decoded_here(
+    serdes: list[str], accepts_lossy: bool, is_kept: bool
+) -> None:
+    codecs, encoder = create_codecs(serdes), create_codecs(["cachegen"])
+    await codecs.open()
+    await encoder.open()
+    stack = TierStack(LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy()))
+    await stack.open()
+    encoded = encoded_chunk(encoder.named("cachegen"), kv_chunk("a"), CodecFigures())  # type: ignore[arg-type]
+    assert encoded is not None
+    local = LocalStore(stack, accepts_puts=lambda: True)
+    store = PeerStore(local, encoded.key.tenant, codecs, accepts_lossy, Counters())
+    assert await store.put(encoded) is is_kept
+    assert stack.hot.contains_many([encoded.key]) == [is_kept]
+    await stack.close()
+    await codecs.close()
+    await encoder.close()
 
 
 @pytest.mark.parametrize("serde", ["lossless", "cachegen"])

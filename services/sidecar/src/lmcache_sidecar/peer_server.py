@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lmcache_core.errors import AuthenticationError
-from lmcache_core.record import RAW_SERDE, Chunk
+from lmcache_core.record import RAW_SERDE, Chunk, MissReason
 from lmcache_core.security import Principal, TicketKeyFile, TicketVerifier
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.hot import RECEIVING_SHARE
@@ -23,26 +23,38 @@ from lmcache_sidecar.settings import SidecarSettings
 
 class PeerStore(WrappedStore):
     """The chunks of this sidecar as seen by peers. It accepts what this sidecar's own engines could
-    have stored or loaded: raw chunks of its tenant, and lossy ones only if that is allowed.
+    have stored or loaded: chunks of its tenant that are raw or can be decoded here, and lossy ones
+    only if that is allowed.
 
     Args:
         store: The wrapped store; it refuses everything while handovers are not accepted.
         tenant: Tenant of this pod.
+        codecs: Decode what the engines cannot.
         accepts_lossy: Whether chunks that were encoded with loss are accepted.
         counters: Counters of received chunks, under the names of `lmcache_sidecar.metrics`.
     """
 
     def __init__(
-        self, store: ServedStore, tenant: str, accepts_lossy: bool, counters: Counters
+        self,
+        store: ServedStore,
+        tenant: str,
+        codecs: Codecs,
+        accepts_lossy: bool,
+        counters: Counters,
     ) -> None:
         super().__init__(store)
         self._tenant = tenant
+        self._codecs = codecs
         self._accepts_lossy = accepts_lossy
         self._counters = counters
 
     @override
     async def put(self, chunk: Chunk) -> bool:
-        is_ours = chunk.key.tenant == self._tenant and chunk.described.serde == RAW_SERDE
+        header = chunk.described
+        is_usable = header.serde == RAW_SERDE or not isinstance(
+            self._codecs.decoder_of(header), MissReason
+        )
+        is_ours = chunk.key.tenant == self._tenant and is_usable
         is_kept = is_ours and (self._accepts_lossy or not chunk.lossy) and await super().put(chunk)
         self._counters.add(metrics.RECEIVED_CHUNKS_TOTAL, is_kept)
         self._counters.add(metrics.RECEIVED_BYTES_TOTAL, chunk.num_bytes * is_kept)
@@ -80,7 +92,7 @@ def create_peer_server(
             authenticate = _refuse_without_ticket
     local = LocalStore(stack, accepts_puts=takes_handovers)
     accepts_lossy = codecs.is_lossy(settings.peer_serde)
-    peer_store = PeerStore(local, settings.tenant, accepts_lossy, counters)
+    peer_store = PeerStore(local, settings.tenant, codecs, accepts_lossy, counters)
     return LmServer(
         EncodingStore(peer_store, codecs, settings.peer_serde),
         authenticate,

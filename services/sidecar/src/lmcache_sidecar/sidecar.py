@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.p2p.pool import PeerPool
+from lmcache_core.record import Chunk
 from lmcache_core.storage.codecs import Codecs, create_codecs
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote.members import locate_by_lookup
@@ -50,6 +51,7 @@ from lmcache_sidecar.peer_server import create_peer_server
 from lmcache_sidecar.recent_lookups import RecentLookups
 from lmcache_sidecar.settings import SidecarSettings, make_default_directories
 from lmcache_sidecar.socket.context import SessionContext
+from lmcache_sidecar.socket.encoded_readers import EncodedReaders
 from lmcache_sidecar.socket.server import SocketServer
 
 logger = logging.getLogger(__name__)
@@ -95,7 +97,9 @@ class SidecarNode(Node[SidecarSettings]):
         serdes = [settings.disk_serde, settings.remote_serde, settings.peer_serde]
         # Codecs compile when they open, so that no request waits for that.
         codecs = await self.opened(create_codecs(serdes, counters=self.counters))
-        await self.open_tiers(build_tiers(self._describe_tiers(codecs)), DESCRIBED)
+        readers = EncodedReaders(codecs)
+        spec = self._describe_tiers(codecs, readers.stays_encoded)
+        await self.open_tiers(build_tiers(spec), DESCRIBED)
         self.state.registry.register(CodecErrorCollector(codecs.figures.errors))
         self.exits.callback(owner.seal)  # before the tiers are emptied
         context = SessionContext(
@@ -110,6 +114,7 @@ class SidecarNode(Node[SidecarSettings]):
             self.counters,
             owner.journal,
             self.state.tracer,
+            readers,
         )
         self.socket_server = SocketServer(settings.socket_path, context)
         self.descriptions, self.lookups = context.descriptions, context.lookups
@@ -206,7 +211,7 @@ class SidecarNode(Node[SidecarSettings]):
                     )
                 await wait_before_retry(min(ARENA_RETRY_S, left_s))
 
-    def _describe_tiers(self, codecs: Codecs) -> TiersSpec:
+    def _describe_tiers(self, codecs: Codecs, stays_encoded: Callable[[Chunk], bool]) -> TiersSpec:
         """Return the tiers in the settings; peers only if lookup and broker are configured.
 
         Each has a codec, because other writers may have encoded what is stored there: engines get
@@ -246,6 +251,7 @@ class SidecarNode(Node[SidecarSettings]):
             remote=remote,
             policy=settings.eviction_policy,
             codecs=codecs,
+            stays_encoded=stays_encoded,
             removed_from=self.announcer.removed_from,
         )
 

@@ -65,6 +65,24 @@ def test_the_next_chunk_is_copied_before_the_scatter_of_one_is_waited_for(runtim
     check_equal(source, target, range(4, 13))
 
 
+def test_encoded_chunks_are_decoded_into_the_buffers_on_both_streams(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    memories = gathered(connector, source, *CHUNKS)
+    runtime.log.clear()
+    with connector.loading(target) as kwargs:
+        for memory, chunk in zip(memories, CHUNKS, strict=True):
+            content = memory.tensor.view(-1).view(torch.uint8)
+
+            def decode(staged, content=content):
+                runtime.launch("decode", lambda: staged.copy_(content))
+
+            connector.to_gpu(memory, *chunk, **kwargs, decode=decode)
+        assert runtime.log == [
+            f"{name} {stream}" for stream in (0, 1, 0) for name in ("decode", "scatter")
+        ]
+    check_equal(source, target, range(4, 13))
+
+
 def test_both_streams_start_after_what_was_launched_before(runtime, connector):
     source, target = kwargs_of(1), kwargs_of(50)
     memories = gathered(connector, source, *CHUNKS)

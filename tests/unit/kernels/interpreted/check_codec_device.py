@@ -7,14 +7,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from lmcache_core.documented.cachegen.device import (
+from lmcache_core.errors import SerdeError
+from lmcache_core.serde.blob import HEAD, Mode
+from lmcache_core.serde.chunk_codec import SHORT_TOKENS, Profile, quantiser_of
+from lmcache_core.serde.device import (
     decode_on_device,
     device_tables,
     encode_on_device,
 )
-from lmcache_core.errors import SerdeError
-from lmcache_core.serde.blob import HEAD, Mode
-from lmcache_core.serde.chunk_codec import SHORT_TOKENS, Profile, quantiser_of
 from lmcache_core.serde.quantised import NotQuantisableError, Quantiser
 
 FINENESS = 144

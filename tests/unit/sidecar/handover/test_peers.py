@@ -18,6 +18,7 @@ from lmcache_core.lookup.messages import LookupAnswer
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import PeerStatus
 from lmcache_core.security import TokenTable
+from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.served import LocalStore
@@ -107,7 +108,9 @@ async def peer(
     stack, counters = TierStack(hot), Counters()
     await stack.open()
     made = Peer(hot, PEER, counters)
-    door = PeerStore(LocalStore(stack, lambda: made.is_open), tenant, False, counters)
+    door = PeerStore(
+        LocalStore(stack, lambda: made.is_open), tenant, create_codecs([]), False, counters
+    )
     server = LmServer(door, TokenTable.from_file(tokens).authenticate)
     await server.open()
     fields = {name: getattr(PEER, name) for name in PEER.__struct_fields__} | {

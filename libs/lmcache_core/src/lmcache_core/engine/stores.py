@@ -38,11 +38,13 @@ class SidecarClient:
         groups: Layer groups that chunks are stored for, by their names in keys; empty: this process
             does not name chunks.
         loads_beside: Whether one thread loads while another one stores.
+        decodes: Encodings of records that this process loads, beside raw (`encoding_of`).
     """
 
     name: str
     groups: tuple[str, ...] = ("",)
     loads_beside: bool = False
+    decodes: tuple[str, ...] = ()
 
 
 def create_chunk_store(
@@ -96,7 +98,7 @@ def _sidecar_store(
     client: SidecarClient,
 ) -> ChunkStore:
     from lmcache_core.sidecar import SidecarChunkStore
-    from lmcache_core.wire.capabilities import ON_DEVICE, SIDECAR_CAPABILITIES
+    from lmcache_core.wire.capabilities import ON_DEVICE, SERDE_PREFIX, SIDECAR_CAPABILITIES
     from lmcache_core.wire.messages import Describe, EngineInfo, engine_hello
 
     engine = EngineInfo(
@@ -108,7 +110,8 @@ def _sidecar_store(
         metadata.world_size,
     )
     on_device = [ON_DEVICE] if torch.cuda.is_available() else []
-    hello = engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device])
+    decodes = [SERDE_PREFIX + encoding for encoding in client.decodes]
+    hello = engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device, *decodes])
 
     def describe(salt: str) -> Describe:
         """Return how this engine names chunks, once the salt is known."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.digests import SMALL_BYTES, FollowingDigest
+from lmcache_core.errors import SerdeError
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
@@ -29,6 +31,7 @@ from lmcache_core.record import (
     MissReason,
     RecordHeader,
     TensorSpec,
+    decoded_header,
     payload_digest,
     raw_header,
 )
@@ -43,6 +46,11 @@ from lmcache_core.telemetry import (
     UNSTORED_CHUNKS_TOTAL,
     Counters,
 )
+
+if TYPE_CHECKING:
+    from lmcache_core.serde.device import DeviceDecoder
+
+logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_KEYS = 1 << 14
 MAX_KNOWN_LENGTHS = 64
@@ -72,6 +80,8 @@ class KVTransfer:
         counters: Counters for chunks.
         workers: Threads for copies in host memory, and for digests.
         unit_tokens: Tokens per unit of the connector: more than 1 if it moves whole blocks.
+        decoder: Decodes records on the device of the serving engine's KV; None: only raw chunks are
+            loaded.
     """
 
     def __init__(
@@ -82,8 +92,10 @@ class KVTransfer:
         counters: Counters,
         workers: Workers,
         unit_tokens: int = 1,
+        decoder: DeviceDecoder | None = None,
     ) -> None:
         self._unit_tokens = unit_tokens
+        self._decoder = decoder
         self._store = store
         self._gpu_connector = gpu_connector
         self._dtype = metadata.kv_dtype_name
@@ -181,12 +193,19 @@ class KVTransfer:
             ]
             num_fitting = next((i for i, reason in enumerate(misfits) if reason), len(chunks))
             damaged: list[Chunk] = []
+            decoded: dict[int, torch.Tensor] = {}
 
             def copy(i: int) -> bool:
                 if damaged:  # what lies behind is recomputed
                     return False
                 start, end, _ = named[i]
-                is_right = self._copy(chunks[i], start, end, kwargs, wanted)
+                if chunks[i].described.serde == RAW_SERDE:
+                    is_right = self._copy(chunks[i], start, end, kwargs, wanted)
+                else:
+                    status = self._decode(chunks[i], start, end, kwargs, wanted)
+                    is_right = status is not None
+                    if status is not None:
+                        decoded[i] = status
                 if not is_right:
                     damaged.append(chunks[i])
                 return is_right
@@ -196,6 +215,10 @@ class KVTransfer:
                 # Chunks are not released before their copies have ended.
                 with connector.loading(connector.checked(kwargs)) as kwargs:
                     are_right = self._each(copy, range(num_fitting), named, kwargs)
+                for i, status in decoded.items():
+                    if status.any():  # the device is done
+                        damaged.append(chunks[i])
+                        are_right[i] = False
                 num_loaded = (*are_right, False).index(False)
             for chunk in damaged:
                 self._store.reject(chunk)
@@ -314,6 +337,41 @@ class KVTransfer:
         self._gpu_connector.to_gpu(kv, start, end, **kwargs)
         return digest.finish() == chunk.header.digest
 
+    def _decode(
+        self,
+        chunk: Chunk,
+        start: int,
+        end: int,
+        kwargs: dict[str, Any],
+        wanted: tuple[int, int] | None,
+    ) -> torch.Tensor | None:
+        """Begin to decode a chunk into the serving engine.
+
+        Returns:
+            All zeros, once the device is done, if the chunk was decoded; None if it is damaged.
+        """
+        assert self._decoder is not None, "`_misfit` lets no encoded chunk pass"
+        payload = chunk.memory.byte_array
+        if chunk.is_unchecked and payload_digest(payload) != chunk.header.digest:
+            return None
+        status: list[torch.Tensor] = []
+
+        def decode(out: torch.Tensor) -> None:
+            assert self._decoder is not None
+            status.append(self._decoder.begin(chunk.described, payload, out))
+
+        low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
+        if low >= high:
+            return torch.zeros(0)
+        try:
+            self._gpu_connector.to_gpu(
+                chunk.memory, start, end, **kwargs, decode=decode, wanted=(low, high)
+            )
+        except SerdeError as exc:
+            logger.warning("encoded chunk is damaged, recomputing it: error=%s", exc)
+            return None
+        return status[0]
+
     def _chunk(
         self, named: NamedChunk, memory: MemoryObj, digest: bytes | Future[bytes] | None
     ) -> Chunk:
@@ -352,14 +410,17 @@ class KVTransfer:
         return known
 
     def _misfit(self, chunk: Chunk, key: CacheEngineKey, num_tokens: int) -> MissReason | None:
-        """Return why a chunk is not exactly the KV that the connector takes (raw, with these
-        tensors and nothing else); None if it is.
+        """Return why a chunk is not exactly the KV that the connector takes (raw or decoded on the
+        device, with these tensors and nothing else); None if it is.
 
         Whether it may have been encoded with loss was decided by the tier that it comes from.
         """
         if chunk.key.key != key:
             return MissReason.IDENTITY
         header, expected = chunk.described, self._expected(num_tokens)
+        if self._decoder is not None and self._decoder.takes(header):
+            is_kv = decoded_header(header).tensors == expected.tensors
+            return None if is_kv else MissReason.LAYOUT
         is_kv = header.serde == RAW_SERDE and header.tensors == expected.tensors
         is_whole = chunk.memory.get_size() == expected.num_bytes
         return None if is_kv and is_whole else MissReason.LAYOUT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,19 +53,26 @@ class PagedConnector(GPUConnectorInterface):
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both; with
-        `wanted`, the first of some of the tokens and one past the last, copies only these.
+        `wanted`, the first of some of the tokens and one past the last, copies only these. With
+        `decode`, the memory object is encoded, and `decode` is called with a flat uint8 tensor on
+        the pages' device, to fill it with the content on the current stream.
         """
-        check_format(memory_obj)
         wanted: tuple[int, int] = kwargs.get("wanted", (start, end))
+        decode: Callable[[torch.Tensor], None] | None = kwargs.get("decode")
         addresses = self._addresses(*wanted, kwargs)
         binding = addresses.binding
-        content = _content(memory_obj, binding.layout, end - start, is_filled=False)
+        content = None
+        if decode is None:
+            check_format(memory_obj)
+            content = _content(memory_obj, binding.layout, end - start, is_filled=False)
 
         def scatter(staging: StagingBuffer) -> None:
             progress = kwargs.get("progress")
             with staging.near(content, binding, end - start) as staged:
                 copies = addresses.copies(staged, start, end, wanted, writes_pages=True)
-                if staged is not content:
+                if decode is not None:
+                    decode(staged)
+                elif content is not None and staged is not content:
                     staged.copy_(content, non_blocking=True)
                 for offset, copy in copies:
                     for num_pages in paged_scatter_steps(copy):

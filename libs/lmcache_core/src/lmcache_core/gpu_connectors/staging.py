@@ -28,7 +28,7 @@ class StagingBuffer:
 
     @contextmanager
     def near(
-        self, content: torch.Tensor, binding: Binding, num_tokens: int
+        self, content: torch.Tensor | None, binding: Binding, num_tokens: int
     ) -> Iterator[torch.Tensor]:
         """Lend bytes on the pages' device for a memory object's content: the content itself if it
         is already there and no buffer is kept.
@@ -37,14 +37,15 @@ class StagingBuffer:
         same stream only.
 
         Args:
-            content: uint8, flat.
+            content: uint8, flat; None if it is decoded into the lent bytes.
             binding: The pages.
             num_tokens: Tokens in the content.
         """
-        if self.num_tokens == 0 and content.device == binding.device:
+        size = binding.layout.num_bytes(num_tokens)
+        if self.num_tokens == 0 and content is not None and content.device == binding.device:
             yield content
         elif num_tokens > self.num_tokens:
-            yield torch.empty_like(content, device=binding.device)
+            yield torch.empty(size, dtype=torch.uint8, device=binding.device)
         else:
             with self._lock:
                 capacity_bytes = binding.layout.num_bytes(self.num_tokens)
@@ -59,7 +60,7 @@ class StagingBuffer:
                         self._buffer = torch.empty(
                             capacity_bytes, dtype=torch.uint8, device=binding.device
                         )
-                yield self._buffer[: content.shape[0]]
+                yield self._buffer[:size]
 
 
 class StagingPair:

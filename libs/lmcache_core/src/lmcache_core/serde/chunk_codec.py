@@ -17,7 +17,15 @@ from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec
 from lmcache_core.serde.blob import Head, Mode, Reader
 from lmcache_core.serde.cachegen import CacheGenConfig
-from lmcache_core.serde.codec import ChunkCodec, EncodedPayload, EncodingReport, GroupError
+from lmcache_core.serde.codec import (
+    CACHEGEN_SERDE,
+    LOSSLESS_SERDE,
+    TABLES_MARK,
+    ChunkCodec,
+    EncodedPayload,
+    EncodingReport,
+    GroupError,
+)
 from lmcache_core.serde.lossless import LosslessCoder
 from lmcache_core.serde.machine_code import Loops, load_loops
 from lmcache_core.serde.quantised import (
@@ -31,10 +39,7 @@ from lmcache_core.serde.quantised import (
 )
 from lmcache_core.serde.tables import TableSet, bell_curves
 
-CACHEGEN_SERDE = "cachegen"
-LOSSLESS_SERDE = "lossless"
 MAX_THREADS = 8
-TABLES_MARK = "@"
 _STORED_HEAD = Head(Mode.STORED, 0, 0, (0, 0, 0, 0)).pack()
 
 Pieces = list[Any]

@@ -13,6 +13,10 @@ import msgspec
 
 from lmcache_core.record import REPORT_EXTENSION, Extension, RecordHeader, TensorSpec
 
+CACHEGEN_SERDE = "cachegen"
+LOSSLESS_SERDE = "lossless"
+TABLES_MARK = "@"
+"""Separates the name of a profile from the id of its tables."""
 MAX_REPORT_BYTES = 16 << 10
 
 
@@ -46,6 +50,11 @@ class EncodingReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     raw_bytes: int
     encoded_bytes: int
     groups: tuple[GroupError, ...] = ()
+
+
+def encoding_of(header: RecordHeader) -> str:
+    """Return a record's serde and the id of the tables that decode it, as one name."""
+    return f"{header.serde}{TABLES_MARK}{header.profile.rpartition(TABLES_MARK)[2]}"
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_core.errors import SerdeError
+from lmcache_core.record import RecordHeader
 from lmcache_core.serde.blob import Head, Mode, Reader, next_power_of_two
 from lmcache_core.serde.cachegen import MAX_LAYERS
 from lmcache_core.serde.machine_code import Loops, side_by_side
@@ -322,6 +323,19 @@ class QuantisedCoder:
             symbols, raw, (tokens, channels, kind, levels, by_token), scales, about, rows
         )
         return True
+
+
+def is_quantised(header: RecordHeader, payload: memoryview) -> bool:
+    """Return whether every tensor of an encoded record is quantised, none stored without loss.
+
+    Raises:
+        SerdeError: The payload is not such a record.
+    """
+    return all(
+        Reader(payload[spec.offset : spec.offset + spec.length]).head().mode
+        in (Mode.BY_TOKEN, Mode.BY_PLANE)
+        for spec in header.tensors
+    )
 
 
 @dataclass(frozen=True)

@@ -12,24 +12,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lmcache_core.errors import ConfigError, SerdeError
+from lmcache_core.errors import ConfigError, RecordError, SerdeError
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.record import (
     REPORT_EXTENSION,
+    Allocate,
     Chunk,
     Miss,
     MissReason,
     RecordHeader,
     Result,
+    decoded_bytes,
     decoded_header,
     encode_head,
     payload_digest,
 )
 from lmcache_core.serde import DOCUMENTED_NAMES, create_codec
-from lmcache_core.serde.codec import ChunkCodec, EncodingReport, encoding_report, report_extension
+from lmcache_core.serde.codec import (
+    TABLES_MARK,
+    ChunkCodec,
+    EncodingReport,
+    encoding_report,
+    report_extension,
+)
 from lmcache_core.serde.documented_codec import DocumentedCodec
-from lmcache_core.storage.disk.pool import FilePool
+from lmcache_core.storage.disk.pool import ChunkJob, FilePool
 from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
 
 logger = logging.getLogger(__name__)
@@ -160,6 +168,30 @@ class Codecs:
         is_known = header.serde.partition(":")[0] in families
         return MissReason.PROFILE if is_known else MissReason.ENCODING
 
+    def begin_decoding(
+        self, chunk: Chunk, allocate: Allocate | None, figures: CodecFigures, seals: bool
+    ) -> ChunkJob[Result] | Miss:
+        """Begin to decode a chunk in a thread.
+
+        Args:
+            chunk: An encoded chunk; the job takes over its reference, a miss does not.
+            allocate: Allocates memory for the decoded payload; None: it is too late.
+            figures: Statistics to update.
+            seals: Whether to compute the digest of the decoded payload, too.
+        """
+        codec = self.decoder_of(chunk.described)
+        if isinstance(codec, MissReason):
+            return Miss(codec)
+        try:
+            num_bytes = decoded_bytes(chunk.described)
+        except RecordError:
+            return Miss(MissReason.CORRUPT)
+        memory = None if allocate is None else allocate(num_bytes)
+        if memory is None:
+            return Miss(MissReason.DEADLINE if allocate is None else MissReason.NO_MEMORY)
+        decoding = Decoding(codec, chunk, memory, figures, seals)
+        return self.decoding.begin(decoding.run, unrun=decoding.release)
+
     async def _close_all(self) -> None:
         opened, self._open = self._open, ()
         try:
@@ -208,10 +240,6 @@ def _open_all(
 def _close_all(opened: Sequence[ChunkCodec]) -> None:
     for codec in opened:
         codec.close()
-
-
-PROFILE_SEPARATOR = "@"
-"""Separates the name of a profile from the id of its tables."""
 
 
 def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chunk | None:
@@ -319,6 +347,6 @@ def _note_errors(
             max(group.max_relative for group in report.groups),
             max(group.rms_relative for group in report.groups),
         )
-        profile = header.profile.partition(PROFILE_SEPARATOR)[0]  # without the id of the tables
+        profile = header.profile.partition(TABLES_MARK)[0]  # without the id of the tables
         name = header.serde if profile in ("", header.serde) else f"{header.serde}/{profile}"
         figures.measured(name, error)

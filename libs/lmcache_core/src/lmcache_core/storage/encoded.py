@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 from lmcache_core._typing import override
-from lmcache_core.errors import RecordError, UnavailableError
+from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
     RAW_SERDE,
@@ -18,12 +18,11 @@ from lmcache_core.record import (
     Miss,
     MissReason,
     Result,
-    decoded_bytes,
     release_all,
 )
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.byte_gate import ByteGate
-from lmcache_core.storage.codecs import Codecs, Decoding, encoded_chunk
+from lmcache_core.storage.codecs import Codecs, encoded_chunk
 from lmcache_core.storage.disk.pool import ChunkJob, finish, wait_all
 from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import CodecFigures
@@ -55,6 +54,7 @@ class EncodedBackend(StorageBackend):
         accepts_lossy: Whether lossy records are let through; by default if `serde` is lossy.
         seals: Compute digests of decoded chunks in the same threads, for readers that will need
             them.
+        stays_encoded: Whether an acceptable record is let through as it is: its readers decode it.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class EncodedBackend(StorageBackend):
         serde: str | None = None,
         accepts_lossy: bool | None = None,
         seals: bool = False,
+        stays_encoded: Callable[[Chunk], bool] = lambda record: False,
     ) -> None:
         self.name = backend.name
         self.wrapped = backend
@@ -72,6 +73,7 @@ class EncodedBackend(StorageBackend):
         self._encoder = codecs.named(serde)
         self._accepts_lossy = codecs.is_lossy(serde) if accepts_lossy is None else accepts_lossy
         self._seals = seals
+        self._stays_encoded = stays_encoded
         self._figures = CodecFigures(whole=codecs.figures)
         self._gate = ByteGate(MAX_ENCODING_BYTES)
         self._replaceable = UnusableRecords()
@@ -219,21 +221,19 @@ class EncodedBackend(StorageBackend):
             return self._refused(chunk, MissReason.ENCODING)
         if header.serde == RAW_SERDE:
             return chunk
-        codec = self._codecs.decoder_of(header)
-        if isinstance(codec, MissReason):
+        if self._stays_encoded(chunk):
+            return chunk
+        begun = self._codecs.begin_decoding(chunk, allocate, self._figures, self._seals)
+        if isinstance(begun, ChunkJob):
+            return begun
+        if begun.reason in (MissReason.ENCODING, MissReason.PROFILE):
             self._undecodable.note(chunk.key)
-            return self._refused(chunk, codec)
-        try:
-            num_bytes = decoded_bytes(header)
-        except RecordError:
+        elif begun.reason is MissReason.CORRUPT:
             self._replaceable.note(chunk.key)
-            return self._refused(chunk, MissReason.CORRUPT)
-        memory = None if allocate is None else allocate(num_bytes)
-        if memory is None:
+        else:
             chunk.release()
-            return Miss(MissReason.DEADLINE if allocate is None else MissReason.NO_MEMORY)
-        decoding = Decoding(codec, chunk, memory, self._figures, self._seals)
-        return self._codecs.decoding.begin(decoding.run, unrun=decoding.release)
+            return begun
+        return self._refused(chunk, begun.reason)
 
     def _forget(self, keys: Sequence[ChunkKey]) -> None:
         self._replaceable.forget(keys)

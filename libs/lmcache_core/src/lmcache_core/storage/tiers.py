@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from lmcache_core.memory.base import MemoryAllocatorInterface
+from lmcache_core.record import Chunk
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.eviction import DEFAULT_POLICY, TierLimits, create_policy
@@ -117,6 +118,7 @@ class TiersSpec:
         codecs: Codecs with the serdes of disk and remote; None: records are neither encoded nor
             decoded.
         seals: Compute digests of decoded chunks, for a reader that will need them.
+        stays_encoded: Which records are not decoded (`EncodedBackend`).
         is_priced: Read from a tier only what it can deliver faster than the reader computes it.
         guards: Options of the guards, by name of the tier.
         removed_from: Returns, for the name of a tier, the callback for every key it drops.
@@ -130,6 +132,7 @@ class TiersSpec:
     policy: str = DEFAULT_POLICY
     codecs: Codecs | None = None
     seals: bool = True
+    stays_encoded: Callable[[Chunk], bool] = lambda record: False
     is_priced: bool = True
     guards: Mapping[str, GuardOptions] = field(default_factory=dict)
     removed_from: Callable[[str], OnRemoved | None] = lambda tier: None
@@ -268,4 +271,4 @@ def _decoded(
         return tier
     from lmcache_core.storage.encoded import EncodedBackend
 
-    return EncodedBackend(tier, spec.codecs, serde, accepts_lossy, seals=spec.seals)
+    return EncodedBackend(tier, spec.codecs, serde, accepts_lossy, spec.seals, spec.stays_encoded)

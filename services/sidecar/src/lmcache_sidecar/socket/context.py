@@ -21,6 +21,7 @@ from lmcache_sidecar import metrics
 from lmcache_sidecar.arena.journal import ArenaJournal
 from lmcache_sidecar.descriptions import Descriptions
 from lmcache_sidecar.recent_lookups import RecentLookups
+from lmcache_sidecar.socket.encoded_readers import EncodedReaders
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class SessionContext:
         journal: Records what is lent to clients; None: the next start uses a new arena, so late
             writes to this one do no harm.
         tracer: Traces requests; None: no tracing.
+        readers: What clients decode; None: no tier has encoded records.
         descriptions: How clients name KV.
         request_ids: Generates ids for requests that came without one.
         large_requests: Bounds the memory of large requests, from their first byte until they are
@@ -74,6 +76,7 @@ class SessionContext:
     counters: Counters
     journal: ArenaJournal | None = None
     tracer: Tracer | None = None
+    readers: EncodedReaders | None = None
     descriptions: Descriptions = field(default_factory=Descriptions)
     request_ids: RequestIds = field(default_factory=RequestIds)
     log: SparseLog = field(default_factory=lambda: SparseLog(logger))

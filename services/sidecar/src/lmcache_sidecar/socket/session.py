@@ -22,7 +22,7 @@ from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.staging import Stager
 from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import LOCKS, ON_DEVICE, SIDECAR_CAPABILITIES
+from lmcache_core.wire.capabilities import LOCKS, ON_DEVICE, SIDECAR_CAPABILITIES, Accepts
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.messages import ErrorMessage, Message, NameRun
 from lmcache_core.wire.requests import RequestReader
@@ -80,6 +80,7 @@ class EngineSession:
         self._context = context
         self._reader = RequestReader(_REQUESTS, stream.read_header, stream.read_message)
         self._may_store = False
+        self._decodes: frozenset[str] = frozenset()
         self.memory = ClientMemory(context)
         self.staging = Stager(
             context.stack,
@@ -214,6 +215,8 @@ class EngineSession:
         if self.engine is not None:
             self._context.leave(self.engine)
             self.engine = None
+            if self._context.readers is not None:
+                self._context.readers.leave(self._decodes)
         self._context.descriptions.left(self)
         self.memory.close()
 
@@ -224,6 +227,9 @@ class EngineSession:
         self._context.greet(engine)
         self.engine = engine
         context = self._context
+        if context.readers is not None:
+            self._decodes = Accepts.said_by(hello.capabilities).serdes
+            context.readers.join(self._decodes)
         self._may_store = LOCKS in hello.capabilities or context.journal is None
         if not self._may_store:
             logger.warning(
@@ -317,9 +323,10 @@ class EngineSession:
         names = self._names(request.names)
         self.memory.require_pins(len(names))
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
-        got = await self._context.stack.batched_get(
-            names, request.deadline_ms / 1000, prefix_only=True, recompute_s=recompute_s
-        )
+        timeout_s, stack = request.deadline_ms / 1000, self._context.stack
+        got = await stack.batched_get(names, timeout_s, prefix_only=True, recompute_s=recompute_s)
+        if self._context.readers is not None:
+            got = await self._context.readers.readable(got, self._decodes, stack.hot, timeout_s)
         results = self.memory.fitting(got)
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))

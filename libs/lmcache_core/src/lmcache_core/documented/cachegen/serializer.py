@@ -15,14 +15,8 @@ from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.views import bytes_under
 from lmcache_core.record import RAW_SERDE, RecordHeader, TensorSpec
 from lmcache_core.serde.base import BytesLike, Deserializer, Serializer
-from lmcache_core.serde.chunk_codec import (
-    CACHEGEN_SERDE,
-    LOSSLESS_SERDE,
-    TABLES_MARK,
-    CacheGenCodec,
-    Profile,
-    quantiser_of,
-)
+from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile, quantiser_of
+from lmcache_core.serde.codec import CACHEGEN_SERDE, LOSSLESS_SERDE, TABLES_MARK
 from lmcache_core.serde.quantised import NotQuantisableError, can_be_quantised
 from lmcache_core.serde.tables import bell_curves
 from lmcache_core.serde.tensor_bytes import SerdeId, check_elements, dense, head_of, seal, unseal
@@ -101,7 +95,7 @@ class CacheGenSerializer(_LayerBins, Serializer):
         Raises:
             KernelInputError: There is no kernel for its device.
         """
-        from lmcache_core.documented.cachegen.device import device_tables, encode_on_device
+        from lmcache_core.serde.device import device_tables, encode_on_device
 
         axes = self._axes_of(tensor)
         kv = _to_planes(tensor.detach(), axes)

@@ -45,6 +45,7 @@ from lmcache_core.integrations.vllm.stats import (
 )
 from lmcache_core.integrations.vllm.stores import OpenStore, open_store
 from lmcache_core.integrations.vllm.worker import RefusingWorker, WorkerSide
+from lmcache_core.serde.device import device_encodings
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             self._counters,
             namer.use_salt,
             is_worker,
+            device_encodings(vllm_config.device_config.device_type) if is_worker else (),
         )
         store = self._open_store.store
         if is_worker:

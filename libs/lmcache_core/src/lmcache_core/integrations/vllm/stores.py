@@ -51,6 +51,7 @@ def open_store(
     counters: Counters,
     on_salt: Callable[[str], None],
     loads_beside: bool = False,
+    decodes: tuple[str, ...] = (),
 ) -> OpenStore:
     """Open the store that the config selects; a missing sidecar is not an error.
 
@@ -63,10 +64,11 @@ def open_store(
         counters: Counters for misses.
         on_salt: Called with the tenant's salt, now and whenever it changes.
         loads_beside: Whether this side loads while another thread stores.
+        decodes: See `SidecarClient`.
     """
     if config.sidecar_socket is not None:
         workers = Workers("lmcache-digest")
-        client = SidecarClient(f"vllm/{engine_id}", groups, loads_beside)
+        client = SidecarClient(f"vllm/{engine_id}", groups, loads_beside, decodes)
         store = create_chunk_store(config, metadata, None, counters, workers, client)
         store.open(on_salt)
         return OpenStore(store, False, store.close)

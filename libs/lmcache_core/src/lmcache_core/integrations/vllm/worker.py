@@ -25,6 +25,7 @@ from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
 from lmcache_core.integrations.vllm.store_thread import PendingStore, StoreThread
 from lmcache_core.keys import Lane
+from lmcache_core.serde.device import DeviceDecoder, decodes_rightly, device_encodings
 from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
 
 logger = logging.getLogger(__name__)
@@ -237,7 +238,7 @@ class WorkerSide:
             # vLLM may call this inside a memory pool that sleep mode empties: what the canary
             # created on the device (addresses, staging) is dropped, and created again outside of
             # the pool when first needed.
-            transfers.append(self._transfer_of(group, memory))
+            transfers.append(self._transfer_of(group, memory, self._decoder_of(memory)))
         self._transfers = transfers
         if any(lane.memory.kvcaches[0].device.type == "cuda" for lane in transfers):
             # CUDA allows no registration while a graph is captured.
@@ -340,13 +341,34 @@ class WorkerSide:
         report, self._report = self._report, WorkerReport()
         return report if report != WorkerReport() else None
 
-    def _transfer_of(self, group: CacheGroup, memory: GroupMemory) -> _GroupTransfer:
+    def _decoder_of(self, memory: GroupMemory) -> DeviceDecoder | None:
+        """Return what decodes chunks of a group on the GPU; None without a GPU, or with one whose
+        kernels decode a known tensor wrongly.
+        """
+        device = memory.kvcaches[0].device
+        dtype = getattr(torch, memory.layout.kv_dtype)
+        if not (device_encodings(device.type) and dtype.is_floating_point and dtype.itemsize > 1):
+            return None
+        if decodes_rightly(device, dtype):
+            return DeviceDecoder(device)
+        logger.error("kernels decode wrongly, encoded chunks count as misses: device=%s", device)
+        return None
+
+    def _transfer_of(
+        self, group: CacheGroup, memory: GroupMemory, decoder: DeviceDecoder | None = None
+    ) -> _GroupTransfer:
         units = self._chunk_size // memory.unit_tokens
         is_on_device = memory.kvcaches[0].device.type != "cpu"
         connector = PagedGPUConnector(memory.layout, units if is_on_device else 0)
         metadata = replace(self._metadata, kv_dtype=memory.layout.kv_dtype)
         transfer = KVTransfer(
-            self._store, connector, metadata, self._counters, self._workers, memory.unit_tokens
+            self._store,
+            connector,
+            metadata,
+            self._counters,
+            self._workers,
+            memory.unit_tokens,
+            decoder,
         )
         lane = Lane(FMT, metadata.model_name, self._num_ranks, metadata.worker_id, group.name)
         return _GroupTransfer(group, memory, connector, transfer, lane, units)

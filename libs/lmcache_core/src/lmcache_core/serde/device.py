@@ -1,0 +1,307 @@
+"""Quantised KV as a blob, and back, on the tensor's device: kernels for the bytes that
+`QuantisedCoder` writes and reads.
+
+Needs torch and `lmcache_kernels` (extra `kernels`), and a CUDA device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from lmcache_kernels.cachegen_decode import cachegen_decode, cachegen_decode_reference
+from lmcache_kernels.cachegen_encode import cachegen_encode, cachegen_encode_reference
+from lmcache_kernels.cachegen_quantize import cachegen_quantize_by_plane, cachegen_quantize_by_token
+from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
+from lmcache_kernels.codec_tables import CodecTables
+
+from lmcache_core.errors import SerdeError
+from lmcache_core.memory.dtypes import dtype_name
+from lmcache_core.memory.views import tensor_over
+from lmcache_core.record import RecordHeader
+from lmcache_core.serde.blob import HEAD, Head, Mode, Reader
+from lmcache_core.serde.codec import CACHEGEN_SERDE, TABLES_MARK, encoding_of
+from lmcache_core.serde.quantised import (
+    FOREIGN_STREAMS,
+    KINDS,
+    NotQuantisableError,
+    PlaneLayout,
+    Quantiser,
+    can_be_quantised,
+    read_quantised,
+)
+from lmcache_core.serde.tables import TableSet, bell_curves
+
+Array = npt.NDArray[Any]
+
+
+def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
+    """Return the tables where kernels can read them, about 1.5 MiB: to be made once for a device.
+
+    Args:
+        tables: Of the codec.
+        device: A CUDA device.
+    """
+    return CodecTables.of([tables.of(levels) for levels in tables.levels], device)
+
+
+def encode_on_device(
+    x: torch.Tensor, quantiser: Quantiser, tables: CodecTables
+) -> tuple[list[Any], Array]:
+    """Encode a tensor, and copy the blob to the host. Waits for the device.
+
+    Args:
+        x: float32, float16 or bfloat16 `[sides, layers, tokens, channels]`, on the tables' device.
+            Strides are free.
+        quantiser: How.
+        tables: Of `device_tables`.
+
+    Returns:
+        As `QuantisedCoder.encode`: the pieces of the blob, in order, the same bytes; and errors,
+        int64 `[planes, 3]`.
+
+    Raises:
+        NotQuantisableError: See there.
+        SerdeError: It is no such tensor.
+        KernelInputError: There is no kernel for its device.
+    """
+    layout = _layout(tuple(x.shape), x.dtype)
+    kv = x.detach().reshape(layout.planes, layout.tokens, layout.channels).contiguous()
+    by_token = quantiser.mode is Mode.BY_TOKEN
+    planes = (
+        cachegen_quantize_by_token(kv, quantiser.levels)
+        if by_token
+        else cachegen_quantize_by_plane(kv, quantiser.fineness)
+    )
+    encoded = cachegen_encode(
+        planes.values, _shape(layout), quantiser.levels, tables, wraps=by_token
+    )
+    if planes.status.any():
+        raise NotQuantisableError
+    kind = KINDS[dtype_name(x.dtype)]
+    head = Head(
+        quantiser.mode, kind, x.dtype.itemsize, (layout.planes, layout.tokens, layout.channels, 0)
+    )
+    scales = planes.scales.view(torch.float32)
+    parts = (
+        scales.to(x.dtype) if by_token else scales,  # float32 bits of values of the dtype
+        encoded.shifts,
+        encoded.shapes,
+        encoded.lengths,
+        encoded.words,
+    )
+    # One copy to the host instead of five, each of which would wait for the device.
+    rest = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).cpu().numpy()
+    return [head.pack(), np.array(quantiser.levels, np.uint8), rest], planes.errors.cpu().numpy()
+
+
+CHECKED_TOKENS, CHECKED_CHANNELS = 8, 64
+
+
+def device_encodings(device_type: str) -> tuple[str, ...]:
+    """Return the encodings that kernels decode on such devices (`encoding_of`)."""
+    has_kernels = device_type == "cuda" and importlib.util.find_spec("triton") is not None
+    return (f"{CACHEGEN_SERDE}{TABLES_MARK}{bell_curves().id}",) if has_kernels else ()
+
+
+def decodes_rightly(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernels decode a small known tensor on a device as the reference does. The
+    first call for a kind of GPU compiles them, which takes seconds.
+    """
+    known = bell_curves()
+    alphabets = {levels: known.of(levels) for levels in known.levels}
+    layout = PlaneLayout(2, CHECKED_TOKENS, CHECKED_CHANNELS)
+    levels = (15, 7)
+    random = torch.Generator().manual_seed(0)
+    sizes = CHECKED_TOKENS, CHECKED_CHANNELS
+    values = torch.stack(
+        [
+            torch.randn(sizes, generator=random).mul(most / 3).round().clamp(-most, most).short()
+            for most in levels
+        ]
+    )
+    is_right = True
+    for by_token in (True, False):
+        encoded = cachegen_encode_reference(values, _shape(layout), levels, alphabets, by_token)
+        scales = torch.full((2, CHECKED_TOKENS if by_token else 1), 0.375).view(torch.int32)
+        expected = torch.empty(2, *sizes, dtype=dtype)
+        cachegen_decode_reference(
+            encoded, scales, levels, _shape(layout), alphabets, expected, by_token
+        )
+        out = torch.empty_like(expected, device=device)
+        status = cachegen_decode(
+            EncodedPlanes(
+                encoded.shifts.to(device),
+                encoded.shapes.to(device),
+                encoded.lengths.to(device),
+                encoded.words.to(device),
+            ),
+            scales.to(device),
+            levels,
+            _shape(layout),
+            device_tables(known, device),
+            out,
+            by_token,
+        )
+        bits = expected.view(torch.uint8)
+        is_right = is_right and not status.any() and torch.equal(out.cpu().view(torch.uint8), bits)
+    return is_right
+
+
+class DeviceDecoder:
+    """Decodes records of quantised KV on a device. Thread-safe.
+
+    Holds nothing on the device before its first use.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._known = bell_curves()
+        self._device = device
+        self._tables: CodecTables | None = None
+        self._encoding = f"{CACHEGEN_SERDE}{TABLES_MARK}{self._known.id}"
+
+    def takes(self, header: RecordHeader) -> bool:
+        """Return whether a record's payload can be given to `begin`."""
+        return encoding_of(header) == self._encoding
+
+    def begin(self, header: RecordHeader, payload: memoryview, out: torch.Tensor) -> torch.Tensor:
+        """Begin to decode a record on the current stream, without waiting for the device.
+
+        Args:
+            header: The record's header.
+            payload: Its payload, which does not change before the device is done. Copied beside
+                other work if it is in pinned memory.
+            out: uint8, flat, contiguous, on the tables' device: filled with the tensors, one after
+                the other.
+
+        Returns:
+            uint8, on the device: all zeros if `out` is right; with anything else it is meaningless.
+
+        Raises:
+            SerdeError: The payload is not such a record, or has another size than `out`.
+            KernelInputError: There is no kernel for the device.
+        """
+        if self._tables is None:
+            with torch.inference_mode(False):  # as for staging: it outlives the caller's mode
+                self._tables = device_tables(self._known, self._device)
+        host = tensor_over(payload, (len(payload),), None)
+        encoded = host.to(self._device, non_blocking=True)
+        status = []
+        at = 0
+        for spec in header.tensors:
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            layout = _layout(spec.shape, dtype)
+            size = math.prod(spec.shape) * dtype.itemsize
+            values = out[at : at + size]
+            if len(values) < size:
+                break
+            blob = slice(spec.offset, spec.offset + spec.length)
+            status.append(
+                _begin_decoding(
+                    payload[blob],
+                    encoded[blob],
+                    layout,
+                    values.view(dtype).view(layout.planes, layout.tokens, layout.channels),
+                    self._tables,
+                )
+            )
+            at += size
+        if at != len(out) or len(status) < len(header.tensors):
+            raise SerdeError(f"a record of tensors of another size than {len(out)} bytes")
+        return torch.cat(status)
+
+
+def decode_on_device(
+    blob: memoryview, shape: Sequence[int], dtype: torch.dtype, tables: CodecTables
+) -> torch.Tensor:
+    """Decode a blob of mode by token or by plane. Waits for the device.
+
+    Args:
+        blob: All of it; any bytes are safe to give.
+        shape: Of the tensor, `[sides, layers, tokens, channels]`.
+        dtype: Of the tensor.
+        tables: Of `device_tables`: those that it was encoded with.
+
+    Returns:
+        The tensor, on the tables' device, contiguous; the caller owns it.
+
+    Raises:
+        SerdeError: The bytes are no such blob of such a tensor.
+        KernelInputError: There is no kernel for the device.
+    """
+    layout = _layout(tuple(shape), dtype)
+    encoded = torch.from_numpy(np.frombuffer(blob, np.uint8).copy()).to(tables.device)
+    sizes = layout.planes, layout.tokens, layout.channels
+    out = torch.empty(sizes, dtype=dtype, device=tables.device)
+    if _begin_decoding(blob, encoded, layout, out, tables).any():
+        raise SerdeError(FOREIGN_STREAMS)
+    return out.view(tuple(shape))
+
+
+def _begin_decoding(
+    blob: memoryview,
+    encoded: torch.Tensor,
+    layout: PlaneLayout,
+    out: torch.Tensor,
+    tables: CodecTables,
+) -> torch.Tensor:
+    """Check a blob in host memory, and decode the same bytes on the device.
+
+    Args:
+        blob: The blob.
+        encoded: The blob on the device: uint8, flat.
+        layout: Of the tensor.
+        out: The tensor `[planes, tokens, channels]` on the device.
+        tables: Those that it was encoded with.
+
+    Returns:
+        See `cachegen_decode`.
+    """
+    reader = Reader(blob)
+    head = reader.head()
+    if head.mode not in (Mode.BY_TOKEN, Mode.BY_PLANE):
+        raise SerdeError(f"an encoded tensor of mode {head.mode.name}, expected a quantised one")
+    kind = KINDS[dtype_name(out.dtype)]
+    if head.dtype != kind:
+        raise SerdeError(f"an encoded tensor of dtype {head.dtype}, expected {kind}")
+    found = read_quantised(reader, head, layout, tables.levels)
+    at = HEAD.size + layout.planes
+
+    def part(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Return the next array of the blob, aligned."""
+        nonlocal at
+        begin, at = at, at + math.prod(shape) * dtype.itemsize
+        return encoded[begin:at].clone().view(dtype).view(shape)
+
+    num_scales = layout.tokens if found.by_token else 1
+    scale_dtype = out.dtype if found.by_token else torch.float32
+    scales = part(scale_dtype, layout.planes, num_scales).float().view(torch.int32)
+    groups = layout.planes, layout.groups
+    planes = EncodedPlanes(
+        part(torch.int16, *groups),
+        part(torch.uint8, *groups),
+        part(torch.int32, layout.planes * layout.sections),
+        part(torch.int16, len(found.words)),
+    )
+    return cachegen_decode(
+        planes, scales, found.levels, _shape(layout), tables, out, found.by_token
+    )
+
+
+def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> PlaneLayout:
+    name = str(dtype).removeprefix("torch.")
+    if not can_be_quantised(name, shape):
+        raise SerdeError(f"a tensor {list(shape)} of {name} cannot be quantised")
+    return PlaneLayout(shape[0] * shape[1], shape[2], shape[3])
+
+
+def _shape(layout: PlaneLayout) -> CodecShape:
+    return CodecShape(layout.planes, layout.tokens, layout.channels, layout.group, layout.section)
