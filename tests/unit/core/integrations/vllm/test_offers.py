@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+from lmcache_core.engine.stores import SidecarClient
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.requests import Offer
 from lmcache_core.integrations.vllm.scheduler import MAX_WINDOW_TRIES, Offers
@@ -31,7 +32,7 @@ def test_connectors_of_one_engine_have_tickets_of_their_own() -> None:
     share a store.
     """
     opened = open_store(
-        "engine", options_of().engine, METADATA, ("",), Counters(), lambda salt: None
+        SidecarClient("engine"), options_of().engine, METADATA, Counters(), lambda salt: None
     )
     staging = opened.store._staging  # type: ignore[attr-defined]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lmcache_core.engine.stores import SidecarClient
 from lmcache_core.integrations.vllm.stores import OpenStore, open_store
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record.chunk_store import NotLent
@@ -18,7 +19,7 @@ KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 
 def opened(engine_id: str, salts: list[str], **options: Any) -> OpenStore:
     return open_store(
-        engine_id, options_of(**options).engine, METADATA, ("",), Counters(), salts.append
+        SidecarClient(engine_id), options_of(**options).engine, METADATA, Counters(), salts.append
     )
 
 
@@ -55,10 +56,9 @@ def test_connectors_of_one_engine_with_other_options_have_other_tiers() -> None:
 def test_a_sidecar_that_is_away_is_no_error(tmp_path: Path) -> None:
     salts: list[str] = []
     store = open_store(
-        "one",
+        SidecarClient("one"),
         options_of(max_local_cpu_size=5.0, sidecar_socket=str(tmp_path / "s.sock")).engine,
         METADATA,
-        ("",),
         Counters(),
         salts.append,
     )

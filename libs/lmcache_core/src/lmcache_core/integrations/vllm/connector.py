@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 from lmcache_core._typing import override
 from lmcache_core.engine.guard import DegradingGuard
+from lmcache_core.engine.stores import SidecarClient
 from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.integrations.vllm.groups import (
     cache_groups,
@@ -153,15 +154,16 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         if parallel.pipeline_parallel_size > 1:
             engine_id += f"/stage{rank // parallel.tensor_parallel_size}"
-        self._open_store = open_store(
-            engine_id,
-            options.engine,
-            replace(identity.metadata, worker_id=identity.rank_of(rank)),
+        device_type = vllm_config.device_config.device_type
+        client = SidecarClient(
+            f"vllm/{engine_id}",
             () if is_worker else tuple(group.name for group in groups),
-            self._counters,
-            namer.use_salt,
-            is_worker,
-            device_encodings(vllm_config.device_config.device_type) if is_worker else (),
+            loads_beside=is_worker,
+            decodes=device_encodings(device_type) if is_worker else (),
+        )
+        metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
+        self._open_store = open_store(
+            client, options.engine, metadata, self._counters, namer.use_salt
         )
         store = self._open_store.store
         if is_worker:

@@ -44,35 +44,28 @@ class OpenStore:
 
 
 def open_store(
-    engine_id: str,
+    client: SidecarClient,
     config: LMCacheEngineConfig,
     metadata: LMCacheEngineMetadata,
-    groups: tuple[str, ...],
     counters: Counters,
     on_salt: Callable[[str], None],
-    loads_beside: bool = False,
-    decodes: tuple[str, ...] = (),
 ) -> OpenStore:
     """Open the store that the config selects; a missing sidecar is not an error.
 
     Args:
-        engine_id: vLLM's name of the engine; tiers inside vLLM are shared by the sides of one
-            engine in one process.
+        client: How this side identifies itself to the sidecar; tiers inside vLLM are shared by the
+            sides of its engine in one process.
         config: Options.
         metadata: Describes the KV.
-        groups: Names of the cache groups in keys; empty for a side that does not name chunks.
         counters: Counters for misses.
         on_salt: Called with the tenant's salt, now and whenever it changes.
-        loads_beside: Whether this side loads while another thread stores.
-        decodes: See `SidecarClient`.
     """
     if config.sidecar_socket is not None:
         workers = Workers("lmcache-digest")
-        client = SidecarClient(f"vllm/{engine_id}", groups, loads_beside, decodes)
         store = create_chunk_store(config, metadata, None, counters, workers, client)
         store.open(on_salt)
         return OpenStore(store, False, store.close)
-    name = engine_id, config
+    name = client.name, config
     with _embedded_lock:
         shared, num_users = _embedded.get(name, (None, 0))
         if shared is None:
