@@ -16,7 +16,7 @@ from lmcache_core.serde.device import (
     device_tables,
     encode_on_device,
 )
-from lmcache_core.serde.quantised import PlaneLayout, Quantiser
+from lmcache_core.serde.quantised_blob import PlaneLayout, Quantiser
 from lmcache_core.serde.tables import bell_curves
 from lmcache_kernels.cachegen_decode import cachegen_decode
 from lmcache_kernels.cachegen_encode import cachegen_encode

@@ -222,3 +222,12 @@ def test_the_command_line_needs_no_codec_but_for_codecs() -> None:
         done = without(HEAVY, program.format(words=words))
         assert "Traceback" not in done.stderr
         assert "install" not in done.stderr, words
+
+
+def test_the_vllm_connector_does_not_import_numba() -> None:
+    """vLLM 0.32 cannot start a second engine in a process that has imported it."""
+    code = (
+        "import sys; import lmcache_core.serde.device, lmcache_core.engine.transfer;"
+        " sys.exit('numba' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

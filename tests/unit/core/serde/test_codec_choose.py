@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 from lmcache_core.serde.blob import next_power_of_two
 from lmcache_core.serde.machine_code import load_loops
-from lmcache_core.serde.quantised import MAX_TOKENS, PlaneLayout
-from lmcache_core.serde.symbols import DELTA_FLAG, NUM_SUMS
-from lmcache_core.serde.tables import LEVELS, MAX_LEVELS, bell_curves
+from lmcache_core.serde.quantised_blob import MAX_TOKENS, PlaneLayout
+from lmcache_core.serde.symbols import NUM_SUMS
+from lmcache_core.serde.tables import DELTA_FLAG, LEVELS, MAX_LEVELS, bell_curves
 
 from tests.fixtures import codec_reference
 from tests.fixtures.codec_reference import Chosen

@@ -11,14 +11,16 @@ import numpy.typing as npt
 import pytest
 from lmcache_core.serde import rans
 from lmcache_core.serde.machine_code import load_loops
-from lmcache_core.serde.rans import LANES, STATE_WORDS, max_words
 from lmcache_core.serde.tables import (
+    LANES,
     LEVELS,
     NUM_SHAPES,
     PRECISION_BITS,
+    STATE_WORDS,
     TOTAL,
     ShapeTables,
     bell_curves,
+    max_words,
 )
 
 from tests.fixtures import codec_reference

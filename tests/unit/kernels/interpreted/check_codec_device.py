@@ -15,7 +15,7 @@ from lmcache_core.serde.device import (
     device_tables,
     encode_on_device,
 )
-from lmcache_core.serde.quantised import NotQuantisableError, Quantiser
+from lmcache_core.serde.quantised_blob import NotQuantisableError, Quantiser
 
 FINENESS = 144
 SIZES = (2, 1, 3, 34)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_core.serde.quantised import NotQuantisableError
+from lmcache_core.serde.quantised_blob import NotQuantisableError
 from lmcache_kernels.cachegen_quantize import (
     cachegen_quantize_by_plane,
     cachegen_quantize_by_plane_reference,

@@ -28,14 +28,13 @@ from lmcache_core.serde.codec import (
 )
 from lmcache_core.serde.lossless import LosslessCoder
 from lmcache_core.serde.machine_code import Loops, load_loops
-from lmcache_core.serde.quantised import (
+from lmcache_core.serde.quantised import QuantisedCoder, group_errors
+from lmcache_core.serde.quantised_blob import (
     KINDS,
     NotQuantisableError,
     PlaneLayout,
-    QuantisedCoder,
     Quantiser,
     can_be_quantised,
-    group_errors,
 )
 from lmcache_core.serde.tables import TableSet, bell_curves
 

@@ -26,7 +26,7 @@ from lmcache_core.memory.views import tensor_over
 from lmcache_core.record import RecordHeader
 from lmcache_core.serde.blob import HEAD, Head, Mode, Reader
 from lmcache_core.serde.codec import CACHEGEN_SERDE, TABLES_MARK, encoding_of
-from lmcache_core.serde.quantised import (
+from lmcache_core.serde.quantised_blob import (
     FOREIGN_STREAMS,
     KINDS,
     NotQuantisableError,

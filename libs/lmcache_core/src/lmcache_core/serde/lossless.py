@@ -18,8 +18,14 @@ from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
 from lmcache_core.serde.blob import Head, Mode, Reader
 from lmcache_core.serde.machine_code import Loops, side_by_side
-from lmcache_core.serde.rans import LANES, STATE_WORDS, max_words
-from lmcache_core.serde.tables import PRECISION_BITS, TOTAL, reciprocals
+from lmcache_core.serde.tables import (
+    LANES,
+    PRECISION_BITS,
+    STATE_WORDS,
+    TOTAL,
+    max_words,
+    reciprocals,
+)
 
 Array = npt.NDArray[Any]
 

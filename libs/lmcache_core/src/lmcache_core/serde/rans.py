@@ -17,10 +17,8 @@ import numpy as np
 from numba import int64, uint8, uint16, uint32, uint64
 from numba.extending import register_jitable
 
-from lmcache_core.serde.tables import PRECISION_BITS
+from lmcache_core.serde.tables import LANES, PRECISION_BITS
 
-LANES = 32
-STATE_WORDS = 2
 LOWEST_STATE = 1 << 15
 """Between symbols a state is in `LOWEST_STATE … 2^31 - 1`."""
 WORD_BITS = 16
@@ -32,13 +30,6 @@ DECODE_SIGNATURE = (
     "int64(Array(uint16, 1, 'C', readonly=True), UniTuple(int64, 5), int64[::1], uint8[::1],"
     " uint8[::1], uint32[::1], uint8[::1])"
 )
-
-
-def max_words(num_symbols: int) -> int:
-    """Return the largest number of words for `num_symbols` symbols: no symbol takes more than
-    one.
-    """
-    return num_symbols + LANES * STATE_WORDS
 
 
 @register_jitable

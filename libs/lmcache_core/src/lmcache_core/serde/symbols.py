@@ -13,10 +13,8 @@ from typing import Any
 from numba import int16, int32, int64, uint8
 from numba.extending import register_jitable
 
-from lmcache_core.serde.tables import VARIANCE_UNIT
+from lmcache_core.serde.tables import DELTA_FLAG, VARIANCE_UNIT
 
-DELTA_FLAG = 128
-"""In a channel's byte, along with its shape."""
 _DELTA_GAIN_NUMERATOR, _DELTA_GAIN_DENOMINATOR = 15, 16
 """Deltas are coded where their variance is below this part of the variance about the mean."""
 NUM_SUMS = 6

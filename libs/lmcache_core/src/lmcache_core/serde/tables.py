@@ -1,5 +1,5 @@
-"""Probability tables: discrete bell curves of growing width, the same on every machine, named by
-what they hold.
+"""Numbers of the format, and its probability tables: discrete bell curves of growing width, the
+same on every machine, named by what they hold.
 
 A channel's symbols are centred on its mean, so that a curve's width is all that is left to say: one
 byte a channel, instead of a distribution for each. Curves come twice: `tight`, which gives symbols
@@ -27,6 +27,13 @@ import numpy.typing as npt
 
 from lmcache_core.errors import SerdeError
 
+BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
+"""Element types, as a blob's head names them."""
+LANES = 32
+"""Coders interleaved in a stream."""
+STATE_WORDS = 2
+DELTA_FLAG = 128
+"""In a channel's byte, along with its table."""
 PRECISION_BITS = 12
 TOTAL = 1 << PRECISION_BITS
 NUM_WIDTHS = 24
@@ -46,6 +53,13 @@ _CONTEXT = Context(prec=28)
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
+
+
+def max_words(num_symbols: int) -> int:
+    """Return the largest number of words for `num_symbols` symbols: no symbol takes more than
+    one.
+    """
+    return num_symbols + LANES * STATE_WORDS
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 from numba import float32, int16, int32, int64, uint32
 from numba.extending import register_jitable
 
-BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
+from lmcache_core.serde.tables import BFLOAT16, FLOAT16, FLOAT32
+
 UNIT = 32767
 """Errors and values are summed in whole parts of 1/UNIT of their scale."""
 MAX_SPREAD = 252

@@ -42,7 +42,7 @@ class EncodedReaders:
         """Return whether a connected client decodes this record."""
         if self._num_clients[encoding_of(record.described)] <= 0:
             return False
-        from lmcache_core.serde.quantised import is_quantised
+        from lmcache_core.serde.quantised_blob import is_quantised
 
         try:
             return is_quantised(record.described, record.memory.byte_array)

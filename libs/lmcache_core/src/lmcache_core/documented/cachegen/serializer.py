@@ -17,7 +17,7 @@ from lmcache_core.record import RAW_SERDE, RecordHeader, TensorSpec
 from lmcache_core.serde.base import BytesLike, Deserializer, Serializer
 from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile, quantiser_of
 from lmcache_core.serde.codec import CACHEGEN_SERDE, LOSSLESS_SERDE, TABLES_MARK
-from lmcache_core.serde.quantised import NotQuantisableError, can_be_quantised
+from lmcache_core.serde.quantised_blob import NotQuantisableError, can_be_quantised
 from lmcache_core.serde.tables import bell_curves
 from lmcache_core.serde.tensor_bytes import SerdeId, check_elements, dense, head_of, seal, unseal
 
