@@ -30,6 +30,7 @@ from tests.bench.vllm_places import running_places
 
 GOAL_MEMORY = 1.5
 GOAL_STORE = 0.03
+GOAL_SHORT_COLD, GOAL_SHORT_AGAIN = 1.03, 1.3
 Run = Callable[[str, Callable[[], Any]], Any]
 
 FIRST_TOKEN_ROWS = {
@@ -94,13 +95,21 @@ def measure(run: Run) -> VLLMPart:
         others_s, begin = _others_seconds(), time.perf_counter()
         for number in range(rounds.ROUNDS):
             run(f"vLLM: round {number + 1} of {rounds.ROUNDS}", lambda: measured.round(number))  # noqa: B023 (run at once)
+        for number in range(rounds.SHORT_ROUNDS):
+            run(
+                f"vLLM: short prompts, {number + 1} of {rounds.SHORT_ROUNDS}",
+                lambda: measured.short_round(number),  # noqa: B023 (run at once)
+            )
         cores = max(0.0, _others_seconds() - others_s) / (time.perf_counter() - begin)
     remark = (
         f"While this was measured, other processes kept {cores:.2f} of {os.cpu_count()} cores busy."
     )
-    return VLLMPart(
-        (first_tokens(measured.took), overhead(measured.took, measured.sidecar_cpu)), remark
+    sections = (
+        first_tokens(measured.took),
+        overhead(measured.took, measured.sidecar_cpu),
+        short_prompts(measured.short),
     )
+    return VLLMPart(sections, remark)
 
 
 def first_tokens(took: Mapping[str, Sequence[Took]]) -> Section:
@@ -195,6 +204,37 @@ def overhead(
         " turn"
     )
     return Section(title, ("what", "ms", "share of cold", "note"), rows)
+
+
+def short_prompts(took: Mapping[tuple[str, str, int], Sequence[Took]]) -> Section:
+    """The table of short prompts, cold and from vLLM's own prefix cache."""
+    rows = []
+    for num_tokens in rounds.SHORT_TOKENS:
+        row = [f"{num_tokens:,}"]
+        for kind in (rounds.SHORT_COLD, rounds.SHORT_AGAIN):
+            if (kind, rounds.PLAIN, num_tokens) not in took:
+                row += ["", "", ""]
+                continue
+            plain, connected = (
+                took[kind, name, num_tokens] for name in (rounds.PLAIN, rounds.CONNECTED)
+            )
+            medians = (
+                statistics.median(each.seconds for each in one) for one in (plain, connected)
+            )
+            row += [f"{seconds * 1e3:.1f}" for seconds in medians]
+            row.append(f"{_ratio(connected, plain):.2f}")
+        rows.append(tuple(row))
+    headings = (
+        "tokens",
+        "cold, plain vLLM, ms",
+        "with stores, ms",
+        f"ratio, goal {GOAL_SHORT_COLD:g}",
+        "vLLM's prefix cache, plain, ms",
+        "with the connector, ms",
+        f"ratio, goal {GOAL_SHORT_AGAIN:g}",
+    )
+    title = f"vLLM: short prompts, {rounds.SHORT_ROUNDS} pairs in turn"
+    return Section(title, headings, rows)
 
 
 def described(machine: str) -> str:

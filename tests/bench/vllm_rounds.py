@@ -23,6 +23,11 @@ from tests.vllm.sidecars import num_chunks
 
 ROUNDS = 15
 WARM_UP_TOKENS = 1025
+SHORT_TOKENS = (100, 1000, 1025)
+"""Prompts that are too short to hide what the connector costs."""
+SHORT_ROUNDS = 40
+BLOCK_TOKENS = 128
+"""vLLM's prefix cache has no shorter prompts."""
 WRITE_S = 0.4
 """Most writes to slower tiers are over by then. As long a wait stands behind a request that stores
 nothing: so the sidecar's processor time can be compared.
@@ -30,6 +35,8 @@ nothing: so the sidecar's processor time can be compared.
 SOURCE = "vllm:prompt_tokens_cached_by_source{{source={}}}"
 
 COLD, STORED = "cold", "cold, stored"
+SHORT_COLD, SHORT_AGAIN = "short cold", "short again"
+PLAIN, CONNECTED = "plain vLLM", "with the connector"
 PREFIX, PREFIX_BESIDE_US = "prefix cache", "prefix cache beside us"
 MEMORY, MEMORY_ASYNC, EMBEDDED = "memory", "memory, async", "embedded"
 ON_DISK, PEER, STORAGE = "disk", "peer", "storage"
@@ -43,6 +50,7 @@ class Rounds:
 
     Attributes:
         took: Of each row what each round took.
+        short: The same of short prompts, by `SHORT_COLD` or `SHORT_AGAIN`, engine and tokens.
         sidecar_cpu: The sidecar's processor time for each cold request and the writes behind it, by
             row, seconds.
     """
@@ -50,6 +58,7 @@ class Rounds:
     def __init__(self, places: Places) -> None:
         self.took: dict[str, list[Took]] = defaultdict(list)
         self.sidecar_cpu: dict[str, list[float]] = defaultdict(list)
+        self.short: dict[tuple[str, str, int], list[Took]] = defaultdict(list)
         self._places = places
         self._dice = random.Random()  # no prompt may have been seen by an earlier run either
         self._kept: tuple[int, ...] = ()
@@ -67,6 +76,21 @@ class Rounds:
     def round(self, number: int) -> None:
         """One round."""
         self._round(number, NUM_TOKENS)
+
+    def short_round(self, number: int) -> None:
+        """Ask vLLM and vLLM with the connector, which stores, for prompts that nobody knows, and
+        for the same ones again: vLLM's own prefix cache has them then.
+        """
+        engines = [(PLAIN, self._places.plain), (CONNECTED, self._places.sync)]
+        for num_tokens in SHORT_TOKENS:
+            prompt = random_prompt(self._dice, num_tokens)
+            kinds = (SHORT_COLD, SHORT_AGAIN) if num_tokens > BLOCK_TOKENS else (SHORT_COLD,)
+            for kind in kinds:
+                for name, engine in engines if number % 2 else reversed(engines):
+                    took = engine.first_token(prompt)
+                    if (took.num_cached > 0) != (kind == SHORT_AGAIN):
+                        raise AssertionError(f"{kind}, {name}: {took.num_cached} cached tokens")
+                    self.short[kind, name, num_tokens].append(took)
 
     def _keep(self, num_tokens: int) -> None:
         """A prompt for vLLM's own prefix cache and for the cache inside vLLM: they are asked for

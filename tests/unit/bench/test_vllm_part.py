@@ -44,6 +44,22 @@ def test_what_a_store_costs_is_a_share_of_the_cold_request() -> None:
     assert rows["CPU time of a store: total"] == ("300.0", "3.00%")
 
 
+def test_short_prompts_are_compared_pair_by_pair() -> None:
+    found = {
+        (rounds.SHORT_COLD, name, num_tokens): [
+            took(factor * seconds) for seconds in (0.1, 0.2, 0.4)
+        ]
+        for num_tokens in rounds.SHORT_TOKENS
+        for name, factor in ((rounds.PLAIN, 1.0), (rounds.CONNECTED, 1.02))
+    }
+    found[rounds.SHORT_AGAIN, rounds.PLAIN, 1000] = [took(0.01)]
+    found[rounds.SHORT_AGAIN, rounds.CONNECTED, 1000] = [took(0.012)]
+    assert vllm_part.short_prompts(found).rows[:2] == [
+        ("100", "200.0", "204.0", "1.02", "", "", ""),
+        ("1,000", "200.0", "204.0", "1.02", "10.0", "12.0", "1.20"),
+    ]
+
+
 def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(vllm_part, "HOME", tmp_path)
     with pytest.raises(vllm_part.VLLMMissingError, match=r"make \.vllm/\S+/\.ready"):
