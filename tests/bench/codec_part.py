@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,8 +44,10 @@ class CodecPart:
     remarks: tuple[str, ...]
 
 
-def on_the_model(run: Run, schemes: Sequence[Scheme]) -> tuple[Section, list[SizeRow]]:
-    """Quality of each scheme, and sizes on the model's own KV."""
+def on_the_model(
+    run: Run, schemes: Sequence[Scheme]
+) -> tuple[Section, list[SizeRow], torch.Tensor]:
+    """Quality of each scheme, sizes on the model's own KV, and one chunk of it."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         reader = Reader.shipped()
         windows = run("codecs: KV of the model", lambda: reader.windows(pool))
@@ -60,7 +62,8 @@ def on_the_model(run: Run, schemes: Sequence[Scheme]) -> tuple[Section, list[Siz
         chunks = [windows.chunks(window)[0] for window in first]
         sized = [scheme for scheme in schemes if scheme.name != RAW_NAME]
         sizes = run("codecs: sizes", lambda: size_rows("shipped model", chunks, sized))
-    return codec_report.quality(rows, {scheme.name: scheme.note for scheme in schemes}), sizes
+    quality = codec_report.quality(rows, {scheme.name: scheme.note for scheme in schemes})
+    return quality, sizes, chunks[0]
 
 
 def speeds(run: Run, kv: torch.Tensor) -> tuple[list[SpeedRow], list[SpeedRow], tuple[str, ...]]:
@@ -98,11 +101,17 @@ def measure(run: Run) -> CodecPart:
             (profile, stack.enter_context(opened(profile, max(THREADS)))) for profile in CODEC_NAMES
         ]
         schemes = [*BASELINES, *(Scheme(profile, codec, PROFILE_NOTE) for profile, codec in codecs)]
-        quality, sizes = on_the_model(run, schemes)
+        quality, sizes, small = on_the_model(run, schemes)
         sized = [scheme for scheme in schemes if scheme.name != RAW_NAME]
         sizes += run("codecs: sizes, synthetic", lambda: size_rows("synthetic", [kv], sized))
     with Neighbours() as others:
         rows, yardsticks, absent = speeds(run, kv)
+        of_small = [
+            replace(row, name=f"{profile}, {small.nbytes / 1e6:.2f} MB chunk of the model")
+            for profile in CODEC_NAMES
+            for row in run(f"codecs: small, {profile}", lambda: measure_profile(profile, small))  # noqa: B023
+            if row.num_threads == 1
+        ]
     remark = (
         f"While speeds were taken, other processes kept {others.cores:.2f} of {os.cpu_count()}"
         " cores busy."
@@ -112,7 +121,7 @@ def measure(run: Run) -> CodecPart:
     sections = (
         quality,
         codec_report.sizes(sizes),
-        codec_report.speeds(rows, yardsticks),
+        codec_report.speeds([*rows, *of_small], yardsticks),
         codec_report.break_evens(rows),
     )
     title = f"Loading KV over a link, encoded and raw; {max(THREADS)} threads (torchac: one)"
