@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from lmcache_core.serde.tables import (
 from lmcache_core.serde.values import UNIT
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
+
+VALUES_AT_ONCE = 1 << 16
 
 
 class _Scratch(threading.local):
@@ -98,7 +101,7 @@ class QuantisedCoder:
                 values[plane], (kind, quantiser.levels[plane], quantiser.fineness), layout, outputs
             )
 
-        streams = side_by_side(self._pool, encode_plane, range(layout.planes))
+        streams = self._each_plane(layout, encode_plane)
         head = Head(
             quantiser.mode,
             kind,
@@ -144,8 +147,20 @@ class QuantisedCoder:
             place = int(starts[plane]), head.dtype, blob.levels[plane], int(blob.by_token)
             return self._decode_plane(words, place, inputs, layout, values[plane])
 
-        if not all(side_by_side(self._pool, decode_plane, range(layout.planes))):
+        if not all(self._each_plane(layout, decode_plane)):
             raise SerdeError(FOREIGN_STREAMS)
+
+    def _each_plane(self, layout: PlaneLayout, work: Callable[[int], T]) -> list[T]:
+        """Return the results for each plane, from threads that take several small planes at once:
+        handing one over costs a tenth of encoding 2^14 values.
+        """
+        at_once = max(1, VALUES_AT_ONCE // (layout.tokens * layout.channels))
+
+        def work_on(first: int) -> list[T]:
+            return [work(plane) for plane in range(first, min(first + at_once, layout.planes))]
+
+        runs = side_by_side(self._pool, work_on, range(0, layout.planes, at_once))
+        return [result for run in runs for result in run]
 
     def _encode_plane(
         self,
