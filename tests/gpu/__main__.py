@@ -22,9 +22,9 @@ from tests.gpu.report import Report, WrongBytes, read_lines
 PARTS = {
     "facts": 60,
     "kernels": 150,
-    "connectors": 90,
+    "connectors": 60,
     "streams": 120,
-    "faults": 60,
+    "faults": 90,
     "figures": 120,
 }
 """Longest time in seconds, by part, in the order in which they run: 600 s together."""

@@ -63,7 +63,7 @@ def run(report: Report) -> None:
                 options = {"load": load, "layout": "tokens"}
                 extra = embedded(**options) if socket is None else beside(socket, **options)
                 module = opened.enter_context(imported_connector())
-                used = opened.enter_context(_streams(report))
+                used = opened.enter_context(compute_stream(report))
                 limits = Limits(32, 6, reserves_whole_prompt=False)
                 engine = opened.enter_context(
                     running(module, make_model(place), extra, shape=shape, limits=limits)
@@ -122,7 +122,7 @@ def _drive(report: Report, engine: Engine, dice: random.Random, num_steps: int) 
 
 
 @contextlib.contextmanager
-def _streams(report: Report) -> Iterator[set[str]]:
+def compute_stream(report: Report) -> Iterator[set[str]]:
     """As vLLM computes: on a stream that does not wait for the default one, a fake one in a dry
     run. Gives the names of threads that copy on streams of their own.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import lmcache_kernels
 import pytest
@@ -12,6 +13,7 @@ import torch
 from lmcache_core.gpu_connectors import PagedGPUConnector
 from lmcache_core.serde.chunk_codec import Profile
 
+from tests.fixtures.fake_vllm import imported_connector
 from tests.gpu import connectors, faults, kernels, streams, table
 from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, run_part
 from tests.gpu.report import Report, WrongBytes, read_lines
@@ -34,6 +36,9 @@ def test_a_dry_run_passes(tmp_path: Path) -> None:
     lines = read_lines(tmp_path / "gpu.jsonl")
     passed = [line["part"] for line in lines if line["name"] == "outcome" and line["code"] == 0]
     assert passed == list(PARTS)
+    killed = {line["name"]: line for line in lines if "killed during" in line["name"]}
+    assert set(killed) == {f"sidecar killed during {name}" for name in faults.KILLED}
+    assert all(line["loaded_after"] for line in killed.values())
     assert sum("checked_bytes" in line for line in lines) > 20
     machine, rows = table.section_of(lines)
     assert "torch" in machine
@@ -97,8 +102,9 @@ def test_a_wrong_byte_is_told_apart(report: Report, monkeypatch: pytest.MonkeyPa
     assert read_lines(report.path)[-1]["code"] == WRONG
 
 
+@pytest.mark.parametrize("part", [streams, faults])
 def test_wrong_kv_in_the_engine_is_told_apart(
-    report: Report, monkeypatch: pytest.MonkeyPatch
+    report: Report, monkeypatch: pytest.MonkeyPatch, part: ModuleType
 ) -> None:
     class Late(streams.Engine):
         """Whose blocks are written again behind each step."""
@@ -111,7 +117,25 @@ def test_wrong_kv_in_the_engine_is_told_apart(
 
     monkeypatch.setattr("tests.fixtures.vllm_engine.engine.Engine", Late)
     with pytest.raises(WrongBytes, match="reads wrong KV"):
-        streams.run(report)
+        part.run(report)
+
+
+def test_an_installed_vllm_does_not_replace_the_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('the installed one')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with imported_connector() as module:
+        assert module.LMCacheConnector
+
+
+def test_a_sidecar_that_is_not_hit_is_an_error(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "KILLED", {"nothing": ("sync", "another thread", {})})
+    with pytest.raises(AssertionError, match="another thread has copied nothing"):
+        faults.run(report)
 
 
 def test_an_error_is_no_wrong_byte(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
