@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import lmcache_kernels
 import pytest
@@ -14,7 +15,7 @@ from lmcache_core.gpu_connectors import PagedGPUConnector
 from lmcache_core.serde.chunk_codec import Profile
 
 from tests.fixtures.fake_vllm import imported_connector
-from tests.gpu import connectors, faults, kernels, streams, table
+from tests.gpu import connectors, faults, kernels, streams, table, vllm
 from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, run_part
 from tests.gpu.report import Report, WrongBytes, read_lines
 
@@ -40,13 +41,82 @@ def test_a_dry_run_passes(tmp_path: Path) -> None:
     assert set(killed) == {f"sidecar killed during {name}" for name in faults.KILLED}
     assert all(line["loaded_after"] for line in killed.values())
     assert sum("checked_bytes" in line for line in lines) > 20
-    machine, rows = table.section_of(lines)
+    left_out = [line for line in lines if line["part"] == "vllm"]
+    assert left_out[0]["text"] == "vLLM is not installed for this Python"  # make test-vllm runs it
+    machine, (rows,) = table.section_of(lines)
     assert "torch" in machine
     assert rows.count("\n") > 20
 
 
-def test_all_parts_together_fit_into_one_call() -> None:
-    assert sum(PARTS.values()) <= 600
+def test_all_parts_fit_into_two_calls() -> None:
+    *others, last = PARTS.values()
+    assert sum(others) <= 600
+    assert last <= 600
+
+
+class Scripted:
+    """An engine that answers as it is told to.
+
+    Args:
+        reloaded: What differs about a prompt after the reset of the prefix cache.
+    """
+
+    def __init__(self, **reloaded: object) -> None:
+        self._reloaded = reloaded
+        self._is_reset = False
+
+    def engine(self, *_: object) -> Scripted:
+        return self
+
+    def open(self, *_: object, **__: object) -> None:
+        pass
+
+    def reset(self) -> None:
+        self._is_reset = True
+
+    def kill(self) -> None:
+        pass
+
+    def call(self, _: float, do: str, **arguments: Any) -> dict[str, Any]:
+        if do == "serve":
+            return {"steps": [0.002, 0.004], "first": [0.01] * len(arguments["requests"])}
+        told = {"seconds": 0.5, "num_cached": 1024, "tokens": [1], "kv": "ab"}
+        return told | (self._reloaded if self._is_reset else {})
+
+
+def measured(report: Report, engine: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    growth = SimpleNamespace(reaches=lambda number: None)
+    monkeypatch.setattr("tests.vllm.sidecars.sidecar", lambda *_, **__: "sidecar")
+    monkeypatch.setattr("tests.vllm.sidecars.Growth", lambda service: growth)
+    engine.directory = report.path.parent  # type: ignore[attr-defined]
+    paths = report.path.parent, report.path.parent
+    vllm._measure(report, "ours, sync", engine, *paths, vllm.DRY_SIZES)
+
+
+@pytest.mark.parametrize("kv", ["", "cd"])
+def test_wrong_kv_in_a_real_vllm_is_told_apart(
+    report: Report, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    with pytest.raises(WrongBytes, match="other KV was loaded than was computed"):
+        measured(report, Scripted(kv=kv), monkeypatch)
+
+
+def test_nothing_loaded_in_a_real_vllm_is_an_error(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match="ours, sync: 768 tokens were loaded"):
+        measured(report, Scripted(num_cached=768), monkeypatch)
+
+
+def test_figures_of_a_real_vllm_are_a_table_of_their_own(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report.note("vLLM", text="0.32.0")
+    measured(report, Scripted(), monkeypatch)
+    _, (_, engines) = table.section_of(read_lines(report.path))
+    heading, _, row = engines.splitlines()
+    assert heading.startswith("| vLLM 0.32.0, ms | cold | prefix cache | after its reset |")
+    assert row.startswith("| ours, sync | 500.0 | 500.0 | 500.0 |")
 
 
 def test_the_list_names_every_kernel_check_and_profile() -> None:
