@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from lmcache_core.gpu_connectors import PagedGPUConnector
 from lmcache_core.serde.chunk_codec import Profile
 
 from tests.fixtures.fake_vllm import imported_connector
-from tests.gpu import connectors, faults, kernels, streams, table, vllm
+from tests.gpu import connectors, faults, figures, kernels, streams, table, vllm
 from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, run_part
 from tests.gpu.report import Report, WrongBytes, read_lines
 
@@ -41,6 +42,10 @@ def test_a_dry_run_passes(tmp_path: Path) -> None:
     assert set(killed) == {f"sidecar killed during {name}" for name in faults.KILLED}
     assert all(line["loaded_after"] for line in killed.values())
     assert sum("checked_bytes" in line for line in lines) > 20
+    for number, shape in itertools.product((1, 2, 4), figures.SHAPES):
+        of_shape = [line for line in lines if line["name"].startswith(f"{shape}:")]
+        end = f"bare, {number} chunks in flight"
+        assert [line["name"].endswith(end) for line in of_shape].count(True) == 2
     left_out = [line for line in lines if line["part"] == "vllm"]
     assert left_out[0]["text"] == "vLLM is not installed for this Python"  # make test-vllm runs it
     machine, (rows,) = table.section_of(lines)
