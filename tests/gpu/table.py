@@ -20,7 +20,12 @@ def section_of(lines: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     engine.
     """
     facts = {line["name"]: line for line in lines if line["part"] == "facts"}
-    machine = facts.get("nvidia-smi", facts.get("GPU", {})).get("text", "unknown GPU")
+    machine = facts.get("GPU", {}).get("text", "unknown GPU")
+    if "nvidia-smi" in facts:
+        name, driver, memory, speed, width, _ = (
+            facts["nvidia-smi"]["text"].splitlines()[0].split(", ")
+        )
+        machine = f"{name}, {memory}, driver {driver}, PCIe {speed} x{width}"
     torch = facts.get("torch", {}).get("text", "?")
     rows = [
         f"| {line['name']} | {line['rate']:.1f} |"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -234,3 +235,15 @@ def test_a_part_that_hangs_is_killed_and_keeps_its_lines(
     assert run_apart(report, 0.2) == FAILED
     assert [line["name"] for line in read_lines(report.path)] == ["before", "outcome"]
     assert "killed after 0.2 s" in capsys.readouterr().out
+
+
+def test_the_table_names_gpu_driver_and_link(report: Report) -> None:
+    facts = replace(report, part="facts")
+    facts.note("torch", text="2.11.0+cu130")
+    facts.note("nvidia-smi", text="NVIDIA H100 80GB HBM3, 580.95.05, 81559 MiB, 5, 16, 9.0")
+    facts.note("outcome", text="passed", code=0)
+    machine, _ = table.section_of(read_lines(report.path))
+    assert machine == (
+        "NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.95.05, PCIe 5 x16; torch 2.11.0+cu130."
+        " Parts: facts passed."
+    )
