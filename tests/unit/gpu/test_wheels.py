@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from tests.gpu import wheels
 from tests.gpu.__main__ import PARTS
+from tests.vllm import processes
 
 PARTS_WITHOUT_VLLM = [f"tests.gpu.{part}" for part in PARTS if part != "vllm"]
 IMPORTED = ["tests.gpu.__main__", *PARTS_WITHOUT_VLLM, "tests.fixtures.sidecar"]
@@ -98,3 +99,11 @@ def test_what_is_printed_makes_the_parts_importable(tmp_path: Path) -> None:
     script += f"; assert lmcache_core.__file__.startswith({str(here)!r}), lmcache_core.__file__"
     subprocess.run([sys.executable, "-c", script], cwd=here, env=env, check=True)
     assert run == "python3 -m tests.gpu"
+
+
+def test_services_beside_vllm_find_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/tmp/site")
+    monkeypatch.setattr(processes, "OUR_PYTHON", Path(sys.executable))
+    assert processes.our_environment()["PYTHONPATH"].endswith(f"{os.pathsep}/tmp/site")
+    monkeypatch.setattr(processes, "OUR_PYTHON", processes.INSTALLED)
+    assert "/tmp/site" not in processes.our_environment()["PYTHONPATH"]
