@@ -38,6 +38,7 @@ from tests.bench import (
     storage_rest,
     tier_calls,
     vllm_part,
+    workers,
 )
 from tests.bench.measure import ROUNDS, Figure
 
@@ -230,6 +231,14 @@ def measure_scale(bench: Bench, console: Console, machine: str) -> None:
     report.rewrite(DOCUMENT, "scale", f"Machine: {machine}.", [*tables, remark])
 
 
+def measure_workers(bench: Bench, console: Console, machine: str) -> None:
+    """Eight workers and their sidecar."""
+    section, remark = workers.measure(bench.run, bench.directory)
+    section.show(console)
+    console.print(remark)
+    report.rewrite(DOCUMENT, "workers", f"Machine: {machine}.", [section.as_markdown(), remark])
+
+
 def measure_blend_quality(bench: Bench, console: Console, machine: str) -> None:
     """What blending costs answers."""
     found = blend_part.measure(bench.run)
@@ -270,6 +279,7 @@ BY_NAME = {
     "storage_rest": measure_storage_rest,
     "tier": measure_tier,
     "vllm": measure_vllm,
+    "workers": measure_workers,
 }
 """Parts that are measured only when they are asked for: they take long, or need more than `make
 bench` has installed.

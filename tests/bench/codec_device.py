@@ -34,6 +34,8 @@ from tests.bench.measure import Figure, timed
 
 NUM_CHUNKS = 8
 """Chunks of a round: more than a GPU's caches hold."""
+PER_LAUNCH = (1, 2, 8)
+"""Chunks that are encoded or decoded by one launch of each kernel."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +43,34 @@ class Subject:
     """A profile and chunks of one shape on a device.
 
     Attributes:
-        chunks: bf16 `[2, layers, tokens, channels]` each.
+        chunks: bf16 `[2, layers, tokens, channels]` each, or several of them in one tensor.
         quantiser: Of the profile.
-        shape: Of a chunk, in planes.
+        shape: Of a tensor in `chunks`, in planes.
+        levels: Of its planes.
         tables: On the device.
     """
 
     chunks: list[torch.Tensor]
     quantiser: Quantiser
     shape: CodecShape
+    levels: tuple[int, ...]
     tables: CodecTables
 
     @classmethod
-    def of(cls, profile: Profile, chunks: list[torch.Tensor]) -> Subject:
-        """A profile on those chunks."""
+    def of(cls, profile: Profile, chunks: list[torch.Tensor], per_launch: int = 1) -> Subject:
+        """A profile on those chunks, so many of them in one tensor."""
         sides, layers, tokens, channels = chunks[0].shape
         cut = PlaneLayout(sides * layers, tokens, channels)
-        shape = CodecShape(cut.planes, tokens, channels, cut.group, cut.section)
+        planes = per_launch * cut.planes
+        quantiser = quantiser_of(profile, chunks[0].shape)
+        if per_launch > 1:
+            firsts = range(0, len(chunks), per_launch)
+            chunks = [torch.stack(chunks[first : first + per_launch]) for first in firsts]
         return cls(
             chunks,
-            quantiser_of(profile, chunks[0].shape),
-            shape,
+            quantiser,
+            CodecShape(planes, tokens, channels, cut.group, cut.section),
+            quantiser.levels * per_launch,
             device_tables(bell_curves(), chunks[0].device),
         )
 
@@ -71,8 +80,8 @@ class Subject:
         return self.quantiser.mode is Mode.BY_TOKEN
 
     def encode(self, chunk: torch.Tensor) -> tuple[QuantizedPlanes, EncodedPlanes]:
-        """One chunk, to words on the device."""
-        kv, levels = chunk.view(self.shape.sizes), self.quantiser.levels
+        """One tensor, to words on the device."""
+        kv, levels = chunk.view(self.shape.sizes), self.levels
         planes = (
             cachegen_quantize_by_token(kv, levels)
             if self.by_token
@@ -83,12 +92,12 @@ class Subject:
         )
 
     def decode(self, planes: QuantizedPlanes, encoded: EncodedPlanes, out: torch.Tensor) -> None:
-        """One chunk, from words on the device."""
+        """One tensor, from words on the device."""
         target = out.view(self.shape.sizes)
         cachegen_decode(
             encoded,
             planes.scales,
-            self.quantiser.levels,
+            self.levels,
             self.shape,
             self.tables,
             target,
@@ -117,35 +126,64 @@ def gpu_figures() -> list[Figure]:
         )
     ]
     for profile in Profile:
-        figures += figures_of(Subject.of(profile, chunks), profile, targets, figures[0])
+        figures += launch_figures(profile, chunks, figures[0], torch.cuda.synchronize)
+        figures += figures_of(Subject.of(profile, chunks), profile, figures[0])
     return figures
 
 
-def figures_of(
-    subject: Subject, profile: Profile, targets: list[torch.Tensor], limit: Figure
+def launch_figures(
+    profile: Profile, chunks: list[torch.Tensor], limit: Figure, wait: Callable[[], object]
 ) -> list[Figure]:
-    """Kernels alone, on words that stay on the device; and whole blobs, which end and begin on the
-    host.
+    """Kernels alone, on words that stay on the device, by the number of chunks in a launch.
+
+    Args:
+        profile: Of the codec.
+        chunks: To be encoded.
+        limit: A copy of them on the device.
+        wait: Waits for the device.
+
+    Raises:
+        AssertionError: Chunks that are decoded together have other values than one by itself.
+    """
+    figures, alone = [], None
+    for number in PER_LAUNCH:
+        subject = Subject.of(profile, chunks, number)
+        encoded = [subject.encode(chunk) for chunk in subject.chunks]
+        targets = [torch.zeros_like(chunk) for chunk in subject.chunks]
+
+        def encode(_turn: int) -> None:
+            for chunk in subject.chunks:  # noqa: B023 (run at once)
+                subject.encode(chunk)  # noqa: B023
+            wait()
+
+        def decode(_turn: int) -> None:
+            for (planes, words), target in zip(encoded, targets, strict=True):  # noqa: B023
+                subject.decode(planes, words, target)  # noqa: B023
+            wait()
+
+        for name, work, note in (
+            ("encode", encode, "waits once a launch, for the lengths"),
+            ("decode", decode, "one warp a section of 128 channels"),
+        ):
+            title = f"GPU: cachegen {profile}: {name}, {number} chunks a launch"
+            figures.append(Figure(title, limit.num_bytes, timed(work), limit, note))
+        decoded = torch.cat([target.view(-1, *chunks[0].shape) for target in targets])
+        alone = decoded if alone is None else alone
+        if not torch.equal(decoded.view(torch.int16), alone.view(torch.int16)):
+            raise AssertionError(f"{profile}: other values from {number} chunks in a launch")
+    return figures
+
+
+def figures_of(subject: Subject, profile: Profile, limit: Figure) -> list[Figure]:
+    """Whole blobs, which end and begin on the host.
 
     Raises:
         AssertionError: A blob is not the CPU codec's, or other values came back.
     """
     check(subject, profile)
-    encoded = [subject.encode(chunk) for chunk in subject.chunks]
     blobs = [_blob(subject, chunk) for chunk in subject.chunks]
-
-    def decode() -> None:
-        for (planes, words), target in zip(encoded, targets, strict=True):
-            subject.decode(planes, words, target)
-
     shape, dtype = subject.chunks[0].shape, subject.chunks[0].dtype
     works: list[tuple[str, Callable[[], object], str]] = [
-        (
-            "encode, kernels",
-            lambda: [subject.encode(chunk) for chunk in subject.chunks],
-            "chunk by chunk; waits once a chunk, for the lengths",
-        ),
-        ("decode, kernels", decode, "chunk by chunk; one warp a section of 128 channels"),
         (
             "encode to host",
             lambda: [_blob(subject, chunk) for chunk in subject.chunks],

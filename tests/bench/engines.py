@@ -52,7 +52,16 @@ def embedded(verify_hot: str) -> Iterator[LMCacheEngine]:
 
 @contextmanager
 def running_sidecar(directory: Path, arena_gb: float, **settings: object) -> Iterator[Path]:
-    """A sidecar in a process of its own; its socket.
+    """A sidecar in a process of its own; its socket. See `sidecar_process`."""
+    with sidecar_process(directory, arena_gb, **settings) as (socket, _):
+        yield socket
+
+
+@contextmanager
+def sidecar_process(
+    directory: Path, arena_gb: float, **settings: object
+) -> Iterator[tuple[Path, int]]:
+    """A sidecar in a process of its own; its socket and the number of the process.
 
     Args:
         directory: For its socket and log.
@@ -69,8 +78,8 @@ def running_sidecar(directory: Path, arena_gb: float, **settings: object) -> Ite
         socket = directory / f"{Path(arena).name}.sock"  # two may run in turn
         common = {"port": 0, "lm_port": 0, "instance_id": "bench", "socket_path": socket}
         common |= {"arena_path": arena, "arena_gb": arena_gb}
-        processes.start_service("sidecar", "lmcache_sidecar", common | settings)
-        yield socket
+        service, _ = processes.start_service("sidecar", "lmcache_sidecar", common | settings)
+        yield socket, service.process.pid
 
 
 @contextmanager

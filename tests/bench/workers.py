@@ -1,0 +1,179 @@
+"""What the workers of a node cost their sidecar, and each other: the requests with which 1 and 8
+workers store what a prefill step has computed, all at once.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench.engines import sidecar_process
+from tests.bench.peers import other_load
+from tests.bench.report import Section
+from tests.bench.workers_child import CHUNK_BYTES, REQUESTS
+
+NUM_WORKERS = (1, 8)
+NUM_CHUNKS = (4, 32)
+"""Of a step of 1,024 tokens, and of one of 8,192."""
+NUM_STEPS = 200
+ARENA_STEPS = 24
+WARM_UP_STEPS = 2 * ARENA_STEPS
+"""After these the arena is full, and every step evicts as much as it stores."""
+GOAL_MS = 1.0
+NANOSECONDS = 1e9
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Steps of some workers.
+
+    Attributes:
+        steps: Of each step, of each worker, the seconds of its requests.
+        loop_s: Processor time of the sidecar's loop, all steps together.
+        sidecar_s: Of all of its threads.
+    """
+
+    steps: list[list[list[float]]]
+    loop_s: float
+    sidecar_s: float
+
+    @property
+    def slowest_ms(self) -> float:
+        """How long the slowest worker of a step waits for its requests, median."""
+        return statistics.median(max(map(sum, step)) for step in self.steps) * 1e3
+
+    @property
+    def p99_ms(self) -> float:
+        """Of all requests."""
+        seconds = [one for step in self.steps for worker in step for one in worker]
+        return statistics.quantiles(seconds, n=100)[98] * 1e3
+
+    def request_ms(self, number: int) -> float:
+        """How long one of `REQUESTS` takes, median."""
+        return statistics.median(worker[number] for step in self.steps for worker in step) * 1e3
+
+
+def measure(run: Callable[[str, Callable[[], Any]], Any], directory: Path) -> tuple[Section, str]:
+    """Measure; takes half a minute.
+
+    Args:
+        run: Shows the name of a part while it runs.
+        directory: For sockets, settings and logs.
+
+    Returns:
+        The table, and a sentence about other load on the machine.
+    """
+    load = other_load()
+    taken = {
+        (num_chunks, num_workers): run(
+            f"prefill steps of {num_chunks} chunks, {num_workers} workers",
+            lambda: take(directory, num_workers, num_chunks),  # noqa: B023 (run at once)
+        )
+        for num_chunks in NUM_CHUNKS
+        for num_workers in NUM_WORKERS
+    }
+    return table(taken), f"Other processes used {load:.1f} cores."
+
+
+def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NUM_STEPS) -> Taken:
+    """Have workers store steps through a sidecar of their own."""
+    arena_gb = ARENA_STEPS * num_workers * num_chunks * CHUNK_BYTES / (1 << 30)
+    with ExitStack() as opened:
+        socket, pid = opened.enter_context(sidecar_process(directory, arena_gb))
+        children = [
+            opened.enter_context(_child(socket, rank, num_workers, num_chunks))
+            for rank in range(num_workers)
+        ]
+        for child in children:
+            _line(child)  # it has started
+        for _ in range(WARM_UP_STEPS):
+            _step(children)
+        before = _processor_seconds(pid)
+        steps = [_step(children) for _ in range(num_steps)]
+        after = _processor_seconds(pid)
+    return Taken(steps, *(now - then for now, then in zip(after, before, strict=True)))
+
+
+def table(taken: dict[tuple[int, int], Taken]) -> Section:
+    """A row for each number of chunks and of workers."""
+    rows = []
+    for (num_chunks, num_workers), one in taken.items():
+        added_ms = one.slowest_ms - taken[num_chunks, min(NUM_WORKERS)].slowest_ms
+        rows.append(
+            (
+                f"{num_chunks} chunks, {num_workers} workers",
+                str(num_workers * len(REQUESTS)),
+                *(f"{s / len(one.steps) * 1e3:.2f}" for s in (one.loop_s, one.sidecar_s)),
+                *(f"{one.request_ms(number):.2f}" for number in range(len(REQUESTS))),
+                f"{one.p99_ms:.2f}",
+                f"{one.slowest_ms:.2f}",
+                *(("", "") if num_workers == 1 else (f"{added_ms:.2f}", f"{GOAL_MS:g}")),
+                "",
+            )
+        )
+    headings = (
+        "a worker's step",
+        "requests a step",
+        "sidecar's loop",
+        "all of the sidecar",
+        "lookup p50",
+        "reserve p50",
+        "commit p50",
+        "request p99",
+        "slowest worker",
+        "added",
+        "goal",
+        "",
+    )
+    return Section("Workers that store a prefill step at once, ms a step", headings, rows)
+
+
+@contextmanager
+def _child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.bench.workers_child"]
+    with subprocess.Popen(
+        [*command, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _step(children: list[subprocess.Popen[str]]) -> list[list[float]]:
+    """One step of all workers; the seconds of each one's requests."""
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("step\n")
+        child.stdin.flush()
+    seconds: list[list[float]] = [json.loads(_line(child)) for child in children]
+    if any(len(of_worker) != len(REQUESTS) for of_worker in seconds):
+        raise AssertionError(f"a worker made other requests than {REQUESTS}")
+    return seconds
+
+
+def _line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise RuntimeError("a worker has ended; its error is above")
+    return line
+
+
+def _processor_seconds(pid: int) -> tuple[float, float]:
+    """Processor time so far of a sidecar's loop, which is its main thread, and of all threads."""
+    seconds = {
+        int(task.name): int((task / "schedstat").read_text().split()[0]) / NANOSECONDS
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+    return seconds[pid], sum(seconds.values())
