@@ -19,7 +19,11 @@ KERNELS = {
     "blend_select": ("check_blend_select.py",),
     "cachegen_quantize": ("check_codec_quantize.py",),
     "cachegen_encode": ("check_codec_streams.py", "check_codec_device.py"),
-    "cachegen_decode": ("check_codec_streams.py", "check_codec_serializer.py"),
+    "cachegen_decode": (
+        "check_codec_streams.py",
+        "check_codec_serializer.py",
+        "check_encoded_loads.py",
+    ),
 }
 """Files of checks, by package of kernels."""
 DRY = ("check_rope_rotate.py",)

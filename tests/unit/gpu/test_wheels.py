@@ -103,7 +103,7 @@ def test_what_is_printed_makes_the_parts_importable(tmp_path: Path) -> None:
 
 def test_services_beside_vllm_find_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/tmp/site")
-    monkeypatch.setattr(processes, "OUR_PYTHON", Path(sys.executable))
+    monkeypatch.setattr(processes, "OUR_PYTHON", Path("/usr/bin/python3"))
     assert processes.our_environment()["PYTHONPATH"].endswith(f"{os.pathsep}/tmp/site")
     monkeypatch.setattr(processes, "OUR_PYTHON", processes.INSTALLED)
     assert "/tmp/site" not in processes.our_environment()["PYTHONPATH"]
