@@ -115,7 +115,9 @@ class Cluster:
         return next(sidecar for sidecar in self.sidecars if name in sidecar.socket.name)
 
 
-def beat(url: str, name: str, figures: Mapping[str, Any] | None, **more: Any) -> None:
+def beat(
+    url: str, name: str, figures: Mapping[str, Any] | None, token: str | None = None, **more: Any
+) -> None:
     """Play a peer: one heartbeat of it."""
     body = {
         "incarnation": 1,
@@ -127,6 +129,8 @@ def beat(url: str, name: str, figures: Mapping[str, Any] | None, **more: Any) ->
         f"{url}/v1/peers/{name}", json.dumps(body).encode(), method="PUT"
     )
     request.add_header("content-type", "application/json")
+    if token is not None:
+        request.add_header("authorization", f"Bearer {token}")
     with urllib.request.urlopen(request, timeout=5) as response:
         assert response.status == 200
 

@@ -206,7 +206,7 @@ def test_what_peers_say_is_text(page: Page, cluster: Cluster) -> None:
     assert (
         page.run("return document.querySelectorAll('#overview img, #overview script').length") == 0
     )
-    assert page.chrome.title == "LMCache"
+    assert page.chrome.title == "lmcache: cluster"
     assert page.complaints() == []
     eventually(lambda: "stranger" not in {peer["id"] for peer in cluster.overview()["peers"]})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from selenium.webdriver import ActionChains, Chrome, Keys
 
 from tests.fixtures.neighbourhood import eventually
 from tests.fixtures.service_process import running_service
-from tests.page.cluster import PODS, STORAGE, Cluster, Page
+from tests.page.cluster import PODS, STORAGE, Cluster, Page, beat
 
 TOKEN = "somebodys-token-0123456789"
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
@@ -216,6 +217,65 @@ def test_a_token_is_asked_for_and_kept_in_the_tab_alone(chrome: Chrome, tmp_path
             )
         )
         assert page.run("return document.getElementById('overview').hidden")
+
+
+def test_an_admin_sees_what_each_tenant_saved(chrome: Chrome, tmp_path: Path) -> None:
+    tokens = {name: f"{name}-token-0123456789" for name in ("operator", "team-a", "team-b")}
+    (tmp_path / "tokens.yaml").write_text(
+        "tokens:\n"
+        + "".join(
+            f"  - {{name: {name}, tenant: {name}, token: {token},"
+            f" role: {'admin' if name == 'operator' else 'client'}}}\n"
+            for name, token in tokens.items()
+        )
+    )
+    settings = {
+        "LMCACHE_BROKER_PORT": "0",
+        "LMCACHE_BROKER_AUTH_TOKENS_FILE": str(tmp_path / "tokens.yaml"),
+        "LMCACHE_BROKER_HISTORY_INTERVAL_S": "1",
+    }
+    with running_service("lmcache_broker", tmp_path, settings) as broker:
+
+        def saved(num_tokens: int) -> None:
+            for name, share in (("team-a", 1), ("team-b", 3)):
+                models = {"org/model": {"saved_tokens": share * num_tokens, "saved_ms": num_tokens}}
+                beat(broker.url, f"pod-of-{name}", {"models": models}, tokens[name])
+
+        saved(0)
+        time.sleep(2.5)  # the broker has seen these
+        saved(1000)
+        page = Page(chrome, broker.url)
+        chrome.switch_to.active_element.send_keys(tokens["operator"], Keys.ENTER)
+        page.shown()
+
+        def rows() -> list[str]:
+            page.fresh()
+            return page.texts("#gains [data-row^='tenant ']")
+
+        eventually(lambda: len(rows()) == 2)
+        assert rows() == ["team-b3,0003,0003,0001.0 s", "team-a1,0001,0001,0001.0 s"]
+        chrome.find_element("id", "leave").click()
+        eventually(lambda: page.run("return !document.getElementById('login').hidden"))
+        chrome.switch_to.active_element.send_keys(tokens["team-a"], Keys.ENTER)
+        page.shown()
+        assert rows() == []
+        assert "team-b" not in chrome.page_source
+        chrome.find_element("id", "leave").click()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "document.querySelector('#peers .scroll').style.width = '200px'",
+        "document.body.style.width = '3000px'",
+        "document.querySelector('#topology svg text').setAttribute('x', -40)",
+    ],
+)
+def test_what_is_cut_off_is_found(page: Page, spoil: str) -> None:
+    page.resize(1440, 900)
+    assert page.run(CUT_OFF) == []
+    assert page.run(f"{spoil}; {CUT_OFF}") != []
+    page.chrome.refresh()
 
 
 def test_the_pictures_of_the_documentation(

@@ -22,6 +22,7 @@ from lmcache_broker.overview import (
     OTHER_LABEL,
     History,
     Overview,
+    TenantSavings,
     Work,
     grow,
 )
@@ -229,6 +230,24 @@ async def test_a_start_that_fails_leaves_no_sampler_behind(monkeypatch: pytest.M
     assert [task for task in asyncio.all_tasks() if task.get_name().startswith("broker/")] == []
 
 
+async def test_an_admin_alone_sees_what_each_tenant_saved(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview_service, "MIN_KEPT_COST_S", 0.0)  # every view is kept
+    callers = {name: Caller(app, name) for name in TOKENS}
+    for num_tokens in (0, 100):
+        for name, share in (("acme", 1), ("rival", 2)):
+            saved_by = {"llama": {"saved_tokens": share * num_tokens, "saved_ms": num_tokens}}
+            await callers[name].beat(f"pod-{name}", {"models": saved_by})
+        await app.state.broker.overview.sample()
+    assert (await callers["operator"].overview())["tenants"] == [
+        {"tenant": "rival", "saved_tokens": [200, 200, 200], "saved_ms": 100},
+        {"tenant": "acme", "saved_tokens": [100, 100, 100], "saved_ms": 100},
+    ]
+    for name in ("acme", "rival"):
+        assert (await callers[name].overview())["tenants"] == []
+
+
 async def test_it_is_bounded(app: FastAPI) -> None:
     operator = Caller(app, "operator")
     pulled = {f"peer-{i}": i + 1 for i in range(64)}
@@ -330,6 +349,22 @@ def test_what_was_saved_in_the_last_minutes_hour_and_day() -> None:
     for covered, least, most in zip(minutes, (5, 60, 1440), (7, 66, 1502), strict=True):
         assert least <= covered <= most
     assert [window.work.saved_ms["llama"] for window in windows] == [50 * one for one in minutes]
+
+
+def test_tenants_are_ranked_by_what_they_saved_in_a_day() -> None:
+    now_ms = 0
+    history = History(lambda: now_ms)
+    assert history.tenants() == []
+    for at_ms, acme, other in ((0, 0, 0), (400_000, 100, 40), (8_000_000, 200, 340)):
+        now_ms = at_ms
+        of_other = record("b", saved(other), owner="other")
+        of_idle = record("c", saved(7), owner="idle")
+        history.sample([record("a", saved(acme)), of_other, of_idle])
+    now_ms = 8_400_000
+    assert history.tenants() == [
+        TenantSavings("other", [0, 300, 340], 170),
+        TenantSavings("acme", [0, 100, 200], 100),
+    ]
 
 
 def waited(num_loaded: int, num_computed: int, model: str = "llama") -> PeerFigures:

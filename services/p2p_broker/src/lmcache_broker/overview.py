@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -27,6 +27,7 @@ OTHER_LABEL: Final = "other"
 MAX_SHOWN_PEERS: Final = 256
 MAX_SHOWN_LINKS: Final = 512
 MAX_SHOWN_CHUNKS: Final = 10
+MAX_SHOWN_TENANTS: Final = 10
 WINDOWS_S: Final = (300, 3600, 86_400)
 """For which the page says what was gained."""
 BUCKETS_S: Final = (0, 300, 3600)
@@ -130,6 +131,20 @@ class Window(msgspec.Struct, frozen=True):
     work: Work
 
 
+class TenantSavings(msgspec.Struct, frozen=True):
+    """What a tenant did not compute.
+
+    Attributes:
+        tenant: Its name.
+        saved_tokens: Tokens whose KV was loaded instead of computed, for each of the windows.
+        saved_ms: Prefill time of those of the last window.
+    """
+
+    tenant: str
+    saved_tokens: list[int]
+    saved_ms: int
+
+
 class HotChunk(msgspec.Struct, frozen=True):
     """The last chunk of a prefix that peers pull. Its id stands for the whole prefix: it is a hash
     of all tokens up to its end. Chunks of one prompt that are pulled equally often count as one.
@@ -166,6 +181,8 @@ class Overview(msgspec.Struct, frozen=True):
         windows: The last 5 minutes, hour and day.
         samples: The latest intervals since this broker's start, the oldest first; at most 360.
         hot_chunks: The prefixes that are pulled most; at most 10.
+        tenants: The tenants that saved most in the last day, at most 10; empty unless the caller is
+            an admin.
     """
 
     time_ms: int
@@ -181,6 +198,7 @@ class Overview(msgspec.Struct, frozen=True):
     windows: list[Window]
     samples: list[Sample]
     hot_chunks: list[HotChunk]
+    tenants: list[TenantSavings]
 
 
 @dataclass(slots=True)
@@ -300,6 +318,30 @@ class History:
             found.append(Window(window_s, watched_s, work))
         return found
 
+    def tenants(self) -> list[TenantSavings]:
+        """Return the tenants that saved most in the last and longest window, for each of
+        `WINDOWS_S`.
+        """
+        now_ms = self._wall_ms()
+        tokens: dict[str, list[int]] = {}
+        saved_ms: Counter[str] = Counter()
+        for i, (window_s, buckets) in enumerate(self._by_window.items()):
+            for bucket in buckets:
+                if bucket.ended_ms <= now_ms - 1000 * window_s:
+                    continue
+                for owner, work in bucket.by_owner.items():
+                    tokens.setdefault(owner, [0] * len(WINDOWS_S))[i] += sum(
+                        work.saved_tokens.values()
+                    )
+                    if window_s == WINDOWS_S[-1]:
+                        saved_ms[owner] += sum(work.saved_ms.values())
+        most = heapq.nlargest(
+            MAX_SHOWN_TENANTS,
+            (owner for owner in tokens if any(tokens[owner])),
+            key=lambda owner: (tokens[owner][-1], owner),
+        )
+        return [TenantSavings(owner, tokens[owner], saved_ms[owner]) for owner in most]
+
     def of(self, owners: Collection[str], max_samples: int = MAX_SAMPLES) -> list[Sample]:
         """Return the latest intervals of these owners combined, the oldest first."""
         found = []
@@ -399,7 +441,7 @@ class BrokerOverview:
         self._registry = registry
         self._hot = hot
         self._history = History()
-        self._kept: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, bool], tuple[float, Overview]] = OrderedDict()
 
     async def sample(self) -> None:
         """End an interval. Call it repeatedly."""
@@ -420,16 +462,17 @@ class BrokerOverview:
         """Return everything that `principal` may see; a recent view is reused if building it took
         long.
         """
-        until_s, kept = self._kept.get(principal.tenant, (0.0, None))
+        seer = principal.tenant, principal.role == "admin"
+        until_s, kept = self._kept.get(seer, (0.0, None))
         if kept is not None and time.monotonic() < until_s:
             return kept
         began_s = time.thread_time()
         view = self._build(principal)
         cost_s = time.thread_time() - began_s
-        self._kept.pop(principal.tenant, None)
+        self._kept.pop(seer, None)
         if cost_s >= MIN_KEPT_COST_S:
             until_s = time.monotonic() + min(MAX_REST_S, REST_PER_COST * cost_s)
-            self._kept[principal.tenant] = (until_s, view)
+            self._kept[seer] = (until_s, view)
             if len(self._kept) > MAX_KEPT_VIEWS:
                 self._kept.popitem(last=False)
         return view
@@ -467,6 +510,7 @@ class BrokerOverview:
                 _shown_prefix(prefix, models.get(prefix.requester, {}))
                 for prefix in self._hot.hottest(principal.tenant, MAX_SHOWN_CHUNKS, now_s)
             ],
+            tenants=self._history.tenants() if principal.role == "admin" else [],
         )
 
 

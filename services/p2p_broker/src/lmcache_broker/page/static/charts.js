@@ -80,6 +80,7 @@ export function ratioChart(data, width) {
   if (ratios.every((ratio) => ratio === null)) return nothing('Nothing was asked for while this broker watched.');
   const step = (width - LEFT) / bars.length;
   const runs = [[]];
+  const all = [];
   const marks = [];
   ratios.forEach((ratio, i) => {
     if (ratio === null) {
@@ -88,12 +89,14 @@ export function ratioChart(data, width) {
     }
     const [x, y] = [LEFT + (i + 0.5) * step, FLOOR - ratio * (FLOOR - TOP)];
     runs.at(-1).push(`${x.toFixed(1)},${y.toFixed(1)}`);
+    all.push(runs.at(-1).at(-1));
     const title = svg('title', {}, `${clock(bars[i].ended_ms)}: ${percent(ratio)}`);
     marks.push(svg('circle', { class: 's0', cx: x, cy: y, r: step > 8 ? 3.5 : 2 }, title));
   });
-  // Without requests there is no ratio, and no line.
+  // Without requests there is no ratio: a dashed line leads over the gap.
+  const bridge = svg('polyline', { class: 'line gap', points: all.join(' ') });
   const lines = runs.filter((run) => run.length > 1).map((run) => svg('polyline', { class: 'line', points: run.join(' ') }));
   const said = `${percent(ratios.findLast((ratio) => ratio !== null))} in the last interval with requests`;
   const ticks = [['0', 0], ['50 %', 0.5], ['100 %', 1]];
-  return html('figure', {}, frame(width, `Hit ratio over time: ${said}`, ticks, bars, [...lines, ...marks]), html('figcaption', {}, said));
+  return html('figure', {}, frame(width, `Hit ratio over time: ${said}`, ticks, bars, [bridge, ...lines, ...marks]), html('figcaption', {}, said));
 }

@@ -29,6 +29,17 @@ function waits(data) {
   return [table('Mean time to first token, by vLLM’s metrics', columns, rows, ([model, kind]) => `${model} ${kind}`)];
 }
 
+/** What each tenant has saved, a row for each; empty unless the caller may see several. */
+function tenants(data) {
+  if (data.tenants.length < 2) return [];
+  const columns = [
+    ['Tenant', (one) => html('span', { class: 'wrap' }, one.tenant)],
+    ...data.windows.map(({ window_s: length }, i) => [WINDOWS.get(length), (one) => short(one.saved_tokens[i]), true]),
+    ['Prefill, 24 h', (one) => prefill(one.saved_ms), true, true],
+  ];
+  return [table('Tokens not computed, by tenant', columns, data.tenants, (one) => `tenant ${one.tenant}`)];
+}
+
 /** What the cache has saved: a tile for each window, and a table by model. */
 export function gains(data) {
   const tile = ({ window_s: length, watched_s: watched, work }) => {
@@ -48,11 +59,11 @@ export function gains(data) {
   const day = data.windows.at(-1).work;
   const models = Object.keys(day.saved_tokens).sort((a, b) => day.saved_tokens[b] - day.saved_tokens[a]);
   const tiles = html('dl', { class: 'gains' }, ...data.windows.map(tile));
-  if (models.length === 0) return [tiles, ...waits(data)];
+  if (models.length === 0) return [tiles, ...tenants(data), ...waits(data)];
   const columns = [
     ['Model', (model) => html('span', { class: 'wrap' }, model)],
     ...data.windows.map((one) => [WINDOWS.get(one.window_s), (model) => short(countOf(one.work.saved_tokens, model)), true]),
     ['Prefill, 24 h', (model) => prefill(countOf(day.saved_ms, model)), true, true],
   ];
-  return [tiles, table(`Tokens not computed, tenant ${data.tenant}`, columns, models, (model) => model), ...waits(data)];
+  return [tiles, table(`Tokens not computed, tenant ${data.tenant}`, columns, models, (model) => model), ...tenants(data), ...waits(data)];
 }
