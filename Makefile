@@ -75,7 +75,7 @@ IMAGES ?=
 NAMESPACE ?= lmcache-test
 
 test-cluster: $(VENV)/.tools ## Prove the chart on a cluster: KUBECONFIG=~/.kube/config IMAGES=registry/path:tag
-	@KUBECONFIG="$(KUBECONFIG)" IMAGES="$(IMAGES)" NAMESPACE="$(NAMESPACE)" KEEP="$(KEEP)" $(BIN)/pytest -c tests/cluster/pytest.ini tests/cluster
+	@KUBECONFIG="$(KUBECONFIG)" IMAGES="$(IMAGES)" PULL_CONFIG="$(PULL_CONFIG)" NAMESPACE="$(NAMESPACE)" KEEP="$(KEEP)" $(BIN)/pytest -c tests/cluster/pytest.ini tests/cluster
 
 kind-up: ## Try it on Kubernetes in Docker: a kind cluster, the chart, vLLM on CPUs; no registry, no GPU
 	@TORCH="$(TORCH)" $(PYTHON) -m tests.cluster.kind up

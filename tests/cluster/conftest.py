@@ -19,7 +19,10 @@ from tests.cluster.names import ask_command
 from tests.cluster.oracle import REPORT_PREFIX, Report
 from tests.cluster.waiting import DELETE_TIMEOUT_S, ClusterError, progress, wait_until
 
-USAGE = "make test-cluster KUBECONFIG=~/.kube/config IMAGES=registry.example.com/lmcache:0.1.0"
+USAGE = (
+    "make test-cluster KUBECONFIG=~/.kube/config IMAGES=registry.example.com/lmcache:0.1.0"
+    " [PULL_CONFIG=~/.docker/config.json]"
+)
 HELM_TIMEOUT_S = 600
 TRAFFIC_START_S = 180
 TRAFFIC_END_S = 300
@@ -36,12 +39,14 @@ class Installation:
         cluster: Its namespace.
         helm: The release.
         images: `registry/path:tag`.
+        pull_secret: Name of the Secret with the registry's login; "" if it needs none.
         before: Objects of the namespace and of the cluster before it was installed.
     """
 
     cluster: Cluster
     helm: Helm
     images: str
+    pull_secret: str = ""
     before: set[str] = field(default_factory=set)
 
     def ask(self, pod: str, container: str, seed: int, num_tokens: int) -> Answer:
@@ -112,6 +117,9 @@ def pytest_configure(config: pytest.Config) -> None:
         kubeconfig = Path(os.environ["KUBECONFIG"]).expanduser()
         image_values(os.environ["IMAGES"])
         find_helm()
+        login = os.environ.get("PULL_CONFIG", "")
+        if login and not Path(login).expanduser().is_file():
+            raise ClusterError(f"PULL_CONFIG={login}: no such file; log in to the registry first")
         config.stash[CLUSTER] = Cluster.from_kubeconfig(kubeconfig, NAMESPACE)
     except ClusterError as exc:
         raise pytest.UsageError(str(exc)) from exc
@@ -146,7 +154,10 @@ def installation(
     cluster, images, binary = request.config.stash[CLUSTER], os.environ["IMAGES"], find_helm()
     kubeconfig = Path(os.environ["KUBECONFIG"]).expanduser()
     chart = Helm.copy_chart(binary, tmp_path_factory.mktemp("chart") / "helm")
-    helm = Helm(binary, kubeconfig, cluster.namespace, chart, image_values(images))
+    login = os.environ.get("PULL_CONFIG", "")
+    pull_secret = manifests.PULL_SECRET if login else ""
+    values = image_values(images, pull_secret)
+    helm = Helm(binary, kubeconfig, cluster.namespace, chart, values)
     clean_up(cluster, helm)
     if os.environ.get("KEEP"):
         progress(f"KEEP is set: namespace {cluster.namespace} stays")
@@ -154,7 +165,10 @@ def installation(
         # Not after a `yield`: if the installation fails, its report must come before the removal.
         request.addfinalizer(lambda: clean_up(cluster, helm))  # noqa: PT021
     cluster.create_namespace()
-    made = Installation(cluster, helm, images, set(cluster.objects()))
+    if login:
+        text = Path(login).expanduser().read_text(encoding="utf-8")
+        cluster.create("secrets", manifests.pull_secret(text))
+    made = Installation(cluster, helm, images, pull_secret, set(cluster.objects()))
     progress(f"installing {images} into {cluster.namespace}")
     helm.install(HELM_TIMEOUT_S)
     cluster.create("configmaps", manifests.scripts())

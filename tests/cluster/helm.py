@@ -35,11 +35,12 @@ def find_helm() -> str:
     return found
 
 
-def image_values(images: str) -> list[str]:
+def image_values(images: str, pull_secret: str = "") -> list[str]:
     """Return the arguments that make the chart run these images.
 
     Args:
         images: `registry/path:tag`; the registry may have a port.
+        pull_secret: Name of the Secret with the registry's login, if it needs one.
 
     Raises:
         ClusterError: It is not of that form.
@@ -55,6 +56,8 @@ def image_values(images: str) -> list[str]:
         for place in ("images", "modelDefaults.image")
         for name, value in (("registry", registry), ("tag", tag))
     ]
+    if pull_secret:
+        pairs.append(f"imagePullSecrets[0].name={pull_secret}")
     return [word for pair in pairs for word in ("--set-string", pair)]
 
 

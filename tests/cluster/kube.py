@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,11 @@ class Cluster:
         """Create an object."""
         self.call("POST", self.path(plural, api=api), manifest)
 
-    def delete(self, path: str) -> None:
-        """Delete an object, if it exists, and what it owns."""
+    def delete(self, path: str, *, at_once: bool = False) -> None:
+        """Delete an object, if it exists, and what it owns; `at_once` kills a pod."""
+        how: Manifest = {"propagationPolicy": "Background"}
         try:
-            self.call("DELETE", path, {"propagationPolicy": "Background"})
+            self.call("DELETE", path, how | ({"gracePeriodSeconds": 0} if at_once else {}))
         except ApiError as exc:
             if exc.status != 404:
                 raise
@@ -198,6 +200,39 @@ class Cluster:
             "PATCH",
             self.path(plural, f"{name}/scale", "apis/apps/v1"),
             {"spec": {"replicas": replicas}},
+            content_type="application/merge-patch+json",
+        )
+
+    def reviewed(self, pod: Manifest) -> Manifest:
+        """Return a pod as admission would make it, without making it."""
+        made: Manifest = self.call("POST", self.path("pods"), pod, query={"dryRun": "All"})
+        return made
+
+    @contextmanager
+    def cordoned(self, node: str) -> Iterator[None]:
+        """Keep pods from being scheduled to a node during the block, as `kubectl drain` does; not
+        in a cluster without another node for them.
+        """
+        others = [
+            name_of(one)
+            for one in self.items("/api/v1/nodes")
+            if name_of(one) != node and not one["spec"].get("unschedulable")
+        ]
+        if not others:
+            progress(f"{node} is the only node: evicted pods return to it")
+            yield
+            return
+        self._cordon(node, is_on=True)
+        try:
+            yield
+        finally:
+            self._cordon(node, is_on=False)
+
+    def _cordon(self, node: str, *, is_on: bool) -> None:
+        self.call(
+            "PATCH",
+            f"/api/v1/nodes/{node}",
+            {"spec": {"unschedulable": is_on or None}},
             content_type="application/merge-patch+json",
         )
 

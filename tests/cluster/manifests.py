@@ -14,6 +14,7 @@ SCRIPTS = ("ask.py", "traffic.py")
 TRAFFIC = "cluster-test-traffic"
 PLAIN = "cluster-test-plain"
 STOP_FILE = "/tmp/stop"
+PULL_SECRET = "cluster-test-pull"
 
 Manifest = dict[str, Any]
 
@@ -58,7 +59,29 @@ def traffic_pod(hooks: str) -> Manifest:
     }
 
 
-def plain_deployment(image: str, pull_policy: str = "IfNotPresent") -> Manifest:
+def pull_secret(config: str) -> Manifest:
+    """Return the Secret for a registry that needs a login.
+
+    Args:
+        config: Content of a `.docker/config.json`.
+    """
+    return {
+        "metadata": {"name": PULL_SECRET},
+        "type": "kubernetes.io/dockerconfigjson",
+        "stringData": {".dockerconfigjson": config},
+    }
+
+
+def plain_pod(deployment: Manifest) -> Manifest:
+    """Return a pod of a Deployment, for a review by the webhook."""
+    template = deployment["spec"]["template"]
+    metadata = {**template["metadata"], "generateName": f"{PLAIN}-"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def plain_deployment(
+    image: str, pull_policy: str = "IfNotPresent", pull_secret: str = ""
+) -> Manifest:
     """Return a vLLM Deployment as used without this project, plus the label that requests the
     cache.
     """
@@ -94,6 +117,7 @@ def plain_deployment(image: str, pull_policy: str = "IfNotPresent") -> Manifest:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "terminationGracePeriodSeconds": 120,
+            "imagePullSecrets": [{"name": pull_secret}] if pull_secret else [],
             "containers": [container],
         },
     }

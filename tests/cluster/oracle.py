@@ -20,7 +20,8 @@ class Report:
 
     Attributes:
         calls: How often each kind of call (put, get, lookup, broker, completion) had each outcome:
-            ok, failed, wrong (other bytes), missed (not found), refused (not kept), degraded.
+            ok, failed, wrong (other bytes, or another text), missed (not found), refused (not
+            kept), degraded.
         failures: The first failures, with the second at which they happened.
         acknowledged: Chunks that storage has confirmed.
         lost: Confirmed chunks that could not be read in the end.
@@ -46,13 +47,20 @@ class Report:
                 return cls(**plain)
         raise ValueError(f"the traffic printed no report; its last lines:\n{log[-2000:]}")
 
-    def problems(self, kinds: Collection[str], may_fail: Collection[str] = ()) -> list[str]:
+    def problems(
+        self,
+        kinds: Collection[str],
+        may_fail: Collection[str] = (),
+        may_miss: Collection[str] = (),
+    ) -> list[str]:
         """Return what is wrong, one sentence each.
 
         Args:
             kinds: Kinds of call that must have happened.
             may_fail: Kinds whose only server was unavailable for a while, so that their calls may
                 fail.
+            may_miss: Kinds whose calls may go without a result for a while, but not fail: not
+                found, not kept, degraded.
         """
         found = []
         for kind in kinds:
@@ -60,12 +68,18 @@ class Report:
             num_ok = outcomes.get("ok", 0)
             if num_ok < MIN_CALLS:
                 found.append(f"{kind}: {num_ok} calls succeeded, at least {MIN_CALLS} are needed")
+            total = sum(outcomes.values())
             if outcomes.get("failed", 0) and kind not in may_fail:
                 first = [text for text in self.failures if text.startswith(f"{kind} ")][:3]
-                total = sum(outcomes.values())
                 found.append(f"{kind}: {outcomes['failed']} of {total} calls failed: {first}")
+            if kind not in may_fail and kind not in may_miss:
+                found += [
+                    f"{kind}: {outcomes[outcome]} of {total} calls {outcome}"
+                    for outcome in ("missed", "refused", "degraded")
+                    if outcomes.get(outcome, 0)
+                ]
             if outcomes.get("wrong", 0):
-                found.append(f"{kind}: {outcomes['wrong']} calls returned other bytes")
+                found.append(f"{kind}: {outcomes['wrong']} calls returned something else")
         if self.lost:
             found.append(
                 f"{len(self.lost)} of {self.acknowledged} acknowledged chunks are lost:"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -19,6 +21,7 @@ from tests.cluster.waiting import (
     ANNOUNCED_S,
     DELETE_TIMEOUT_S,
     LIST_ALL_S,
+    REVIEW_S,
     START_TIMEOUT_S,
     progress,
     wait_until,
@@ -27,6 +30,9 @@ from tests.cluster.waiting import (
 KINDS = ("put", "get", "lookup", "broker", "completion")
 STORAGE_CALLS = ("put", "get")
 PROMPT_TOKENS = 2000
+WEBHOOK = ("deployments", f"{BASE}-webhook", component("webhook"))
+TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
+UPGRADED = "cluster-test-upgraded"
 REPLICATED = (
     ("deployments", f"{BASE}-lookup", component("lookup")),
     ("deployments", f"{BASE}-broker", component("broker")),
@@ -47,29 +53,34 @@ def test_the_chart_s_own_test_passes(installation: Installation) -> None:
 def test_a_pod_reuses_what_another_computed(installation: Installation) -> None:
     scale(installation, "deployments", MODEL_SERVICE, MODEL_PODS, 2)
     first, second = installation.cluster.ready_pods(MODEL_PODS, 2, START_TIMEOUT_S)
-    answers = ask_in_turn(installation, (first, "vllm"), (second, "vllm"))
-    assert hit_problems(*answers) == []
+    require(reuse_problems(installation, (first, "vllm"), (second, "vllm")))
 
 
 def test_a_plain_deployment_gets_the_cache(installation: Installation) -> None:
     cluster = installation.cluster
     scale(installation, "deployments", MODEL_SERVICE, MODEL_PODS, 1)
-    registry, _, tag = installation.images.rpartition(":")
-    image = f"{registry}/lmcache-vllm-cpu-tiny:{tag}"
-    cluster.create("deployments", manifests.plain_deployment(image), "apis/apps/v1")
+    cluster.create("deployments", plain_deployment(installation), "apis/apps/v1")
     try:
         (plain,) = cluster.ready_pods(f"app={PLAIN}", 1, START_TIMEOUT_S)
         pod = cluster.call("GET", cluster.path("pods", plain))
-        annotations = pod["metadata"].get("annotations", {})
-        status = annotations.get("lmcache.io/inject-status", "not reviewed")
-        assert status.startswith("injected: "), status
-        sidecar = [one["name"] for one in pod["spec"]["initContainers"]]
-        assert "lmcache-sidecar" in sidecar
+        assert inject_status(pod).startswith("injected: ")
+        added = [one for one in pod["spec"]["initContainers"] if "lmcache" in one["name"]]
+        assert "lmcache-sidecar" in [one["name"] for one in added]
+        assert containers_with_api_token(pod, added) == []
         (own,) = cluster.ready_pods(MODEL_PODS, 1, START_TIMEOUT_S)
-        assert hit_problems(*ask_in_turn(installation, (own, "vllm"), (plain, "engine"))) == []
+        require(reuse_problems(installation, (own, "vllm"), (plain, "engine")))
     finally:
         cluster.delete(cluster.path("deployments", PLAIN, "apis/apps/v1"))
     cluster.ready_pods(f"app={PLAIN}", 0, DELETE_TIMEOUT_S)
+
+
+def test_a_pod_without_vllm_is_left_alone(installation: Installation) -> None:
+    pod = manifests.plain_pod(plain_deployment(installation))
+    (container,) = pod["spec"]["containers"]
+    container["command"], container["args"] = ["sleep"], ["60"]
+    reviewed = installation.cluster.reviewed(pod)
+    assert inject_status(reviewed).startswith("not injected: ")
+    assert "initContainers" not in reviewed["spec"]
 
 
 @pytest.mark.parametrize(
@@ -83,28 +94,62 @@ def test_a_plain_deployment_gets_the_cache(installation: Installation) -> None:
 def test_scaling_under_traffic(
     installation: Installation, plural: str, name: str, selector: str, most: int
 ) -> None:
+    """A storage server that hands its chunks over keeps no new ones; a chunk on its way from one
+    server to another may be missed once.
+    """
     with installation.traffic() as traffic:
         for replicas in (most, 1):
             scale(installation, plural, name, selector, replicas)
-    assert traffic.report.problems(KINDS) == []
+    may_miss = STORAGE_CALLS if plural == "statefulsets" else ()
+    require(traffic.report.problems(KINDS, may_miss=may_miss))
+
+
+def test_pods_are_injected_while_the_webhook_is_scaled(installation: Installation) -> None:
+    pod, (plural, name, selector) = manifests.plain_pod(plain_deployment(installation)), WEBHOOK
+    for replicas in (3, 1):
+        progress(f"scaling {name} to {replicas}")
+        installation.cluster.scale(plural, name, replicas)
+
+        def missing(wanted: int = replicas) -> str:
+            status = inject_status(installation.cluster.reviewed(pod))
+            assert status.startswith("injected: "), status
+            num_pods = len(installation.cluster.pods(selector))
+            is_settled = num_pods == wanted and not installation.cluster.not_ready()
+            return "" if is_settled else f"{num_pods} pods"
+
+        wait_until(missing, f"{replicas} pods of the webhook", START_TIMEOUT_S, poll_s=REVIEW_S)
+
+
+@pytest.mark.parametrize("name", ["storage", "lookup", "broker"])
+def test_a_killed_pod_under_traffic(installation: Installation, name: str) -> None:
+    """Calls on their way to it fail. Nothing that was acknowledged is lost."""
+    cluster = installation.cluster
+    scale_all(installation, 2)
+    victim = cluster.pods(component(name))[0]
+    with installation.traffic() as traffic:
+        cluster.delete(cluster.path("pods", name_of(victim)), at_once=True)
+        wait_until(
+            lambda: replaced(installation, name, victim), f"another pod of {name}", START_TIMEOUT_S
+        )
+        cluster.wait_ready(START_TIMEOUT_S)
+    kinds = STORAGE_CALLS if name == "storage" else (name,)
+    require(traffic.report.problems(KINDS, may_fail=kinds))
 
 
 def test_upgrade_and_rollback_under_traffic(installation: Installation) -> None:
-    """Values change in every component but the models; storage has one pod, which restarts."""
+    """Every pod is renewed. Storage and Redis have one pod each, which restarts."""
     scale_all(installation, 2)
-    changed = [
-        word
-        for name in ("storage", "lookup", "broker")
-        for word in ("--set", f"{name}.config.log_level=debug")
-    ]
-    with installation.traffic() as traffic:
-        installation.helm.upgrade(HELM_TIMEOUT_S, *changed)
+    with survives(installation), installation.traffic() as traffic:
+        installation.helm.upgrade(
+            HELM_TIMEOUT_S, "--set-string", f"podDefaults.podAnnotations.{UPGRADED}=yes"
+        )
         installation.cluster.wait_ready(START_TIMEOUT_S)
-        assert log_levels(installation) == {"debug"}
+        assert not_upgraded(installation) == set()
         installation.helm.rollback(HELM_TIMEOUT_S)
         installation.cluster.wait_ready(START_TIMEOUT_S)
-        assert log_levels(installation) == {"info"}
-    assert traffic.report.problems(KINDS, may_fail=STORAGE_CALLS) == []
+        assert not_upgraded(installation) == pod_names(installation)
+    problems = traffic.report.problems(KINDS, may_fail=STORAGE_CALLS, may_miss=["lookup"])
+    require(problems)
 
 
 def test_node_drain_under_traffic(installation: Installation) -> None:
@@ -119,20 +164,27 @@ def test_node_drain_under_traffic(installation: Installation) -> None:
         if pod["spec"]["nodeName"] == node
     ]
     progress(f"evicting {len(there)} pods from node {node}")
-    with installation.traffic() as traffic:
-        cluster.evict(there, START_TIMEOUT_S)
+    with survives(installation), installation.traffic() as traffic:
+        with cluster.cordoned(node):
+            cluster.evict(there, START_TIMEOUT_S)
+        # A volume may bind storage to its node, so the node takes pods again before this.
         cluster.wait_ready(START_TIMEOUT_S)
-    assert traffic.report.problems(KINDS, may_fail=STORAGE_CALLS) == []
+    problems = traffic.report.problems(KINDS, may_fail=STORAGE_CALLS, may_miss=["lookup"])
+    require(problems)
 
 
 def test_loss_of_redis_under_traffic(installation: Installation) -> None:
+    """Lookups have no result until Redis is back, and its index until holders report again."""
     cluster = installation.cluster
+    scale_all(installation, 2)
     (redis,) = cluster.pods(component("redis"))
-    with installation.traffic() as traffic:
+    with survives(installation), installation.traffic() as traffic:
         cluster.delete(cluster.path("pods", name_of(redis)))
-        wait_until(lambda: replaced(installation, redis), "Redis is another pod", START_TIMEOUT_S)
+        wait_until(
+            lambda: replaced(installation, "redis", redis), "Redis is another pod", START_TIMEOUT_S
+        )
         cluster.wait_ready(START_TIMEOUT_S)
-    assert traffic.report.problems(KINDS) == []
+    require(traffic.report.problems(KINDS, may_miss=["lookup", *STORAGE_CALLS]))
 
 
 def test_uninstallation_leaves_nothing_behind(installation: Installation) -> None:
@@ -167,9 +219,13 @@ def scale_all(installation: Installation, replicas: int) -> None:
         scale(installation, plural, name, selector, replicas)
 
 
-def ask_in_turn(installation: Installation, *containers: tuple[str, str]) -> list[Answer]:
-    """Send one new long prompt to each container in turn, after a short one that warms it up."""
-    seed = random.randrange(1 << 30)
+def ask_in_turn(
+    installation: Installation, *containers: tuple[str, str], seed: int | None = None
+) -> list[tuple[int, Answer]]:
+    """Send one long prompt, by default a new one, to each container in turn, after a short one that
+    warms it up; return its seed with each answer.
+    """
+    seed = random.randrange(1 << 30) if seed is None else seed
     answers = []
     for pod, container in containers:
         installation.ask(pod, container, seed + 1, 64)
@@ -177,25 +233,90 @@ def ask_in_turn(installation: Installation, *containers: tuple[str, str]) -> lis
         progress(
             f"{pod}: {answer.took_ms:.0f} ms, {answer.num_cached} of {answer.num_prompt} cached"
         )
-        answers.append(answer)
+        answers.append((seed, answer))
         time.sleep(ANNOUNCED_S)
     return answers
 
 
-def log_levels(installation: Installation) -> set[str]:
-    """Return the log levels in the settings of storage, lookup and broker."""
-    cluster = installation.cluster
-    found = set()
-    for name in ("storage", "lookup", "broker"):
-        settings = cluster.call("GET", cluster.path("configmaps", f"{BASE}-{name}"))
-        lines = settings["data"]["config.yaml"].splitlines()
-        found |= {line.partition(":")[2].strip() for line in lines if line.startswith("log_level:")}
-    return found
+def require(problems: list[str]) -> None:
+    """Fail with every problem, which pytest's own report of a list would cut off."""
+    assert not problems, "\n".join(problems)
 
 
-def replaced(installation: Installation, old: Manifest) -> str:
-    """Return a sentence while the StatefulSet's pod is still the old one, else ""."""
-    for pod in installation.cluster.pods(component("redis")):
-        if pod["metadata"]["uid"] != old["metadata"]["uid"]:
-            return ""
-    return f"{name_of(old)} is not replaced"
+def reuse_problems(
+    installation: Installation, first: tuple[str, str], second: tuple[str, str]
+) -> list[str]:
+    """Return why the second container does not reuse what the first one computes."""
+    return hit_problems(*(answer for _, answer in ask_in_turn(installation, first, second)))
+
+
+@contextmanager
+def survives(installation: Installation) -> Iterator[None]:
+    """Have a prompt computed before the block, and require after it that another pod reuses it."""
+    first, _ = installation.cluster.ready_pods(MODEL_PODS, 2, START_TIMEOUT_S)
+    (before,) = ask_in_turn(installation, (first, "vllm"))
+    yield
+    second = next(
+        pod
+        for pod in installation.cluster.ready_pods(MODEL_PODS, 2, START_TIMEOUT_S)
+        if pod != first
+    )
+    (after,) = ask_in_turn(installation, (second, "vllm"), seed=before[0])
+    require(hit_problems(before[1], after[1]))
+
+
+def plain_deployment(installation: Installation) -> Manifest:
+    """Return a Deployment of vLLM without the chart."""
+    registry, _, tag = installation.images.rpartition(":")
+    image = f"{registry}/lmcache-vllm-cpu-tiny:{tag}"
+    return manifests.plain_deployment(image, pull_secret=installation.pull_secret)
+
+
+def inject_status(pod: Manifest) -> str:
+    """Return what the webhook says of a pod."""
+    annotations = pod["metadata"].get("annotations", {})
+    return str(annotations.get("lmcache.io/inject-status", "not reviewed"))
+
+
+def containers_with_api_token(pod: Manifest, containers: list[Manifest]) -> list[str]:
+    """Return the names of containers that can read the pod's API token."""
+    projected = {
+        volume["name"]
+        for volume in pod["spec"].get("volumes", [])
+        if any(
+            "serviceAccountToken" in one for one in volume.get("projected", {}).get("sources", [])
+        )
+    }
+    return [
+        one["name"]
+        for one in containers
+        for mount in one.get("volumeMounts", [])
+        if mount["mountPath"] == TOKEN_PATH and mount["name"] in projected
+    ]
+
+
+def pods_of_the_release(installation: Installation) -> list[Manifest]:
+    """List the release's pods."""
+    return installation.cluster.pods(f"app.kubernetes.io/instance={RELEASE}")
+
+
+def pod_names(installation: Installation) -> set[str]:
+    """Return the names of the release's pods."""
+    return {name_of(pod) for pod in pods_of_the_release(installation)}
+
+
+def not_upgraded(installation: Installation) -> set[str]:
+    """Return the names of the release's pods without the upgrade's annotation."""
+    return {
+        name_of(pod)
+        for pod in pods_of_the_release(installation)
+        if UPGRADED not in pod["metadata"].get("annotations", {})
+    }
+
+
+def replaced(installation: Installation, name: str, old: Manifest) -> str:
+    """Return a sentence while a component's pod is still the old one, else ""."""
+    for pod in installation.cluster.pods(component(name)):
+        if pod["metadata"]["uid"] == old["metadata"]["uid"]:
+            return f"{name_of(old)} is not replaced"
+    return ""

@@ -279,11 +279,15 @@ async def open_all(
         return "ok"
 
     prompts = itertools.cycle(range(1, NUM_PROMPTS + 1))
+    texts: dict[int, str] = {}
 
     async def ask() -> str:
-        tokens = prompt(next(prompts), PROMPT_TOKENS)
-        await asyncio.to_thread(complete, arguments.completions_url, arguments.model, tokens)
-        return "ok"
+        seed = next(prompts)
+        tokens = prompt(seed, PROMPT_TOKENS)
+        answer = await asyncio.to_thread(
+            complete, arguments.completions_url, arguments.model, tokens
+        )
+        return "ok" if answer.text == texts.setdefault(seed, answer.text) else "wrong"
 
     kinds: dict[str, Call] = {"put": storage.put, "get": storage.get}
     kinds |= {"lookup": look_up, "broker": list_peers}

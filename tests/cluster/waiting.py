@@ -12,6 +12,8 @@ START_TIMEOUT_S = 900
 DELETE_TIMEOUT_S = 300
 LIST_ALL_S = 10.0
 """Pause between two lists of all objects."""
+REVIEW_S = 0.5
+"""Pause between two reviews of a pod."""
 ANNOUNCED_S = 5.0
 """Time after which other pods know what was stored."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import kube
+from tests.cluster import kube, manifests
 from tests.cluster.helm import find_helm, image_values
 from tests.cluster.kube import Cluster, Manifest
 from tests.cluster.leftovers import DOCUMENTED, left_over
@@ -111,6 +111,39 @@ def test_evictions_respect_budgets(api: ClusterApi, cluster: Cluster) -> None:
     api.budgets = {"a": 10**9}
     with pytest.raises(ClusterError, match=r"a \(budget\)"):
         cluster.evict(["a"], 0.1)
+
+
+def test_a_drained_node_takes_no_pods_until_the_drain_has_ended(
+    api: ClusterApi, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = api.put("/api/v1/nodes/a", spec={})
+    with cluster.cordoned("a"):
+        assert node["spec"] == {}, "there is no other node for its pods"
+    assert "a is the only node" in capsys.readouterr().err
+    other = api.put("/api/v1/nodes/b", spec={})
+
+    def drained_in_vain() -> None:
+        with cluster.cordoned("a"):
+            assert node["spec"]["unschedulable"]
+            raise ClusterError("a budget allows no eviction")
+
+    with pytest.raises(ClusterError, match="budget"):
+        drained_in_vain()
+    assert not node["spec"]["unschedulable"]
+    other["spec"]["unschedulable"] = True
+    api.calls.clear()
+    with cluster.cordoned("a"):
+        assert api.calls == [], "the other node takes no pods either"
+
+
+def test_a_registry_with_a_login(tmp_path: Path) -> None:
+    values = image_values("registry.example.com/a:1", "pull")
+    assert values[-2:] == ["--set-string", "imagePullSecrets[0].name=pull"]
+    assert "imagePullSecrets" not in " ".join(image_values("registry.example.com/a:1"))
+    secret = manifests.pull_secret('{"auths": {}}')
+    assert secret["stringData"] == {".dockerconfigjson": '{"auths": {}}'}
+    plain = manifests.plain_deployment("a", pull_secret=manifests.PULL_SECRET)
+    assert plain["spec"]["template"]["spec"]["imagePullSecrets"] == [secret["metadata"]]
 
 
 def test_commands_are_run_in_pods(api: ClusterApi, cluster: Cluster) -> None:

@@ -132,11 +132,25 @@ def test_failed_requests_are_found(tmp_path: Path) -> None:
     assert report.problems(KINDS, may_fail=KINDS) == ["lookup: did not recover"]
 
 
+def test_a_result_is_missed_only_where_that_is_allowed() -> None:
+    calls = {
+        kind: {"ok": 9, outcome: 1} for kind, outcome in (("get", "missed"), ("put", "refused"))
+    }
+    report = Report({**calls, "lookup": {"ok": 9, "degraded": 2, "failed": 1}})
+    expected = ["get: 1 of 10 calls missed", "put: 1 of 10 calls refused"]
+    assert report.problems(["get", "put"]) == expected
+    assert report.problems(["get", "put"], may_miss=["get"]) == expected[1:]
+    assert report.problems(["get", "put"], may_fail=["get", "put"]) == []
+    (failed,) = report.problems(["lookup"], may_miss=["lookup"])
+    assert failed.startswith("lookup: 1 of 12 calls failed"), "a failure is more than a miss"
+
+
 def test_traffic_that_did_not_happen_is_no_success(tmp_path: Path) -> None:
     report = Report({"get": {"ok": 9, "wrong": 1}, "put": {"ok": 3, "refused": 40}})
     assert report.problems(["put", "get", "lookup"]) == [
         "put: 3 calls succeeded, at least 5 are needed",
-        "get: 1 calls returned other bytes",
+        "put: 40 of 43 calls refused",
+        "get: 1 calls returned something else",
         "lookup: 0 calls succeeded, at least 5 are needed",
     ]
     with pytest.raises(ValueError, match="printed no report"):
