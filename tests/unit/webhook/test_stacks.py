@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,13 @@ def config_of(engine: Pod) -> Any:
     return json.loads(engine["args"][-1])
 
 
-@pytest.mark.parametrize("name", ["kserve-huggingface", "dynamo"])
+@pytest.mark.parametrize("file", sorted(STACKS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_pod_names_the_public_file_that_it_follows(file: Path) -> None:
+    heading = "".join(line for line in file.read_text().splitlines() if line.startswith("#"))
+    assert re.search(r"Source: [\w.-]+/[\w.-]+", heading)
+
+
+@pytest.mark.parametrize("name", ["kserve-huggingface", "kserve-llm-serve", "dynamo"])
 def test_servers_that_wrap_vllm_get_the_argument(name: str, options: InjectionOptions) -> None:
     engine, _ = injected(options, stack(name))
     assert config_of(engine) == transfer_config()
