@@ -19,6 +19,7 @@ BROKERS = ("broker-0", "broker-1")
 SERVICES = (*LOOKUPS, *BROKERS, *STORAGES, *SIDECARS)
 REST_PORT, LM_PORT = 8080, 7777
 GB = 1 << 30
+LOCAL_BUFFER_BYTES = (512, 1 << 18)
 _DISK_CHUNKS = {"storage": 250, "node": 50}
 TOKEN = "simulated-token-0123456789"
 
@@ -72,6 +73,7 @@ class Cluster:
         self.machines: dict[str, Machine] = {
             name: world.machine(name) for name in ("redis", *SERVICES)
         }
+        world.network.local_buffer_bytes = dice.choice(LOCAL_BUFFER_BYTES)
         names = world.network.names
         for service, members in {
             "lookup": LOOKUPS,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from lmcache_core.integrations.vllm.identity import FMT
 
 from tests.chaos.cluster.worker import (
     BOUND_S,
@@ -23,6 +27,7 @@ from tests.chaos.cluster.worker import (
 )
 from tests.fixtures.fake_vllm import imported_connector
 from tests.fixtures.vllm_engine import Engine, GroupShape, Limits, Request, Shape
+from tests.fixtures.vllm_engine.memory import POISON
 from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import beside, make_model
 from tests.simulation.engines import SimulatedEngine
@@ -30,12 +35,13 @@ from tests.simulation.kernel import Process
 
 BLOCK_SIZE = 16
 SHARED_TOKENS = (HEAD_CHUNKS + BRANCH_CHUNKS) * CHUNK_SIZE
-SHAPE = Shape((GroupShape(num_layers=8),), block_size=BLOCK_SIZE, num_blocks=40)
-"""Its memory holds two prompts, so that requests are preempted."""
+NUM_BLOCKS = (26, 40)
+"""Its memory holds one prompt or two, so that requests are preempted."""
 LIMITS = Limits(token_budget=128, reserves_whole_prompt=False)
-MAX_AT_ONCE, MAX_NEW_TOKENS = 4, 8
+MAX_AT_ONCE, MAX_NEW_TOKENS = 4, (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
+LOSS_CHANCE = 0.05
 END_S = 60.0
 """Requests that are served at once have ended after this time, times when paused left out."""
 CALLS = (
@@ -54,17 +60,76 @@ def _connector() -> ModuleType:
     return imported_connector().__enter__()
 
 
-class _LateStore(WrappedStore):
-    """Has room for chunks, which are copied then, some steps late now and then."""
+@dataclass
+class _Books:
+    """What the store has told an engine; by the hashes of chunks.
 
-    def __init__(self, inner: Any, seed: int) -> None:
+    Attributes:
+        engine: The engine.
+        kept: Chunks that are kept for requests, by ticket.
+        loaded: Chunks that were loaded when they were last asked for.
+    """
+
+    engine: SimulatedEngine
+    kept: dict[str, set[str]] = field(default_factory=dict)
+    loaded: set[str] = field(default_factory=set)
+
+
+class _Store(WrappedStore):
+    """Has room for chunks, which are copied then, some steps late now and then, and lacks the last
+    chunks of a load now and then.
+
+    Args:
+        inner: The store.
+        books: Those of its engine.
+    """
+
+    def __init__(self, inner: Any, books: _Books) -> None:
         super().__init__(inner)
-        self._dice = random.Random(seed)
+        self._dice = random.Random(books.engine.seed)
+        self._books = books
+
+    def stage(self, ticket: str, chains: Sequence[Any], **options: Any) -> Any:
+        staged = self.inner.stage(ticket, chains, **options)
+        if staged is not None and staged.tiers:
+            self._books.kept[ticket] = {
+                key.chunk_hash for chain in chains for key in chain.keys_of_rank(0)
+            }
+        return staged
+
+    def unstage(self, tickets: Sequence[str]) -> None:
+        for ticket in tickets:
+            self._books.kept.pop(ticket, None)
+        self.inner.unstage(tickets)
+
+    def get(self, keys: Sequence[Any], *args: Any, **options: Any) -> Any:
+        hashes = {key.chunk_hash for key in keys if key.fmt == FMT}  # not those of the canary
+        if not hashes <= set().union(*self._books.kept.values()):
+            self._books.engine.faults.append(f"error: loads {len(keys)} chunks that may be gone")
+        self._books.loaded -= hashes
+        if self._dice.random() < LOSS_CHANCE:
+            keys = keys[: self._dice.randrange(len(keys))]
+        return self.inner.get(keys, *args, **options) if keys else []
+
+    def release(self, chunks: Sequence[Any]) -> bool:
+        were_held: bool = self.inner.release(chunks)
+        if were_held:
+            self._books.loaded |= {chunk.key.key.chunk_hash for chunk in chunks}
+        return were_held
 
     def reserve(self, *args: Any) -> Any:
         if self._dice.random() < LATE_CHANCE:
             time.sleep(self._dice.uniform(0.0, MAX_LATE_S))
         return self.inner.reserve(*args)
+
+
+_clients: dict[int, _Books] = {}
+"""By process."""
+
+
+def _wrap(store: Any) -> Any:
+    # Engines that begin at the same time may wrap each other's stores.
+    return store if isinstance(store, _Store) else _Store(store, _clients[os.getpid()])
 
 
 class _Engine(Engine):
@@ -74,6 +139,20 @@ class _Engine(Engine):
         spoiled = super().compute(output)
         time.sleep(STEP_S + output.total_num_scheduled_tokens / PREFILL_TOKENS_PER_S)
         return spoiled
+
+    def loading(self) -> dict[int, str]:
+        """Overwrite what the loads of a step must replace; return the chunk hash of each block."""
+        (worker,) = self.workers
+        found: dict[int, str] = {}
+        for load in worker.connector._get_connector_metadata().loads:
+            for run in load.runs:
+                for i, block in enumerate(run.block_ids):
+                    chunk = i * BLOCK_SIZE // CHUNK_SIZE
+                    if run.first * CHUNK_SIZE + i * BLOCK_SIZE >= load.begin:
+                        for tensor in worker.memory.by_name.values():
+                            tensor[block] = POISON
+                        found[block] = run.hashes[chunk * 32 : (chunk + 1) * 32].hex()
+        return found
 
 
 class VllmClient:
@@ -90,13 +169,15 @@ class VllmClient:
         self._seed = engine.seed
         self._dice = random.Random(engine.seed)
         self._num_tails = 0
+        self._max_new_tokens = self._dice.choice(MAX_NEW_TOKENS)
+        self._answered_s = 0.0
         self._engine = self._open()
 
     def request(self) -> None:
         """Serve a few requests at once; some clients disconnect before the end."""
         dice = self._dice
         requests = [
-            self._engine.add(self._prompt(), dice.randint(1, MAX_NEW_TOKENS))
+            self._engine.add(self._prompt(), dice.randint(1, self._max_new_tokens))
             for _ in range(dice.randint(1, MAX_AT_ONCE))
         ]
         aborted = [one for one in requests if dice.random() < 0.1]
@@ -113,13 +194,22 @@ class VllmClient:
         self._forget(requests, dice.random() < 0.5)
 
     def find(self, family: int) -> int:
-        """Ask for the first prompt of a family plus one token; vLLM stores it."""
+        """Ask for the first prompt of a family plus one token, after a shorter one; vLLM stores
+        both.
+        """
         self._forget((), True)
-        request = self._engine.add([*prompt_of(family, 0, 0, 0).tolist(), 1])
-        self._serve([request], (), 0)
-        tally = self._engine.scheduler.tallies.get(request.request_id)
-        self._forget([request], True)
-        return 0 if tally is None else tally.num_external
+        prompt, num_found = prompt_of(family, 0, 0, 0).tolist(), 0
+        for num_tokens in (HEAD_CHUNKS * CHUNK_SIZE, len(prompt)):
+            began_s, paused_s = time.monotonic(), self._process.paused_s
+            request = self._engine.add([*prompt[:num_tokens], 1])
+            self._serve([request], (), 0)
+            waited_s = self._answered_s - began_s - (self._process.paused_s - paused_s)
+            if waited_s > TIMEOUT_S:
+                self._simulated.faults.append(f"late: an offer came after {waited_s:.2f} s")
+            tally = self._engine.scheduler.tallies.get(request.request_id)
+            self._forget([request], True)
+            num_found = 0 if tally is None else tally.num_external
+        return num_found
 
     def close(self) -> None:
         """Check that nothing is left of any request, and shut down."""
@@ -135,15 +225,41 @@ class VllmClient:
             "tier_timeout_s": TIMEOUT_S,
             "load": self._dice.choice(("sync", "async")),
         }
+        shape = Shape(
+            (GroupShape(num_layers=8),),
+            block_size=BLOCK_SIZE,
+            num_blocks=self._dice.choice(NUM_BLOCKS),
+        )
+        books = _clients[self._process.pid] = _Books(self._simulated)
         engine = _Engine(
             _connector(),
             make_model(place),
             beside(cluster.socket(node), **options),
-            SHAPE,
+            shape,
             LIMITS,
-            lambda store: _LateStore(store, self._seed),
+            _wrap,
             engine_id=f"engine-{self._seed}",
         )
+        (worker,) = engine.workers
+        load, bad_blocks = (
+            worker.connector.start_load_kv,
+            worker.connector.get_block_ids_with_load_errors,
+        )
+
+        loading: dict[int, str] = {}
+
+        def load_poisoned(*args: Any) -> None:
+            loading.update(engine.loading())
+            load(*args)
+
+        def bad_blocks_judged() -> set[int]:
+            found: set[int] = bad_blocks()
+            if loaded := [block for block in found if loading.get(block) in books.loaded]:
+                self._simulated.faults.append(f"error: {len(loaded)} loaded blocks are missing")
+            return found
+
+        worker.connector.start_load_kv = load_poisoned
+        worker.connector.get_block_ids_with_load_errors = bad_blocks_judged
         for connector in (engine.connector, *(worker.connector for worker in engine.workers)):
             for name in CALLS:
                 setattr(connector, name, self._timed(name, getattr(connector, name)))
@@ -209,7 +325,10 @@ class VllmClient:
                 self._simulated.on_call(name)
             began_s, paused_s = time.monotonic(), self._process.paused_s
             try:
-                return call(*args, **options)
+                result = call(*args, **options)
+                if name == "get_num_new_matched_tokens" and result[0] is not None:
+                    self._answered_s = time.monotonic()
+                return result
             finally:
                 lasted_s = time.monotonic() - began_s
                 self._simulated.totals["calls"] += 1
