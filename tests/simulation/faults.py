@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,8 +189,11 @@ class Faults:
         self._restart(list(self._dice.choice((LOOKUPS, BROKERS, STORAGES, SIDECARS))))
 
     def scale(self) -> None:
-        """Drain a service, end it, and start it again later."""
+        """Drain a service, end it, and start it again later; its network may be slow."""
         name = self._dice.choice(DISKS)
+        if self._dice.random() < 0.5:
+            machines = self._cluster.machines
+            self._slow([(machines[name], machines[one]) for one in MACHINES if one != name])
         self._restart(
             [name],
             lambda: self._call(name, "POST", "/v1/admin/drain"),
@@ -434,7 +437,10 @@ class Faults:
 
     def slow_link(self) -> None:
         """Raise the latency and lower the bandwidth between two machines, or of one."""
-        links = [self._world.network.link(*pair) for pair in self._pairs()]
+        self._slow(self._pairs())
+
+    def _slow(self, pairs: Sequence[tuple[Machine, Machine]]) -> None:
+        links = [self._world.network.link(*pair) for pair in pairs]
         longest_s = self._dice.choice([0.05, 0.5, 3.0])
         for link in links:
             link.latency_s, link.bytes_per_s = (0.01, longest_s), 1e6

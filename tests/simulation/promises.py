@@ -23,6 +23,7 @@ def install(world: World) -> None:
     """Judge calls of the product in this process; what breaks a promise becomes a complaint."""
     _end_in_time(world)
     _keep_what_is_synced(world)
+    _serve_what_can_be_read(world)
     _pull_from_peers(world)
     _drop_no_only_copy(world)
     _start_few_threads(world)
@@ -94,6 +95,25 @@ def _keep_what_is_synced(world: World) -> None:
 
     DiskStore.write = write_synced  # type: ignore[method-assign]
     DiskFiles.unlink = unlink_synced  # type: ignore[method-assign]
+
+
+def _serve_what_can_be_read(world: World) -> None:
+    """A file that was unreadable is served again only once it can be read."""
+    from lmcache_core.storage.disk.store import DiskStore
+
+    look_again = DiskStore.look_again
+
+    def look_again_judged(store: Any) -> bool:
+        process, before = world.kernel.process, set(store._room.unread)
+        assert process is not None
+        has_more = look_again(store)
+        disk = world.files.disks[process.machine.name]
+        for path in sorted(before - store._room.unread.keys()):
+            if disk.has(str(path)) and path.is_file() and disk.is_broken(str(path)):
+                world.complaints.append(f"{process.name}: serves {path.name}, which is unreadable")
+        return has_more
+
+    DiskStore.look_again = look_again_judged  # type: ignore[method-assign]
 
 
 def _pull_from_peers(world: World) -> None:

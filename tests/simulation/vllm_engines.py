@@ -29,7 +29,7 @@ from tests.fixtures.fake_vllm import imported_connector
 from tests.fixtures.vllm_engine import Engine, GroupShape, Limits, Request, Shape
 from tests.fixtures.vllm_engine.memory import POISON
 from tests.fixtures.vllm_engine.stores import WrappedStore
-from tests.fixtures.vllm_engine.worlds import beside, make_model
+from tests.fixtures.vllm_engine.worlds import beside, embedded, make_model
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.kernel import Process
 
@@ -42,6 +42,8 @@ MAX_AT_ONCE, MAX_NEW_TOKENS = 4, (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
 LOSS_CHANCE = 0.05
+EMBEDDED_CHANCE = 0.2
+"""How often an engine has its tiers in its own process instead of a sidecar."""
 END_S = 60.0
 """Requests that are served at once have ended after this time, times when paused left out."""
 CALLS = (
@@ -68,11 +70,13 @@ class _Books:
         engine: The engine.
         kept: Chunks that are kept for requests, by ticket.
         loaded: Chunks that were loaded when they were last asked for.
+        rejected: Objects that were found damaged in the load underway.
     """
 
     engine: SimulatedEngine
     kept: dict[str, set[str]] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
+    rejected: list[Any] = field(default_factory=list)
 
 
 class _Store(WrappedStore):
@@ -113,9 +117,16 @@ class _Store(WrappedStore):
 
     def release(self, chunks: Sequence[Any]) -> bool:
         were_held: bool = self.inner.release(chunks)
-        if were_held:
-            self._books.loaded |= {chunk.key.key.chunk_hash for chunk in chunks}
+        for chunk in chunks if were_held else ():
+            if any(chunk is one for one in self._books.rejected):
+                break
+            self._books.loaded.add(chunk.key.key.chunk_hash)
+        self._books.rejected.clear()
         return were_held
+
+    def reject(self, chunk: Any) -> None:
+        self._books.rejected.append(chunk)
+        self.inner.reject(chunk)
 
     def reserve(self, *args: Any) -> Any:
         if self._dice.random() < LATE_CHANCE:
@@ -225,6 +236,10 @@ class VllmClient:
             "tier_timeout_s": TIMEOUT_S,
             "load": self._dice.choice(("sync", "async")),
         }
+        if self._dice.random() < EMBEDDED_CHANCE:
+            extra = embedded(**options, **cluster.embedded(node))
+        else:
+            extra = beside(cluster.socket(node), **options)
         shape = Shape(
             (GroupShape(num_layers=8),),
             block_size=BLOCK_SIZE,
@@ -234,7 +249,7 @@ class VllmClient:
         engine = _Engine(
             _connector(),
             make_model(place),
-            beside(cluster.socket(node), **options),
+            extra,
             shape,
             LIMITS,
             _wrap,
