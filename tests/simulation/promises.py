@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LATE_S = 5.0
 """A call of a tier, and a drain, may exceed their limits by this much."""
-PULLED_S = 0.5
+PULLED_S = 0.1
 """A pull ends within this time of the arrival of its last chunk."""
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from lmcache_core.integrations.vllm.identity import FMT
-
 from tests.chaos.cluster.worker import (
     BOUND_S,
     BRANCH_CHUNKS,
@@ -41,7 +39,7 @@ LIMITS = Limits(token_budget=128, reserves_whole_prompt=False)
 MAX_AT_ONCE, MAX_NEW_TOKENS = 4, (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
-LOSS_CHANCE = 0.05
+LOSS_CHANCE, RESET_CHANCE, REPEAT_CHANCE = 0.05, 0.2, 0.3
 EMBEDDED_CHANCE = 0.2
 """How often an engine has its tiers in its own process instead of a sidecar."""
 END_S = 60.0
@@ -78,6 +76,11 @@ class _Books:
     loaded: set[str] = field(default_factory=set)
     rejected: list[Any] = field(default_factory=list)
 
+    def keeps(self, request_id: str, hashes: Sequence[str]) -> bool:
+        """Return whether the store keeps these chunks for a request."""
+        tickets = [ticket for ticket in self.kept if ticket.endswith(f":{request_id}")]
+        return set(hashes) <= set().union(*(self.kept[ticket] for ticket in tickets))
+
 
 class _Store(WrappedStore):
     """Has room for chunks, which are copied then, some steps late now and then, and lacks the last
@@ -107,10 +110,7 @@ class _Store(WrappedStore):
         self.inner.unstage(tickets)
 
     def get(self, keys: Sequence[Any], *args: Any, **options: Any) -> Any:
-        hashes = {key.chunk_hash for key in keys if key.fmt == FMT}  # not those of the canary
-        if not hashes <= set().union(*self._books.kept.values()):
-            self._books.engine.faults.append(f"error: loads {len(keys)} chunks that may be gone")
-        self._books.loaded -= hashes
+        self._books.loaded -= {key.chunk_hash for key in keys}
         if self._dice.random() < LOSS_CHANCE:
             keys = keys[: self._dice.randrange(len(keys))]
         return self.inner.get(keys, *args, **options) if keys else []
@@ -151,18 +151,20 @@ class _Engine(Engine):
         time.sleep(STEP_S + output.total_num_scheduled_tokens / PREFILL_TOKENS_PER_S)
         return spoiled
 
-    def loading(self) -> dict[int, str]:
+    def loading(self, books: _Books) -> dict[int, str]:
         """Overwrite what the loads of a step must replace; return the chunk hash of each block."""
         (worker,) = self.workers
         found: dict[int, str] = {}
         for load in worker.connector._get_connector_metadata().loads:
             for run in load.runs:
+                hashes = [run.hashes[i : i + 32].hex() for i in range(0, len(run.hashes), 32)]
+                if not books.keeps(load.request_id, hashes):
+                    books.engine.faults.append(f"error: {load.request_id} loads what may be gone")
                 for i, block in enumerate(run.block_ids):
-                    chunk = i * BLOCK_SIZE // CHUNK_SIZE
                     if run.first * CHUNK_SIZE + i * BLOCK_SIZE >= load.begin:
                         for tensor in worker.memory.by_name.values():
                             tensor[block] = POISON
-                        found[block] = run.hashes[chunk * 32 : (chunk + 1) * 32].hex()
+                        found[block] = hashes[i * BLOCK_SIZE // CHUNK_SIZE]
         return found
 
 
@@ -181,18 +183,21 @@ class VllmClient:
         self._dice = random.Random(engine.seed)
         self._num_tails = 0
         self._max_new_tokens = self._dice.choice(MAX_NEW_TOKENS)
+        self._last_prompt: list[int] = []
         self._answered_s = 0.0
         self._engine = self._open()
 
     def request(self) -> None:
-        """Serve a few requests at once; some clients disconnect before the end."""
+        """Serve a few requests at once; some clients disconnect before the end, or all that run
+        are preempted.
+        """
         dice = self._dice
         requests = [
             self._engine.add(self._prompt(), dice.randint(1, self._max_new_tokens))
             for _ in range(dice.randint(1, MAX_AT_ONCE))
         ]
         aborted = [one for one in requests if dice.random() < 0.1]
-        self._serve(requests, aborted, dice.randint(1, 8))
+        self._serve(requests, aborted, dice.randint(1, 8), dice.random() < RESET_CHANCE)
         totals = self._simulated.totals
         for request in requests:
             if request not in aborted and request.request_id in self._engine.scheduler.tallies:
@@ -213,7 +218,7 @@ class VllmClient:
         for num_tokens in (HEAD_CHUNKS * CHUNK_SIZE, len(prompt)):
             began_s, paused_s = time.monotonic(), self._process.paused_s
             request = self._engine.add([*prompt[:num_tokens], 1])
-            self._serve([request], (), 0)
+            self._serve([request])
             waited_s = self._answered_s - began_s - (self._process.paused_s - paused_s)
             if waited_s > TIMEOUT_S:
                 self._simulated.faults.append(f"late: an offer came after {waited_s:.2f} s")
@@ -264,7 +269,7 @@ class VllmClient:
         loading: dict[int, str] = {}
 
         def load_poisoned(*args: Any) -> None:
-            loading.update(engine.loading())
+            loading.update(engine.loading(books))
             load(*args)
 
         def bad_blocks_judged() -> set[int]:
@@ -281,15 +286,23 @@ class VllmClient:
         return engine
 
     def _prompt(self) -> list[int]:
-        self._num_tails += 1
         dice = self._dice
+        if self._last_prompt and dice.random() < REPEAT_CHANCE:
+            return self._last_prompt
+        self._num_tails += 1
         family = min(int(dice.expovariate(0.25)), NUM_FAMILIES - 1)
         tail = self._seed * 1_000_000 + self._num_tails
         num_tail_tokens = dice.randint(1, MAX_TAIL_CHUNKS * CHUNK_SIZE)
-        return prompt_of(family, dice.randrange(NUM_BRANCHES), tail, num_tail_tokens).tolist()
+        prompt = prompt_of(family, dice.randrange(NUM_BRANCHES), tail, num_tail_tokens)
+        self._last_prompt = prompt.tolist()
+        return self._last_prompt
 
     def _serve(
-        self, requests: Sequence[Request], aborted: Sequence[Request], num_steps: int
+        self,
+        requests: Sequence[Request],
+        aborted: Sequence[Request] = (),
+        num_steps: int = 0,
+        is_reset: bool = False,
     ) -> None:
         """Run until all have ended.
 
@@ -297,13 +310,16 @@ class VllmClient:
             requests: Requests that were added.
             aborted: Requests whose clients disconnect.
             num_steps: Steps after which they disconnect.
+            is_reset: Whether vLLM's own cache is then reset, also for requests that run.
         """
 
         def run() -> None:
-            for _ in range(num_steps if aborted else 0):
+            for _ in range(num_steps if aborted or is_reset else 0):
                 self._engine.step()
             for request in aborted:
                 self._engine.abort(request)
+            if is_reset:
+                self._engine.scheduler.preempt_all()
             began_s, paused_s = time.monotonic(), self._process.paused_s
             while self._engine.scheduler.has_requests:
                 if not self._engine.step():
