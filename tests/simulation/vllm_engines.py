@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,24 +58,37 @@ ASKING = ("get_num_new_matched_tokens", "start_load_kv", "wait_for_save")
 @functools.cache
 def _connector() -> ModuleType:
     """Return the connector's module, after installing a permanent stand-in for vLLM."""
-    return imported_connector().__enter__()
+    module = imported_connector().__enter__()
+    from lmcache_core.integrations.vllm.worker import WorkerSide
+
+    result = WorkerSide._result
+
+    def result_judged(side: Any, load: Any, first_bad: int | None) -> Any:
+        """Blocks before the first chunk that is missing are not reported."""
+        found, books = result(side, load, first_bad), _clients[os.getpid()]
+        num_blocks = books.loaded.pop(threading.get_ident(), 0) * CHUNK_SIZE // BLOCK_SIZE
+        (run,) = load.runs
+        if loaded := found.bad_blocks.intersection(run.block_ids[:num_blocks]):
+            books.engine.faults.append(f"error: {len(loaded)} loaded blocks count as missing")
+        return found
+
+    WorkerSide._result = result_judged  # type: ignore[method-assign]
+    return module
 
 
 @dataclass
 class _Books:
-    """What the store has told an engine; by the hashes of chunks.
+    """What the store has told an engine.
 
     Attributes:
         engine: The engine.
-        kept: Chunks that are kept for requests, by ticket.
-        loaded: Chunks that were loaded when they were last asked for.
-        rejected: Objects that were found damaged in the load underway.
+        kept: Hashes of chunks that are kept for requests, by ticket.
+        loaded: How many chunks each thread has loaded last.
     """
 
     engine: SimulatedEngine
     kept: dict[str, set[str]] = field(default_factory=dict)
-    loaded: set[str] = field(default_factory=set)
-    rejected: list[Any] = field(default_factory=list)
+    loaded: dict[int, int] = field(default_factory=dict)
 
     def keeps(self, request_id: str, hashes: Sequence[str]) -> bool:
         """Return whether the store keeps these chunks for a request."""
@@ -95,6 +109,7 @@ class _Store(WrappedStore):
         super().__init__(inner)
         self._dice = random.Random(books.engine.seed)
         self._books = books
+        self._rejected: dict[int, Any] = {}
 
     def stage(self, ticket: str, chains: Sequence[Any], **options: Any) -> Any:
         staged = self.inner.stage(ticket, chains, **options)
@@ -110,22 +125,20 @@ class _Store(WrappedStore):
         self.inner.unstage(tickets)
 
     def get(self, keys: Sequence[Any], *args: Any, **options: Any) -> Any:
-        self._books.loaded -= {key.chunk_hash for key in keys}
+        self._books.loaded.pop(threading.get_ident(), None)
         if self._dice.random() < LOSS_CHANCE:
             keys = keys[: self._dice.randrange(len(keys))]
         return self.inner.get(keys, *args, **options) if keys else []
 
     def release(self, chunks: Sequence[Any]) -> bool:
         were_held: bool = self.inner.release(chunks)
-        for chunk in chunks if were_held else ():
-            if any(chunk is one for one in self._books.rejected):
-                break
-            self._books.loaded.add(chunk.key.key.chunk_hash)
-        self._books.rejected.clear()
+        rejected = self._rejected.pop(threading.get_ident(), None)
+        number = next((i for i, chunk in enumerate(chunks) if chunk is rejected), len(chunks))
+        self._books.loaded[threading.get_ident()] = number if were_held else 0
         return were_held
 
     def reject(self, chunk: Any) -> None:
-        self._books.rejected.append(chunk)
+        self._rejected[threading.get_ident()] = chunk
         self.inner.reject(chunk)
 
     def reserve(self, *args: Any) -> Any:
@@ -151,10 +164,9 @@ class _Engine(Engine):
         time.sleep(STEP_S + output.total_num_scheduled_tokens / PREFILL_TOKENS_PER_S)
         return spoiled
 
-    def loading(self, books: _Books) -> dict[int, str]:
-        """Overwrite what the loads of a step must replace; return the chunk hash of each block."""
+    def poison(self, books: _Books) -> None:
+        """Overwrite what the loads of a step must replace, and check that the store keeps it."""
         (worker,) = self.workers
-        found: dict[int, str] = {}
         for load in worker.connector._get_connector_metadata().loads:
             for run in load.runs:
                 hashes = [run.hashes[i : i + 32].hex() for i in range(0, len(run.hashes), 32)]
@@ -164,8 +176,6 @@ class _Engine(Engine):
                     if run.first * CHUNK_SIZE + i * BLOCK_SIZE >= load.begin:
                         for tensor in worker.memory.by_name.values():
                             tensor[block] = POISON
-                        found[block] = hashes[i * BLOCK_SIZE // CHUNK_SIZE]
-        return found
 
 
 class VllmClient:
@@ -261,25 +271,13 @@ class VllmClient:
             engine_id=f"engine-{self._seed}",
         )
         (worker,) = engine.workers
-        load, bad_blocks = (
-            worker.connector.start_load_kv,
-            worker.connector.get_block_ids_with_load_errors,
-        )
-
-        loading: dict[int, str] = {}
+        load = worker.connector.start_load_kv
 
         def load_poisoned(*args: Any) -> None:
-            loading.update(engine.loading(books))
+            engine.poison(books)
             load(*args)
 
-        def bad_blocks_judged() -> set[int]:
-            found: set[int] = bad_blocks()
-            if loaded := [block for block in found if loading.get(block) in books.loaded]:
-                self._simulated.faults.append(f"error: {len(loaded)} loaded blocks are missing")
-            return found
-
         worker.connector.start_load_kv = load_poisoned
-        worker.connector.get_block_ids_with_load_errors = bad_blocks_judged
         for connector in (engine.connector, *(worker.connector for worker in engine.workers)):
             for name in CALLS:
                 setattr(connector, name, self._timed(name, getattr(connector, name)))
