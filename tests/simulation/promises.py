@@ -26,6 +26,7 @@ def install(world: World) -> None:
     _serve_what_can_be_read(world)
     _pull_from_peers(world)
     _drop_no_only_copy(world)
+    _send_what_is_asked(world)
     _start_few_threads(world)
 
 
@@ -199,6 +200,27 @@ def _drop_no_only_copy(world: World) -> None:
 
     Mover.still_home = still_home_noted  # type: ignore[method-assign]
     Departures.forget = forget_judged  # type: ignore[method-assign]
+
+
+def _send_what_is_asked(world: World) -> None:
+    """Who waits for an answer of a sidecar sends its question as soon as the socket has room."""
+    from lmcache_core.sidecar.connection import SidecarConnection
+
+    read_until = SidecarConnection._read_until
+
+    def read_judged(connection: Any, question: Any, deadline: float) -> None:
+        process, socket = world.kernel.process, connection._socket
+        assert process is not None
+        has_room = socket is not None and socket.outgoing is not None and socket.outgoing.room > 0
+        num_unsent = len(connection._unsent) if question.answer is None and has_room else 0
+        try:
+            read_until(connection, question, deadline)
+        except (TimeoutError, BlockingIOError):
+            if num_unsent and len(connection._unsent) == num_unsent:
+                world.complaints.append(f"{process.name}: awaits the answer to an unsent question")
+            raise
+
+    SidecarConnection._read_until = read_judged  # type: ignore[method-assign]
 
 
 def _start_few_threads(world: World) -> None:
