@@ -271,8 +271,8 @@ class Faults:
         self._for(20, is_over.set)
 
     def busy(self) -> None:
-        """Give a service a small part of a core: it is stopped most of the time, briefly."""
-        process = self._cluster.processes[self._dice.choice(DISKS)]
+        """Give a sidecar a small part of a core: it is stopped most of the time, briefly."""
+        process = self._cluster.processes[self._dice.choice(SIDECARS)]
         dice, is_over = random.Random(self._dice.random()), threading.Event()
 
         def throttle() -> None:
@@ -286,7 +286,7 @@ class Faults:
         operator = self._kernel.process
         assert operator is not None
         self._kernel.spawn(operator, "throttle", throttle)
-        self._for(10, is_over.set)
+        self._for(30, is_over.set)
 
     def arena(self) -> None:
         """SIGKILL to a sidecar and its engine; meanwhile bits flip in the arena."""

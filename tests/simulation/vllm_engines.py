@@ -40,7 +40,7 @@ LIMITS = Limits(token_budget=128, reserves_whole_prompt=False)
 MAX_AT_ONCE, MAX_NEW_TOKENS = 4, (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
-LOSS_CHANCE, RESET_CHANCE, REPEAT_CHANCE = 0.05, 0.2, 0.3
+LOSS_CHANCE, RESET_CHANCE, REPEAT_CHANCE = 0.05, 0.4, 0.5
 EMBEDDED_CHANCE = 0.2
 """How often an engine has its tiers in its own process instead of a sidecar."""
 END_S = 60.0
@@ -207,7 +207,7 @@ class VllmClient:
             for _ in range(dice.randint(1, MAX_AT_ONCE))
         ]
         aborted = [one for one in requests if dice.random() < 0.1]
-        self._serve(requests, aborted, dice.randint(1, 8), dice.random() < RESET_CHANCE)
+        self._serve(requests, aborted, dice.randint(1, 16), dice.random() < RESET_CHANCE)
         totals = self._simulated.totals
         for request in requests:
             if request not in aborted and request.request_id in self._engine.scheduler.tallies:
