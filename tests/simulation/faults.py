@@ -112,10 +112,12 @@ class Faults:
         getattr(self, fault.kind.replace(" ", "_"))()
 
     def heal(self) -> None:
-        """End all faults now, and start what does not run."""
+        """End all faults now, set the clocks, and start what does not run."""
         self._kernel.record("heal")
         for undo in list(self._undo.values()):
             undo()
+        for machine in self._cluster.machines.values():
+            machine.wall_offset_s = 0.0  # tickets expire where clocks differ
         for disk in self._world.files.disks.values():
             disk.crash_in(1 << 62, lambda: None)
         for name, process in list(self._cluster.processes.items()):
@@ -506,7 +508,7 @@ class Faults:
 
     def bad_sectors(self) -> None:
         """Let some sectors be unreadable until they are written."""
-        self._disk().break_sectors(self._dice.choice([1, 10]))
+        self._disk().break_sectors(self._dice.choice([1, 20]))
 
     def corrupt(self) -> None:
         """Flip bits on a disk."""

@@ -110,7 +110,7 @@ def _serve_what_can_be_read(world: World) -> None:
         has_more = look_again(store)
         disk = world.files.disks[process.machine.name]
         for path in sorted(before - store._room.unread.keys()):
-            if disk.has(str(path)) and path.is_file() and disk.is_broken(str(path)):
+            if disk.has(str(path)) and disk.is_broken(str(path)):
                 world.complaints.append(f"{process.name}: serves {path.name}, which is unreadable")
         return has_more
 
