@@ -241,12 +241,6 @@ DEFECTS = (
         "return []",
     ),
     Defect(
-        "pins have one bound of two",
-        f"{CORE}/storage/pin_board.py",
-        "self.num_bytes >= self.max_bytes or len",
-        "self.num_bytes >= self.max_bytes and len",
-    ),
-    Defect(
         "a slow sidecar is asked at once when it has a thread",
         f"{CORE}/sidecar/pace.py",
         "self._thread is None or not self._thread.is_alive()",
@@ -259,7 +253,7 @@ DEFECTS = (
         "        except OSError:\n            return True\n        return True\n",
     ),
     Defect(
-        "a lift that was refused counts as begun",
+        "a lift that has begun counts as refused",
         f"{CORE}/storage/manager.py",
         "        except UnavailableError:\n            return False\n        return True\n",
         "        except UnavailableError:\n            return False\n        return False\n",
