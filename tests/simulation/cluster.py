@@ -19,8 +19,10 @@ BROKERS = ("broker-0", "broker-1")
 SERVICES = (*LOOKUPS, *BROKERS, *STORAGES, *SIDECARS)
 REST_PORT, LM_PORT = 8080, 7777
 GB = 1 << 30
+LOCAL_BUFFER_BYTES = (128, 1 << 18)
 _DISK_CHUNKS = {"storage": 250, "node": 50}
 TOKEN = "simulated-token-0123456789"
+SALT = "the-salt-of-acme-0123456789"
 
 
 DRAWN: dict[str, tuple[Any, ...]] = {
@@ -72,6 +74,7 @@ class Cluster:
         self.machines: dict[str, Machine] = {
             name: world.machine(name) for name in ("redis", *SERVICES)
         }
+        world.network.local_buffer_bytes = dice.choice(LOCAL_BUFFER_BYTES)
         names = world.network.names
         for service, members in {
             "lookup": LOOKUPS,
@@ -80,6 +83,7 @@ class Cluster:
         }.items():
             names[service] = [self.machines[one].address for one in members]
         self._secrets = world.files.root / "secrets"
+        self._storages = "lm://" + ",".join(f"{one}:{LM_PORT}" for one in STORAGES)
         self._write_secrets()
 
     def start(self, name: str) -> None:
@@ -106,6 +110,17 @@ class Cluster:
         """Where engines reach the sidecar of a node."""
         return self.world.place(self.machines[name]) / "run" / "sidecar.sock"
 
+    def embedded(self, node: str) -> dict[str, object]:
+        """Return options of an engine of a node that uses no sidecar."""
+        return {
+            "max_local_cpu_size": 70 * self.chunk_bytes / GB,
+            "local_disk": str(self.world.place(self.machines[node]) / "disk" / "engine"),
+            "max_local_disk_size": _DISK_CHUNKS["node"] * self.chunk_bytes / GB,
+            "remote_url": self._storages,
+            "remote_token_file": str(self._secrets / "token"),
+            "salt": SALT,
+        }
+
     def _write_secrets(self) -> None:
         self._secrets.mkdir()
         (self._secrets / "token").write_text(TOKEN)
@@ -115,7 +130,7 @@ class Cluster:
         )
         key = base64.b64encode(bytes(range(32))).decode()
         (self._secrets / "ticket-keys").write_text(f"k1:{key}\n")
-        (self._secrets / "salt").write_text("the-salt-of-acme-0123456789")
+        (self._secrets / "salt").write_text(SALT)
 
     def _settings(self, kind: str, name: str) -> dict[str, object]:
         place, gb = self.world.place(self.machines[name]), self.chunk_bytes / GB
@@ -128,7 +143,6 @@ class Cluster:
         }
         keys = {"ticket_keys_file": self._secrets / "ticket-keys"}
         redis = {"redis_url": "redis://redis:6379"}
-        storages = "lm://" + ",".join(f"{one}:{LM_PORT}" for one in STORAGES)
         node = {
             "lm_host": "0.0.0.0",
             "lm_port": LM_PORT,
@@ -148,14 +162,14 @@ class Cluster:
             case "storage":
                 own = {
                     "advertise_url": f"lm://{name}:{LM_PORT}",
-                    "replicas_url": storages,
+                    "replicas_url": self._storages,
                     "memory_gb": 150 * gb,
                     "disk_gb": _DISK_CHUNKS[kind] * gb,
                 }
                 return common | node | own | self._drawn(STORAGE_SETTINGS)
         own = {
             "distributed_url": f"lm://{name}:{LM_PORT}",
-            "remote_url": storages,
+            "remote_url": self._storages,
             "salt_file": self._secrets / "salt",
             "arena_gb": 70 * gb,
             "disk_gb": _DISK_CHUNKS[kind] * gb,

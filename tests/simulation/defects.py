@@ -7,6 +7,7 @@ place; those of the first release are marked.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import shutil
 import sys
@@ -240,12 +241,6 @@ DEFECTS = (
         "return []",
     ),
     Defect(
-        "pins have one bound of two",
-        f"{CORE}/storage/pin_board.py",
-        "self.num_bytes >= self.max_bytes or len",
-        "self.num_bytes >= self.max_bytes and len",
-    ),
-    Defect(
         "a slow sidecar is asked at once when it has a thread",
         f"{CORE}/sidecar/pace.py",
         "self._thread is None or not self._thread.is_alive()",
@@ -258,7 +253,7 @@ DEFECTS = (
         "        except OSError:\n            return True\n        return True\n",
     ),
     Defect(
-        "a lift that was refused counts as begun",
+        "a lift that has begun counts as refused",
         f"{CORE}/storage/manager.py",
         "        except UnavailableError:\n            return False\n        return True\n",
         "        except UnavailableError:\n            return False\n        return False\n",
@@ -272,12 +267,13 @@ class Copy:
     def __init__(self, defect: Defect) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="defect-"))
         for name in ("libs", "services", "kernels", "tests"):
-            shutil.copytree(
-                ROOT / name, self._folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*")
-            )
+            # With what has been compiled: runs write no bytecode.
+            shutil.copytree(ROOT / name, self._folder / name, ignore=shutil.ignore_patterns(".*"))
         file = self._folder / defect.path
         text = file.read_text(encoding="utf-8")
         file.write_text(text.replace(defect.before, defect.after), encoding="utf-8")
+        for name in ("libs", "services", "kernels", "tests/simulation", "tests/fixtures"):
+            compileall.compile_dir(self._folder / name, quiet=2)
 
     @property
     def path(self) -> str:

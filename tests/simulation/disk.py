@@ -353,6 +353,10 @@ class Disk:
             num_broken += 1
         return num_broken
 
+    def is_broken(self, path: str) -> bool:
+        """Return whether a file has sectors that cannot be read."""
+        return bool(self._bad_sectors.get(_real.lstat(path).st_ino))
+
     def reads(self, fd: int, at: int | None, num_bytes: int) -> None:
         """Raise an error if a sector cannot be read.
 

@@ -21,10 +21,11 @@ class Client(Protocol):
         """Serve one request, or a few at once."""
 
     def find(self, family: int) -> int:
-        """Load the first prompt of a family, and store it unless all of it was cached.
+        """Load the beginning of the first prompt of a family, and then all of it; store what was
+        not cached.
 
         Returns:
-            How many tokens were cached.
+            How many tokens of the prompt were cached.
         """
 
     def close(self) -> None:
@@ -103,7 +104,13 @@ class SimulatedEngine:
 
 def _library_client(engine: SimulatedEngine, process: Process) -> Client:
     """Return the worker of the chaos tests."""
-    from tests.chaos.cluster.worker import Worker, open_engine, prompt_of
+    from tests.chaos.cluster.worker import (
+        CHUNK_SIZE,
+        HEAD_CHUNKS,
+        Worker,
+        open_engine,
+        prompt_of,
+    )
 
     class Counted(Worker):
         def _timed(self, name: str, call: Any) -> Any:
@@ -116,10 +123,11 @@ def _library_client(engine: SimulatedEngine, process: Process) -> Client:
             return result
 
         def find(self, family: int) -> int:
-            tokens = prompt_of(family, 0, 0, 0)
-            found = self.retrieve(tokens)
-            if found < len(tokens):
-                self.store(tokens)
+            prompt = prompt_of(family, 0, 0, 0)
+            for tokens in (prompt[: HEAD_CHUNKS * CHUNK_SIZE], prompt):
+                found = self.retrieve(tokens)
+                if found < len(tokens):
+                    self.store(tokens)
             return found
 
         def close(self) -> None:

@@ -7,15 +7,17 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
+from tests.simulation.kernel import Machine
 from tests.simulation.world import World
 
 ENGINES = tuple(f"engine-{node}" for node in SIDECARS)
 DISKS = (*SIDECARS, *STORAGES)
+MACHINES = ("redis", *SERVICES)
 STOP_S = 40.0
 """A service ends within this time of a signal, whatever other faults are active."""
 USUAL_LATENCY_S = (50e-6, 400e-6)
@@ -110,10 +112,12 @@ class Faults:
         getattr(self, fault.kind.replace(" ", "_"))()
 
     def heal(self) -> None:
-        """End all faults now, and start what does not run."""
+        """End all faults now, set the clocks, and start what does not run."""
         self._kernel.record("heal")
         for undo in list(self._undo.values()):
             undo()
+        for machine in self._cluster.machines.values():
+            machine.wall_offset_s = 0.0  # tickets expire where clocks differ
         for disk in self._world.files.disks.values():
             disk.crash_in(1 << 62, lambda: None)
         for name, process in list(self._cluster.processes.items()):
@@ -156,9 +160,13 @@ class Faults:
         self.expected_deaths.add(process.pid)
         self._world.signal(process, number)
 
-    def _pair(self) -> tuple[Any, Any]:
-        one, other = self._dice.sample(["redis", *SERVICES], 2)
-        return self._cluster.machines[one], self._cluster.machines[other]
+    def _pairs(self) -> list[tuple[Machine, Machine]]:
+        """Return two machines, or a machine with each of the others."""
+        one, *others = self._dice.sample(MACHINES, len(MACHINES))
+        machines = self._cluster.machines
+        if self._dice.random() < 0.5:
+            del others[1:]
+        return [(machines[one], machines[other]) for other in others]
 
     def _disk(self, is_damaged: bool = False) -> Any:
         name = self._dice.choice(DISKS)
@@ -183,8 +191,11 @@ class Faults:
         self._restart(list(self._dice.choice((LOOKUPS, BROKERS, STORAGES, SIDECARS))))
 
     def scale(self) -> None:
-        """Drain a service, end it, and start it again later."""
+        """Drain a service, end it, and start it again later; its network may be slow."""
         name = self._dice.choice(DISKS)
+        if self._dice.random() < 0.5:
+            machines = self._cluster.machines
+            self._slow([(machines[name], machines[one]) for one in MACHINES if one != name])
         self._restart(
             [name],
             lambda: self._call(name, "POST", "/v1/admin/drain"),
@@ -260,6 +271,44 @@ class Faults:
         assert process is not None
         self._kernel.spawn(process, "swap", swap)
         self._for(20, is_over.set)
+
+    def busy(self) -> None:
+        """Give a sidecar a small part of a core: it is stopped most of the time, briefly."""
+        process = self._cluster.processes[self._dice.choice(SIDECARS)]
+        dice, is_over = random.Random(self._dice.random()), threading.Event()
+
+        def throttle() -> None:
+            while not is_over.is_set():
+                if not process.is_paused:
+                    self._world.signal(process, signal.SIGSTOP)
+                    self._kernel.sleep(dice.uniform(0.005, 0.1))
+                    self._world.signal(process, signal.SIGCONT)
+                self._kernel.sleep(dice.uniform(0.001, 0.02))
+
+        operator = self._kernel.process
+        assert operator is not None
+        self._kernel.spawn(operator, "throttle", throttle)
+        self._for(30, is_over.set)
+
+    def arena(self) -> None:
+        """SIGKILL to a sidecar and its engine; meanwhile bits flip in the arena."""
+        node = self._dice.choice(SIDECARS)
+        names = (node, f"engine-{node}")
+        for name in names:
+            self._signal(name, signal.SIGKILL)
+        place = self._world.place(self._cluster.machines[node])
+        for path in (place / "shm" / "arena").glob("kv.arena"):
+            content = bytearray(path.read_bytes())
+            for _ in range(20):
+                content[self._dice.randrange(len(content))] ^= 1 << self._dice.randrange(8)
+            with path.open("r+b") as file:
+                file.write(content)
+
+        def undo() -> None:
+            for name in names:
+                self.start_again(name)
+
+        self._for(20, undo)
 
     def kill_engine(self) -> None:
         """SIGKILL to an engine."""
@@ -352,37 +401,55 @@ class Faults:
     # --- Network ---------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Let no packet pass between two machines."""
-        one, other = self._pair()
-        network = self._world.network
-        network.cut(one, other)
-        self._for(30, lambda: network.mend(one, other))
+        """Let no packet pass between two machines, or from and to one."""
+        network, pairs = self._world.network, self._pairs()
+        for pair in pairs:
+            network.cut(*pair)
+
+        def undo() -> None:
+            for pair in pairs:
+                network.mend(*pair)
+
+        self._for(30, undo)
 
     def cut_one_way(self) -> None:
         """Let no packet pass in one direction."""
-        source, target = self._pair()
-        network = self._world.network
-        network.cut_one_way(source, target)
-        self._for(30, lambda: network.mend(source, target))
+        network, pairs = self._world.network, self._pairs()
+        for pair in pairs:
+            network.cut_one_way(*pair)
+
+        def undo() -> None:
+            for pair in pairs:
+                network.mend(*pair)
+
+        self._for(30, undo)
 
     def lossy_link(self) -> None:
         """Lose packets, which are sent again."""
-        link = self._world.network.link(*self._pair())
-        link.loss = self._dice.choice([0.01, 0.2, 0.8])
+        links = [self._world.network.link(*pair) for pair in self._pairs()]
+        loss = self._dice.choice([0.01, 0.2, 0.8])
+        for link in links:
+            link.loss = loss
 
         def undo() -> None:
-            link.loss = 0.0
+            for link in links:
+                link.loss = 0.0
 
         self._for(30, undo)
 
     def slow_link(self) -> None:
-        """Raise the latency and lower the bandwidth between two machines."""
-        link = self._world.network.link(*self._pair())
-        link.latency_s = (0.01, self._dice.choice([0.05, 0.5, 3.0]))
-        link.bytes_per_s = 1e6
+        """Raise the latency and lower the bandwidth between two machines, or of one."""
+        self._slow(self._pairs())
+
+    def _slow(self, pairs: Sequence[tuple[Machine, Machine]]) -> None:
+        links = [self._world.network.link(*pair) for pair in pairs]
+        longest_s = self._dice.choice([0.05, 0.5, 3.0])
+        for link in links:
+            link.latency_s, link.bytes_per_s = (0.01, longest_s), 1e6
 
         def undo() -> None:
-            link.latency_s, link.bytes_per_s = USUAL_LATENCY_S, 1e9
+            for link in links:
+                link.latency_s, link.bytes_per_s = USUAL_LATENCY_S, 1e9
 
         self._for(30, undo)
 
@@ -441,7 +508,7 @@ class Faults:
 
     def bad_sectors(self) -> None:
         """Let some sectors be unreadable until they are written."""
-        self._disk().break_sectors(self._dice.choice([1, 10]))
+        self._disk().break_sectors(self._dice.choice([1, 20]))
 
     def corrupt(self) -> None:
         """Flip bits on a disk."""

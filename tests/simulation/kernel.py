@@ -169,9 +169,9 @@ class Kernel:
         """The running process; None outside the simulation."""
         return None if self.current is None else self.current.process
 
-    def num_threads(self, process: Process) -> int:
-        """Return how many threads of a process have not ended."""
-        return sum(thread.process is process for thread in self._threads)
+    def threads(self, process: Process) -> list[str]:
+        """Return the names of the threads of a process that have not ended."""
+        return sorted(thread.name for thread in self._threads if thread.process is process)
 
     def start_process(self, name: str, machine: Machine, main: Callable[[], int | None]) -> Process:
         """Start a process. Its exit code is the result of `main`."""

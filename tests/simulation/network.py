@@ -79,6 +79,8 @@ class Network:
         """One direction each, those whose reader is open."""
         self.piece_chance = 0.0
         """How often a read returns only a part of the arrived bytes."""
+        self.local_buffer_bytes = BUFFER_BYTES
+        """Size of the buffers of connections within a machine."""
         self._links: dict[tuple[str, str], Link] = {}
         self._without_power: set[str] = set()
         self._num_descriptors = 0
@@ -213,7 +215,9 @@ class Pipe:
     @property
     def room(self) -> int:
         """Return how many bytes can be sent now."""
-        return BUFFER_BYTES - self._num_underway - self._num_unacknowledged - len(self.arrived)
+        is_local = self.source is self.target
+        size = self.network.local_buffer_bytes if is_local else BUFFER_BYTES
+        return size - self._num_underway - self._num_unacknowledged - len(self.arrived)
 
     @property
     def is_waiting(self) -> bool:

@@ -43,6 +43,10 @@ DISK_SLACK = 1.1
 """A disk tier may exceed its limit by this much, for files being written."""
 QUOTA_SLACK = 1.05
 """Sizes of chunks in memory include headers of up to 1 KiB that are not kept there."""
+IDLE_THREADS = {
+    "asyncio", "lmcache-codec", "lmcache-decoding", "lmcache-disk", "lmcache-encoding",
+}  # fmt: skip
+"""Pools that a service keeps when idle."""
 MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
 """What a service without clients has at most; a pool keeps up to 64 connections to Redis."""
 CALLS = {
@@ -388,9 +392,10 @@ class Scenario:
         self._kernel.sleep(10.0)
         for name in SERVICES:
             process = self.cluster.processes[name]
+            threads = self._kernel.threads(process)
             have = {
                 "descriptors": len(process.descriptors),
-                "threads": self._kernel.num_threads(process),
+                "threads": len(threads),
                 "tasks": sum(
                     len(asyncio.all_tasks(loop)) for loop in process.loops if not loop.is_closed()
                 ),
@@ -399,7 +404,11 @@ class Scenario:
             for what, number in have.items():
                 if number > MAX_IDLE[what]:
                     self._complain(f"{name} has {number} {what} when idle")
+            for one in {one.rpartition("_")[0] or one for one in threads} - IDLE_THREADS:
+                if one != f"{name}.main":
+                    self._complain(f"{name} has threads {one} when idle")
         for name in (*SIDECARS, *STORAGES):
+            self._check_memory(name)
             for tier, figures in self._world.nodes[name].stack.stats().items():
                 if figures.get("breaker_open"):
                     self._complain(f"{name} still bypasses {tier}")
@@ -420,3 +429,11 @@ class Scenario:
                     f"{name} is not idle: {held} settled={status['settled']}"
                     f" registered={status['registered']}"
                 )
+
+    def _check_memory(self, name: str) -> None:
+        """Check that all memory in use is that of chunks that are served."""
+        hot = self._world.nodes[name].stack.hot
+        used = hot.stats()["arena_used_bytes"]
+        held = sum(chunk.memory.metadata.phy_size for chunk in hot._chunks.values())
+        if used != held:
+            self._complain(f"{name} uses {used} bytes of memory for {held} bytes of chunks")

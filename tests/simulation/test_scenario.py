@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from tests.simulation.defects import DEFECTS, Defect
+from tests.simulation.defects import DEFECTS, Copy, Defect
 from tests.simulation.many import ROOT, fresh_seeds, replay, run_seed, shrink
 
 SECONDS = 20.0
@@ -42,6 +42,16 @@ def test_a_seed_of_this_state_of_the_product() -> None:
 def test_a_defect_can_be_put_in(defect: Defect) -> None:
     assert (ROOT / defect.path).read_text(encoding="utf-8").count(defect.before) == 1
     assert defect.before != defect.after
+
+
+def test_a_defect_is_found() -> None:
+    (late,) = (defect for defect in DEFECTS if defect.name.startswith("an answer that has come"))
+    copy = Copy(late)
+    try:
+        violations = run_seed(3, 1.0, path=copy.path)["violations"]
+    finally:
+        copy.remove()
+    assert any("an offer came after" in text for text in violations)
 
 
 def test_a_run_without_an_end_is_a_violation() -> None:

@@ -458,6 +458,13 @@ def check_sockets(room: Room) -> None:
             near.connect(path)
         here.listen(1)
         near.connect(path)
+        near.setblocking(False)
+        room.network.local_buffer_bytes = 500
+        assert near.send(bytes(BUFFER_BYTES)) == 500
+        with raises(errno.EAGAIN):
+            near.send(b"more")
+        room.network.local_buffer_bytes = BUFFER_BYTES
+        near.setblocking(True)
         process.max_descriptors = 9
         more = socket.socket(socket.AF_UNIX)
         more.settimeout(1)
@@ -1023,7 +1030,9 @@ def check_disk_faults(room: Room) -> None:
         assert path.stat().st_size == 100_000
         assert path.read_bytes().count(b"x") < 100_000
         path.write_bytes(bytes(100_000))
+        assert not disk.is_broken(str(path))
         disk.break_sectors(1)
+        assert disk.is_broken(str(path))
         with raises(errno.EIO):
             path.read_bytes()
         fd = os.open(path, os.O_RDWR)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,19 +26,23 @@ from tests.chaos.cluster.worker import (
 )
 from tests.fixtures.fake_vllm import imported_connector
 from tests.fixtures.vllm_engine import Engine, GroupShape, Limits, Request, Shape
+from tests.fixtures.vllm_engine.memory import POISON
 from tests.fixtures.vllm_engine.stores import WrappedStore
-from tests.fixtures.vllm_engine.worlds import beside, make_model
+from tests.fixtures.vllm_engine.worlds import beside, embedded, make_model
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.kernel import Process
 
 BLOCK_SIZE = 16
 SHARED_TOKENS = (HEAD_CHUNKS + BRANCH_CHUNKS) * CHUNK_SIZE
-SHAPE = Shape((GroupShape(num_layers=8),), block_size=BLOCK_SIZE, num_blocks=40)
-"""Its memory holds two prompts, so that requests are preempted."""
+NUM_BLOCKS = (26, 40)
+"""Its memory holds one prompt or two, so that requests are preempted."""
 LIMITS = Limits(token_budget=128, reserves_whole_prompt=False)
-MAX_AT_ONCE, MAX_NEW_TOKENS = 4, 8
+MAX_AT_ONCE, MAX_NEW_TOKENS = 4, (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
+LOSS_CHANCE, RESET_CHANCE, REPEAT_CHANCE = 0.05, 0.4, 0.5
+EMBEDDED_CHANCE = 0.2
+"""How often an engine has its tiers in its own process instead of a sidecar."""
 END_S = 60.0
 """Requests that are served at once have ended after this time, times when paused left out."""
 CALLS = (
@@ -51,20 +58,102 @@ ASKING = ("get_num_new_matched_tokens", "start_load_kv", "wait_for_save")
 @functools.cache
 def _connector() -> ModuleType:
     """Return the connector's module, after installing a permanent stand-in for vLLM."""
-    return imported_connector().__enter__()
+    module = imported_connector().__enter__()
+    from lmcache_core.integrations.vllm.worker import WorkerSide
+
+    result = WorkerSide._result
+
+    def result_judged(side: Any, load: Any, first_bad: int | None) -> Any:
+        """Blocks before the first chunk that is missing are not reported."""
+        found, books = result(side, load, first_bad), _clients[os.getpid()]
+        num_blocks = books.loaded.pop(threading.get_ident(), 0) * CHUNK_SIZE // BLOCK_SIZE
+        (run,) = load.runs
+        if loaded := found.bad_blocks.intersection(run.block_ids[:num_blocks]):
+            books.engine.faults.append(f"error: {len(loaded)} loaded blocks count as missing")
+        return found
+
+    WorkerSide._result = result_judged  # type: ignore[method-assign]
+    return module
 
 
-class _LateStore(WrappedStore):
-    """Has room for chunks, which are copied then, some steps late now and then."""
+@dataclass
+class _Books:
+    """What the store has told an engine.
 
-    def __init__(self, inner: Any, seed: int) -> None:
+    Attributes:
+        engine: The engine.
+        kept: Hashes of chunks that are kept for requests, by ticket.
+        loaded: How many chunks each thread has loaded last.
+    """
+
+    engine: SimulatedEngine
+    kept: dict[str, set[str]] = field(default_factory=dict)
+    loaded: dict[int, int] = field(default_factory=dict)
+
+    def keeps(self, request_id: str, hashes: Sequence[str]) -> bool:
+        """Return whether the store keeps these chunks for a request."""
+        tickets = [ticket for ticket in self.kept if ticket.endswith(f":{request_id}")]
+        return set(hashes) <= set().union(*(self.kept[ticket] for ticket in tickets))
+
+
+class _Store(WrappedStore):
+    """Has room for chunks, which are copied then, some steps late now and then, and lacks the last
+    chunks of a load now and then.
+
+    Args:
+        inner: The store.
+        books: Those of its engine.
+    """
+
+    def __init__(self, inner: Any, books: _Books) -> None:
         super().__init__(inner)
-        self._dice = random.Random(seed)
+        self._dice = random.Random(books.engine.seed)
+        self._books = books
+        self._rejected: dict[int, Any] = {}
+
+    def stage(self, ticket: str, chains: Sequence[Any], **options: Any) -> Any:
+        staged = self.inner.stage(ticket, chains, **options)
+        if staged is not None and staged.tiers:
+            self._books.kept[ticket] = {
+                key.chunk_hash for chain in chains for key in chain.keys_of_rank(0)
+            }
+        return staged
+
+    def unstage(self, tickets: Sequence[str]) -> None:
+        for ticket in tickets:
+            self._books.kept.pop(ticket, None)
+        self.inner.unstage(tickets)
+
+    def get(self, keys: Sequence[Any], *args: Any, **options: Any) -> Any:
+        self._books.loaded.pop(threading.get_ident(), None)
+        if self._dice.random() < LOSS_CHANCE:
+            keys = keys[: self._dice.randrange(len(keys))]
+        return self.inner.get(keys, *args, **options) if keys else []
+
+    def release(self, chunks: Sequence[Any]) -> bool:
+        were_held: bool = self.inner.release(chunks)
+        rejected = self._rejected.pop(threading.get_ident(), None)
+        number = next((i for i, chunk in enumerate(chunks) if chunk is rejected), len(chunks))
+        self._books.loaded[threading.get_ident()] = number if were_held else 0
+        return were_held
+
+    def reject(self, chunk: Any) -> None:
+        self._rejected[threading.get_ident()] = chunk
+        self.inner.reject(chunk)
 
     def reserve(self, *args: Any) -> Any:
         if self._dice.random() < LATE_CHANCE:
             time.sleep(self._dice.uniform(0.0, MAX_LATE_S))
         return self.inner.reserve(*args)
+
+
+_clients: dict[int, _Books] = {}
+"""By process."""
+
+
+def _wrap(store: Any) -> Any:
+    # Engines that begin at the same time may wrap each other's stores.
+    return store if isinstance(store, _Store) else _Store(store, _clients[os.getpid()])
 
 
 class _Engine(Engine):
@@ -74,6 +163,19 @@ class _Engine(Engine):
         spoiled = super().compute(output)
         time.sleep(STEP_S + output.total_num_scheduled_tokens / PREFILL_TOKENS_PER_S)
         return spoiled
+
+    def poison(self, books: _Books) -> None:
+        """Overwrite what the loads of a step must replace, and check that the store keeps it."""
+        (worker,) = self.workers
+        for load in worker.connector._get_connector_metadata().loads:
+            for run in load.runs:
+                hashes = [run.hashes[i : i + 32].hex() for i in range(0, len(run.hashes), 32)]
+                if not books.keeps(load.request_id, hashes):
+                    books.engine.faults.append(f"error: {load.request_id} loads what may be gone")
+                for i, block in enumerate(run.block_ids):
+                    if run.first * CHUNK_SIZE + i * BLOCK_SIZE >= load.begin:
+                        for tensor in worker.memory.by_name.values():
+                            tensor[block] = POISON
 
 
 class VllmClient:
@@ -90,17 +192,22 @@ class VllmClient:
         self._seed = engine.seed
         self._dice = random.Random(engine.seed)
         self._num_tails = 0
+        self._max_new_tokens = self._dice.choice(MAX_NEW_TOKENS)
+        self._last_prompt: list[int] = []
+        self._answered_s = 0.0
         self._engine = self._open()
 
     def request(self) -> None:
-        """Serve a few requests at once; some clients disconnect before the end."""
+        """Serve a few requests at once; some clients disconnect before the end, or all that run
+        are preempted.
+        """
         dice = self._dice
         requests = [
-            self._engine.add(self._prompt(), dice.randint(1, MAX_NEW_TOKENS))
+            self._engine.add(self._prompt(), dice.randint(1, self._max_new_tokens))
             for _ in range(dice.randint(1, MAX_AT_ONCE))
         ]
         aborted = [one for one in requests if dice.random() < 0.1]
-        self._serve(requests, aborted, dice.randint(1, 8))
+        self._serve(requests, aborted, dice.randint(1, 16), dice.random() < RESET_CHANCE)
         totals = self._simulated.totals
         for request in requests:
             if request not in aborted and request.request_id in self._engine.scheduler.tallies:
@@ -113,13 +220,22 @@ class VllmClient:
         self._forget(requests, dice.random() < 0.5)
 
     def find(self, family: int) -> int:
-        """Ask for the first prompt of a family plus one token; vLLM stores it."""
+        """Ask for the first prompt of a family plus one token, after a shorter one; vLLM stores
+        both.
+        """
         self._forget((), True)
-        request = self._engine.add([*prompt_of(family, 0, 0, 0).tolist(), 1])
-        self._serve([request], (), 0)
-        tally = self._engine.scheduler.tallies.get(request.request_id)
-        self._forget([request], True)
-        return 0 if tally is None else tally.num_external
+        prompt, num_found = prompt_of(family, 0, 0, 0).tolist(), 0
+        for num_tokens in (HEAD_CHUNKS * CHUNK_SIZE, len(prompt)):
+            began_s, paused_s = time.monotonic(), self._process.paused_s
+            request = self._engine.add([*prompt[:num_tokens], 1])
+            self._serve([request])
+            waited_s = self._answered_s - began_s - (self._process.paused_s - paused_s)
+            if waited_s > TIMEOUT_S:
+                self._simulated.faults.append(f"late: an offer came after {waited_s:.2f} s")
+            tally = self._engine.scheduler.tallies.get(request.request_id)
+            self._forget([request], True)
+            num_found = 0 if tally is None else tally.num_external
+        return num_found
 
     def close(self) -> None:
         """Check that nothing is left of any request, and shut down."""
@@ -135,30 +251,56 @@ class VllmClient:
             "tier_timeout_s": TIMEOUT_S,
             "load": self._dice.choice(("sync", "async")),
         }
+        if self._dice.random() < EMBEDDED_CHANCE:
+            extra = embedded(**options, **cluster.embedded(node))
+        else:
+            extra = beside(cluster.socket(node), **options)
+        shape = Shape(
+            (GroupShape(num_layers=8),),
+            block_size=BLOCK_SIZE,
+            num_blocks=self._dice.choice(NUM_BLOCKS),
+        )
+        books = _clients[self._process.pid] = _Books(self._simulated)
         engine = _Engine(
             _connector(),
             make_model(place),
-            beside(cluster.socket(node), **options),
-            SHAPE,
+            extra,
+            shape,
             LIMITS,
-            lambda store: _LateStore(store, self._seed),
+            _wrap,
             engine_id=f"engine-{self._seed}",
         )
+        (worker,) = engine.workers
+        load = worker.connector.start_load_kv
+
+        def load_poisoned(*args: Any) -> None:
+            engine.poison(books)
+            load(*args)
+
+        worker.connector.start_load_kv = load_poisoned
         for connector in (engine.connector, *(worker.connector for worker in engine.workers)):
             for name in CALLS:
                 setattr(connector, name, self._timed(name, getattr(connector, name)))
         return engine
 
     def _prompt(self) -> list[int]:
-        self._num_tails += 1
         dice = self._dice
+        if self._last_prompt and dice.random() < REPEAT_CHANCE:
+            return self._last_prompt
+        self._num_tails += 1
         family = min(int(dice.expovariate(0.25)), NUM_FAMILIES - 1)
         tail = self._seed * 1_000_000 + self._num_tails
         num_tail_tokens = dice.randint(1, MAX_TAIL_CHUNKS * CHUNK_SIZE)
-        return prompt_of(family, dice.randrange(NUM_BRANCHES), tail, num_tail_tokens).tolist()
+        prompt = prompt_of(family, dice.randrange(NUM_BRANCHES), tail, num_tail_tokens)
+        self._last_prompt = prompt.tolist()
+        return self._last_prompt
 
     def _serve(
-        self, requests: Sequence[Request], aborted: Sequence[Request], num_steps: int
+        self,
+        requests: Sequence[Request],
+        aborted: Sequence[Request] = (),
+        num_steps: int = 0,
+        is_reset: bool = False,
     ) -> None:
         """Run until all have ended.
 
@@ -166,13 +308,16 @@ class VllmClient:
             requests: Requests that were added.
             aborted: Requests whose clients disconnect.
             num_steps: Steps after which they disconnect.
+            is_reset: Whether vLLM's own cache is then reset, also for requests that run.
         """
 
         def run() -> None:
-            for _ in range(num_steps if aborted else 0):
+            for _ in range(num_steps if aborted or is_reset else 0):
                 self._engine.step()
             for request in aborted:
                 self._engine.abort(request)
+            if is_reset:
+                self._engine.scheduler.preempt_all()
             began_s, paused_s = time.monotonic(), self._process.paused_s
             while self._engine.scheduler.has_requests:
                 if not self._engine.step():
@@ -209,7 +354,10 @@ class VllmClient:
                 self._simulated.on_call(name)
             began_s, paused_s = time.monotonic(), self._process.paused_s
             try:
-                return call(*args, **options)
+                result = call(*args, **options)
+                if name == "get_num_new_matched_tokens" and result[0] is not None:
+                    self._answered_s = time.monotonic()
+                return result
             finally:
                 lasted_s = time.monotonic() - began_s
                 self._simulated.totals["calls"] += 1

@@ -11,13 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.simulation import disk, network, threads
+from tests.simulation import disk, network, promises, threads
 from tests.simulation.kernel import Kernel, Machine, Process
 from tests.simulation.order import numbered
 
 PLACE = Path("/dev/shm/lmcache-simulation")
-LATE_S = 5.0
-"""A call of a tier may exceed its limit by this much."""
 MIN_REPEAT_S = 5.0
 """Shortest interval of services' periodic work: otherwise most events of an idle cluster would be
 checks that find no change.
@@ -54,7 +52,7 @@ class World:
         self.socket_servers: dict[str, Any] = {}
         """The `SocketServer` of each sidecar, likewise."""
         self.complaints: list[str] = []
-        """Calls of tiers that lasted longer than their limit, and failures that were logged."""
+        """Promises that were broken (see `promises`), and failures that were logged."""
         self.synced: dict[str, set[str]] = {}
         """By machine: chunk files written with `disk_fsync` and not removed since."""
         self._install_product()
@@ -71,9 +69,6 @@ class World:
         from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
         from lmcache_core.engine.transfer import KVTransfer
-        from lmcache_core.storage.disk.files import DiskFiles
-        from lmcache_core.storage.disk.store import DiskStore
-        from lmcache_core.storage.guard import Guard
         from lmcache_core.wire.server import LmSession
         from lmcache_core.wire.stream import FrameStream
         from lmcache_node.node import Node
@@ -116,48 +111,8 @@ class World:
             nodes[kernel.process.name] = node
             await open_node(node, *args)
 
-        attempt, complaints = Guard._attempt, self.complaints
-
-        @contextlib.asynccontextmanager
-        async def timed(guard: Any, operation: Any, keys: Any, limit_s: float) -> Any:
-            process = kernel.process
-            assert process is not None
-            began, paused_s = kernel.now, process.paused_s
-            try:
-                async with attempt(guard, operation, keys, limit_s) as one:
-                    yield one
-            finally:
-                seconds = kernel.now - began - (process.paused_s - paused_s)
-                if seconds > limit_s + LATE_S:
-                    complaints.append(
-                        f"{process.name}: {operation} of {guard.name} lasted {seconds:.1f} s;"
-                        f" its limit is {limit_s:.1f} s"
-                    )
-
-        Guard._attempt = timed  # type: ignore[method-assign, assignment]
         for name in ("_fill", "_copy"):
             setattr(KVTransfer, name, _interruptible(kernel, getattr(KVTransfer, name)))
-        write, synced = DiskStore.write, self.synced
-
-        def write_synced(store: Any, chunk: Any) -> bool:
-            assert kernel.process is not None
-            of_machine = synced.setdefault(kernel.process.machine.name, set())
-            is_new = store._index.wants(chunk.key, chunk.lossy)
-            path = str(store._layout.record(chunk.key))
-            if is_new:
-                of_machine.discard(path)
-            is_kept = write(store, chunk)
-            if is_kept and is_new and store._fsync:
-                of_machine.add(path)
-            return is_kept
-
-        unlink = DiskFiles.unlink
-
-        def unlink_synced(disk_files: Any, path: Path) -> None:
-            assert kernel.process is not None
-            synced.get(kernel.process.machine.name, set()).discard(str(path))
-            unlink(disk_files, path)
-
         open_socket, socket_servers = SocketServer.open, self.socket_servers
 
         async def listen(server: Any) -> None:
@@ -165,16 +120,15 @@ class World:
             socket_servers[kernel.process.name] = server
             await open_socket(server)
 
+        promises.install(self)
         SocketServer.open = listen  # type: ignore[method-assign]
-        DiskStore.write = write_synced  # type: ignore[method-assign]
-        DiskFiles.unlink = unlink_synced  # type: ignore[method-assign]
         Node.serve = serve  # type: ignore[method-assign]
         uvicorn.Server.main_loop = main_loop  # type: ignore[method-assign]
         uvicorn.Server.__setattr__ = told  # type: ignore[method-assign, assignment]
         supervisor.TaskSupervisor.repeat = repeat_seldom  # type: ignore[method-assign]
         ssl.SSLContext.load_default_certs = lambda *_: None  # type: ignore[method-assign]
         runner.configure_logging = lambda *_: None
-        logs = self.logs
+        logs, complaints = self.logs, self.complaints
 
         class Handler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:

@@ -1,0 +1,241 @@
+"""Promises of the product that are judged in each call, whatever faults there are."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.threads import SimulatedThread
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+LATE_S = 5.0
+"""A call of a tier, and a drain, may exceed their limits by this much."""
+PULLED_S = 0.1
+"""A pull ends within this time of the arrival of its last chunk."""
+
+
+def install(world: World) -> None:
+    """Judge calls of the product in this process; what breaks a promise becomes a complaint."""
+    _end_in_time(world)
+    _keep_what_is_synced(world)
+    _serve_what_can_be_read(world)
+    _pull_from_peers(world)
+    _drop_no_only_copy(world)
+    _send_what_is_asked(world)
+    _start_few_threads(world)
+
+
+@contextlib.contextmanager
+def _limited(world: World, what: str, limit_s: float) -> Iterator[None]:
+    """Complain if the block lasts longer; time in which its process was paused does not count."""
+    process = world.kernel.process
+    assert process is not None
+    began, paused_s = world.kernel.now, process.paused_s
+    try:
+        yield
+    finally:
+        seconds = world.kernel.now - began - (process.paused_s - paused_s)
+        if seconds > limit_s:
+            world.complaints.append(
+                f"{process.name}: {what} lasted {seconds:.1f} s; its limit is {limit_s:.1f} s"
+            )
+
+
+def _end_in_time(world: World) -> None:
+    from lmcache_core.storage.guard import Guard
+    from lmcache_node.drain import NodeDrain
+
+    attempt, drain = Guard._attempt, NodeDrain._drain
+
+    @contextlib.asynccontextmanager
+    async def attempt_judged(
+        guard: Any, operation: Any, keys: Any, limit_s: float
+    ) -> AsyncIterator[Any]:
+        with _limited(world, f"{operation} of {guard.name}", limit_s + LATE_S):
+            async with attempt(guard, operation, keys, limit_s) as one:
+                yield one
+
+    async def drain_judged(node: Any, *args: Any) -> None:
+        with _limited(world, "a drain", node._timeout_s + LATE_S):
+            await drain(node, *args)
+
+    Guard._attempt = attempt_judged  # type: ignore[method-assign, assignment]
+    NodeDrain._drain = drain_judged  # type: ignore[method-assign]
+
+
+def _keep_what_is_synced(world: World) -> None:
+    """Note which chunk files are synced; the fault that cuts the power looks for them."""
+    from lmcache_core.storage.disk.files import DiskFiles
+    from lmcache_core.storage.disk.store import DiskStore
+
+    write, unlink, synced = DiskStore.write, DiskFiles.unlink, world.synced
+
+    def write_synced(store: Any, chunk: Any) -> bool:
+        process = world.kernel.process
+        assert process is not None
+        of_machine = synced.setdefault(process.machine.name, set())
+        is_new = store._index.wants(chunk.key, chunk.lossy)
+        path = str(store._layout.record(chunk.key))
+        if is_new:
+            of_machine.discard(path)
+        is_kept = write(store, chunk)
+        if is_kept and is_new and store._fsync:
+            of_machine.add(path)
+        return is_kept
+
+    def unlink_synced(disk_files: Any, path: Path) -> None:
+        process = world.kernel.process
+        assert process is not None
+        synced.get(process.machine.name, set()).discard(str(path))
+        unlink(disk_files, path)
+
+    DiskStore.write = write_synced  # type: ignore[method-assign]
+    DiskFiles.unlink = unlink_synced  # type: ignore[method-assign]
+
+
+def _serve_what_can_be_read(world: World) -> None:
+    """A file that was unreadable is served again only once it can be read."""
+    from lmcache_core.storage.disk.store import DiskStore
+
+    look_again = DiskStore.look_again
+
+    def look_again_judged(store: Any) -> bool:
+        process, before = world.kernel.process, set(store._room.unread)
+        assert process is not None
+        has_more = look_again(store)
+        disk = world.files.disks[process.machine.name]
+        for path in sorted(before - store._room.unread.keys()):
+            if disk.has(str(path)) and disk.is_broken(str(path)):
+                world.complaints.append(f"{process.name}: serves {path.name}, which is unreadable")
+        return has_more
+
+    DiskStore.look_again = look_again_judged  # type: ignore[method-assign]
+
+
+def _pull_from_peers(world: World) -> None:
+    """A pull ends when everything has arrived, and figures count the peers that failed."""
+    from lmcache_core.p2p.pull import PeerPull
+    from lmcache_core.record import Chunk
+
+    run, take = PeerPull.run, PeerPull._take
+    kernel, arrived_s = world.kernel, dict[Any, float]()
+    running = dict[Any, set[Any]]()
+    in_company = set[Any]()
+
+    def take_noted(pull: Any, *args: Any) -> None:
+        take(pull, *args)
+        arrived_s[pull] = kernel.now
+
+    async def run_judged(pull: Any, assignments: Sequence[Any]) -> Any:
+        process, parts = kernel.process, pull._parts
+        assert process is not None
+        pulls = running.setdefault(parts.peers, set())
+        pulls.add(pull)
+        if len(pulls) > 1:
+            in_company.update(pulls)
+        num_pulls, num_failed = parts.figures.pulls, parts.figures.failed_pulls
+        paused_s = process.paused_s
+        try:
+            results = await run(pull, assignments)
+        finally:
+            pulls.discard(pull)
+            is_alone = pull not in in_company
+            in_company.discard(pull)
+            last_s = arrived_s.pop(pull, kernel.now)
+        asked = {pull._places[chunk] for one in assignments for chunk in one.chunk_ids}
+        is_whole = all(isinstance(results[place], Chunk) for place in asked)
+        late_s = kernel.now - last_s - (process.paused_s - paused_s)
+        if is_whole and late_s > PULLED_S:
+            world.complaints.append(
+                f"{process.name}: a pull lasted {late_s:.1f} s longer than its chunks took"
+            )
+        num_failed = parts.figures.failed_pulls - num_failed
+        if is_alone and parts.figures.pulls == num_pulls + 1 and num_failed == is_whole:
+            world.complaints.append(
+                f"{process.name}: {num_failed} of 1 pulls failed; whole={is_whole}"
+            )
+        return results
+
+    PeerPull._take = take_noted  # type: ignore[method-assign]
+    PeerPull.run = run_judged  # type: ignore[method-assign]
+
+
+def _drop_no_only_copy(world: World) -> None:
+    """A storage drops what it has moved only if another one has it."""
+    from lmcache_storage.handover.mover import Mover
+    from lmcache_storage.served_store import Departures
+
+    still_home, forget = Mover.still_home, Departures.forget
+    held: dict[str, set[Any]] = {}
+
+    def name_and_held() -> tuple[str, set[Any]]:
+        process = world.kernel.process
+        assert process is not None
+        others = [
+            node
+            for name, node in world.nodes.items()
+            if name.startswith("storage") and name != process.name
+        ]
+        return process.name, {
+            key
+            for node in others
+            for key in (*node.stack.hot._chunks, *node.tiers.disk_files._index._entries)
+        }
+
+    async def still_home_noted(mover: Any, keys: Any) -> Any:
+        name, held[name] = name_and_held()
+        return await still_home(mover, keys)
+
+    async def forget_judged(departures: Any, keys: Sequence[Any], remove: Any) -> None:
+        name, held_now = name_and_held()
+        num_lost = len(set(keys) - held_now - held.pop(name, set()))
+        if num_lost:
+            world.complaints.append(f"{name}: drops {num_lost} chunks that no other storage has")
+        await forget(departures, keys, remove)
+
+    Mover.still_home = still_home_noted  # type: ignore[method-assign]
+    Departures.forget = forget_judged  # type: ignore[method-assign]
+
+
+def _send_what_is_asked(world: World) -> None:
+    """Who waits for an answer of a sidecar sends its question as soon as the socket has room."""
+    from lmcache_core.sidecar.connection import SidecarConnection
+
+    read_until = SidecarConnection._read_until
+
+    def read_judged(connection: Any, question: Any, deadline: float) -> None:
+        process, socket = world.kernel.process, connection._socket
+        assert process is not None
+        has_room = socket is not None and socket.outgoing is not None and socket.outgoing.room > 0
+        num_unsent = len(connection._unsent) if question.answer is None and has_room else 0
+        try:
+            read_until(connection, question, deadline)
+        except (TimeoutError, BlockingIOError):
+            if num_unsent and len(connection._unsent) == num_unsent:
+                world.complaints.append(f"{process.name}: awaits the answer to an unsent question")
+            raise
+
+    SidecarConnection._read_until = read_judged  # type: ignore[method-assign]
+
+
+def _start_few_threads(world: World) -> None:
+    """A thread is started again only when it has ended."""
+    start = SimulatedThread.start
+    started: dict[tuple[int, object], SimulatedThread] = {}
+
+    def start_judged(thread: SimulatedThread) -> None:
+        process, target = world.kernel.process, thread._target  # type: ignore[attr-defined]
+        assert process is not None
+        if inspect.ismethod(target):
+            which = id(target.__self__), target.__func__
+            if which in started and started[which].is_alive():
+                world.complaints.append(f"{process.name}: starts {thread.name} while it runs")
+            started[which] = thread
+        start(thread)
+
+    SimulatedThread.start = start_judged  # type: ignore[method-assign]
