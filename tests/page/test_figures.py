@@ -212,7 +212,7 @@ def test_what_peers_say_is_text(page: Page, cluster: Cluster) -> None:
 
 
 def test_a_drain_is_followed(page: Page, cluster: Cluster) -> None:
-    request = urllib.request.Request(f"{cluster.url}/v1/peers/{PODS[2]}:drain", method="POST")
+    request = urllib.request.Request(f"{cluster.url}/v1/admin/peers/{PODS[2]}:drain", method="POST")
     with urllib.request.urlopen(request, timeout=5) as response:
         assert response.status == 200
     eventually(lambda: (cluster.overview()["peers"][0]["drain"] or {}).get("state") == "done")

@@ -246,7 +246,7 @@ async def test_our_instance_at_an_old_broker(frozen: Path) -> None:
             Peer("pod-3", 7, "lm://pod-3.example:1"), load=0.0, ttl_ms=None, **told
         )
         assert (lease.draining, lease.copies) == (False, ())
-        await client.drain("pod-3")
+        await client.call("POST", "/v1/peers/pod-3:drain")
         assert (
             await client.register(Peer("pod-3", 8, "lm://pod-3.example:1"), load=0.0, ttl_ms=None)
         ).draining

@@ -149,7 +149,7 @@ async def test_tokens_are_asked_for_before_anything_is_read(broker: ServiceProce
         for refused, status in (
             (await http.get("/v1/peers"), 401),
             (await http.put("/v1/peers/a", json=bad, headers=stranger), 401),
-            (await http.post("/v1/peers/a:drain", headers=client), 403),
+            (await http.post("/v1/admin/peers/a:drain", headers=client), 403),
             (await http.put("/v1/peers/a", json=bad, headers=client), 422),
         ):
             assert refused.status_code == status

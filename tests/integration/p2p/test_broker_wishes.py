@@ -107,7 +107,9 @@ def test_a_drain_that_the_broker_is_asked_for_is_done_and_its_progress_seen(
     a, b = start("a"), start("b")
     store_at(a)
     assert live(neighbourhood)["a"]["drain"] is None
-    request = urllib.request.Request(f"{neighbourhood.broker_url}/v1/peers/a:drain", method="POST")
+    request = urllib.request.Request(
+        f"{neighbourhood.broker_url}/v1/admin/peers/a:drain", method="POST"
+    )
     with urllib.request.urlopen(request, timeout=60) as response:
         assert response.status == 200
 

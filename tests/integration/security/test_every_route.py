@@ -14,7 +14,7 @@ from tests.fixtures.guarded_services import REST_NAMES, TOKENS, Guarded
 OPEN = {"/healthz", "/readyz", "/metrics"}
 ADMINS = {
     "lookup": {"/v1/admin/evict", "/v1/admin/clear", "/v1/admin/log-level"},
-    "broker": {"/v1/peers/%21%21:drain", "/v1/admin/log-level"},
+    "broker": {"/v1/admin/peers/%21%21:drain", "/v1/admin/log-level"},
     "storage": (
         {f"/v1/admin/{action}" for action in ("evict", "clear", "drain", "pin", "unpin")}
         | {"/v1/admin/log-level"}

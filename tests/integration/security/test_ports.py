@@ -32,7 +32,7 @@ CALLS: dict[str, list[tuple[str, str, object]]] = {
     "broker": [
         ("GET", "/v1/peers", None),
         ("POST", "/v1/transfers", {"requester": "a", "chunks": []}),
-        ("POST", "/v1/peers/a:drain", None),
+        ("POST", "/v1/admin/peers/a:drain", None),
         ("GET", "/v1/overview", None),
     ],
     "storage": [

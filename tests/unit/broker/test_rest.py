@@ -71,7 +71,7 @@ async def test_the_life_of_a_peer(rest: httpx.AsyncClient) -> None:
         "drain": None,
     }
     assert [peer["id"] for peer in (await rest.get("/v1/peers")).json()["peers"]] == ["a"]
-    drained = await rest.post("/v1/peers/a:drain")
+    drained = await rest.post("/v1/admin/peers/a:drain")
     assert (drained.status_code, drained.json()["draining"]) == (200, True)
     assert (await rest.put("/v1/peers/a", json=BODY | {"ttl_ms": 3_600_000})).json() == {
         "ttl_ms": 60_000,
@@ -81,7 +81,7 @@ async def test_the_life_of_a_peer(rest: httpx.AsyncClient) -> None:
     assert (await rest.delete("/v1/peers/a")).status_code == 204
     assert (await rest.delete("/v1/peers/a")).status_code == 204
     assert_problem(await rest.get("/v1/peers/a"), 404)
-    assert_problem(await rest.post("/v1/peers/a:drain"), 404)
+    assert_problem(await rest.post("/v1/admin/peers/a:drain"), 404)
 
 
 async def test_transfers(rest: httpx.AsyncClient) -> None:
@@ -276,11 +276,11 @@ async def test_conflict_and_capacity(rest: httpx.AsyncClient) -> None:
 async def test_roles_and_tenants(guarded: httpx.AsyncClient) -> None:
     await guarded.put("/v1/peers/a", json=BODY, headers=bearer("acme"))
     await guarded.put("/v1/peers/all", json=BODY, headers=bearer("operator"))
-    assert_problem(await guarded.post("/v1/peers/a:drain", headers=bearer("acme")), 403)
-    assert_problem(await guarded.post("/v1/peers/a:drain", headers=bearer("operator")), 404)
+    assert_problem(await guarded.post("/v1/admin/peers/a:drain", headers=bearer("acme")), 403)
+    assert_problem(await guarded.post("/v1/admin/peers/a:drain", headers=bearer("operator")), 404)
     assert_problem(await guarded.get("/v1/peers/a", headers=bearer("rival")), 404)
     assert (
-        await guarded.post("/v1/peers/all:drain", headers=bearer("operator"))
+        await guarded.post("/v1/admin/peers/all:drain", headers=bearer("operator"))
     ).status_code == 200
     listed = {
         name: [

@@ -202,7 +202,7 @@ async def _drained(
         begin, look = PATHS[service.kind]
         outcome = DrainOutcome(str(service.kind), service.name)
     else:
-        begin, look = f"/v1/peers/{peer}:drain", f"/v1/peers/{peer}"
+        begin, look = f"/v1/admin/peers/{peer}:drain", f"/v1/peers/{peer}"
         outcome = DrainOutcome(PEER, peer)
     name = f"{outcome.kind} {outcome.name}"
 

@@ -16,6 +16,7 @@ from lmcache_node.admin import (
     PinnedBytes,
     Ttl,
     UnpinAnswer,
+    Wait,
     pinned_bytes,
 )
 from lmcache_node.settings import Tenant
@@ -152,7 +153,7 @@ async def clear_tenant(
 
 @router.post("/admin/drain", tags=["admin"])
 async def drain(
-    storage: RunningStorage, principal: AdminPrincipal, wait: bool = True
+    storage: RunningStorage, principal: AdminPrincipal, wait: Wait = True
 ) -> DrainAnswer:
     """Drain: become unready, accept no new chunks, finish writes, hand over all chunks.
 

@@ -201,8 +201,8 @@ async def get_chunks(
 async def list_chunks(
     principal: ClientPrincipal,
     storage: RunningStorage,
-    offset: Annotated[int, Query(ge=0)] = 0,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+    offset: Annotated[int, Query(ge=0, description="Chunks to skip.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Largest number of chunks.")] = 100,
 ) -> ListedChunks:
     """List the caller's chunks by key."""
     end = offset + limit

@@ -70,10 +70,32 @@ Service = Annotated[LookupService, Depends(_service)]
 ChunkIdInPath = Annotated[
     str, Path(pattern=r"^[0-9a-f]{32}$", description="A chunk id: 32 hex digits.")
 ]
-InstanceInPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", max_length=128)]
-IncarnationInQuery = Annotated[int, Query(ge=0, le=MAX_INCARNATION)]
-TenantInQuery = Annotated[str, Query(pattern=f"^{TENANT_PATTERN}$", max_length=63)]
-Limit = Annotated[int, Query(ge=1, le=MAX_TENANTS_PER_ANSWER)]
+InstanceInPath = Annotated[
+    str, Path(pattern=f"^{INSTANCE_PATTERN}$", max_length=128, description="The instance's id.")
+]
+IncarnationInQuery = Annotated[
+    int,
+    Query(ge=0, le=MAX_INCARNATION, description="Only this life of the instance; else any."),
+]
+TenantInQuery = Annotated[
+    str,
+    Query(
+        pattern=f"^{TENANT_PATTERN}$",
+        max_length=63,
+        description="The tenant; by default the caller's.",
+    ),
+]
+TenantBefore = Annotated[
+    str,
+    Query(
+        pattern=f"^{TENANT_PATTERN}$",
+        max_length=63,
+        description="Names after this one: the last one of the page before.",
+    ),
+]
+Limit = Annotated[
+    int, Query(ge=1, le=MAX_TENANTS_PER_ANSWER, description="Largest number of names.")
+]
 
 
 class DirectRoute(GuardedRoute):
@@ -233,7 +255,7 @@ async def list_tenants(
     request: Request,
     caller: AdminPrincipal,
     service: Service,
-    after: TenantInQuery | None = None,
+    after: TenantBefore | None = None,
     limit: Limit = MAX_TENANTS_PER_ANSWER,
 ) -> Response:
     """A page of names after `after`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from fastapi import Query
 from lmcache_core.storage.pin_board import PinBoard
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +14,10 @@ MAX_TTL_S = 86_400
 DEFAULT_TTL_S = 600
 
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
+Wait = Annotated[
+    bool,
+    Query(description="Answer when the drain is done, or after `drain_timeout_s`; else at once."),
+]
 
 
 class DrainView(BaseModel):

@@ -93,7 +93,8 @@ PeerIdPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", description="T
 peers_router = APIRouter(prefix="/v1", tags=["peers"], route_class=GuardedRoute)
 transfers_router = APIRouter(prefix="/v1", tags=["transfers"], route_class=GuardedRoute)
 overview_router = APIRouter(prefix="/v1", tags=["overview"], route_class=GuardedRoute)
-ROUTERS: Final = (peers_router, transfers_router, overview_router)
+admin_router = APIRouter(prefix="/v1/admin", tags=["admin"], route_class=GuardedRoute)
+ROUTERS: Final = (peers_router, transfers_router, overview_router, admin_router)
 
 
 @peers_router.put(
@@ -155,11 +156,13 @@ async def end_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts
     return Response(status_code=204)
 
 
-@peers_router.post(
+@admin_router.post(
     "/peers/{peer_id}:drain",
     summary="Give a peer no new pulls",
     **bodies.route(answer=PeerStatus, failing=(404,)),
 )
+# Where `lmcachectl` of the preview calls it.
+@peers_router.post("/peers/{peer_id}:drain", include_in_schema=False)
 async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Parts) -> Response:
     """Lasts for its incarnation; the peer learns of it with its next heartbeat."""
     return json_answer(await parts.registry.drain(principal, peer_id))

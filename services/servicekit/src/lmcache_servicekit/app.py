@@ -71,6 +71,24 @@ _PROBLEM_CONTENT: Final = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas
 _OTHER: Final = "default"
 
 
+TAGS = {
+    "admin": "For operators: needs a token with the role `admin`.",
+    "admission": "Reviews of pods, for the Kubernetes API server.",
+    "chunks": "Chunks of KV, by key.",
+    "events": "Which chunks instances hold, told by the instances.",
+    "explain": "Why a prompt was loaded or computed.",
+    "health": "Probes, metrics and the level of logs.",
+    "instances": "The instances that hold chunks.",
+    "lookup": "Who holds chunks.",
+    "overview": "The data of the web page.",
+    "peers": "Sidecars and storage servers that serve chunks.",
+    "pins": "Chunks that stay in memory.",
+    "status": "Figures of the service and its tiers.",
+    "transfers": "Who pulls which chunks from whom, and the tickets for it.",
+}
+"""What the calls of each tag are about."""
+
+
 class ServiceApp(FastAPI):
     """A FastAPI app whose OpenAPI document tells the truth about errors, and about bodies that
     pydantic does not read. The id of an operation is the name of its function.
@@ -92,7 +110,11 @@ class ServiceApp(FastAPI):
         only_tenant: str | None,
         **options: Any,
     ) -> None:
-        super().__init__(generate_unique_id_function=lambda route: route.name, **options)
+        super().__init__(
+            generate_unique_id_function=lambda route: route.name,
+            servers=[{"url": "/"}],
+            **options,
+        )
         self.guarded = tuple(guarded)
         self._problems = problems
         self._only_tenant = only_tenant
@@ -127,6 +149,13 @@ class ServiceApp(FastAPI):
             for status, text in self._meanings().items()
             if status in used
         }
+        tags = {
+            tag
+            for operations in schema.get("paths", {}).values()
+            for operation in operations.values()
+            for tag in operation.get("tags", [])
+        }
+        schema["tags"] = [{"name": tag, "description": TAGS[tag]} for tag in sorted(tags)]
         return schema
 
     def _add_problems(self, operation: dict[str, Any], role: Role) -> set[str]:

@@ -173,7 +173,7 @@ async def test_a_peer_is_deregistered_also_when_it_is_gone_and_drained_by_name()
         await client.deregister("a")
     status = 204
     await client.drain("a")
-    assert seen == ["DELETE /v1/peers/a"] * 2 + ["POST /v1/peers/a:drain"]
+    assert seen == ["DELETE /v1/peers/a"] * 2 + ["POST /v1/admin/peers/a:drain"]
 
 
 def all_request_errors(

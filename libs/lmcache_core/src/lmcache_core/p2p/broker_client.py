@@ -96,7 +96,7 @@ class BrokerClient(JsonHttpClient):
         Raises:
             UnavailableError: The broker did not answer, or refused.
         """
-        await self.call("POST", f"{_peer_path(instance_id)}:drain")
+        await self.call("POST", f"{_peer_path(instance_id, '/v1/admin')}:drain")
 
     async def peers(self) -> list[m.PeerStatus]:
         """List the live peers that this token may see.
@@ -201,8 +201,8 @@ class BrokerClient(JsonHttpClient):
                 )
 
 
-def _peer_path(instance_id: str) -> str:
-    return f"/v1/peers/{validate_instance_id(instance_id)}"
+def _peer_path(instance_id: str, prefix: str = "/v1") -> str:
+    return f"{prefix}/peers/{validate_instance_id(instance_id)}"
 
 
 def _holders_of(chunk_id: bytes, holders: Sequence[str | HeldBy]) -> m.ChunkHolders:

@@ -8,7 +8,14 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query
 from lmcache_core.storage.stack import LOCAL_TIERS
-from lmcache_node.admin import ClearAnswer, DrainAnswer, DrainView, EvictAnswer, EvictBytesRequest
+from lmcache_node.admin import (
+    ClearAnswer,
+    DrainAnswer,
+    DrainView,
+    EvictAnswer,
+    EvictBytesRequest,
+    Wait,
+)
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
 from lmcache_servicekit.problems import failures
 from lmcache_servicekit.state import version_of
@@ -200,8 +207,8 @@ async def list_clients(sidecar: RunningSidecar) -> Clients:
 @router.get("/admin/chunks", tags=["admin"], dependencies=[admin_role])
 async def list_chunks(
     sidecar: RunningSidecar,
-    offset: Annotated[int, Query(ge=0)] = 0,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+    offset: Annotated[int, Query(ge=0, description="Chunks to skip.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Largest number of chunks.")] = 100,
 ) -> Chunks:
     """List chunks in shared memory."""
     keys = await asyncio.to_thread(sidecar.stack.hot.keys)
@@ -228,7 +235,7 @@ async def clear_tiers(
 
 
 @router.post("/admin/drain", tags=["admin"], dependencies=[admin_role])
-async def drain(sidecar: RunningSidecar, wait: bool = True) -> DrainAnswer:
+async def drain(sidecar: RunningSidecar, wait: Wait = True) -> DrainAnswer:
     """Drain: accept no new chunks, finish writes, hand over what only this sidecar holds.
 
     Reads continue. Answers when done or after `drain_timeout_s`; with `wait=false` immediately.
