@@ -122,7 +122,30 @@ def test_only_a_release_and_only_a_kind(
     assert found["stats"]["index"] == "embedded"
     assert set(api.forwards) == {"demo-lmcache-lookup-7d9f8b6c5-x2x4z"}
     told = ctl(api, cluster, tmp_path, "--release=nobody").text("status", code=1)
-    assert "no service is named: no running pod of the release matches" in told
+    assert "no service is named: no running pod of a release matches" in told
+
+
+def test_without_options_the_cluster_of_kubectl_is_asked(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    (tmp_path / ".kube").mkdir()
+    api.kubeconfig(tmp_path / ".kube" / "config")
+    bare = Ctl([f"--token-file={cluster.directory / 'token'}"], {"HOME": str(tmp_path)})
+    assert len(bare.json("status")["services"]) == len(PODS)
+    assert set(api.forwards) == set(PODS)
+    url = cluster.services["lookup"].url
+    api.forwards.clear()
+    [named] = bare.json("status", f"--lookup-url={url}")["services"]
+    assert (named["url"], api.forwards) == (url, []), "an address stands before it"
+    (tmp_path / "settings.yaml").write_text("port: 8081\n")
+    bare.text("doctor", "--check-config", f"lookup={tmp_path / 'settings.yaml'}")
+    assert api.forwards == [], "a settings file alone is checked without a cluster"
+    api.pods.clear()
+    told = " ".join(bare.text("status", code=1).split())
+    assert "no running pod of a release matches in namespace ns; give another --namespace" in told
+    (tmp_path / ".kube" / "config").write_text("{")
+    told = " ".join(bare.text("status", code=2).split())
+    assert "no usable kubeconfig (it is damaged) in ~/.kube/config" in told
 
 
 def test_all_namespaces_are_looked_through(

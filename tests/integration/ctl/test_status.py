@@ -250,4 +250,4 @@ def test_a_refusal_of_a_caller_without_a_token_is_no_defect(status: int) -> None
 def test_nothing_at_the_default_ports_hints_at_the_cluster() -> None:
     told = " ".join(Ctl(["--timeout=1"]).text("status", code=1).split())
     assert "nothing answers at the default ports of this machine" in told
-    assert "-n NAMESPACE" in told
+    assert "those of a cluster by --kubeconfig" in told

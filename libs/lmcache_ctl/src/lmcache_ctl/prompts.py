@@ -141,7 +141,7 @@ def vllm_at(settings: CtlSettings, url: str | None, pod: str) -> Iterator[str]:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--vllm-url {url!r}: an address begins with http:// or https://")
         yield url
-    elif settings.names_cluster:
+    elif settings.asks_cluster:
         from lmcache_ctl.kube.forward import forwarded
 
         with forwarded(settings, pod, VLLM_PORT) as address:

@@ -29,6 +29,7 @@ class Reach:
     def __init__(self, settings: CtlSettings, all_namespaces: bool = False) -> None:
         self.settings = settings
         self._all_namespaces = all_namespaces
+        self._is_in_cluster = settings.asks_cluster or all_namespaces
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Reach:
@@ -47,11 +48,11 @@ class Reach:
     @property
     def hint(self) -> str:
         """Return advice for when nothing answers and no place was named; "" where one was."""
-        if self.settings.names_urls or self.settings.names_cluster or self._all_namespaces:
+        if self.settings.names_urls or self._is_in_cluster:
             return ""
         return (
             "nothing answers at the default ports of this machine: name services with --…-url, or"
-            f" those of a cluster by {_place_in_cluster()}"
+            " those of a cluster by --kubeconfig"
         )
 
     @contextlib.contextmanager
@@ -76,7 +77,7 @@ class Reach:
         order = list(Kind)
         with contextlib.ExitStack() as open_ways:
             in_cluster: list[Callable[[], list[Endpoint]]] = []
-            if settings.names_cluster or self._all_namespaces:
+            if self._is_in_cluster:
                 from lmcache_ctl.kube.pods import PodWays, namespaces_of
 
                 places = [settings]
@@ -92,7 +93,7 @@ class Reach:
                     ).find
                     for place in places
                 ]
-            calls_here = settings.names_urls or not (settings.names_cluster or self._all_namespaces)
+            calls_here = settings.names_urls or not self._is_in_cluster
 
             def find() -> list[Endpoint]:
                 found = services_of(settings) if calls_here else []
@@ -174,22 +175,11 @@ class Reach:
         options = " or ".join(f"--{kind}-url" for kind in kinds or Kind)
         if self._all_namespaces:
             return CtlError(f"{what}: no namespace has a running pod of a release")
-        if not self.settings.names_cluster:
+        if not self._is_in_cluster:
             return CtlError(f"{what}: give {options}, or --namespace for a cluster")
+        from lmcache_ctl.kube.access import place_of
+
         return CtlError(
-            f"{what}: no running pod of the release matches; is --namespace"
-            f" {self.settings.namespace or '(the context own)'} right? Or give {options}"
+            f"{what}: no running pod of a release matches in {place_of(self.settings)}; give"
+            f" another --namespace, -A for all, or {options}"
         )
-
-
-def _place_in_cluster() -> str:
-    """Return the option that names the kubeconfig's cluster, with its namespace where there is
-    one.
-    """
-    from lmcache_ctl.kube.access import context_and_namespace
-
-    found = context_and_namespace()
-    if found is None:
-        return "-n NAMESPACE"
-    context, namespace = found
-    return f"-n NAMESPACE (the context {context} has namespace {namespace}; -A shows all)"

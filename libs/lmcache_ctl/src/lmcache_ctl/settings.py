@@ -26,6 +26,8 @@ Urls = Annotated[
     tuple[Annotated[str, msgspec.Meta(pattern="^https?://")], ...],
     msgspec.Meta(max_length=MAX_URLS),
 ]
+POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+DEFAULT_KUBECONFIG: Final = "~/.kube/config"
 
 
 class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,8 +47,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         timeout_s: Longest wait for one service, all requests together, seconds.
         kubeconfig: Where the cluster is; None: as kubectl finds it, or the pod's own account.
         context: Of the kubeconfig; None: the current one.
-        namespace: Where the release is; with it, or one of the other three, services are found
-            through the Kubernetes API.
+        namespace: Where the release is; None: the namespace of the context or the pod.
         release: Only this Helm release's pods.
     """
 
@@ -71,9 +72,22 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def names_cluster(self) -> bool:
-        """Whether services are to be found through the Kubernetes API."""
+        """Whether options say to find services through the Kubernetes API."""
         named = (self.kubeconfig, self.context, self.namespace, self.release)
         return any(value is not None for value in named)
+
+    @property
+    def asks_cluster(self) -> bool:
+        """Whether they are, named or not: without any address, as kubectl would, wherever it finds
+        a kubeconfig or a pod's own account.
+        """
+        return self.names_cluster or (not self.names_urls and _knows_a_cluster())
+
+
+def _knows_a_cluster() -> bool:
+    paths = process_variable("KUBECONFIG") or DEFAULT_KUBECONFIG
+    files = [Path(path).expanduser() for path in paths.split(os.pathsep) if path]
+    return POD_NAMESPACE_FILE.is_file() or any(file.is_file() for file in files)
 
 
 def process_variable(name: str) -> str:

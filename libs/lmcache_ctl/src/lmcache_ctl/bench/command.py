@@ -92,7 +92,7 @@ def _chosen_service(reach: Reach, target: str | None) -> Iterator[Endpoint]:
         CtlError: It is not there, or cannot be reached.
     """
     settings = reach.settings
-    if target is None and not settings.names_urls and not settings.names_cluster:
+    if target is None and not settings.names_urls and not settings.asks_cluster:
         raise UsageError(
             "name what to measure: lmcachectl bench lm://host:port, or storage or lookup with"
             " --…-url or --namespace"
@@ -110,7 +110,7 @@ def _chosen_service(reach: Reach, target: str | None) -> Iterator[Endpoint]:
     is_lm = kind == LM
     if is_lm:
         asked = parse_target(f"{Kind.STORAGE}{separator}{name}", (Kind.STORAGE,))
-        if settings.names_urls or not settings.names_cluster:
+        if settings.names_urls or not settings.asks_cluster:
             raise UsageError(
                 "lm finds pods of cache_storage in a cluster (--namespace); elsewhere write the"
                 " address, lm://host:port"

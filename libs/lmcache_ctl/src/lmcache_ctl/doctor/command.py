@@ -53,11 +53,12 @@ def doctor(
         *check_addresses(loaded, settings.timeout_s),
         *check_redis(loaded, settings.timeout_s),
     ]
-    if settings.names_cluster:
+    asks_cluster = settings.names_cluster or (settings.asks_cluster and not check_config)
+    if asks_cluster:
         from lmcache_ctl.doctor.objects import check_objects
 
         findings += check_objects(settings)
-    if settings.names_urls or settings.names_cluster or not check_config:
+    if settings.names_urls or asks_cluster or not check_config:
         findings += _of_services(reach)
     found = diagnosis_of(findings)
     show(found, output, print_diagnosis)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any, Final, Self
 
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.settings import CtlSettings
+from lmcache_ctl.settings import DEFAULT_KUBECONFIG, POD_NAMESPACE_FILE, CtlSettings
 
-POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE: Final = "default"
-DEFAULT_KUBECONFIG: Final = "~/.kube/config"
 MAX_PAGES: Final = 64
 PAGE: Final = 250
 PORT_FORWARD: Final = "port-forward"
@@ -207,13 +204,7 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
     return configuration, str(chosen.get("context", {}).get("namespace") or DEFAULT_NAMESPACE)
 
 
-def context_and_namespace() -> tuple[str, str] | None:
-    """Return the current context of kubectl's kubeconfig, and its namespace; None without one."""
-    from kubernetes import config
-
-    try:
-        active = config.list_kube_config_contexts()[1]
-        namespace = active.get("context", {}).get("namespace") or DEFAULT_NAMESPACE
-        return str(active["name"]), str(namespace)
-    except _unusable():  # told where the kubeconfig is used
-        return None
+def place_of(settings: CtlSettings) -> str:
+    """Return where pods are looked for, in words."""
+    _, own = _load(settings)
+    return f"namespace {settings.namespace or own}"
