@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+from lmcache_core.config import OPTIONS
+from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.migrate import CHART_SIZES, IN_CHART, migration_of
 from lmcache_sidecar.settings import SidecarSettings
@@ -60,6 +62,23 @@ def test_the_chart_has_these_values() -> None:
     assert set(values["sidecar"]["config"]) >= IN_CHART
     assert set(values["sidecar"]) >= set(CHART_SIZES.values())
     assert values["modelDefaults"]["connector"]["options"] == {}
+
+
+def test_what_has_no_effect_is_told(tmp_path: Path) -> None:
+    idle = {"blend_check_layers": 1, "mp_port": 5555, "remote_serde": "cachegen"}
+    found = migration_of(written(tmp_path, chunk_size=128, cache_policy="LRU", **idle))
+    assert found.notes[1] == f"left out, without what they belong to: {', '.join(sorted(idle))}"
+    assert not found.refused
+    given = written(tmp_path, remote_url="redis://h:1", remote_serde="cachegen")
+    assert "left out" not in " ".join(migration_of(given).notes)
+
+
+@pytest.mark.parametrize("name", sorted({*FOREIGN_NAMES, *OPTIONS} - {"local_cpu"}))
+def test_no_option_is_dropped_without_a_word(name: str, tmp_path: Path) -> None:
+    """With a value that no option has by default."""
+    file = written(tmp_path, **{name: "/some/thing"})
+    told = Ctl().run("migrate", file, code=migration_of(file).refused != [])
+    assert "/some/thing" in told.stdout or name in told.stdout
 
 
 def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:

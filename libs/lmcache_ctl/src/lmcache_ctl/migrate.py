@@ -78,7 +78,7 @@ def migration_of(file: Path) -> Migration:
         UsageError: It cannot be read or is not a mapping.
     """
     from lmcache_core.config import OPTIONS
-    from lmcache_core.config.foreign_names import translated
+    from lmcache_core.config.foreign_names import FOREIGN_NAMES, translated
     from lmcache_core.config.options import problems_of
     from lmcache_core.config.sources import DEFAULT_DISK_GB, named_in_file
     from lmcache_core.errors import ConfigError
@@ -94,12 +94,22 @@ def migration_of(file: Path) -> Migration:
     refused += problems_of(values, OPTIONS)
     if possible.get("local_disk") is not None:
         possible.setdefault("max_local_disk_size", DEFAULT_DISK_GB)
+    idle = [
+        name
+        for name in named
+        if name in FOREIGN_NAMES
+        and FOREIGN_NAMES[name].part_of
+        and FOREIGN_NAMES[name].translate(named[name], named) == {}
+    ]
     for tier, parts in PART_OF_TIER.items():
         if possible.get(tier) is None:
+            idle += [name for name in possible if name in parts]
             possible = {name: possible[name] for name in possible if name not in parts}
     sidecar: dict[str, Any] = {"arena_gb": possible.pop(MEMORY, OPTIONS[MEMORY].default)}
     engine: dict[str, Any] = {}
     notes = [PER_GPU]  # arena_gb is always there
+    if idle:
+        notes.append(f"left out, without what they belong to: {', '.join(idle)}")
     for name, value in possible.items():
         if value != OPTIONS[name].default:
             _place(name, value, sidecar, engine, notes, refused)
