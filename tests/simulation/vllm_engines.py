@@ -252,7 +252,7 @@ class VllmClient:
             "load": self._dice.choice(("sync", "async")),
         }
         if self._dice.random() < EMBEDDED_CHANCE:
-            extra = embedded(**options, **cluster.embedded(node))
+            extra = embedded(**options, **cluster.embedded())
         else:
             extra = beside(cluster.socket(node), **options)
         shape = Shape(
