@@ -110,12 +110,10 @@ class Cluster:
         """Where engines reach the sidecar of a node."""
         return self.world.place(self.machines[name]) / "run" / "sidecar.sock"
 
-    def embedded(self, node: str) -> dict[str, object]:
-        """Return options of an engine of a node that uses no sidecar."""
+    def embedded(self) -> dict[str, object]:
+        """Return options of an engine that uses no sidecar."""
         return {
             "max_local_cpu_size": 70 * self.chunk_bytes / GB,
-            "local_disk": str(self.world.place(self.machines[node]) / "disk" / "engine"),
-            "max_local_disk_size": _DISK_CHUNKS["node"] * self.chunk_bytes / GB,
             "remote_url": self._storages,
             "remote_token_file": str(self._secrets / "token"),
             "salt": SALT,

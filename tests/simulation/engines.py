@@ -41,6 +41,7 @@ class SimulatedEngine:
         seed: Seed of its prompts.
         pause_s: Mean time between two requests.
         is_vllm: Whether it is vLLM with the connector; otherwise it calls the library.
+        is_embedded: Whether vLLM has tiers in its own process instead of a sidecar.
         on_call: Called with the name of each call of the engine as it begins.
 
     Attributes:
@@ -60,6 +61,7 @@ class SimulatedEngine:
         seed: int,
         pause_s: float,
         is_vllm: bool,
+        is_embedded: bool,
         on_call: Callable[[str], object],
     ) -> None:
         self.cluster = cluster
@@ -67,6 +69,7 @@ class SimulatedEngine:
         self.seed = seed
         self.pause_s = pause_s
         self.is_vllm = is_vllm
+        self.is_embedded = is_embedded
         self.on_call = on_call
         self.is_working = True
         self.is_idle = False

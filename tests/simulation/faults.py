@@ -120,6 +120,7 @@ class Faults:
             machine.wall_offset_s = 0.0  # tickets expire where clocks differ
         for disk in self._world.files.disks.values():
             disk.crash_in(1 << 62, lambda: None)
+            disk.mend_sectors()
         for name, process in list(self._cluster.processes.items()):
             if process.is_paused:
                 self._world.signal(process, signal.SIGCONT)

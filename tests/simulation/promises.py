@@ -129,7 +129,8 @@ def _pull_from_peers(world: World) -> None:
 
     def take_noted(pull: Any, *args: Any) -> None:
         take(pull, *args)
-        arrived_s[pull] = kernel.now
+        if all(isinstance(pull._results[place], Chunk) for place in pull._places.values()):
+            arrived_s.setdefault(pull, kernel.now)
 
     async def run_judged(pull: Any, assignments: Sequence[Any]) -> Any:
         process, parts = kernel.process, pull._parts

@@ -41,8 +41,6 @@ MAX_AT_ONCE, MAX_NEW_TOKENS = 4, (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
 LOSS_CHANCE, RESET_CHANCE, REPEAT_CHANCE = 0.05, 0.4, 0.5
-EMBEDDED_CHANCE = 0.2
-"""How often an engine has its tiers in its own process instead of a sidecar."""
 END_S = 60.0
 """Requests that are served at once have ended after this time, times when paused left out."""
 CALLS = (
@@ -82,11 +80,13 @@ class _Books:
 
     Attributes:
         engine: The engine.
+        is_async: Whether it loads beside its steps.
         kept: Hashes of chunks that are kept for requests, by ticket.
         loaded: How many chunks each thread has loaded last.
     """
 
     engine: SimulatedEngine
+    is_async: bool
     kept: dict[str, set[str]] = field(default_factory=dict)
     loaded: dict[int, int] = field(default_factory=dict)
 
@@ -98,7 +98,9 @@ class _Books:
 
 class _Store(WrappedStore):
     """Has room for chunks, which are copied then, some steps late now and then, and lacks the last
-    chunks of a load now and then.
+    chunks of an asynchronous load now and then.
+
+    When a synchronous one fails, vLLM lets requests that share its blocks read them too early.
 
     Args:
         inner: The store.
@@ -126,7 +128,7 @@ class _Store(WrappedStore):
 
     def get(self, keys: Sequence[Any], *args: Any, **options: Any) -> Any:
         self._books.loaded.pop(threading.get_ident(), None)
-        if self._dice.random() < LOSS_CHANCE:
+        if self._books.is_async and self._dice.random() < LOSS_CHANCE:
             keys = keys[: self._dice.randrange(len(keys))]
         return self.inner.get(keys, *args, **options) if keys else []
 
@@ -251,8 +253,8 @@ class VllmClient:
             "tier_timeout_s": TIMEOUT_S,
             "load": self._dice.choice(("sync", "async")),
         }
-        if self._dice.random() < EMBEDDED_CHANCE:
-            extra = embedded(**options, **cluster.embedded(node))
+        if self._simulated.is_embedded:
+            extra = embedded(**options, **cluster.embedded())
         else:
             extra = beside(cluster.socket(node), **options)
         shape = Shape(
@@ -260,7 +262,7 @@ class VllmClient:
             block_size=BLOCK_SIZE,
             num_blocks=self._dice.choice(NUM_BLOCKS),
         )
-        books = _clients[self._process.pid] = _Books(self._simulated)
+        books = _clients[self._process.pid] = _Books(self._simulated, options["load"] == "async")
         engine = _Engine(
             _connector(),
             make_model(place),
