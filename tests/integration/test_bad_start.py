@@ -49,6 +49,8 @@ CASES: list[tuple[str, Mapping[str, str], str]] = [
     ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/s"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/log/s.sock"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/tmp/" + "s" * 120}, "socket_path"),
+    ("sidecar", SIDECAR | {"DISK_PATH": f"{HERE}/log", "DISK_GB": "0.01"}, "disk_path"),
+    ("storage", STORAGE | {"DISK_PATH": f"{HERE}/log/kv", "DISK_GB": "0.01"}, "disk_path"),
     ("sidecar", SIDECAR | {"REMOTE_URL": "redis://h:x"}, "remote_url"),
     ("sidecar", SIDECAR | {"REMOTE_URL": "http://"}, "remote_url"),
 ]
@@ -107,10 +109,11 @@ def test_a_port_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, p
     assert f"--port-file '{path}'" in line
 
 
+@pytest.mark.parametrize("path", ["/tmp/a\\0b", ""])
 @pytest.mark.parametrize("option", ["socket_path", "arena_path", "disk_path"])
-def test_a_path_with_a_nul_is_refused(tmp_path: Path, option: str) -> None:
+def test_a_path_that_names_nothing_is_refused(tmp_path: Path, option: str, path: str) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(f'{option}: "/tmp/a\\0b"\n')
+    config.write_text(f'{option}: "{path}"\n')
     environ = environment("sidecar", {"PORT": "0", "LM_PORT": "0"}, tmp_path)
     assert ended("sidecar", ["--config", str(config)], environ, tmp_path / "log") == 2
     [line] = (tmp_path / "log").read_text().splitlines()
@@ -138,6 +141,8 @@ def test_every_address_is_logged_and_so_are_the_other_servers(tmp_path: Path) ->
     ("service", "options", "where"),
     [
         ("lookup", LOOKUP | {"REDIS_URL": REDIS}, "redis at 127.0.0.1:1"),
+        ("sidecar", SIDECAR | {"REMOTE_URL": REDIS}, "connecting to 127.0.0.1:1"),
+        ("sidecar", SIDECAR | {"REMOTE_URL": "lm://127.0.0.1:1"}, "lm://127.0.0.1:1"),
         (
             "storage",
             STORAGE

@@ -438,6 +438,23 @@ def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["{}", "/proc/nowhere/s.sock"])
+def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str) -> None:
+    file = write(tmp_path / "s.yaml", arena_gb=0.01, socket_path=path.format(tmp_path))
+    found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=1)
+    assert [what for _, _, what in wrong(found, "socket")]
+
+
+def test_an_address_of_another_machine(tmp_path: Path) -> None:
+    file = write(tmp_path / "b.yaml", host="192.0.2.1", allow_anonymous=True)
+    found = Ctl().json("doctor", "--check-config", f"broker={file}")
+    [(level, _, what)] = wrong(found, "addresses")
+    assert (level, what.partition(":")[0]) == (
+        "warning",
+        "192.0.2.1 is not an address of this machine",
+    )
+
+
 def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
     """Asking the file system for them is an error of its own, which is neither "there" nor "not
     there".

@@ -126,6 +126,8 @@ class ServiceSettings(BaseModel):
     def _check_paths(cls, value: object) -> object:
         if isinstance(value, Path) and "\0" in str(value):
             raise ValueError("contains a NUL character; no path can")
+        if value == Path():
+            raise ValueError("names no file or directory; leave it out, or give a path")
         return value
 
     @field_validator("otlp_endpoint")

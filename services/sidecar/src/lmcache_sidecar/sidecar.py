@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
-from lmcache_core.errors import CapacityError, ConfigError
+from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
+from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.record import Chunk
+from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import Codecs, create_codecs
 from lmcache_core.storage.peer import PEER_TIER, P2PBackend
 from lmcache_core.storage.remote.members import locate_by_lookup
@@ -100,6 +102,8 @@ class SidecarNode(Node[SidecarSettings]):
         readers = EncodedReaders(codecs)
         spec = self._describe_tiers(codecs, readers.stays_encoded)
         await self.open_tiers(build_tiers(spec), DESCRIBED)
+        if self.tiers.remote is not None:
+            self.tasks.start("remote-tier", self._try_remote(self.tiers.remote))
         self.state.registry.register(CodecErrorCollector(codecs.figures.errors))
         self.exits.callback(owner.seal)  # before the tiers are emptied
         context = SessionContext(
@@ -285,6 +289,14 @@ class SidecarNode(Node[SidecarSettings]):
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGUSR1, self.drain.begin)
             self.exits.callback(loop.remove_signal_handler, signal.SIGUSR1)
+
+    async def _try_remote(self, remote: StorageBackend) -> None:
+        """Log if the remote tier does not answer: without requests, nothing else would say so."""
+        nothing = CacheEngineKey("", "", 1, 0, "00" * 32)
+        try:
+            await remote.batched_contains([ChunkKey(self.settings.tenant, nothing)])
+        except UnavailableError as exc:
+            logger.warning("dependency unavailable: check=remote-tier error=%s", exc)
 
     async def _check_arena(self) -> str:
         path = Path(self.arena.path)

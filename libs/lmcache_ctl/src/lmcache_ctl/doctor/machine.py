@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ def check_machine(loaded: Sequence[Loaded]) -> list[Finding]:
         if file.kind == "sidecar":
             found += _arena(Subject("shared memory", where), settings)
             found.append(_socket(Subject("socket", where), settings.socket_path))
+        found += _addresses(Subject("addresses", where), settings)
         if file.kind == "storage":
             found.append(_memory(Subject("memory", where), int(settings.memory_gb * GIB)))
         if getattr(settings, "disk_path", None) is not None:
@@ -81,10 +83,27 @@ def _socket(subject: Subject, path: Path) -> Finding:
         what = f"socket_path has {length} bytes"
         limit = f"a Unix socket's may have {MAX_SOCKET_PATH_BYTES}"
         return subject.error(f"{what}, and {limit}", "choose a shorter one")
-    if problem := _nearest(path.parent)[1]:
-        fix = "choose a directory that the sidecar may write to"
+    problem = _nearest(path.parent)[1]
+    if path.is_dir():
+        problem = "it is a directory"
+    elif path.is_relative_to("/proc") or path.is_relative_to("/sys"):
+        problem = "no file can be made there"
+    if problem:
+        fix = "choose a path in a directory that the sidecar may write to"
         return subject.error(f"socket_path {path}: {problem}", fix)
     return subject.ok(str(path))
+
+
+def _addresses(subject: Subject, settings: Any) -> Iterator[Finding]:
+    """Check that this machine has the addresses to listen at."""
+    for host in sorted({host for host, _ in settings.listeners().values()}):
+        try:
+            kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(kind) as probe:
+                probe.bind(address)
+        except OSError as exc:
+            what = f"{host} is not an address of this machine: {exc.strerror or exc}"
+            yield subject.warning(what, "listen at an address of the service's machine or pod")
 
 
 def _disk(subject: Subject, path: Path, wanted: int) -> Finding:
