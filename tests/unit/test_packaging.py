@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions, requires
+from importlib.metadata import distribution, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,7 @@ def test_a_missing_package_is_one_sentence_with_the_command(
     assert f"pip install 'lmcache-core[{extra}]'" in told
 
 
+MAX_CTL_BYTES = 60_000_000
 HEAVY = "numpy numba llvmlite torch transformers tokenizers safetensors"
 
 
@@ -197,6 +198,22 @@ def test_the_command_line_brings_kubernetes_and_nothing_that_computes() -> None:
     base = closure_of(project_of(ROOT / "libs/lmcache_ctl/pyproject.toml")["dependencies"])
     assert {"kubernetes", "rich", "httpx"} <= base
     assert not base & set(HEAVY.split())
+
+
+def test_the_command_line_is_small_and_a_plugin_of_kubectl() -> None:
+    """Without bytecode, as `pip install --no-compile` leaves it out."""
+    project = project_of(ROOT / "libs/lmcache_ctl/pyproject.toml")
+    files = [
+        Path(str(path.locate()))
+        for name in closure_of(project["dependencies"])
+        for path in distribution(name).files or []
+        if path.suffix != ".pyc"
+    ]
+    # Installed editable here, so their own files are counted where they lie.
+    for name in ("lmcache_core", "lmcache_ctl"):
+        files += (ROOT / "libs" / name / "src").rglob("*.py")
+    assert sum(file.stat().st_size for file in files if file.is_file()) < MAX_CTL_BYTES
+    assert project["scripts"]["kubectl-lmcache"] == project["scripts"]["lmcachectl"]
 
 
 def test_the_command_line_needs_no_codec_but_for_codecs() -> None:

@@ -7,11 +7,17 @@ import logging
 import mmap
 import os
 import resource
+import threading
 from pathlib import Path
 
 import pytest
 from lmcache_core.memory import populate as module
-from lmcache_core.memory.populate import BackgroundPopulation, populate
+from lmcache_core.memory.populate import (
+    BackgroundPopulation,
+    allocate,
+    memory_nodes,
+    populate,
+)
 
 MB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -111,3 +117,51 @@ def test_long_work_tells_how_far_it_is(monkeypatch, caplog):
     monkeypatch.setattr(module, "LOG_INTERVAL_S", 0.0)
     populate(memoryview(mmap.mmap(-1, 128 * MB)))
     assert "of_gb=0.1" in caplog.text
+
+
+@pytest.fixture
+def two_sockets(tmp_path, monkeypatch):
+    """A machine with memory at two of three nodes; what each thread was bound to."""
+    for node, processors in (("node0", "0-1"), ("node1", "2-3,6"), ("node2", "4")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(f"{processors}\n")
+    (tmp_path / "has_memory").write_text("0-1\n")
+    bound: dict[str, frozenset[int]] = {}
+    monkeypatch.setattr(module, "NODES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    monkeypatch.setattr(
+        os,
+        "sched_setaffinity",
+        lambda who, to: bound.update({threading.current_thread().name: frozenset(to)}),
+    )
+    return bound
+
+
+def test_blocks_of_an_arena_are_spread_over_memory_nodes(two_sockets, monkeypatch, tmp_path):
+    assert memory_nodes() == [{0, 1}, {2, 3}], "processors that this process may use"
+    monkeypatch.setattr(module, "STEP_BYTES", PAGE)
+    ready, allocated = threading.Barrier(4), []
+
+    def fallocate(fd, at, length):
+        if len(allocated) < 4:
+            ready.wait(10)  # so that every thread has one
+        allocated.append((at, length, two_sockets[threading.current_thread().name]))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with (tmp_path / "arena").open("wb") as file:
+        allocate(file.fileno(), 4 * PAGE - 7)
+    assert sorted((at, length) for at, length, _ in allocated) == [
+        (0, PAGE), (PAGE, PAGE), (2 * PAGE, PAGE), (3 * PAGE, PAGE - 7)
+    ]  # fmt: skip
+    assert sorted(sorted(node) for _, _, node in allocated) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert threading.main_thread().name not in two_sockets
+
+
+def test_one_node_needs_no_threads(two_sockets, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with (tmp_path / "arena").open("wb") as file:
+        allocate(file.fileno(), 3 * MB)
+    assert (tmp_path / "arena").stat().st_size == 3 * MB
+    assert two_sockets == {}
+    monkeypatch.setattr(module, "NODES", tmp_path / "nowhere")
+    assert memory_nodes() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import logging
 import mmap
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ STEP_BYTES = 64 << 20
 BACKGROUND_STEP_BYTES = 16 << 20
 MAX_THREADS = 16
 LOG_INTERVAL_S = 5.0
+NODES = Path("/sys/devices/system/node")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -38,6 +41,64 @@ _get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int]
 _release_buffer = ctypes.pythonapi.PyBuffer_Release
 _release_buffer.argtypes = [ctypes.POINTER(_Buffer)]
 _release_buffer.restype = None
+
+
+def allocate(fd: int, size: int) -> None:
+    """Allocate the blocks of a new file, on a file system in memory in turn on every memory node
+    whose processors this process may use: so no link between sockets carries all loads.
+
+    A memory policy would do the same, but needs a capability that pods do not have.
+
+    Raises:
+        OSError: There is no room.
+    """
+    if len(memory_nodes()) < 2:
+        os.posix_fallocate(fd, 0, size)
+        return
+    with _threads(size) as threads:
+        steps = range(0, size, STEP_BYTES)
+        for done in [
+            threads.submit(os.posix_fallocate, fd, at, min(STEP_BYTES, size - at)) for at in steps
+        ]:
+            done.result()
+
+
+def memory_nodes() -> list[set[int]]:
+    """Return the processors that this process may use, by memory node; nodes without any are left
+    out, and all of them where the system does not tell.
+    """
+    usable = os.sched_getaffinity(0)
+    try:
+        with_memory = _numbers((NODES / "has_memory").read_text())
+        nodes = [
+            _numbers((NODES / f"node{node}" / "cpulist").read_text()) & usable
+            for node in sorted(with_memory)
+        ]
+    except (OSError, ValueError):
+        return []
+    return [node for node in nodes if node]
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers in a list such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _threads(num_bytes: int) -> ThreadPoolExecutor:
+    """Return one thread per processor for the steps of that many bytes, in turn on each node."""
+    nodes = memory_nodes()
+    number = min(len(os.sched_getaffinity(0)), MAX_THREADS, -(-num_bytes // STEP_BYTES))
+    turns = itertools.cycle(nodes)
+
+    def begin() -> None:
+        if len(nodes) > 1:
+            os.sched_setaffinity(0, next(turns))  # of this thread alone
+
+    return ThreadPoolExecutor(max(number, 1), "lmcache-populate", begin)
 
 
 def populate(view: memoryview) -> None:
@@ -73,8 +134,7 @@ def populate(view: memoryview) -> None:
                     num_bytes / 2**30,
                 )
 
-    num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS, -(-num_bytes // STEP_BYTES))
-    with ThreadPoolExecutor(max(num_threads, 1), "lmcache-populate") as threads:
+    with _threads(num_bytes) as threads:
         for done in [threads.submit(fill, at) for at in range(0, num_bytes, STEP_BYTES)]:
             done.result()
 

@@ -26,7 +26,7 @@ from lmcache_core.memory.arena_locks import (
     join_generation,
     own_directory,
 )
-from lmcache_core.memory.populate import populate
+from lmcache_core.memory.populate import allocate, populate
 
 FILE_NAME = "kv.arena"
 DEFAULT_MODE = 0o660
@@ -123,7 +123,7 @@ class ArenaFile:
             arena = self._map(fd, size, lock)
             if self.huge_pages:
                 _take_huge_pages(fd, arena.store_view)
-            os.posix_fallocate(fd, 0, size)  # fails immediately if there is no room; writes nothing
+            allocate(fd, size)  # fails before anything is written if there is no room
             populate(arena.store_view)
             return arena
         except (OSError, OverflowError, ValueError) as exc:
