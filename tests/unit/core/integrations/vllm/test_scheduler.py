@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import WorkerReport, this_host
 from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
+from lmcache_core.keys import ChunkChain
 from lmcache_core.record import Staged, StagedFrom
 
 from tests.fixtures.vllm_engine import FULL, Shape, window
@@ -329,6 +331,31 @@ def test_recomputing_costs_what_steps_take(clock: Clock) -> None:
     side.allocated(request, TABLE, 40)
     (load,) = side.plan_loads()
     assert load.recompute_s == pytest.approx(CHUNK_SIZE / 100)
+
+
+@pytest.mark.parametrize(
+    ("rate", "saving_s"), [(None, 40 / module.ASSUMED_TOKENS_PER_S), (80.0, 40 / 80)]
+)
+def test_a_new_engine_also_waits_for_an_answer_as_long_as_it_is_worth(
+    rate: float | None, saving_s: float
+) -> None:
+    savings: list[object] = []
+
+    class Asked(ScriptedStore):
+        def stage(
+            self,
+            ticket: str,
+            chains: Sequence[ChunkChain],
+            *,
+            is_prefix: bool = True,
+            **how: float | None,
+        ) -> Staged | None:
+            savings.append(how["saving_s"])
+            return super().stage(ticket, chains, is_prefix=is_prefix)
+
+    side = scheduler_side(Asked([hot(5)]), prefill_tokens_per_s=rate)
+    assert side.num_matched(request_of(), 0)[0] == 40
+    assert savings == [saving_s]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,10 @@ question is repeated in the next step.
 """
 POLL_S = 0.002
 """vLLM asks about a waiting request in every step; the store is not asked more often than this."""
+ASSUMED_TOKENS_PER_S = 50_000.0
+"""Prefill rate of an engine that has computed nothing yet, about that of an 8B model on an H100: a
+new engine waits a little for the store, too, not for the shortest time only.
+"""
 PATIENCE_MARGIN_S = 0.5
 """Extra time for the store, beyond its deadline, before a request continues with what is there."""
 
@@ -306,7 +310,8 @@ class SchedulerSide:
         if names is None or not names.num_chunks:
             state.asked_at = None
             return
-        saving_s = self._prefill.recompute_s(self._loadable(state)) or 0.0
+        rate = self._prefill.tokens_per_s or ASSUMED_TOKENS_PER_S
+        saving_s = self._loadable(state) / rate
         limit = self._limit_of(state)
         offer, is_final = self._offers.ask(
             state.request_id, names.hashes, limit, self.recompute_s, wait_s, saving_s
