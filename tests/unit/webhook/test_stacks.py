@@ -77,7 +77,8 @@ def test_servers_that_wrap_vllm_get_the_argument(name: str, options: InjectionOp
 def test_a_script_that_reads_a_variable_gets_the_connector_in_it(options: InjectionOptions) -> None:
     engine, status = injected(options, stack("kserve-llm"))
     before = stack("kserve-llm")["spec"]["containers"][0]
-    assert (engine["command"], engine["args"]) == (before["command"], before["args"])
+    assert engine["command"] == before["command"]
+    assert "args" not in engine
     values = {one["name"]: one.get("value") for one in engine["env"]}
     assert values["VLLM_ADDITIONAL_ARGS"] == f"--max-model-len 8192 {CONNECTOR_IN_A_SCRIPT}"
     assert "its script gets the connector in the variable VLLM_ADDITIONAL_ARGS" in status
@@ -88,9 +89,20 @@ def test_a_script_that_reads_a_variable_gets_the_connector_in_it(options: Inject
     assert {"name": "VLLM_ADDITIONAL_ARGS", "value": CONNECTOR_IN_A_SCRIPT} in engine["env"]
 
     other = stack("kserve-llm")
-    [script] = other["spec"]["containers"][0]["args"]
-    other["spec"]["containers"][0]["args"] = [script.replace("VLLM_ADDITIONAL_ARGS", "OTHERS")]
+    command = other["spec"]["containers"][0]["command"]
+    command[2] = command[2].replace("VLLM_ADDITIONAL_ARGS", "OTHERS")
     assert "in a shell script, which is never edited" in declined(options, other)
+
+
+def test_a_script_may_look_for_the_option_without_giving_it(options: InjectionOptions) -> None:
+    """KServe's script offloads KV itself only where a user asks for that."""
+    document = stack("kserve-llm")
+    command = document["spec"]["containers"][0]["command"]
+    assert command[2].count("--kv-transfer-config") == 3, "in a comment and in two patterns"
+    injected(options, document)
+    given = """KV_TRANSFER_ARGS="--kv-transfer-config '{}'\""""
+    command[2] = command[2].replace('  KV_TRANSFER_ARGS=""', f"  {given}")
+    assert "is given --kv-transfer-config already" in declined(options, document)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +145,7 @@ def test_a_connector_after_a_script_is_replaced_by_plain_words(options: Injectio
     for extra, is_plain in (({"lmcache.chunk_size": 512}, True), ({"lmcache.salt": "a b"}, False)):
         config = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
         document = stack("kserve-llm", replace_connector="true")
-        document["spec"]["containers"][0]["args"] += ["--kv-transfer-config", json.dumps(config)]
+        document["spec"]["containers"][0]["args"] = ["--kv-transfer-config", json.dumps(config)]
         if not is_plain:
             assert "cannot go through a script" in declined(options, document)
             continue
@@ -142,7 +154,7 @@ def test_a_connector_after_a_script_is_replaced_by_plain_words(options: Injectio
         option = "--kv-transfer-config.kv_connector_extra_config.chunk_size=512"
         *others, socket = CONNECTOR_IN_A_SCRIPT.split()
         assert words.split() == ["--max-model-len", "8192", *others, option, socket]
-        assert len(engine["args"]) == 1
+        assert engine["args"] == []
 
 
 def test_ray_is_told_what_its_configuration_needs(options: InjectionOptions) -> None:
@@ -213,14 +225,14 @@ def test_production_stacks_connector_is_replaced_on_request(options: InjectionOp
     assert engine["command"] == before["command"][:-2]
     assert config_of(engine) == transfer_config()
     assert [one["name"] for one in engine["env"] if one["name"].startswith("LMCACHE_")] == [
-        "LMCACHE_LOG_LEVEL",
         "LMCACHE_USE_EXPERIMENTAL",
+        "LMCACHE_LOG_LEVEL",
         "LMCACHE_LMCACHE_INSTANCE_ID",
     ], "options that the connector refuses with a sidecar are removed"
     assert status == (
-        "injected: the container vllm shares 30 GiB of memory with its sidecar, tenant a; replaced"
-        " LMCacheConnectorV1, not carried over: LMCACHE_LOCAL_CPU,"
-        " LMCACHE_MAX_LOCAL_DISK_SIZE, LMCACHE_REMOTE_URL, LMCACHE_REMOTE_SERDE"
+        "injected: the container vllm shares 20 GiB of memory with its sidecar, tenant a; replaced"
+        " LMCacheConnectorV1, not carried over: LMCACHE_LOCAL_CPU, LMCACHE_REMOTE_URL,"
+        " LMCACHE_REMOTE_SERDE"
     )
 
 

@@ -37,7 +37,8 @@ _READ: Final = re.compile(rf"\${SCRIPT_VARIABLE}\b|\${{{SCRIPT_VARIABLE}(:?-)?}}
 """How a script reads it, without a default that a value would hide."""
 _ASSIGNED: Final = re.compile(rf"\b{SCRIPT_VARIABLE}[:+]?=")
 RAY_VARIABLE: Final = "KUBERAY_GEN_RAY_START_CMD"
-_TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))")
+_TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))(?!\"?\*)")
+"""An option that is given. In a pattern, `*"--kv-transfer-config"*`, a script only looks for it."""
 _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./:=-]+")
 _CONNECTOR_OF_DYNAMO: Final = "DYN_CONNECTOR"
@@ -190,8 +191,9 @@ def names_our_connector(container: Container) -> bool:
 
 
 def _refuse_other_connector(container: Container) -> None:
+    script = _script(container)
     for text in _texts(container):
-        found = _TAKEN.search(text)
+        found = _TAKEN.search(_COMMENT.sub("", text) if text == script else text)
         if found is not None:
             theirs = find_lmcache(container)
             raise DeclinedError(
