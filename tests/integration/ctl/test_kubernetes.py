@@ -140,6 +140,11 @@ def test_without_options_the_cluster_of_kubectl_is_asked(
     (tmp_path / "settings.yaml").write_text("port: 8081\n")
     bare.text("doctor", "--check-config", f"lookup={tmp_path / 'settings.yaml'}")
     assert api.forwards == [], "a settings file alone is checked without a cluster"
+    kubeconfig = (tmp_path / ".kube" / "config").read_text()
+    (tmp_path / ".kube" / "config").write_text('current-context: ""\n')
+    told = " ".join(bare.text("status", "--timeout=1", code=1).split())
+    assert "nothing answers at the default ports" in told, "it names no cluster"
+    (tmp_path / ".kube" / "config").write_text(kubeconfig)
     api.pods.clear()
     told = " ".join(bare.text("status", code=1).split())
     assert "no running pod of a release matches in namespace ns; give another --namespace" in told

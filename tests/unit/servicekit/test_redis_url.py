@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from lmcache_core.errors import ConfigError
 from lmcache_lookup.index import create_index
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.redis_settings import RedisUrl
@@ -17,12 +16,12 @@ from pydantic import SecretStr, ValidationError
         *("redis://u:hunter2@h:port", "rediss://u:hunter2@h:port", "redis://[::1"),
         *("redis-sentinel://", "redis-sentinel://,:1/s", "redis-sentinel://h:x/s"),
         *("redis-cluster://", "redis-cluster://u:hunter2@,b", "redis-cluster://h:1/2"),
-        "rediss-cluster://u:hunter2@h:99999",
+        *("rediss-cluster://u:hunter2@h:99999", "redis://u:hunter2@h:99999"),
     ],
 )
 def test_an_unreadable_url_is_refused_without_being_shown(url: str) -> None:
-    with pytest.raises((ValidationError, ConfigError)) as caught:
-        create_index(LookupSettings(redis_url=SecretStr(url)))
+    with pytest.raises(ValidationError) as caught:
+        LookupSettings(redis_url=SecretStr(url))
     assert "hunter2" not in str(caught.value)
 
 

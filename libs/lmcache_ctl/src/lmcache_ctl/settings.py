@@ -87,7 +87,22 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _knows_a_cluster() -> bool:
     paths = process_variable("KUBECONFIG") or DEFAULT_KUBECONFIG
     files = [Path(path).expanduser() for path in paths.split(os.pathsep) if path]
-    return POD_NAMESPACE_FILE.is_file() or any(file.is_file() for file in files)
+    return has_pod_account() or any(file.is_file() and _has_context(file) for file in files)
+
+
+def has_pod_account() -> bool:
+    """Return whether this process runs in a pod that may ask the Kubernetes API."""
+    return POD_NAMESPACE_FILE.is_file() and bool(process_variable("KUBERNETES_SERVICE_HOST"))
+
+
+def _has_context(kubeconfig: Path) -> bool:
+    """Return whether it names a current context, or is damaged, which its reader reports."""
+    import yaml
+
+    try:
+        return bool((yaml.safe_load(kubeconfig.read_bytes()) or {}).get("current-context"))
+    except (OSError, AttributeError, yaml.YAMLError):
+        return True
 
 
 def process_variable(name: str) -> str:

@@ -67,6 +67,8 @@ class RedisUrl:
                 addresses = tuple(
                     _address_of(host, default_port) for host in _hosts_of(text).split(",")
                 )
+            elif scheme != "unix":
+                _address_of(_hosts_of(text), DEFAULT_PORT)
             service, has_tls = path or "mymaster", scheme in TLS_SCHEMES
             return cls(text, scheme, addresses, service, is_cluster, has_sentinels, has_tls)
         except ValueError:
@@ -122,11 +124,15 @@ _PREFIXES: Final = tuple(f"{scheme}://" for scheme in REDIS_SCHEMES)
 
 
 def _check_redis_url(url: SecretStr) -> SecretStr:
-    """Check the scheme. The text of the error does not repeat the URL: it may contain a
+    """Check that it can be read. The text of the error does not repeat the URL: it may contain a
     password.
     """
     if not url.get_secret_value().startswith(_PREFIXES):
         raise ValueError(f"a Redis URL begins with one of {', '.join(_PREFIXES)}")
+    try:
+        RedisUrl.parse(url.get_secret_value())
+    except ConfigError as exc:
+        raise ValueError(str(exc)) from None
     return url
 
 

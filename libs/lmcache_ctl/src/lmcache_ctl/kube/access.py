@@ -7,7 +7,12 @@ import os
 from typing import Any, Final, Self
 
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.settings import DEFAULT_KUBECONFIG, POD_NAMESPACE_FILE, CtlSettings
+from lmcache_ctl.settings import (
+    DEFAULT_KUBECONFIG,
+    POD_NAMESPACE_FILE,
+    CtlSettings,
+    has_pod_account,
+)
 
 DEFAULT_NAMESPACE: Final = "default"
 MAX_PAGES: Final = 64
@@ -165,7 +170,7 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
     configuration = client.Configuration()
     configuration.retries = 0  # each call has one deadline and one report
     named = None if settings.kubeconfig is None else str(settings.kubeconfig)
-    if named is None and settings.context is None and POD_NAMESPACE_FILE.is_file():
+    if named is None and settings.context is None and has_pod_account():
         config.load_incluster_config(client_configuration=configuration)
         return configuration, POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     origin, is_there = _origin(named)
