@@ -49,8 +49,6 @@ CASES: list[tuple[str, Mapping[str, str], str]] = [
     ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/s"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/log/s.sock"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/tmp/" + "s" * 120}, "socket_path"),
-    ("sidecar", SIDECAR | {"DISK_PATH": f"{HERE}/log", "DISK_GB": "0.01"}, "disk_path"),
-    ("storage", STORAGE | {"DISK_PATH": f"{HERE}/log/kv", "DISK_GB": "0.01"}, "disk_path"),
     ("sidecar", SIDECAR | {"REMOTE_URL": "redis://h:x"}, "remote_url"),
     ("sidecar", SIDECAR | {"REMOTE_URL": "http://"}, "remote_url"),
 ]

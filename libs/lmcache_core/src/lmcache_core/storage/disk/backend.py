@@ -107,7 +107,7 @@ class DiskBackend(StorageBackend):
         background.
 
         Raises:
-            ConfigError: Another process owns it, or it is a file.
+            ConfigError: Another process owns it.
             UnavailableError: It cannot be created, locked or read.
         """
         self._loop = asyncio.get_running_loop()
@@ -124,12 +124,6 @@ class DiskBackend(StorageBackend):
                 self._loading.result()
             else:
                 self._loading.add_done_callback(_log_failure)
-        except (FileExistsError, NotADirectoryError) as exc:
-            await self.close()
-            raise ConfigError(
-                f"disk_path={str(self._layout.root)!r}: it, or a part of it, is a file; name a"
-                " directory"
-            ) from exc
         except OSError as exc:  # includes timeouts
             await self.close()
             raise UnavailableError(
