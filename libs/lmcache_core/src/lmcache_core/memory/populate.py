@@ -96,7 +96,8 @@ def _threads(num_bytes: int) -> ThreadPoolExecutor:
 
     def begin() -> None:
         if len(nodes) > 1:
-            os.sched_setaffinity(0, next(turns))  # of this thread alone
+            with contextlib.suppress(OSError):  # a sandbox may forbid it; the spread is lost then
+                os.sched_setaffinity(0, next(turns))  # of this thread alone
 
     return ThreadPoolExecutor(max(number, 1), "lmcache-populate", begin)
 
