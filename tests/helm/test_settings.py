@@ -28,12 +28,13 @@ SERVICES = {
     "broker": ("lmcache_broker.settings", "BrokerSettings"),
     "sidecar": ("lmcache_sidecar.settings", "SidecarSettings"),
 }
+GIVEN = {"redis-password": "1234password", "redis-url": "redis://from-a-secret:6379/0"}
 FIELDS = {"metadata.name": "cache-pod-0", "status.podIP": "10.1.2.3", "spec.nodeName": "node-1"}
 
 
 def environment(rendering: Rendering, container: Manifest) -> dict[str, str]:
     """The container's variables as the kubelet would set them; Secrets that the chart does not
-    make hold a URL.
+    make hold a password or the URL of a Redis.
     """
     secrets = {one["metadata"]["name"]: one["data"] for one in rendering.of_kind("Secret")}
     values: dict[str, str] = {}
@@ -44,9 +45,7 @@ def environment(rendering: Rendering, container: Manifest) -> dict[str, str]:
         elif "secretKeyRef" in source:
             reference = source["secretKeyRef"]
             held = secrets.get(reference["name"], {}).get(reference["key"])
-            text = (
-                "redis://from-a-secret:6379/0" if held is None else base64.b64decode(held).decode()
-            )
+            text = GIVEN[reference["key"]] if held is None else base64.b64decode(held).decode()
         else:
             text = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], one["value"])
         values[one["name"]] = text
