@@ -193,6 +193,34 @@ def test_a_worker_whose_memory_is_not_as_declared_answers_for_loads(
     worker.shutdown()
 
 
+def test_a_worker_whose_scales_vllm_would_overwrite_takes_no_part(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = vllm_config(PLAIN, model, embedded(), 0)
+    tensors = RankMemory(PLAIN).by_name
+    created = []
+
+    def layer_of(impl: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            kv_cache="memory",
+            kv_cache_dtype="int8_per_token_head",
+            impl=impl,
+            get_attn_backend=lambda: SimpleNamespace,
+        )
+
+    can = SimpleNamespace(_ensure_scale_caches=created.append)
+    for impls in ((can, can), (can, object())):
+        context = dict(zip(tensors, map(layer_of, impls), strict=True))
+        config.compilation_config = SimpleNamespace(static_forward_context=context)
+        role = module.base.KVConnectorRole.WORKER
+        worker = module.LMCacheConnector(config, role, kv_cache_config(PLAIN))
+        worker.register_kv_caches(tensors)
+        assert (worker._worker is worker._worker_side) is (impls == (can, can))
+        worker.shutdown()
+    assert created == ["memory"] * 3
+    assert "kv_cache_dtype=int8_per_token_head: object keeps scales in its blocks" in caplog.text
+
+
 def test_an_older_vllm_hears_of_the_blocks_of_such_a_worker(model: Path) -> None:
     worker = RefusingWorker(reports_blocks=True)
     worker.begin_loads(StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, bytes(32), (0, 6)),), True),)))

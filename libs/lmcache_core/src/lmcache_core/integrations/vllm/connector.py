@@ -32,7 +32,7 @@ from lmcache_core.integrations.vllm.groups import (
     fails_by_block,
 )
 from lmcache_core.integrations.vllm.identity import identity_of
-from lmcache_core.integrations.vllm.memory import attention_backends
+from lmcache_core.integrations.vllm.memory import attention_backends, create_scales
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.requests import RequestNamer
@@ -317,6 +317,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             return
         with self._guard("attach"):
             try:
+                create_scales(self._vllm_config, kv_caches)
                 backends_of = functools.partial(attention_backends, self._vllm_config)
                 num_blocks = self._kv_cache_config.num_blocks
                 self._worker_side.register(kv_caches, num_blocks, backends_of)
