@@ -216,9 +216,12 @@ def measure_peers(bench: Bench, console: Console, machine: str) -> None:
         section, remark = peers.measure(bench.run, bench.directory)
     except peers.PeerMissingError as exc:
         raise SystemExit(str(exc)) from exc
-    section.show(console)
+    small = bench.run("LMCache and ours: small chunks", lambda: peers.small_chunks(bench.directory))
+    for one in (section, small):
+        one.show(console)
     console.print(remark)
-    report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", [section.as_markdown(), remark])
+    parts = [section.as_markdown(), remark, small.as_markdown()]
+    report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", parts)
 
 
 def measure_scale(bench: Bench, console: Console, machine: str) -> None:
