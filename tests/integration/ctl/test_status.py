@@ -36,17 +36,17 @@ def test_everything_is_told_in_every_format(cluster: SmallCluster) -> None:
         "num_well": 5,
         "versions": {"0.1.0": 5},
         "hit_ratio": 1.0,
-        "hit_ratio_by_tier": {"Hot": 1.0},
+        "hit_ratio_by_tier": {"memory": 1.0},
         "used_bytes": 0,
         "capacity_bytes": 0,
     }
     sidecar = by_kind["sidecar sidecar"]
     assert sidecar["traffic"]["num_wanted"] == sidecar["traffic"]["num_found"] >= NUM_CHUNKS
     assert sidecar["facts"] == {"engines": "1", "registered": "yes", "models": "org/model"}
-    assert sidecar["tiers"][0]["name"] == "Hot"
+    assert sidecar["tiers"][0]["name"] == "memory"
     assert sidecar["tiers"][0]["num_chunks"] == NUM_CHUNKS
     assert abs(sidecar["clock_skew_s"]) <= 1.5
-    assert found["totals"]["capacity_bytes"]["storage/LocalDiskBackend"] > 0
+    assert found["totals"]["capacity_bytes"]["storage/disk"] > 0
     [broker] = [one for one in found["services"] if one["kind"] == "broker"]
     assert sorted(link["id"] for link in broker["links"]) == ["sidecar", "storage-0", "storage-1"]
     assert "services   5 of 5 are healthy" in table

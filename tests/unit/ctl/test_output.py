@@ -30,14 +30,19 @@ def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[st
 
 
 POD = "cache-lmcache-llama-3-1-8b-7d9f8b6c5-x2x4z"
-TIERS = [Tier("Hot", 12_345, 3 << 30, 4 << 30), Tier("LocalDiskBackend", 90, 3 << 30, 10 << 30)]
+TIERS = [Tier("memory", 12_345, 3 << 30, 4 << 30), Tier("disk", 90, 3 << 30, 10 << 30)]
 
 
 def busy(growth: int) -> ServiceStatus:
     """A sidecar of a pod as the chart names it."""
     found = 600 + 9 * growth
     traffic = Traffic(
-        100 + 98_765 * growth, 1000 + 10 * growth, found, growth << 27, growth << 30, {"Hot": found}
+        100 + 98_765 * growth,
+        1000 + 10 * growth,
+        found,
+        growth << 27,
+        growth << 30,
+        {"memory": found},
     )
     drain = DrainStatus("handing_over", 40_000, 20_000, 5, 1, 19_994)
     facts = {"engines": "1", "registered": "yes", "models": "meta-llama/Llama-3.1-8B-Instruct"}

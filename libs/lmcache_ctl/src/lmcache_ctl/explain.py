@@ -23,7 +23,6 @@ from lmcache_ctl.output import (
     print_text,
     show,
     size_text,
-    tier_word,
 )
 from lmcache_ctl.prompts import read_messages, read_prompt, read_token_ids, tokenize, vllm_at
 from lmcache_ctl.reach import Reach
@@ -285,7 +284,7 @@ def _cause_now(explanation: Mapping[str, Any]) -> str:
 
 def _cause_then(lookup: Mapping[str, Any], size: int) -> str:
     """Return what a request found, and a sentence on the first chunk that it missed."""
-    by_tier = ", ".join(f"{num} in {tier_word(tier)}" for tier, num in lookup["found"].items())
+    by_tier = ", ".join(f"{num} in {tier}" for tier, num in lookup["found"].items())
     found, wanted = lookup["num_found"], lookup["num_chunks"]
     told = (
         f"The request found {found} of {wanted} chunks{f' ({by_tier})' if by_tier else ''},"
@@ -351,5 +350,5 @@ def _place_text(place: Mapping[str, Any]) -> str:
     words += [place["state"]] if place["state"] != "present" else []
     words += ["lossy"] if place["lossy"] else []
     words += [f"held {place['num_holders']}x"] if place["num_holders"] else []
-    tier = tier_word(place["tier"])
+    tier = place["tier"]
     return f"{tier} ({', '.join(words)})" if words else tier

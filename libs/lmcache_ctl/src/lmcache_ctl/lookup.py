@@ -18,7 +18,6 @@ from lmcache_ctl.output import (
     print_text,
     show,
     size_text,
-    tier_word,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
@@ -112,7 +111,7 @@ def _print_prefix(found: Mapping[str, Any]) -> None:
 
 
 def _holder_text(holder: Mapping[str, Any]) -> str:
-    return f"{holder['instance']} ({tier_word(holder['tier'])})"
+    return f"{holder['instance']} ({holder['tier']})"
 
 
 @reaches(Kind.LOOKUP)
@@ -131,7 +130,7 @@ def locations(
 def _print_holders(found: Mapping[str, Any]) -> None:
     if _is_known(found):
         rows = [
-            (one["instance"], one["kind"], tier_word(one["tier"]), size_text(one["size_bytes"]))
+            (one["instance"], one["kind"], one["tier"], size_text(one["size_bytes"]))
             for one in found["holders"]
         ]
         print_table("", Columns(("instance", "kind", "tier", "size"), left=3), rows)

@@ -243,19 +243,3 @@ def error_text(error: float | None) -> str:
 def share_text(share: float | None) -> str:
     """Return a share of one in percent."""
     return UNKNOWN if share is None else f"{100 * share:.1f}%"
-
-
-TIER_WORDS: Final = {
-    "Hot": "memory",
-    "LocalCPUBackend": "memory",
-    "LocalDiskBackend": "disk",
-    "P2PBackend": "peers",
-    "RemoteBackend": "storage",
-    "S3Backend": "bucket",
-}
-"""What people call the tiers; their names are those of metric labels and of JSON."""
-
-
-def tier_word(name: str) -> str:
-    """Return what people call a tier."""
-    return TIER_WORDS.get(name, name)

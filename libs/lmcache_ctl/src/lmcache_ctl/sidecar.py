@@ -14,7 +14,6 @@ from lmcache_ctl.output import (
     print_text,
     show,
     size_text,
-    tier_word,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
@@ -57,7 +56,7 @@ def _print_status(found: Mapping[str, Any]) -> None:
         print_text(f"{name:<11}{value}")
     rows = [
         (
-            tier_word(name),
+            name,
             str(tier["num_chunks"]),
             size_text(tier["used_bytes"]),
             size_text(tier["capacity_bytes"]),

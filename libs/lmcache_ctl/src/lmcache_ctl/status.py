@@ -23,7 +23,6 @@ from lmcache_ctl.output import (
     share_text,
     show,
     size_text,
-    tier_word,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
@@ -105,7 +104,7 @@ def print_status(found: ClusterStatus) -> None:
     totals, prefix = found.totals, name_prefix(found.services)
     versions = (f"{version} ({number}x)" for version, number in sorted(totals.versions.items()))
     shares = totals.hit_ratio_by_tier.items()
-    by_tier = ", ".join(f"{tier_word(tier)} {share_text(share)}" for tier, share in shares)
+    by_tier = ", ".join(f"{tier} {share_text(share)}" for tier, share in shares)
     print_text(
         f"services   {totals.num_well} of {totals.num_services} are healthy\n"
         f"versions   {', '.join(versions) or UNKNOWN}\n"
@@ -139,7 +138,7 @@ def print_status(found: ClusterStatus) -> None:
             one.namespace,
             str(one.kind),
             one.name.removeprefix(prefix),
-            tier_word(tier.name),
+            tier.name,
             str(tier.num_chunks),
             size_text(tier.used_bytes),
             size_text(tier.capacity_bytes),

@@ -26,7 +26,6 @@ from lmcache_ctl.output import (
     show,
     size_text,
     table_of,
-    tier_word,
     wrapped,
 )
 from lmcache_ctl.reach import Reach
@@ -305,7 +304,7 @@ def _service_row(one: Rates, prefix: str) -> tuple[str | Text, ...]:
         share_text(one.hit_ratio),
         *(UNKNOWN if per_s is None else f"{size_text(int(per_s))}/s" for per_s in sizes),
         ", ".join(
-            f"{tier_word(tier.name)} {size_text(tier.used_bytes)}"
+            f"{tier.name} {size_text(tier.used_bytes)}"
             + (f" ({tier.used_bytes / tier.capacity_bytes:.0%})" if tier.capacity_bytes else "")
             for tier in one.tiers
         ),

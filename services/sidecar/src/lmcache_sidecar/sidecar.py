@@ -18,11 +18,12 @@ from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile
+from lmcache_core.names import PEER_TIER
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import Codecs, create_codecs
-from lmcache_core.storage.peer import PEER_TIER, P2PBackend
+from lmcache_core.storage.peer import P2PBackend
 from lmcache_core.storage.remote.members import locate_by_lookup
 from lmcache_core.storage.tiers import HotSpec, PeersSpec, RemoteSpec, TiersSpec, build_tiers
 from lmcache_core.wire.capabilities import Accepts
@@ -296,7 +297,7 @@ class SidecarNode(Node[SidecarSettings]):
         try:
             await remote.batched_contains([ChunkKey(self.settings.tenant, nothing)])
         except UnavailableError as exc:
-            logger.warning("dependency unavailable: check=remote-tier error=%s", exc)
+            logger.warning("dependency unavailable: check=storage error=%s", exc)
 
     async def _check_arena(self) -> str:
         path = Path(self.arena.path)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from lmcache_core.lookup.messages import (
     MAX_HOLDERS_PER_CHUNK,
@@ -20,7 +21,7 @@ from lmcache_core.lookup.messages import (
     InstanceText,
     TierText,
 )
-from lmcache_core.names import validate_instance_id
+from lmcache_core.names import tier_name, validate_instance_id
 from lmcache_core.p2p.distributed_url import parse_distributed_url
 
 PeerKind = Literal["sidecar", "storage"]
@@ -158,6 +159,9 @@ class TierFigures(msgspec.Struct, frozen=True):
     used_bytes: BoundedCount
     capacity_bytes: BoundedCount
 
+    def __post_init__(self) -> None:
+        force_setattr(self, "name", tier_name(self.name))
+
 
 class FirstTokens(msgspec.Struct, frozen=True):
     """How many requests have got their first token, and how long they waited for it, as vLLM counts
@@ -228,6 +232,12 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     tiers: Annotated[tuple[TierFigures, ...], msgspec.Meta(max_length=MAX_TIERS)] = ()
     sole_bytes: BoundedCount | None = None
     models: Annotated[dict[Label, ModelFigures], msgspec.Meta(max_length=MAX_COUNTED_LABELS)] = {}
+
+    def __post_init__(self) -> None:
+        # Older instances send LMCache's names of tiers.
+        for field in ("loaded_chunks", "loaded_bytes"):
+            counts = getattr(self, field)
+            force_setattr(self, field, {tier_name(tier): n for tier, n in counts.items()})
 
 
 class AnnounceRequest(msgspec.Struct, frozen=True):

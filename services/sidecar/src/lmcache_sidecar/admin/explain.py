@@ -11,10 +11,8 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import APIRouter, Depends, Query
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import MAX_TOKEN_ID, ChunkKey
-from lmcache_core.record import HOT_TIER, Miss, MissReason, StagedFrom
-from lmcache_core.storage.disk.store import TIER_NAME as DISK_TIER
-from lmcache_core.storage.peer import PEER_TIER
-from lmcache_core.storage.remote import REMOTE_TIER
+from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER, STORAGE_TIER
+from lmcache_core.record import Miss, MissReason, StagedFrom
 from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS
 from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
@@ -34,10 +32,10 @@ from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 MAX_QUESTIONS = 64
 """Questions to lookup for the chunks of one rank and group."""
 TIER_OF = {
-    StagedFrom.HOT: HOT_TIER,
+    StagedFrom.HOT: MEMORY_TIER,
     StagedFrom.DISK: DISK_TIER,
     StagedFrom.PEER: PEER_TIER,
-    StagedFrom.REMOTE: REMOTE_TIER,
+    StagedFrom.REMOTE: STORAGE_TIER,
     StagedFrom.OTHER: "other",
 }
 QUARANTINED = "quarantined"

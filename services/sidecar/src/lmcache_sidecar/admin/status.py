@@ -26,7 +26,7 @@ from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 
 MAX_PAGE = 1000
 
-LocalTier = Literal["Hot", "LocalDiskBackend"]
+LocalTier = Literal["memory", "disk"]
 
 
 class RecoveryView(ApiModel):
