@@ -93,8 +93,8 @@ class ListedChunk(ApiModel):
     Attributes:
         key: Its key in the URL form.
         size_bytes: Size of its record in bytes.
-        tiers: Names of the tiers in this process that have it, fastest first: `Hot` (memory),
-            `LocalDiskBackend`.
+        tiers: Names of the tiers in this process that have it, fastest first: `memory`,
+            `disk`, `bucket`.
     """
 
     key: str

@@ -87,7 +87,7 @@ TierText = Annotated[
     msgspec.Meta(
         pattern=f"^{TIER_PATTERN}${NO_LINE_END}",
         max_length=32,
-        description="The instance's tier that has the chunk, for example `Hot`, its memory.",
+        description="The instance's tier that has the chunk, for example `memory`.",
     ),
 ]
 PackedIds = Annotated[

@@ -148,7 +148,7 @@ class TierFigures(msgspec.Struct, frozen=True):
     """Fill level of one tier.
 
     Attributes:
-        name: Name of the tier: `Hot` (memory) or `LocalDiskBackend`.
+        name: Name of the tier: `memory` or `disk`.
         num_chunks: Chunks that it holds.
         used_bytes: Bytes that they take.
         capacity_bytes: Bytes that it may use; 0 if unknown.

@@ -79,8 +79,7 @@ class PlaceView(ApiModel):
     """A tier that has a chunk, or may have it.
 
     Attributes:
-        tier: Name of the tier: `Hot` (shared memory), `LocalDiskBackend`, or that of the peers or
-            of the remote tier.
+        tier: `memory` (shared memory), `disk`, `peers` or `storage`.
         state: `present`; `refused`: present, but its encoding is not served; `unknown`: the tier
             did not answer in time.
         num_bytes: Size of its record there, in bytes; null: unknown, as at peers and in the remote

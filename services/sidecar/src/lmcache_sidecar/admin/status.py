@@ -202,7 +202,7 @@ class ClearTiersRequest(ApiModel):
     """The tiers to clear.
 
     Attributes:
-        tiers: `Hot` (shared memory), `LocalDiskBackend`, or both; null: both.
+        tiers: `memory` (shared memory), `disk`, or both; null: both.
     """
 
     model_config = ConfigDict(extra="forbid")
