@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
 import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import httpx
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError
+from lmcache_core.memory import populate
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.remote.file import FileBackend
 from lmcache_core.wire.client import LmClient
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
+from lmcache_sidecar.arena import owner
 from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
 
 from tests.fixtures.sidecar_app import make_settings
@@ -66,6 +70,41 @@ async def test_it_waits_for_room_with_its_probes_up(
         ) as client:
             assert (await client.get("/readyz")).status_code == 200
     assert seen == [(200, 503), (200, 503)], "alive, but not ready"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_startup_probes_pass_however_long_the_arena_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """Both populating a new arena and reading the journal of an earlier start take the longer the
+    larger the arena is.
+    """
+    if not is_new:
+        async with opening.lifespan(create_app(make_settings(tmp_path))):
+            """Leave an arena."""
+    slow = populate._populate if is_new else owner.replay
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def work(*args: Any) -> Any:
+        has_begun.set()
+        assert may_end.wait(30)
+        return slow(*args)
+
+    monkeypatch.setattr(populate if is_new else owner, slow.__name__, work)
+    app = create_app(make_settings(tmp_path, health_port=0))
+    state = service_state(app)
+    async with AsyncExitStack() as exits:
+        exits.callback(may_end.set)
+        start = asyncio.create_task(exits.enter_async_context(app.router.lifespan_context(app)))
+        assert await asyncio.to_thread(has_begun.wait, 30)
+        url = f"http://127.0.0.1:{state.ports['health_port']}"
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/healthz")).status_code == 200
+            assert (await client.get("/readyz")).status_code == 503
+            assert not start.done()
+            may_end.set()
+            await start
+            assert (await client.get("/readyz")).status_code == 200
 
 
 async def test_without_a_wait_it_says_what_is_missing(

@@ -85,9 +85,10 @@ def sidecar_container(plan: PodPlan, vllm_url: str | None) -> dict[str, Any]:
             "limits": {"memory": memory},
         },
         "securityContext": _security_context(plan),
-        # vLLM starts once the arena exists. No readiness probe: a sidecar that has lost the storage
-        # must not take vLLM out of service. The preStop hook begins the drain at once, while vLLM
-        # still finishes its requests. SIGTERM comes after vLLM has ended.
+        # vLLM starts once the sidecar is alive. Its arena may still be populated then, so that the
+        # startup probe is the same for every size. No readiness probe: a sidecar that has lost the
+        # storage must not take vLLM out of service. The preStop hook begins the drain at once,
+        # while vLLM still finishes its requests. SIGTERM comes after vLLM has ended.
         "lifecycle": {
             "preStop": {
                 "exec": {"command": ["python", "-m", "lmcache_sidecar.begin_drain", SOCKET_PATH]}
