@@ -15,7 +15,7 @@ from unittest import mock
 import httpx
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError
-from lmcache_core.memory import populate
+from lmcache_core.memory import populate, shared
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.remote.file import FileBackend
 from lmcache_core.wire.client import LmClient
@@ -25,7 +25,7 @@ from lmcache_sidecar.app import create_app
 from lmcache_sidecar.arena import owner
 from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
 
-from tests.fixtures.sidecar_app import make_settings
+from tests.fixtures.sidecar_app import make_settings, serving
 from tests.suites.chunks import make_chunk, make_key
 
 
@@ -206,6 +206,39 @@ async def test_the_arena_is_as_its_settings_say(tmp_path: Path) -> None:
         assert arena.path.stat().st_blocks * 512 >= arena.size
         assert not app.state.sidecar.arena_owner.is_recorded
     assert list((tmp_path / "arena").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "policy", "is_advised"),
+    [
+        ("auto", "advise", True),
+        ("auto", "never", False),
+        ("auto", "deny", False),
+        ("off", "always", False),
+        ("advise", "never", True),
+    ],
+)
+async def test_it_says_once_whether_it_asks_for_huge_pages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    option: str,
+    policy: str,
+    is_advised: bool,
+) -> None:
+    for module in (shared, opening):
+        monkeypatch.setattr(module, "huge_page_policy", lambda directory: policy)
+    caplog.set_level("INFO")
+    async with serving(tmp_path, arena_huge_pages=option) as (client, _):
+        found = f"huge_pages={'advised' if is_advised else 'off'} volume_policy={policy}"
+        assert caplog.text.count(found) == caplog.text.count("huge_pages=") == 1
+        assert (await client.get("/v1/status")).json()["arena"]["huge_pages"] == is_advised
+        told = (await client.get("/readyz")).json()["checks"]["arena"]["detail"]
+        assert ("huge pages advised" in told) == is_advised
+
+
+def test_by_default_the_volume_decides_on_huge_pages(tmp_path: Path) -> None:
+    assert make_settings(tmp_path).arena_huge_pages == "auto"
 
 
 async def test_a_start_that_cannot_listen_leaves_the_arena_to_the_next(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class ArenaView(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
     is_recorded: bool = Field(description="Whether the next start will find what is in memory now")
+    huge_pages: bool = Field(description="Whether the kernel was asked for huge pages")
     lent_bytes: int = Field(
         description="Memory that clients of earlier starts may still write to; not in use"
     )
