@@ -53,6 +53,7 @@ def test_an_engine_finds_again_what_it_stored_before_a_restart(
     assert after["generation"] != before["generation"]
     assert after["arena"] == {
         "is_recorded": True,
+        "huge_pages": before["arena"]["huge_pages"],
         "lent_bytes": 0,
         "recovery": {
             "is_over": True,

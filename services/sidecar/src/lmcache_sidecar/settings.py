@@ -80,7 +80,8 @@ class SidecarSettings(NodeSettings):
         arena_wait_s: How long to wait for room while engines still map the memory of an earlier
             start.
         arena_mode: Permissions of the shared-memory file, octal, in quotes.
-        arena_huge_pages: Whether to ask for transparent huge pages.
+        arena_huge_pages: Whether to ask for transparent huge pages; `auto`: where the kernel allows
+            them on the volume of `arena_path`.
         arena_recover: Serve the shared memory's chunks again after a restart, once checked.
         remote_url: Remote tier, for example `lm://cache-storage:65432`; also `redis://`,
             `redis-sentinel://`, `http://` and `file://`.
@@ -120,7 +121,7 @@ class SidecarSettings(NodeSettings):
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
     arena_mode: str = "0660"
-    arena_huge_pages: Literal["off", "advise"] = "off"
+    arena_huge_pages: Literal["auto", "off", "advise"] = "auto"
     arena_recover: bool = True
     remote_url: str | None = None
     remote_serde: Serde = "naive"

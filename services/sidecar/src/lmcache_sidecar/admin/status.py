@@ -56,6 +56,7 @@ class ArenaView(ApiModel):
 
     Attributes:
         is_recorded: Whether the next start will find what is in memory now.
+        huge_pages: Whether the kernel was asked for huge pages.
         lent_bytes: Memory that clients of earlier starts may still write to; not in use.
         recovery: What became of the chunks of an earlier start.
     """
@@ -63,6 +64,7 @@ class ArenaView(ApiModel):
     model_config = ConfigDict(from_attributes=True)
 
     is_recorded: bool
+    huge_pages: bool
     lent_bytes: int
     recovery: RecoveryView
 
