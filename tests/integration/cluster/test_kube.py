@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from tests.cluster import kube, manifests
 from tests.cluster.helm import find_helm, image_values
 from tests.cluster.kube import Cluster, Manifest
 from tests.cluster.leftovers import DOCUMENTED, left_over
+from tests.cluster.login import usable_login
 from tests.cluster.waiting import ClusterError, wait_until
 from tests.fixtures.cluster_api import ClusterApi, serving
 
@@ -134,6 +136,40 @@ def test_a_drained_node_takes_no_pods_until_the_drain_has_ended(
     api.calls.clear()
     with cluster.cordoned("a"):
         assert api.calls == [], "the other node takes no pods either"
+
+
+def login(folder: Path, **auths: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"auths": auths, "credsStore": "desktop"}))
+    return path
+
+
+def test_a_login_is_one_for_the_registry(tmp_path: Path) -> None:
+    entry = {"auth": "dTpw"}
+    for key, images in (
+        ("registry.example.com", "registry.example.com/a:1"),
+        ("https://registry.example.com:5000/v2/", "registry.example.com:5000/a:1"),
+        ("*.example.com", "registry.example.com/a:1"),
+        ("https://index.docker.io/v1/", "somebody/a:1"),
+    ):
+        path = login(tmp_path, **{key: entry})
+        assert usable_login(path, images) == path.read_text()
+    without: list[dict[str, object]] = [
+        {},
+        {"other.example.com": entry},
+        {"registry.example.com": {}},
+    ]
+    for auths in without:
+        with pytest.raises(ClusterError, match=r"holds no login for registry\.example\.com"):
+            usable_login(login(tmp_path, **auths), "registry.example.com/a:1")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"auths": ["a"]}'])
+def test_a_login_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=r"not a \.docker/config\.json"):
+        usable_login(path, "registry.example.com/a:1")
 
 
 def test_a_registry_with_a_login(tmp_path: Path) -> None:
@@ -272,6 +308,22 @@ def test_the_suite_says_what_it_needs() -> None:
     answer = suite(IMAGES="a/b:c")
     assert answer.returncode == 4
     assert "KUBECONFIG must be set, for example:\n  make test-cluster KUBECONFIG=" in answer.stderr
+
+
+def test_a_login_is_checked_before_anything_is_made(api: ClusterApi, tmp_path: Path) -> None:
+    fake_helm(tmp_path, "v3.19.0")
+    environ = {
+        "KUBECONFIG": str(api.kubeconfig(tmp_path / "kubeconfig")),
+        "IMAGES": "registry.example.com/a:1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    absent = suite(**environ, PULL_CONFIG=str(tmp_path / "config.json"))
+    path = login(tmp_path)
+    empty = suite(**environ, PULL_CONFIG=str(path))
+    assert (absent.returncode, empty.returncode) == (4, 4)
+    assert f"PULL_CONFIG={path}: no such file; log in to the registry first" in absent.stderr
+    assert f"PULL_CONFIG={path}: holds no login for registry.example.com" in empty.stderr
+    assert api.calls == []
 
 
 def test_a_failure_shows_events_and_logs_and_cleans_up(api: ClusterApi, tmp_path: Path) -> None:
