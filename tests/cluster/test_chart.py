@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -38,6 +38,15 @@ REPLICATED = (
     ("deployments", f"{BASE}-broker", component("broker")),
     ("deployments", MODEL_SERVICE, MODEL_PODS),
 )
+# How long a disturbance that is allowed may last, in seconds.
+REROUTED_S = 60
+"""Until the other pod of a component gets all calls."""
+HANDED_OVER_S = 2 * 120
+"""Until two storage pods, one after the other, have handed over (terminationGracePeriodSeconds)."""
+REDIS_S = 120
+"""Until another Redis is ready, and lookup's index is full again."""
+RENEWED_S = 300
+"""Until storage's only pod has handed over and another one is ready."""
 
 
 def test_every_pod_is_ready(installation: Installation) -> None:
@@ -100,7 +109,7 @@ def test_scaling_under_traffic(
     with installation.traffic() as traffic:
         for replicas in (most, 1):
             scale(installation, plural, name, selector, replicas)
-    may_miss = STORAGE_CALLS if plural == "statefulsets" else ()
+    may_miss = for_storage(HANDED_OVER_S) if plural == "statefulsets" else {}
     require(traffic.report.problems(KINDS, may_miss=may_miss))
 
 
@@ -120,8 +129,18 @@ def test_pods_are_injected_while_the_webhook_is_scaled(installation: Installatio
         wait_until(missing, f"{replicas} pods of the webhook", START_TIMEOUT_S, poll_s=REVIEW_S)
 
 
-@pytest.mark.parametrize("name", ["storage", "lookup", "broker"])
-def test_a_killed_pod_under_traffic(installation: Installation, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "may_fail"),
+    [
+        ("storage", dict.fromkeys(STORAGE_CALLS, RENEWED_S)),
+        ("lookup", {"lookup": REROUTED_S}),
+        ("broker", {"broker": REROUTED_S}),
+    ],
+    ids=["storage", "lookup", "broker"],
+)
+def test_a_killed_pod_under_traffic(
+    installation: Installation, name: str, may_fail: Mapping[str, float]
+) -> None:
     """Calls on their way to it fail. Nothing that was acknowledged is lost."""
     cluster = installation.cluster
     scale_all(installation, 2)
@@ -132,8 +151,7 @@ def test_a_killed_pod_under_traffic(installation: Installation, name: str) -> No
             lambda: replaced(installation, name, victim), f"another pod of {name}", START_TIMEOUT_S
         )
         cluster.wait_ready(START_TIMEOUT_S)
-    kinds = STORAGE_CALLS if name == "storage" else (name,)
-    require(traffic.report.problems(KINDS, may_fail=kinds))
+    require(traffic.report.problems(KINDS, may_fail=may_fail))
 
 
 def test_upgrade_and_rollback_under_traffic(installation: Installation) -> None:
@@ -148,7 +166,9 @@ def test_upgrade_and_rollback_under_traffic(installation: Installation) -> None:
         installation.helm.rollback(HELM_TIMEOUT_S)
         installation.cluster.wait_ready(START_TIMEOUT_S)
         assert not_upgraded(installation) == pod_names(installation)
-    problems = traffic.report.problems(KINDS, may_fail=STORAGE_CALLS, may_miss=["lookup"])
+    problems = traffic.report.problems(
+        KINDS, may_fail=for_storage(RENEWED_S), may_miss={"lookup": REDIS_S}
+    )
     require(problems)
 
 
@@ -169,7 +189,9 @@ def test_node_drain_under_traffic(installation: Installation) -> None:
             cluster.evict(there, START_TIMEOUT_S)
         # A volume may bind storage to its node, so the node takes pods again before this.
         cluster.wait_ready(START_TIMEOUT_S)
-    problems = traffic.report.problems(KINDS, may_fail=STORAGE_CALLS, may_miss=["lookup"])
+    problems = traffic.report.problems(
+        KINDS, may_fail=for_storage(RENEWED_S), may_miss={"lookup": REDIS_S}
+    )
     require(problems)
 
 
@@ -184,7 +206,8 @@ def test_loss_of_redis_under_traffic(installation: Installation) -> None:
             lambda: replaced(installation, "redis", redis), "Redis is another pod", START_TIMEOUT_S
         )
         cluster.wait_ready(START_TIMEOUT_S)
-    require(traffic.report.problems(KINDS, may_miss=["lookup", *STORAGE_CALLS]))
+    may_miss = {"lookup": REDIS_S, **for_storage(REDIS_S)}
+    require(traffic.report.problems(KINDS, may_miss=may_miss))
 
 
 def test_uninstallation_leaves_nothing_behind(installation: Installation) -> None:
@@ -236,6 +259,11 @@ def ask_in_turn(
         answers.append((seed, answer))
         time.sleep(ANNOUNCED_S)
     return answers
+
+
+def for_storage(limit_s: float) -> dict[str, float]:
+    """Return that limit of a disturbance for all calls of storage."""
+    return dict.fromkeys(STORAGE_CALLS, limit_s)
 
 
 def require(problems: list[str]) -> None:

@@ -111,3 +111,16 @@ def test_defects_that_others_hide_are_found(tmp_path: Path) -> None:
     }, output
     assert "assert ['lmcache-sidecar'] == []" in output
     assert "not_upgraded(installation) == set()" in output
+
+
+@pytest.mark.timeout(TIMEOUT_S + 10)
+def test_disturbances_that_last_are_found(tmp_path: Path) -> None:
+    found, output = outcomes(tmp_path, ("endless-failures",))
+    assert found["FAILED"] == UNDER_TRAFFIC, output
+    for sentence in (
+        "get: disturbed for 601 s, not at most 240 s",
+        "get: disturbed for 601 s, not at most 300 s",
+        "lookup: disturbed for 121 s, not at most 60 s",
+        "lookup: disturbed for 121 s, not at most 120 s",
+    ):
+        assert sentence in output
