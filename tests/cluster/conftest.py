@@ -50,6 +50,11 @@ class Installation:
     pull_secret: str = ""
     before: set[str] = field(default_factory=set)
 
+    def image(self, name: str) -> str:
+        """Return one of the images."""
+        registry, _, tag = self.images.rpartition(":")
+        return f"{registry}/lmcache-{name}:{tag}"
+
     def ask(self, pod: str, container: str, seed: int, num_tokens: int) -> Answer:
         """Send a prompt to the vLLM of a pod, from inside."""
         command = ask_command(seed, num_tokens)
@@ -172,7 +177,7 @@ def installation(
     cluster.create_namespace()
     if login:
         cluster.create("secrets", manifests.pull_secret(login))
-    made = Installation(cluster, helm, images, pull_secret, set(cluster.objects()))
+    made = Installation(cluster, helm, images, pull_secret, cluster.objects())
     progress(f"installing {images} into {cluster.namespace}")
     helm.install(HELM_TIMEOUT_S)
     cluster.create("configmaps", manifests.scripts())

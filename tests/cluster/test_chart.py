@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from tests.cluster import manifests
+from tests.cluster.ask import TIMEOUT_S as ASK_TIMEOUT_S
 from tests.cluster.ask import Answer
 from tests.cluster.conftest import HELM_TIMEOUT_S, Installation
 from tests.cluster.kube import Manifest, name_of
 from tests.cluster.leftovers import left_over
-from tests.cluster.manifests import PLAIN
-from tests.cluster.names import BASE, MODEL_PODS, MODEL_SERVICE, RELEASE, component
+from tests.cluster.manifests import ALONE, PLAIN
+from tests.cluster.names import BASE, INSTANCE, MODEL_PODS, MODEL_SERVICE, component
 from tests.cluster.oracle import hit_problems
 from tests.cluster.waiting import (
     ANNOUNCED_S,
@@ -26,12 +27,17 @@ from tests.cluster.waiting import (
     progress,
     wait_until,
 )
+from tests.cluster.webhook import (
+    NOT_REVIEWED,
+    containers_with_api_token,
+    inject_status,
+    injection_problems,
+)
 
 KINDS = ("put", "get", "lookup", "broker", "completion")
 STORAGE_CALLS = ("put", "get")
 PROMPT_TOKENS = 2000
 WEBHOOK = ("deployments", f"{BASE}-webhook", component("webhook"))
-TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 UPGRADED = "cluster-test-upgraded"
 REPLICATED = (
     ("deployments", f"{BASE}-lookup", component("lookup")),
@@ -47,6 +53,8 @@ REDIS_S = 120
 """Until another Redis is ready, and lookup's index is full again."""
 RENEWED_S = 300
 """Until storage's only pod has handed over and another one is ready."""
+DRAINED_S = RENEWED_S + 300
+"""Until it may return to a node that its volume ties it to: when all others are elsewhere."""
 
 
 def test_every_pod_is_ready(installation: Installation) -> None:
@@ -73,8 +81,8 @@ def test_a_plain_deployment_gets_the_cache(installation: Installation) -> None:
         (plain,) = cluster.ready_pods(f"app={PLAIN}", 1, START_TIMEOUT_S)
         pod = cluster.call("GET", cluster.path("pods", plain))
         assert inject_status(pod).startswith("injected: ")
+        require(injection_problems(manifests.plain_pod(plain_deployment(installation)), pod))
         added = [one for one in pod["spec"]["initContainers"] if "lmcache" in one["name"]]
-        assert "lmcache-sidecar" in [one["name"] for one in added]
         assert containers_with_api_token(pod, added) == []
         (own,) = cluster.ready_pods(MODEL_PODS, 1, START_TIMEOUT_S)
         require(reuse_problems(installation, (own, "vllm"), (plain, "engine")))
@@ -114,19 +122,42 @@ def test_scaling_under_traffic(
 
 
 def test_pods_are_injected_while_the_webhook_is_scaled(installation: Installation) -> None:
-    pod, (plural, name, selector) = manifests.plain_pod(plain_deployment(installation)), WEBHOOK
-    for replicas in (3, 1):
-        progress(f"scaling {name} to {replicas}")
-        installation.cluster.scale(plural, name, replicas)
+    """Also one that is really made meanwhile."""
+    cluster, (plural, name, selector) = installation.cluster, WEBHOOK
+    pod = manifests.plain_pod(plain_deployment(installation))
+    with installation.traffic() as traffic:
+        for replicas in (3, 1):
+            progress(f"scaling {name} to {replicas}")
+            cluster.scale(plural, name, replicas)
+            cluster.create("pods", pod)
 
-        def missing(wanted: int = replicas) -> str:
-            status = inject_status(installation.cluster.reviewed(pod))
-            assert status.startswith("injected: "), status
-            num_pods = len(installation.cluster.pods(selector))
-            is_settled = num_pods == wanted and not installation.cluster.not_ready()
-            return "" if is_settled else f"{num_pods} pods"
+            def missing(wanted: int = replicas) -> str:
+                status = inject_status(cluster.reviewed(pod))
+                assert status.startswith("injected: "), status
+                num_pods = len(cluster.pods(selector))
+                is_settled = num_pods == wanted and not cluster.not_ready()
+                return "" if is_settled else f"{num_pods} pods"
 
-        wait_until(missing, f"{replicas} pods of the webhook", START_TIMEOUT_S, poll_s=REVIEW_S)
+            what = f"{replicas} pods of the webhook"
+            try:
+                wait_until(missing, what, START_TIMEOUT_S, poll_s=REVIEW_S)
+                cluster.ready_pods(f"app={ALONE}", 1, START_TIMEOUT_S)
+                require(injection_problems(pod, cluster.call("GET", cluster.path("pods", ALONE))))
+            finally:
+                cluster.delete(cluster.path("pods", ALONE))
+            cluster.ready_pods(f"app={ALONE}", 0, DELETE_TIMEOUT_S)
+    require(traffic.report.problems(KINDS))
+
+
+def test_pods_are_unchanged_without_a_webhook(installation: Installation) -> None:
+    pod = manifests.plain_pod(plain_deployment(installation))
+    scale(installation, *WEBHOOK, 0)
+    try:
+        reviewed = installation.cluster.reviewed(pod)
+        assert inject_status(reviewed) == NOT_REVIEWED
+        require(injection_problems(pod, reviewed))
+    finally:
+        scale(installation, *WEBHOOK, 1)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +166,10 @@ def test_pods_are_injected_while_the_webhook_is_scaled(installation: Installatio
         ("storage", dict.fromkeys(STORAGE_CALLS, RENEWED_S)),
         ("lookup", {"lookup": REROUTED_S}),
         ("broker", {"broker": REROUTED_S}),
+        ("vllm", {"completion": ASK_TIMEOUT_S + REROUTED_S}),
+        ("webhook", {}),
     ],
-    ids=["storage", "lookup", "broker"],
+    ids=["storage", "lookup", "broker", "vllm", "webhook"],
 )
 def test_a_killed_pod_under_traffic(
     installation: Installation, name: str, may_fail: Mapping[str, float]
@@ -145,7 +178,7 @@ def test_a_killed_pod_under_traffic(
     cluster = installation.cluster
     scale_all(installation, 2)
     victim = cluster.pods(component(name))[0]
-    with installation.traffic() as traffic:
+    with survives(installation), installation.traffic() as traffic:
         cluster.delete(cluster.path("pods", name_of(victim)), at_once=True)
         wait_until(
             lambda: replaced(installation, name, victim), f"another pod of {name}", START_TIMEOUT_S
@@ -157,13 +190,13 @@ def test_a_killed_pod_under_traffic(
 def test_upgrade_and_rollback_under_traffic(installation: Installation) -> None:
     """Every pod is renewed. Storage and Redis have one pod each, which restarts."""
     scale_all(installation, 2)
-    with survives(installation), installation.traffic() as traffic:
-        installation.helm.upgrade(
-            HELM_TIMEOUT_S, "--set-string", f"podDefaults.podAnnotations.{UPGRADED}=yes"
-        )
+    helm, annotation = installation.helm, f"podDefaults.podAnnotations.{UPGRADED}=yes"
+    with survives(installation) as require_hit, installation.traffic() as traffic:
+        helm.upgrade(HELM_TIMEOUT_S, "--set-string", annotation)
         installation.cluster.wait_ready(START_TIMEOUT_S)
         assert not_upgraded(installation) == set()
-        installation.helm.rollback(HELM_TIMEOUT_S)
+        require_hit()
+        helm.rollback(HELM_TIMEOUT_S)
         installation.cluster.wait_ready(START_TIMEOUT_S)
         assert not_upgraded(installation) == pod_names(installation)
     problems = traffic.report.problems(
@@ -173,26 +206,32 @@ def test_upgrade_and_rollback_under_traffic(installation: Installation) -> None:
 
 
 def test_node_drain_under_traffic(installation: Installation) -> None:
-    """Every pod of the release on storage's node is evicted: its budgets hold on one node too."""
+    """Every pod of the release on storage's node is evicted. The node takes none again before all
+    are ready elsewhere, but those that a volume ties to it.
+    """
     cluster = installation.cluster
     scale_all(installation, 2)
     (storage,) = cluster.pods(component("storage"))
-    node = storage["spec"]["nodeName"]
-    there = [
-        name_of(pod)
-        for pod in cluster.pods(f"app.kubernetes.io/instance={RELEASE}")
-        if pod["spec"]["nodeName"] == node
-    ]
+    node, pods = storage["spec"]["nodeName"], cluster.pods(INSTANCE)
+    there = [name_of(pod) for pod in pods if pod["spec"]["nodeName"] == node]
+    others = cluster.other_nodes(node)
     progress(f"evicting {len(there)} pods from node {node}")
     with survives(installation), installation.traffic() as traffic:
-        with cluster.cordoned(node):
+        with cluster.cordoned(node) if others else nullcontext():
             cluster.evict(there, START_TIMEOUT_S)
-        # A volume may bind storage to its node, so the node takes pods again before this.
+            if others:
+                wait_until(
+                    lambda: cluster.not_moved(node, INSTANCE, len(pods)),
+                    f"the pods of {node} elsewhere",
+                    START_TIMEOUT_S,
+                )
         cluster.wait_ready(START_TIMEOUT_S)
     problems = traffic.report.problems(
-        KINDS, may_fail=for_storage(RENEWED_S), may_miss={"lookup": REDIS_S}
+        KINDS, may_fail=for_storage(DRAINED_S), may_miss={"lookup": REDIS_S}
     )
     require(problems)
+    if not others:
+        pytest.skip(f"{node} alone takes pods: its pods were evicted, but nothing was drained")
 
 
 def test_loss_of_redis_under_traffic(installation: Installation) -> None:
@@ -279,65 +318,39 @@ def reuse_problems(
 
 
 @contextmanager
-def survives(installation: Installation) -> Iterator[None]:
-    """Have a prompt computed before the block, and require after it that another pod reuses it."""
+def survives(installation: Installation) -> Iterator[Callable[[], None]]:
+    """Have a prompt computed before the block, and require after it that another pod reuses it;
+    yield what requires the same within the block.
+    """
     first, _ = installation.cluster.ready_pods(MODEL_PODS, 2, START_TIMEOUT_S)
-    (before,) = ask_in_turn(installation, (first, "vllm"))
-    yield
-    second = next(
-        pod
-        for pod in installation.cluster.ready_pods(MODEL_PODS, 2, START_TIMEOUT_S)
-        if pod != first
-    )
-    (after,) = ask_in_turn(installation, (second, "vllm"), seed=before[0])
-    require(hit_problems(before[1], after[1]))
+    ((seed, computed),) = ask_in_turn(installation, (first, "vllm"))
+
+    def require_hit() -> None:
+        pods = installation.cluster.ready_pods(MODEL_PODS, 2, START_TIMEOUT_S)
+        second = next(pod for pod in pods if pod != first)
+        ((_, reused),) = ask_in_turn(installation, (second, "vllm"), seed=seed)
+        require(hit_problems(computed, reused))
+
+    yield require_hit
+    require_hit()
 
 
 def plain_deployment(installation: Installation) -> Manifest:
     """Return a Deployment of vLLM without the chart."""
-    registry, _, tag = installation.images.rpartition(":")
-    image = f"{registry}/lmcache-vllm-cpu-tiny:{tag}"
+    image = installation.image("vllm-cpu-tiny")
     return manifests.plain_deployment(image, pull_secret=installation.pull_secret)
-
-
-def inject_status(pod: Manifest) -> str:
-    """Return what the webhook says of a pod."""
-    annotations = pod["metadata"].get("annotations", {})
-    return str(annotations.get("lmcache.io/inject-status", "not reviewed"))
-
-
-def containers_with_api_token(pod: Manifest, containers: list[Manifest]) -> list[str]:
-    """Return the names of containers that can read the pod's API token."""
-    projected = {
-        volume["name"]
-        for volume in pod["spec"].get("volumes", [])
-        if any(
-            "serviceAccountToken" in one for one in volume.get("projected", {}).get("sources", [])
-        )
-    }
-    return [
-        one["name"]
-        for one in containers
-        for mount in one.get("volumeMounts", [])
-        if mount["mountPath"] == TOKEN_PATH and mount["name"] in projected
-    ]
-
-
-def pods_of_the_release(installation: Installation) -> list[Manifest]:
-    """List the release's pods."""
-    return installation.cluster.pods(f"app.kubernetes.io/instance={RELEASE}")
 
 
 def pod_names(installation: Installation) -> set[str]:
     """Return the names of the release's pods."""
-    return {name_of(pod) for pod in pods_of_the_release(installation)}
+    return {name_of(pod) for pod in installation.cluster.pods(INSTANCE)}
 
 
 def not_upgraded(installation: Installation) -> set[str]:
     """Return the names of the release's pods without the upgrade's annotation."""
     return {
         name_of(pod)
-        for pod in pods_of_the_release(installation)
+        for pod in installation.cluster.pods(INSTANCE)
         if UPGRADED not in pod["metadata"].get("annotations", {})
     }
 

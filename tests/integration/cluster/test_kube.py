@@ -116,13 +116,9 @@ def test_evictions_respect_budgets(api: ClusterApi, cluster: Cluster) -> None:
 
 
 def test_a_drained_node_takes_no_pods_until_the_drain_has_ended(
-    api: ClusterApi, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    api: ClusterApi, cluster: Cluster
 ) -> None:
     node = api.put("/api/v1/nodes/a", spec={})
-    with cluster.cordoned("a"):
-        assert node["spec"] == {}, "there is no other node for its pods"
-    assert "a is the only node" in capsys.readouterr().err
-    other = api.put("/api/v1/nodes/b", spec={})
 
     def drained_in_vain() -> None:
         with cluster.cordoned("a"):
@@ -132,10 +128,59 @@ def test_a_drained_node_takes_no_pods_until_the_drain_has_ended(
     with pytest.raises(ClusterError, match="budget"):
         drained_in_vain()
     assert not node["spec"]["unschedulable"]
-    other["spec"]["unschedulable"] = True
-    api.calls.clear()
-    with cluster.cordoned("a"):
-        assert api.calls == [], "the other node takes no pods either"
+
+
+def test_pods_go_only_to_nodes_that_take_them(api: ClusterApi, cluster: Cluster) -> None:
+    api.put("/api/v1/nodes/a", spec={})
+    control_plane = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
+    api.put("/api/v1/nodes/b", spec={"taints": [control_plane]})
+    api.put("/api/v1/nodes/c", spec={"unschedulable": True})
+    unready = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+    api.put("/api/v1/nodes/d", spec={}, status=unready)
+    assert cluster.other_nodes("a") == []
+    api.put("/api/v1/nodes/e", spec={"taints": [{"key": "x", "effect": "PreferNoSchedule"}]})
+    assert cluster.other_nodes("a") == ["e"]
+
+
+def test_pods_have_moved_when_all_that_can_are_elsewhere(api: ClusterApi, cluster: Cluster) -> None:
+    pod = api.put(f"{PODS}/a", spec={"nodeName": "one"}, status=READY)
+    assert cluster.not_moved("one", "", 2) == "1 of 2 pods, a on one"
+    pod["spec"] = {"nodeName": "two"}
+    assert cluster.not_moved("one", "", 1) == ""
+    pod["status"] = {"phase": "Running"}
+    assert cluster.not_moved("one", "", 1) == "a on two", "it is not ready yet"
+
+    def unscheduled(message: str) -> Manifest:
+        condition = {"type": "PodScheduled", "status": "False", "message": message}
+        return {"phase": "Pending", "conditions": [condition]}
+
+    pod |= {"spec": {}, "status": unscheduled("1 Insufficient memory")}
+    assert cluster.not_moved("one", "", 1) == "a on no node 1 Insufficient memory"
+    for message in (
+        "volume node affinity conflict",
+        "didn't match PersistentVolume's node affinity",
+    ):
+        pod["status"] = unscheduled(message)
+        assert cluster.not_moved("one", "", 1) == "", "it waits for its volume's node"
+
+
+def test_restarts_are_remembered(api: ClusterApi, cluster: Cluster) -> None:
+    """Of init containers too, and when the pod is gone."""
+    killed = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+    fine = {"name": "payload", "restartCount": 0, "state": {"terminated": {"reason": "Completed"}}}
+    restarted = {"name": "sidecar", "restartCount": 2, "state": {}, "lastState": killed}
+    ended = {"name": "vllm", "restartCount": 0, "state": killed}
+    statuses = {"initContainerStatuses": [fine, restarted], "containerStatuses": [ended]}
+    api.put(f"{PODS}/a", status=READY | statuses)
+    api.put(f"{PODS}/b", status={"phase": "Failed", "reason": "Evicted", "message": "no disk"})
+    cluster.not_ready()
+    cluster.delete(f"{PODS}/a")
+    cluster.pods()
+    assert cluster.incidents == {
+        "a/sidecar": "2 restarts (OOMKilled, exit code 137)",
+        "a/vllm": "0 restarts (OOMKilled, exit code 137)",
+        "b": "evicted by the kubelet: no disk",
+    }
 
 
 def login(folder: Path, **auths: object) -> Path:
