@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 
-from tests.cluster import manifests
+from tests.cluster import manifests, reach
 from tests.cluster.ask import TIMEOUT_S as ASK_TIMEOUT_S
 from tests.cluster.ask import Answer
 from tests.cluster.conftest import HELM_TIMEOUT_S, Installation
+from tests.cluster.helm import POD_MONITORS
 from tests.cluster.kube import Manifest, name_of
 from tests.cluster.leftovers import left_over
-from tests.cluster.manifests import ALONE, PLAIN
+from tests.cluster.manifests import ALONE, PLAIN, STRANGER
 from tests.cluster.names import BASE, INSTANCE, MODEL_PODS, MODEL_SERVICE, component
 from tests.cluster.oracle import hit_problems
+from tests.cluster.policies import addresses
+from tests.cluster.release import NETWORKING, release_problems
 from tests.cluster.waiting import (
     ANNOUNCED_S,
     DELETE_TIMEOUT_S,
+    ENFORCED_S,
     LIST_ALL_S,
     REVIEW_S,
     START_TIMEOUT_S,
+    ClusterError,
+    NotInTimeError,
     progress,
     wait_until,
 )
@@ -39,6 +47,7 @@ STORAGE_CALLS = ("put", "get")
 PROMPT_TOKENS = 2000
 WEBHOOK = ("deployments", f"{BASE}-webhook", component("webhook"))
 UPGRADED = "cluster-test-upgraded"
+MONITORING = "monitoring.coreos.com/v1"
 REPLICATED = (
     ("deployments", f"{BASE}-lookup", component("lookup")),
     ("deployments", f"{BASE}-broker", component("broker")),
@@ -65,6 +74,49 @@ def test_the_chart_s_own_test_passes(installation: Installation) -> None:
     output = installation.helm.test(HELM_TIMEOUT_S)
     assert output.count("ok     ") >= 5, output
     assert "FAILED" not in output
+
+
+def test_the_release_is_complete(installation: Installation) -> None:
+    require(release_problems(installation.cluster, installation.helm))
+
+
+def test_a_stranger_reaches_only_what_is_open(installation: Installation) -> None:
+    """Each port of each pod, from a pod of the same namespace."""
+    cluster = installation.cluster
+    policies = cluster.items(cluster.path("networkpolicies", api=NETWORKING))
+    is_open = addresses(policies, cluster.pods(INSTANCE))
+    script = Path(reach.__file__).read_text(encoding="utf-8")
+
+    def reached() -> list[str]:
+        output = cluster.execute(STRANGER, "main", ["python", "-c", script, *is_open])
+        return list(json.loads(output))
+
+    pod = manifests.stranger_pod(plain_deployment(installation), installation.image("storage"))
+    cluster.create("pods", pod)
+    fence = cluster.path("networkpolicies", STRANGER, NETWORKING)
+    try:
+        cluster.ready_pods(f"app={STRANGER}", 1, START_TIMEOUT_S)
+        found, unenforced = reached(), ""
+        cluster.create("networkpolicies", manifests.fence(), NETWORKING)
+        try:
+            wait_until(lambda: ", ".join(reached()), "a fenced pod reaches nothing", ENFORCED_S)
+        except NotInTimeError as exc:
+            unenforced = str(exc)
+    finally:
+        cluster.delete(fence)
+        cluster.delete(cluster.path("pods", STRANGER))
+    wanted = {one for one, may_reach in is_open.items() if may_reach}
+    require([f"a pod without labels does not reach {one}" for one in wanted - set(found)])
+    if unenforced:
+        pytest.skip(f"the cluster's network does not enforce NetworkPolicies: {unenforced}")
+    require([f"a pod without labels reaches {one}" for one in found if one not in wanted])
+
+
+def test_volumes_of_another_size_are_refused(installation: Installation) -> None:
+    with pytest.raises(ClusterError, match=r"storage\.persistence is to be .*cannot change"):
+        installation.helm.upgrade(
+            HELM_TIMEOUT_S, "--dry-run=server", "--set", "storage.persistence.size=3Gi"
+        )
 
 
 def test_a_pod_reuses_what_another_computed(installation: Installation) -> None:
@@ -191,10 +243,14 @@ def test_upgrade_and_rollback_under_traffic(installation: Installation) -> None:
     """Every pod is renewed. Storage and Redis have one pod each, which restarts."""
     scale_all(installation, 2)
     helm, annotation = installation.helm, f"podDefaults.podAnnotations.{UPGRADED}=yes"
+    has_monitors = installation.cluster.serves(MONITORING)
+    monitors = POD_MONITORS if has_monitors else ()
     with survives(installation) as require_hit, installation.traffic() as traffic:
-        helm.upgrade(HELM_TIMEOUT_S, "--set-string", annotation)
+        helm.upgrade(HELM_TIMEOUT_S, "--set-string", annotation, *monitors)
         installation.cluster.wait_ready(START_TIMEOUT_S)
         assert not_upgraded(installation) == set()
+        assert ("kind: PodMonitor" in helm.manifest()) == has_monitors
+        require(release_problems(installation.cluster, helm))
         require_hit()
         helm.rollback(HELM_TIMEOUT_S)
         installation.cluster.wait_ready(START_TIMEOUT_S)
@@ -247,6 +303,13 @@ def test_loss_of_redis_under_traffic(installation: Installation) -> None:
         cluster.wait_ready(START_TIMEOUT_S)
     may_miss = {"lookup": REDIS_S, **for_storage(REDIS_S)}
     require(traffic.report.problems(KINDS, may_miss=may_miss))
+
+
+def test_the_release_is_complete_in_the_end(installation: Installation) -> None:
+    """And no container of any pod has restarted or run out of memory."""
+    problems = release_problems(installation.cluster, installation.helm)
+    incidents = installation.cluster.incidents.items()
+    require(problems + [f"{where}: {what}" for where, what in incidents])
 
 
 def test_uninstallation_leaves_nothing_behind(installation: Installation) -> None:

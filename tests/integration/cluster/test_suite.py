@@ -21,6 +21,9 @@ TIMEOUT_S = 280
 WITHOUT_VLLM = "test_a_pod_without_vllm_is_left_alone"
 WITHOUT_WEBHOOK = "test_pods_are_unchanged_without_a_webhook"
 WEBHOOK_SCALED = "test_pods_are_injected_while_the_webhook_is_scaled"
+COMPLETE = {"test_the_release_is_complete", "test_the_release_is_complete_in_the_end"}
+STRANGER = "test_a_stranger_reaches_only_what_is_open"
+RESIZED = "test_volumes_of_another_size_are_refused"
 UPGRADED = "test_upgrade_and_rollback_under_traffic"
 DRAINED = "test_node_drain_under_traffic"
 KILLED = ("storage", "lookup", "broker", "vllm", "webhook")
@@ -35,7 +38,14 @@ UNDER_TRAFFIC = SCALED | {
 }
 HITS = {"test_a_pod_reuses_what_another_computed", "test_a_plain_deployment_gets_the_cache"}
 UNINSTALLATION = "test_uninstallation_leaves_nothing_behind"
-OTHERS = {WITHOUT_VLLM, WITHOUT_WEBHOOK, WEBHOOK_SCALED, UNINSTALLATION}
+OTHERS = {
+    WITHOUT_VLLM,
+    WITHOUT_WEBHOOK,
+    WEBHOOK_SCALED,
+    STRANGER,
+    RESIZED,
+    UNINSTALLATION,
+} | COMPLETE
 DEFECTS = {
     "no-hit": "the second pod reused 0 tokens, not 1792",
     "lost-chunk": "1 of 50 acknowledged chunks are lost: ['a/1: missed']",
@@ -51,6 +61,16 @@ DEFECTS = {
     "left-lease": "Lease/mine/cache-lmcache-broker",
     "left-elsewhere": "RoleBinding/kube-system/cache-lmcache",
     "changed-without-webhook": "not reviewed, but container engine has other args",
+    "resizable": "DID NOT RAISE",
+    "open-port": "a pod without labels reaches 10.0.0.2:6379",
+    "out-of-memory": "cache-lmcache-vllm-tiny-0/vllm: 1 restarts (OOMKilled, exit code 137)",
+    "no-service-account": "ServiceAccount cache-lmcache-redis of the release is not there",
+    "no-policy": "no NetworkPolicy is for the Egress of cache-lmcache-lookup-0",
+    "no-probe": "cache-lmcache-storage-0/storage has no readinessProbe",
+    "privileged": "cache-lmcache-broker-0 is not restricted: broker: capabilities",
+    "other-authority": "the caBundle of label is not the ca.crt of cache-lmcache-webhook-tls",
+    "secrets-readable": "cache-lmcache-lookup may, but need not, get secrets in mine",
+    "pods-unreadable": "cache-lmcache-broker needs to, but may not, list pods in mine",
 }
 """What goes wrong, and what the suite must say."""
 SHORT = """
@@ -131,7 +151,7 @@ def test_defects_that_others_hide_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(TIMEOUT_S + 10)
 def test_disturbances_that_last_are_found(tmp_path: Path) -> None:
-    found, output = outcomes(tmp_path, ("endless-failures",))
+    found, output = outcomes(tmp_path, ("endless-failures", "no-monitors"))
     assert found["FAILED"] == UNDER_TRAFFIC | {WEBHOOK_SCALED}, output
     for sentence in (
         "get: disturbed for 601 s, not at most 240 s",
@@ -139,15 +159,17 @@ def test_disturbances_that_last_are_found(tmp_path: Path) -> None:
         "get: disturbed for 601 s, not at most 600 s",
         "lookup: disturbed for 121 s, not at most 60 s",
         "lookup: disturbed for 121 s, not at most 120 s",
+        '("kind: PodMonitor" in helm.manifest()) == has_monitors',
     ):
         assert sentence in output
 
 
 @pytest.mark.timeout(TIMEOUT_S + 10)
 def test_what_a_cluster_cannot_show_is_said(tmp_path: Path) -> None:
-    """One node. What follows an upgrade is still checked."""
-    found, output = outcomes(tmp_path, ("one-node", "forgets-at-rollback"))
-    assert found["SKIPPED"] == {DRAINED}, output
+    """One node, whose network ignores policies. What follows an upgrade is still checked."""
+    found, output = outcomes(tmp_path, ("one-node", "unenforced", "forgets-at-rollback"))
+    assert found["SKIPPED"] == {STRANGER, DRAINED}, output
     assert found["FAILED"] == {UPGRADED}, output
     summary = output.partition("short test summary info")[2]
     assert "node alone takes pods: its pods were evicted, but nothing was drained" in summary
+    assert "the cluster's network does not enforce NetworkPolicies" in summary
