@@ -147,13 +147,17 @@ def test_disturbances_are_timed(tmp_path: Path) -> None:
     """A few good calls in between do not end one."""
     with traffic(tmp_path) as running:
         begin = time.monotonic()
-        for fails in (True, False, True, False):
-            running.vllm.fails = fails
-            time.sleep(0.7)
+        for num_refused in (1, 2):
+            running.vllm.fails = True
+            while running.vllm.num_refused < num_refused:
+                assert time.monotonic() < begin + START_S, running.log
+                time.sleep(0.05)
+            running.vllm.fails = False
+            time.sleep(1)
         lasted_s = time.monotonic() - begin
         report = running.finish()
     disturbed_s = report.disturbed_s["completion"]
-    assert 1.4 < disturbed_s < lasted_s
+    assert 1 < disturbed_s < lasted_s
     assert report.problems(KINDS, may_fail={"completion": lasted_s}) == []
     (problem,) = report.problems(KINDS, may_fail={"completion": 1.0})
     assert re.fullmatch(r"completion: disturbed for \d s, not at most 1 s", problem)
@@ -202,6 +206,14 @@ def test_traffic_that_did_not_happen_is_no_success(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="printed no report"):
         Report.parse("ready\n{}\n")
+
+
+async def test_an_answer_that_breaks_off_is_a_failure() -> None:
+    """As when vLLM is killed."""
+    with completions_server() as vllm:
+        vllm.breaks_off = True
+        with pytest.raises(OSError, match="IncompleteRead"):
+            await asyncio.to_thread(complete, vllm.url, "tiny", prompt(1, 100))
 
 
 async def test_a_hit_must_be_one() -> None:
