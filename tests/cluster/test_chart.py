@@ -176,15 +176,16 @@ def test_scaling_under_traffic(
 def test_pods_are_injected_while_the_webhook_is_scaled(installation: Installation) -> None:
     """Also one that is really made meanwhile."""
     cluster, (plural, name, selector) = installation.cluster, WEBHOOK
-    pod = manifests.plain_pod(plain_deployment(installation))
     with installation.traffic() as traffic:
         for replicas in (3, 1):
             progress(f"scaling {name} to {replicas}")
             cluster.scale(plural, name, replicas)
+            alone = f"{ALONE}-{replicas}"
+            pod = manifests.plain_pod(plain_deployment(installation), alone)
             cluster.create("pods", pod)
 
-            def missing(wanted: int = replicas) -> str:
-                status = inject_status(cluster.reviewed(pod))
+            def missing(wanted: int = replicas, asked: Manifest = pod) -> str:
+                status = inject_status(cluster.reviewed(asked))
                 assert status.startswith("injected: "), status
                 num_pods = len(cluster.pods(selector))
                 is_settled = num_pods == wanted and not cluster.not_ready()
@@ -193,11 +194,11 @@ def test_pods_are_injected_while_the_webhook_is_scaled(installation: Installatio
             what = f"{replicas} pods of the webhook"
             try:
                 wait_until(missing, what, START_TIMEOUT_S, poll_s=REVIEW_S)
-                cluster.ready_pods(f"app={ALONE}", 1, START_TIMEOUT_S)
-                require(injection_problems(pod, cluster.call("GET", cluster.path("pods", ALONE))))
+                cluster.ready_pods(f"app={alone}", 1, START_TIMEOUT_S)
+                require(injection_problems(pod, cluster.call("GET", cluster.path("pods", alone))))
             finally:
-                cluster.delete(cluster.path("pods", ALONE))
-            cluster.ready_pods(f"app={ALONE}", 0, DELETE_TIMEOUT_S)
+                cluster.delete(cluster.path("pods", alone))
+            cluster.ready_pods(f"app={alone}", 0, DELETE_TIMEOUT_S)
     require(traffic.report.problems(KINDS))
 
 
