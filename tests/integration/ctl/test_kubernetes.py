@@ -99,7 +99,7 @@ def test_the_token_of_the_release_is_read_from_its_secret(
             "the account needs the verb get on secrets/demo-lmcache-auth, see the role in"
             " docs/ctl.md; to check: kubectl auth can-i get secrets/demo-lmcache-auth -n ns",
         ),
-        ({}, "was not read: the Kubernetes API answered"),
+        ({}, "was not read: the Kubernetes API of context here answered"),
         ({"demo-lmcache-auth": {"tokens.yaml": "tokens: []"}}, "has no operator-token"),
     ):
         api.secrets = dict(secrets)
@@ -122,7 +122,7 @@ def test_only_a_release_and_only_a_kind(
     assert found["stats"]["index"] == "embedded"
     assert set(api.forwards) == {"demo-lmcache-lookup-7d9f8b6c5-x2x4z"}
     told = ctl(api, cluster, tmp_path, "--release=nobody").text("status", code=1)
-    assert "no service is named: no running pod of a release matches" in told
+    assert "no service: no running pod of release nobody was found in namespace ns" in told
 
 
 def test_without_options_the_cluster_of_kubectl_is_asked(
@@ -147,7 +147,15 @@ def test_without_options_the_cluster_of_kubectl_is_asked(
     (tmp_path / ".kube" / "config").write_text(kubeconfig)
     api.pods.clear()
     told = " ".join(bare.text("status", code=1).split())
-    assert "no running pod of a release matches in namespace ns; give another --namespace" in told
+    nothing = (
+        "no running pod of a release was found in namespace ns of context here: give another -n"
+        " (--namespace) or --context, or -A for all namespaces"
+    )
+    assert nothing in told
+    told = " ".join(bare.text("explain", "--request", "x", code=1).split())
+    assert f"no sidecar: {nothing}, or --sidecar-url" in told
+    told = " ".join(bare.text("status", "-A", code=1).split())
+    assert "found in all namespaces of context here: give another --context" in told
     (tmp_path / ".kube" / "config").write_text("{")
     told = " ".join(bare.text("status", code=2).split())
     assert "no usable kubeconfig (it is damaged) in ~/.kube/config" in told
@@ -197,9 +205,12 @@ def test_pods_that_cannot_be_asked_are_told(
         "nothing listens at port 8080 of pod demo-lmcache-storage-0"
         in problems["demo-lmcache-storage-0"]
     )
-    assert "connection refused" in problems["demo-lmcache-storage-0"]
+    assert (
+        "connection refused): is it another release that you mean? give another -n"
+        in problems["demo-lmcache-storage-0"]
+    )
     assert problems["demo-lmcache-storage-1"].startswith(
-        "its pod is Pending: kubectl describe pod demo-lmcache-storage-1"
+        "its pod is Pending: kubectl describe pod demo-lmcache-storage-1 -n ns"
     )
 
 
@@ -221,15 +232,17 @@ def test_streams_that_break_are_told_and_leave_nothing_open(
 def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(
     api: PodsApi, cluster: SmallCluster, tmp_path: Path
 ) -> None:
-    told = ctl(api, cluster, tmp_path, token="another").text("status", code=1)
-    assert "the Kubernetes API refuses pods in namespace ns (Unauthorized)" in told
-    assert "another" not in told
-    api.hangs = True
+    told = ctl(api, cluster, tmp_path, token="of-someone-else").text("status", code=1)
     assert (
-        ctl(api, cluster, tmp_path, "--timeout=1")
-        .text("lookup", "status", code=1)
-        .count("no answer within 1 s")
-        == 1
+        "the Kubernetes API of context here refuses pods in namespace ns (Unauthorized): log in"
+        " again, or give another --context" in told
+    )
+    assert "of-someone-else" not in told
+    api.hangs = True
+    told = ctl(api, cluster, tmp_path, "--timeout=1").text("lookup", "status", code=1)
+    assert told.count("no answer within 1 s") == 1
+    assert (
+        "it is in namespace ns of context here: give another -n (--namespace) or --context" in told
     )
     api.pods += [pod(f"demo-lmcache-storage-{number}", "storage", 8080) for number in range(2, 8)]
     started = time.monotonic()
@@ -241,7 +254,11 @@ def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(
     told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}).text(
         "status", code=1
     )
-    assert "the Kubernetes API at http://127.0.0.1:9 cannot be reached" in told
+    assert (
+        f"the Kubernetes API of context here in kubeconfig={kubeconfig} at http://127.0.0.1:9"
+        " cannot be reached" in told
+    )
+    assert "asked for pods in namespace ns: give another --context or --kubeconfig" in told
     assert "context 'there' is not in the kubeconfig: it has here" in Ctl(
         [f"--kubeconfig={kubeconfig}"]
     ).text("status", "--context", "there", code=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -14,6 +14,9 @@ from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.services import Endpoint, Kind, services_of
 from lmcache_ctl.settings import CtlSettings, load_settings
 from lmcache_ctl.targets import Target, named
+
+if TYPE_CHECKING:
+    from lmcache_ctl.kube.pods import PodWays
 
 T = TypeVar("T")
 
@@ -76,7 +79,7 @@ class Reach:
         wanted = kinds or tuple(Kind)
         order = list(Kind)
         with contextlib.ExitStack() as open_ways:
-            in_cluster: list[Callable[[], list[Endpoint]]] = []
+            in_cluster: list[PodWays] = []
             if self._is_in_cluster:
                 from lmcache_ctl.kube.pods import PodWays, namespaces_of
 
@@ -90,17 +93,17 @@ class Reach:
                     open_ways.enter_context(
                         # Any account that may create a pod may give it our label.
                         PodWays(place, wanted, takes_given_token=not self._all_namespaces)
-                    ).find
+                    )
                     for place in places
                 ]
             calls_here = settings.names_urls or not self._is_in_cluster
 
             def find() -> list[Endpoint]:
                 found = services_of(settings) if calls_here else []
-                found += [service for find_pods in in_cluster for service in find_pods()]
+                found += [service for ways in in_cluster for service in ways.find()]
                 found = [service for service in found if service.kind in wanted]
                 if not found:
-                    raise self._nothing_named(kinds)
+                    raise _nothing_named(kinds, in_cluster)
                 return sorted(
                     found, key=lambda one: (one.namespace, order.index(one.kind), one.name)
                 )
@@ -115,7 +118,7 @@ class Reach:
         with PodWays(self.settings, (Kind.STORAGE,), LM_PORT_NAME) as ways:
             found = ways.find()
             if not found:
-                raise self._nothing_named((Kind.STORAGE,))
+                raise _nothing_named((Kind.STORAGE,), [ways])
             yield found
 
     def ask(self, kind: Kind, method: str, path: str, body: Any = None) -> dict[str, Any]:
@@ -170,16 +173,10 @@ class Reach:
                     raise CtlError(f"no answer from {service.url}: {exc}{more}") from exc
         raise AssertionError("one of them was the last")
 
-    def _nothing_named(self, kinds: tuple[Kind, ...]) -> CtlError:
-        what = f"no {' or '.join(kinds)} is named" if kinds else "no service is named"
-        options = " or ".join(f"--{kind}-url" for kind in kinds or Kind)
-        if self._all_namespaces:
-            return CtlError(f"{what}: no namespace has a running pod of a release")
-        if not self._is_in_cluster:
-            return CtlError(f"{what}: give {options}, or --namespace for a cluster")
-        from lmcache_ctl.kube.access import place_of
 
-        return CtlError(
-            f"{what}: no running pod of a release matches in {place_of(self.settings)}; give"
-            f" another --namespace, -A for all, or {options}"
-        )
+def _nothing_named(kinds: Sequence[Kind], in_cluster: Sequence[PodWays]) -> CtlError:
+    options = " or ".join(f"--{kind}-url" for kind in kinds or Kind)
+    what = f"no {' or '.join(kinds) or 'service'}"
+    if in_cluster:
+        return CtlError(f"{what}: {in_cluster[0].nothing_found()}, or {options}")
+    return CtlError(f"{what} is named: give {options}, or --namespace for a cluster")

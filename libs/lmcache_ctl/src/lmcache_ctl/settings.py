@@ -28,6 +28,8 @@ Urls = Annotated[
 ]
 POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_KUBECONFIG: Final = "~/.kube/config"
+FROM_ENVIRONMENT: Final = "the environment"
+FROM_OPTIONS: Final = "the options"
 
 
 class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +51,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         context: Of the kubeconfig; None: the current one.
         namespace: Where the release is; None: the namespace of the context or the pod.
         release: Only this Helm release's pods.
+        origins: No option: what gave each value, `FROM_OPTIONS`, `FROM_ENVIRONMENT` or the file.
     """
 
     lookup_urls: Urls = ()
@@ -64,6 +67,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: str | None = None
     namespace: str | None = None
     release: str | None = None
+    origins: dict[str, str] = {}
 
     @property
     def names_urls(self) -> bool:
@@ -82,6 +86,9 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         a kubeconfig or a pod's own account.
         """
         return self.names_cluster or (not self.names_urls and _knows_a_cluster())
+
+
+OPTIONS: Final = tuple(name for name in CtlSettings.__struct_fields__ if name != "origins")
 
 
 def _knows_a_cluster() -> bool:
@@ -146,11 +153,11 @@ def load_settings(
     path = config_file if config_file is not None else Path(named) if named else None
     layers = (
         (str(path), {} if path is None else _read_file(path)),
-        ("the environment", _from_environ(source)),
-        ("the options", given or {}),
+        (FROM_ENVIRONMENT, _from_environ(source)),
+        (FROM_OPTIONS, given or {}),
     )
-    known = CtlSettings.__struct_fields__
     values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     for origin, layer in layers:
         own = {name for name in ("token", "token_file") if layer.get(name) is not None}
         if len(own) > 1:
@@ -159,14 +166,17 @@ def load_settings(
             values.pop("token", None)
             values.pop("token_file", None)
         for name, value in layer.items():
-            if name not in known:
-                raise UsageError(f"{origin}: {name} is not an option{did_you_mean(name, known)}")
+            if name not in OPTIONS:
+                raise UsageError(f"{origin}: {name} is not an option{did_you_mean(name, OPTIONS)}")
             if name == "token" and isinstance(value, str):
                 value = value.strip()  # a token read from a file ends in a newline
             if value is not None and value != []:
                 values[name] = value
                 _check(origin, name, value)
-    return msgspec.convert(values, CtlSettings, strict=False, dec_hook=_as_path)
+                origins[name] = origin
+    return msgspec.convert(
+        values | {"origins": origins}, CtlSettings, strict=False, dec_hook=_as_path
+    )
 
 
 def _check(origin: str, name: str, value: Any) -> None:
@@ -223,7 +233,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _from_environ(source: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    known = {PREFIX + name.upper(): name for name in CtlSettings.__struct_fields__}
+    known = {PREFIX + name.upper(): name for name in OPTIONS}
     for variable, text in source.items():
         if not variable.startswith(PREFIX) or variable == PREFIX + CONFIG_NAME or not text:
             continue

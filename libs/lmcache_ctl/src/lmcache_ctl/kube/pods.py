@@ -47,7 +47,7 @@ def namespaces_of(settings: CtlSettings) -> list[str]:
     """Return the namespaces that have services of a release, or injected sidecars.
 
     Raises:
-        CtlError: The API cannot be reached, or refuses.
+        CtlError: There is none, or the API cannot be reached, or refuses.
     """
     with KubeApi(settings) as api:
         api.namespace = ""
@@ -56,7 +56,15 @@ def namespaces_of(settings: CtlSettings) -> list[str]:
             for labels in (OF_THE_CHART, INJECTED)
             for pod in api.list(api.core.list_pod_for_all_namespaces, "pods", labels)
         ]
+        if not found:
+            raise CtlError(nothing_in(api, None))
     return sorted(set(found))
+
+
+def nothing_in(api: KubeApi, release: str | None) -> str:
+    """Return the sentence for a place without pods of ours."""
+    pods = "a release" if release is None else f"release {release}"
+    return f"no running pod of {pods} was found in {api.place}: {api.how_to_look_elsewhere}"
 
 
 def pods_of(api: KubeApi, release: str | None) -> list[Any]:
@@ -84,7 +92,8 @@ def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodServ
     for pod in pods:
         kind, name, phase = _kind(pod), pod.metadata.name, pod.status.phase
         if kind is not None and phase not in ("Succeeded", "Failed"):
-            waits = f"its pod is {phase}: kubectl describe pod {name}" if phase != "Running" else ""
+            describe = f"kubectl describe pod {name} -n {pod.metadata.namespace}"
+            waits = f"its pod is {phase}: {describe}" if phase != "Running" else ""
             port = _port(pod, kind, port_name)
             found.append(PodService(kind, name, port, waits, _token_secret(pod), _prefix(pod)))
     return found
@@ -137,6 +146,10 @@ class PodWays:
             for one in list(self._ways):
                 self._forget(one)
 
+    def nothing_found(self) -> str:
+        """Return where this looks for pods, and how to look elsewhere, for when there are none."""
+        return f"{nothing_in(self._api, self._settings.release)}, or -A for all namespaces"
+
     def find(self) -> list[Endpoint]:
         """Return the current services; close the sockets of pods that are gone.
 
@@ -188,6 +201,7 @@ class PodWays:
             token_secret=one.token_secret,
             token_hint=hint + self._token_hints.get(one.token_secret, ""),
             takes_given_token=self._takes_given_token,
+            origin=f"; it is in {self._api.place}: {self._api.how_to_look_elsewhere}",
         )
         return service, way
 
