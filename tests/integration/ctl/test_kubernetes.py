@@ -122,7 +122,7 @@ def test_only_a_release_and_only_a_kind(
     assert found["stats"]["index"] == "embedded"
     assert set(api.forwards) == {"demo-lmcache-lookup-7d9f8b6c5-x2x4z"}
     told = ctl(api, cluster, tmp_path, "--release=nobody").text("status", code=1)
-    assert "no service: no running pod of release nobody was found in namespace ns" in told
+    assert "no service of release nobody was found in namespace ns of context here" in told
 
 
 def test_without_options_the_cluster_of_kubectl_is_asked(
@@ -148,12 +148,12 @@ def test_without_options_the_cluster_of_kubectl_is_asked(
     api.pods.clear()
     told = " ".join(bare.text("status", code=1).split())
     nothing = (
-        "no running pod of a release was found in namespace ns of context here: give another -n"
-        " (--namespace) or --context, or -A for all namespaces"
+        " of a release was found in namespace ns of context here: give another -n (--namespace)"
+        " or --context, or -A for all namespaces"
     )
-    assert nothing in told
+    assert f"no service{nothing}" in told
     told = " ".join(bare.text("explain", "--request", "x", code=1).split())
-    assert f"no sidecar: {nothing}, or --sidecar-url" in told
+    assert f"no sidecar{nothing}, or --sidecar-url" in told
     told = " ".join(bare.text("status", "-A", code=1).split())
     assert "found in all namespaces of context here: give another --context" in told
     (tmp_path / ".kube" / "config").write_text("{")
@@ -181,6 +181,50 @@ def test_all_namespaces_are_looked_through(
     assert re.search(r"^ other +lookup +lookup-7d9f8b6c5-other ", table, re.MULTILINE)
     assert "Names without demo-lmcache-" in table
     assert "leave out --namespace" in everywhere.text("status", "-A", "-n", "ns", code=2)
+
+
+def test_each_namespace_is_asked_by_itself(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    """What is asked of one service is asked of one in each namespace that has such a service."""
+    auth = pod("x", "broker", 1, auth_secret="auth")["spec"]["volumes"]
+    other = pod("two-lmcache-lookup-7d9f8b6c5-other", "lookup", 8081)
+    other["metadata"]["namespace"] = "other"
+    api.pods.append(other)
+    for one in api.pods:
+        one["spec"]["volumes"] = auth
+    api.secrets = {"auth": {"operator-token": (cluster.directory / "token").read_text()}}
+    at = cluster.services["lookup"].ports["port"]
+    api.ports["two-lmcache-lookup-7d9f8b6c5-other", 8081] = at
+    api.is_strict = True
+    everywhere = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "-A"])
+    answers = everywhere.json("lookup", "status")
+    assert [(one["namespace"], one["found"]["stats"]["index"]) for one in answers] == [
+        ("ns", "embedded"),
+        ("other", "embedded"),
+    ]
+    table = everywhere.text("lookup", "status")
+    assert re.search(r"^namespace ns\nindex .*^namespace other\nindex ", table, re.M | re.S)
+    missing = "00" * 16
+    for words in (["prefix", missing], ["locations", missing], ["route", missing]):
+        assert len(everywhere.json("lookup", *words, code=1)) == 2, "it is found in neither"
+    assert len(everywhere.json("lookup", "tenants")) == 2
+    [explained] = everywhere.json("explain", "ab" * 32, code=1)
+    assert explained["namespace"] == "ns", "the other has no sidecar"
+    assert "an engine must have connected" in explained["problem"]
+    versions = everywhere.text("version")
+    assert re.search(r"^ other +lookup +two-lmcache-lookup-7d9f8b6c5-other ", versions, re.M)
+    found = everywhere.json("doctor")["findings"]
+    assert {one["where"].partition(", ")[0] for one in found} == {
+        "namespace ns",
+        "namespace other",
+    }
+    assert len([one for one in found if one["check"] == "versions"]) == 2
+    [only] = everywhere.json("lookup", "status", "--release", "two")
+    assert only["namespace"] == "other"
+    api.ports.pop(("two-lmcache-lookup-7d9f8b6c5-other", 8081))
+    answers = everywhere.json("lookup", "status", code=1)
+    assert [bool(one["problem"]) for one in answers] == [False, True], "one failure is told"
 
 
 def test_pods_that_cannot_be_asked_are_told(

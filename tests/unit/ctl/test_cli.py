@@ -112,6 +112,14 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["explain", "--tokens", "/dev/null"], "/dev/null is empty: write token ids"),
         (["pin", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
         (["unknown"], "unknown"),
+        *(
+            ([*words.split(), "-A"], "this acts on services, and -A only looks: name the namespace")
+            for words in ("drain sidecar", "undrain sidecar", "pin", "evict sidecar", "bench")
+        ),
+        (["dashboard", "-A"], "-A: this opens the page of one broker: name its namespace with -n"),
+        (["sidecar", "status", "-A"], "-A: this shows one sidecar: name its namespace with -n"),
+        (["codec", "stats", "-A"], "lmcachectl status -A shows all"),
+        (["status", "-A", "--lookup-url", "http://h:1"], "leave out --namespace and addresses"),
     ],
 )
 def test_called_wrongly(

@@ -16,10 +16,10 @@ from lmcache_ctl.output import (
     OutputFormat,
     print_table,
     print_text,
-    show,
     size_text,
     tier_word,
 )
+from lmcache_ctl.places import View, show_places
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 
@@ -44,11 +44,14 @@ def status(
 ) -> None:
     """Show where the index is, how much is in it, and which instances hold leases."""
     stats = "/v1/stats" + ("" if tenant is None else f"?tenant={tenant}")
-    found = {
-        "stats": reach.ask(Kind.LOOKUP, "GET", stats),
-        "instances": reach.ask(Kind.LOOKUP, "GET", "/v1/instances")["instances"],
-    }
-    show(found, output, _print_status)
+
+    def ask(place: Reach) -> dict[str, Any]:
+        return {
+            "stats": place.ask(Kind.LOOKUP, "GET", stats),
+            "instances": place.ask(Kind.LOOKUP, "GET", "/v1/instances")["instances"],
+        }
+
+    show_places(reach, Kind.LOOKUP, ask, View(output, _print_status))
 
 
 def _print_status(found: Mapping[str, Any]) -> None:
@@ -72,7 +75,8 @@ def _print_status(found: Mapping[str, Any]) -> None:
 def tenants(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """List the tenants whose chunks are, or were, in the index. Needs the role admin."""
     none = "no tenant has stored anything"
-    show(_all_tenants(reach), output, lambda found: print_text("\n".join(found) or none))
+    view = View[list[str]](output, lambda found: print_text("\n".join(found) or none))
+    show_places(reach, Kind.LOOKUP, _all_tenants, view)
 
 
 def _all_tenants(reach: Reach) -> list[str]:
@@ -93,10 +97,15 @@ def prefix(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABL
     when not all are.
     """
     asked = [_checked(chunk_id) for chunk_id in chunk_ids]
-    found = reach.ask(Kind.LOOKUP, "POST", "/v1/lookup", {"chunk_ids": asked})
-    show(found | {"chunk_ids": asked}, output, _print_prefix)
-    if found["num_prefix"] < len(asked):
-        raise typer.Exit(1)
+
+    def ask(place: Reach) -> dict[str, Any]:
+        found = place.ask(Kind.LOOKUP, "POST", "/v1/lookup", {"chunk_ids": asked})
+        return found | {"chunk_ids": asked}
+
+    def is_whole(found: Mapping[str, Any]) -> bool:
+        return bool(found["num_prefix"] == len(asked))
+
+    show_places(reach, Kind.LOOKUP, ask, View(output, _print_prefix, is_whole))
 
 
 def _print_prefix(found: Mapping[str, Any]) -> None:
@@ -122,10 +131,13 @@ def locations(
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show all instances that hold a chunk. Exits with 1 when none does."""
-    found = reach.ask(Kind.LOOKUP, "GET", f"/v1/chunks/{_checked(chunk_id)}/locations")
-    show(found, output, _print_holders)
-    if not found["holders"]:
-        raise typer.Exit(1)
+    path = f"/v1/chunks/{_checked(chunk_id)}/locations"
+
+    def ask(place: Reach) -> dict[str, Any]:
+        return place.ask(Kind.LOOKUP, "GET", path)
+
+    view = View(output, _print_holders, lambda found: bool(found["holders"]))
+    show_places(reach, Kind.LOOKUP, ask, view)
 
 
 def _print_holders(found: Mapping[str, Any]) -> None:
@@ -143,7 +155,9 @@ def route(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE
     none holds any.
     """
     asked = [_checked(chunk_id) for chunk_id in chunk_ids]
-    found = reach.ask(Kind.LOOKUP, "POST", "/v1/route", {"chunk_ids": asked})
+
+    def ask(place: Reach) -> dict[str, Any]:
+        return place.ask(Kind.LOOKUP, "POST", "/v1/route", {"chunk_ids": asked})
 
     def print_routes(found: Mapping[str, Any]) -> None:
         if _is_known(found):
@@ -153,9 +167,8 @@ def route(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE
             ]
             print_table("", Columns(("instance", "chunks of the prefix")), rows)
 
-    show(found, output, print_routes)
-    if not found["instances"]:
-        raise typer.Exit(1)
+    view = View(output, print_routes, lambda found: bool(found["instances"]))
+    show_places(reach, Kind.LOOKUP, ask, view)
 
 
 def _is_known(found: Mapping[str, Any]) -> bool:

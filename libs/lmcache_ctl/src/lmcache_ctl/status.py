@@ -130,8 +130,7 @@ def print_status(found: ClusterStatus) -> None:
     ]
     headings = ("namespace", "service", "name", "state", "version", "answers in", "hits", "more")
     spare = ("answers in", "version", "more", "service")
-    is_one_place = len({one.namespace for one in found.services}) < 2
-    left_out = ("namespace",) if is_one_place else ()
+    left_out = _no_namespace(found.services)
     columns = Columns(headings, left=5, prose=True, spare=spare, left_out=left_out)
     print_table("", columns, rows)
     tiers = [
@@ -161,9 +160,15 @@ def print_status(found: ClusterStatus) -> None:
         print_text(f"{how_many} require a token for tiers, peers and drains: {how}.")
 
 
+def _no_namespace(services: Sequence[ServiceStatus | ServiceVersion]) -> tuple[str, ...]:
+    """Return the heading to leave out where all services are in one namespace."""
+    return ("namespace",) if len({one.namespace for one in services}) < 2 else ()
+
+
 class ServiceVersion(msgspec.Struct, frozen=True):
     """One service; `version` is "" where it does not say, and `problem` why."""
 
+    namespace: str
     kind: str
     name: str
     version: str
@@ -197,7 +202,9 @@ def version(
         with reach.services() as services:
             states = asyncio.run(look_at(Asker(reach.settings), services))
     found = [
-        ServiceVersion(one.kind, one.name, one.version, "" if one.version else one.problem)
+        ServiceVersion(
+            one.namespace, one.kind, one.name, one.version, "" if one.version else one.problem
+        )
         for one in states
     ]
     show(Versions(own_version(), found), output, _print_versions)
@@ -206,5 +213,10 @@ def version(
 def _print_versions(found: Versions) -> None:
     print_text(f"lmcachectl {found.client}")
     if found.services:
-        rows = [(one.kind, one.name, one.version or one.problem) for one in found.services]
-        print_table("", Columns(("service", "name", "version"), left=2, prose=True), rows)
+        rows = [
+            (one.namespace, one.kind, one.name, one.version or one.problem)
+            for one in found.services
+        ]
+        headings = ("namespace", "service", "name", "version")
+        left_out = _no_namespace(found.services)
+        print_table("", Columns(headings, left=3, prose=True, left_out=left_out), rows)
