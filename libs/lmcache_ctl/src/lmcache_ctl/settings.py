@@ -47,7 +47,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             trusts.
         tls_name: The name in certificates, if that is not the host of the URL; None: the host.
         timeout_s: Longest wait for one service, all requests together, seconds.
-        kubeconfig: Where the cluster is; None: as kubectl finds it, or the pod's own account.
+        kubeconfig: Where the cluster is; None: as kubectl finds it, else the pod's own account.
         context: Of the kubeconfig; None: the current one.
         namespace: Where the release is; None: the namespace of the context or the pod.
         release: Only this Helm release's pods.
@@ -92,9 +92,18 @@ OPTIONS: Final = tuple(name for name in CtlSettings.__struct_fields__ if name !=
 
 
 def _knows_a_cluster() -> bool:
-    paths = process_variable("KUBECONFIG") or DEFAULT_KUBECONFIG
-    files = [Path(path).expanduser() for path in paths.split(os.pathsep) if path]
-    return has_pod_account() or any(file.is_file() and _has_context(file) for file in files)
+    return has_pod_account() or finds_kubeconfig()
+
+
+def kubeconfig_paths() -> str:
+    """Return the paths at which kubectl looks for a kubeconfig, as `KUBECONFIG` has them."""
+    return process_variable("KUBECONFIG") or DEFAULT_KUBECONFIG
+
+
+def finds_kubeconfig() -> bool:
+    """Return whether there is a kubeconfig with a current context where kubectl looks for one."""
+    files = [Path(path).expanduser() for path in kubeconfig_paths().split(os.pathsep) if path]
+    return any(file.is_file() and _has_context(file) for file in files)
 
 
 def has_pod_account() -> bool:

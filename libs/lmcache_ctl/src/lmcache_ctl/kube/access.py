@@ -11,7 +11,9 @@ from lmcache_ctl.settings import (
     DEFAULT_KUBECONFIG,
     POD_NAMESPACE_FILE,
     CtlSettings,
+    finds_kubeconfig,
     has_pod_account,
+    kubeconfig_paths,
 )
 
 DEFAULT_NAMESPACE: Final = "default"
@@ -190,17 +192,15 @@ def _unusable() -> tuple[type[Exception], ...]:
     return (ConfigException, OSError, yaml.YAMLError, *shapes)
 
 
-def _origin(named: str | None) -> tuple[str, bool]:
-    """Return what names the kubeconfig, and whether the loader finds one of its paths."""
-    from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION
-
-    paths = str(KUBE_CONFIG_DEFAULT_LOCATION) if named is None else named
+def _found(named: str | None) -> tuple[str, str, bool]:
+    """Return the paths of the kubeconfig, what names it, and whether the loader finds one."""
+    paths = kubeconfig_paths() if named is None else named
     origin = f"kubeconfig={paths}"
     if named is None:
         origin = paths if paths == DEFAULT_KUBECONFIG else f"KUBECONFIG={paths}"
     # as the loader looks: "" is no path, and the home of an unknown user no error
     found = map(os.path.expanduser, paths.split(os.pathsep))
-    return origin, any(os.path.exists(path) for path in found)  # noqa: PTH110
+    return paths, origin, any(os.path.exists(path) for path in found)  # noqa: PTH110
 
 
 def _load(settings: CtlSettings) -> _Access:
@@ -209,14 +209,18 @@ def _load(settings: CtlSettings) -> _Access:
     configuration = client.Configuration()
     configuration.retries = 0  # each call has one deadline and one report
     named = None if settings.kubeconfig is None else str(settings.kubeconfig)
-    if named is None and settings.context is None and has_pod_account():
-        config.load_incluster_config(client_configuration=configuration)
-        return _Access(configuration, POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip())
-    origin, is_there = _origin(named)
+    own_namespace = DEFAULT_NAMESPACE
+    if has_pod_account():
+        own_namespace = POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+        # as kubectl: a pod's own account is for where no kubeconfig says otherwise
+        if named is None and settings.context is None and not finds_kubeconfig():
+            config.load_incluster_config(client_configuration=configuration)
+            return _Access(configuration, own_namespace)
+    paths, origin, is_there = _found(named)
     complaints = _Complaints()
     logging.getLogger().addHandler(complaints)
     try:
-        contexts, active = config.list_kube_config_contexts(named)
+        contexts, active = config.list_kube_config_contexts(paths)
         chosen = (
             active
             if settings.context is None
@@ -227,7 +231,7 @@ def _load(settings: CtlSettings) -> _Access:
                 f"context {settings.context!r} is not in the kubeconfig: it has"
                 f" {', '.join(one['name'] for one in contexts)}"
             )
-        config.load_kube_config(named, settings.context, client_configuration=configuration)
+        config.load_kube_config(paths, settings.context, client_configuration=configuration)
     except _unusable() as exc:
         if not is_there:
             why = "no such file"
@@ -245,5 +249,5 @@ def _load(settings: CtlSettings) -> _Access:
             f"no usable kubeconfig (no credentials: {complaints.texts[0]}) in {origin}: log in"
             " again, or mend its users"
         )
-    namespace = str(chosen.get("context", {}).get("namespace") or DEFAULT_NAMESPACE)
+    namespace = str(chosen.get("context", {}).get("namespace") or own_namespace)
     return _Access(configuration, namespace, str(chosen["name"]), origin)
