@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -198,6 +199,10 @@ def test_each_namespace_is_asked_by_itself(
     api.ports["two-lmcache-lookup-7d9f8b6c5-other", 8081] = at
     api.is_strict = True
     everywhere = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "-A"])
+    names_of_instances = cluster.ctl().text("lookup", "status", "-o", "name")
+    assert names_of_instances.splitlines() == [
+        "sidecar/sidecar", "storage/storage-0", "storage/storage-1"
+    ]  # fmt: skip
     answers = everywhere.json("lookup", "status")
     assert [(one["namespace"], one["found"]["stats"]["index"]) for one in answers] == [
         ("ns", "embedded"),
@@ -220,11 +225,67 @@ def test_each_namespace_is_asked_by_itself(
         "namespace other",
     }
     assert len([one for one in found if one["check"] == "versions"]) == 2
+    assert everywhere.text("lookup", "status", "-o", "name") == names_of_instances * 2
+    assert everywhere.text("version", "-o", "name").splitlines()[-1] == (
+        "lookup/two-lmcache-lookup-7d9f8b6c5-other"
+    )
     [only] = everywhere.json("lookup", "status", "--release", "two")
     assert only["namespace"] == "other"
     api.ports.pop(("two-lmcache-lookup-7d9f8b6c5-other", 8081))
     answers = everywhere.json("lookup", "status", code=1)
     assert [bool(one["problem"]) for one in answers] == [False, True], "one failure is told"
+
+
+def completed(words: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """What bash is told when Tab follows these words."""
+    environ = {
+        **os.environ,
+        "HOME": str(directory),
+        "_LMCACHECTL_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    command = [sys.executable, "-m", "lmcache_ctl"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+
+
+def test_a_shell_completes_names_of_the_cluster(api: PodsApi, tmp_path: Path) -> None:
+    (tmp_path / ".kube").mkdir()
+    api.kubeconfig(tmp_path / ".kube" / "config")
+    sidecar, storage = "demo-lmcache-vllm-m-5f6-qwert", "demo-lmcache-storage"
+    for words, expected in {
+        "status -n ": ["ns"],
+        "status --context ": ["here"],
+        "drain storage/": [f"storage/{storage}-0", f"storage/{storage}-1"],
+        "drain peer/demo-lmcache-v": [f"peer/{sidecar}"],
+        "undrain s": [
+            *("sidecar", "storage", f"storage/{storage}-0", f"storage/{storage}-1"),
+            f"sidecar/{sidecar}",
+        ],
+        "evict storage/ --release nobody --size": ["--size"],
+        "pin --at storage/demo-lmcache-storage-1": [f"storage/{storage}-1"],
+        "bench look": ["lookup", "lookup/demo-lmcache-lookup-7d9f8b6c5-x2x4z"],
+        "explain --sidecar ": [sidecar],
+        "drain --release nobody sidecar/": [],
+    }.items():
+        told = completed(f"lmcachectl {words}", tmp_path)
+        assert (sorted(told.stdout.split()), told.stderr) == (sorted(expected), ""), words
+
+
+def test_completion_says_nothing_where_a_cluster_hangs_or_is_none(tmp_path: Path) -> None:
+    (tmp_path / ".kube").mkdir()
+    config = tmp_path / ".kube" / "config"
+    for content in ("{", "users: 7"):
+        config.write_text(content)
+        for words in ("status --context ", "drain sidecar/"):
+            told = completed(f"lmcachectl {words}", tmp_path)
+            assert (told.stdout.strip(), told.stderr) == ("", "")
+    with pods_api() as api, socket.create_server(("127.0.0.1", 0)) as silent:
+        api.kubeconfig(config)
+        port = silent.getsockname()[1]
+        config.write_text(config.read_text().replace(api.url, f"http://127.0.0.1:{port}"))
+        told = completed("lmcachectl drain s", tmp_path)
+    assert (sorted(told.stdout.split()), told.stderr) == (["sidecar", "storage"], "")
 
 
 def test_pods_that_cannot_be_asked_are_told(

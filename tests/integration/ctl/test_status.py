@@ -54,6 +54,15 @@ def test_everything_is_told_in_every_format(cluster: SmallCluster) -> None:
     assert yaml.safe_load(ctl.text("status", "-o", "yaml"))["totals"]["versions"] == {"0.1.0": 5}
 
 
+def test_names_are_as_commands_take_them(cluster: SmallCluster) -> None:
+    named = cluster.ctl().text("status", "-o", "name").splitlines()
+    assert [name.partition("/")[0] for name in named[:2]] == ["lookup", "broker"]
+    assert named[2:] == ["storage/storage-0", "storage/storage-1", "sidecar/sidecar"]
+    top = cluster.ctl().text("top", "-o", "name", "--interval", "0.2")
+    assert top.splitlines() == named
+    assert "hit" in cluster.ctl().text("status", "-o", "wide")
+
+
 def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
     pid = cluster.services["storage-1"].pid
     os.kill(pid, signal.SIGSTOP)

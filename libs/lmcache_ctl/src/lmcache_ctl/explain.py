@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
+from lmcache_ctl.completion import complete_sidecar
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches, takes
 from lmcache_ctl.output import (
@@ -118,7 +119,11 @@ def explain(
         str | None, typer.Option(help="Only as this model's engines name chunks.")
     ] = None,
     sidecar: Annotated[
-        str | None, typer.Option(help="Ask the sidecar of that name; else the first that answers.")
+        str | None,
+        typer.Option(
+            help="Ask the sidecar of that name; else the first that answers.",
+            autocompletion=complete_sidecar,
+        ),
     ] = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:

@@ -4,7 +4,7 @@ all that have a service to ask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.output import OutputFormat, print_text, show
+from lmcache_ctl.output import ListFormat, OutputFormat, plain, print_text, show
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 
@@ -29,11 +29,13 @@ class View(NamedTuple, Generic[T]):
         output: The format.
         as_table: Prints the table of one answer.
         is_found: Returns whether an answer has what was looked for; None: nothing was.
+        names: Returns the names of what an answer lists, for a `ListFormat`.
     """
 
-    output: OutputFormat
+    output: OutputFormat | ListFormat
     as_table: Callable[[T], None]
     is_found: Callable[[T], bool] | None = None
+    names: Callable[[T], Iterable[str]] | None = None
 
 
 class PlaceAnswer(msgspec.Struct, frozen=True):
@@ -55,7 +57,7 @@ def show_places(reach: Reach, kind: Kind, ask: Callable[[Reach], T], view: View[
     """
     if not reach.all_namespaces:
         found = ask(reach)
-        show(found, view.output, view.as_table)
+        show(found, view.output, view.as_table, view.names)
         if view.is_found is not None and not view.is_found(found):
             raise typer.Exit(1)
         return
@@ -69,7 +71,14 @@ def show_places(reach: Reach, kind: Kind, ask: Callable[[Reach], T], view: View[
             if not one.problem:
                 view.as_table(one.found)
 
-    show(answers, view.output, as_tables)
+    def all_names(answers: Sequence[PlaceAnswer]) -> Iterator[str]:
+        for one in answers:
+            if one.problem:
+                typer.echo(f"lmcachectl: namespace {one.namespace}: {plain(one.problem)}", err=True)
+            elif view.names is not None:
+                yield from view.names(one.found)
+
+    show(answers, view.output, as_tables, all_names)
     heard = [one.found for one in answers if not one.problem]
     if view.is_found is None:
         is_well = len(heard) == len(answers)
