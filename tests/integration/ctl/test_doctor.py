@@ -28,7 +28,7 @@ from tests.fixtures.http_server import Handler, served
 from tests.fixtures.kubernetes_pods import pod, pods_api
 from tests.fixtures.redis_server import free_port, redis_executable, running_redis
 from tests.fixtures.service_process import running_service
-from tests.fixtures.tls import Authority, ended_pair, replace
+from tests.fixtures.tls import Authority, early_pair, ended_pair, replace
 
 
 def wrong(found: dict[str, Any], check: str) -> list[tuple[str, str, str]]:
@@ -185,6 +185,7 @@ def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
 def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     good, other, ended = authority.sign("good"), authority.sign("other"), ended_pair(authority)
+    early = early_pair(authority)
     soon = authority.sign("soon")
     signed = authority._ca.issue_cert(
         "127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
@@ -195,6 +196,7 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
         "good": (good.cert, good.key),
         "foreign": (good.cert, other.key),
         "ended": (ended.cert, ended.key),
+        "early": (early.cert, early.key),
         "soon": (soon.cert, soon.key),
     }
     options = []
@@ -223,11 +225,12 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
         Path(where.split()[1]).stem: (level, what)
         for level, where, what in wrong(found, "certificate")
     }
-    assert set(told) == {"foreign", "ended", "soon", "client", "engine"}
+    assert set(told) == {"foreign", "ended", "early", "soon", "client", "engine"}
     assert told["foreign"][0] == "error"
     assert "key values mismatch; both must be PEM and belong together" in told["foreign"][1]
     assert told["client"] == ("error", told["client"][1])
     assert told["ended"] == ("error", f"tls_cert_file {ended.cert} ended on 2025-03-01")
+    assert told["early"] == ("error", f"tls_cert_file {early.cert} is not valid before 2100-02-01")
     assert told["engine"] == ("error", f"remote_tls_cert_file {ended.cert} ended on 2025-03-01")
     assert told["soon"] == ("warning", f"tls_cert_file {soon.cert} ends in 3.0 days")
     command = [sys.executable, "-m", "lmcache_lookup", "--config", str(tmp_path / "foreign.yaml")]
@@ -597,6 +600,17 @@ def test_a_certificate_that_ends_soon(tmp_path: Path) -> None:
         replace(pair.cert, soon.cert_chain_pems[0].bytes())
         time.sleep(1.1)  # the service looks at its files once a second
         assert "ends in 3.0 days" in ctl.text("doctor", "--strict", code=1)
+        early = early_pair(authority)
+        replace(pair.key, early.key.read_bytes())
+        replace(pair.cert, early.cert.read_bytes())
+        time.sleep(1.1)
+        findings = ctl.json("doctor", code=1)["findings"]
+        [told] = [one for one in findings if one["check"] == "certificate"]
+        assert told["what"] == "not trusted: certificate is not yet valid"
+        assert told["fix"].startswith("have another one issued, or correct the clock")
+        replace(pair.key, soon.private_key_pem.bytes())
+        replace(pair.cert, soon.cert_chain_pems[0].bytes())
+        time.sleep(1.1)
         stranger = Authority(tmp_path, "stranger")
         untrusted = Ctl([f"--lookup-url={url}", f"--tls={stranger.file}"]).json("doctor", code=1)
     assert "not trusted" in wrong(untrusted, "certificate")[0][2]
