@@ -26,6 +26,7 @@ from lmcache_ctl.doctor.configuration import MODELS, ConfigFile, check_files
 from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.http_server import Handler, served
 from tests.fixtures.kubernetes_pods import pod, pods_api
+from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import free_port, redis_executable, running_redis
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority, early_pair, ended_pair, replace
@@ -441,11 +442,27 @@ def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("path", ["{}", "/proc/nowhere/s.sock"])
+@pytest.mark.parametrize(
+    "path", ["{}", "{}/s.yaml", "{}/s.yaml/s.sock", "{}/" + "x" * 107, "/proc/nowhere/s.sock"]
+)
 def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str) -> None:
-    file = write(tmp_path / "s.yaml", arena_gb=0.01, socket_path=path.format(tmp_path))
+    """The doctor says so, and the sidecar does not start."""
+    settings = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01, "port": 0, "lm_port": 0}
+    file = write(tmp_path / "s.yaml", socket_path=path.format(tmp_path), **settings)
     found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=1)
-    assert [what for _, _, what in wrong(found, "socket")]
+    [(level, _, what)] = wrong(found, "socket")
+    command = [sys.executable, "-m", "lmcache_sidecar", "--config", str(file)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (level, refused.returncode) == ("error", 2)
+    if reason := re.fullmatch(r"socket_path ((?:has|is) .*)", what):
+        assert f"' {reason[1]}; choose another path" in refused.stderr
+
+
+def test_a_socket_of_a_running_sidecar_is_no_fault(cluster: SmallCluster, tmp_path: Path) -> None:
+    path = str(cluster.directory / "s.sock")
+    file = write(tmp_path / "s.yaml", arena_gb=0.01, socket_path=path)
+    found = Ctl().json("doctor", "--check-config", f"sidecar={file}")
+    assert wrong(found, "socket") == []
 
 
 def test_an_address_of_another_machine(tmp_path: Path) -> None:
@@ -543,6 +560,21 @@ def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
         told = Ctl().text("doctor", "--check-config", f"broker={config}", "--timeout", "1", code=1)
         server.resume()
     assert f"127.0.0.1:{server.port}: no answer" in told
+
+
+def test_a_redis_that_sentinels_with_a_password_name(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("of-the-sentinels\n")
+    login = {
+        "redis_sentinel_username": "lookup",
+        "redis_sentinel_password_file": str(tmp_path / "password"),
+    }
+    with watched_redis(login=("lookup", "of-the-sentinels")) as watched:
+        config = write(tmp_path / "lookup.yaml", redis_url=watched.url, **login)
+        found = Ctl().json("doctor", "--check-config", f"lookup={config}")
+        port = watched.master.port
+    [(level, where, _)] = wrong(found, "redis")
+    assert level == "warning", "it has no maxmemory"
+    assert where.endswith(f"127.0.0.1:{port}")
 
 
 @contextlib.contextmanager
