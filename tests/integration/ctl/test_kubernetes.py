@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from lmcache_ctl import completion
 
-from tests.fixtures.ctl import Ctl, FakeVllm, SmallCluster
+from tests.fixtures.ctl import Ctl, FakeVllm, Printed, SmallCluster
 from tests.fixtures.kubernetes_pods import PodsApi, pod, pods_api
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority
@@ -200,7 +201,7 @@ def test_each_namespace_is_asked_by_itself(
     api.is_strict = True
     everywhere = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "-A"])
     names_of_instances = cluster.ctl().text("lookup", "status", "-o", "name")
-    assert names_of_instances.splitlines() == [
+    assert sorted(names_of_instances.splitlines()) == [
         "sidecar/sidecar", "storage/storage-0", "storage/storage-1"
     ]  # fmt: skip
     answers = everywhere.json("lookup", "status")
@@ -214,9 +215,9 @@ def test_each_namespace_is_asked_by_itself(
     for words in (["prefix", missing], ["locations", missing], ["route", missing]):
         assert len(everywhere.json("lookup", *words, code=1)) == 2, "it is found in neither"
     assert len(everywhere.json("lookup", "tenants")) == 2
-    [explained] = everywhere.json("explain", "ab" * 32, code=1)
+    [explained] = everywhere.json("explain", "--request", "of-nobody", code=1)
     assert explained["namespace"] == "ns", "the other has no sidecar"
-    assert "an engine must have connected" in explained["problem"]
+    assert "no sidecar remembers a lookup" in explained["problem"]
     versions = everywhere.text("version")
     assert re.search(r"^ other +lookup +two-lmcache-lookup-7d9f8b6c5-other ", versions, re.M)
     found = everywhere.json("doctor")["findings"]
@@ -236,20 +237,21 @@ def test_each_namespace_is_asked_by_itself(
     assert [bool(one["problem"]) for one in answers] == [False, True], "one failure is told"
 
 
-def completed(words: str, directory: Path) -> subprocess.CompletedProcess[str]:
+def completed(words: str, directory: Path) -> Printed:
     """What bash is told when Tab follows these words."""
     environ = {
-        **os.environ,
         "HOME": str(directory),
         "_LMCACHECTL_COMPLETE": "complete_bash",
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
-    command = [sys.executable, "-m", "lmcache_ctl"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    return Ctl(environ=environ).run()
 
 
-def test_a_shell_completes_names_of_the_cluster(api: PodsApi, tmp_path: Path) -> None:
+def test_a_shell_completes_names_of_the_cluster(
+    api: PodsApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "LIMIT_S", 60.0)  # this machine may be busy
     (tmp_path / ".kube").mkdir()
     api.kubeconfig(tmp_path / ".kube" / "config")
     sidecar, storage = "demo-lmcache-vllm-m-5f6-qwert", "demo-lmcache-storage"
@@ -284,7 +286,9 @@ def test_completion_says_nothing_where_a_cluster_hangs_or_is_none(tmp_path: Path
         api.kubeconfig(config)
         port = silent.getsockname()[1]
         config.write_text(config.read_text().replace(api.url, f"http://127.0.0.1:{port}"))
+        started = time.monotonic()
         told = completed("lmcachectl drain s", tmp_path)
+        assert time.monotonic() - started < 10, "Tab waits for no more than a second"
     assert (sorted(told.stdout.split()), told.stderr) == (["sidecar", "storage"], "")
 
 

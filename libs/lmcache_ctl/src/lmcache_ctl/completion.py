@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 import typer
 
+from lmcache_ctl.errors import CtlError
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 from lmcache_ctl.settings import OPTIONS, CtlSettings, context_names
@@ -32,11 +33,13 @@ def _completing(find: Callable[[CtlSettings], Sequence[str]], *always: str) -> C
         given: dict[str, Any] = {name: ctx.params.get(name) for name in (*OPTIONS, "config")}
 
         def work() -> None:
-            settings = Reach.of(given).settings
-            timeout_s = min(settings.timeout_s, LIMIT_S)
-            names.extend(find(msgspec.structs.replace(settings, timeout_s=timeout_s)))
+            with contextlib.suppress(CtlError, OSError):
+                settings = Reach.of(given).settings
+                timeout_s = min(settings.timeout_s, LIMIT_S)
+                names.extend(find(msgspec.structs.replace(settings, timeout_s=timeout_s)))
 
-        # A thread can be left behind, whatever it waits for; it reports its errors on stderr.
+        # A thread can be left behind, whatever it waits for. Warnings of libraries would be shown
+        # in the line that is being typed.
         thread = Thread(target=work, daemon=True)
         with contextlib.redirect_stderr(io.StringIO()):
             thread.start()
