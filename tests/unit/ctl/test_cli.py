@@ -202,7 +202,9 @@ def test_a_shell_completes_commands_and_options(words: str, expected: set[str]) 
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
     command = [Path(sys.executable).with_name("lmcachectl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environ
+    )
     assert set(done.stdout.split()) == expected
 
 
@@ -214,7 +216,7 @@ def test_a_shell_is_given_its_script(shell: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env=environ,
+        env=os.environ | environ,
     )
     assert done.returncode == 0
     assert "_LMCACHECTL_COMPLETE" in done.stdout
