@@ -11,11 +11,13 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -456,6 +458,21 @@ def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str) -> None:
     assert (level, refused.returncode) == ("error", 2)
     if reason := re.fullmatch(r"socket_path ((?:has|is) .*)", what):
         assert f"' {reason[1]}; choose another path" in refused.stderr
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750])
+def test_a_default_directory_that_others_may_enter(tmp_path: Path, mode: int) -> None:
+    """The sidecar refuses it: another user may have made it first."""
+    run = tmp_path / f"lmcache-{os.getuid()}"
+    run.mkdir(mode=0o700)
+    run.chmod(mode)
+    arena = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
+    file = write(tmp_path / "s.yaml", socket_path=str(run / "sidecar.sock"), **arena)
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
+        found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=int(mode != 0o700))
+    told = [what for _, _, what in wrong(found, "socket")]
+    fault = "is not a directory that belongs to this user and that no other user may enter"
+    assert told == ([] if mode == 0o700 else [f"{run} {fault}"])
 
 
 def test_a_socket_of_a_running_sidecar_is_no_fault(cluster: SmallCluster, tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ def check_machine(loaded: Sequence[Loaded]) -> list[Finding]:
         if file.kind == "sidecar":
             found += _arena(Subject("shared memory", where), settings)
             found.append(_socket(Subject("socket", where), settings.socket_path))
+            fix = "remove it, or set socket_path and arena_path to a directory of your own"
+            for problem in settings.directory_problems():
+                found.append(Subject("socket", where).error(problem, fix))
         found += _addresses(Subject("addresses", where), settings)
         if file.kind == "storage":
             found.append(_memory(Subject("memory", where), int(settings.memory_gb * GIB)))
