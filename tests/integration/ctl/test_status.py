@@ -54,6 +54,19 @@ def test_everything_is_told_in_every_format(cluster: SmallCluster) -> None:
     assert yaml.safe_load(ctl.text("status", "-o", "yaml"))["totals"]["versions"] == {"0.1.0": 5}
 
 
+def test_names_are_as_commands_take_them(cluster: SmallCluster) -> None:
+    named = cluster.ctl().text("status", "-o", "name").splitlines()
+    assert [name.partition("/")[0] for name in named[:2]] == ["lookup", "broker"]
+    assert sorted(named[2:-1]) + named[-1:] == [
+        "storage/storage-0",
+        "storage/storage-1",
+        "sidecar/sidecar",
+    ]
+    top = cluster.ctl().text("top", "-o", "name", "--interval", "0.2")
+    assert top.splitlines() == named
+    assert "hit" in cluster.ctl().text("status", "-o", "wide")
+
+
 def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
     pid = cluster.services["storage-1"].pid
     os.kill(pid, signal.SIGSTOP)
@@ -67,7 +80,10 @@ def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
     assert states["storage-0"][0] == "ok"
     hung = [one for one in found["services"] if one["state"] != "ok"]
     assert [one["kind"] for one in hung] == ["storage"]
-    assert hung[0]["problem"] == "no answer within 2 s: it hangs, or the network drops its packets"
+    assert hung[0]["problem"] == (
+        "no answer within 2 s: it hangs, or the network drops its packets; its address is from"
+        " --storage-url"
+    )
     assert took_s < 15
 
 

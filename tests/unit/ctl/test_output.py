@@ -68,6 +68,11 @@ def show_top() -> None:
     print_moment(moment([busy(0)], [busy(8)], 2.0))
 
 
+def show_wide() -> None:
+    print_status(summed([busy(0)]), is_wide=True)
+    print_moment(moment([busy(0)], [busy(8)], 2.0), is_wide=True)
+
+
 def show_drain() -> None:
     print_drains([DrainOutcome("sidecar", POD, busy(0).drain)])
 
@@ -106,6 +111,21 @@ def test_a_table_of_80_columns_holds_a_pod_as_the_chart_names_it(
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines()) <= 80
     assert "60.0%" in shown, "the hit ratio is the last to go"
+
+
+def test_a_wide_table_has_all_columns_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    show_wide()
+    narrow = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "400")
+    show_status()
+    show_top()
+    wide = capsys.readouterr().out.splitlines()
+    tables = [line for line in wide if line.startswith(" ") and "\u2500" not in line]
+    assert len(tables) > 5
+    assert set(tables) <= set(narrow.splitlines())
 
 
 def test_a_pipe_has_no_end_of_a_line(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_ctl.options import reaches
+from lmcache_ctl.options import ONE_SIDECAR, reaches
 from lmcache_ctl.output import (
     Columns,
     Output,
@@ -19,7 +19,7 @@ from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 
 
-@reaches(Kind.SIDECAR)
+@reaches(Kind.SIDECAR, ONE_SIDECAR)
 def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show a sidecar's memory, tiers, connected engines, and the progress of a drain."""
     names = ("status", "tiers", "clients")
