@@ -102,7 +102,7 @@ class StoreThread:
 
     def before_overwriting(self, request_ids: Collection[str] | None) -> None:
         """Wait until the blocks of these requests (None: of all) are copied. What takes longer than
-        `patience_s` is not stored.
+        `patience_s` after its step has ended on the device is not stored.
         """
 
         def awaited() -> list[PendingStore]:
@@ -113,6 +113,11 @@ class StoreThread:
             ]
 
         if request_ids is None or request_ids:
+            with self._has_changed:
+                computed = [pending.computed for pending in awaited()]
+            for event in computed:
+                if event is not None:
+                    event.synchronize()
             with self._has_changed:
                 self._has_changed.wait_for(lambda: not awaited(), self._patience_s)
                 for pending in awaited():

@@ -314,8 +314,6 @@ class WorkerSide:
                 if not self._store_thread.submit(pending):
                     self._dropped(store.runs)
             if self._is_told_late:
-                if computed is not None:
-                    computed.synchronize()
                 self._store_thread.before_overwriting(None)
 
     def take_sent(self) -> set[str]:
