@@ -133,7 +133,8 @@ def test_what_was_gained(page: Page, cluster: Cluster) -> None:
     saved_s = gains()["86400"] / PREFILL_TOKENS_PER_S
     minutes, said = page.texts("#gains .sub")[-1].split(" ", 1)
     assert said.startswith("min of prefill, hit ratio")
-    assert float(minutes) == pytest.approx(saved_s / 60, abs=0.06)
+    digits = 0.06 if saved_s < 600 else 0.6  # the page shows one decimal below 10
+    assert float(minutes) == pytest.approx(saved_s / 60, abs=digits)
     assert list(page.rows("#gains")) == ["org/model"]
     assert "tenant default" in page.texts("#gains caption")[0]
 
