@@ -291,15 +291,14 @@ class Copy:
 
 
 class Search:
-    """Runs seeds with each defect in turn until it is found or time is over.
+    """Runs seeds with each defect in turn until it is found or time is over; prints what is found.
 
     Args:
         defects: What to find.
         limit_s: Real time for all of them.
 
     Attributes:
-        found: For each defect that was found, by its name: the seconds of its runs until then, and
-            the run that found it.
+        found: The run that found each defect, by its name.
     """
 
     def __init__(self, defects: Sequence[Defect], limit_s: float) -> None:
@@ -309,7 +308,7 @@ class Search:
         self._tried: dict[str, set[int]] = {defect.name: set() for defect in defects}
         self._running: set[int] = set()
         self._spent_s: Counter[str] = Counter()
-        self.found: dict[str, tuple[float, Result]] = {}
+        self.found: dict[str, Result] = {}
 
     def run(self) -> None:
         """Search; several threads may do so."""
@@ -335,7 +334,14 @@ class Search:
                 is_in_time = time.monotonic() <= self._ends_at
                 if result["violations"] and is_in_time and defect.name not in self.found:
                     self._left.remove(defect)
-                    self.found[defect.name] = self._spent_s[defect.name], result
+                    self.found[defect.name] = result
+                    spent_s = f"{self._spent_s[defect.name]:.0f}"
+                    promise = result["violations"][0].splitlines()[0]
+                    print(_row(defect.name, spent_s, seed, promise), flush=True)
+
+
+def _row(name: str, seconds: str, seed: object, promise: str) -> str:
+    return f"{name:{max(len(one.name) for one in DEFECTS)}}  {seconds:>13}  {seed:>4}  {promise}"
 
 
 def main() -> int:
@@ -352,17 +358,13 @@ def main() -> int:
     for where in ("libs", "services", "kernels", "tests"):
         compileall.compile_dir(ROOT / where, quiet=2)
     search = Search(chosen, 60 * options.minutes)
+    print(_row("defect", "found after s", "seed", "promise"), flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         for worker in [pool.submit(search.run) for _ in range(options.jobs)]:
             worker.result()
-    width = max((len(defect.name) for defect in chosen), default=0)
-    print(f"{'defect':{width}}  found after s  seed  promise")
     for defect in chosen:
-        seconds, result = search.found.get(defect.name, (None, {}))
-        line = f"{defect.name:{width}}  {'-' if seconds is None else f'{seconds:.0f}':>13}"
-        if result:
-            line += f"  {result['seed']:>4}  {result['violations'][0].splitlines()[0]}"
-        print(line)
+        if defect.name not in search.found:
+            print(_row(defect.name, "-", "-", "not found"))
     num_found = len(search.found)
     print(
         f"found={num_found} of={len(chosen)} share={num_found / max(1, len(chosen)):.0%}"

@@ -71,7 +71,7 @@ def test_defects_are_searched_for_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
     search = Search(DEFECTS[:2], 60.0)
     search.run()
     assert runs == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3)]
-    assert [search.found[one.name][1]["seed"] for one in DEFECTS[:2]] == [3, 2]
+    assert [search.found[one.name]["seed"] for one in DEFECTS[:2]] == [3, 2]
     late = Search(DEFECTS[:1], 0.0)
     late.run()
     assert not late.found
