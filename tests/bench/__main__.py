@@ -68,15 +68,15 @@ class Bench:
         return work()
 
     def host_memory(self) -> list[Figure]:
-        """The hot tier, contiguous and paged, embedded and behind a sidecar."""
+        """The memory tier, contiguous and paged, embedded and behind a sidecar."""
         copy = limits.copy_work()
         figures = [self.run("limits of this machine", lambda: limits.copy_limit(copy))]
         for verify_hot, notes in COPY_NOTES.items():
             with engines.embedded(verify_hot) as engine:
-                name = f"hot tier, embedded, verify_hot {verify_hot}"
+                name = f"memory tier, embedded, verify_hot {verify_hot}"
                 figures += self.run(name, lambda: engines.measure(engine, name, copy, notes))  # noqa: B023 (run at once)
             with engines.behind_sidecar(self.directory, verify_hot) as engine:
-                name = f"hot tier, sidecar, verify_hot {verify_hot}"
+                name = f"memory tier, sidecar, verify_hot {verify_hot}"
                 figures += self.run(
                     name,
                     lambda: engines.measure(engine, name, copy, (DIGESTED_STORE, notes[1])),  # noqa: B023
@@ -216,9 +216,12 @@ def measure_peers(bench: Bench, console: Console, machine: str) -> None:
         section, remark = peers.measure(bench.run, bench.directory)
     except peers.PeerMissingError as exc:
         raise SystemExit(str(exc)) from exc
-    section.show(console)
+    small = bench.run("LMCache and ours: small chunks", lambda: peers.small_chunks(bench.directory))
+    for one in (section, small):
+        one.show(console)
     console.print(remark)
-    report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", [section.as_markdown(), remark])
+    parts = [section.as_markdown(), remark, small.as_markdown()]
+    report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", parts)
 
 
 def measure_scale(bench: Bench, console: Console, machine: str) -> None:

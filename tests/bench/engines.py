@@ -32,7 +32,7 @@ ARENA_GB = 1.25
 
 @contextmanager
 def embedded(verify_hot: str) -> Iterator[LMCacheEngine]:
-    """An engine with a hot tier of its own."""
+    """An engine with a memory tier of its own."""
     config = make_config(verify_hot=verify_hot)
     metadata = make_metadata()
     allocator = HostMemoryAllocator(int(ARENA_GB * (1 << 30)))

@@ -140,7 +140,7 @@ def naming_rows() -> list[NamingCost]:
 def lookup_row(
     name: str, make: Callable[[LMCacheEngineConfig, LMCacheEngineMetadata], TokenDatabase]
 ) -> NamingCost:
-    """`LMCacheEngine.lookup` of a long prompt that is all in the hot tier, against the chunk
+    """`LMCacheEngine.lookup` of a long prompt that is all in the memory tier, against the chunk
     hashes of the same tokens.
     """
     tokens = prompt(NUM_LOOKUP_TOKENS)

@@ -131,7 +131,7 @@ def kernel_figures() -> list[Figure]:
 
 
 def engine_figures(verify_hot: str, limit: Figure) -> list[Figure]:
-    """Store and retrieve of a paged prompt through an embedded engine with a hot tier; what came
+    """Store and retrieve of a paged prompt through an embedded engine with a memory tier; what came
     back is compared.
 
     Args:
@@ -162,7 +162,7 @@ def engine_figures(verify_hot: str, limit: Figure) -> list[Figure]:
         _check(source, target)
     finally:
         engine.close()
-    name = f"hot tier, embedded, paged, verify_hot {verify_hot}"
+    name = f"memory tier, embedded, paged, verify_hot {verify_hot}"
     notes = (
         ("gather; the digest follows", "scatter, and the digest right behind it")
         if verify_hot == "always"

@@ -2,6 +2,8 @@
 
 Both run the same prompts, copy the same tensors and are timed by the same lines of this file, each
 in its own process. It imports nothing from this repository except what `ours` needs.
+
+With `--small`, chunks are of 1 KiB, in prompts of 16: what a chunk costs apart from its bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,16 @@ DTYPE = torch.bfloat16
 KV_SHAPE = (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE)
 MODEL = "bench/llama-3.1-8b-shape"
 VISIBLE_TIMEOUT_S = 120.0
+SMALL: dict[str, Any] = {
+    "NUM_TOKENS": 256,
+    "CHUNK_SIZE": 16,
+    "NUM_LAYERS": 1,
+    "NUM_HEADS": 1,
+    "HEAD_SIZE": 16,
+    "HIDDEN": 16,
+    "KV_SHAPE": (1, 2, 16, 1, 16),
+}
+PROMPTS_AT_ONCE = 50
 
 
 def ours(options: dict[str, Any]) -> Any:
@@ -30,6 +42,7 @@ def ours(options: dict[str, Any]) -> Any:
     from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 
     config = LMCacheEngineConfig.from_defaults(
+        chunk_size=CHUNK_SIZE,
         tier_timeout_s=60.0,
         prefill_tokens_per_s=1.0,  # otherwise a slow tier would be declined and not measured
         **options,
@@ -147,6 +160,28 @@ class Driver:
             raise ValueError(f"{num_tokens} of {NUM_TOKENS} tokens of prompt {turn} were found")
         return {"seconds": seconds}
 
+    def stores(self, turn: int) -> dict[str, float]:
+        """Store many prompts in memory; return the seconds."""
+        prompts = [_tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
+        arguments = self._arguments(self._source)
+        began = time.perf_counter()
+        for tokens in prompts:
+            self._engine.store(tokens, **arguments)
+        return {"seconds": time.perf_counter() - began}
+
+    def retrieves(self, turn: int) -> dict[str, float]:
+        """Load them; return the seconds. All must be there."""
+        prompts = [_tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
+        arguments = self._arguments(self._target)
+        began = time.perf_counter()
+        num_tokens = sum(int(self._engine.retrieve(t, **arguments).sum()) for t in prompts)
+        seconds = time.perf_counter() - began
+        if num_tokens != PROMPTS_AT_ONCE * NUM_TOKENS:
+            raise ValueError(f"{num_tokens} of {PROMPTS_AT_ONCE * NUM_TOKENS} tokens came back")
+        if not torch.equal(self._source.view(torch.int16), self._target.view(torch.int16)):
+            raise ValueError("other bytes than were stored came back")
+        return {"seconds": seconds}
+
 
 def _tokens(turn: int) -> torch.Tensor:
     return torch.arange(NUM_TOKENS) + turn * NUM_TOKENS
@@ -157,12 +192,13 @@ def main() -> None:
     kind, tier, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an engine's own output is not an answer
+    if "--small" in sys.argv:
+        globals().update(SMALL)
     driver = Driver(*{"ours": ours, "lmcache": lmcache}[kind](options), tier)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
-        call = {"store": driver.store, "retrieve": driver.retrieve, "lookup": driver.lookup}
-        print(json.dumps(call[ask["do"]](ask["turn"])), file=answers, flush=True)
+        print(json.dumps(getattr(driver, ask["do"])(ask["turn"])), file=answers, flush=True)
     os._exit(0)  # the bench removes files and servers
 
 

@@ -28,6 +28,7 @@ from lmcache_demo.settings import quiet_environment
 
 from tests.bench.limits import copy_work, redis_limits, socket_limit
 from tests.bench.measure import GB
+from tests.bench.peer_child import PROMPTS_AT_ONCE, SMALL
 from tests.bench.report import Section
 from tests.bench.shape import CHUNK_BYTES, TOTAL_BYTES
 from tests.fixtures.redis_server import running_redis
@@ -37,6 +38,7 @@ CHILD = Path(__file__).with_name("peer_child.py")
 LMCACHE_PYTHON = ROOT / ".lmcache" / "venv" / "bin" / "python"
 ROUNDS = 5
 NUM_LOOKUPS = 20
+NUM_SMALL_CHUNKS = PROMPTS_AT_ONCE * SMALL["NUM_TOKENS"] // SMALL["CHUNK_SIZE"]
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 300.0
 LOAD_SECONDS = 2.0
@@ -56,9 +58,12 @@ class Child:
         tier: The tier at which a store ends, by its name in `lookup`.
         options: Options of its configuration.
         log: File for its output.
+        arguments: Further arguments of the process.
     """
 
-    def __init__(self, kind: str, tier: str, options: dict[str, Any], log: Path) -> None:
+    def __init__(
+        self, kind: str, tier: str, options: dict[str, Any], log: Path, *arguments: str
+    ) -> None:
         environment = _environment()
         if kind == "ours":
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -66,7 +71,7 @@ class Child:
         self._log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [str(python), str(CHILD), kind, tier, json.dumps(options)],
+                [str(python), str(CHILD), kind, tier, json.dumps(options), *arguments],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -237,6 +242,34 @@ def _redis() -> Iterator[Place]:
         )
 
 
+def small_chunks(directory: Path, rounds: int = ROUNDS) -> Section:
+    """Measure what a chunk of 1 KiB in memory costs both engines, in turn."""
+    with ExitStack() as stack:
+        children = {}
+        for kind in ("lmcache", "ours"):
+            log = directory / f"small-{kind}.log"
+            options = {"max_local_cpu_size": 1.25}
+            children[kind] = Child(kind, "Hot", options, log, "--small")
+            stack.callback(children[kind].kill)
+        for child in children.values():
+            child.wait_ready()
+        rows = []
+        for what in ("stores", "retrieves"):
+            seconds: dict[str, list[float]] = {kind: [] for kind in children}
+            for turn in range(1 + rounds):
+                for kind, child in children.items():
+                    taken = child.ask(what, turn)
+                    seconds[kind] += [taken] if turn else []  # the first round does not count
+            peer, ours = (statistics.median(of_kind) for of_kind in seconds.values())
+            per_chunk = (f"{each / NUM_SMALL_CHUNKS * 1e6:.1f}" for each in (peer, ours))
+            rows.append((what[:-1], *per_chunk, f"{ours / peer:.2f}", ""))
+    return Section(
+        f"In turn with LMCache {_version()}: a chunk of 1 KiB in memory, µs",
+        ("call", "LMCache", "ours", "ours / LMCache", ""),
+        rows,
+    )
+
+
 def _timed(work: Callable[[], object]) -> Callable[[], float]:
     def run() -> float:
         began = time.perf_counter()
@@ -256,7 +289,12 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("LMCACHE_", "PYTHONPATH"))
     }
-    own = {"LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    own = {
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_LOG_LEVEL": "WARNING",
+        "PYTHONHASHSEED": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return kept | own
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,36 +96,48 @@ def measure(
 
 
 def _prompt_rows(directory: Path, num_processes: int) -> Iterator[tuple[str, ...]]:
-    seconds: dict[str, list[float]] = {}
+    """Rows of our engines, and of the least that any engine would do, by the same processes."""
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=directory)))
-        socket = opened.enter_context(running_sidecar(folder, 1.25))
-        share = NUM_PROMPTS // num_processes
+        path = opened.enter_context(running_sidecar(folder, 1.25))
+        yield str(num_processes), *_prompt_cells(path, num_processes, (*CALLS, "check")), ""
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+        path = folder / "echo.sock"
+        _line(opened.enter_context(_child(path, "--echo")))
+        yield f"{num_processes}, bare", *_prompt_cells(path, num_processes, CALLS, "--bare"), ""
+
+
+def _prompt_cells(
+    path: Path, num_processes: int, calls: Sequence[str], *options: str
+) -> Iterator[str]:
+    """Median and 99th percentile of each call, in milliseconds."""
+    share = NUM_PROMPTS // num_processes
+    seconds: dict[str, list[float]] = {}
+    with ExitStack() as opened:
         children = [
-            opened.enter_context(_child(socket, number, share)) for number in range(num_processes)
+            opened.enter_context(_child(path, number, share, *options))
+            for number in range(num_processes)
         ]
         for child in children:
             _line(child)  # it has started
-        time.sleep(SETTLE_S)
-        for call in (*CALLS, "check"):
+        time.sleep(0 if options else SETTLE_S)
+        for call in calls:
             for child in children:
                 assert child.stdin is not None
                 child.stdin.write(f"{call}\n")
                 child.stdin.flush()
             seconds[call] = [each for child in children for each in json.loads(_line(child))]
-    cells = [
-        f"{statistics.quantiles(seconds[call], n=100)[percent - 1] * 1e3:.2f}"
-        for call in CALLS
-        for percent in (50, 99)
-    ]
-    yield (str(num_processes), *cells, "")
+    for call in CALLS:
+        for percent in (50, 99):
+            yield f"{statistics.quantiles(seconds[call], n=100)[percent - 1] * 1e3:.2f}"
 
 
 @contextmanager
-def _child(socket: Path, number: int, num_prompts: int) -> Iterator[subprocess.Popen[str]]:
+def _child(path: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.bench.scale_child"]
     with subprocess.Popen(
-        [*command, str(socket), str(number), str(num_prompts)],
+        [*command, str(path), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

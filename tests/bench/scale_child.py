@@ -2,17 +2,27 @@
 `retrieve` and `check`, and answers each with the seconds of every call.
 
 Usage: python -m tests.bench.scale_child SOCKET NUMBER NUM_PROMPTS
+       python -m tests.bench.scale_child SOCKET NUMBER NUM_PROMPTS --bare
+       python -m tests.bench.scale_child SOCKET --echo
+
+With `--bare`, calls do only what no engine can leave out: the same number of requests, of a few
+bytes, to the server that `--echo` is, and a copy of the KV.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import uvloop
+from lmcache_core._typing import override
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
@@ -24,18 +34,19 @@ NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 12, 2, 32
 NUM_TOKENS = 256
 PROMPT_BYTES = 2 * NUM_LAYERS * NUM_TOKENS * NUM_HEADS * HEAD_SIZE * 2
 """The demo's first model, one chunk."""
+REQUEST_BYTES = 64
 
 
 class Prompts:
     """The prompts of one engine.
 
     Args:
-        engine: Stores and retrieves them.
+        engine: Stores and retrieves them; `BareCalls` checks nothing.
         number: Of the engine.
         num_prompts: How many.
     """
 
-    def __init__(self, engine: LMCacheEngine, number: int, num_prompts: int) -> None:
+    def __init__(self, engine: LMCacheEngine | BareCalls, number: int, num_prompts: int) -> None:
         self._engine = engine
         first = number * num_prompts
         self._prompts = [
@@ -76,6 +87,63 @@ class Prompts:
         return seconds
 
 
+class BareCalls:
+    """Stands for an engine: what its calls cost at least.
+
+    Args:
+        path: Socket of the echo server.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._memory = torch.zeros(PROMPT_BYTES, dtype=torch.uint8)
+
+    def store(self, tokens: torch.Tensor, kvcaches: KVCaches) -> None:
+        """Ask for memory, fill it, and publish."""
+        self._ask()
+        self._copy(kvcaches, is_load=False)
+        self._ask()
+
+    def lookup(self, tokens: torch.Tensor) -> int:
+        """Ask once."""
+        self._ask()
+        return NUM_TOKENS
+
+    def retrieve(self, tokens: torch.Tensor, kvcaches: KVCaches) -> torch.Tensor:
+        """Ask where it is, copy it, and say so."""
+        self._ask()
+        self._copy(kvcaches, is_load=True)
+        self._ask()
+        return torch.ones(1, dtype=torch.bool)
+
+    def _ask(self) -> None:
+        self._socket.sendall(bytes(REQUEST_BYTES))
+        if len(self._socket.recv(REQUEST_BYTES)) != REQUEST_BYTES:
+            raise AssertionError("an answer came in parts")
+
+    def _copy(self, kvcaches: KVCaches, is_load: bool) -> None:
+        sides = [side.view(torch.uint8).view(-1) for side in itertools.chain(*kvcaches)]
+        for side, memory in zip(sides, self._memory.chunk(len(sides)), strict=True):
+            (side.copy_(memory) if is_load else memory.copy_(side))
+
+
+class _Echo(asyncio.Protocol):
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
+
+
+async def _echo(path: str) -> None:
+    server = await asyncio.get_running_loop().create_unix_server(_Echo, path)
+    print("ready", flush=True)
+    await server.serve_forever()
+
+
 def _kv(value: int) -> KVCaches:
     shape = (NUM_TOKENS, NUM_HEADS, HEAD_SIZE)
     return tuple(
@@ -87,17 +155,24 @@ def _kv(value: int) -> KVCaches:
 def main() -> None:
     """Answer until stdin ends."""
     torch.set_num_threads(1)
-    socket, number, num_prompts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    config = make_config(sidecar_socket=socket, tier_timeout_s=60.0)
+    if sys.argv[2] == "--echo":
+        uvloop.run(_echo(sys.argv[1]))
+    path, number, num_prompts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if "--bare" in sys.argv:
+        return _obey(Prompts(BareCalls(path), number, num_prompts))
+    config = make_config(sidecar_socket=path, tier_timeout_s=60.0)
     shape = (NUM_LAYERS, 2, NUM_TOKENS, NUM_HEADS, HEAD_SIZE)
     metadata = LMCacheEngineMetadata("bench/small-prompts", 1, 0, "vllm", DTYPE, shape)
     connector = VLLMNestedTupleGPUConnector(NUM_HEADS * HEAD_SIZE, NUM_LAYERS)
     database = ChunkedTokenDatabase(config, metadata)
     with LMCacheEngine(config, metadata, None, database, connector) as engine:
-        prompts = Prompts(engine, number, num_prompts)
-        print("ready", flush=True)
-        for line in sys.stdin:
-            print(json.dumps(prompts.all(getattr(prompts, line.strip()))), flush=True)
+        return _obey(Prompts(engine, number, num_prompts))
+
+
+def _obey(prompts: Prompts) -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(prompts.all(getattr(prompts, line.strip()))), flush=True)
 
 
 if __name__ == "__main__":

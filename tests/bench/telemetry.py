@@ -45,7 +45,7 @@ def in_process() -> dict[str, float]:
         return min(rounds) / (NUM_CALLS // NUM_ROUNDS) * 1e9
 
     def a_step() -> None:
-        with step("tier Hot get"):
+        with step("tier memory get"):
             pass
 
     def a_request() -> None:

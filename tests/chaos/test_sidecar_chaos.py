@@ -232,7 +232,7 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0
 
 
 def is_tidy(sidecar: ChaoticSidecar) -> bool:
-    hot = sidecar.get("/v1/tiers")["tiers"]["Hot"]
+    hot = sidecar.get("/v1/tiers")["tiers"]["memory"]
     clients = sidecar.get("/v1/clients")["clients"]
     lent = sum(client["num_pins"] + client["num_reservations"] for client in clients)
     return bool(lent == 0 and hot["arena_used_bytes"] == hot["used_bytes"])

@@ -6,6 +6,7 @@ the same prompt.
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import sys
@@ -60,8 +61,11 @@ def complete(url: str, model: str, tokens: list[int], timeout_s: float = TIMEOUT
         f"{url}/v1/completions", json.dumps(body).encode(), headers, method="POST"
     )
     begin = time.monotonic()
-    with urllib.request.urlopen(request, timeout=timeout_s) as response:
-        answer = json.load(response)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer = json.load(response)
+    except http.client.HTTPException as exc:
+        raise OSError(f"{type(exc).__name__}: {exc}") from exc
     took_ms = 1000 * (time.monotonic() - begin)
     try:
         usage = answer["usage"]

@@ -15,6 +15,7 @@ from tests.cluster import manifests
 from tests.cluster.ask import Answer
 from tests.cluster.helm import Helm, find_helm, image_values
 from tests.cluster.kube import ApiError, Cluster
+from tests.cluster.login import usable_login
 from tests.cluster.names import ask_command
 from tests.cluster.oracle import REPORT_PREFIX, Report
 from tests.cluster.waiting import DELETE_TIMEOUT_S, ClusterError, progress, wait_until
@@ -48,6 +49,11 @@ class Installation:
     images: str
     pull_secret: str = ""
     before: set[str] = field(default_factory=set)
+
+    def image(self, name: str) -> str:
+        """Return one of the images."""
+        registry, _, tag = self.images.rpartition(":")
+        return f"{registry}/lmcache-{name}:{tag}"
 
     def ask(self, pod: str, container: str, seed: int, num_tokens: int) -> Answer:
         """Send a prompt to the vLLM of a pod, from inside."""
@@ -117,12 +123,16 @@ def pytest_configure(config: pytest.Config) -> None:
         kubeconfig = Path(os.environ["KUBECONFIG"]).expanduser()
         image_values(os.environ["IMAGES"])
         find_helm()
-        login = os.environ.get("PULL_CONFIG", "")
-        if login and not Path(login).expanduser().is_file():
-            raise ClusterError(f"PULL_CONFIG={login}: no such file; log in to the registry first")
+        read_login()
         config.stash[CLUSTER] = Cluster.from_kubeconfig(kubeconfig, NAMESPACE)
     except ClusterError as exc:
         raise pytest.UsageError(str(exc)) from exc
+
+
+def read_login() -> str:
+    """Return the content of PULL_CONFIG; "" if it is not set."""
+    path = os.environ.get("PULL_CONFIG", "")
+    return usable_login(Path(path).expanduser(), os.environ["IMAGES"]) if path else ""
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -154,7 +164,7 @@ def installation(
     cluster, images, binary = request.config.stash[CLUSTER], os.environ["IMAGES"], find_helm()
     kubeconfig = Path(os.environ["KUBECONFIG"]).expanduser()
     chart = Helm.copy_chart(binary, tmp_path_factory.mktemp("chart") / "helm")
-    login = os.environ.get("PULL_CONFIG", "")
+    login = read_login()
     pull_secret = manifests.PULL_SECRET if login else ""
     values = image_values(images, pull_secret)
     helm = Helm(binary, kubeconfig, cluster.namespace, chart, values)
@@ -166,9 +176,8 @@ def installation(
         request.addfinalizer(lambda: clean_up(cluster, helm))  # noqa: PT021
     cluster.create_namespace()
     if login:
-        text = Path(login).expanduser().read_text(encoding="utf-8")
-        cluster.create("secrets", manifests.pull_secret(text))
-    made = Installation(cluster, helm, images, pull_secret, set(cluster.objects()))
+        cluster.create("secrets", manifests.pull_secret(login))
+    made = Installation(cluster, helm, images, pull_secret, cluster.objects())
     progress(f"installing {images} into {cluster.namespace}")
     helm.install(HELM_TIMEOUT_S)
     cluster.create("configmaps", manifests.scripts())

@@ -13,6 +13,11 @@ from tests.cluster.waiting import ClusterError
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "lmcache"
 OLDEST = (3, 14)
+POD_MONITORS = (
+    *("--set", "monitoring.podMonitors.enabled=true"),
+    *("--set-json", 'networkPolicy.metricsFrom=[{"podSelector": {}}]'),
+)
+"""Values for a cluster that knows PodMonitors."""
 
 
 def find_helm() -> str:
@@ -110,6 +115,10 @@ class Helm:
     def hooks(self) -> str:
         """Return the manifests of the release's hooks."""
         return run([self._binary, "get", "hooks", RELEASE, *self._where], 60)
+
+    def manifest(self) -> str:
+        """Return the manifests of the release's objects that are no hooks."""
+        return run([self._binary, "get", "manifest", RELEASE, *self._where], 60)
 
     def _run(self, command: str, timeout_s: int, *words: str) -> str:
         line = [self._binary, command, *words, *self._where, "--timeout", f"{timeout_s}s"]

@@ -13,6 +13,7 @@ import kubernetes
 from kubernetes.stream import stream
 from urllib3.exceptions import HTTPError
 
+from tests.cluster.names import INSTANCE
 from tests.cluster.waiting import ClusterError, progress, wait_until
 
 Manifest = dict[str, Any]
@@ -32,7 +33,7 @@ STUCK = {
     "CreateContainerError",
 }
 TRANSIENT_GROUPS = ("metrics.k8s.io", "events.k8s.io")
-TRANSIENT_KINDS = ("Event", "Lease")
+TRANSIENT_KINDS = ("Event", "Namespace")
 ABSENT = (404, 405, 503)
 """Statuses of an API whose server is unavailable, or that only announces a kind."""
 
@@ -55,11 +56,16 @@ class Cluster:
     Args:
         api: The client of a cluster.
         namespace: Its name.
+
+    Attributes:
+        incidents: What went wrong in the containers of all pods that were ever listed, by pod and
+            container: restarts, lack of memory, eviction by the kubelet.
     """
 
     def __init__(self, api: Any, namespace: str) -> None:
         self._api = api
         self.namespace = namespace
+        self.incidents: dict[str, str] = {}
         self._stuck_since: float | None = None
 
     @classmethod
@@ -136,6 +142,16 @@ class Cluster:
         """Create an object."""
         self.call("POST", self.path(plural, api=api), manifest)
 
+    def serves(self, api: str) -> bool:
+        """Return whether the cluster has an API, `monitoring.coreos.com/v1` for example."""
+        try:
+            self.call("GET", f"/apis/{api}")
+        except ApiError as exc:
+            if exc.status != 404:
+                raise
+            return False
+        return True
+
     def delete(self, path: str, *, at_once: bool = False) -> None:
         """Delete an object, if it exists, and what it owns; `at_once` kills a pod."""
         how: Manifest = {"propagationPolicy": "Background"}
@@ -150,6 +166,8 @@ class Cluster:
     def pods(self, selector: str = "") -> list[Manifest]:
         """List pods that have not ended."""
         found = self.items(self.path("pods"), **({"labelSelector": selector} if selector else {}))
+        for pod in found:
+            self.incidents |= incidents(pod)
         return [pod for pod in found if pod["status"].get("phase") not in ("Succeeded", "Failed")]
 
     def not_ready(self) -> str:
@@ -204,29 +222,40 @@ class Cluster:
         )
 
     def reviewed(self, pod: Manifest) -> Manifest:
-        """Return a pod as admission would make it, without making it."""
-        made: Manifest = self.call("POST", self.path("pods"), pod, query={"dryRun": "All"})
+        """Return a pod as admission would make it, without making it; its name may be taken."""
+        metadata = {**pod["metadata"], "generateName": f"{name_of(pod)}-"}
+        del metadata["name"]
+        body = {**pod, "metadata": metadata}
+        made: Manifest = self.call("POST", self.path("pods"), body, query={"dryRun": "All"})
         return made
+
+    def other_nodes(self, node: str) -> list[str]:
+        """Return the nodes to which pods of this one could go."""
+        nodes = self.items("/api/v1/nodes")
+        return [name_of(one) for one in nodes if name_of(one) != node and takes_pods(one)]
 
     @contextmanager
     def cordoned(self, node: str) -> Iterator[None]:
-        """Keep pods from being scheduled to a node during the block, as `kubectl drain` does; not
-        in a cluster without another node for them.
-        """
-        others = [
-            name_of(one)
-            for one in self.items("/api/v1/nodes")
-            if name_of(one) != node and not one["spec"].get("unschedulable")
-        ]
-        if not others:
-            progress(f"{node} is the only node: evicted pods return to it")
-            yield
-            return
+        """Keep pods from being scheduled to a node during the block, as `kubectl drain` does."""
         self._cordon(node, is_on=True)
         try:
             yield
         finally:
             self._cordon(node, is_on=False)
+
+    def not_moved(self, node: str, selector: str, count: int) -> str:
+        """Return which of that many pods are not ready on another node, "" if none.
+
+        A pod whose volume ties it to the node cannot be, and is not waited for.
+        """
+        pods = self.pods(selector)
+        missing = [f"{len(pods)} of {count} pods"] if len(pods) < count else []
+        for pod in pods:
+            where, why = pod["spec"].get("nodeName"), why_unscheduled(pod)
+            is_tied = not where and "volume" in why.lower() and "node affinity" in why
+            if where == node or not (is_ready(pod) or is_tied):
+                missing.append(f"{name_of(pod)} on {where or 'no node'} {why}".strip())
+        return ", ".join(missing)
 
     def _cordon(self, node: str, *, is_on: bool) -> None:
         self.call(
@@ -361,33 +390,29 @@ class Cluster:
 
     # --- leftovers ----------------------------------------------------------------------------
 
-    def objects(self) -> dict[str, str]:
-        """List every object of the namespace, and every cluster-scoped one that mentions it.
+    def objects(self) -> set[str]:
+        """List every object of the namespace, and every one outside that mentions it: of the
+        cluster, or with the release's label in another namespace.
 
         Returns:
-            The path of each object by `Kind/name`, or `Kind/namespace/name` in the namespace.
+            `Kind/name`, or `Kind/namespace/name` in a namespace.
         """
-        found = {}
+        found = set[str]()
         for prefix, resource in self._listed():
-            plural, kind = resource["name"], resource["kind"]
-            if resource["namespaced"]:
-                where = f"{prefix}/namespaces/{self.namespace}/{plural}"
-            elif kind == "Namespace":
-                continue
-            else:
-                where = f"{prefix}/{plural}"
+            plural, kind, inside = resource["name"], resource["kind"], list[Manifest]()
+            labelled = {"labelSelector": INSTANCE} if resource["namespaced"] else {}
             try:
-                items = self.items(where)
+                if resource["namespaced"]:
+                    inside = self.items(f"{prefix}/namespaces/{self.namespace}/{plural}")
+                everywhere = self.items(f"{prefix}/{plural}", **labelled)
             except ApiError as exc:
                 if exc.status not in ABSENT:
                     raise
                 progress(f"cannot look for leftovers of kind {kind}: {exc.status}")
                 continue
-            for one in items:
-                if resource["namespaced"]:
-                    found[f"{kind}/{self.namespace}/{name_of(one)}"] = f"{where}/{name_of(one)}"
-                elif mentions(one, self.namespace):
-                    found[f"{kind}/{name_of(one)}"] = f"{where}/{name_of(one)}"
+            for one in [*inside, *(one for one in everywhere if mentions(one, self.namespace))]:
+                namespace = one["metadata"].get("namespace", "")
+                found.add("/".join(filter(None, (kind, namespace, name_of(one)))))
         return found
 
     def _listed(self) -> Iterable[tuple[str, Manifest]]:
@@ -452,6 +477,37 @@ def container_statuses(pod: Manifest) -> list[Manifest]:
     status = pod["status"]
     found: list[Manifest] = status.get("initContainerStatuses") or []
     return [*found, *(status.get("containerStatuses") or [])]
+
+
+def incidents(pod: Manifest) -> dict[str, str]:
+    """Return what has gone wrong with a pod, and with which of its containers."""
+    found, name = dict[str, str](), name_of(pod)
+    if pod["status"].get("reason") == "Evicted":
+        found[name] = f"evicted by the kubelet: {pod['status'].get('message')}"
+    for status in container_statuses(pod):
+        states = (status.get("lastState") or {}, status.get("state") or {})
+        ends = [state["terminated"] for state in states if state.get("terminated")]
+        num_restarts = status.get("restartCount", 0)
+        if num_restarts or any(one.get("reason") == "OOMKilled" for one in ends):
+            why = "; ".join(f"{one.get('reason')}, exit code {one.get('exitCode')}" for one in ends)
+            found[f"{name}/{status['name']}"] = f"{num_restarts} restarts ({why})"
+    return found
+
+
+def takes_pods(node: Manifest) -> bool:
+    """Return whether pods without tolerations are scheduled to a node."""
+    spec, conditions = node["spec"], node["status"].get("conditions") or []
+    is_tainted = any(one["effect"] != "PreferNoSchedule" for one in spec.get("taints") or [])
+    is_unready = any(one["type"] == "Ready" and one["status"] != "True" for one in conditions)
+    return not (spec.get("unschedulable") or is_tainted or is_unready)
+
+
+def why_unscheduled(pod: Manifest) -> str:
+    """Return why the scheduler has found no node for a pod, "" if it has not said."""
+    for one in pod["status"].get("conditions") or []:
+        if one["type"] == "PodScheduled" and one["status"] == "False":
+            return str(one.get("message", ""))
+    return ""
 
 
 def stuck(pods: Iterable[Manifest]) -> str:

@@ -14,6 +14,8 @@ SCRIPTS = ("ask.py", "traffic.py")
 TRAFFIC = "cluster-test-traffic"
 PLAIN = "cluster-test-plain"
 STOP_FILE = "/tmp/stop"
+STRANGER = "cluster-test-stranger"
+ALONE = "cluster-test-alone"
 PULL_SECRET = "cluster-test-pull"
 
 Manifest = dict[str, Any]
@@ -72,11 +74,40 @@ def pull_secret(config: str) -> Manifest:
     }
 
 
-def plain_pod(deployment: Manifest) -> Manifest:
-    """Return a pod of a Deployment, for a review by the webhook."""
+def plain_pod(deployment: Manifest, name: str = ALONE) -> Manifest:
+    """Return a pod like a Deployment's, but of its own."""
     template = deployment["spec"]["template"]
-    metadata = {**template["metadata"], "generateName": f"{PLAIN}-"}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+    labels = {**template["metadata"]["labels"], "app": name}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels},
+        "spec": template["spec"],
+    }
+
+
+def stranger_pod(deployment: Manifest, image: str) -> Manifest:
+    """Return a pod of an image with Python that does nothing, and that no policy knows."""
+    pod = plain_pod(deployment, STRANGER)
+    pod["metadata"]["labels"] = {"app": STRANGER}
+    (container,) = pod["spec"]["containers"]
+    kept = {"imagePullPolicy": container["imagePullPolicy"]}
+    kept |= {"securityContext": container["securityContext"]}
+    command = ["sleep", "3600"]
+    pod["spec"] |= {"containers": [{"name": "main", "image": image, "command": command, **kept}]}
+    pod["spec"]["terminationGracePeriodSeconds"] = 0
+    return pod
+
+
+def fence() -> Manifest:
+    """Return a NetworkPolicy that lets the stranger reach nothing."""
+    spec = {"podSelector": {"matchLabels": {"app": STRANGER}}, "policyTypes": ["Egress"]}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": STRANGER},
+        "spec": spec,
+    }
 
 
 def plain_deployment(

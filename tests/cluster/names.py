@@ -6,6 +6,8 @@ from pathlib import Path
 
 RELEASE = "cache"
 BASE = f"{RELEASE}-lmcache"
+INSTANCE = f"app.kubernetes.io/instance={RELEASE}"
+"""Selects every object of the release."""
 VALUES = "helm/lmcache/ci/kind-values.yaml"
 MODEL = "/opt/model"
 """The model's path in the image, and its served name."""
@@ -16,7 +18,7 @@ INJECTED = {"lmcache.io/injected": "true"}
 
 def component(name: str) -> str:
     """Return the selector of a component's pods."""
-    return f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component={name}"
+    return f"{INSTANCE},app.kubernetes.io/component={name}"
 
 
 MODEL_PODS = component("vllm")

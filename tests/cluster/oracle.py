@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tests.cluster.ask import Answer
@@ -12,6 +14,7 @@ from tests.cluster.ask import Answer
 REPORT_PREFIX = "REPORT "
 MIN_CALLS = 5
 CHUNK_TOKENS = 256
+NEVER: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,10 @@ class Report:
 
     Attributes:
         calls: How often each kind of call (put, get, lookup, broker, completion) had each outcome:
-            ok, failed, wrong (other bytes, or another text), missed (not found), refused (not
-            kept), degraded.
+            ok, failed, wrong (other bytes, or another text), stale (a new prompt answered from the
+            cache), missed (not found), refused (not kept), degraded.
         failures: The first failures, with the second at which they happened.
+        disturbed_s: How long the longest disturbance of each kind of call lasted.
         acknowledged: Chunks that storage has confirmed.
         lost: Confirmed chunks that could not be read in the end.
         not_recovered: Kinds of call that did not succeed in the end.
@@ -30,6 +34,7 @@ class Report:
 
     calls: Mapping[str, Mapping[str, int]]
     failures: list[str] = field(default_factory=list)
+    disturbed_s: Mapping[str, float] = field(default_factory=dict)
     acknowledged: int = 0
     lost: list[str] = field(default_factory=list)
     not_recovered: list[str] = field(default_factory=list)
@@ -50,18 +55,19 @@ class Report:
     def problems(
         self,
         kinds: Collection[str],
-        may_fail: Collection[str] = (),
-        may_miss: Collection[str] = (),
+        may_fail: Mapping[str, float] = NEVER,
+        may_miss: Mapping[str, float] = NEVER,
     ) -> list[str]:
         """Return what is wrong, one sentence each.
 
         Args:
             kinds: Kinds of call that must have happened.
             may_fail: Kinds whose only server was unavailable for a while, so that their calls may
-                fail.
+                fail, and for how many seconds.
             may_miss: Kinds whose calls may go without a result for a while, but not fail: not
-                found, not kept, degraded.
+                found, not kept, degraded; and for how many seconds.
         """
+        limits = {**may_miss, **may_fail}
         found = []
         for kind in kinds:
             outcomes = self.calls.get(kind, {})
@@ -78,8 +84,14 @@ class Report:
                     for outcome in ("missed", "refused", "degraded")
                     if outcomes.get(outcome, 0)
                 ]
+            if (lasted_s := self.disturbed_s.get(kind, 0.0)) > limits.get(kind, math.inf):
+                found.append(
+                    f"{kind}: disturbed for {lasted_s:.0f} s, not at most {limits[kind]:g} s"
+                )
             if outcomes.get("wrong", 0):
                 found.append(f"{kind}: {outcomes['wrong']} calls returned something else")
+            if outcomes.get("stale", 0):
+                found.append(f"{kind}: {outcomes['stale']} new prompts were found in the cache")
         if self.lost:
             found.append(
                 f"{len(self.lost)} of {self.acknowledged} acknowledged chunks are lost:"

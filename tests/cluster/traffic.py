@@ -4,6 +4,9 @@ Runs in a pod of the cluster with the image of cache_storage, and takes the argu
 release test, so that it reaches the same services. Prints `ready` when every kind of call has
 succeeded once, a line of progress every few seconds, and at last `REPORT {…}`, which
 `tests.cluster.oracle` judges. Every loop has a bound. It needs `ask.py` in the same folder.
+
+A disturbance of a kind of call begins with a call that is not ok. It ends with the last such call
+before STEADY_CALLS good ones in a row.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import itertools
 import json
 import os
 import random
+import secrets
 import ssl
 import sys
 import time
@@ -47,6 +50,7 @@ READY_TIMEOUT_S = 90.0
 POLL_S = 0.2
 SETTLE_POLL_S = 2.0
 MAX_FAILURES = 5
+STEADY_CALLS = 20
 NUM_PROMPTS, PROMPT_TOKENS = 12, 600
 FAILURES = (LMCacheError, OSError, TimeoutError, ValueError)
 
@@ -147,6 +151,32 @@ class Storage:
                 return
 
 
+class Completions:
+    """Prompts of this run only: vLLM computes each once, and must then answer with the same text.
+
+    Args:
+        url: Base URL of a vLLM server.
+        model: Its served name.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._model = url, model
+        self._texts: dict[int, str] = {}
+        self._num_calls = 0
+
+    async def ask(self) -> str:
+        """Ask a new prompt, then one that was answered before, in turn."""
+        self._num_calls += 1
+        is_new = len(self._texts) < NUM_PROMPTS and self._num_calls % 2 == 1
+        # A prompt without an answer may have been computed: the next new one is another.
+        seed = secrets.randbits(60) if is_new or not self._texts else secrets.choice([*self._texts])
+        tokens = prompt(seed, PROMPT_TOKENS)
+        answer = await asyncio.to_thread(complete, self._url, self._model, tokens)
+        if seed not in self._texts and answer.num_cached:
+            return "stale"
+        return "ok" if answer.text == self._texts.setdefault(seed, answer.text) else "wrong"
+
+
 class Traffic:
     """Callers of every kind, and the outcomes of their calls.
 
@@ -161,6 +191,7 @@ class Traffic:
         self._begin = time.monotonic()
         self.calls: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self.failures: list[str] = []
+        self.disturbed_s = dict.fromkeys(kinds, 0.0)
 
     async def run(self) -> None:
         """Call until the end."""
@@ -169,28 +200,33 @@ class Traffic:
                 tasks.create_task(self._caller(kind, call))
             tasks.create_task(self._tell())
 
-    async def succeeds(self, kind: str, deadline: float) -> bool:
-        """Call until it succeeds; False at the deadline."""
-        while True:
+    async def succeeds(self, kind: str, deadline: float, in_a_row: int = 1) -> bool:
+        """Call until it has succeeded that often in a row; False at the deadline."""
+        num_ok = 0
+        while num_ok < in_a_row:
             try:
                 outcome = await self._kinds[kind]()
             except FAILURES as exc:
                 outcome = f"{type(exc).__name__}: {exc}"
-            if outcome == "ok":
-                return True
+            num_ok = num_ok + 1 if outcome == "ok" else 0
+            if num_ok:
+                continue
             if time.monotonic() > deadline:
                 print(f"{kind}: {outcome}", flush=True)
                 return False
             await asyncio.sleep(SETTLE_POLL_S)
+        return True
 
     def _is_over(self) -> bool:
         has_time = time.monotonic() - self._begin < self._arguments.max_seconds
         return self._arguments.stop_file.exists() or not has_time
 
     async def _caller(self, kind: str, call: Call) -> None:
+        disturbed_since, num_ok = None, 0
         for _ in range(MAX_CALLS):
             if self._is_over():
                 return
+            begin = time.monotonic()
             try:
                 outcome = await call()
             except FAILURES as exc:
@@ -199,6 +235,13 @@ class Traffic:
                     at = time.monotonic() - self._begin
                     self.failures.append(f"{kind} after {at:.1f} s: {type(exc).__name__}: {exc}")
             self.calls[kind][outcome] += 1
+            num_ok = num_ok + 1 if outcome == "ok" else 0
+            if num_ok == STEADY_CALLS:
+                disturbed_since = None
+            elif not num_ok:
+                disturbed_since = begin if disturbed_since is None else disturbed_since
+                lasted_s = time.monotonic() - disturbed_since
+                self.disturbed_s[kind] = max(self.disturbed_s[kind], lasted_s)
             await asyncio.sleep(PAUSE_S)
 
     async def _tell(self) -> None:
@@ -235,10 +278,13 @@ async def main(arguments: argparse.Namespace) -> int:
         print("ready", flush=True)
         await traffic.run()
         deadline = time.monotonic() + arguments.settle_seconds
-        not_recovered = [kind for kind in kinds if not await traffic.succeeds(kind, deadline)]
+        not_recovered = [
+            kind for kind in kinds if not await traffic.succeeds(kind, deadline, STEADY_CALLS)
+        ]
         report = {
             "calls": traffic.calls,
             "failures": traffic.failures,
+            "disturbed_s": traffic.disturbed_s,
             "acknowledged": len(storage.acknowledged),
             "lost": await storage.lost(deadline),
             "not_recovered": not_recovered,
@@ -278,21 +324,10 @@ async def open_all(
         await broker.peers()
         return "ok"
 
-    prompts = itertools.cycle(range(1, NUM_PROMPTS + 1))
-    texts: dict[int, str] = {}
-
-    async def ask() -> str:
-        seed = next(prompts)
-        tokens = prompt(seed, PROMPT_TOKENS)
-        answer = await asyncio.to_thread(
-            complete, arguments.completions_url, arguments.model, tokens
-        )
-        return "ok" if answer.text == texts.setdefault(seed, answer.text) else "wrong"
-
     kinds: dict[str, Call] = {"put": storage.put, "get": storage.get}
     kinds |= {"lookup": look_up, "broker": list_peers}
     if arguments.completions_url:
-        kinds["completion"] = ask
+        kinds["completion"] = Completions(arguments.completions_url, arguments.model).ask
     return kinds, storage
 
 

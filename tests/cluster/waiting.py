@@ -14,12 +14,18 @@ LIST_ALL_S = 10.0
 """Pause between two lists of all objects."""
 REVIEW_S = 0.5
 """Pause between two reviews of a pod."""
+ENFORCED_S = 30.0
+"""Time in which a new NetworkPolicy holds."""
 ANNOUNCED_S = 5.0
 """Time after which other pods know what was stored."""
 
 
 class ClusterError(Exception):
     """The cluster is not as the suite needs it; the message says what was seen."""
+
+
+class NotInTimeError(ClusterError):
+    """Something that was waited for has not happened."""
 
 
 def progress(text: str) -> None:
@@ -45,13 +51,13 @@ def wait_until(
         report_every_s: How often a line of progress is printed.
 
     Raises:
-        ClusterError: Something is still missing after `timeout_s`.
+        NotInTimeError: Something is still missing after `timeout_s`.
     """
     begin = reported = time.monotonic()
     while text := missing():
         now = time.monotonic()
         if now - begin >= timeout_s:
-            raise ClusterError(f"{what}: still missing after {timeout_s:g} s: {text}")
+            raise NotInTimeError(f"{what}: still missing after {timeout_s:g} s: {text}")
         if now - reported >= report_every_s:
             progress(f"{what} ({now - begin:.0f} of {timeout_s:g} s): {text}")
             reported = now

@@ -54,7 +54,7 @@ class RemoteSuite(ReadingBackendSuite):
         assert under_test.raw_get(whole.key) == whole.head + make_payload("a", num_bytes)
 
     async def test_its_name_is_documented(self, backend: StorageBackend) -> None:
-        assert backend.name == "RemoteBackend"
+        assert backend.name == "storage"
 
 
 class SharedServerSuite(RemoteSuite):

@@ -75,7 +75,7 @@ def lookups(fast: str, all_of_them: str) -> dict[str, str]:
     }
 
 
-def tier(event: str, values: str, of: str = "LocalDiskBackend") -> dict[str, str]:
+def tier(event: str, values: str, of: str = "disk") -> dict[str, str]:
     return {f'lmcache_tier_events_total{{pod="a",tier="{of}",event="{event}"}}': values}
 
 
@@ -90,7 +90,7 @@ def shares(stored: str, refused: str, service: str) -> dict[str, str]:
 
 def hits(loaded: str) -> dict[str, str]:
     asked = by_pod("lmcache_sidecar_requested_chunks_total", a="0+6000x360")
-    return asked | counted("lmcache_sidecar_loaded_chunks_total", 'tier="Hot"', loaded)
+    return asked | counted("lmcache_sidecar_loaded_chunks_total", 'tier="memory"', loaded)
 
 
 def brokers(*, failures: str = CALM, **shared: str) -> dict[str, str]:
@@ -112,7 +112,7 @@ def files(num_open: int) -> dict[str, str]:
 
 
 def pulls(failed: str) -> dict[str, str]:
-    return tier("pulls", "0+60x120", "P2PBackend") | tier("failed_pulls", failed, "P2PBackend")
+    return tier("pulls", "0+60x120", "peers") | tier("failed_pulls", failed, "peers")
 
 
 def worker(values: str) -> dict[str, str]:
@@ -135,7 +135,7 @@ def stores(service: str, refused: str) -> dict[str, str]:
     return shares("0+600x120", refused, service)
 
 
-UP, DOWN, REMOTE = "1x120", "0x120", "RemoteBackend"
+UP, DOWN, REMOTE = "1x120", "0x120", "storage"
 SLOW = {"until_s": 30 * HOUR_S, "interval_s": 5 * MINUTE_S}
 LATE = {"until_s": 7 * HOUR_S}
 CORRUPT, FAILED_CALLS = "lmcache_sidecar_corrupt_chunks_total", "vllm:lmcache_failed_calls_total"

@@ -14,7 +14,9 @@ from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.injector import review_pod
 
 from tests.cluster import kind, manifests, names
-from tests.cluster.helm import image_values
+from tests.cluster.helm import POD_MONITORS, image_values
+from tests.cluster.pods import probe_problems, security_problems
+from tests.cluster.policies import addresses, uncovered
 from tests.helm.conftest import COMPONENT, HELM_FOLDER, REPOSITORY, Rendering, both_helms, parsed
 from tests.helm.test_webhook import settings_of
 
@@ -81,6 +83,46 @@ def test_what_the_suite_names_is_there(rendering: Rendering) -> None:
     assert "--enable-prompt-tokens-details" in vllm["args"], "else no answer has cached_tokens"
 
 
+def test_the_suite_s_rules_hold(rendering: Rendering) -> None:
+    """What it asks of a running release is what the chart gives."""
+    pods = [
+        {
+            "metadata": {**one["spec"]["template"]["metadata"], "name": one["metadata"]["name"]},
+            "spec": one["spec"]["template"]["spec"],
+            "status": {"podIP": one["metadata"]["name"].removeprefix(f"{names.BASE}-")},
+        }
+        for one in rendering.workloads()
+    ]
+    rules_of_pods = (probe_problems, security_problems)
+    assert [text for pod in pods for rule in rules_of_pods for text in rule(pod)] == []
+    network_policies = rendering.of_kind("NetworkPolicy")
+    assert uncovered(network_policies, pods) == []
+    reached = addresses(network_policies, pods)
+    assert [one for one, is_open in reached.items() if is_open] == [
+        "vllm-tiny:8000",
+        "webhook:8443",
+    ]
+    assert len(reached) > 8
+
+
+def test_every_object_is_found_by_its_label(rendering: Rendering) -> None:
+    key, _, value = names.INSTANCE.partition("=")
+    labels = [one["metadata"]["labels"].get(key) for one in rendering.manifests]
+    assert set(labels) == {value}
+    (webhooks,) = rendering.of_kind("MutatingWebhookConfiguration")
+    assert webhooks["metadata"]["name"] == f"mine-{names.BASE}-webhook"
+    (job,) = rendering.of_kind("CronJob")
+    (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    assert f"--secret={names.BASE}-webhook-tls" in container["args"]
+
+
+def test_the_upgrade_can_add_monitors(chart: Chart) -> None:
+    values = chart.path / Path(names.VALUES).relative_to("helm/lmcache")
+    where = [names.RELEASE, str(chart.path), "--values", str(values)]
+    answer = chart.run("template", *where, *image_values(IMAGES), *POD_MONITORS)
+    assert "kind: PodMonitor" in answer.stdout, answer.stderr
+
+
 def test_what_is_scaled_is_kubectl_s(rendering: Rendering) -> None:
     """Helm 4 refuses an upgrade when it and another own the number of replicas."""
     scaled = [one for one in rendering.workloads() if "replicas" in one["spec"]]
@@ -145,11 +187,13 @@ def test_a_plain_deployment_is_injected(rendering: Rendering, tmp_path: Path) ->
     ("command", "flags"),
     [
         ("install", "--values --set-string --timeout --kubeconfig --namespace"),
-        ("upgrade", "--install --values --set --timeout --kubeconfig --kube-context"),
+        ("upgrade", "--install --values --set --set-json --timeout --kubeconfig --kube-context"),
+        ("upgrade", "--dry-run"),
         ("rollback", "--timeout --kubeconfig"),
         ("test", "--logs --timeout --kubeconfig"),
         ("uninstall", "--ignore-not-found --timeout --kubeconfig"),
         ("get hooks", "--kubeconfig --namespace"),
+        ("get manifest", "--kubeconfig --namespace"),
     ],
 )
 def test_helm_has_the_flags(chart: Chart, helm: str, command: str, flags: str) -> None:

@@ -28,7 +28,7 @@ SERVICES = {
     "broker": ("lmcache_broker.settings", "BrokerSettings"),
     "sidecar": ("lmcache_sidecar.settings", "SidecarSettings"),
 }
-GIVEN = {"redis-password": "1234password", "redis-url": "redis://from-a-secret:6379/0"}
+GIVEN = {"redis-password": "1234password", "url": "redis://from-a-secret:6379/0"}
 FIELDS = {"metadata.name": "cache-pod-0", "status.podIP": "10.1.2.3", "spec.nodeName": "node-1"}
 
 

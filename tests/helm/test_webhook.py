@@ -19,8 +19,9 @@ from lmcache_webhook.injection.pod import amount_of
 from lmcache_webhook.reviews import REVIEW_TIMEOUT_S
 from lmcache_webhook.settings import WebhookSettings
 
+from tests.fixtures import pods
 from tests.fixtures.pods import plain
-from tests.helm.conftest import MODELS, MUTUAL, TLS, both_helms, parsed
+from tests.helm.conftest import MODEL, MODELS, MUTUAL, TLS, both_helms, parsed
 from tests.helm.test_secrets import FakeCluster, kubeconfig, run_against
 
 if TYPE_CHECKING:
@@ -53,12 +54,12 @@ def settings_of(rendering: Rendering, folder: Path) -> WebhookSettings:
 
 
 def sidecar_of(
-    rendering: Rendering, folder: Path, namespace: str
+    rendering: Rendering, folder: Path, namespace: str, document: Manifest | None = None
 ) -> tuple[Manifest, SidecarSettings, Manifest]:
     """What a pod of that namespace gets: the pod, and what its sidecar makes of its variables;
     and the container.
     """
-    document = plain()
+    document = document or plain()
     outcome = review_pod(injection_options(settings_of(rendering, folder)), document, namespace)
     assert outcome.verdict == "injected", outcome.reason
     pod: Manifest = jsonpatch.apply_patch(document, outcome.operations)
@@ -369,6 +370,45 @@ def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_pa
     for source in sources:
         [held] = [one for one in secrets if one["metadata"]["name"] == source["secret"]["name"]]
         assert {item["key"] for item in source["secret"]["items"]} <= set(held["data"])
+
+
+@both_helms
+@pytest.mark.parametrize(
+    ("limits", "given", "cpu"),
+    [
+        ({}, {}, "500m"),
+        ({"nvidia.com/gpu": 1}, {}, "750m"),
+        ({"nvidia.com/gpu": "2"}, {"requests": {}}, "1500m"),
+        ({"amd.com/gpu": 8}, {"limits": {"cpu": 8}}, "6"),
+        ({"nvidia.com/gpu": 1, "amd.com/gpu": "1"}, {"limits": {"cpu": "1.5"}}, "1500m"),
+        ({"nvidia.com/gpu": 8}, {"limits": {"cpu": "4"}}, "4"),
+        ({"nvidia.com/gpu": 8}, {"limits": {"cpu": "5999m"}}, "5999m"),
+        ({}, {"limits": {"cpu": 0.25}}, "250m"),
+        ({"nvidia.com/gpu": 8}, {"requests": {"cpu": "100m"}}, "100m"),
+        ({}, {"requests": {"cpu": 2}, "limits": {"cpu": 4}}, "2"),
+    ],
+)
+def test_the_cpu_request_of_a_sidecar_follows_from_the_gpus_of_its_pod(
+    chart: Chart, tmp_path: Path, limits: Manifest, given: Manifest, cpu: str, helm: str
+) -> None:
+    """By one rule for both kinds of sidecar; what the values say wins."""
+    values = {"modelDefaults.resources.limits": limits, "sidecar.resources": given}
+    rendering = chart.render(ON | MODELS | values, helm=helm)
+    document = pods.pod(pods.container(args=["--model", "m"], resources={"limits": limits}))
+    _, _, injected = sidecar_of(rendering, tmp_path, "inference", document)
+    for found in (rendering.container("sidecar"), injected):
+        assert amount_of(found["resources"]["requests"]["cpu"]) == amount_of(cpu)
+        limit = given.get("limits", {}).get("cpu")
+        assert amount_of(found["resources"]["limits"].get("cpu")) == amount_of(limit)
+
+
+def test_a_model_may_give_its_sidecar_another_cpu_request(chart: Chart) -> None:
+    gpus = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    own = gpus | {"sidecar": {"resources": {"requests": {"cpu": "1"}}}}
+    rendering = chart.render({"models": {"a": MODEL | gpus, "b": MODEL | own}})
+    for name, cpu in (("a", "3"), ("b", "1")):
+        [_, sidecar] = rendering.pod(f"vllm-{name}")["initContainers"]
+        assert sidecar["resources"]["requests"]["cpu"] == cpu
 
 
 def test_injected_pods_have_the_connector_of_models(chart: Chart, tmp_path: Path) -> None:

@@ -93,9 +93,7 @@ def test_labels_of_what_has_not_happened_yet_are_documented(sections: Mapping[st
             assert rows[name].labels == (frozenset({one.label}) if one.label else frozenset()), name
     registry = CollectorRegistry()
     registry.register(
-        TierCollector(
-            lambda: {"LocalDiskBackend": {"get_calls": 1, "num_chunks": 1, TIER_EVENTS[0]: 1}}
-        )
+        TierCollector(lambda: {"disk": {"get_calls": 1, "num_chunks": 1, TIER_EVENTS[0]: 1}})
     )
     error = MeasuredError(0.1, 0.1)
     registry.register(CodecErrorCollector(lambda: {LABEL_PROFILE: (error, error)}))

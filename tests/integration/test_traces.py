@@ -31,7 +31,7 @@ from tests.fixtures.sidecar import engine_at
 
 NUM_TOKENS = 4 * CHUNK_SIZE
 PATIENCE_S = 60.0
-IN_STORAGE = {"tier Hot get", "tier LocalDiskBackend get"}
+IN_STORAGE = {"tier memory get", "tier disk get"}
 PATIENT = {"tier_timeout_s": 10.0, "prefill_tokens_per_s": 0.001}
 
 
@@ -133,7 +133,7 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
         )
     )
     pulled = next(span for span in spans if span.name == "lm GET")
-    tiers = {"tier Hot get", "tier P2PBackend get"}
+    tiers = {"tier memory get", "tier peers get"}
     wanted = {
         "engine get",
         "sidecar LOAD",
@@ -154,11 +154,11 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
         the_only(trace, "POST /v1/lookup", "lmcache-lookup"),
         the_only(trace, "POST /v1/transfers", "lmcache-broker"),
     )
-    (peers,) = [span for span in trace if span.name == "tier P2PBackend get"]
+    (peers,) = [span for span in trace if span.name == "tier peers get"]
     assert peers.parent == asked.span
     assert {lookup.parent, transfer.parent, pulled.parent} == {peers.span}
     assert (pulled.service, pulled.instance) == ("lmcache-sidecar", "a")
-    hot = {(span.instance, span.parent) for span in trace if span.name == "tier Hot get"}
+    hot = {(span.instance, span.parent) for span in trace if span.name == "tier memory get"}
     assert {("b", asked.span), ("a", pulled.span)} <= hot
 
     answered = "request answered: request=POST /v1/transfers status=200"
@@ -176,10 +176,10 @@ def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
     with engine_at(site.socket("c")) as engine:
         engine.store(tokens, kvcaches=kv)
     ways = {
-        "tier Hot get": [],
-        "tier LocalDiskBackend get": [("c", {"tiers": ["Hot"]})],
-        "tier RemoteBackend get": [
-            ("c", {"tiers": ["Hot", "LocalDiskBackend"]}),
+        "tier memory get": [],
+        "tier disk get": [("c", {"tiers": ["memory"]})],
+        "tier storage get": [
+            ("c", {"tiers": ["memory", "disk"]}),
             ("storage", {"num_bytes": 1 << 30}),
         ],
     }
@@ -201,17 +201,16 @@ def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
         if line.startswith("lmcache_tier_seconds_total{")
     }
     wanted = {
-        f'lmcache_tier_seconds_total{{operation="get",tier="{tier}"'
-        for tier in ("LocalDiskBackend", "RemoteBackend")
+        f'lmcache_tier_seconds_total{{operation="get",tier="{tier}"' for tier in ("disk", "storage")
     }
     assert wanted <= timed, "dashboards show how long the sidecar's tiers take"
     trace = the_trace_of(
         site,
-        ("tier RemoteBackend get", "c"),
+        ("tier storage get", "c"),
         *((name, "storage") for name in ("lm GET", *IN_STORAGE)),
     )
     served = the_only(trace, "lm GET", "lmcache-storage")
-    (remote,) = [span for span in trace if span.name == "tier RemoteBackend get"]
+    (remote,) = [span for span in trace if span.name == "tier storage get"]
     assert served.parent == remote.span
     assert {span.name for span in trace if span.parent == served.span} >= IN_STORAGE
     assert the_id_of(site, "storage", "lm GET is answered") in ids_at(site, "c")

@@ -53,7 +53,7 @@ def test_totals(page: Page, cluster: Cluster) -> None:
 
 def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
     pulled = sum(
-        get_json(f"http://127.0.0.1:{one.port}/v1/tiers")["tiers"]["P2PBackend"]["pulled_bytes"]
+        get_json(f"http://127.0.0.1:{one.port}/v1/tiers")["tiers"]["peers"]["pulled_bytes"]
         for one in cluster.sidecars
     )
     nodes = page.run(
@@ -78,9 +78,9 @@ def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
     assert zones == ["zone-a", "zone-b"]
     for sidecar in cluster.sidecars:
         status = sidecar.get("/v1/status")
-        used = sidecar.get("/v1/tiers")["tiers"]["Hot"]["used_bytes"]
+        used = sidecar.get("/v1/tiers")["tiers"]["memory"]["used_bytes"]
         shown = page.values(f"[data-row='{status['instance']}'] [data-tier]", "tier")
-        assert int(shown["Hot"]) == used > 0
+        assert int(shown["memory"]) == used > 0
 
 
 def test_storage_tells_how_full_it_is(page: Page, cluster: Cluster) -> None:

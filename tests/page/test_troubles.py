@@ -89,7 +89,7 @@ def test_two_hundred_pods(page: Page, broker: ServiceProcess) -> None:
     """
     for i in range(NUM_PODS):
         tier = {
-            "name": "LocalCPUBackend",
+            "name": "memory",
             "num_chunks": i,
             "used_bytes": i,
             "capacity_bytes": NUM_PODS,
@@ -101,7 +101,7 @@ def test_two_hundred_pods(page: Page, broker: ServiceProcess) -> None:
         )
         figures = {
             "requested_chunks": 5,
-            "loaded_chunks": {"LocalCPUBackend": 4},
+            "loaded_chunks": {"memory": 4},
             "missed_chunks": {"evicted": 1},
             "pulled_bytes": pulled,
         }

@@ -186,7 +186,7 @@ def run_together(
             raise faults[0]
         assert set(cache.misses()) <= ABSENT_REASONS
         if has_disk:
-            assert cache.engine.stats()["LocalDiskBackend"]["dropped_writes"] == 0
+            assert cache.engine.stats()["disk"]["dropped_writes"] == 0
     callers.history.check()
     return callers
 

@@ -40,7 +40,7 @@ SKIPPED = st.sampled_from([0, 0, 1, 2, MAX_CHUNKS])
 
 
 class Place:
-    """Where chunks are: an engine, the hot tier behind it, and what only whoever owns the tiers
+    """Where chunks are: an engine, the memory tier behind it, and what only whoever owns the tiers
     can do.
     """
 

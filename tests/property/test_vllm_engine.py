@@ -45,7 +45,7 @@ ONE_RANK = [
     Shape((window(6),), num_blocks=24),
     Shape((FULL, window(6), window(9)), num_blocks=52),
     Shape((MLA,), num_blocks=20),
-    Shape((FULL, STATE), num_blocks=24),
+    Shape((FULL, STATE), num_blocks=24, zeroes_early=True),
     Shape((FULL, STATE, window(6)), num_blocks=44),
     Shape((FULL, local(16)), num_blocks=36),
     Shape((local(8),), num_blocks=24),
@@ -54,7 +54,7 @@ TWO_RANKS = [
     Shape(num_ranks=2, num_blocks=20),
     Shape((FULL, window(6)), num_ranks=2, num_blocks=36),
     Shape((MLA,), num_ranks=2, replicas=2, num_blocks=20),
-    Shape((FULL, STATE), num_ranks=2, num_blocks=24),
+    Shape((FULL, STATE), num_ranks=2, num_blocks=24, zeroes_early=True),
 ]
 PROMPTS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 14)), min_size=1, max_size=4)
 """Pieces of few prompts, each a prefix of one: many requests begin alike."""

@@ -17,6 +17,8 @@ import pytest
 from lmcache_core.extras import EXTRAS
 from packaging.requirements import Requirement
 
+from tests.fixtures.ctl import no_cluster as no_cluster
+
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = sorted(
     [

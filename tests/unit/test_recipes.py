@@ -183,10 +183,14 @@ LOOKUP_ENDPOINT = Recipe(
             (
                 "class InstanceLease(",
                 '''class CountAnswer(msgspec.Struct, frozen=True):
-    """How many of the chunks have a holder; `degraded` as in `LookupAnswer`."""
+    """Answer to a count.
+
+    Attributes:
+        num_held: How many of the chunks have a holder.
+    """
 
     num_held: Count
-    degraded: bool = False
+    degraded: Degraded = False
 
 
 ''',
@@ -207,11 +211,9 @@ LOOKUP_ENDPOINT = Recipe(
             ("    ContainsAnswer,", "    CountAnswer,\n"),
             (
                 "@lookup_router.get(",
-                '''@questions.post(
-    "/count", summary="Count chunks", **bodies.route(CHUNKS, CountAnswer)
-)
+                '''@questions.post("/count", **bodies.route(CHUNKS, CountAnswer))
 async def count(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """Those that have a holder."""
+    """Count chunks. Those that have a holder."""
     body = await CHUNKS.read(request)
     return answered(request, await service.count(caller.tenant, body.ids, body.exclude))
 
@@ -244,7 +246,11 @@ IDS = [bytes([number]) * 16 for number in range(3)]
 
 async def ask(index=None):
     app = create_app(LookupSettings(), index)
-    assert app.openapi()["paths"]["/v1/count"]["post"]["summary"] == "Count chunks"
+    document = app.openapi()
+    assert document["paths"]["/v1/count"]["post"]["summary"] == "Count chunks"
+    fields = document["components"]["schemas"]["CountAnswer"]["properties"]
+    assert fields.keys() == {"num_held", "degraded"}
+    assert all(field["description"] for field in fields.values())
     async with app.router.lifespan_context(app):
         client = LookupClient("http://lookup", transport=httpx.ASGITransport(app))
         await client.open()

@@ -53,7 +53,7 @@ def neighbourhood(owner: Owner) -> dict[str, Any]:
     return {"lookup_url": lookup.url, "broker_url": broker.url, "ticket_keys_file": keys}
 
 
-def num_chunks(service: Service, tier: str = "Hot") -> int:
+def num_chunks(service: Service, tier: str = "memory") -> int:
     """How many chunks a tier of a sidecar or a storage holds."""
     path = "/v1/tiers" if service.module == "lmcache_sidecar" else "/v1/stats"
     return int(service.get(path)["tiers"][tier]["num_chunks"])
@@ -68,7 +68,7 @@ class Growth:
         tier: One of its tiers.
     """
 
-    def __init__(self, service: Service, tier: str = "Hot") -> None:
+    def __init__(self, service: Service, tier: str = "memory") -> None:
         self._service = service
         self._tier = tier
         self._before = num_chunks(service, tier)

@@ -57,7 +57,7 @@ def test_records_damaged_on_the_disk(world: World) -> None:
                 file.seek(60_000)
                 file.write(b"\x55" * 64)
         sidecar.start(arena_path=world.owner.directory / "another-arena")
-        eventually(lambda: num_chunks(sidecar, "LocalDiskBackend") >= 3, "the disk has been read")
+        eventually(lambda: num_chunks(sidecar, "disk") >= 3, "the disk has been read")
         answers = [engine.ask(ask)]
         for _ in range(3):
             engine.reset()

@@ -38,6 +38,31 @@ name: {{ include "lmcache.modelName" . | quote }}
 {{- include "lmcache-common.image" (dict "root" .root "image" $image "own" true) -}}
 {{- end -}}
 
+{{/* What counts as a GPU in a container's limits, as JSON. */}}
+{{- define "lmcache.gpuResources" -}}
+["nvidia.com/gpu", "amd.com/gpu"]
+{{- end -}}
+
+{{/*
+Resources of a model's sidecar but its memory. A CPU request that is not given is 750m for each GPU of vLLM and at least 500m, but no more
+than the limit. The webhook has the same rule (`lmcache_webhook.injection.sidecar`). Takes: model (merged).
+*/}}
+{{- define "lmcache.sidecarResources" -}}
+{{- $requests := default dict .model.sidecar.resources.requests -}}
+{{- $limits := default dict .model.sidecar.resources.limits -}}
+{{- $gpus := 0 -}}
+{{- range include "lmcache.gpuResources" . | fromJsonArray -}}
+{{- $gpus = get (default dict $.model.resources.limits) . | int | add $gpus -}}
+{{- end -}}
+{{- $milli := mul 750 $gpus | max 500 -}}
+{{- $cpu := ternary (div $milli 1000 | toString) (printf "%dm" $milli) (eq 0 (mod $milli 1000)) -}}
+{{- with dig "cpu" "" $limits | toString -}}
+{{- $limit := ternary (trimSuffix "m" . | float64) (mulf (float64 .) 1000) (hasSuffix "m" .) -}}
+{{- $cpu = ternary . $cpu (lt $limit (float64 $milli)) -}}
+{{- end -}}
+{{- dict "requests" (merge (dict) $requests (dict "cpu" $cpu)) "limits" $limits | toYaml -}}
+{{- end -}}
+
 {{/* The cache sidecar as a native sidecar: an init container that stays. Takes: root, model (merged). */}}
 {{- define "lmcache.sidecarContainer" -}}
 {{- $ports := include "lmcache.ports" . | fromYaml -}}
@@ -58,7 +83,8 @@ name: {{ include "lmcache.modelName" . | quote }}
     {{- $arenaMi := include "lmcache-common.mib" (dict "name" "sidecar.arenaSize" "value" $sidecar.arenaSize) }}
     {{- $overheadMi := include "lmcache-common.mib" (dict "name" "sidecar.memoryOverhead" "value" $sidecar.memoryOverhead) }}
     {{- $memoryMi := add $arenaMi $overheadMi }}
-    {{- include "lmcache-common.resourcesWithMemory" (dict "resources" $sidecar.resources "memoryMi" $memoryMi) | nindent 4 }}
+    {{- $resources := include "lmcache.sidecarResources" . | fromYaml }}
+    {{- include "lmcache-common.resourcesWithMemory" (dict "resources" $resources "memoryMi" $memoryMi) | nindent 4 }}
   # When the pod is to end, at once: its drain begins while vLLM still answers what it has. (SIGTERM comes when vLLM has ended.) A hook of
   # vLLM's container would also run where vLLM alone is started again, and would leave it a sidecar that keeps nothing any more.
   lifecycle:

@@ -9,7 +9,7 @@
 {{- define "lmcache.refuseModel" }}
 {{- $name := printf "models.%s" .name }}
 {{- include "lmcache.refuseNoCpu" (dict "name" $name "resources" .resources) }}
-{{- include "lmcache.refuseNoCpu" (dict "name" (printf "%s.sidecar" $name) "resources" .sidecar.resources) }}
+{{- include "lmcache.refuseNoCpu" (dict "name" (printf "%s.sidecar" $name) "resources" .sidecar.resources "mayFollow" true) }}
 {{- include "lmcache.refuseShortGrace" (dict "name" $name "values" . "before" .stop.maxSeconds "config" .sidecar.config) }}
 {{- if gt (int .stop.graceSeconds) (int .stop.maxSeconds) }}
 {{- fail (printf "%s: stop.graceSeconds is above stop.maxSeconds: lower the one or raise the other." $name) }}
@@ -51,7 +51,7 @@
 
 {{- define "lmcache.refuseGpus" }}
 {{- $size := int .model.tensorParallelSize }}
-{{- range $resource := list "nvidia.com/gpu" "amd.com/gpu" }}
+{{- range $resource := include "lmcache.gpuResources" . | fromJsonArray }}
 {{- $limit := get (default dict $.model.resources.limits) $resource }}
 {{- if and $limit (lt (int $limit) $size) }}
 {{- fail (printf "%s: tensorParallelSize is %d, but resources.limits has %v of %s: vLLM needs a GPU for each rank." $.name $size $limit $resource) }}
@@ -61,7 +61,7 @@
 
 {{- define "lmcache.refusePipeline" }}
 {{- $wanted := mul .stages (max 1 (int .model.tensorParallelSize)) }}
-{{- range $resource := list "nvidia.com/gpu" "amd.com/gpu" }}
+{{- range $resource := include "lmcache.gpuResources" . | fromJsonArray }}
 {{- $limit := get (default dict $.model.resources.limits) $resource }}
 {{- if and $limit (lt (int $limit) (int $wanted)) }}
 {{- fail (printf "%s: %d pipeline stages need %d of %s, but resources.limits has %v: the stages of one vLLM share a pod." $.name $.stages $wanted $resource $limit) }}
@@ -255,8 +255,10 @@ cluster writes 1024Gi as 1Ti. Without a cluster nothing is compared.
 {{- end }}
 {{- end }}
 
+{{/* Takes: name, resources; mayFollow (optional): true where a request that is left out follows from the pod. */}}
 {{- define "lmcache.refuseNoCpu" }}
-{{- if regexMatch "^[0.]*m?$" (dig "requests" "cpu" "" .resources | toString) }}
+{{- $follows := and .mayFollow (not (hasKey (default dict .resources.requests) "cpu")) }}
+{{- if and (not $follows) (regexMatch "^[0.]*m?$" (dig "requests" "cpu" "" .resources | toString)) }}
 {{- fail (printf "%s.resources requests no cpu, without which autoscalers can tell nothing of the pod: give it one." .name) }}
 {{- end }}
 {{- end }}

@@ -65,7 +65,7 @@ def untidy(cluster: Cluster) -> list[str]:
             continue
         if not status["arena"]["is_recorded"]:
             wrong.append(f"{name} does not write down what is in its memory")
-        hot = tiers["tiers"]["Hot"]
+        hot = tiers["tiers"]["memory"]
         lent = {
             what: status[what]
             for what in ("reserved_bytes", "held_bytes", "pinned_bytes", "pending_bytes")

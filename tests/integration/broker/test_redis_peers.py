@@ -113,13 +113,13 @@ async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_w
     one, two = pair
     figures = PeerFigures(
         3,
-        {"Hot": 2},
-        {"Hot": 20},
+        {"memory": 2},
+        {"memory": 20},
         {"never_stored": 1},
         4,
         40,
         {"b": 9},
-        (TierFigures("Hot", 4, 40, 80),),
+        (TierFigures("memory", 4, 40, 80),),
         7,
     )
     await one.announce([replace(shared(), figures=figures)])

@@ -274,7 +274,7 @@ async def told_again(redis_server: RedisServer) -> bool:
 async def test_the_page_of_both_shows_the_same(
     brokers: list[BrokerClient], processes: list[ServiceProcess]
 ) -> None:
-    first = PeerFigures(requested_chunks=5, loaded_bytes={"Hot": 50}, pulled_bytes={"b": 30})
+    first = PeerFigures(requested_chunks=5, loaded_bytes={"memory": 50}, pulled_bytes={"b": 30})
     await brokers[0].register(peer("a"), load=0.5, ttl_ms=LEASE_MS, figures=first)
     await brokers[1].register(
         peer("b"), load=0.5, ttl_ms=LEASE_MS, figures=PeerFigures(requested_chunks=2)
@@ -299,4 +299,4 @@ async def test_the_page_of_both_shows_the_same(
     assert one["links"] == [{"requester": "a", "server": "b", "num_bytes": 30}]
     totals = one["totals"]
     assert isinstance(totals, dict)
-    assert (totals["requested_chunks"], totals["loaded_bytes"]) == (7, {"Hot": 50})
+    assert (totals["requested_chunks"], totals["loaded_bytes"]) == (7, {"memory": 50})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from tests.cluster import kube, manifests
 from tests.cluster.helm import find_helm, image_values
 from tests.cluster.kube import Cluster, Manifest
 from tests.cluster.leftovers import DOCUMENTED, left_over
+from tests.cluster.login import usable_login
 from tests.cluster.waiting import ClusterError, wait_until
 from tests.fixtures.cluster_api import ClusterApi, serving
 
@@ -114,13 +116,9 @@ def test_evictions_respect_budgets(api: ClusterApi, cluster: Cluster) -> None:
 
 
 def test_a_drained_node_takes_no_pods_until_the_drain_has_ended(
-    api: ClusterApi, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    api: ClusterApi, cluster: Cluster
 ) -> None:
     node = api.put("/api/v1/nodes/a", spec={})
-    with cluster.cordoned("a"):
-        assert node["spec"] == {}, "there is no other node for its pods"
-    assert "a is the only node" in capsys.readouterr().err
-    other = api.put("/api/v1/nodes/b", spec={})
 
     def drained_in_vain() -> None:
         with cluster.cordoned("a"):
@@ -130,10 +128,93 @@ def test_a_drained_node_takes_no_pods_until_the_drain_has_ended(
     with pytest.raises(ClusterError, match="budget"):
         drained_in_vain()
     assert not node["spec"]["unschedulable"]
-    other["spec"]["unschedulable"] = True
-    api.calls.clear()
-    with cluster.cordoned("a"):
-        assert api.calls == [], "the other node takes no pods either"
+
+
+def test_pods_go_only_to_nodes_that_take_them(api: ClusterApi, cluster: Cluster) -> None:
+    api.put("/api/v1/nodes/a", spec={})
+    control_plane = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
+    api.put("/api/v1/nodes/b", spec={"taints": [control_plane]})
+    api.put("/api/v1/nodes/c", spec={"unschedulable": True})
+    unready = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+    api.put("/api/v1/nodes/d", spec={}, status=unready)
+    assert cluster.other_nodes("a") == []
+    api.put("/api/v1/nodes/e", spec={"taints": [{"key": "x", "effect": "PreferNoSchedule"}]})
+    assert cluster.other_nodes("a") == ["e"]
+
+
+def test_pods_have_moved_when_all_that_can_are_elsewhere(api: ClusterApi, cluster: Cluster) -> None:
+    pod = api.put(f"{PODS}/a", spec={"nodeName": "one"}, status=READY)
+    assert cluster.not_moved("one", "", 2) == "1 of 2 pods, a on one"
+    pod["spec"] = {"nodeName": "two"}
+    assert cluster.not_moved("one", "", 1) == ""
+    pod["status"] = {"phase": "Running"}
+    assert cluster.not_moved("one", "", 1) == "a on two", "it is not ready yet"
+
+    def unscheduled(message: str) -> Manifest:
+        condition = {"type": "PodScheduled", "status": "False", "message": message}
+        return {"phase": "Pending", "conditions": [condition]}
+
+    pod |= {"spec": {}, "status": unscheduled("1 Insufficient memory")}
+    assert cluster.not_moved("one", "", 1) == "a on no node 1 Insufficient memory"
+    for message in (
+        "volume node affinity conflict",
+        "didn't match PersistentVolume's node affinity",
+    ):
+        pod["status"] = unscheduled(message)
+        assert cluster.not_moved("one", "", 1) == "", "it waits for its volume's node"
+
+
+def test_restarts_are_remembered(api: ClusterApi, cluster: Cluster) -> None:
+    """Of init containers too, and when the pod is gone."""
+    killed = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+    fine = {"name": "payload", "restartCount": 0, "state": {"terminated": {"reason": "Completed"}}}
+    restarted = {"name": "sidecar", "restartCount": 2, "state": {}, "lastState": killed}
+    ended = {"name": "vllm", "restartCount": 0, "state": killed}
+    statuses = {"initContainerStatuses": [fine, restarted], "containerStatuses": [ended]}
+    api.put(f"{PODS}/a", status=READY | statuses)
+    api.put(f"{PODS}/b", status={"phase": "Failed", "reason": "Evicted", "message": "no disk"})
+    cluster.not_ready()
+    cluster.delete(f"{PODS}/a")
+    cluster.pods()
+    assert cluster.incidents == {
+        "a/sidecar": "2 restarts (OOMKilled, exit code 137)",
+        "a/vllm": "0 restarts (OOMKilled, exit code 137)",
+        "b": "evicted by the kubelet: no disk",
+    }
+
+
+def login(folder: Path, **auths: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"auths": auths, "credsStore": "desktop"}))
+    return path
+
+
+def test_a_login_is_one_for_the_registry(tmp_path: Path) -> None:
+    entry = {"auth": "dTpw"}
+    for key, images in (
+        ("registry.example.com", "registry.example.com/a:1"),
+        ("https://registry.example.com:5000/v2/", "registry.example.com:5000/a:1"),
+        ("*.example.com", "registry.example.com/a:1"),
+        ("https://index.docker.io/v1/", "somebody/a:1"),
+    ):
+        path = login(tmp_path, **{key: entry})
+        assert usable_login(path, images) == path.read_text()
+    without: list[dict[str, object]] = [
+        {},
+        {"other.example.com": entry},
+        {"registry.example.com": {}},
+    ]
+    for auths in without:
+        with pytest.raises(ClusterError, match=r"holds no login for registry\.example\.com"):
+            usable_login(login(tmp_path, **auths), "registry.example.com/a:1")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"auths": ["a"]}'])
+def test_a_login_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=r"not a \.docker/config\.json"):
+        usable_login(path, "registry.example.com/a:1")
 
 
 def test_a_registry_with_a_login(tmp_path: Path) -> None:
@@ -272,6 +353,22 @@ def test_the_suite_says_what_it_needs() -> None:
     answer = suite(IMAGES="a/b:c")
     assert answer.returncode == 4
     assert "KUBECONFIG must be set, for example:\n  make test-cluster KUBECONFIG=" in answer.stderr
+
+
+def test_a_login_is_checked_before_anything_is_made(api: ClusterApi, tmp_path: Path) -> None:
+    fake_helm(tmp_path, "v3.19.0")
+    environ = {
+        "KUBECONFIG": str(api.kubeconfig(tmp_path / "kubeconfig")),
+        "IMAGES": "registry.example.com/a:1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    absent = suite(**environ, PULL_CONFIG=str(tmp_path / "config.json"))
+    path = login(tmp_path)
+    empty = suite(**environ, PULL_CONFIG=str(path))
+    assert (absent.returncode, empty.returncode) == (4, 4)
+    assert f"PULL_CONFIG={path}: no such file; log in to the registry first" in absent.stderr
+    assert f"PULL_CONFIG={path}: holds no login for registry.example.com" in empty.stderr
+    assert api.calls == []
 
 
 def test_a_failure_shows_events_and_logs_and_cleans_up(api: ClusterApi, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ come out.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
 import time
@@ -64,12 +66,18 @@ class Running:
             time.sleep(0.05)
 
     def until_progress(self) -> None:
-        """Wait until it prints its figures again."""
-        num_lines = self.log.count("\n")
+        """Wait until it has made some more calls of every kind, by its own figures."""
+        wanted = self._num_calls() + 6
         deadline = time.monotonic() + START_S
-        while self.log.count("\n") == num_lines:
+        while self._num_calls() < wanted:
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)
+
+    def _num_calls(self) -> int:
+        """Return how many calls there were of the kind that had the fewest."""
+        printed = [line for line in self.log.splitlines() if line.startswith("{")]
+        calls = json.loads(printed[-1]) if printed else {}
+        return min((sum(calls[kind].values()) for kind in calls), default=0)
 
     def finish(self) -> Report:
         self._stop.touch()
@@ -78,14 +86,14 @@ class Running:
 
 
 @contextmanager
-def traffic(directory: Path) -> Iterator[Running]:
+def traffic(directory: Path, prompts: set[str] | None = None) -> Iterator[Running]:
     small = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": "0.125"}
     storage_options = {f"LMCACHE_STORAGE_{name}": value for name, value in small.items()}
     with (
         running_service("lmcache_storage", directory, storage_options) as storage,
         running_service("lmcache_lookup", directory, {"LMCACHE_LOOKUP_PORT": "0"}) as lookup,
         running_service("lmcache_broker", directory, {"LMCACHE_BROKER_PORT": "0"}) as broker,
-        completions_server() as vllm,
+        completions_server(prompts) as vllm,
     ):
         running = Running(directory, storage, lookup, broker, vllm)
         try:
@@ -101,7 +109,9 @@ def test_a_healthy_release_has_no_problem(tmp_path: Path) -> None:
         report = running.finish()
         left = httpx.get(f"{running.storage.url}/v1/chunks", trust_env=False).json()
     assert report.problems(KINDS) == []
-    assert report.acknowledged == report.calls["put"]["ok"] + 2, "and one before, and one after"
+    assert set(report.disturbed_s.values()) == {0.0}
+    num_after = report.acknowledged - report.calls["put"]["ok"] - 1
+    assert num_after == 20, "one before, and a steady row after"
     assert left["chunks"] == [], "it removes what it stored"
 
 
@@ -129,7 +139,48 @@ def test_failed_requests_are_found(tmp_path: Path) -> None:
     assert "calls failed: ['lookup after " in problems[0]
     assert "HTTP Error 500" in problems[1]
     assert problems[2] == "lookup: did not recover"
-    assert report.problems(KINDS, may_fail=KINDS) == ["lookup: did not recover"]
+    allowed = dict.fromkeys(KINDS, END_S)
+    assert report.problems(KINDS, may_fail=allowed) == ["lookup: did not recover"]
+
+
+def test_disturbances_are_timed(tmp_path: Path) -> None:
+    """A few good calls in between do not end one."""
+    with traffic(tmp_path) as running:
+        begin = time.monotonic()
+        for num_refused in (1, 2):
+            running.vllm.fails = True
+            while running.vllm.num_refused < num_refused:
+                assert time.monotonic() < begin + START_S, running.log
+                time.sleep(0.05)
+            running.vllm.fails = False
+            time.sleep(1)
+        lasted_s = time.monotonic() - begin
+        report = running.finish()
+    disturbed_s = report.disturbed_s["completion"]
+    assert 1 < disturbed_s < lasted_s
+    assert report.problems(KINDS, may_fail={"completion": lasted_s}) == []
+    (problem,) = report.problems(KINDS, may_fail={"completion": 1.0})
+    assert re.fullmatch(r"completion: disturbed for \d s, not at most 1 s", problem)
+
+
+def test_an_answer_to_compare_with_is_computed(tmp_path: Path) -> None:
+    """Another run, or a wrong key, may have left what a new prompt is answered with."""
+    with traffic(tmp_path) as running:
+        running.vllm.knows_all = True
+        running.until_progress()
+        running.vllm.knows_all = False
+        report = running.finish()
+    (problem,) = report.problems(KINDS)
+    assert re.fullmatch(r"completion: \d+ new prompts were found in the cache", problem)
+
+
+def test_prompts_are_those_of_one_run(tmp_path: Path) -> None:
+    shared: set[str] = set()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        with traffic(tmp_path / name, shared) as running:
+            running.until_progress()
+            assert running.finish().problems(KINDS) == []
 
 
 def test_a_result_is_missed_only_where_that_is_allowed() -> None:
@@ -139,9 +190,9 @@ def test_a_result_is_missed_only_where_that_is_allowed() -> None:
     report = Report({**calls, "lookup": {"ok": 9, "degraded": 2, "failed": 1}})
     expected = ["get: 1 of 10 calls missed", "put: 1 of 10 calls refused"]
     assert report.problems(["get", "put"]) == expected
-    assert report.problems(["get", "put"], may_miss=["get"]) == expected[1:]
-    assert report.problems(["get", "put"], may_fail=["get", "put"]) == []
-    (failed,) = report.problems(["lookup"], may_miss=["lookup"])
+    assert report.problems(["get", "put"], may_miss={"get": 1}) == expected[1:]
+    assert report.problems(["get", "put"], may_fail={"get": 1, "put": 1}) == []
+    (failed,) = report.problems(["lookup"], may_miss={"lookup": 1})
     assert failed.startswith("lookup: 1 of 12 calls failed"), "a failure is more than a miss"
 
 
@@ -155,6 +206,14 @@ def test_traffic_that_did_not_happen_is_no_success(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="printed no report"):
         Report.parse("ready\n{}\n")
+
+
+async def test_an_answer_that_breaks_off_is_a_failure() -> None:
+    """As when vLLM is killed."""
+    with completions_server() as vllm:
+        vllm.breaks_off = True
+        with pytest.raises(OSError, match="IncompleteRead"):
+            await asyncio.to_thread(complete, vllm.url, "tiny", prompt(1, 100))
 
 
 async def test_a_hit_must_be_one() -> None:

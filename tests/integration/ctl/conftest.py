@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fixtures.ctl import FakeVllm, SmallCluster, fake_vllm, small_cluster
+from tests.fixtures.ctl import no_cluster as no_cluster
 
 
 @pytest.fixture(scope="session")

@@ -74,7 +74,7 @@ def num_chunks_at(storage: ServiceProcess) -> int:
         .raise_for_status()
         .json()
     )
-    return int(stats["tiers"]["Hot"]["num_chunks"])
+    return int(stats["tiers"]["memory"]["num_chunks"])
 
 
 def test_what_is_stored_comes_back_and_is_removed(storage: ServiceProcess, ctl: Ctl) -> None:

@@ -76,8 +76,8 @@ def test_stats_and_files_tell_the_same(sidecar: ServiceProcess, tmp_path: Path) 
     by_serde = {activity["name"]: activity["encoded"] for activity in stats["serdes"]}
     by_tier = {activity["name"]: activity["encoded"] for activity in stats["tiers"]}
     for files, serde, tier in (
-        (lossy, "cachegen", "RemoteBackend"),
-        (lossless, "lossless", "LocalDiskBackend"),
+        (lossy, "cachegen", "storage"),
+        (lossless, "lossless", "disk"),
     ):
         assert [file["fault"] for file in files] == [""] * NUM_CHUNKS
         records = [file["record"] for file in files]

@@ -11,11 +11,13 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -26,9 +28,10 @@ from lmcache_ctl.doctor.configuration import MODELS, ConfigFile, check_files
 from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.http_server import Handler, served
 from tests.fixtures.kubernetes_pods import pod, pods_api
+from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import free_port, redis_executable, running_redis
 from tests.fixtures.service_process import running_service
-from tests.fixtures.tls import Authority, ended_pair, replace
+from tests.fixtures.tls import Authority, early_pair, ended_pair, replace
 
 
 def wrong(found: dict[str, Any], check: str) -> list[tuple[str, str, str]]:
@@ -185,6 +188,7 @@ def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
 def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     good, other, ended = authority.sign("good"), authority.sign("other"), ended_pair(authority)
+    early = early_pair(authority)
     soon = authority.sign("soon")
     signed = authority._ca.issue_cert(
         "127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
@@ -195,6 +199,7 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
         "good": (good.cert, good.key),
         "foreign": (good.cert, other.key),
         "ended": (ended.cert, ended.key),
+        "early": (early.cert, early.key),
         "soon": (soon.cert, soon.key),
     }
     options = []
@@ -223,11 +228,12 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
         Path(where.split()[1]).stem: (level, what)
         for level, where, what in wrong(found, "certificate")
     }
-    assert set(told) == {"foreign", "ended", "soon", "client", "engine"}
+    assert set(told) == {"foreign", "ended", "early", "soon", "client", "engine"}
     assert told["foreign"][0] == "error"
     assert "key values mismatch; both must be PEM and belong together" in told["foreign"][1]
     assert told["client"] == ("error", told["client"][1])
     assert told["ended"] == ("error", f"tls_cert_file {ended.cert} ended on 2025-03-01")
+    assert told["early"] == ("error", f"tls_cert_file {early.cert} is not valid before 2100-02-01")
     assert told["engine"] == ("error", f"remote_tls_cert_file {ended.cert} ended on 2025-03-01")
     assert told["soon"] == ("warning", f"tls_cert_file {soon.cert} ends in 3.0 days")
     command = [sys.executable, "-m", "lmcache_lookup", "--config", str(tmp_path / "foreign.yaml")]
@@ -438,11 +444,42 @@ def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("path", ["{}", "/proc/nowhere/s.sock"])
+@pytest.mark.parametrize(
+    "path", ["{}", "{}/s.yaml", "{}/s.yaml/s.sock", "{}/" + "x" * 107, "/proc/nowhere/s.sock"]
+)
 def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str) -> None:
-    file = write(tmp_path / "s.yaml", arena_gb=0.01, socket_path=path.format(tmp_path))
+    """The doctor says so, and the sidecar does not start."""
+    settings = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01, "port": 0, "lm_port": 0}
+    file = write(tmp_path / "s.yaml", socket_path=path.format(tmp_path), **settings)
     found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=1)
-    assert [what for _, _, what in wrong(found, "socket")]
+    [(level, _, what)] = wrong(found, "socket")
+    command = [sys.executable, "-m", "lmcache_sidecar", "--config", str(file)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (level, refused.returncode) == ("error", 2)
+    if reason := re.fullmatch(r"socket_path ((?:has|is) .*)", what):
+        assert f"' {reason[1]}; choose another path" in refused.stderr
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750])
+def test_a_default_directory_that_others_may_enter(tmp_path: Path, mode: int) -> None:
+    """The sidecar refuses it: another user may have made it first."""
+    run = tmp_path / f"lmcache-{os.getuid()}"
+    run.mkdir(mode=0o700)
+    run.chmod(mode)
+    arena = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
+    file = write(tmp_path / "s.yaml", socket_path=str(run / "sidecar.sock"), **arena)
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
+        found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=int(mode != 0o700))
+    told = [what for _, _, what in wrong(found, "socket")]
+    fault = "is not a directory that belongs to this user and that no other user may enter"
+    assert told == ([] if mode == 0o700 else [f"{run} {fault}"])
+
+
+def test_a_socket_of_a_running_sidecar_is_no_fault(cluster: SmallCluster, tmp_path: Path) -> None:
+    path = str(cluster.directory / "s.sock")
+    file = write(tmp_path / "s.yaml", arena_gb=0.01, socket_path=path)
+    found = Ctl().json("doctor", "--check-config", f"sidecar={file}")
+    assert wrong(found, "socket") == []
 
 
 def test_an_address_of_another_machine(tmp_path: Path) -> None:
@@ -542,6 +579,21 @@ def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
     assert f"127.0.0.1:{server.port}: no answer" in told
 
 
+def test_a_redis_that_sentinels_with_a_password_name(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("of-the-sentinels\n")
+    login = {
+        "redis_sentinel_username": "lookup",
+        "redis_sentinel_password_file": str(tmp_path / "password"),
+    }
+    with watched_redis(login=("lookup", "of-the-sentinels")) as watched:
+        config = write(tmp_path / "lookup.yaml", redis_url=watched.url, **login)
+        found = Ctl().json("doctor", "--check-config", f"lookup={config}")
+        port = watched.master.port
+    [(level, where, _)] = wrong(found, "redis")
+    assert level == "warning", "it has no maxmemory"
+    assert where.endswith(f"127.0.0.1:{port}")
+
+
 @contextlib.contextmanager
 def running_redis_with_password(directory: Path, *arguments: str) -> Iterator[int]:
     """In a directory of its own, since it writes one; its port."""
@@ -597,6 +649,17 @@ def test_a_certificate_that_ends_soon(tmp_path: Path) -> None:
         replace(pair.cert, soon.cert_chain_pems[0].bytes())
         time.sleep(1.1)  # the service looks at its files once a second
         assert "ends in 3.0 days" in ctl.text("doctor", "--strict", code=1)
+        early = early_pair(authority)
+        replace(pair.key, early.key.read_bytes())
+        replace(pair.cert, early.cert.read_bytes())
+        time.sleep(1.1)
+        findings = ctl.json("doctor", code=1)["findings"]
+        [told] = [one for one in findings if one["check"] == "certificate"]
+        assert told["what"] == "not trusted: certificate is not yet valid"
+        assert told["fix"].startswith("have another one issued, or correct the clock")
+        replace(pair.key, soon.private_key_pem.bytes())
+        replace(pair.cert, soon.cert_chain_pems[0].bytes())
+        time.sleep(1.1)
         stranger = Authority(tmp_path, "stranger")
         untrusted = Ctl([f"--lookup-url={url}", f"--tls={stranger.file}"]).json("doctor", code=1)
     assert "not trusted" in wrong(untrusted, "certificate")[0][2]

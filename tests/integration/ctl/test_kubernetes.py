@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +18,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from lmcache_ctl import completion
 
-from tests.fixtures.ctl import Ctl, FakeVllm, SmallCluster
+from tests.fixtures.ctl import Ctl, FakeVllm, Printed, SmallCluster
 from tests.fixtures.kubernetes_pods import PodsApi, pod, pods_api
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority
@@ -99,7 +101,7 @@ def test_the_token_of_the_release_is_read_from_its_secret(
             "the account needs the verb get on secrets/demo-lmcache-auth, see the role in"
             " docs/ctl.md; to check: kubectl auth can-i get secrets/demo-lmcache-auth -n ns",
         ),
-        ({}, "was not read: the Kubernetes API answered"),
+        ({}, "was not read: the Kubernetes API of context here answered"),
         ({"demo-lmcache-auth": {"tokens.yaml": "tokens: []"}}, "has no operator-token"),
     ):
         api.secrets = dict(secrets)
@@ -122,7 +124,7 @@ def test_only_a_release_and_only_a_kind(
     assert found["stats"]["index"] == "embedded"
     assert set(api.forwards) == {"demo-lmcache-lookup-7d9f8b6c5-x2x4z"}
     told = ctl(api, cluster, tmp_path, "--release=nobody").text("status", code=1)
-    assert "no service is named: no running pod of a release matches" in told
+    assert "no service of release nobody was found in namespace ns of context here" in told
 
 
 def test_without_options_the_cluster_of_kubectl_is_asked(
@@ -147,7 +149,15 @@ def test_without_options_the_cluster_of_kubectl_is_asked(
     (tmp_path / ".kube" / "config").write_text(kubeconfig)
     api.pods.clear()
     told = " ".join(bare.text("status", code=1).split())
-    assert "no running pod of a release matches in namespace ns; give another --namespace" in told
+    nothing = (
+        " of a release was found in namespace ns of context here: give another -n (--namespace)"
+        " or --context, or -A for all namespaces"
+    )
+    assert f"no service{nothing}" in told
+    told = " ".join(bare.text("explain", "--request", "x", code=1).split())
+    assert f"no sidecar{nothing}, or --sidecar-url" in told
+    told = " ".join(bare.text("status", "-A", code=1).split())
+    assert "found in all namespaces of context here: give another --context" in told
     (tmp_path / ".kube" / "config").write_text("{")
     told = " ".join(bare.text("status", code=2).split())
     assert "no usable kubeconfig (it is damaged) in ~/.kube/config" in told
@@ -175,6 +185,113 @@ def test_all_namespaces_are_looked_through(
     assert "leave out --namespace" in everywhere.text("status", "-A", "-n", "ns", code=2)
 
 
+def test_each_namespace_is_asked_by_itself(
+    api: PodsApi, cluster: SmallCluster, tmp_path: Path
+) -> None:
+    """What is asked of one service is asked of one in each namespace that has such a service."""
+    auth = pod("x", "broker", 1, auth_secret="auth")["spec"]["volumes"]
+    other = pod("two-lmcache-lookup-7d9f8b6c5-other", "lookup", 8081)
+    other["metadata"]["namespace"] = "other"
+    api.pods.append(other)
+    for one in api.pods:
+        one["spec"]["volumes"] = auth
+    api.secrets = {"auth": {"operator-token": (cluster.directory / "token").read_text()}}
+    at = cluster.services["lookup"].ports["port"]
+    api.ports["two-lmcache-lookup-7d9f8b6c5-other", 8081] = at
+    api.is_strict = True
+    everywhere = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "-A"])
+    names_of_instances = cluster.ctl().text("lookup", "status", "-o", "name")
+    assert sorted(names_of_instances.splitlines()) == [
+        "sidecar/sidecar", "storage/storage-0", "storage/storage-1"
+    ]  # fmt: skip
+    answers = everywhere.json("lookup", "status")
+    assert [(one["namespace"], one["found"]["stats"]["index"]) for one in answers] == [
+        ("ns", "embedded"),
+        ("other", "embedded"),
+    ]
+    table = everywhere.text("lookup", "status")
+    assert re.search(r"^namespace ns\nindex .*^namespace other\nindex ", table, re.M | re.S)
+    missing = "00" * 16
+    for words in (["prefix", missing], ["locations", missing], ["route", missing]):
+        assert len(everywhere.json("lookup", *words, code=1)) == 2, "it is found in neither"
+    assert len(everywhere.json("lookup", "tenants")) == 2
+    [explained] = everywhere.json("explain", "--request", "of-nobody", code=1)
+    assert explained["namespace"] == "ns", "the other has no sidecar"
+    assert "no sidecar remembers a lookup" in explained["problem"]
+    versions = everywhere.text("version")
+    assert re.search(r"^ other +lookup +two-lmcache-lookup-7d9f8b6c5-other ", versions, re.M)
+    found = everywhere.json("doctor")["findings"]
+    assert {one["where"].partition(", ")[0] for one in found} == {
+        "namespace ns",
+        "namespace other",
+    }
+    assert len([one for one in found if one["check"] == "versions"]) == 2
+    assert everywhere.text("lookup", "status", "-o", "name") == names_of_instances * 2
+    assert everywhere.text("version", "-o", "name").splitlines()[-1] == (
+        "lookup/two-lmcache-lookup-7d9f8b6c5-other"
+    )
+    [only] = everywhere.json("lookup", "status", "--release", "two")
+    assert only["namespace"] == "other"
+    api.ports.pop(("two-lmcache-lookup-7d9f8b6c5-other", 8081))
+    answers = everywhere.json("lookup", "status", code=1)
+    assert [bool(one["problem"]) for one in answers] == [False, True], "one failure is told"
+
+
+def completed(words: str, directory: Path) -> Printed:
+    """What bash is told when Tab follows these words."""
+    environ = {
+        "HOME": str(directory),
+        "_LMCACHECTL_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    return Ctl(environ=environ).run()
+
+
+def test_a_shell_completes_names_of_the_cluster(
+    api: PodsApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "LIMIT_S", 60.0)  # this machine may be busy
+    (tmp_path / ".kube").mkdir()
+    api.kubeconfig(tmp_path / ".kube" / "config")
+    sidecar, storage = "demo-lmcache-vllm-m-5f6-qwert", "demo-lmcache-storage"
+    for words, expected in {
+        "status -n ": ["ns"],
+        "status --context ": ["here"],
+        "drain storage/": [f"storage/{storage}-0", f"storage/{storage}-1"],
+        "drain peer/demo-lmcache-v": [f"peer/{sidecar}"],
+        "undrain s": [
+            *("sidecar", "storage", f"storage/{storage}-0", f"storage/{storage}-1"),
+            f"sidecar/{sidecar}",
+        ],
+        "evict storage/ --release nobody --size": ["--size"],
+        "pin --at storage/demo-lmcache-storage-1": [f"storage/{storage}-1"],
+        "bench look": ["lookup", "lookup/demo-lmcache-lookup-7d9f8b6c5-x2x4z"],
+        "explain --sidecar ": [sidecar],
+        "drain --release nobody sidecar/": [],
+    }.items():
+        told = completed(f"lmcachectl {words}", tmp_path)
+        assert (sorted(told.stdout.split()), told.stderr) == (sorted(expected), ""), words
+
+
+def test_completion_says_nothing_where_a_cluster_hangs_or_is_none(tmp_path: Path) -> None:
+    (tmp_path / ".kube").mkdir()
+    config = tmp_path / ".kube" / "config"
+    for content in ("{", "users: 7"):
+        config.write_text(content)
+        for words in ("status --context ", "drain sidecar/"):
+            told = completed(f"lmcachectl {words}", tmp_path)
+            assert (told.stdout.strip(), told.stderr) == ("", "")
+    with pods_api() as api, socket.create_server(("127.0.0.1", 0)) as silent:
+        api.kubeconfig(config)
+        port = silent.getsockname()[1]
+        config.write_text(config.read_text().replace(api.url, f"http://127.0.0.1:{port}"))
+        started = time.monotonic()
+        told = completed("lmcachectl drain s", tmp_path)
+        assert time.monotonic() - started < 10, "Tab waits for no more than a second"
+    assert (sorted(told.stdout.split()), told.stderr) == (["sidecar", "storage"], "")
+
+
 def test_pods_that_cannot_be_asked_are_told(
     api: PodsApi, cluster: SmallCluster, tmp_path: Path
 ) -> None:
@@ -197,9 +314,12 @@ def test_pods_that_cannot_be_asked_are_told(
         "nothing listens at port 8080 of pod demo-lmcache-storage-0"
         in problems["demo-lmcache-storage-0"]
     )
-    assert "connection refused" in problems["demo-lmcache-storage-0"]
+    assert (
+        "connection refused): is it another release that you mean? give another -n"
+        in problems["demo-lmcache-storage-0"]
+    )
     assert problems["demo-lmcache-storage-1"].startswith(
-        "its pod is Pending: kubectl describe pod demo-lmcache-storage-1"
+        "its pod is Pending: kubectl describe pod demo-lmcache-storage-1 -n ns"
     )
 
 
@@ -221,15 +341,17 @@ def test_streams_that_break_are_told_and_leave_nothing_open(
 def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(
     api: PodsApi, cluster: SmallCluster, tmp_path: Path
 ) -> None:
-    told = ctl(api, cluster, tmp_path, token="another").text("status", code=1)
-    assert "the Kubernetes API refuses pods in namespace ns (Unauthorized)" in told
-    assert "another" not in told
-    api.hangs = True
+    told = ctl(api, cluster, tmp_path, token="of-someone-else").text("status", code=1)
     assert (
-        ctl(api, cluster, tmp_path, "--timeout=1")
-        .text("lookup", "status", code=1)
-        .count("no answer within 1 s")
-        == 1
+        "the Kubernetes API of context here refuses pods in namespace ns (Unauthorized): log in"
+        " again, or give another --context" in told
+    )
+    assert "of-someone-else" not in told
+    api.hangs = True
+    told = ctl(api, cluster, tmp_path, "--timeout=1").text("lookup", "status", code=1)
+    assert told.count("no answer within 1 s") == 1
+    assert (
+        "it is in namespace ns of context here: give another -n (--namespace) or --context" in told
     )
     api.pods += [pod(f"demo-lmcache-storage-{number}", "storage", 8080) for number in range(2, 8)]
     started = time.monotonic()
@@ -241,7 +363,11 @@ def test_an_api_that_refuses_hangs_or_is_away_is_one_sentence(
     told = Ctl([f"--kubeconfig={kubeconfig}", "--timeout=5"], {"HOME": str(tmp_path)}).text(
         "status", code=1
     )
-    assert "the Kubernetes API at http://127.0.0.1:9 cannot be reached" in told
+    assert (
+        f"the Kubernetes API of context here in kubeconfig={kubeconfig} at http://127.0.0.1:9"
+        " cannot be reached" in told
+    )
+    assert "asked for pods in namespace ns: give another --context or --kubeconfig" in told
     assert "context 'there' is not in the kubeconfig: it has here" in Ctl(
         [f"--kubeconfig={kubeconfig}"]
     ).text("status", "--context", "there", code=2)

@@ -96,7 +96,7 @@ def test_the_status_for_people_and_for_programs(sidecar: ServiceProcess, directo
     assert "drain      serving" in table
     assert "org/model" in table
     assert found["status"]["drain"]["state"] == "serving"
-    assert set(found["tiers"]["tiers"]) == {"Hot"}
+    assert set(found["tiers"]["tiers"]) == {"memory"}
     assert len(found["clients"]["clients"]) == 1
 
 

@@ -36,22 +36,35 @@ def test_everything_is_told_in_every_format(cluster: SmallCluster) -> None:
         "num_well": 5,
         "versions": {"0.1.0": 5},
         "hit_ratio": 1.0,
-        "hit_ratio_by_tier": {"Hot": 1.0},
+        "hit_ratio_by_tier": {"memory": 1.0},
         "used_bytes": 0,
         "capacity_bytes": 0,
     }
     sidecar = by_kind["sidecar sidecar"]
     assert sidecar["traffic"]["num_wanted"] == sidecar["traffic"]["num_found"] >= NUM_CHUNKS
     assert sidecar["facts"] == {"engines": "1", "registered": "yes", "models": "org/model"}
-    assert sidecar["tiers"][0]["name"] == "Hot"
+    assert sidecar["tiers"][0]["name"] == "memory"
     assert sidecar["tiers"][0]["num_chunks"] == NUM_CHUNKS
     assert abs(sidecar["clock_skew_s"]) <= 1.5
-    assert found["totals"]["capacity_bytes"]["storage/LocalDiskBackend"] > 0
+    assert found["totals"]["capacity_bytes"]["storage/disk"] > 0
     [broker] = [one for one in found["services"] if one["kind"] == "broker"]
     assert sorted(link["id"] for link in broker["links"]) == ["sidecar", "storage-0", "storage-1"]
     assert "services   5 of 5 are healthy" in table
     assert "100.0%" in table
     assert yaml.safe_load(ctl.text("status", "-o", "yaml"))["totals"]["versions"] == {"0.1.0": 5}
+
+
+def test_names_are_as_commands_take_them(cluster: SmallCluster) -> None:
+    named = cluster.ctl().text("status", "-o", "name").splitlines()
+    assert [name.partition("/")[0] for name in named[:2]] == ["lookup", "broker"]
+    assert sorted(named[2:-1]) + named[-1:] == [
+        "storage/storage-0",
+        "storage/storage-1",
+        "sidecar/sidecar",
+    ]
+    top = cluster.ctl().text("top", "-o", "name", "--interval", "0.2")
+    assert top.splitlines() == named
+    assert "hit" in cluster.ctl().text("status", "-o", "wide")
 
 
 def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
@@ -67,7 +80,10 @@ def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
     assert states["storage-0"][0] == "ok"
     hung = [one for one in found["services"] if one["state"] != "ok"]
     assert [one["kind"] for one in hung] == ["storage"]
-    assert hung[0]["problem"] == "no answer within 2 s: it hangs, or the network drops its packets"
+    assert hung[0]["problem"] == (
+        "no answer within 2 s: it hangs, or the network drops its packets; its address is from"
+        " --storage-url"
+    )
     assert took_s < 15
 
 

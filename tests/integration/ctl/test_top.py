@@ -66,7 +66,10 @@ def test_a_terminal_sees_it_refreshed(cluster: SmallCluster) -> None:
     command = [sys.executable, "-m", "lmcache_ctl", "top", "--interval", "0.3", *ctl.options]
     near, far = pty.openpty()
     process = subprocess.Popen(
-        command, stdout=far, stderr=far, env={"COLUMNS": "160", "LINES": "40", "TERM": "xterm"}
+        command,
+        stdout=far,
+        stderr=far,
+        env=os.environ | {"COLUMNS": "160", "LINES": "40", "TERM": "xterm"},
     )
     os.close(far)
     seen, deadline = "", time.monotonic() + 100

@@ -78,13 +78,9 @@ def test_engines_pull_from_one_another(neighbourhood: Neighbourhood, start: Star
     a.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
     until_found(b)
     retrieve(b)
-    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
     retrieve(b)
-    assert (
-        b.counters.value(RETRIEVED_TOKENS_TOTAL, "LocalCPUBackend")
-        + b.counters.value(RETRIEVED_TOKENS_TOTAL, "Hot")
-        == NUM_TOKENS
-    )
+    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "memory") == NUM_TOKENS
 
 
 def test_engine_and_sidecar_are_peers(neighbourhood: Neighbourhood, start: Start) -> None:
@@ -94,7 +90,7 @@ def test_engine_and_sidecar_are_peers(neighbourhood: Neighbourhood, start: Start
     with engine_at(sidecar.socket) as beside:
         until_found(beside)
         retrieve(beside)
-        assert beside.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+        assert beside.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
 
 
 def test_what_is_on_disk_is_found_again_and_what_was_evicted_is_not(

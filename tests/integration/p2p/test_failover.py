@@ -103,8 +103,7 @@ def retrieve_by(
     killer = kill_in_the_middle(victim, proxy, after_bytes)
     assert engine.retrieve(tokens_of(NUM_TOKENS, 1), kvcaches=target).all()
     tiers = {
-        tier: engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier)
-        for tier in ("P2PBackend", "RemoteBackend")
+        tier: engine.counters.value(RETRIEVED_TOKENS_TOTAL, tier) for tier in ("peers", "storage")
     }
     killer.join()
     assert_equal_prefix(target, kv, NUM_TOKENS)
@@ -124,10 +123,10 @@ def test_the_rest_comes_from_another_holder(neighbourhood: Neighbourhood) -> Non
         store_at(a)
         store_at(b)
         assert retrieve_while_it_dies(a, proxy, reader) == {
-            "P2PBackend": NUM_TOKENS,
-            "RemoteBackend": 0,
+            "peers": NUM_TOKENS,
+            "storage": 0,
         }
-        figures = reader.get("/v1/tiers")["tiers"]["P2PBackend"]
+        figures = reader.get("/v1/tiers")["tiers"]["peers"]
         assert figures["failed_over_chunks"] + figures["won_hedges"] > 0
 
 
@@ -137,7 +136,7 @@ def test_the_rest_comes_from_storage(neighbourhood: Neighbourhood, tmp_path: Pat
         reader = neighbourhood.sidecar("reader", node="here", remote_url=url, tier_timeout_s=8.0)
         store_at(a)
         tiers = retrieve_while_it_dies(a, proxy, reader)
-        assert tiers["RemoteBackend"] > 0
+        assert tiers["storage"] > 0
         assert sum(tiers.values()) == NUM_TOKENS
 
 

@@ -59,7 +59,7 @@ def test_a_chunk_comes_from_a_peer_and_is_hot_afterwards(neighbourhood: Neighbou
         assert engine.lookup(tokens, ["Hot"]) == 0
         assert engine.lookup(tokens, ["P2PBackend"]) == NUM_TOKENS
         assert engine.retrieve(tokens, kvcaches=target).all()
-        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
         assert engine.lookup(tokens, ["Hot"]) == NUM_TOKENS
     assert_equal_prefix(target, kv, NUM_TOKENS)
     eventually(lambda: b.get("/v1/status")["settled"])
@@ -96,7 +96,7 @@ def test_peers_encode_for_those_who_can_take_it(
     target, again = empty_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
     with engine_at(b.socket) as engine:
         assert engine.retrieve(tokens, kvcaches=target).all()
-        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
         assert engine.retrieve(tokens, kvcaches=again).all(), "from shared memory, with its digest"
     assert_equal_prefix(again, target, NUM_TOKENS)
     pairs = [
@@ -104,7 +104,7 @@ def test_peers_encode_for_those_who_can_take_it(
     ]
     assert all(torch.equal(g, w) for g, w in pairs) is is_exact
     assert all(float((g - w).abs().max()) < 1 for g, w in pairs)
-    figures = b.get("/v1/tiers")["tiers"]["P2PBackend"]
+    figures = b.get("/v1/tiers")["tiers"]["peers"]
     assert ("decoded_chunks" in figures) is is_encoded
     if is_encoded:
         assert figures["decoded_bytes"] < figures["decoded_raw_bytes"]
@@ -186,7 +186,7 @@ def test_a_restarted_peer_serves_what_it_has_found_again(neighbourhood: Neighbou
         assert engine.retrieve(tokens_of(NUM_TOKENS), kvcaches=target).all(), (
             "lookup has heard of the chunks"
         )
-        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "P2PBackend") == NUM_TOKENS
+        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
     assert_equal_prefix(target, random_kv(NUM_TOKENS, 1), NUM_TOKENS)
 
 
@@ -243,4 +243,4 @@ async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbo
             assert not isinstance(result, Chunk)
     finally:
         await stranger.close()
-    assert a.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] == NUM_TOKENS // CHUNK_SIZE
+    assert a.get("/v1/tiers")["tiers"]["memory"]["num_chunks"] == NUM_TOKENS // CHUNK_SIZE

@@ -117,9 +117,9 @@ async def test_peers_are_spoken_to_as_their_urls_say(tmp_path: Path) -> None:
     await servers["lm"].open()
     await servers["lm+tls"].open(server_tls(authority.sign("server", "peer.example")))
     pools = {
-        "named": PeerPool("me", "P2PBackend", 5.0, tls=client_tls(authority, name="peer.example")),
-        "unnamed": PeerPool("me", "P2PBackend", 5.0, tls=client_tls(authority)),
-        "untold": PeerPool("me", "P2PBackend", 5.0),
+        "named": PeerPool("me", "peers", 5.0, tls=client_tls(authority, name="peer.example")),
+        "unnamed": PeerPool("me", "peers", 5.0, tls=client_tls(authority)),
+        "untold": PeerPool("me", "peers", 5.0),
     }
     expected = {("named", "lm"), ("named", "lm+tls"), ("unnamed", "lm"), ("untold", "lm")}
     reached = set()

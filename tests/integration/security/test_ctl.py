@@ -9,6 +9,7 @@ import pytest
 from lmcache_ctl.cli import main
 
 from tests.fixtures.ctl import Ctl, wait_until_ready
+from tests.fixtures.ctl import no_cluster as no_cluster
 from tests.fixtures.guarded_services import TOKENS, Guarded, secure
 
 

@@ -36,7 +36,7 @@ from tests.fixtures.tls_engines import (
 )
 from tests.suites.chunks import make_key
 
-PEER = "P2PBackend"
+PEER = "peers"
 
 
 @pytest.fixture(scope="module")

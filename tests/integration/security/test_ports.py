@@ -183,7 +183,7 @@ def test_a_tenants_entries_are_its_own(guarded: Guarded) -> None:
         event = {
             "op": "store",
             "chunk_id": CHUNK_ID,
-            "tier": "Hot",
+            "tier": "memory",
             "size_bytes": 1,
             "tenant": "acme",
         }

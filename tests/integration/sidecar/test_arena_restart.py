@@ -53,6 +53,7 @@ def test_an_engine_finds_again_what_it_stored_before_a_restart(
     assert after["generation"] != before["generation"]
     assert after["arena"] == {
         "is_recorded": True,
+        "huge_pages": before["arena"]["huge_pages"],
         "lent_bytes": 0,
         "recovery": {
             "is_over": True,
@@ -67,7 +68,7 @@ def test_an_engine_finds_again_what_it_stored_before_a_restart(
         "engines need not give up memory first"
     )
     lines = sidecar.ask("/metrics").splitlines()
-    assert f'lmcache_sidecar_loaded_chunks_total{{tier="Hot"}} {NUM_CHUNKS}.0' in lines
+    assert f'lmcache_sidecar_loaded_chunks_total{{tier="memory"}} {NUM_CHUNKS}.0' in lines
     assert f"lmcache_sidecar_recovered_chunks_total {NUM_CHUNKS}.0" in lines
 
 

@@ -145,12 +145,12 @@ def test_what_storage_missed_while_it_was_away_it_has_when_the_sidecar_is_gone(s
     site.options["remote_url"] = f"lm://127.0.0.1:{lm_port}"
     first = site.sidecar("first")
     store_at(first)
-    assert first.get("/v1/tiers")["tiers"]["RemoteBackend"]["unkept_writes"] == NUM_CHUNKS
+    assert first.get("/v1/tiers")["tiers"]["storage"]["unkept_writes"] == NUM_CHUNKS
     site.storage(lm_port)
     first.terminate()
     assert first.wait() == 0
     assert f"drained: chunks={NUM_CHUNKS} handed_over={NUM_CHUNKS}" in first.process.tail()
-    assert_hit(site.sidecar("fresh"), "RemoteBackend")
+    assert_hit(site.sidecar("fresh"), "storage")
 
 
 def test_a_peer_takes_over_and_serves_itself_and_others(site: Site) -> None:
@@ -163,12 +163,12 @@ def test_a_peer_takes_over_and_serves_itself_and_others(site: Site) -> None:
     leaving.terminate()
     assert leaving.wait() == 0
     assert f"handed_over={NUM_CHUNKS}" in leaving.process.tail()
-    held = [sidecar.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"] for sidecar in (heir, third)]
+    held = [sidecar.get("/v1/tiers")["tiers"]["memory"]["num_chunks"] for sidecar in (heir, third)]
     assert sum(held) == NUM_CHUNKS
     taker, other = (heir, third) if held[0] else (third, heir)
     until(lambda: taker.get("/v1/status")["settled"])
-    assert_hit(other, "P2PBackend")
-    assert_hit(taker, "Hot")
+    assert_hit(other, "peers")
+    assert_hit(taker, "memory")
 
 
 class HangingServer:

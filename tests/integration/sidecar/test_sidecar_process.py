@@ -53,7 +53,7 @@ class RunningSidecar:
     def evict(self) -> int:
         """Push everything out of the arena that is not held; how many chunks are left there."""
         self.ask("/v1/admin/evict", {"num_bytes": 1 << 30})
-        left: int = self.ask("/v1/tiers")["tiers"]["Hot"]["num_chunks"]
+        left: int = self.ask("/v1/tiers")["tiers"]["memory"]["num_chunks"]
         return left
 
 
@@ -175,7 +175,7 @@ def test_a_killed_engine_leaves_nothing_behind(processes: Processes, tmp_path: P
         assert doomed.stdout is not None
         doomed.stdout.close()
     until(lambda: not sidecar.ask("/v1/clients")["clients"])
-    figures = sidecar.ask("/v1/tiers")["tiers"]["Hot"]
+    figures = sidecar.ask("/v1/tiers")["tiers"]["memory"]
     assert figures["arena_used_bytes"] == 0
     assert figures["num_chunks"] == 0, "a half-written chunk was never visible"
 

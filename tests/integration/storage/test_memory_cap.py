@@ -111,7 +111,7 @@ def test_the_cap_holds_under_64_writers_of_32_mib(
         grown = peak_bytes(service.pid) - at_start
         assert grown < MAX_EXTRA_BYTES, f"{grown >> 20} MiB beside the arena"
         stats = httpx.get(f"{service.url}/v1/stats", trust_env=False).json()
-        hot = stats["tiers"]["Hot"]
+        hot = stats["tiers"]["memory"]
         assert hot["arena_used_bytes"] == hot["used_bytes"] <= MEMORY_BYTES, (
             "nothing of what was refused is left"
         )

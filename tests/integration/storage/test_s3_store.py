@@ -31,7 +31,7 @@ CHUNK_BYTES = 100_000
 MEMORY_GB = 0.03
 TIER_TIMEOUT_S = 1.0
 SLACK_S = 2.0  # what a machine with other work on it may add
-S3 = "S3Backend"
+S3 = "bucket"
 
 
 def environ(directory: Path, server: S3Server, **options: Any) -> dict[str, str]:
@@ -145,7 +145,7 @@ async def test_what_memory_and_disk_have_lost_is_found_at_both_doors(
         served = await figures(rest)
         assert (served["served_chunks"], served["get_calls"] > 0) == (2, True)
         metrics = (await rest.get("/metrics")).text
-        label = '{operation="get",tier="S3Backend"} '
+        label = '{operation="get",tier="bucket"} '
         assert (
             float(metrics.partition("lmcache_tier_seconds_total" + label)[2].partition("\n")[0]) > 0
         )

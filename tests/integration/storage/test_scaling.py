@@ -139,7 +139,7 @@ async def test_what_does_not_fit_goes_coldest_first_and_is_counted(tmp_path: Pat
         assert url_keys(hot_ours) <= kept
         assert url_keys(hot_others) <= kept
         assert len(kept) >= 45
-        num_evicted = (await made.stats(0))["tiers"]["Hot"]["evicted_chunks"]
+        num_evicted = (await made.stats(0))["tiers"]["memory"]["evicted_chunks"]
         num_refused = int(re.findall(r"refused=(\d+)", leaving.output)[-1])
         assert num_evicted + num_refused == 60 - len(kept)
         assert [

@@ -115,7 +115,7 @@ async def test_a_restart_serves_from_the_disk(storage: ServiceProcess, end: sign
             got = await rest.get(f"/v1/chunks/{make_key(name).key.to_url()}")
             assert got.content == make_record(name, make_payload(name, 100_000))
         stats = await settled(rest)
-        assert stats["tiers"]["LocalDiskBackend"]["damaged_at_start"] == 0
+        assert stats["tiers"]["disk"]["damaged_at_start"] == 0
         assert await lm.contains([make_key("a"), make_key("b")]) == [True, True]
 
 
@@ -147,11 +147,11 @@ async def test_sigkill_in_the_middle_of_a_put_leaves_nothing_of_it(storage: Serv
 
 async def takes_memory(rest: httpx.AsyncClient, at_least: int) -> bool:
     stats = (await rest.get("/v1/stats")).json()
-    return bool(stats["tiers"]["Hot"]["arena_used_bytes"] >= at_least)
+    return bool(stats["tiers"]["memory"]["arena_used_bytes"] >= at_least)
 
 
 async def is_free(rest: httpx.AsyncClient) -> bool:
-    hot = (await rest.get("/v1/stats")).json()["tiers"]["Hot"]
+    hot = (await rest.get("/v1/stats")).json()["tiers"]["memory"]
     return bool(hot["arena_used_bytes"] == hot["used_bytes"])
 
 
@@ -234,7 +234,7 @@ async def test_neighbours_know_what_is_held_also_after_a_restart(tmp_path: Path)
                 for holder in holders
                 if holder["instance"] == "storage-0"
             }
-            return "LocalDiskBackend" in tiers
+            return "disk" in tiers
 
         async def is_unknown() -> bool:
             return not await is_known()

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from lmcache_core.gpu_connectors import PagedGPUConnector
 from lmcache_core.integrations.vllm import store_thread
 from lmcache_core.telemetry import STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL
 
@@ -164,6 +165,37 @@ def test_what_is_not_copied_in_time_is_not_stored(
         engine.forget()
 
 
+def test_what_was_copied_from_overwritten_blocks_is_not_published(
+    module: ModuleType,
+    model: Path,
+    sidecar: RunningSocket,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy began before, and ends after a step has waited for it long enough."""
+    copy, begun = PagedGPUConnector.from_gpu, threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+        copy(*args, **kwargs)
+
+    extra = beside(sidecar.path, load="async", tier_timeout_s=0.5)
+    with running(module, model, extra, limits=Limits(64)) as engine:
+        monkeypatch.setattr(PagedGPUConnector, "from_gpu", late)
+        gate.clear()
+        request = engine.add(prompt(1, 24))
+        while not request.computed:
+            engine.step()
+        assert begun.wait(PATIENCE_S)
+        engine.workers[0].connector._worker_side._store_thread.before_overwriting(None)
+        gate.set()
+        engine.run()
+        assert counted(engine, STORED_CHUNKS_TOTAL) == 0
+        assert counted(engine, UNSTORED_CHUNKS_TOTAL) == 3
+        engine.forget()
+
+
 def test_what_exceeds_the_limit_is_dropped(
     module: ModuleType,
     model: Path,
@@ -182,6 +214,47 @@ def test_what_exceeds_the_limit_is_dropped(
         engine.run()
         assert counted(engine, STORED_CHUNKS_TOTAL) == 3
         engine.forget()
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_generated"),
+    [
+        (Shape(num_blocks=14, zeroes_early=True), 20),
+        (Shape((FULL, window(6)), num_blocks=20, zeroes_early=True), 1),
+        (Shape((FULL, STATE), block_size=8, num_blocks=11, zeroes_early=True), 20),
+    ],
+    ids=["preempted", "before a window", "state"],
+)
+def test_what_vllm_overwrites_before_the_connector_hears_of_it_is_not_stored(
+    module: ModuleType,
+    model: Path,
+    sidecar: RunningSocket,
+    gate: threading.Event,
+    shape: Shape,
+    num_generated: int,
+) -> None:
+    """Copies that begin when the connector hears of it are too late."""
+    limits = Limits(16, reserves_whole_prompt=False)
+    with late_engine(module, model, sidecar, shape, limits, tier_timeout_s=0.5) as engine:
+        connector = engine.workers[0].connector
+        handle = connector.handle_preemptions
+
+        def opening(plan: Any) -> None:
+            if plan.overwritten:
+                gate.set()
+            handle(plan)
+
+        connector.handle_preemptions = opening
+        requests = [engine.add(prompt(number, 24), num_generated) for number in (1, 2)]
+        engine.run()
+        assert gate.is_set(), "nothing was overwritten"
+        engine.settle()
+        engine.forget()
+        for request in requests:
+            again = engine.ask(request.prompt_token_ids, num_generated)
+            assert again.output == request.output
+            engine.forget()
+        assert counted(engine, UNSTORED_CHUNKS_TOTAL) > 0
 
 
 @pytest.mark.parametrize("is_load", [False, True])

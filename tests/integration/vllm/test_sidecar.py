@@ -58,12 +58,12 @@ class Sidecar:
             return body
 
     def num_chunks(self) -> int:
-        return int(self.get("/v1/tiers")["tiers"]["Hot"]["num_chunks"])
+        return int(self.get("/v1/tiers")["tiers"]["memory"]["num_chunks"])
 
     def check_nothing_held(self) -> None:
         for client in self.get("/v1/clients")["clients"]:
             assert (client["num_pins"], client["num_reservations"]) == (0, 0), client
-        figures = self.get("/v1/tiers")["tiers"]["Hot"]
+        figures = self.get("/v1/tiers")["tiers"]["memory"]
         assert figures["arena_used_bytes"] == figures["used_bytes"]
 
 

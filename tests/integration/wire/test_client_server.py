@@ -41,7 +41,7 @@ async def test_chunks_of_any_size_go_there_and_back() -> None:
                 chunk.key,
                 chunk.header,
                 chunk.head,
-                "RemoteBackend",
+                "storage",
             )
         assert [take(result) for result in results[1:]] == [
             make_payload(size, size) for size in SIZES

@@ -44,15 +44,13 @@ WAITS = {
 }
 FIGURES: dict[str, Any] = {
     "requested_chunks": 12,
-    "loaded_chunks": {"LocalCPUBackend": 7, "P2PBackend": 2},
-    "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2000},
+    "loaded_chunks": {"memory": 7, "peers": 2},
+    "loaded_bytes": {"memory": 7000, "peers": 2000},
     "missed_chunks": {"never_stored": 3},
     "stored_chunks": 5,
     "stored_bytes": 5000,
     "pulled_bytes": {"b": 2000},
-    "tiers": [
-        {"name": "LocalCPUBackend", "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}
-    ],
+    "tiers": [{"name": "memory", "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}],
     "sole_bytes": 4000,
     "models": {
         "llama": {
@@ -132,8 +130,8 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     assert seen["links"] == [{"requester": "a", "server": "b", "num_bytes": 2000}]
     assert seen["totals"] == {
         "requested_chunks": 13,
-        "loaded_chunks": {"LocalCPUBackend": 7, "P2PBackend": 2},
-        "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2000},
+        "loaded_chunks": {"memory": 7, "peers": 2},
+        "loaded_bytes": {"memory": 7000, "peers": 2000},
         "missed_chunks": {"never_stored": 4},
         "stored_bytes": 5000,
         "saved_tokens": {"llama": 2304},
@@ -146,6 +144,20 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     assert msgspec.json.decode(msgspec.json.encode(msgspec.convert(seen, Overview))) == seen, (
         "what it is documented to be"
     )
+
+
+async def test_older_pods_name_tiers_as_lmcache_does(app: FastAPI) -> None:
+    acme = Caller(app, "acme")
+    tiers = [
+        {"name": name, "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}
+        for name in ("Hot", "LocalDiskBackend")
+    ]
+    loaded = {"Hot": 7, "P2PBackend": 2, "RemoteBackend": 1}
+    await acme.beat("a", {"loaded_chunks": loaded, "loaded_bytes": loaded, "tiers": tiers})
+    (peer,) = (await acme.overview())["peers"]
+    ours = {"memory": 7, "peers": 2, "storage": 1}
+    assert (peer["figures"]["loaded_chunks"], peer["figures"]["loaded_bytes"]) == (ours, ours)
+    assert [tier["name"] for tier in peer["figures"]["tiers"]] == ["memory", "disk"]
 
 
 async def test_a_tenant_sees_its_own_peers_and_the_shared_ones(app: FastAPI) -> None:
@@ -202,8 +214,7 @@ async def test_time_goes_by(app: FastAPI) -> None:
     await overview.sample()
     await acme.beat(
         "a",
-        FIGURES
-        | {"requested_chunks": 15, "loaded_bytes": {"LocalCPUBackend": 7000, "P2PBackend": 2500}},
+        FIGURES | {"requested_chunks": 15, "loaded_bytes": {"memory": 7000, "peers": 2500}},
     )
     await overview.sample()
     first, second = (await acme.overview(max_samples=2))["samples"]
@@ -212,7 +223,7 @@ async def test_time_goes_by(app: FastAPI) -> None:
     )
     assert (second["work"]["requested_chunks"], second["work"]["loaded_bytes"]) == (
         3,
-        {"P2PBackend": 500},
+        {"peers": 500},
     )
     assert first["ended_ms"] <= second["ended_ms"]
     assert (await acme.overview(max_samples=0))["samples"] == []

@@ -215,7 +215,7 @@ async def test_the_longest_request_of_the_protocol_fits(rest: httpx.AsyncClient)
             for chunk_id in ("xyz", CHUNK.upper(), CHUNK + "\n")
         ),
         *(wants({"chunk_id": CHUNK, "holders": holders}) for holders in (["a b"], ["a"] * 17)),
-        wants({"chunk_id": CHUNK, "holders": ["a", "b"], "tiers": ["Hot"]}),
+        wants({"chunk_id": CHUNK, "holders": ["a", "b"], "tiers": ["memory"]}),
         wants({"chunk_id": CHUNK, "holders": ["a"], "tiers": ["no tier"]}),
         *(wants(wait_ms=wait_ms) for wait_ms in (-1, 10_001)),
         wants(*[{"chunk_id": CHUNK, "holders": []}] * 2),
@@ -232,7 +232,7 @@ async def test_a_pull_that_is_over_makes_room_and_nobody_else_can_end_it(
     await guarded.put("/v1/peers/all", json=BODY, headers=bearer("operator"))
     asked = {
         "requester": "me",
-        "chunks": [{"chunk_id": CHUNK, "holders": ["all"], "tiers": ["Hot"]}],
+        "chunks": [{"chunk_id": CHUNK, "holders": ["all"], "tiers": ["memory"]}],
         "wait_ms": 10,
     }
     (pull,) = (await guarded.post("/v1/transfers", json=asked, headers=bearer("acme"))).json()[

@@ -258,7 +258,8 @@ async def test_memory_before_disk_but_near_before_far() -> None:
         await office.scheduler.end(ACME, "me", [pull.pull for pull in plan.assignments])
         return plan.assignments[0].instance
 
-    disk, memory = ("disk", "LocalDiskBackend"), ("memory", "Hot")
+    disk, memory = ("disk", "disk"), ("memory", "memory")
     assert await chosen(disk, memory) == "memory"
-    assert await chosen(("disk", "Hot"), memory) == "disk", "then the idle one"
-    assert await chosen(disk, memory, ("here", "LocalDiskBackend")) == "here"
+    assert await chosen(disk, ("memory", "Hot")) == "memory", "as older instances say"
+    assert await chosen(("disk", "memory"), memory) == "disk", "then the idle one"
+    assert await chosen(disk, memory, ("here", "disk")) == "here"

@@ -69,5 +69,5 @@ async def test_a_chunk_ends_everywhere_and_the_reason_is_told(tmp_path: Path) ->
             await asyncio.sleep(0.01)
         lines = (await client.get("/metrics")).text.splitlines()
         ended = [line for line in lines if "expired_chunks" in line and line.endswith(" 1.0")]
-        for tier in ("Hot", "LocalDiskBackend"):
+        for tier in ("memory", "disk"):
             assert any(f'tier="{tier}"' in line for line in ended)

@@ -103,7 +103,8 @@ async def test_the_list_is_paged_and_ordered(rest: httpx.AsyncClient) -> None:
     assert {chunk["key"] for chunk in seen} == {make_key(i).key.to_url() for i in range(5)}
     assert len(seen) == 5
     assert all(
-        chunk["size_bytes"] == len(make_record(0)) and chunk["tiers"] == ["Hot"] for chunk in seen
+        chunk["size_bytes"] == len(make_record(0)) and chunk["tiers"] == ["memory"]
+        for chunk in seen
     )
     assert_problem(await rest.get("/v1/chunks", params={"limit": 0}), 422, "invalid")
 
@@ -265,12 +266,12 @@ async def test_figures_and_metrics(rest: httpx.AsyncClient) -> None:
     await rest.get(f"/v1/chunks/{B}")
     stats = (await rest.get("/v1/stats")).json()
     assert (stats["instance"], stats["draining"], stats["settled"]) == ("storage-0", False, True)
-    assert stats["tiers"]["Hot"]["num_chunks"] == 1
+    assert stats["tiers"]["memory"]["num_chunks"] == 1
     text = (await rest.get("/metrics")).text
-    assert 'lmcache_storage_served_chunks_total{tier="Hot"} 1.0' in text
+    assert 'lmcache_storage_served_chunks_total{tier="memory"} 1.0' in text
     assert 'lmcache_storage_missed_chunks_total{reason="never_stored"} 1.0' in text
     assert "lmcache_storage_stored_chunks_total 1.0" in text
-    assert 'lmcache_tier_chunks{tier="Hot"} 1.0' in text
+    assert 'lmcache_tier_chunks{tier="memory"} 1.0' in text
 
 
 NOTHING_MOVED = {
@@ -302,7 +303,7 @@ async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> No
         assert (ready.status_code, ready.json()["checks"]["stores"]["ok"]) == (503, False)
         assert (await rest.get("/v1/stats")).json()["draining"] is True
         assert [(key.key.to_url(), tiers) for key, _, tiers in await parts.holdings("default")] == [
-            (A, ["Hot", "LocalDiskBackend"])
+            (A, ["memory", "disk"])
         ]
         assert (await rest.post("/v1/admin/undrain")).json() == {
             "draining": False,

@@ -37,10 +37,10 @@ def test_asking_leaves_no_trace():
 
 def test_a_snapshot_is_a_copy():
     counters = Counters()
-    counters.add(STORED_CHUNKS_TOTAL, 1, "Hot")
+    counters.add(STORED_CHUNKS_TOTAL, 1, "memory")
     snapshot = counters.snapshot()
-    counters.add(STORED_CHUNKS_TOTAL, 1, "Hot")
-    assert snapshot == {(STORED_CHUNKS_TOTAL, "Hot"): 1}
+    counters.add(STORED_CHUNKS_TOTAL, 1, "memory")
+    assert snapshot == {(STORED_CHUNKS_TOTAL, "memory"): 1}
 
 
 def test_a_counter_never_falls():
@@ -53,7 +53,7 @@ def test_threads_lose_nothing():
 
     def count():
         for _ in range(2000):
-            counters.add(STORED_CHUNKS_TOTAL, 1, "Hot")
+            counters.add(STORED_CHUNKS_TOTAL, 1, "memory")
 
     threads = [threading.Thread(target=count) for _ in range(8)]
     for thread in threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -53,7 +54,8 @@ def test_every_command_tells_how_it_is_used_and_shows_examples_that_it_takes(
     assert examples
     for example in examples:
         assert f"lmcachectl {example}" in told
-        assert ("table|json|yaml" in told) is (command != ["dashboard"]), "it opens a browser"
+        formats = re.search(r"table\|(wide\|name\|)?json\|yaml", told)
+        assert (formats is not None) is (command != ["dashboard"]), "it opens a browser"
         words = shlex.split(example.partition(" < ")[0])
         assert words[: len(command)] == command
         taking.make_context("lmcachectl", words[len(command) :])
@@ -112,6 +114,14 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["explain", "--tokens", "/dev/null"], "/dev/null is empty: write token ids"),
         (["pin", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
         (["unknown"], "unknown"),
+        *(
+            ([*words.split(), "-A"], "this acts on services, and -A only looks: name the namespace")
+            for words in ("drain sidecar", "undrain sidecar", "pin", "evict sidecar", "bench")
+        ),
+        (["dashboard", "-A"], "-A: this opens the page of one broker: name its namespace with -n"),
+        (["sidecar", "status", "-A"], "-A: this shows one sidecar: name its namespace with -n"),
+        (["codec", "stats", "-A"], "lmcachectl status -A shows all"),
+        (["status", "-A", "--lookup-url", "http://h:1"], "leave out --namespace and addresses"),
     ],
 )
 def test_called_wrongly(
@@ -192,7 +202,9 @@ def test_a_shell_completes_commands_and_options(words: str, expected: set[str]) 
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
     command = [Path(sys.executable).with_name("lmcachectl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environ
+    )
     assert set(done.stdout.split()) == expected
 
 
@@ -204,7 +216,7 @@ def test_a_shell_is_given_its_script(shell: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env=environ,
+        env=os.environ | environ,
     )
     assert done.returncode == 0
     assert "_LMCACHECTL_COMPLETE" in done.stdout

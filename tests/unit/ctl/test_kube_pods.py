@@ -22,6 +22,7 @@ class Namespace:
 
     def __init__(self, *pods: Pod) -> None:
         self._pods = pods
+        self.namespace = "team-a"
         self.core = SimpleNamespace(list_namespaced_pod=None)
 
     def list(self, method: Callable[..., Any], what: str, selector: str) -> list[Any]:
@@ -31,7 +32,10 @@ class Namespace:
             for one in self._pods
             if wanted.items() <= one["metadata"].get("labels", {}).items()
         ]
-        return [SimpleNamespace(metadata=SimpleNamespace(name=found["name"])) for found in fitting]
+        return [
+            SimpleNamespace(metadata=SimpleNamespace(name=found["name"], namespace="team-a"))
+            for found in fitting
+        ]
 
 
 def injected(by: str) -> Pod:

@@ -30,14 +30,19 @@ def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[st
 
 
 POD = "cache-lmcache-llama-3-1-8b-7d9f8b6c5-x2x4z"
-TIERS = [Tier("Hot", 12_345, 3 << 30, 4 << 30), Tier("LocalDiskBackend", 90, 3 << 30, 10 << 30)]
+TIERS = [Tier("memory", 12_345, 3 << 30, 4 << 30), Tier("disk", 90, 3 << 30, 10 << 30)]
 
 
 def busy(growth: int) -> ServiceStatus:
     """A sidecar of a pod as the chart names it."""
     found = 600 + 9 * growth
     traffic = Traffic(
-        100 + 98_765 * growth, 1000 + 10 * growth, found, growth << 27, growth << 30, {"Hot": found}
+        100 + 98_765 * growth,
+        1000 + 10 * growth,
+        found,
+        growth << 27,
+        growth << 30,
+        {"memory": found},
     )
     drain = DrainStatus("handing_over", 40_000, 20_000, 5, 1, 19_994)
     facts = {"engines": "1", "registered": "yes", "models": "meta-llama/Llama-3.1-8B-Instruct"}
@@ -61,6 +66,11 @@ def show_status() -> None:
 
 def show_top() -> None:
     print_moment(moment([busy(0)], [busy(8)], 2.0))
+
+
+def show_wide() -> None:
+    print_status(summed([busy(0)]), is_wide=True)
+    print_moment(moment([busy(0)], [busy(8)], 2.0), is_wide=True)
 
 
 def show_drain() -> None:
@@ -101,6 +111,21 @@ def test_a_table_of_80_columns_holds_a_pod_as_the_chart_names_it(
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines()) <= 80
     assert "60.0%" in shown, "the hit ratio is the last to go"
+
+
+def test_a_wide_table_has_all_columns_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    show_wide()
+    narrow = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "400")
+    show_status()
+    show_top()
+    wide = capsys.readouterr().out.splitlines()
+    tables = [line for line in wide if line.startswith(" ") and "\u2500" not in line]
+    assert len(tables) > 5
+    assert set(tables) <= set(narrow.splitlines())
 
 
 def test_a_pipe_has_no_end_of_a_line(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ class Cluster:
 
     def __init__(self, settings: CtlSettings) -> None:
         self.namespace = settings.namespace
+        self.place = self.how_to_look_elsewhere = ""
         self.core = SimpleNamespace(
             list_pod_for_all_namespaces=None,
             list_namespaced_pod=None,

@@ -97,3 +97,7 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(text: str) ->
     assert "s3cr" not in str(refused.value)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"token": "s3cret-0123456789\n"}, CtlSettings)
+
+
+def test_no_test_asks_a_cluster_of_whoever_runs_it() -> None:
+    assert not load_settings().asks_cluster

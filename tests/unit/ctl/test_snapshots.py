@@ -29,7 +29,7 @@ from lmcache_ctl.top import moment, print_moment
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 GIB = 1 << 30
 DRAIN = DrainStatus("handing_over", 40, 20, 5, 1, 14)
-TIERS = [Tier("Hot", 40, GIB, 4 * GIB), Tier("LocalDiskBackend", 90, 3 * GIB, 10 * GIB)]
+TIERS = [Tier("memory", 40, GIB, 4 * GIB), Tier("disk", 90, 3 * GIB, 10 * GIB)]
 
 
 def state(
@@ -54,7 +54,7 @@ def states(growth: int) -> list[ServiceStatus]:
         found,
         growth << 20,
         growth << 24,
-        {"Hot": found},
+        {"memory": found},
         {"evicted": 400},
     )
     link = Link("pod-a", "sidecar", "lm://10.0.0.7:65433", "z1", "n1", 0.25, True, 3, DRAIN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -98,9 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def _line(text: str) -> str:
-    return re.sub(
-        r"\s+", " ", text.partition("\n\nAttributes:")[0].partition("\n\nArgs:")[0]
-    ).strip()
+    return " ".join(text.split())
 
 
 def main() -> int:

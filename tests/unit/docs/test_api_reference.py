@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
-from lmcache_servicekit.app import ServiceApp
+from lmcache_servicekit.app import NEEDED, ServiceApp
 
 from tests.unit.docs.api_reference import FOLDER, SERVICES, pages
 
@@ -40,10 +43,53 @@ def test_calls_of_admins_have_one_prefix_and_operations_an_id_each(service: str)
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     for operation in operations:
         assert set(operation["tags"]) <= described
-        for parameter in operation.get("parameters", ()):
-            kinds = [parameter, *parameter["schema"].get("anyOf", ())]
-            told = [kind["description"] for kind in kinds if "description" in kind]
-            assert told, (operation["operationId"], parameter["name"])
     ids = [operation["operationId"] for operation in operations]
     assert sorted(set(ids)) == sorted(ids)
     assert all(operation["tags"] and operation["summary"] for operation in operations)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_operations_parameters_and_fields_say_more_than_their_names(service: str) -> None:
+    document = SERVICES[service]().openapi()
+    told = [*_told_of_operations(document["paths"]), *_told_of_schemas(document["components"])]
+    assert len(told) > 30
+    empty = ("", "successfulresponse")
+    assert [name for name, text in told if _plain(text) in (*empty, _plain(name.split()[-1]))] == []
+
+
+def _told_of_operations(paths: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the description of each operation, parameter and answer."""
+    for operation in (operation for path in paths.values() for operation in path.values()):
+        name, text = operation["operationId"], operation.get("description", "")
+        for needed in NEEDED.values():
+            text = text.removesuffix(needed)
+        yield name, text
+        for status, response in operation["responses"].items():
+            yield f"{name} {status}", response.get("description", response.get("$ref"))
+        for parameter in operation.get("parameters", ()):
+            yield f"{name} {parameter['name']}", parameter.get("description", "")
+
+
+def _told_of_schemas(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and the description of each schema and of each of its fields, those of arrays
+    included.
+    """
+    if isinstance(node, list):
+        for item in node:
+            yield from _told_of_schemas(item, name)
+    if not isinstance(node, dict):
+        return
+    for schema_name, schema in node.get("schemas", {}).items():
+        yield schema_name, schema.get("description", "")
+        yield from _told_of_schemas(schema, schema_name)
+    fields = list(node.get("properties", {}).items())
+    fields += [(str(place), item) for place, item in enumerate(node.get("prefixItems", ()))]
+    for field, schema in fields:
+        yield f"{name} {field}", schema.get("description", "")
+        yield from _told_of_schemas(schema, f"{name} {field}")
+    for part in ("items", "anyOf", "additionalProperties"):
+        yield from _told_of_schemas(node.get(part), name)
+
+
+def _plain(text: str) -> str:
+    return "".join(char for char in text.lower() if char.isalnum())

@@ -80,7 +80,7 @@ async def test_each_tier_encodes_as_it_is_set(tmp_path: Path, tier: str, serde: 
     is_lossy = serde != "lossless"
     assert all(isinstance(data, bytes) and len(data) == len(raw) for data in got)
     assert (got == [raw, raw]) is not is_lossy
-    figures = stats["LocalDiskBackend" if tier == "disk" else "RemoteBackend"]
+    figures = stats["disk" if tier == "disk" else "storage"]
     assert (figures["encoded_chunks"], figures["decoded_chunks"], figures["decoded_raw_bytes"]) == (
         2,
         2,

@@ -47,7 +47,7 @@ class Lookup:
         for chunk_id in chunk_ids:
             if chunk_id not in self.held:
                 break
-            found.append([Holder("b", "sidecar", "LocalCPUBackend", 1)])
+            found.append([Holder("b", "sidecar", "memory", 1)])
         return LookupAnswer(len(found), found)
 
 
@@ -136,8 +136,8 @@ def test_figures_are_the_sidecars_counters() -> None:
     hot, counters, pulled = hot_with(NUM_CHUNKS), Counters(), PulledBytes()
     for name, amount, label in (
         (metrics.REQUESTED_CHUNKS_TOTAL, 9, ""),
-        (metrics.LOADED_CHUNKS_TOTAL, 5, "P2PBackend"),
-        (metrics.LOADED_BYTES_TOTAL, 500, "P2PBackend"),
+        (metrics.LOADED_CHUNKS_TOTAL, 5, "peers"),
+        (metrics.LOADED_BYTES_TOTAL, 500, "peers"),
         (metrics.MISSED_CHUNKS_TOTAL, 4, "never_stored"),
         (metrics.STORED_CHUNKS_TOTAL, 2, ""),
         (metrics.STORED_BYTES_TOTAL, 200, ""),
@@ -151,8 +151,8 @@ def test_figures_are_the_sidecars_counters() -> None:
     stats = hot.stats()
     assert heartbeat_figures(tiers, counters, None, {"llama": 64}) == PeerFigures(
         9,
-        {"P2PBackend": 5},
-        {"P2PBackend": 500},
+        {"peers": 5},
+        {"peers": 500},
         {"never_stored": 4},
         2,
         200,

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
 import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import httpx
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError
+from lmcache_core.memory import populate, shared
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.remote.file import FileBackend
 from lmcache_core.wire.client import LmClient
 from lmcache_servicekit.state import service_state
 from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
+from lmcache_sidecar.arena import owner
 from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
 
-from tests.fixtures.sidecar_app import make_settings
+from tests.fixtures.sidecar_app import make_settings, serving
 from tests.suites.chunks import make_chunk, make_key
 
 
@@ -66,6 +70,41 @@ async def test_it_waits_for_room_with_its_probes_up(
         ) as client:
             assert (await client.get("/readyz")).status_code == 200
     assert seen == [(200, 503), (200, 503)], "alive, but not ready"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_startup_probes_pass_however_long_the_arena_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """Both populating a new arena and reading the journal of an earlier start take the longer the
+    larger the arena is.
+    """
+    if not is_new:
+        async with opening.lifespan(create_app(make_settings(tmp_path))):
+            """Leave an arena."""
+    slow = populate._populate if is_new else owner.replay
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def work(*args: Any) -> Any:
+        has_begun.set()
+        assert may_end.wait(30)
+        return slow(*args)
+
+    monkeypatch.setattr(populate if is_new else owner, slow.__name__, work)
+    app = create_app(make_settings(tmp_path, health_port=0))
+    state = service_state(app)
+    async with AsyncExitStack() as exits:
+        exits.callback(may_end.set)
+        start = asyncio.create_task(exits.enter_async_context(app.router.lifespan_context(app)))
+        assert await asyncio.to_thread(has_begun.wait, 30)
+        url = f"http://127.0.0.1:{state.ports['health_port']}"
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/healthz")).status_code == 200
+            assert (await client.get("/readyz")).status_code == 503
+            assert not start.done()
+            may_end.set()
+            await start
+            assert (await client.get("/readyz")).status_code == 200
 
 
 async def test_without_a_wait_it_says_what_is_missing(
@@ -167,6 +206,39 @@ async def test_the_arena_is_as_its_settings_say(tmp_path: Path) -> None:
         assert arena.path.stat().st_blocks * 512 >= arena.size
         assert not app.state.sidecar.arena_owner.is_recorded
     assert list((tmp_path / "arena").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "policy", "is_advised"),
+    [
+        ("auto", "advise", True),
+        ("auto", "never", False),
+        ("auto", "deny", False),
+        ("off", "always", False),
+        ("advise", "never", True),
+    ],
+)
+async def test_it_says_once_whether_it_asks_for_huge_pages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    option: str,
+    policy: str,
+    is_advised: bool,
+) -> None:
+    for module in (shared, opening):
+        monkeypatch.setattr(module, "huge_page_policy", lambda directory: policy)
+    caplog.set_level("INFO")
+    async with serving(tmp_path, arena_huge_pages=option) as (client, _):
+        found = f"huge_pages={'advised' if is_advised else 'off'} volume_policy={policy}"
+        assert caplog.text.count(found) == caplog.text.count("huge_pages=") == 1
+        assert (await client.get("/v1/status")).json()["arena"]["huge_pages"] == is_advised
+        told = (await client.get("/readyz")).json()["checks"]["arena"]["detail"]
+        assert ("huge pages advised" in told) == is_advised
+
+
+def test_by_default_the_volume_decides_on_huge_pages(tmp_path: Path) -> None:
+    assert make_settings(tmp_path).arena_huge_pages == "auto"
 
 
 async def test_a_start_that_cannot_listen_leaves_the_arena_to_the_next(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ BOTH = {"lookup_url": "http://lookup:8081", "broker_url": "https://broker:8082"}
         ({"arena_mode": "0888"}, "octal"),
         ({"arena_mode": "0060"}, "octal"),
         ({"arena_mode": 0o660}, "in quotes"),
-        ({"arena_huge_pages": "always"}, "advise"),
+        ({"arena_huge_pages": "always"}, "'auto', 'off' or 'advise'"),
         ({"disk_serde": "cachegn"}, "did you mean 'cachegen'"),
         ({"peer_serde": "torch"}, "not an encoding that a sidecar has"),
         ({"remote_serde": "lossless"}, "set remote_url"),

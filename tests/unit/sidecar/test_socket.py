@@ -15,7 +15,7 @@ from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError, Ve
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import encode_head, payload_digest, raw_header
 from lmcache_core.sidecar import SidecarConnection
-from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
+from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_sidecar import metrics
@@ -108,9 +108,15 @@ def test_it_is_counted_where_chunks_came_from_and_why_not(sidecar: RunningSocket
     with engine_at(sidecar.path) as engine:
         engine.store(tokens[: 3 * CHUNK_SIZE], kvcaches=random_kv(3 * CHUNK_SIZE))
         assert int(engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).sum()) == 3 * CHUNK_SIZE
+        assert engine.counters.value(RETRIEVED_CHUNKS_TOTAL, "memory") == 3
+        assert engine.stats()["memory"]["num_chunks"] == 3
+        for memory in ("memory", "Hot"):
+            assert engine.lookup(tokens, [memory]) == 3 * CHUNK_SIZE
+            assert engine.lookup(tokens, ["disk", memory]) == 3 * CHUNK_SIZE
+        assert engine.lookup(tokens, ["disk"]) == 0
     counted = sidecar.counters.snapshot()
     assert counted[metrics.REQUESTED_CHUNKS_TOTAL, ""] == 5
-    assert counted[metrics.LOADED_CHUNKS_TOTAL, "Hot"] == 3
+    assert counted[metrics.LOADED_CHUNKS_TOTAL, "memory"] == 3
     assert counted[metrics.MISSED_CHUNKS_TOTAL, "never_stored"] == 2
     assert counted[metrics.STORED_CHUNKS_TOTAL, ""] == 3
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_core.config.sources import MAX_FOREIGN_CHARS
+from lmcache_webhook import reviews
 from lmcache_webhook.injection.injector import MAX_STATUS_CHARS, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.pod import MAX_TEXT_CHARS
@@ -239,8 +240,9 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize("depth", [10, 450, 980, 5000, 50_000])
 @pytest.mark.parametrize("place", ["elsewhere", "annotated", "valueFrom"])
 async def test_a_nested_pod_is_reviewed_or_left_alone(
-    depth: int, place: str, options: InjectionOptions
+    depth: int, place: str, options: InjectionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reviews, "REVIEW_TIMEOUT_S", 60)  # how long it takes is tested above
     document = plain()
     if place == "valueFrom":
         document["spec"]["containers"][0]["env"] = [

@@ -234,6 +234,57 @@ def test_the_payload_has_the_resources_of_the_settings(options: InjectionOptions
     assert guaranteed["requests"] == guaranteed["limits"] == {"cpu": "20m", "memory": "96Mi"}
 
 
+@pytest.mark.parametrize(
+    ("limits", "cpu"),
+    [
+        ({}, "500m"),
+        ({"cpu": "8", "memory": "64Gi"}, "500m"),
+        ({"nvidia.com/gpu": "1"}, "750m"),
+        ({"nvidia.com/gpu": 2}, "1500m"),
+        ({"amd.com/gpu": "8"}, "6"),
+        ({"nvidia.com/gpu": "1", "amd.com/gpu": "1"}, "1500m"),
+        ({"nvidia.com/gpu": "0", "amd.com/gpu": None}, "500m"),
+        ({"nvidia.com/gpu": "many"}, "500m"),
+        ({"nvidia.com/gpu": "-8"}, "500m"),
+        ({"nvidia.com/gpu": "1E"}, "48"),
+    ],
+)
+def test_the_cpu_request_follows_from_the_gpus_of_vllm(
+    limits: Pod, cpu: str, options: InjectionOptions
+) -> None:
+    other = container("other", image="nginx", resources={"limits": {"nvidia.com/gpu": "4"}})
+    document = pod(container(args=["m"], resources={"limits": limits}), other)
+    assert cpu_of(options, document) == {"requests": cpu}
+    explicit = with_settings(options, sidecar_cpu="3")
+    assert cpu_of(explicit, document) == {"requests": "3"}
+    template = {"resources": {"requests": {"cpu": "100m"}}}
+    assert cpu_of(dataclasses.replace(explicit, sidecar_template=template), document) == {
+        "requests": "100m"
+    }
+
+
+@pytest.mark.parametrize(
+    ("limit", "request_"), [("200m", "200m"), (4, 4), ("6000m", "6"), ("8", "6")]
+)
+def test_the_cpu_request_that_follows_is_never_above_the_limit(
+    limit: object, request_: object, options: InjectionOptions
+) -> None:
+    template = {"resources": {"limits": {"cpu": limit}}}
+    document = pod(container(args=["m"], resources={"limits": {"nvidia.com/gpu": "8"}}))
+    assert cpu_of(dataclasses.replace(options, sidecar_template=template), document) == {
+        "requests": request_,
+        "limits": limit,
+    }
+
+
+def cpu_of(options: InjectionOptions, document: Pod) -> Pod:
+    """The sidecar's request and limit of CPU."""
+    sidecar = named(injected(options, document)["spec"]["initContainers"], SIDECAR)
+    return {
+        part: amounts["cpu"] for part, amounts in sidecar["resources"].items() if "cpu" in amounts
+    }
+
+
 @every_shape
 def test_our_containers_are_restricted(shape: str, options: InjectionOptions) -> None:
     changed = injected(options, SHAPES[shape]())

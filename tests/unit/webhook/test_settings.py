@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,7 @@ def test_a_wrong_template_is_refused_at_the_start(text: str, error: str, tmp_pat
             "requests 2 of a cpu, and its limit is 1500m",
         ),
         ("{requests: {cpu: lots}}", "cpu 'lots' is not a quantity"),
+        ("{requests: {cpu: null}}", "cpu None is not a quantity"),
         ("{limits: {cpu: [1]}}", "is not a quantity"),
     ],
 )
@@ -178,5 +180,29 @@ def test_a_sidecar_that_no_cluster_takes_is_refused_at_the_start(
     path.write_text(f"resources: {resources}")
     with pytest.raises(ConfigError, match=error):
         injection_options(
-            WebhookSettings(sidecar_image="s:1", payload_image="p:1", sidecar_template_file=path)
+            WebhookSettings(
+                sidecar_image="s:1",
+                payload_image="p:1",
+                sidecar_cpu="500m",
+                sidecar_template_file=path,
+            )
         )
+
+
+@pytest.mark.parametrize(
+    ("resources", "error"),
+    [
+        ("{limits: {cpu: lots}}", "cpu 'lots' is not a quantity"),
+        ("{requests: {cpu: null}}", "cpu None is not a quantity"),
+        ("{requests: {cpu: 2}, limits: {cpu: 1}}", "requests 2 of a cpu, and its limit is 1"),
+        ("{limits: {cpu: 200m}}", None),
+    ],
+)
+def test_a_request_that_follows_from_the_pod_is_refused_by_no_limit(
+    resources: str, error: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "template.yaml"
+    path.write_text(f"resources: {resources}")
+    settings = WebhookSettings(sidecar_image="s:1", payload_image="p:1", sidecar_template_file=path)
+    with nullcontext() if error is None else pytest.raises(ConfigError, match=error):
+        injection_options(settings)

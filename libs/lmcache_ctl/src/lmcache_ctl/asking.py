@@ -158,7 +158,7 @@ class Caller:
                 raise ForeignError(
                     "something else listens there: it does not speak HTTP; correct the address"
                 ) from exc
-            raise CtlError(_unreached(self.service, exc)) from exc
+            raise CtlError(_unreached(self.service, exc) + self.service.origin) from exc
         try:
             clock_s = parsedate_to_datetime(response.headers["date"]).timestamp()
         except (KeyError, ValueError, TypeError):
@@ -213,6 +213,7 @@ class Asker:
         except TimeoutError as exc:
             raise CtlError(
                 f"no answer within {self.timeout_s:g} s: it hangs, or the network drops its packets"
+                + service.origin
             ) from exc
 
     @contextlib.asynccontextmanager
@@ -310,7 +311,7 @@ def _unreached(service: Endpoint, exc: Exception) -> str:
         why = text.partition("failed: ")[2].rstrip(")") or text
         return f"its certificate is not trusted ({why}): give its authority with --tls CA"
     if isinstance(exc, httpx.ConnectError):
-        return f"cannot connect ({text}): is a {service.kind} listening there?"
+        return f"cannot connect ({text}): no {service.kind} seems to listen there"
     if isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
         return (
             f"it ended the connection ({text}): perhaps it wants https://, or a certificate (--tls"

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from lmcache_ctl.asking import Asker, Caller, run_all
+from lmcache_ctl.completion import targets_of
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import (
@@ -27,10 +28,9 @@ from lmcache_ctl.output import (
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
 from lmcache_ctl.states import DrainStatus
-from lmcache_ctl.targets import Target, TargetResult, named, parse_target, results_of
+from lmcache_ctl.targets import PEER, Target, TargetResult, named, parse_target, results_of
 
 DEFAULT_WITHIN_S = 120.0
-PEER: Final = "peer"
 POLL_S: Final = 0.25
 MAX_UNANSWERED: Final = 3
 """In a row, after which the service counts as ended."""
@@ -69,6 +69,7 @@ def drain(
         typer.Argument(
             metavar="TARGET",
             help="sidecar/NAME or storage/NAME, or all of a kind; peer/NAME goes by the broker.",
+            autocompletion=targets_of(*PATHS, PEER),
         ),
     ],
     within: Annotated[
@@ -113,7 +114,11 @@ def undrain(
     reach: Reach,
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="TARGET", help="sidecar, storage, or one of them: storage/NAME."),
+        typer.Argument(
+            metavar="TARGET",
+            help="sidecar, storage, or one of them: storage/NAME.",
+            autocompletion=targets_of(*PATHS),
+        ),
     ],
     output: Output = OutputFormat.TABLE,
 ) -> None:

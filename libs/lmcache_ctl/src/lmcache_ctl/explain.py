@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
+from lmcache_ctl.completion import complete_sidecar
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches, takes
 from lmcache_ctl.output import (
@@ -21,10 +22,9 @@ from lmcache_ctl.output import (
     OutputFormat,
     print_table,
     print_text,
-    show,
     size_text,
-    tier_word,
 )
+from lmcache_ctl.places import View, show_places
 from lmcache_ctl.prompts import read_messages, read_prompt, read_token_ids, tokenize, vllm_at
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
@@ -118,7 +118,11 @@ def explain(
         str | None, typer.Option(help="Only as this model's engines name chunks.")
     ] = None,
     sidecar: Annotated[
-        str | None, typer.Option(help="Ask the sidecar of that name; else the first that answers.")
+        str | None,
+        typer.Option(
+            help="Ask the sidecar of that name; else the first that answers.",
+            autocompletion=complete_sidecar,
+        ),
     ] = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
@@ -129,33 +133,37 @@ def explain(
     log. --request shows what a request found at its lookup. Exits with
     1 when a whole chunk is missing; a rest that fills none does not count.
     """
-    question = subject.to_tokenize()
+    question, request = subject.to_tokenize(), subject.request
     body: dict[str, Any] = {} if model is None else {"model": model}
     if subject.chunk_hashes:
         body["chunk_hashes"] = subject.chunk_hashes
     elif subject.tokens is not None:
         body["token_ids"] = read_token_ids(subject.tokens)
-    asker, lookup = Asker(reach.settings), None
-    with reach.services(Kind.SIDECAR) as services:
-        if sidecar is not None:
-            services = asyncio.run(named(asker, services, [Target(Kind.SIDECAR, sidecar)]))
-        if subject.request is not None:
-            one, lookup = _remembered(asker, services, subject.request)
-            found = {"lookup": lookup, **_explained(reach, asker, one, lookup)}
-        else:
+
+    def ask(place: Reach) -> dict[str, Any]:
+        asker = Asker(place.settings)
+        with place.services(Kind.SIDECAR) as services:
+            if sidecar is not None:
+                services = asyncio.run(named(asker, services, [Target(Kind.SIDECAR, sidecar)]))
+            if request is not None:
+                one, lookup = _remembered(asker, services, request)
+                return {"lookup": lookup, **_explained(place, asker, one, lookup)}
+            asked = dict(body)
             if question is not None:
-                with vllm_at(reach.settings, subject.vllm_url, services[0].pod) as url:
-                    body["token_ids"] = tokenize(reach.settings, url, question)
-            found = reach.first_answer(
-                asker, services, lambda caller: caller.ask("POST", EXPLAIN_PATH, body)
+                with vllm_at(place.settings, subject.vllm_url, services[0].pod) as url:
+                    asked["token_ids"] = tokenize(place.settings, url, question)
+            answer: dict[str, Any] = place.first_answer(
+                asker, services, lambda caller: caller.ask("POST", EXPLAIN_PATH, asked)
             )[1]
-    show(found, output, _print_explanations)
-    if lookup is not None:
-        is_whole = lookup["num_found"] >= lookup["num_chunks"]
-    else:
-        is_whole = all(not _missing(one) for one in found["explanations"])
-    if not is_whole:
-        raise typer.Exit(1)
+            return answer
+
+    show_places(reach, Kind.SIDECAR, ask, View(output, _print_explanations, _is_whole))
+
+
+def _is_whole(found: Mapping[str, Any]) -> bool:
+    if (lookup := found.get("lookup")) is not None:
+        return bool(lookup["num_found"] >= lookup["num_chunks"])
+    return all(not _missing(one) for one in found["explanations"])
 
 
 def _remembered(
@@ -285,7 +293,7 @@ def _cause_now(explanation: Mapping[str, Any]) -> str:
 
 def _cause_then(lookup: Mapping[str, Any], size: int) -> str:
     """Return what a request found, and a sentence on the first chunk that it missed."""
-    by_tier = ", ".join(f"{num} in {tier_word(tier)}" for tier, num in lookup["found"].items())
+    by_tier = ", ".join(f"{num} in {tier}" for tier, num in lookup["found"].items())
     found, wanted = lookup["num_found"], lookup["num_chunks"]
     told = (
         f"The request found {found} of {wanted} chunks{f' ({by_tier})' if by_tier else ''},"
@@ -351,5 +359,5 @@ def _place_text(place: Mapping[str, Any]) -> str:
     words += [place["state"]] if place["state"] != "present" else []
     words += ["lossy"] if place["lossy"] else []
     words += [f"held {place['num_holders']}x"] if place["num_holders"] else []
-    tier = tier_word(place["tier"])
+    tier = place["tier"]
     return f"{tier} ({', '.join(words)})" if words else tier

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
 import typer
@@ -12,14 +12,13 @@ from lmcache_ctl.options import reaches
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
-    Output,
-    OutputFormat,
+    ListFormat,
+    ListOutput,
     print_table,
     print_text,
-    show,
     size_text,
-    tier_word,
 )
+from lmcache_ctl.places import View, show_places
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 
@@ -40,15 +39,23 @@ def status(
         str | None,
         typer.Option(help="Show this tenant instead of the token's; needs the role admin."),
     ] = None,
-    output: Output = OutputFormat.TABLE,
+    output: ListOutput = ListFormat.TABLE,
 ) -> None:
     """Show where the index is, how much is in it, and which instances hold leases."""
     stats = "/v1/stats" + ("" if tenant is None else f"?tenant={tenant}")
-    found = {
-        "stats": reach.ask(Kind.LOOKUP, "GET", stats),
-        "instances": reach.ask(Kind.LOOKUP, "GET", "/v1/instances")["instances"],
-    }
-    show(found, output, _print_status)
+
+    def ask(place: Reach) -> dict[str, Any]:
+        return {
+            "stats": place.ask(Kind.LOOKUP, "GET", stats),
+            "instances": place.ask(Kind.LOOKUP, "GET", "/v1/instances")["instances"],
+        }
+
+    show_places(reach, Kind.LOOKUP, ask, View(output, _print_status, names=_names("instances")))
+
+
+def _names(field: str) -> Callable[[Mapping[str, Any]], list[str]]:
+    """Return what names the instances in a field of an answer: `KIND/NAME`, as commands take it."""
+    return lambda found: [f"{one['kind']}/{one['instance']}" for one in found[field]]
 
 
 def _print_status(found: Mapping[str, Any]) -> None:
@@ -69,10 +76,15 @@ def _print_status(found: Mapping[str, Any]) -> None:
 
 
 @reaches(Kind.LOOKUP)
-def tenants(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
+def tenants(reach: Reach, output: ListOutput = ListFormat.TABLE) -> None:
     """List the tenants whose chunks are, or were, in the index. Needs the role admin."""
     none = "no tenant has stored anything"
-    show(_all_tenants(reach), output, lambda found: print_text("\n".join(found) or none))
+
+    def print_tenants(found: list[str]) -> None:
+        print_text("\n".join(found) or none)
+
+    view = View(output, print_tenants, names=lambda found: found)
+    show_places(reach, Kind.LOOKUP, _all_tenants, view)
 
 
 def _all_tenants(reach: Reach) -> list[str]:
@@ -88,15 +100,23 @@ def _all_tenants(reach: Reach) -> list[str]:
 
 
 @reaches(Kind.LOOKUP)
-def prefix(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE) -> None:
+def prefix(reach: Reach, chunk_ids: ChunkIds, output: ListOutput = ListFormat.TABLE) -> None:
     """Show the longest prefix of these chunks that is cached, and who holds each. Exits with 1
     when not all are.
     """
     asked = [_checked(chunk_id) for chunk_id in chunk_ids]
-    found = reach.ask(Kind.LOOKUP, "POST", "/v1/lookup", {"chunk_ids": asked})
-    show(found | {"chunk_ids": asked}, output, _print_prefix)
-    if found["num_prefix"] < len(asked):
-        raise typer.Exit(1)
+
+    def ask(place: Reach) -> dict[str, Any]:
+        found = place.ask(Kind.LOOKUP, "POST", "/v1/lookup", {"chunk_ids": asked})
+        return found | {"chunk_ids": asked}
+
+    def is_whole(found: Mapping[str, Any]) -> bool:
+        return bool(found["num_prefix"] == len(asked))
+
+    def cached(found: Mapping[str, Any]) -> list[str]:
+        return asked[: found["num_prefix"]]
+
+    show_places(reach, Kind.LOOKUP, ask, View(output, _print_prefix, is_whole, cached))
 
 
 def _print_prefix(found: Mapping[str, Any]) -> None:
@@ -112,38 +132,43 @@ def _print_prefix(found: Mapping[str, Any]) -> None:
 
 
 def _holder_text(holder: Mapping[str, Any]) -> str:
-    return f"{holder['instance']} ({tier_word(holder['tier'])})"
+    return f"{holder['instance']} ({holder['tier']})"
 
 
 @reaches(Kind.LOOKUP)
 def locations(
     reach: Reach,
     chunk_id: Annotated[str, typer.Argument(metavar="CHUNK_ID", help="A chunk id, 32 hex digits.")],
-    output: Output = OutputFormat.TABLE,
+    output: ListOutput = ListFormat.TABLE,
 ) -> None:
     """Show all instances that hold a chunk. Exits with 1 when none does."""
-    found = reach.ask(Kind.LOOKUP, "GET", f"/v1/chunks/{_checked(chunk_id)}/locations")
-    show(found, output, _print_holders)
-    if not found["holders"]:
-        raise typer.Exit(1)
+    path = f"/v1/chunks/{_checked(chunk_id)}/locations"
+
+    def ask(place: Reach) -> dict[str, Any]:
+        return place.ask(Kind.LOOKUP, "GET", path)
+
+    view = View(output, _print_holders, lambda found: bool(found["holders"]), _names("holders"))
+    show_places(reach, Kind.LOOKUP, ask, view)
 
 
 def _print_holders(found: Mapping[str, Any]) -> None:
     if _is_known(found):
         rows = [
-            (one["instance"], one["kind"], tier_word(one["tier"]), size_text(one["size_bytes"]))
+            (one["instance"], one["kind"], one["tier"], size_text(one["size_bytes"]))
             for one in found["holders"]
         ]
         print_table("", Columns(("instance", "kind", "tier", "size"), left=3), rows)
 
 
 @reaches(Kind.LOOKUP)
-def route(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE) -> None:
+def route(reach: Reach, chunk_ids: ChunkIds, output: ListOutput = ListFormat.TABLE) -> None:
     """Show how long a prefix of these chunks each instance holds by itself. Exits with 1 when
     none holds any.
     """
     asked = [_checked(chunk_id) for chunk_id in chunk_ids]
-    found = reach.ask(Kind.LOOKUP, "POST", "/v1/route", {"chunk_ids": asked})
+
+    def ask(place: Reach) -> dict[str, Any]:
+        return place.ask(Kind.LOOKUP, "POST", "/v1/route", {"chunk_ids": asked})
 
     def print_routes(found: Mapping[str, Any]) -> None:
         if _is_known(found):
@@ -153,9 +178,11 @@ def route(reach: Reach, chunk_ids: ChunkIds, output: Output = OutputFormat.TABLE
             ]
             print_table("", Columns(("instance", "chunks of the prefix")), rows)
 
-    show(found, output, print_routes)
-    if not found["instances"]:
-        raise typer.Exit(1)
+    def names(found: Mapping[str, Any]) -> list[str]:
+        return [one["instance"] for one in found["instances"]]
+
+    view = View(output, print_routes, lambda found: bool(found["instances"]), names)
+    show_places(reach, Kind.LOOKUP, ask, view)
 
 
 def _is_known(found: Mapping[str, Any]) -> bool:

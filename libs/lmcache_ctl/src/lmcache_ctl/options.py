@@ -14,6 +14,8 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
+from lmcache_ctl.completion import complete_context, complete_namespace
+from lmcache_ctl.errors import UsageError
 from lmcache_ctl.reach import Reach
 
 Command = Callable[..., None]
@@ -39,10 +41,17 @@ def _url(kind: str, *names: str, hidden: bool = False) -> Any:
 
 _OPTIONS: Final[dict[str, Any]] = {
     "namespace": _option(
-        str, _WHERE, "Find pods there, through the Kubernetes API.", "--namespace", "-n"
+        str,
+        _WHERE,
+        "Find pods there, through the Kubernetes API.",
+        "--namespace",
+        "-n",
+        autocompletion=complete_namespace,
     ),
     "release": _option(str, _WHERE, "Only this Helm release's pods.", "--release"),
-    "context": _option(str, _WHERE, "Context of the kubeconfig.", "--context"),
+    "context": _option(
+        str, _WHERE, "Context of the kubeconfig.", "--context", autocompletion=complete_context
+    ),
     "kubeconfig": _option(
         Path, _WHERE, "Kubeconfig; by default as kubectl finds it.", "--kubeconfig"
     ),
@@ -101,10 +110,17 @@ def _parameters_of(made_by: Callable[..., Any]) -> list[inspect.Parameter]:
     ]
 
 
-def _reach_by(options: dict[str, Any]) -> Callable[..., Reach]:
-    """Return what makes a `Reach` of these options, by name."""
+def _reach_by(options: dict[str, Any], why_one_namespace: str = "") -> Callable[..., Reach]:
+    """Return what makes a `Reach` of these options, by name, and of `-A`, unless there is a reason
+    to refuse that.
+    """
+    text, is_hidden = "Find pods in all namespaces.", bool(why_one_namespace)
+    everywhere = _option(bool, _WHERE, text, "--all-namespaces", "-A", hidden=is_hidden)
+    options = {"all_namespaces": everywhere, **options}
 
     def make(**chosen: Any) -> Reach:
+        if chosen["all_namespaces"] and why_one_namespace:
+            raise UsageError(f"-A: {why_one_namespace}")
         return Reach.of(chosen)
 
     make.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -114,27 +130,31 @@ def _reach_by(options: dict[str, Any]) -> Callable[..., Reach]:
     return make
 
 
+ONE_SIDECAR: Final = (
+    "this shows one sidecar: name its namespace with -n; lmcachectl status -A shows all"
+)
 _ANY: Final = {f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS
-_EVERYWHERE: Final = {
-    "all_namespaces": _option(
-        bool, _WHERE, "Find pods in all namespaces.", "--all-namespaces", "-A"
-    )
-}
 
-reaches_services = takes(reach=_reach_by(_ANY))
+reaches_services = takes(
+    reach=_reach_by(_ANY, "this acts on services, and -A only looks: name the namespace with -n")
+)
 """Gives a command the options that name services of any kind, as its parameter `reach`."""
-reaches_all_services = takes(reach=_reach_by(_EVERYWHERE | _ANY))
+reaches_all_services = takes(reach=_reach_by(_ANY))
 """The same with `-A`, for commands that only look."""
 
 
-def reaches(kind: str) -> Callable[[Command], Command]:
+def reaches(kind: str, why_one_namespace: str = "") -> Callable[[Command], Command]:
     """Give a command the options that name services of one kind, whose address is just `--url`.
 
     It also accepts the options of the other kinds and ignores them, so that all commands can be
     given the same options.
+
+    Args:
+        kind: Of the services.
+        why_one_namespace: Why it refuses `-A`, and what to do instead; "" if it takes that.
     """
     urls = {
         f"{other}_urls": _url(other, "--url") if other == kind else _url(other, hidden=True)
         for other in _CALLED
     }
-    return takes(reach=_reach_by(_OPTIONS | urls))
+    return takes(reach=_reach_by(_OPTIONS | urls, why_one_namespace))

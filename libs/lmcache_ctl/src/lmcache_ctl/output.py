@@ -40,23 +40,54 @@ class OutputFormat(StrEnum):
     YAML = "yaml"
 
 
+class ListFormat(StrEnum):
+    """What `-o` takes where things with names are listed."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    NAME = "name"
+    JSON = "json"
+    YAML = "yaml"
+
+
 Output = Annotated[
     OutputFormat,
     typer.Option("--output", "-o", help="A table for people; JSON or YAML for programs."),
 ]
+ListOutput = Annotated[
+    ListFormat,
+    typer.Option(
+        "--output",
+        "-o",
+        help=(
+            "A table for people, wide with all its columns on any terminal; names, one a line;"
+            " JSON or YAML for programs."
+        ),
+    ),
+]
 
 
-def show(value: T, output: OutputFormat, as_table: Callable[[T], None]) -> None:
+def show(
+    value: T,
+    output: OutputFormat | ListFormat,
+    as_table: Callable[[T], None],
+    names: Callable[[T], Iterable[str]] | None = None,
+) -> None:
     """Print the findings of a command: structs, lists, dicts.
 
     Args:
         value: The findings.
         output: The format.
         as_table: Prints the table.
+        names: Returns the names of what is listed, for a `ListFormat`.
     """
-    if output is OutputFormat.JSON:
+    if output in (OutputFormat.JSON, ListFormat.JSON):
         typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-    elif output is OutputFormat.YAML:
+    elif output is ListFormat.NAME:
+        assert names is not None, "a command that takes -o name has names"
+        for name in names(value):
+            typer.echo(plain(name))
+    elif output in (OutputFormat.YAML, ListFormat.YAML):
         import yaml
 
         plain_value = msgspec.to_builtins(value, str_keys=True)
@@ -71,9 +102,12 @@ def plain(text: str) -> str:
     return _STEERING.sub("?", text)
 
 
-def console() -> Console:
-    """Return a console on standard output, as wide as its terminal; a pipe never wraps a line."""
+def console(*, is_wide: bool = False) -> Console:
+    """Return a console on standard output, as wide as its terminal; a pipe never wraps a line, and
+    a wide one is not narrower than what is printed.
+    """
     width = shutil.get_terminal_size((UNLIMITED_COLUMNS, 24)).columns
+    width = UNLIMITED_COLUMNS if is_wide else width
     return Console(highlight=False, markup=False, width=width)
 
 
@@ -202,17 +236,20 @@ def _table_width(widths: Iterable[int]) -> int:
     return sum(found) + 2 * len(found) + 1
 
 
-def print_table(title: str, columns: Columns, rows: Sequence[Sequence[Cell]]) -> None:
+def print_table(
+    title: str, columns: Columns, rows: Sequence[Sequence[Cell]], *, is_wide: bool = False
+) -> None:
     """Print a table; nothing in its cells is markup.
 
     Args:
         title: Above it, "" for none.
         columns: How it is set.
         rows: A cell for each column.
+        is_wide: Whether it has all columns, and each row is one line, on a narrow terminal too.
     """
     if title:
         print_text(title)
-    to = console()
+    to = console(is_wide=is_wide)
     to.print(table_of(columns, rows, to.width), crop=False)
 
 
@@ -243,19 +280,3 @@ def error_text(error: float | None) -> str:
 def share_text(share: float | None) -> str:
     """Return a share of one in percent."""
     return UNKNOWN if share is None else f"{100 * share:.1f}%"
-
-
-TIER_WORDS: Final = {
-    "Hot": "memory",
-    "LocalCPUBackend": "memory",
-    "LocalDiskBackend": "disk",
-    "P2PBackend": "peers",
-    "RemoteBackend": "storage",
-    "S3Backend": "bucket",
-}
-"""What people call the tiers; their names are those of metric labels and of JSON."""
-
-
-def tier_word(name: str) -> str:
-    """Return what people call a tier."""
-    return TIER_WORDS.get(name, name)

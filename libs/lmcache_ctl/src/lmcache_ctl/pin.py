@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lmcache_ctl.asking import Asker, Caller
+from lmcache_ctl.completion import targets_of
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import (
@@ -27,6 +28,7 @@ from lmcache_ctl.services import Kind
 from lmcache_ctl.targets import TargetResult, named, parse_target, results_of
 
 DEFAULT_TTL_S = 600.0
+KINDS = (Kind.SIDECAR, Kind.STORAGE)
 SHOWN_DIGITS = 16
 
 
@@ -42,7 +44,12 @@ def pin(
         typer.Option(help="File with the token ids of a prompt instead; - for standard input."),
     ] = None,
     at: Annotated[
-        str, typer.Option(metavar="TARGET", help="sidecar, storage, or one of them: sidecar/NAME.")
+        str,
+        typer.Option(
+            metavar="TARGET",
+            help="sidecar, storage, or one of them: sidecar/NAME.",
+            autocompletion=targets_of(*KINDS),
+        ),
     ] = "sidecar",
     ttl: Annotated[
         float, typer.Option(metavar="SECONDS", help="For how long; 0 removes the pins.", min=0)
@@ -55,7 +62,7 @@ def pin(
     chunks (see explain). Needs the role admin. Exits with 1 when a
     chunk is pinned nowhere, or a service did not answer.
     """
-    target = parse_target(at, (Kind.SIDECAR, Kind.STORAGE))
+    target = parse_target(at, KINDS)
     if chunks and tokens is not None:
         raise UsageError("give chunks or --tokens, one of them")
     if tokens is not None and target.kind is not Kind.SIDECAR:

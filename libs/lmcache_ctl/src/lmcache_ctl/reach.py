@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -15,7 +15,12 @@ from lmcache_ctl.services import Endpoint, Kind, services_of
 from lmcache_ctl.settings import CtlSettings, load_settings
 from lmcache_ctl.targets import Target, named
 
+if TYPE_CHECKING:
+    from lmcache_ctl.kube.pods import PodWays
+
 T = TypeVar("T")
+URLS: Final = tuple(f"{kind}_urls" for kind in Kind)
+"""The options that are addresses."""
 
 
 class Reach:
@@ -24,11 +29,15 @@ class Reach:
     Args:
         settings: Where they are and how they are asked.
         all_namespaces: Whether to look for them in all namespaces of the cluster.
+        takes_given_token: Whether the token in the settings may be sent to pods.
     """
 
-    def __init__(self, settings: CtlSettings, all_namespaces: bool = False) -> None:
+    def __init__(
+        self, settings: CtlSettings, all_namespaces: bool = False, takes_given_token: bool = True
+    ) -> None:
         self.settings = settings
-        self._all_namespaces = all_namespaces
+        self.all_namespaces = all_namespaces
+        self._takes_given_token = takes_given_token
         self._is_in_cluster = settings.asks_cluster or all_namespaces
 
     @classmethod
@@ -41,8 +50,8 @@ class Reach:
         given = dict(options)
         config, everywhere = given.pop("config", None), given.pop("all_namespaces", None)
         settings = load_settings(given, config)
-        if everywhere and given.get("namespace") is not None:
-            raise UsageError("-A looks in all namespaces: leave out --namespace")
+        if everywhere and any(given.get(name) for name in ("namespace", *URLS)):
+            raise UsageError("-A looks in all namespaces: leave out --namespace and addresses")
         return cls(settings, bool(everywhere))
 
     @property
@@ -54,6 +63,27 @@ class Reach:
             "nothing answers at the default ports of this machine: name services with --…-url, or"
             " those of a cluster by --kubeconfig"
         )
+
+    def places(self, *kinds: Kind) -> list[Reach]:
+        """Return a `Reach` for each namespace in which `-A` finds services of these kinds (without
+        any: of all kinds); without `-A` only this one.
+
+        Raises:
+            CtlError: There is none, or the cluster cannot be asked.
+        """
+        if not self.all_namespaces:
+            return [self]
+        from lmcache_ctl.kube.pods import namespaces_of
+
+        nowhere_else = dict.fromkeys(URLS, ())
+        return [
+            # Any account that may create a pod may give it our label.
+            Reach(
+                msgspec.structs.replace(self.settings, namespace=name, **nowhere_else),
+                takes_given_token=False,
+            )
+            for name in namespaces_of(self.settings, kinds or tuple(Kind))
+        ]
 
     @contextlib.contextmanager
     def services(self, *kinds: Kind) -> Iterator[list[Endpoint]]:
@@ -76,31 +106,24 @@ class Reach:
         wanted = kinds or tuple(Kind)
         order = list(Kind)
         with contextlib.ExitStack() as open_ways:
-            in_cluster: list[Callable[[], list[Endpoint]]] = []
+            in_cluster: list[PodWays] = []
             if self._is_in_cluster:
-                from lmcache_ctl.kube.pods import PodWays, namespaces_of
+                from lmcache_ctl.kube.pods import PodWays
 
-                places = [settings]
-                if self._all_namespaces:
-                    places = [
-                        msgspec.structs.replace(settings, namespace=name)
-                        for name in namespaces_of(settings)
-                    ]
                 in_cluster = [
                     open_ways.enter_context(
-                        # Any account that may create a pod may give it our label.
-                        PodWays(place, wanted, takes_given_token=not self._all_namespaces)
-                    ).find
-                    for place in places
+                        PodWays(place.settings, wanted, takes_given_token=place._takes_given_token)
+                    )
+                    for place in self.places(*wanted)
                 ]
             calls_here = settings.names_urls or not self._is_in_cluster
 
             def find() -> list[Endpoint]:
                 found = services_of(settings) if calls_here else []
-                found += [service for find_pods in in_cluster for service in find_pods()]
+                found += [service for ways in in_cluster for service in ways.find()]
                 found = [service for service in found if service.kind in wanted]
                 if not found:
-                    raise self._nothing_named(kinds)
+                    raise _nothing_named(kinds, in_cluster)
                 return sorted(
                     found, key=lambda one: (one.namespace, order.index(one.kind), one.name)
                 )
@@ -115,7 +138,7 @@ class Reach:
         with PodWays(self.settings, (Kind.STORAGE,), LM_PORT_NAME) as ways:
             found = ways.find()
             if not found:
-                raise self._nothing_named((Kind.STORAGE,))
+                raise _nothing_named((Kind.STORAGE,), [ways])
             yield found
 
     def ask(self, kind: Kind, method: str, path: str, body: Any = None) -> dict[str, Any]:
@@ -170,16 +193,10 @@ class Reach:
                     raise CtlError(f"no answer from {service.url}: {exc}{more}") from exc
         raise AssertionError("one of them was the last")
 
-    def _nothing_named(self, kinds: tuple[Kind, ...]) -> CtlError:
-        what = f"no {' or '.join(kinds)} is named" if kinds else "no service is named"
-        options = " or ".join(f"--{kind}-url" for kind in kinds or Kind)
-        if self._all_namespaces:
-            return CtlError(f"{what}: no namespace has a running pod of a release")
-        if not self._is_in_cluster:
-            return CtlError(f"{what}: give {options}, or --namespace for a cluster")
-        from lmcache_ctl.kube.access import place_of
 
-        return CtlError(
-            f"{what}: no running pod of a release matches in {place_of(self.settings)}; give"
-            f" another --namespace, -A for all, or {options}"
-        )
+def _nothing_named(kinds: Sequence[Kind], in_cluster: Sequence[PodWays]) -> CtlError:
+    options = " or ".join(f"--{kind}-url" for kind in kinds or Kind)
+    if in_cluster:
+        return CtlError(f"{in_cluster[0].nothing_found()}, or {options}")
+    what = " or ".join(kinds) or "service"
+    return CtlError(f"no {what} is named: give {options}, or --namespace for a cluster")

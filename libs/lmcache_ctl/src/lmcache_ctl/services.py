@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.settings import CtlSettings
+from lmcache_ctl.settings import FROM_ENVIRONMENT, FROM_OPTIONS, PREFIX, CtlSettings
 
 MAX_REPLICAS_OF_A_NAME: Final = 256
 
@@ -60,6 +60,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         token_hint: Why that token is unknown, or another is not sent: the end of a sentence.
         takes_given_token: Whether the caller's own token may be sent to it. False where only a
             label in a namespace that the caller did not name identifies it.
+        origin: What named it and what changes that, to end a sentence on why it is not reached;
+            "" for a default.
     """
 
     kind: Kind
@@ -76,6 +78,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     token_secret: str = ""
     token_hint: str = ""
     takes_given_token: bool = True
+    origin: str = ""
 
 
 def services_of(settings: CtlSettings) -> list[Endpoint]:
@@ -91,12 +94,22 @@ def services_of(settings: CtlSettings) -> list[Endpoint]:
         service
         for kind in Kind
         for url in getattr(settings, f"{kind}_urls")
-        for service in _replicas(kind, url, settings.tls_name)
+        for service in _replicas(kind, url, settings)
     ]
 
 
-def _replicas(kind: Kind, url: str, tls_name: str | None) -> Iterator[Endpoint]:
+def _origin(kind: Kind, settings: CtlSettings) -> str:
+    option, name = f"--{kind}-url", f"{kind}_urls"
+    given_by = settings.origins.get(name, FROM_OPTIONS)
+    if given_by == FROM_OPTIONS:
+        return f"; its address is from {option}"
+    source = PREFIX + name.upper() if given_by == FROM_ENVIRONMENT else f"{name} in {given_by}"
+    return f"; its address is from {source}, which {option} overrides"
+
+
+def _replicas(kind: Kind, url: str, settings: CtlSettings) -> Iterator[Endpoint]:
     """Yield each address that a name resolves to, such as a headless service's."""
+    tls_name, origin = settings.tls_name, _origin(kind, settings)
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port
@@ -106,13 +119,13 @@ def _replicas(kind: Kind, url: str, tls_name: str | None) -> Iterator[Endpoint]:
         raise UsageError(f"{url!r} must be http(s)://host:port; a token is given with --token-file")
     addresses = _addresses(host)
     if len(addresses) < 2:
-        yield Endpoint(kind, parts.netloc, url.rstrip("/"), tls_name)
+        yield Endpoint(kind, parts.netloc, url.rstrip("/"), tls_name, origin=origin)
         return
     for address in addresses:
         at = f"[{address}]" if ":" in address else address
         netloc = at if port is None else f"{at}:{port}"
         target = urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", ""))
-        yield Endpoint(kind, netloc, target, tls_name or host, parts.netloc)
+        yield Endpoint(kind, netloc, target, tls_name or host, parts.netloc, origin=origin)
 
 
 def _addresses(host: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ Urls = Annotated[
 ]
 POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_KUBECONFIG: Final = "~/.kube/config"
+FROM_ENVIRONMENT: Final = "the environment"
+FROM_OPTIONS: Final = "the options"
 
 
 class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,10 +48,11 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             trusts.
         tls_name: The name in certificates, if that is not the host of the URL; None: the host.
         timeout_s: Longest wait for one service, all requests together, seconds.
-        kubeconfig: Where the cluster is; None: as kubectl finds it, or the pod's own account.
+        kubeconfig: Where the cluster is; None: as kubectl finds it, else the pod's own account.
         context: Of the kubeconfig; None: the current one.
         namespace: Where the release is; None: the namespace of the context or the pod.
         release: Only this Helm release's pods.
+        origins: No option: what gave each value, `FROM_OPTIONS`, `FROM_ENVIRONMENT` or the file.
     """
 
     lookup_urls: Urls = ()
@@ -64,6 +68,7 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: str | None = None
     namespace: str | None = None
     release: str | None = None
+    origins: dict[str, str] = {}
 
     @property
     def names_urls(self) -> bool:
@@ -84,10 +89,22 @@ class CtlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.names_cluster or (not self.names_urls and _knows_a_cluster())
 
 
+OPTIONS: Final = tuple(name for name in CtlSettings.__struct_fields__ if name != "origins")
+
+
 def _knows_a_cluster() -> bool:
-    paths = process_variable("KUBECONFIG") or DEFAULT_KUBECONFIG
-    files = [Path(path).expanduser() for path in paths.split(os.pathsep) if path]
-    return has_pod_account() or any(file.is_file() and _has_context(file) for file in files)
+    return has_pod_account() or finds_kubeconfig()
+
+
+def kubeconfig_paths() -> str:
+    """Return the paths at which kubectl looks for a kubeconfig, as `KUBECONFIG` has them."""
+    return process_variable("KUBECONFIG") or DEFAULT_KUBECONFIG
+
+
+def finds_kubeconfig() -> bool:
+    """Return whether there is a kubeconfig with a current context where kubectl looks for one."""
+    files = [Path(path).expanduser() for path in kubeconfig_paths().split(os.pathsep) if path]
+    return any(file.is_file() and _has_context(file) for file in files)
 
 
 def has_pod_account() -> bool:
@@ -103,6 +120,18 @@ def _has_context(kubeconfig: Path) -> bool:
         return bool((yaml.safe_load(kubeconfig.read_bytes()) or {}).get("current-context"))
     except (OSError, AttributeError, yaml.YAMLError):
         return True
+
+
+def context_names(settings: CtlSettings) -> list[str]:
+    """Return the names of all contexts; of a damaged or missing kubeconfig none."""
+    import yaml
+
+    names: dict[str, None] = {}
+    for path in str(settings.kubeconfig or kubeconfig_paths()).split(os.pathsep):
+        with contextlib.suppress(OSError, AttributeError, TypeError, KeyError, yaml.YAMLError):
+            document = yaml.safe_load(Path(path).expanduser().read_bytes())
+            names |= dict.fromkeys(str(one["name"]) for one in document["contexts"])
+    return list(names)
 
 
 def process_variable(name: str) -> str:
@@ -146,11 +175,11 @@ def load_settings(
     path = config_file if config_file is not None else Path(named) if named else None
     layers = (
         (str(path), {} if path is None else _read_file(path)),
-        ("the environment", _from_environ(source)),
-        ("the options", given or {}),
+        (FROM_ENVIRONMENT, _from_environ(source)),
+        (FROM_OPTIONS, given or {}),
     )
-    known = CtlSettings.__struct_fields__
     values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     for origin, layer in layers:
         own = {name for name in ("token", "token_file") if layer.get(name) is not None}
         if len(own) > 1:
@@ -159,14 +188,17 @@ def load_settings(
             values.pop("token", None)
             values.pop("token_file", None)
         for name, value in layer.items():
-            if name not in known:
-                raise UsageError(f"{origin}: {name} is not an option{did_you_mean(name, known)}")
+            if name not in OPTIONS:
+                raise UsageError(f"{origin}: {name} is not an option{did_you_mean(name, OPTIONS)}")
             if name == "token" and isinstance(value, str):
                 value = value.strip()  # a token read from a file ends in a newline
             if value is not None and value != []:
                 values[name] = value
                 _check(origin, name, value)
-    return msgspec.convert(values, CtlSettings, strict=False, dec_hook=_as_path)
+                origins[name] = origin
+    return msgspec.convert(
+        values | {"origins": origins}, CtlSettings, strict=False, dec_hook=_as_path
+    )
 
 
 def _check(origin: str, name: str, value: Any) -> None:
@@ -223,7 +255,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _from_environ(source: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    known = {PREFIX + name.upper(): name for name in CtlSettings.__struct_fields__}
+    known = {PREFIX + name.upper(): name for name in OPTIONS}
     for variable, text in source.items():
         if not variable.startswith(PREFIX) or variable == PREFIX + CONFIG_NAME or not text:
             continue

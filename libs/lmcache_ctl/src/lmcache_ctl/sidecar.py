@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_ctl.options import reaches
+from lmcache_ctl.options import ONE_SIDECAR, reaches
 from lmcache_ctl.output import (
     Columns,
     Output,
@@ -14,13 +14,12 @@ from lmcache_ctl.output import (
     print_text,
     show,
     size_text,
-    tier_word,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 
 
-@reaches(Kind.SIDECAR)
+@reaches(Kind.SIDECAR, ONE_SIDECAR)
 def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show a sidecar's memory, tiers, connected engines, and the progress of a drain."""
     names = ("status", "tiers", "clients")
@@ -57,7 +56,7 @@ def _print_status(found: Mapping[str, Any]) -> None:
         print_text(f"{name:<11}{value}")
     rows = [
         (
-            tier_word(name),
+            name,
             str(tier["num_chunks"]),
             size_text(tier["used_bytes"]),
             size_text(tier["capacity_bytes"]),

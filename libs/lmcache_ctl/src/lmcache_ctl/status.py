@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata
@@ -16,18 +17,17 @@ from lmcache_ctl.options import reaches_all_services
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
-    Output,
-    OutputFormat,
+    ListFormat,
+    ListOutput,
     print_table,
     print_text,
     share_text,
     show,
     size_text,
-    tier_word,
 )
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
-from lmcache_ctl.states import ServiceStatus, look_at, name_prefix, token_hint
+from lmcache_ctl.states import ServiceStatus, look_at, name_prefix, names_of, token_hint
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 
 @reaches_all_services
-def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
+def status(reach: Reach, output: ListOutput = ListFormat.TABLE) -> None:
     """Show all services: health, versions, what their tiers hold, and the hit ratio.
 
     Every replica is asked, all at once. Health, versions and hits need no
@@ -70,7 +70,8 @@ def status(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """
     with reach.services() as services:
         found = summed(asyncio.run(look_at(Asker(reach.settings), services)))
-    show(found, output, print_status)
+    as_table = functools.partial(print_status, is_wide=output is ListFormat.WIDE)
+    show(found, output, as_table, lambda found: names_of(found.services))
     if not any(one.version for one in found.services) and (hint := reach.hint):  # none of ours
         typer.echo(f"lmcachectl: {hint}", err=True)
     if not all(service.is_well and not service.problem for service in found.services):
@@ -100,12 +101,12 @@ def summed(states: Sequence[ServiceStatus]) -> ClusterStatus:
     return ClusterStatus(totals, list(states))
 
 
-def print_status(found: ClusterStatus) -> None:
+def print_status(found: ClusterStatus, *, is_wide: bool = False) -> None:
     """Print a line for each service, what their tiers hold, and what is wrong."""
     totals, prefix = found.totals, name_prefix(found.services)
     versions = (f"{version} ({number}x)" for version, number in sorted(totals.versions.items()))
     shares = totals.hit_ratio_by_tier.items()
-    by_tier = ", ".join(f"{tier_word(tier)} {share_text(share)}" for tier, share in shares)
+    by_tier = ", ".join(f"{tier} {share_text(share)}" for tier, share in shares)
     print_text(
         f"services   {totals.num_well} of {totals.num_services} are healthy\n"
         f"versions   {', '.join(versions) or UNKNOWN}\n"
@@ -130,16 +131,15 @@ def print_status(found: ClusterStatus) -> None:
     ]
     headings = ("namespace", "service", "name", "state", "version", "answers in", "hits", "more")
     spare = ("answers in", "version", "more", "service")
-    is_one_place = len({one.namespace for one in found.services}) < 2
-    left_out = ("namespace",) if is_one_place else ()
+    left_out = _no_namespace(found.services)
     columns = Columns(headings, left=5, prose=True, spare=spare, left_out=left_out)
-    print_table("", columns, rows)
+    print_table("", columns, rows, is_wide=is_wide)
     tiers = [
         (
             one.namespace,
             str(one.kind),
             one.name.removeprefix(prefix),
-            tier_word(tier.name),
+            tier.name,
             str(tier.num_chunks),
             size_text(tier.used_bytes),
             size_text(tier.capacity_bytes),
@@ -150,7 +150,7 @@ def print_status(found: ClusterStatus) -> None:
     if tiers:
         of_tiers = ("namespace", "service", "name", "tier", "chunks", "used", "of")
         columns = Columns(of_tiers, 4, spare=("chunks", "service", "of"), left_out=left_out)
-        print_table("", columns, tiers)
+        print_table("", columns, tiers, is_wide=is_wide)
     if prefix:
         print_text(f"Names without {prefix}, which all pods begin with.")
     for one in found.services:
@@ -161,9 +161,15 @@ def print_status(found: ClusterStatus) -> None:
         print_text(f"{how_many} require a token for tiers, peers and drains: {how}.")
 
 
+def _no_namespace(services: Sequence[ServiceStatus | ServiceVersion]) -> tuple[str, ...]:
+    """Return the heading to leave out where all services are in one namespace."""
+    return ("namespace",) if len({one.namespace for one in services}) < 2 else ()
+
+
 class ServiceVersion(msgspec.Struct, frozen=True):
     """One service; `version` is "" where it does not say, and `problem` why."""
 
+    namespace: str
     kind: str
     name: str
     version: str
@@ -186,7 +192,7 @@ def own_version() -> str:
 def version(
     reach: Reach,
     client: Annotated[bool, typer.Option("--client", help="Ask no service.")] = False,
-    output: Output = OutputFormat.TABLE,
+    output: ListOutput = ListFormat.TABLE,
 ) -> None:
     """Show the version of lmcachectl, and that of each service. Needs no token.
 
@@ -197,14 +203,22 @@ def version(
         with reach.services() as services:
             states = asyncio.run(look_at(Asker(reach.settings), services))
     found = [
-        ServiceVersion(one.kind, one.name, one.version, "" if one.version else one.problem)
+        ServiceVersion(
+            one.namespace, one.kind, one.name, one.version, "" if one.version else one.problem
+        )
         for one in states
     ]
-    show(Versions(own_version(), found), output, _print_versions)
+    versions = Versions(own_version(), found)
+    show(versions, output, _print_versions, lambda found: names_of(found.services))
 
 
 def _print_versions(found: Versions) -> None:
     print_text(f"lmcachectl {found.client}")
     if found.services:
-        rows = [(one.kind, one.name, one.version or one.problem) for one in found.services]
-        print_table("", Columns(("service", "name", "version"), left=2, prose=True), rows)
+        rows = [
+            (one.namespace, one.kind, one.name, one.version or one.problem)
+            for one in found.services
+        ]
+        headings = ("namespace", "service", "name", "version")
+        left_out = _no_namespace(found.services)
+        print_table("", Columns(headings, left=3, prose=True, left_out=left_out), rows)

@@ -13,6 +13,8 @@ from lmcache_ctl.services import Endpoint, Kind
 
 OWN_NAME: Final = {Kind.SIDECAR: "/v1/status", Kind.STORAGE: "/v1/stats"}
 """Where a service says which instance it is."""
+PEER: Final = "peer"
+"""A kind of targets that only a broker is asked for."""
 
 
 class Target(msgspec.Struct, frozen=True):

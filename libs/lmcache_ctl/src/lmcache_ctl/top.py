@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -19,14 +20,13 @@ from lmcache_ctl.options import reaches_all_services
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
-    Output,
-    OutputFormat,
+    ListFormat,
+    ListOutput,
     console,
     share_text,
     show,
     size_text,
     table_of,
-    tier_word,
     wrapped,
 )
 from lmcache_ctl.reach import Reach
@@ -40,6 +40,7 @@ from lmcache_ctl.states import (
     Tier,
     look_at,
     name_prefix,
+    names_of,
     token_hint,
 )
 
@@ -137,18 +138,20 @@ def top(
         ),
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval and exit.")] = False,
-    output: Output = OutputFormat.TABLE,
+    output: ListOutput = ListFormat.TABLE,
 ) -> None:
     """Show what all services are doing: rates, tiers, peers and drains.
 
     The table is refreshed until Ctrl-C; every few seconds services are searched
-    again, so that new pods appear. With --once, with JSON or YAML, or
+    again, so that new pods appear. With --once, with another output, or
     where standard output is not a terminal, it shows one interval and ends.
     """
     with reach.finding() as find:
         looking = moments(reach.settings, find, interval)
-        if once or output is not OutputFormat.TABLE or not sys.stdout.isatty():
-            show(asyncio.run(_first(looking)), output, print_moment)
+        if once or output is not ListFormat.TABLE or not sys.stdout.isatty():
+            as_table = functools.partial(print_moment, is_wide=output is ListFormat.WIDE)
+            found = asyncio.run(_first(looking))
+            show(found, output, as_table, lambda found: names_of(found.services))
             return
         try:
             asyncio.run(_live(looking))
@@ -168,9 +171,9 @@ async def _live(looking: AsyncIterator[Moment]) -> None:
             live.update(Group(*_screen(found, live.console.width)), refresh=True)
 
 
-def print_moment(found: Moment) -> None:
+def print_moment(found: Moment, *, is_wide: bool = False) -> None:
     """Print one interval, for people."""
-    to = console()
+    to = console(is_wide=is_wide)
     to.print(Group(*_screen(found, to.width)), crop=False)
 
 
@@ -305,7 +308,7 @@ def _service_row(one: Rates, prefix: str) -> tuple[str | Text, ...]:
         share_text(one.hit_ratio),
         *(UNKNOWN if per_s is None else f"{size_text(int(per_s))}/s" for per_s in sizes),
         ", ".join(
-            f"{tier_word(tier.name)} {size_text(tier.used_bytes)}"
+            f"{tier.name} {size_text(tier.used_bytes)}"
             + (f" ({tier.used_bytes / tier.capacity_bytes:.0%})" if tier.capacity_bytes else "")
             for tier in one.tiers
         ),

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmcache_core.names import DISK_TIER
+
 from lmcache_demo.processes import DemoError, Process, Processes
 from lmcache_demo.settings import find_redis_server
 
 SETTLE_TIMEOUT_S = 30.0
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
-DISK_TIER, REMOTE_TIER = "LocalDiskBackend", "RemoteBackend"
 PARTS_PER_MILLION = 1e6
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 
+from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER, STORAGE_TIER
+
 from lmcache_demo.blending import Way, run_blended
-from lmcache_demo.cluster import DISK_TIER, REMOTE_TIER, Cluster, Sidecar, TierCompression
+from lmcache_demo.cluster import Cluster, Sidecar, TierCompression
 from lmcache_demo.engines import Answer, Engine, Prompt
 from lmcache_demo.processes import Processes
 
@@ -25,12 +27,12 @@ MAX_NEW_TOKENS = 24
 MIN_PROMPT_TOKENS = 2000
 DISK_GB = 1.0
 LOSSY_SERDE, LOSSLESS_SERDE = "cachegen", "lossless"
-HOT, PEER, REMOTE, DISK, NOWHERE = "Hot", "P2PBackend", REMOTE_TIER, DISK_TIER, ""
+NOWHERE = ""
 PLACES = {
-    HOT: "own sidecar",
-    PEER: "sidecar A",
-    REMOTE: "cache_storage",
-    DISK: "D's disk",
+    MEMORY_TIER: "own sidecar",
+    PEER_TIER: "sidecar A",
+    STORAGE_TIER: "cache_storage",
+    DISK_TIER: "D's disk",
     NOWHERE: "computed",
 }
 
@@ -166,19 +168,19 @@ class Scenario:
         cluster.wait_until_settled(sidecar_a)
         yield Step("A, question 1", NOWHERE, answer, plain_first)
         self._say("engine A reads it again with question 2")
-        yield Step("A, question 2", HOT, engine.ask(self._second), plain_second)
+        yield Step("A, question 2", MEMORY_TIER, engine.ask(self._second), plain_second)
         engine.process.end()
 
         self._say("engine B, at sidecar B, reads it with question 2")
         engine, sidecar_b = self._engine("b")
-        yield Step("B, 2nd sidecar", PEER, engine.ask(self._second), plain_second)
+        yield Step("B, 2nd sidecar", PEER_TIER, engine.ask(self._second), plain_second)
         engine.process.end()
 
         self._say("sidecars A and B are killed; engine C starts at a fresh sidecar")
         sidecar_a.process.kill()
         sidecar_b.process.kill()
         engine, sidecar_c = self._engine("c")
-        yield Step("C, A+B killed", REMOTE, engine.ask(self._first), plain_first)
+        yield Step("C, A+B killed", STORAGE_TIER, engine.ask(self._first), plain_first)
         engine.process.end()
         sidecar_c.process.kill()
 
@@ -206,7 +208,7 @@ class Scenario:
         engine.process.end()
         cluster.wait_until_settled(writer)
         yield Step("D, other salt", NOWHERE, answer, plain_first)
-        written = {tier: cluster.codec_figures(writer, tier) for tier in (REMOTE, DISK)}
+        written = {tier: cluster.codec_figures(writer, tier) for tier in (STORAGE_TIER, DISK_TIER)}
         writer.process.kill()
 
         self._say(
@@ -216,8 +218,10 @@ class Scenario:
         engine, reader = self._engine("e", **remote)
         answer = engine.ask(self._first)
         engine.process.end()
-        compression = Compression(True, written[REMOTE], cluster.codec_figures(reader, REMOTE))
-        yield Step(f"E, {LOSSY_SERDE}", REMOTE, answer, plain_first, compression)
+        compression = Compression(
+            True, written[STORAGE_TIER], cluster.codec_figures(reader, STORAGE_TIER)
+        )
+        yield Step(f"E, {LOSSY_SERDE}", STORAGE_TIER, answer, plain_first, compression)
         reader.process.kill()
 
         self._say(
@@ -227,8 +231,10 @@ class Scenario:
         engine, reader = self._engine("f", **(disk | {"salt_file": salt}))
         cluster.wait_until_loaded(reader)
         answer = engine.ask(self._first)
-        compression = Compression(False, written[DISK], cluster.codec_figures(reader, DISK))
-        yield Step(f"F, {LOSSLESS_SERDE}", DISK, answer, plain_first, compression)
+        compression = Compression(
+            False, written[DISK_TIER], cluster.codec_figures(reader, DISK_TIER)
+        )
+        yield Step(f"F, {LOSSLESS_SERDE}", DISK_TIER, answer, plain_first, compression)
 
         self.blended = run_blended(self._processes, cluster, self._directory, self._say)
 

@@ -21,36 +21,56 @@ from lmcache_node.admin import (
 )
 from lmcache_node.settings import Tenant
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from lmcache_servicekit.docstrings import ApiModel
 from lmcache_servicekit.problems import failures
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from lmcache_storage.chunks import UrlKey, chunk_key
 from lmcache_storage.problems import DrainingError
 from lmcache_storage.storage import RunningStorage, StorageNode
 
 UrlKeys = Annotated[list[UrlKey], Field(min_length=1, max_length=MAX_PINNED_CHUNKS)]
+ChunksTenant = Annotated[
+    Tenant | None, Field(description="Tenant of the chunks; null: the caller's.")
+]
 
 
-class StorageStats(BaseModel):
-    """The storage at a glance."""
+class StorageStats(ApiModel):
+    """The storage at a glance.
+
+    Attributes:
+        instance: Id of this instance at lookup and broker.
+        advertise_url: Where others reach its lm:// port.
+        draining: Whether a drain has begun here, or the broker sends no pulls here.
+        settled: Whether everything stored has reached the slower tiers and lookup.
+        num_connections: Open lm:// connections.
+        tiers: Figures of each tier, by its name: `num_chunks`, `used_bytes`, `capacity_bytes` and
+            the tier's own counters since the start. A bucket's sizes are 0, since it does not say.
+        drain: Progress of its drain.
+        replicas: Names of the other storage servers that are known now; null if none are
+            configured.
+        reporter: The reports to lookup: the incarnation, events not acknowledged, resyncs,
+            overflows, and whether it is registered (1 or 0); null without lookup.
+    """
 
     instance: str
     advertise_url: str
     draining: bool
-    settled: bool = Field(description="Whether everything stored has reached the disk and lookup")
-    num_connections: int = Field(description="Open lm:// connections")
+    settled: bool
+    num_connections: int
     tiers: dict[str, dict[str, int]]
     drain: DrainView
-    replicas: list[str] | None = Field(
-        description="Names of the other instances; null if none are configured"
-    )
-    reporter: dict[str, int] | None = Field(
-        description="State of the reports to lookup; null without lookup"
-    )
+    replicas: list[str] | None
+    reporter: dict[str, int] | None
 
 
-class ClearTenantRequest(BaseModel):
-    """The tenant to clear; by default the caller's."""
+class ClearTenantRequest(ApiModel):
+    """The tenant to clear.
+
+    Attributes:
+        tenant: Its name; null: the caller's, unless `all_tenants` is set.
+        all_tenants: Clear every tenant; not together with `tenant`.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,43 +84,67 @@ class ClearTenantRequest(BaseModel):
         return self
 
 
-class PinKeysRequest(BaseModel):
-    """Chunks to pin in memory, and for how long."""
+class PinKeysRequest(ApiModel):
+    """Chunks to pin in memory, and for how long.
+
+    Attributes:
+        keys: Keys in the URL form; repeated ones count once.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     keys: UrlKeys
     ttl_s: Ttl = DEFAULT_TTL_S
-    tenant: Tenant | None = Field(None, description="Tenant of the chunks; by default the caller's")
+    tenant: ChunksTenant = None
 
 
-class UnpinnedKey(BaseModel):
-    """One chunk that was not pinned."""
+class UnpinnedKey(ApiModel):
+    """One chunk that was not pinned.
+
+    Attributes:
+        key: Its key in the URL form.
+        reason: Why a read missed it, for example `never_stored`, `evicted` or `no_memory`; or
+            `pin_bound`: too much is pinned already.
+    """
 
     key: str
-    reason: str = Field(
-        description="Why it is missing here, or `pin_bound`: too much is pinned already"
-    )
+    reason: str
 
 
 class PinKeysAnswer(PinnedBytes):
-    """The pins after a request."""
+    """The pins after a request.
 
-    num_pinned: int = Field(description="How many of the requested chunks are pinned")
+    Attributes:
+        num_pinned: How many of the requested chunks are pinned now.
+        not_pinned: The other ones.
+    """
+
+    num_pinned: int
     not_pinned: list[UnpinnedKey]
 
 
-class UnpinKeysRequest(BaseModel):
-    """Chunks to unpin."""
+class UnpinKeysRequest(ApiModel):
+    """Chunks to unpin.
+
+    Attributes:
+        keys: Keys in the URL form; null: all pinned chunks of the tenant.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    keys: UrlKeys | None = Field(None, description="If absent, all chunks of the tenant")
-    tenant: Tenant | None = Field(None, description="Tenant of the chunks; by default the caller's")
+    keys: UrlKeys | None = None
+    tenant: ChunksTenant = None
 
 
-class PinnedKey(BaseModel):
-    """One pinned chunk."""
+class PinnedKey(ApiModel):
+    """One pinned chunk.
+
+    Attributes:
+        key: Its key in the URL form.
+        tenant: The tenant that owns it.
+        num_bytes: Memory that it takes, in bytes.
+        expires_in_s: Seconds until its pin ends.
+    """
 
     key: str
     tenant: str
@@ -109,7 +153,11 @@ class PinnedKey(BaseModel):
 
 
 class PinnedKeys(PinnedBytes):
-    """All pinned chunks, of all tenants."""
+    """All pinned chunks, of all tenants.
+
+    Attributes:
+        pins: One for each chunk.
+    """
 
     pins: list[PinnedKey]
 
@@ -119,7 +167,10 @@ router = APIRouter(prefix="/v1", route_class=GuardedRoute)
 
 @router.get("/stats", tags=["status"])
 async def get_stats(storage: RunningStorage, principal: ClientPrincipal) -> StorageStats:
-    """Show a summary."""
+    """Show a summary.
+
+    Of the whole server, whatever the caller's tenant.
+    """
     return StorageStats(
         instance=storage.settings.instance_id,
         advertise_url=storage.distributed_url,
@@ -137,7 +188,9 @@ async def get_stats(storage: RunningStorage, principal: ClientPrincipal) -> Stor
 async def evict_memory(
     storage: RunningStorage, principal: AdminPrincipal, request: EvictBytesRequest
 ) -> EvictAnswer:
-    """Free host memory, coldest chunks first. The disk keeps its copies."""
+    """Free host memory, coldest chunks first. Of any tenant; pinned chunks and those in use stay,
+    and slower tiers keep their copies.
+    """
     return EvictAnswer(freed_bytes=await storage.stack.hot.evict(request.num_bytes))
 
 
@@ -145,7 +198,11 @@ async def evict_memory(
 async def clear_tenant(
     storage: RunningStorage, principal: AdminPrincipal, request: ClearTenantRequest | None = None
 ) -> ClearAnswer:
-    """Remove the chunks of one tenant (default: the caller's) or of all."""
+    """Remove the chunks of one tenant (default: the caller's) or of all.
+
+    From every tier of this server, its bucket included; pins of removed chunks end. It cannot be
+    undone. Other servers keep their chunks. Without a body: the caller's tenant.
+    """
     wanted = request or ClearTenantRequest()
     tenant = None if wanted.all_tenants else wanted.tenant or principal.tenant
     return ClearAnswer(num_chunks=await storage.stack.clear(tenant))
@@ -157,7 +214,8 @@ async def drain(
 ) -> DrainAnswer:
     """Drain: become unready, accept no new chunks, finish writes, hand over all chunks.
 
-    Reads continue.
+    Reads continue; stores get 503 and pins end. A call during a drain waits for that drain; after
+    an incomplete one it tries again. The process keeps running, and `undrain` cancels the drain.
     """
     storage.drain.begin()
     if wait:
@@ -169,7 +227,8 @@ async def drain(
 async def undrain(storage: RunningStorage, principal: AdminPrincipal) -> DrainAnswer:
     """Cancel a drain: become ready, accept chunks, pins and pulls again.
 
-    Chunks that were handed over stay there. 409 while the process ends.
+    One that the broker has ordered, too. Chunks that were handed over also stay there; earlier
+    pins are gone. Does nothing without a drain. 409: the process is about to end.
     """
     await storage.undrain()
     return _drain_answer(storage)
@@ -187,7 +246,11 @@ def _drain_answer(storage: StorageNode) -> DrainAnswer:
 async def pin_chunks(
     storage: RunningStorage, principal: AdminPrincipal, request: PinKeysRequest
 ) -> PinKeysAnswer:
-    """Pin chunks: load them into memory and protect them from eviction."""
+    """Pin chunks: load them into memory and protect them from eviction.
+
+    Until `ttl_s` has passed, or an unpin, drain or restart. The answer names those that were not
+    pinned. 400: a key cannot be read. 503: the server drains.
+    """
     if storage.drain.has_begun:
         raise DrainingError("this instance is draining")
     tenant = request.tenant or principal.tenant
@@ -206,7 +269,11 @@ async def pin_chunks(
 async def unpin_chunks(
     storage: RunningStorage, principal: AdminPrincipal, request: UnpinKeysRequest | None = None
 ) -> UnpinAnswer:
-    """Unpin chunks."""
+    """Unpin chunks.
+
+    They stay in memory until they are evicted. Without a body: all of the caller's tenant. Chunks
+    that are not pinned are ignored. 400: a key cannot be read.
+    """
     wanted = request or UnpinKeysRequest(keys=None, tenant=None)
     tenant = wanted.tenant or principal.tenant
     if wanted.keys is None:
@@ -218,7 +285,10 @@ async def unpin_chunks(
 
 @router.get("/admin/pins", tags=["pins"])
 async def list_pins(storage: RunningStorage, principal: AdminPrincipal) -> PinnedKeys:
-    """List pins and their remaining time."""
+    """List pins and their remaining time.
+
+    Those of every tenant, in no order.
+    """
     return PinnedKeys(
         pins=[
             PinnedKey(

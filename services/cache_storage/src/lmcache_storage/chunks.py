@@ -17,9 +17,10 @@ from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.served import ServedStore, ServerLimits
 from lmcache_core.wire.stream import paced
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
+from lmcache_servicekit.docstrings import ApiModel
 from lmcache_servicekit.errors import NotFoundError
 from lmcache_servicekit.problems import failures
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -38,15 +39,17 @@ MAX_KEYS: Final = 4096
 MAX_URL_KEY_CHARS: Final = 6000
 MAX_ACCEPT_CHARS: Final = 256
 LOSSLESS: Final = "lossless"
+URL_FORM: Final = "its canonical bytes in base64url, unpadded"
 RECORD_CONTENT: Final = {
     "content": {RECORD_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 }
 
 UrlKey = Annotated[
-    str, Field(min_length=1, max_length=MAX_URL_KEY_CHARS, description="A key in its URL form")
+    str,
+    Field(min_length=1, max_length=MAX_URL_KEY_CHARS, description=f"A chunk's key: {URL_FORM}."),
 ]
 PathKey = Annotated[
-    str, Path(max_length=MAX_URL_KEY_CHARS, description="The chunk's key in its URL form")
+    str, Path(max_length=MAX_URL_KEY_CHARS, description=f"The chunk's key: {URL_FORM}.")
 ]
 AcceptHeader = Annotated[
     str,
@@ -62,30 +65,50 @@ AcceptHeader = Annotated[
 ]
 
 
-class Keys(BaseModel):
-    """Chunks to check."""
+class Keys(ApiModel):
+    """Chunks of the caller's tenant.
+
+    Attributes:
+        keys: Keys in the URL form; for reads, repeated ones count once.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     keys: list[UrlKey] = Field(max_length=MAX_KEYS)
 
 
-class Present(BaseModel):
-    """Whether each chunk exists, in the order of the keys."""
+class Present(ApiModel):
+    """Which of the chunks exist.
+
+    Attributes:
+        present: For each key of the request, in its order, whether a read would find the chunk now.
+    """
 
     present: list[bool]
 
 
-class ListedChunk(BaseModel):
-    """One chunk."""
+class ListedChunk(ApiModel):
+    """One chunk.
+
+    Attributes:
+        key: Its key in the URL form.
+        size_bytes: Size of its record in bytes.
+        tiers: Names of the tiers in this process that have it, fastest first: `memory`,
+            `disk`, `bucket`.
+    """
 
     key: str
     size_bytes: int
     tiers: list[str]
 
 
-class ListedChunks(BaseModel):
-    """A page of the caller's chunks."""
+class ListedChunks(ApiModel):
+    """A page of the caller's chunks.
+
+    Attributes:
+        chunks: At most `limit`, ordered by key.
+        next_offset: The `offset` of the next page; null at the end.
+    """
 
     chunks: list[ListedChunk]
     next_offset: int | None
@@ -125,7 +148,12 @@ async def put_chunk(
     storage: RunningStorage,
     store: VisibleStore,
 ) -> Response:
-    """Store one verified record under its key."""
+    """Store one verified record under its key.
+
+    The body is a record (docs/protocols.md) whose key and digest must match. 201: stored in memory;
+    slower tiers follow in the background. 204: it was there already. 422: no intact record of this
+    key; 413: larger than `max_record_mb`; 507: no room; 503: the server drains, try another.
+    """
     name = chunk_key(principal.tenant, key)
     if not storage.takes_chunks():
         raise DrainingError("this instance is draining")
@@ -149,16 +177,27 @@ async def put_chunk(
 async def get_chunk(
     key: PathKey, principal: ClientPrincipal, storage: RunningStorage, store: VisibleStore
 ) -> Response:
-    """Read one record."""
+    """Read one record.
+
+    From memory, disk or bucket, whichever has it. 404: no tier has it, or none in time, or only
+    with an encoding that the caller does not accept; `detail` names the reason.
+    """
     [result] = await store.get([chunk_key(principal.tenant, key)])
     if isinstance(result, Miss):
         raise NotFoundError(f"the chunk is not served: {result.reason}")
     return RecordResponse(result, storage.limits)
 
 
-@router.head("/chunks/{key}", response_class=Response, responses=failures(400, 404))
+@router.head(
+    "/chunks/{key}",
+    response_class=Response,
+    responses={200: {"description": "It exists"}, **failures(400, 404)},
+)
 async def head_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleStore) -> Response:
-    """Check whether one chunk exists."""
+    """Check whether one chunk exists.
+
+    Does not count as a read, which would defer its eviction. 404: it does not exist here.
+    """
     if await store.contains([chunk_key(principal.tenant, key)]) != [True]:
         raise NotFoundError("the chunk does not exist here")
     response = Response(media_type=RECORD_TYPE)
@@ -170,7 +209,11 @@ async def head_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleSto
     "/chunks/{key}", status_code=204, response_class=Response, responses=failures(400, 404)
 )
 async def delete_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleStore) -> Response:
-    """Remove one chunk."""
+    """Remove one chunk.
+
+    From every tier of this server, its bucket included; others keep their copies. 404: it was not
+    here.
+    """
     if not await store.remove([chunk_key(principal.tenant, key)]):
         raise NotFoundError("the chunk does not exist here")
     return Response(status_code=204)
@@ -178,7 +221,11 @@ async def delete_chunk(key: PathKey, principal: ClientPrincipal, store: VisibleS
 
 @router.post("/chunks:contains", responses=failures(400))
 async def contains_chunks(keys: Keys, principal: ClientPrincipal, store: VisibleStore) -> Present:
-    """Check which chunks exist."""
+    """Check which chunks exist.
+
+    Does not read them. A tier that does not answer in time counts as empty. 400: a key cannot be
+    read.
+    """
     names = [chunk_key(principal.tenant, key) for key in keys.keys]
     return Present(present=await store.contains(names))
 
@@ -191,7 +238,13 @@ async def contains_chunks(keys: Keys, principal: ClientPrincipal, store: Visible
 async def get_chunks(
     keys: Keys, principal: ClientPrincipal, storage: RunningStorage, store: VisibleStore
 ) -> Response:
-    """Read many records; missing ones are omitted."""
+    """Read many records; missing ones are omitted.
+
+    Those that exist follow one another in the order of the keys; the key in a record's head says
+    which it is. For a caller that reads too slowly the answer breaks off, and the connection
+    closes.
+    400: a key cannot be read.
+    """
     # Deduplicated: a short request must not ask for one record thousands of times.
     names = [chunk_key(principal.tenant, key) for key in dict.fromkeys(keys.keys)]
     return RecordsResponse(store, names, storage.limits)
@@ -204,7 +257,11 @@ async def list_chunks(
     offset: Annotated[int, Query(ge=0, description="Chunks to skip.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Largest number of chunks.")] = 100,
 ) -> ListedChunks:
-    """List the caller's chunks by key."""
+    """List the caller's chunks by key.
+
+    Those in memory and on disk of this server, not those that only its bucket has. Pages are not of
+    one moment: chunks stored or removed meanwhile may be skipped or appear twice.
+    """
     end = offset + limit
     held = await storage.holdings(principal.tenant)
     page = [

@@ -12,6 +12,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
+from lmcache_core.names import BUCKET_TIER
 from lmcache_core.p2p import PeerFigures
 from lmcache_core.storage.guard import GuardOptions
 from lmcache_core.storage.served import LocalStore
@@ -32,7 +33,7 @@ from lmcache_storage.handover.rebalancer import LOOK_S, Rebalancer
 from lmcache_storage.handover.servers import OtherServers, create_members
 from lmcache_storage.metrics import DESCRIBED
 from lmcache_storage.problems import DrainingError
-from lmcache_storage.s3 import S3_TIER, create_s3_backend
+from lmcache_storage.s3 import create_s3_backend
 from lmcache_storage.served_store import Departures, HandoverStore, KeepingStore
 from lmcache_storage.settings import StorageSettings
 
@@ -74,7 +75,7 @@ class StorageNode(Node[StorageSettings]):
         settings = self.settings
         await self.open_clients()
         self.bucket = create_s3_backend(settings)
-        pending_bytes = {S3_TIER: settings.memory_bytes // PENDING_S3_SHARE}
+        pending_bytes = {BUCKET_TIER: settings.memory_bytes // PENDING_S3_SHARE}
         await self.open_tiers(
             await self._make_tiers(),
             DESCRIBED,
@@ -182,7 +183,7 @@ class StorageNode(Node[StorageSettings]):
                 further=self.bucket,
                 policy=settings.eviction_policy,
                 is_priced=False,  # a caller of this server cannot compute anything here
-                guards={S3_TIER: GuardOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s)},
+                guards={BUCKET_TIER: GuardOptions(timeout_s=BUCKET_CALLS * settings.s3_timeout_s)},
                 removed_from=self.announcer.removed_from,
             )
         )

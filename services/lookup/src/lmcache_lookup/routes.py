@@ -74,23 +74,27 @@ InstanceInPath = Annotated[
     str, Path(pattern=f"^{INSTANCE_PATTERN}$", max_length=128, description="The instance's id.")
 ]
 IncarnationInQuery = Annotated[
-    int,
-    Query(ge=0, le=MAX_INCARNATION, description="Only this life of the instance; else any."),
+    int | None,
+    Query(
+        ge=0,
+        le=MAX_INCARNATION,
+        description="End the lease only if it is of this incarnation; if absent, of any.",
+    ),
 ]
 TenantInQuery = Annotated[
-    str,
+    str | None,
     Query(
         pattern=f"^{TENANT_PATTERN}$",
         max_length=63,
-        description="The tenant; by default the caller's.",
+        description="The tenant; if absent, the caller's. Another one needs the role `admin`.",
     ),
 ]
 TenantBefore = Annotated[
-    str,
+    str | None,
     Query(
         pattern=f"^{TENANT_PATTERN}$",
         max_length=63,
-        description="Names after this one: the last one of the page before.",
+        description="Only names after this one: the page before ends with it.",
     ),
 ]
 Limit = Annotated[
@@ -140,11 +144,15 @@ ROUTERS: Final = (questions, lookup_router, instances_router, events_router, adm
 
 @questions.post(
     "/lookup",
-    summary="Find the longest cached prefix and its holders",
     **bodies.route(CHUNKS, LookupAnswer, PackedLookupAnswer),
 )
 async def lookup_prefix(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """Up to 8192 chunks; without the index the answer is empty and `degraded`."""
+    """Find the longest cached prefix and its holders.
+
+    Of the caller's tenant. The prefix ends at the first chunk that no instance outside `exclude`
+    holds; up to 16 holders are named for each chunk. A holder may have evicted it since. If the
+    index does not answer in time, the answer is empty and `degraded`, not an error.
+    """
     packed = wants_packed(request)
     body = await CHUNKS.read(request)
     answer = await service.lookup(caller.tenant, body.ids, body.exclude)
@@ -153,45 +161,59 @@ async def lookup_prefix(request: Request, caller: ClientPrincipal, service: Serv
 
 @questions.post(
     "/route",
-    summary="Show the longest prefix of each instance",
     **bodies.route(CHUNKS, RouteAnswer),
 )
 async def lookup_prefixes(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """For request routers."""
+    """Show the longest prefix of each instance.
+
+    For request routers: how many of the chunks, from the first, each instance has by itself.
+    Instances without the first chunk are omitted. Of the caller's tenant; `degraded` as in a
+    lookup.
+    """
     body = await CHUNKS.read(request)
     return answered(request, await service.route(caller.tenant, body.ids, body.exclude))
 
 
-@questions.post(
-    "/contains", summary="Check which chunks have a holder", **bodies.route(CHUNKS, ContainsAnswer)
-)
+@questions.post("/contains", **bodies.route(CHUNKS, ContainsAnswer))
 async def contains_chunks(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """Each chunk on its own, not as a prefix."""
+    """Check which chunks have a holder.
+
+    Each chunk on its own, not as a prefix. Of the caller's tenant; if the index does not answer
+    in time, no chunk is present and the answer is `degraded`.
+    """
     body = await CHUNKS.read(request)
     return answered(request, await service.contains(caller.tenant, body.ids, body.exclude))
 
 
 @lookup_router.get(
     "/chunks/{chunk_id}/locations",
-    summary="List a chunk's holders",
     **bodies.route(answer=LocationsAnswer),
 )
 async def list_locations(
     request: Request, chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Service
 ) -> Response:
-    """Empty if none is known."""
+    """List a chunk's holders.
+
+    One for each tier of each live instance that has it. Of the caller's tenant; `degraded` if the
+    index does not answer in time.
+    """
     return answered(request, await service.locations(caller.tenant, bytes.fromhex(chunk_id)))
 
 
 @instances_router.put(
     "/instances/{instance}",
-    summary="Take or renew a lease",
     **bodies.route(LEASE, InstanceLease, failing=(503, 507)),
 )
 async def renew_lease(
     request: Request, instance: InstanceInPath, caller: ClientPrincipal, service: Service
 ) -> Response:
-    """The instance's chunks are found until the lease ends."""
+    """Take or renew a lease.
+
+    The instance's chunks are found until the lease ends. The lease belongs to the caller's
+    tenant. A higher incarnation voids what earlier ones reported, and begins with event 0; a lower
+    one than the live lease's changes nothing and must resync. 507: too many instances have leases.
+    503: the index did not answer in time; repeat the call.
+    """
     body = await LEASE.read(request)
     ttl_ms = service.settings.granted_ttl_ms(body.ttl_ms)
     state = await service.index.renew(
@@ -201,64 +223,78 @@ async def renew_lease(
     return answered(request, InstanceLease(ttl_ms, state.next_sequence, state.resync))
 
 
-@instances_router.delete(
-    "/instances/{instance}", summary="End a lease", status_code=204, responses=failures(503)
-)
+@instances_router.delete("/instances/{instance}", status_code=204, responses=failures(503))
 async def end_lease(
     instance: InstanceInPath,
     caller: ClientPrincipal,
     service: Service,
-    incarnation: IncarnationInQuery | None = None,
+    incarnation: IncarnationInQuery = None,
 ) -> None:
-    """Idempotent. With `incarnation`, the lease of a later incarnation stays."""
+    """End a lease.
+
+    The instance's chunks are not found from now on. 204 also if there was no such lease. 503:
+    the index did not answer in time; repeat the call.
+    """
     await service.index.end(caller.tenant, instance, incarnation)
 
 
 @instances_router.get(
     "/instances",
-    summary="List live leases",
     **bodies.route(answer=InstancesAnswer, failing=(503,)),
 )
 async def list_instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """Those of the caller's tenant."""
+    """List live leases.
+
+    Those that tokens of the caller's tenant took. 503: the index did not answer in time.
+    """
     return answered(request, InstancesAnswer(await service.index.instances(caller.tenant)))
 
 
 @events_router.post(
     "/events",
-    summary="Report stores and removals",
     **bodies.route(EVENTS, EventsAck, failing=(403, 503)),
 )
 async def report_events(request: Request, caller: ClientPrincipal, service: Service) -> Response:
-    """A repeated batch is skipped; a gap requests a resync."""
+    """Report stores and removals.
+
+    Needs a live lease of this incarnation. Events applied before are skipped, so a batch may be
+    repeated; after a gap or without the lease none is applied, and the answer requests a resync.
+    403: chunks of another tenant, whose events need the role `storage` or `admin`. 503: the index
+    did not answer in time; repeat the batch.
+    """
     return answered(request, await service.take(caller, await EVENTS.read(request)))
 
 
 @lookup_router.get(
     "/stats",
-    summary="Show figures of the index",
     **bodies.route(answer=StatsAnswer, failing=(403,)),
 )
 async def get_stats(
-    request: Request, caller: ClientPrincipal, service: Service, tenant: TenantInQuery | None = None
+    request: Request, caller: ClientPrincipal, service: Service, tenant: TenantInQuery = None
 ) -> Response:
-    """Of the caller's tenant, or the one an admin names."""
+    """Show figures of the index.
+
+    Of one tenant. An index that does not answer in time is `degraded`, not an error. 403:
+    another tenant's need the role `admin`.
+    """
     return answered(request, await service.stats(tenant_for(caller, tenant)))
 
 
 @admin_router.get(
     "/admin/tenants",
-    summary="List tenants with chunks",
     **bodies.route(answer=TenantsAnswer, failing=(503,)),
 )
 async def list_tenants(
     request: Request,
     caller: AdminPrincipal,
     service: Service,
-    after: TenantBefore | None = None,
+    after: TenantBefore = None,
     limit: Limit = MAX_TENANTS_PER_ANSWER,
 ) -> Response:
-    """A page of names after `after`."""
+    """List tenants with chunks.
+
+    A page of their names, sorted. 503: the index did not answer in time.
+    """
     found = [tenant for tenant in await service.index.tenants() if tenant > (after or "")]
     page = found[:limit]
     return answered(request, TenantsAnswer(page, page[-1] if len(found) > limit else None))
@@ -266,24 +302,30 @@ async def list_tenants(
 
 @admin_router.post(
     "/admin/evict",
-    summary="Remove holders of chunks",
     **bodies.route(EVICT, EvictedAnswer, failing=(503,)),
 )
 async def evict_chunks(request: Request, caller: AdminPrincipal, service: Service) -> Response:
-    """The instances keep the chunks and may announce them again."""
+    """Remove holders of chunks.
+
+    The instances keep the chunks and may announce them again. 503: the index did not answer in
+    time; repeat the call.
+    """
     body = await EVICT.read(request)
     return answered(
         request, EvictedAnswer(await service.index.evict(tenant_for(caller, body.tenant), body.ids))
     )
 
 
-@admin_router.post(
-    "/admin/clear", summary="Clear a tenant's index", status_code=204, responses=failures(503)
-)
+@admin_router.post("/admin/clear", status_code=204, responses=failures(503))
 async def clear_tenant(
-    caller: AdminPrincipal, service: Service, tenant: TenantInQuery | None = None
+    caller: AdminPrincipal, service: Service, tenant: TenantInQuery = None
 ) -> None:
-    """Its instances then announce all chunks again."""
+    """Clear a tenant's index.
+
+    The instances with leases of this tenant are told to announce all their chunks again. The chunks
+    themselves stay.
+    503: the index did not answer in time; repeat the call.
+    """
     await service.index.clear(tenant_for(caller, tenant))
 
 

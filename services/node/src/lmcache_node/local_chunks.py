@@ -18,8 +18,8 @@ MAX_READING_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """Lists and reads the chunks in memory and on disk. Reads bypass the hot tier: otherwise they
-    would evict chunks that have not been handed over yet.
+    """Lists and reads the chunks in memory and on disk. Reads bypass the memory tier: otherwise
+    they would evict chunks that have not been handed over yet.
 
     Attributes:
         hot: The memory tier.

@@ -48,10 +48,15 @@ class SeenFigures(msgspec.Struct, frozen=True):
     """Counters of a peer since its start, and what it holds now. `links` has its pulls.
 
     Attributes:
-        loaded_chunks: By tier.
-        loaded_bytes: By tier.
-        missed_chunks: By reason.
-        sole_bytes: Bytes of chunks without another holder, as far as the peer knows.
+        requested_chunks: Chunks that engines asked for.
+        loaded_chunks: Chunks that engines got, by tier.
+        loaded_bytes: Their bytes, by tier.
+        missed_chunks: Chunks that engines did not get, by reason.
+        stored_chunks: Chunks that engines stored.
+        stored_bytes: Their bytes.
+        tiers: Fill levels of its own tiers.
+        sole_bytes: Bytes of chunks without another holder, as far as the peer knows; null if it
+            does not know.
         models: What it saved, by model.
     """
 
@@ -70,14 +75,20 @@ class SeenPeer(PeerStatus, frozen=True, kw_only=True):
     """A live peer and its work.
 
     Attributes:
-        figures: Null if the peer reports none.
+        figures: Its counters; null if it reports none.
     """
 
     figures: SeenFigures | None
 
 
 class PeerTraffic(msgspec.Struct, frozen=True):
-    """Bytes that one peer has pulled from another since the requester's start."""
+    """Bytes that one peer has pulled from another since the requester's start.
+
+    Attributes:
+        requester: Id of the peer that pulled.
+        server: Id of the peer that served.
+        num_bytes: Bytes received.
+    """
 
     requester: str
     server: str
@@ -85,14 +96,17 @@ class PeerTraffic(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct):
-    """Chunks that engines asked for, got and stored.
+    """Chunks that engines asked for, got and stored. Of tiers, reasons and models the first 32 are
+    named; further ones count as `other`.
 
     Attributes:
-        loaded_chunks: By tier.
-        loaded_bytes: By tier.
-        missed_chunks: By reason.
+        requested_chunks: Chunks that engines asked for.
+        loaded_chunks: Chunks that they got, by tier.
+        loaded_bytes: Their bytes, by tier.
+        missed_chunks: Chunks that they did not get, by reason.
+        stored_bytes: Bytes of the chunks that they stored.
         saved_tokens: Tokens whose KV was loaded instead of computed, by model.
-        saved_ms: Prefill time of these, by model; 0 if engines do not know their speed.
+        saved_ms: Milliseconds of prefill for these, by model; 0 if engines do not know their speed.
         first_tokens: Waits for first tokens, by model; of sidecars that ask their vLLM.
     """
 
@@ -110,7 +124,8 @@ class Sample(msgspec.Struct, frozen=True):
     """The work of one interval.
 
     Attributes:
-        ended_ms: Unix time in milliseconds.
+        ended_ms: End of the interval, Unix time in milliseconds.
+        work: What the peers counted in it.
     """
 
     ended_ms: int
@@ -121,9 +136,10 @@ class Window(msgspec.Struct, frozen=True):
     """The work of the latest time.
 
     Attributes:
-        window_s: Length of that time.
-        watched_s: The time that `work` covers: less if this broker started later, up to one bucket
+        window_s: Length of that time, in seconds.
+        watched_s: Seconds that `work` covers: fewer if this broker started later, up to one bucket
             (a sample, 5 minutes, an hour) more otherwise.
+        work: What the peers counted in them.
     """
 
     window_s: int
@@ -137,7 +153,7 @@ class TenantSavings(msgspec.Struct, frozen=True):
     Attributes:
         tenant: Its name.
         saved_tokens: Tokens whose KV was loaded instead of computed, for each of the windows.
-        saved_ms: Prefill time of those of the last window.
+        saved_ms: Milliseconds of prefill for those of the last window.
     """
 
     tenant: str
@@ -150,7 +166,8 @@ class HotChunk(msgspec.Struct, frozen=True):
     of all tokens up to its end. Chunks of one prompt that are pulled equally often count as one.
 
     Attributes:
-        num_pulls: Granted by this broker within the last minute.
+        chunk_id: 32 hex digits.
+        num_pulls: Pulls of it that this broker granted within the last minute.
         num_chunks: Chunks pulled together, up to this one.
         num_tokens: Their tokens; null if the requester does not report them.
         model: The requester's; null if it has none or several.
@@ -169,15 +186,17 @@ class Overview(msgspec.Struct, frozen=True):
     """The peers of the caller's tenant and the shared ones, as this broker knows them.
 
     Attributes:
-        time_ms: Unix time in milliseconds.
-        broker: The broker that answers.
-        tenant: The caller's.
+        time_ms: When this was composed, Unix time in milliseconds; up to 4 s ago in a large
+            cluster.
+        broker: Instance id of the broker that answers.
+        tenant: The caller's tenant.
         shares: Whether this broker is configured to share peers with others.
-        is_shared: Whether the peer store shared by brokers answers this broker.
+        is_shared: Whether the peer store shared by brokers answers this broker; false without one.
+        num_peers: Live peers; `peers` may have fewer.
         peers: Draining ones first; at most 256.
         links: The strongest; at most 512.
         totals: Of all these peers since the start of each.
-        interval_s: Length of a sample.
+        interval_s: Length of a sample, in seconds.
         windows: The last 5 minutes, hour and day.
         samples: The latest intervals since this broker's start, the oldest first; at most 360.
         hot_chunks: The prefixes that are pulled most; at most 10.

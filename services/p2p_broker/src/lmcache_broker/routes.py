@@ -39,9 +39,12 @@ class BrokerStats(msgspec.Struct, frozen=True):
     """Figures of the peers visible to the caller.
 
     Attributes:
-        num_pulls: Tickets that have not expired.
+        num_peers: Live peers.
+        num_draining: Of these, peers that get no new pulls.
+        num_pulls: Pulls underway: tickets that have neither ended nor expired.
+        max_pulls_per_peer: Pulls that one peer serves at a time; further ones wait.
         num_waiting: Requests, of all tenants, that wait for a slot.
-        is_shared: Whether the store shared with other brokers is available.
+        is_shared: Whether the store shared with other brokers is available; false without one.
     """
 
     num_peers: int
@@ -88,7 +91,10 @@ async def broker_parts(request: Request) -> BrokerParts:
 
 
 Parts = Annotated[BrokerParts, Depends(broker_parts)]
-PeerIdPath = Annotated[str, Path(pattern=f"^{INSTANCE_PATTERN}$", description="The peer's id.")]
+PeerIdPath = Annotated[
+    str,
+    Path(pattern=f"^{INSTANCE_PATTERN}$", description="The peer's instance id, as at lookup."),
+]
 
 peers_router = APIRouter(prefix="/v1", tags=["peers"], route_class=GuardedRoute)
 transfers_router = APIRouter(prefix="/v1", tags=["transfers"], route_class=GuardedRoute)
@@ -99,13 +105,18 @@ ROUTERS: Final = (peers_router, transfers_router, overview_router, admin_router)
 
 @peers_router.put(
     "/peers/{peer_id}",
-    summary="Register a peer, or renew its lease",
     **bodies.route(ANNOUNCE, Lease, failing=(400, 403, 409, 507)),
 )
 async def announce_peer(
     request: Request, peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts
 ) -> Response:
-    """A client's peer serves its tenant; those of `storage` and `admin` serve all tenants."""
+    """Register a peer, or renew its lease.
+
+    A heartbeat: the peer gets pulls until its lease ends. A client's peer serves its tenant;
+    those of the roles `storage` and `admin` serve all tenants. The answer may ask the peer to
+    drain, or to copy hot chunks. 400: a peer elsewhere names a loopback address. 403: the role does
+    not allow this kind. 409: a later incarnation is registered. 507: too many peers.
+    """
     body = await ANNOUNCE.read(request)
     _refuse_foreign_loopback(body.distributed_url, request)
     peer = Peer(peer_id, body.incarnation, body.distributed_url, body.kind, body.zone, body.node)
@@ -133,44 +144,61 @@ def _refuse_foreign_loopback(distributed_url: str, request: Request) -> None:
         )
 
 
-@peers_router.get("/peers", summary="List the live peers", **bodies.route(answer=PeersResponse))
+@peers_router.get("/peers", **bodies.route(answer=PeersResponse))
 async def list_peers(principal: ClientPrincipal, parts: Parts) -> Response:
-    """Those of the caller's tenant, and shared ones."""
+    """List the live peers.
+
+    Those of the caller's tenant, and shared ones. Each was announced, or discovered from
+    outside, and its lease has not ended.
+    """
     return json_answer(PeersResponse(await parts.registry.visible(principal)))
 
 
 @peers_router.get(
     "/peers/{peer_id}",
-    summary="Show a live peer",
     **bodies.route(answer=PeerStatus, failing=(404,)),
 )
 async def get_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
-    """404 if it is not live."""
+    """Show a live peer.
+
+    One of the caller's tenant, or else a shared one. 404: no such peer is live.
+    """
     return json_answer(await parts.registry.get(principal, peer_id))
 
 
-@peers_router.delete("/peers/{peer_id}", status_code=204, summary="End a peer's lease")
+@peers_router.delete("/peers/{peer_id}", status_code=204)
 async def end_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
-    """Idempotent."""
+    """End a peer's lease.
+
+    It gets no new pulls from now on; tickets stay valid. Ends only what the caller could
+    announce: its tenant's peer, or a shared one with the role `storage` or `admin`. 204 also if
+    there was none.
+    """
     await parts.registry.remove(principal, peer_id)
     return Response(status_code=204)
 
 
 @admin_router.post(
     "/peers/{peer_id}:drain",
-    summary="Give a peer no new pulls",
     **bodies.route(answer=PeerStatus, failing=(404,)),
 )
 # Where `lmcachectl` of the preview calls it.
 @peers_router.post("/peers/{peer_id}:drain", include_in_schema=False)
 async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Parts) -> Response:
-    """Lasts for its incarnation; the peer learns of it with its next heartbeat."""
+    """Give a peer no new pulls.
+
+    Lasts for its incarnation; the peer learns of it with its next heartbeat, and hands over its
+    chunks. 404: no such peer is live.
+    """
     return json_answer(await parts.registry.drain(principal, peer_id))
 
 
-@peers_router.get("/stats", summary="Show figures", **bodies.route(answer=BrokerStats))
+@peers_router.get("/stats", **bodies.route(answer=BrokerStats))
 async def get_stats(principal: ClientPrincipal, parts: Parts) -> Response:
-    """Of the peers visible to the caller."""
+    """Show figures.
+
+    Of the peers of the caller's tenant and the shared ones.
+    """
     peers = await parts.registry.visible(principal)
     return json_answer(
         BrokerStats(
@@ -184,11 +212,16 @@ async def get_stats(principal: ClientPrincipal, parts: Parts) -> Response:
     )
 
 
-@transfers_router.post(
-    "/transfers", summary="Assign chunks to peers", **bodies.route(TRANSFER, TransferResponse)
-)
+@transfers_router.post("/transfers", **bodies.route(TRANSFER, TransferResponse))
 async def assign_transfers(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
-    """Tickets are valid for the caller's tenant."""
+    """Assign chunks to peers.
+
+    Each assignment is a pull with a ticket to present over lm:// to the peer that serves it; it
+    takes a slot there until it is ended or its ticket expires. Near, idle peers with the chunk in
+    memory are preferred. If all holders are busy, waits up to `wait_ms`; then, or if the queue is
+    full, nothing is assigned. Tickets are valid for the caller's tenant. 422 also if a chunk
+    appears twice, or `tiers` does not match `holders`.
+    """
     body = await TRANSFER.read(request)
     wanted = {chunk.chunk_id: chunk for chunk in body.chunks}
     if len(wanted) != len(body.chunks):
@@ -198,34 +231,44 @@ async def assign_transfers(request: Request, principal: ClientPrincipal, parts: 
     return json_answer(await parts.scheduler.ask(principal, body.requester, wanted, body.wait_ms))
 
 
-@transfers_router.post(
-    "/transfers:renew", summary="Renew pulls", **bodies.route(PULLS, RenewResponse)
-)
+@transfers_router.post("/transfers:renew", **bodies.route(PULLS, RenewResponse))
 async def renew_transfers(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
-    """Extends pulls by another ticket's lifetime. Unknown pulls are omitted: request them again."""
+    """Renew pulls.
+
+    Extends pulls by another ticket's lifetime, up to ten minutes in all. At any broker that
+    shares the store. Unknown pulls, and those of another requester, are omitted: request them
+    again.
+    """
     body = await PULLS.read(request)
     renewed = await parts.scheduler.renew(principal, body.requester, body.pulls)
     return json_answer(RenewResponse(tuple(renewed)))
 
 
-@transfers_router.post("/transfers:done", summary="End pulls", **bodies.route(PULLS, EndedPulls))
+@transfers_router.post("/transfers:done", **bodies.route(PULLS, EndedPulls))
 async def end_transfers(request: Request, principal: ClientPrincipal, parts: Parts) -> Response:
-    """Frees their slots before the tickets expire. Unknown pulls are ignored."""
+    """End pulls.
+
+    Frees their slots before the tickets expire. At any broker that shares the store. Unknown
+    pulls, and those of another requester, are ignored.
+    """
     body = await PULLS.read(request)
     return json_answer(EndedPulls(await parts.scheduler.end(principal, body.requester, body.pulls)))
 
 
-@overview_router.get(
-    "/overview", summary="Show peers and their work", **bodies.route(answer=Overview)
-)
+@overview_router.get("/overview", **bodies.route(answer=Overview))
 async def get_overview(
     principal: ClientPrincipal,
     parts: Parts,
     max_samples: Annotated[
-        int, Query(ge=0, le=MAX_SAMPLES, description="Number of intervals, the latest ones.")
+        int, Query(ge=0, le=MAX_SAMPLES, description="Largest number of samples; the latest come.")
     ] = MAX_SAMPLES,
 ) -> Response:
-    """The data of the web page at `/`."""
+    """Show peers and their work.
+
+    The data of the web page at `/`: the peers of the caller's tenant and the shared ones, and
+    what they counted, as this broker heard it. An admin also sees what each tenant saved. Not to be
+    stored by caches.
+    """
     answer = json_answer(await parts.overview.of(principal, max_samples))
     answer.headers["Cache-Control"] = "no-store"
     return answer

@@ -21,15 +21,16 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from pydantic import BaseModel
 
 from lmcache_servicekit.auth import GuardedRoute
+from lmcache_servicekit.docstrings import ApiModel
 from lmcache_servicekit.health import HealthRegistry, HealthReport
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
 from lmcache_servicekit.listening import bind, naming_listener
 from lmcache_servicekit.problems import (
     INVALID,
     MALFORMED,
+    MAX_SHOWN_ERRORS,
     MEDIA_TYPE,
     PROBLEMS,
     UNTYPED,
@@ -58,9 +59,27 @@ _PROBLEM_SCHEMA: Final = {
             "format": "uri-reference",
             "description": "Stable; compare this, not the texts.",
         },
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
+        "title": {"type": "string", "description": "The same text for every problem of this type."},
+        "status": {"type": "integer", "description": "The HTTP status, repeated."},
+        "detail": {
+            "type": "string",
+            "description": "What is wrong this time; absent if the title says all.",
+        },
+        "errors": {
+            "type": "array",
+            "description": f"Only with 400 and 422: what is wrong, {MAX_SHOWN_ERRORS} at most.",
+            "items": {
+                "type": "object",
+                "required": ["at", "message"],
+                "properties": {
+                    "at": {
+                        "type": "string",
+                        "description": "Path to the wrong part, for example `body.keys.0`.",
+                    },
+                    "message": {"type": "string", "description": "The rule that it breaks."},
+                },
+            },
+        },
         "request_id": {
             "type": "string",
             "description": "The request's `X-Request-Id`, also in log lines.",
@@ -69,7 +88,11 @@ _PROBLEM_SCHEMA: Final = {
 }
 _PROBLEM_CONTENT: Final = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
 _OTHER: Final = "default"
-
+NEEDED: Final[Mapping[Role, str]] = {
+    "client": "Needs a token of any role if tokens are configured.",
+    "admin": "Needs a token with the role `admin` if tokens are configured.",
+}
+"""The last sentence of an operation's description."""
 
 TAGS = {
     "admin": "For operators: needs a token with the role `admin`.",
@@ -126,6 +149,8 @@ class ServiceApp(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
         schema = super().openapi()
         components = schema.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
@@ -141,9 +166,13 @@ class ServiceApp(FastAPI):
         used: set[str] = set()
         for path, operations in schema.get("paths", {}).items():
             for method, operation in operations.items():
-                if (route := routes.get((path, method))) is not None:
-                    used |= self._add_problems(operation, route.guard().role)
                 _summarise(operation)
+                _describe_success(operation["responses"], schemas)
+                if (route := routes.get((path, method))) is not None:
+                    role = route.guard().role
+                    used |= self._add_problems(operation, role)
+                    told = (operation.get("description", ""), NEEDED[role])
+                    operation["description"] = " ".join(filter(None, told))
         components["responses"] = {
             f"Problem-{status}": {"description": text, "content": _PROBLEM_CONTENT}
             for status, text in self._meanings().items()
@@ -201,6 +230,15 @@ def _summarise(operation: dict[str, Any]) -> None:
         operation["description"] = rest
         if not rest:
             del operation["description"]
+
+
+def _describe_success(responses: Mapping[str, Any], schemas: Mapping[str, Any]) -> None:
+    """Replace FastAPI's description of an answer with that of its type."""
+    for response in responses.values():
+        if response["description"] == "Successful Response":
+            schema = response.get("content", {}).get(JSON, {}).get("schema", {})
+            told = schemas.get(schema.get("$ref", "").rpartition("/")[2])
+            response["description"] = "Done" if told is None else told["description"]
 
 
 def create_service_app(
@@ -287,8 +325,18 @@ def create_service_app(
     return app
 
 
-class Index(BaseModel):
-    """The answer of `/`."""
+class Index(ApiModel):
+    """The answer of `/`.
+
+    Attributes:
+        name: The service's command, for example `lmcache-lookup`.
+        version: Its release.
+        description: What the service is for.
+        openapi: Path of this document.
+        liveness: Path of the probe that says whether the process is alive.
+        readiness: Path of the probe that says whether its dependencies answer.
+        metrics: Path of the metrics for Prometheus.
+    """
 
     name: str
     version: str
@@ -302,15 +350,23 @@ class Index(BaseModel):
 def _index_router(index: Index) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/", summary="Name, version and where the rest is")
+    @router.get("/")
     async def get_index() -> Index:
+        """Name, version and where the rest is.
+
+        The rest: this document, the probes and the metrics. Needs no token.
+        """
         return index
 
     return router
 
 
-class Liveness(BaseModel):
-    """The answer of `/healthz`."""
+class Liveness(ApiModel):
+    """The answer of `/healthz`.
+
+    Attributes:
+        status: Always `ok`: a process that is not alive does not answer.
+    """
 
     status: Literal["ok"] = "ok"
 
@@ -319,23 +375,37 @@ def _probe_router(state: ServiceState) -> APIRouter:
     """Create the routes that need no credentials, since a kubelet has none."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", summary="The process is alive")
+    @router.get("/healthz")
     async def get_liveness() -> Liveness:
+        """The process is alive.
+
+        Asks no dependency: a restart would not help against a failed one. Needs no token.
+        """
         return Liveness()
 
     @router.get(
         "/readyz",
-        summary="Every dependency answers in time",
         responses={503: {"model": HealthReport}},
     )
     async def get_readiness(response: Response) -> HealthReport:
+        """Every dependency answers in time.
+
+        Asks all dependencies at once, each within its own limit. 503 if a required one fails;
+        with only optional ones failing 200 and `degraded`. Needs no token.
+        """
         report = await state.health.run()
         if report.status == "unready":
             response.status_code = 503
         return report
 
-    @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    @router.get(
+        "/metrics", response_class=Response, responses={200: {"description": "The metrics"}}
+    )
     async def get_metrics() -> Response:
+        """Prometheus metrics.
+
+        In its text format; those of several `workers` have the label `worker`. Needs no token.
+        """
         text = (
             generate_latest(state.registry)
             if state.siblings is None

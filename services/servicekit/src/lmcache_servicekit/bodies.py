@@ -8,7 +8,7 @@ the format of a body, and `Accept` that of the response.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from lmcache_core.lookup.messages import JSON, MSGPACK, NO_LINE_END
 
-from lmcache_servicekit.options import split_docstring
+from lmcache_servicekit.docstrings import describe
 from lmcache_servicekit.problems import failures
 
 BOTH_FORMATS: Final = (JSON, MSGPACK)
@@ -213,7 +213,10 @@ class BodyTypes:
     def schemas(self) -> dict[str, Any]:
         """Return the schemas of the types and of their fields' types, by name."""
         _, found = msgspec.json.schema_components(self.types, ref_template=_COMPONENT)
-        return {name: _cleaned(schema) for name, schema in found.items()}
+        schemas = {name: _cleaned(schema) for name, schema in found.items()}
+        for kind in set(_structs(msgspec.inspect.multi_type_info(self.types))):
+            describe(schemas[kind.__name__], kind)
+        return schemas
 
     def _contents(self, plain: type, packed: type) -> dict[str, Any]:
         by_format = {JSON: plain, MSGPACK: packed}
@@ -225,9 +228,20 @@ class BodyTypes:
         }
 
 
+def _structs(node: Any) -> Iterator[type]:
+    """Yield the structs in descriptions of types."""
+    if isinstance(node, msgspec.inspect.StructType):
+        yield node.cls
+    if isinstance(node, msgspec.inspect.Type | msgspec.inspect.Field):
+        node = msgspec.structs.astuple(node)
+    if isinstance(node, list | tuple):
+        for part in node:
+            yield from _structs(part)
+
+
 def _cleaned(schema: Any) -> Any:
-    """Remove what only Python's regular expressions need, describe bytes in MessagePack's terms,
-    and copy a docstring's `Attributes` to the properties.
+    """Remove what only Python's regular expressions need, and describe bytes in MessagePack's
+    terms.
     """
     if isinstance(schema, list):
         return [_cleaned(item) for item in schema]
@@ -238,9 +252,4 @@ def _cleaned(schema: Any) -> Any:
     cleaned = {name: _cleaned(value) for name, value in schema.items()}
     if isinstance(cleaned.get("pattern"), str):
         cleaned["pattern"] = cleaned["pattern"].removesuffix(NO_LINE_END)
-    if isinstance(cleaned.get("description"), str):
-        text, attributes = split_docstring(cleaned["description"])
-        cleaned["description"] = text.partition("\n\nRaises:")[0]
-        for name, told in attributes.items():
-            cleaned["properties"][name]["description"] = told
     return cleaned

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lmcache_core.errors import LMCacheError
-from pydantic import BaseModel
+
+from lmcache_servicekit.docstrings import ApiModel
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +43,27 @@ class HealthCheck:
     where: str | None = None
 
 
-class CheckReport(BaseModel):
-    """The result of one check."""
+class CheckReport(ApiModel):
+    """The result of one check.
+
+    Attributes:
+        ok: Whether the dependency answered in time.
+        detail: A few words from the dependency, or why it failed; never credentials.
+        latency_ms: How long the check took, in milliseconds.
+    """
 
     ok: bool
     detail: str
     latency_ms: float
 
 
-class HealthReport(BaseModel):
-    """The results of all checks; `unready` comes with status 503, the others with 200."""
+class HealthReport(ApiModel):
+    """The results of all checks.
+
+    Attributes:
+        status: `ok`; `degraded`: only optional dependencies failed; `unready`: a required one did.
+        checks: The result of each check, by the name of the dependency.
+    """
 
     status: Literal["ok", "degraded", "unready"]
     checks: dict[str, CheckReport]

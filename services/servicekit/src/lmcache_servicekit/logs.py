@@ -12,11 +12,12 @@ from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter
 from lmcache_core.telemetry.request_context import current_request_id
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from typing_extensions import override
 
 from lmcache_servicekit.audit import AUDIT_LOGGER
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
+from lmcache_servicekit.docstrings import ApiModel
 from lmcache_servicekit.errors import NotFoundError, PermissionDeniedError
 from lmcache_servicekit.problems import failures
 
@@ -115,35 +116,53 @@ def set_level(level: str, name: str | None = None) -> None:
 LoggerName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
 
 
-class LogLevelRequest(BaseModel):
-    """The level to set, and for which logger."""
+class LogLevelRequest(ApiModel):
+    """The level to set, and for which logger.
+
+    Attributes:
+        level: The lowest severity to log from now on.
+        logger: A module or package of the process, with all below it, for example
+            `lmcache_core.wire`; null: the whole process.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     level: LogLevel
-    logger: LoggerName | None = Field(
-        None, description="A module or package; if absent, the whole process"
-    )
+    logger: LoggerName | None = None
 
 
-class LogLevels(BaseModel):
-    """The current levels."""
+class LogLevels(ApiModel):
+    """The current levels.
 
-    level: str = Field(description="Level of the whole process")
-    loggers: dict[str, str] = Field(description="Levels of individual loggers")
+    Attributes:
+        level: The lowest severity that the process logs: `debug`, `info`, `warning` or `error`.
+        loggers: The same for each logger that has a level of its own, by its name.
+    """
+
+    level: str
+    loggers: dict[str, str]
 
 
 def create_log_router() -> APIRouter:
     """Create the routes of `/v1/admin/log-level`. A change lasts until the process ends."""
     router = APIRouter(prefix="/v1/admin", tags=["admin"], route_class=GuardedRoute)
 
-    @router.get("/log-level", summary="Show log levels")
+    @router.get("/log-level")
     async def get_log_level(principal: ClientPrincipal) -> LogLevels:
+        """Show log levels.
+
+        Those of the process that answers; other `workers` of a service may have others.
+        """
         return _levels()
 
-    @router.put("/log-level", summary="Change log levels", responses=failures(404))
+    @router.put("/log-level", responses=failures(404))
     async def set_log_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
-        """Changes the level of the process or of one logger; 404 for an unknown one."""
+        """Change log levels.
+
+        Those of the process that answers, or of one of its loggers, until it ends; other `workers`
+        of a service keep theirs. 404: no such logger. 403 also for the audit log, which is written
+        at any level.
+        """
         if request.logger == AUDIT_LOGGER:
             raise PermissionDeniedError("the audit log is written at any level")
         if request.logger is not None and request.logger not in logging.root.manager.loggerDict:

@@ -4,7 +4,6 @@ docstrings of its settings, defaults and bounds from their fields.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel
 
-_ATTRIBUTES: Final = "\n\nAttributes:\n"
-_ATTRIBUTE: Final = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+from lmcache_servicekit.docstrings import meanings
+
 _NONE: Final = re.compile(r"(?<!\. )\bNone\b")
 _UNITS: Final = {"_per_s": "", "_gb": " GB", "_mb": " MB", "_ms": " ms", "_s": " s"}
 
@@ -35,7 +34,7 @@ class OptionText:
     default: str
     values: str
     meaning: str
-    owner: type[BaseModel]
+    owner: type
 
     @property
     def is_required(self) -> bool:
@@ -49,17 +48,10 @@ def options_of(model: type[BaseModel]) -> Iterator[OptionText]:
     yield from _options(model, schema, schema.get("$defs", {}))
 
 
-def split_docstring(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the text before a docstring's `Attributes`, and the text of each of them."""
-    text, _, attributes = inspect.cleandoc(docstring).partition(_ATTRIBUTES)
-    found = _ATTRIBUTE.findall(attributes.partition("\n\n")[0])
-    return text, {name: " ".join(told.split()) for name, told in found}
-
-
 def _options(
     model: type[BaseModel], schema: Mapping[str, Any], defs: Mapping[str, Any], above: str = ""
 ) -> Iterator[OptionText]:
-    declared = _meanings(model)
+    declared = meanings(model)
     for name, field in model.model_fields.items():
         kinds = [
             defs[kind["$ref"].rpartition("/")[2]] if "$ref" in kind else kind
@@ -68,7 +60,7 @@ def _options(
         meaning, owner = declared.get(name, ("", model))
         default = "" if field.is_required() else _default(schema["properties"][name])
         values = next(filter(None, (_values(kind, name) for kind in kinds)), "")
-        yield OptionText(f"{above}{name}", default, values, meaning, owner)
+        yield OptionText(f"{above}{name}", default, values, _NONE.sub("none", meaning), owner)
         for nested, between in _nested(field.annotation):
             inner = defs[nested.__name__]
             yield from _options(nested, inner, defs, f"{above}{name}{between}.")
@@ -83,16 +75,6 @@ def _nested(annotation: Any, between: str = "") -> Iterator[tuple[type[BaseModel
     for inner in getattr(annotation, "__args__", ()):
         is_many = getattr(annotation, "__origin__", None) in (dict, list)
         yield from _nested(inner, ".*" if is_many else between)
-
-
-def _meanings(model: type[BaseModel]) -> dict[str, tuple[str, type[BaseModel]]]:
-    """Return each option's text, by the docstring of the class that declares it."""
-    found: dict[str, tuple[str, type[BaseModel]]] = {}
-    for kind in reversed(model.__mro__):
-        if issubclass(kind, BaseModel) and kind.__doc__ is not None:
-            for name, text in split_docstring(kind.__doc__)[1].items():
-                found[name] = (_NONE.sub("none", text), kind)
-    return found
 
 
 def _default(schema: Mapping[str, Any]) -> str:

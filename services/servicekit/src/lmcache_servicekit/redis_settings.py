@@ -102,8 +102,8 @@ class RedisUrl:
 def unreadable() -> ConfigError:
     """Return the error for a URL that cannot be read; it does not repeat the URL."""
     return ConfigError(
-        "redis_url cannot be read; write redis://[user:password@]host:port[/database], with / as %2F"
-        " and @ as %40 in a password; for other schemes see its documentation"
+        "redis_url cannot be read; write redis://[user:password@]host:port[/database], with / as"
+        " %2F and @ as %40 in a password; for other schemes see its documentation"
     )
 
 

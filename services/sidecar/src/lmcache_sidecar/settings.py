@@ -22,6 +22,7 @@ from typing_extensions import override
 ARENA_MODE = re.compile("0?[67][0-7]{2}")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (made private before use)
 TEMPORARY = "/tmp"  # noqa: S108 (the same)
+OWN_DIRECTORY = "set socket_path and arena_path to a directory of your own"
 
 
 def default_run_directory() -> Path:
@@ -80,7 +81,8 @@ class SidecarSettings(NodeSettings):
         arena_wait_s: How long to wait for room while engines still map the memory of an earlier
             start.
         arena_mode: Permissions of the shared-memory file, octal, in quotes.
-        arena_huge_pages: Whether to ask for transparent huge pages.
+        arena_huge_pages: Whether to ask for transparent huge pages; `auto`: where the kernel allows
+            them on the volume of `arena_path`.
         arena_recover: Serve the shared memory's chunks again after a restart, once checked.
         remote_url: Remote tier, for example `lm://cache-storage:65432`; also `redis://`,
             `redis-sentinel://`, `http://` and `file://`.
@@ -120,7 +122,7 @@ class SidecarSettings(NodeSettings):
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
     arena_mode: str = "0660"
-    arena_huge_pages: Literal["off", "advise"] = "off"
+    arena_huge_pages: Literal["auto", "off", "advise"] = "auto"
     arena_recover: bool = True
     remote_url: str | None = None
     remote_serde: Serde = "naive"
@@ -207,6 +209,15 @@ class SidecarSettings(NodeSettings):
         self.check_scheme("distributed_url", self.distributed_url)
         return self
 
+    def default_directories(self) -> list[Path]:
+        """Return the default directories that these settings use; they must be private."""
+        used = (*self.socket_path.parents, self.arena_path, *self.arena_path.parents)
+        return [one for one in (default_run_directory(), default_arena_directory()) if one in used]
+
+    def directory_problems(self) -> list[str]:
+        """Return why the sidecar refuses default directories that are there already."""
+        return list(filter(None, map(privacy_problem, self.default_directories())))
+
 
 def make_default_directories(settings: SidecarSettings) -> None:
     """Create the default directories that these settings use.
@@ -215,28 +226,36 @@ def make_default_directories(settings: SidecarSettings) -> None:
         ConfigError: A directory cannot be created, is a link, belongs to another user, or is open
             to others.
     """
-    used = (*settings.socket_path.parents, settings.arena_path, *settings.arena_path.parents)
-    for directory in (default_run_directory(), default_arena_directory()):
-        if directory in used:
-            make_private(directory)
+    for directory in settings.default_directories():
+        make_private(directory)
 
 
 def make_private(directory: Path) -> None:
     """Create a directory that only this user may enter, or check an existing one: in a shared
     temporary directory another user may have created it first, to put a socket or memory there.
     """
-    fix = "set socket_path and arena_path to a directory of your own"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        status = directory.lstat()
     except OSError as exc:
-        raise ConfigError(f"{directory}: {exc.strerror}; {fix}") from exc
+        raise ConfigError(f"{directory}: {exc.strerror}; {OWN_DIRECTORY}") from exc
+    if problem := privacy_problem(directory):
+        raise ConfigError(f"{problem}; {OWN_DIRECTORY}")
+
+
+def privacy_problem(directory: Path) -> str:
+    """Return why a directory is not private to this user, "" if it is, or if nothing is there."""
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        return ""
+    except OSError as exc:
+        return f"{directory}: {exc.strerror}"
     if (
-        not stat.S_ISDIR(status.st_mode)
-        or status.st_uid != os.getuid()
-        or stat.S_IMODE(status.st_mode) & 0o077
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.getuid()
+        and not stat.S_IMODE(status.st_mode) & 0o077
     ):
-        raise ConfigError(
-            f"{directory} is not a directory that belongs to this user and that no other user"
-            f" may enter; {fix}"
-        )
+        return ""
+    return (
+        f"{directory} is not a directory that belongs to this user and that no other user may enter"
+    )

@@ -17,12 +17,13 @@ from fastapi import Depends, FastAPI, Request
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import SharedArena
-from lmcache_core.memory.shared import ArenaFile
+from lmcache_core.memory.shared import ArenaFile, huge_page_policy
+from lmcache_core.names import PEER_TIER
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import Codecs, create_codecs
-from lmcache_core.storage.peer import PEER_TIER, P2PBackend
+from lmcache_core.storage.peer import P2PBackend
 from lmcache_core.storage.remote.members import locate_by_lookup
 from lmcache_core.storage.tiers import HotSpec, PeersSpec, RemoteSpec, TiersSpec, build_tiers
 from lmcache_core.wire.capabilities import Accepts
@@ -94,6 +95,12 @@ class SidecarNode(Node[SidecarSettings]):
         health.add("arena", _arena_is_not_open)
         self.arena_owner = owner = await self._open_arena()
         self.arena = owner.arena
+        logger.info(
+            "arena open: size_gb=%.1f huge_pages=%s volume_policy=%s",
+            self.arena.size / BYTES_PER_GB,
+            "advised" if self.arena.huge_pages else "off",
+            huge_page_policy(settings.arena_path),
+        )
         self.exits.callback(owner.close)
         await self.open_clients()
         serdes = [settings.disk_serde, settings.remote_serde, settings.peer_serde]
@@ -195,7 +202,8 @@ class SidecarNode(Node[SidecarSettings]):
         """
         settings = self.settings
         size, mode = int(settings.arena_gb * BYTES_PER_GB), int(settings.arena_mode, 8)
-        file = ArenaFile(settings.arena_path, size, mode, settings.arena_huge_pages == "advise")
+        huge_pages = {"auto": None, "off": False, "advise": True}[settings.arena_huge_pages]
+        file = ArenaFile(settings.arena_path, size, mode, huge_pages)
         deadline = time.monotonic() + settings.arena_wait_s
         logged = ""
         while True:
@@ -296,13 +304,13 @@ class SidecarNode(Node[SidecarSettings]):
         try:
             await remote.batched_contains([ChunkKey(self.settings.tenant, nothing)])
         except UnavailableError as exc:
-            logger.warning("dependency unavailable: check=remote-tier error=%s", exc)
+            logger.warning("dependency unavailable: check=storage error=%s", exc)
 
     async def _check_arena(self) -> str:
         path = Path(self.arena.path)
         if not await asyncio.to_thread(path.exists):
             raise ConfigError(f"the arena file {path} is gone; restart the sidecar")
-        return f"{self.arena.size} bytes"
+        return f"{self.arena.size} bytes{', huge pages advised' if self.arena.huge_pages else ''}"
 
     async def _check_registered(self) -> str:
         if self.is_registered is False:

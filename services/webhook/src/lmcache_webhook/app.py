@@ -31,7 +31,7 @@ async def _reviewer(request: Request) -> Reviewer:
     return reviewer
 
 
-@router.post("/mutate", summary="Review a pod", response_model_exclude_none=True)
+@router.post("/mutate", response_model_exclude_none=True)
 async def review_pod(
     principal: ClientPrincipal,
     question: AdmissionQuestion,
@@ -41,10 +41,13 @@ async def review_pod(
         str | None, Query(max_length=32, description="How long the API server waits; unused.")
     ] = None,
 ) -> AdmissionAnswer:
-    """Answer an AdmissionReview.
+    """Review a pod.
 
-    API servers send no token by default, so `allow_anonymous` is normal here; the answer holds no
-    secrets.
+    The patch in the answer adds the sidecar to a new pod that asks for one. A pod that asks and
+    cannot have one gets an annotation that says why. Every pod is allowed; if the webhook cannot
+    decide in time, it is allowed unchanged, with a warning. The call itself changes nothing. API
+    servers send no token by default, so `allow_anonymous` is normal here; the answer holds no
+    secrets. 413: larger than 1 MiB.
     """
     declared = request.headers.get("content-length", "")
     return await reviewer.answer(

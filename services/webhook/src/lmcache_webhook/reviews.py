@@ -15,9 +15,10 @@ from concurrent.futures import Future
 from typing import Any, Final, Literal
 
 from lmcache_core.security import RateLimiter
+from lmcache_servicekit.docstrings import ApiModel
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
@@ -46,16 +47,31 @@ MAX_WARNING_CHARS: Final = 250
 _EVERYBODY: Final = "api-server"
 
 
-class GroupVersionKind(BaseModel):
-    """Kind of an object."""
+class GroupVersionKind(ApiModel):
+    """Kind of an object.
+
+    Attributes:
+        group: API group; empty for Kubernetes' core, which pods belong to.
+        version: Version of the group, for example `v1`.
+        kind: `Pod`; others pass unchanged.
+    """
 
     group: str = ""
     version: str
     kind: str
 
 
-class AdmissionRequest(BaseModel):
-    """The operation under review."""
+class AdmissionRequest(ApiModel):
+    """The operation under review. Further members are ignored.
+
+    Attributes:
+        uid: Id of the review, repeated in the answer.
+        kind: Kind of `object`.
+        namespace: Namespace of the pod; its own may still be missing in `object`.
+        operation: `CREATE`; others pass unchanged.
+        dryRun: Whether the pod is not going to be stored; the answer is the same. null: it is.
+        object: The pod; null, as in a deletion: nothing to change.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -67,8 +83,14 @@ class AdmissionRequest(BaseModel):
     object: dict[str, Any] | None = None
 
 
-class AdmissionQuestion(BaseModel):
-    """A review request."""
+class AdmissionQuestion(ApiModel):
+    """A review, as the API server sends it. Further members are ignored.
+
+    Attributes:
+        apiVersion: The only version that is read.
+        kind: The only kind that is read.
+        request: What is reviewed.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -77,18 +99,32 @@ class AdmissionQuestion(BaseModel):
     request: AdmissionRequest
 
 
-class AdmissionResponse(BaseModel):
-    """Always allowed: a pod that cannot have a sidecar runs without one."""
+class AdmissionResponse(ApiModel):
+    """The result for one pod. Members without a value are absent.
+
+    Attributes:
+        uid: Id of the review that this answers.
+        allowed: Always true: a pod that cannot have a sidecar runs without one.
+        patchType: Form of `patch`; absent without one.
+        patch: Changes to the pod as a JSON patch (RFC 6902) in base64; absent if it stays as it is.
+        warnings: Why the pod gets no sidecar, or not as asked, for `kubectl` to show.
+    """
 
     uid: str
     allowed: Literal[True] = True
     patchType: Literal["JSONPatch"] | None = None
-    patch: str | None = Field(default=None, description="JSON patch (RFC 6902), base64")
+    patch: str | None = None
     warnings: list[str] | None = None
 
 
-class AdmissionAnswer(BaseModel):
-    """A review answer."""
+class AdmissionAnswer(ApiModel):
+    """The answer to a review.
+
+    Attributes:
+        apiVersion: The version of the review.
+        kind: Kind of this object.
+        response: The result.
+    """
 
     apiVersion: Literal["admission.k8s.io/v1"] = API_VERSION
     kind: Literal["AdmissionReview"] = "AdmissionReview"

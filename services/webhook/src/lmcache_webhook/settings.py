@@ -81,7 +81,8 @@ class WebhookSettings(ServiceSettings):
         host_memory_gb: vLLM's host memory with `offloading-tier`, in a pod that names no size.
         memory_overhead_mb: Memory of the sidecar in addition to its arena.
         payload_resources: Requests and limits of the container that copies the payload.
-        sidecar_cpu: CPU request of the sidecar, a Kubernetes quantity.
+        sidecar_cpu: CPU request of the sidecar, a Kubernetes quantity; None: 750m for each GPU of
+            vLLM's container and at least 500m, up to the template's limit.
         run_as_user: User of the sidecar if neither pod nor annotation says which user vLLM has;
             None: the cluster's choice.
         tenants: The first entry that fits the namespace, and the tenant that the pod names, if any,
@@ -114,7 +115,7 @@ class WebhookSettings(ServiceSettings):
     payload_resources: dict[Literal["requests", "limits"], dict[str, str | int | float]] = Field(
         default={"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "128Mi"}}
     )
-    sidecar_cpu: _Quantity = "500m"
+    sidecar_cpu: _Quantity | None = None
     run_as_user: int | None = Field(default=10001, ge=1, le=2**31 - 1)
     tenants: list[TenantEntry] = Field(
         default=[TenantEntry()], min_length=1, max_length=MAX_TENANTS

@@ -74,7 +74,7 @@ async def test_only_what_a_client_is_sent_counts_as_served() -> None:
         ]
         assert await client.get("k") == (ABOUT, b"other")
         assert (
-            'lmcache_storage_served_chunks_total{tier="Hot"} 1.0'
+            'lmcache_storage_served_chunks_total{tier="memory"} 1.0'
             in (await rest.get("/metrics")).text
         )
 

@@ -76,7 +76,7 @@ def test_a_layout_that_is_as_declared_is_attached_and_left_as_it_was() -> None:
     with engine_with(HYBRID) as engine:
         engine.attach(pages, LogicalMemory(HYBRID, pages))
         assert all(torch.equal(now, then) for now, then in zip(pages, before, strict=True))
-        assert engine.stats()["Hot"]["num_chunks"] == 0, "the pattern does not stay in the cache"
+        assert engine.stats()["memory"]["num_chunks"] == 0, "the pattern does not stay in the cache"
         tokens = torch.arange(len(slots))
         engine.store(tokens, kvcaches=pages, slot_mapping=slots)
         for page in pages:

@@ -165,7 +165,7 @@ def test_disk_serves_after_a_restart(
     target = empty_kv(len(tokens))
     assert second.retrieve(tokens, kvcaches=target).all()
     assert_equal_prefix(target, kv, len(tokens))
-    assert second.counters.value(RETRIEVED_TOKENS_TOTAL, "LocalDiskBackend") == len(tokens)
+    assert second.counters.value(RETRIEVED_TOKENS_TOTAL, "disk") == len(tokens)
     assert second.lookup(tokens, ["Hot"]) == len(tokens), "what came from disk is hot now"
     second.close()
     assert os.listdir(os.fsencode(tmp_path)) == [name]  # noqa: PTH208 -- pathlib has no names in bytes
@@ -200,7 +200,7 @@ def test_a_lookup_joins_what_each_tier_has(tmp_path: Path) -> None:
         tokens = tokens_of(4 * CHUNK_SIZE)
         cache.engine.store(tokens, kvcaches=random_kv(len(tokens)))
         manager = cache.manager
-        places = {"Hot": [1, 2], "LocalDiskBackend": [0], "RemoteBackend": [3]}
+        places = {"memory": [1, 2], "disk": [0], "storage": [3]}
         keys = [key for _, _, key in cache.engine._named(tokens, None, ())]
         for tier in (manager._hot, *manager._tiers.lower):
             until(lambda name=tier.name: cache.engine.lookup(tokens, [name]) == len(tokens))

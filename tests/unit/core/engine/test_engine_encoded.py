@@ -12,8 +12,8 @@ import pytest
 import torch
 from lmcache_core.concurrency import LoopThread
 from lmcache_core.config import REMOTE_SERDES
+from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import PREFIX_BYTES, RecordHeader, decode_head, decode_prefix
-from lmcache_core.storage.remote import REMOTE_TIER
 from lmcache_core.telemetry import (
     CODEC_DECODED_RAW_BYTES_TOTAL,
     CODEC_ENCODED_BYTES_TOTAL,
@@ -219,7 +219,7 @@ def test_the_engine_counts_what_its_codecs_do(tmp_path: Path) -> None:
     store(options, kv)
     with embedded_engine(**options) as cache:
         assert cache.engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).all()
-        assert cache.engine.counters.value(RETRIEVED_CHUNKS_TOTAL, REMOTE_TIER) == NUM_CHUNKS
+        assert cache.engine.counters.value(RETRIEVED_CHUNKS_TOTAL, STORAGE_TIER) == NUM_CHUNKS
         assert cache.engine.counters.value(CODEC_DECODED_RAW_BYTES_TOTAL, "cachegen") > 0
         assert cache.engine.counters.value(CODEC_ENCODED_RAW_BYTES_TOTAL) == 0
 

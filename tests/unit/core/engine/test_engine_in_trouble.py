@@ -221,7 +221,7 @@ def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line
         "not one for each call; a second and a third only on a machine that is very slow"
     )
     assert len(caplog.messages) == 1
-    assert "RemoteBackend" in caplog.messages[0]
+    assert "tier=storage" in caplog.messages[0]
     assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
 
 

@@ -117,7 +117,7 @@ def test_never_stored(tmp_path: Path, has_disk: bool) -> None:
         assert cache.misses() == {"never_stored": NUM_CHUNKS + 2}, (
             "chunks behind the first miss are missed with it"
         )
-        assert cache.engine.counters.value(RETRIEVED_CHUNKS_TOTAL, "Hot") == 2
+        assert cache.engine.counters.value(RETRIEVED_CHUNKS_TOTAL, "memory") == 2
 
 
 def test_masked_tokens_are_not_missed() -> None:

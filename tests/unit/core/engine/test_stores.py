@@ -37,7 +37,7 @@ def test_every_slower_tier_has_a_guard(tmp_path: Path) -> None:
         local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01, remote_url="lm://localhost:1"
     )
     tiers = build_tiers(engine_spec(config, HostMemoryAllocator(1 << 16))).lower
-    assert [tier.name for tier in tiers] == ["LocalDiskBackend", "RemoteBackend"]
+    assert [tier.name for tier in tiers] == ["disk", "storage"]
     assert all(isinstance(tier, Guard) for tier in tiers)
 
 

@@ -35,7 +35,7 @@ from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
-TIERS = ["Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend"]
+TIERS = ["memory", "disk", "peers", "storage"]
 NOISE_S = 10.0
 
 
@@ -86,7 +86,7 @@ def test_a_chunk_that_leaves_memory_in_the_middle_of_a_retrieve_comes_from_the_d
 
         monkeypatch.setattr(cache.hot, "contains_many", overtaken)
         assert retrieve(cache) == len(TOKENS)
-        assert cache.engine.counters.value(RETRIEVED_TOKENS_TOTAL, "LocalDiskBackend") == CHUNK_SIZE
+        assert cache.engine.counters.value(RETRIEVED_TOKENS_TOTAL, "disk") == CHUNK_SIZE
         cache.check_nothing_held()
 
 
@@ -175,14 +175,16 @@ def test_lookup_can_be_confined_to_tiers(tmp_path: Path) -> None:
         cache.hot.remove_many([ChunkKey(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[2:]])
         found = {name: cache.engine.lookup(TOKENS, [name]) for name in TIERS}
         assert found == {
-            "Hot": 2 * CHUNK_SIZE,
-            "LocalDiskBackend": len(TOKENS),
-            "P2PBackend": 0,
-            "RemoteBackend": 0,
+            "memory": 2 * CHUNK_SIZE,
+            "disk": len(TOKENS),
+            "peers": 0,
+            "storage": 0,
         }
+        documented = ["Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend"]
+        assert [cache.engine.lookup(TOKENS, [name]) for name in documented] == [*found.values()]
         assert cache.engine.lookup(TOKENS, TIERS) == cache.engine.lookup(TOKENS) == len(TOKENS)
         assert cache.engine.lookup(TOKENS, []) == 0
-        for unknown in (["Hot", "hot"], [""], ["LocalDisk"]):
+        for unknown in (["memory", "hot"], [""], ["LocalDisk"]):
             with pytest.raises(ValueError, match=repr(unknown[-1])):
                 cache.engine.lookup(TOKENS, unknown)
 
@@ -229,7 +231,7 @@ def test_close_abandons_what_takes_too_long(
 ) -> None:
     with embedded_engine(tmp_path, close_drain_s=close_drain_s) as cache:
         store(cache)
-        until(lambda: bool(cache.stack._writers["LocalDiskBackend"]._writing), "nothing is written")
+        until(lambda: bool(cache.stack._writers["disk"]._writing), "nothing is written")
         begin = time.monotonic()
         cache.engine.close()
         assert time.monotonic() - begin < close_drain_s + MARGIN_S + NOISE_S

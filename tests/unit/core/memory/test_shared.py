@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
-from lmcache_core.memory import ArenaAllocator, attach_shared_arena, create_shared_arena
+from lmcache_core.memory import ArenaAllocator, attach_shared_arena, create_shared_arena, shared
 from lmcache_core.memory.arena_locks import generations_in, own_directory
 from lmcache_core.memory.shared import FILE_NAME, ArenaFile, unlink_shared_arena
 
@@ -202,6 +204,74 @@ def test_huge_pages_are_asked_for_and_not_needed(tmp_path):
     assert made.path.stat().st_size == made.size == (4 << 20) + mmap.PAGESIZE
     assert made.path.stat().st_blocks * 512 >= made.size
     assert not any(made.load_view)
+
+
+def kernel(tmp_path, monkeypatch, machine, volume):
+    """Let the kernel have these policies for huge pages of all volumes and of tmp_path's."""
+    device = tmp_path.stat().st_dev
+    at = f"{os.major(device)}:{os.minor(device)}"
+    (tmp_path / "shmem_enabled").write_text(machine)
+    (tmp_path / "mountinfo").write_text(
+        "22 28 0:999 / /proc rw,nosuid - proc proc rw,huge=always\n"
+        f"38 24 {at} / /dev/shm rw,nosuid shared:2 - tmpfs tmpfs rw,size=64k{volume}\n"
+    )
+    monkeypatch.setattr(shared, "SHMEM_ENABLED", tmp_path / "shmem_enabled")
+    monkeypatch.setattr(shared, "MOUNTS", tmp_path / "mountinfo")
+
+
+def num_advised(path):
+    """How many mappings of this file in this process are advised to have huge pages."""
+    text = Path("/proc/self/smaps").read_text()
+    regions = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", text, flags=re.MULTILINE)
+    flags = [region.partition("VmFlags:")[2].split() for region in regions if str(path) in region]
+    return sum("hg" in each for each in flags)
+
+
+@pytest.mark.parametrize(
+    ("machine", "volume", "policy"),
+    [
+        ("always within_size advise [never] deny force", ",huge=advise", "advise"),
+        (
+            "always within_size advise [never] deny force",
+            ",huge=within_size,a=b",
+            "within_size",
+        ),
+        ("[always] within_size advise never deny force", "", "never"),
+        ("always within_size [advise] never deny force", "", "never"),
+        ("always within_size advise never [deny] force", ",huge=always", "deny"),
+        ("always within_size advise never deny [force]", "", "force"),
+    ],
+)
+def test_the_volume_decides_on_huge_pages_unless_the_machine_does(
+    tmp_path, monkeypatch, machine, volume, policy
+):
+    kernel(tmp_path, monkeypatch, machine, volume)
+    assert shared.huge_page_policy(tmp_path) == policy
+    made = create_shared_arena(tmp_path / "arena", SIZE, huge_pages=None)
+    assert made.huge_pages == (policy not in {"never", "deny"})
+    assert num_advised(made.path) == 2 * made.huge_pages
+    made.lock.release()
+    again = reopened(tmp_path / "arena", huge_pages=None)
+    assert again.huge_pages == made.huge_pages
+    assert num_advised(again.path) == 4 * made.huge_pages
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_the_settings_say_of_huge_pages_wins(tmp_path, monkeypatch, asked):
+    volume = "" if asked else ",huge=advise"
+    kernel(tmp_path, monkeypatch, "always within_size advise [never] deny force", volume)
+    made = create_shared_arena(tmp_path / "arena", SIZE, huge_pages=asked)
+    assert made.huge_pages == asked
+    assert num_advised(made.path) == 2 * asked
+
+
+def test_a_kernel_without_huge_pages_is_not_asked_for_them(tmp_path, monkeypatch):
+    kernel(tmp_path, monkeypatch, "", ",huge=advise")
+    (tmp_path / "shmem_enabled").unlink()
+    assert shared.huge_page_policy(tmp_path) == "never"
+    (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force")
+    (tmp_path / "mountinfo").unlink()
+    assert shared.huge_page_policy(tmp_path) == "never"
 
 
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):

@@ -270,14 +270,14 @@ async def test_tiers_and_patience_are_sent_where_they_are_known() -> None:
     client = await opened(handler)
     await client.transfers(
         "me",
-        [(ONE, [HeldBy("a", "Hot"), HeldBy("b", "LocalDiskBackend")]), (TWO, ["a"])],
+        [(ONE, [HeldBy("a", "memory"), HeldBy("b", "disk")]), (TWO, ["a"])],
         wait_ms=250,
     )
     await client.transfers("me", [(ONE, ["a"])])
     with_tiers = {
         "chunk_id": ONE.hex(),
         "holders": ["a", "b"],
-        "tiers": ["Hot", "LocalDiskBackend"],
+        "tiers": ["memory", "disk"],
     }
     without = {"chunk_id": TWO.hex(), "holders": ["a"]}
     assert seen == [

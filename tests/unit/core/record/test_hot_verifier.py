@@ -43,7 +43,7 @@ class Watched(BytesBufferMemoryObj):
 
 def chunk_in(name: object, memory: BytesBufferMemoryObj) -> Chunk:
     made = make_chunk(name)
-    return Chunk(made.key, made.header, made.head, memory, "Hot")
+    return Chunk(made.key, made.header, made.head, memory, "memory")
 
 
 def damaged(name: object) -> Chunk:
@@ -80,7 +80,7 @@ def test_a_chunk_of_which_only_the_digest_is_to_come_is_not_sealed_for_nothing(
     workers: Workers,
 ) -> None:
     made = make_chunk(0)
-    chunk = Chunk.unsealed(made.key, made.header, made.memory, "Hot")
+    chunk = Chunk.unsealed(made.key, made.header, made.memory, "memory")
     assert HotVerifier("never").num_intact([chunk], workers) == 1
     assert not chunk.is_sealed
 

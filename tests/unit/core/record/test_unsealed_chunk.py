@@ -51,7 +51,10 @@ def header_of(key: ChunkKey, num_bytes: int) -> RecordHeader:
 def unsealed(name: object, num_bytes: int = 1000) -> Chunk:
     key = make_key(name)
     return Chunk.unsealed(
-        key, header_of(key, num_bytes), BytesBufferMemoryObj(make_payload(name, num_bytes)), "Hot"
+        key,
+        header_of(key, num_bytes),
+        BytesBufferMemoryObj(make_payload(name, num_bytes)),
+        "memory",
     )
 
 
@@ -93,7 +96,7 @@ def test_its_size_is_that_of_the_whole_record(num_bytes: int) -> None:
 
 def test_threads_that_seal_at_once_make_one_digest() -> None:
     key, memory = make_key("a"), Counting(make_payload("a"))
-    chunk = Chunk.unsealed(key, header_of(key, 1000), memory, "Hot")
+    chunk = Chunk.unsealed(key, header_of(key, 1000), memory, "memory")
     start, heads = threading.Barrier(NUM_THREADS), list[bytes]()
 
     def seal() -> None:
@@ -126,7 +129,9 @@ def test_a_chunk_that_is_sealed_while_it_is_moved_fits_together() -> None:
     chunk = Overtaken.__new__(Overtaken)
     chunk.is_armed = False
     key = make_key("a")
-    chunk.__init__(key, header_of(key, 1000), None, BytesBufferMemoryObj(make_payload("a")), "Hot")  # type: ignore[misc]
+    chunk.__init__(
+        key, header_of(key, 1000), None, BytesBufferMemoryObj(make_payload("a")), "memory"
+    )  # type: ignore[misc]
     chunk.is_armed = True
     moved = chunk.moved(chunk.memory, "Other")
     assert moved.header.digest == payload_digest(make_payload("a"))

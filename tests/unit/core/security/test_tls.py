@@ -1,6 +1,7 @@
 import datetime
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import TlsFiles, client_context, no_context, server_context, why_silent
-from lmcache_core.security.tls import certificate_end
+from lmcache_core.security.tls import certificate_validity
 
-from tests.fixtures.tls import Authority, ended_pair
+from tests.fixtures.tls import Authority, Pair, early_pair, ended_pair
 
 
 def test_servers_speak_1_3_and_resume_no_session(tmp_path: Path) -> None:
@@ -51,7 +52,8 @@ def test_the_end_of_a_certificate_is_read(tmp_path: Path, year: int) -> None:
     file.write_bytes(
         signed.private_key_pem.bytes() + b"".join(blob.bytes() for blob in signed.cert_chain_pems)
     )
-    assert certificate_end(file) == end.timestamp()
+    begin = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+    assert certificate_validity(file) == (begin.timestamp(), end.timestamp())
 
 
 @pytest.mark.parametrize(
@@ -60,33 +62,40 @@ def test_the_end_of_a_certificate_is_read(tmp_path: Path, year: int) -> None:
 def test_what_is_no_certificate_has_no_end(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.pem").write_bytes(content)
     with pytest.raises(ConfigError, match=r"x.pem: .* certificate"):
-        certificate_end(tmp_path / "x.pem")
+        certificate_validity(tmp_path / "x.pem")
 
 
-def test_a_certificate_that_has_ended_is_told_and_does_not_stop_the_service(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("pair_of", "reason"),
+    [(ended_pair, "ended on 2025-03-01"), (early_pair, "is not valid before 2100-02-01")],
+)
+def test_a_certificate_out_of_its_time_is_told_and_does_not_stop_the_service(
+    pair_of: Callable[[Authority], Pair],
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What it does for its own pod needs no certificate, and files are read again when they are
     replaced.
     """
-    pair = ended_pair(Authority(tmp_path))
+    pair = pair_of(Authority(tmp_path))
     with caplog.at_level(logging.WARNING):
         server_context(TlsFiles(pair.cert, pair.key))
         client_context(TlsFiles(pair.cert, pair.key))
     assert [record.getMessage().split(": ")[0] for record in caplog.records] == [
-        "certificate has expired, peers that verify it refuse it"
+        "peers that verify this certificate refuse it"
     ] * 2
-    assert f"file={pair.cert} expired=2025-03-01" in caplog.text
+    assert f"file={pair.cert} reason={reason}" in caplog.text
 
 
 @pytest.mark.parametrize("label", ["X509 CERTIFICATE", "TRUSTED CERTIFICATE"])
 def test_the_end_is_read_whatever_label_openssl_takes(tmp_path: Path, label: str) -> None:
     """To know the end is worth a warning, never a refusal of what serves."""
     pair = Authority(tmp_path).sign("server")
-    end = certificate_end(pair.cert)
+    validity = certificate_validity(pair.cert)
     pair.cert.write_text(pair.cert.read_text().replace("CERTIFICATE", label))
     server_context(TlsFiles(pair.cert, pair.key))
-    assert certificate_end(pair.cert) == end
+    assert certificate_validity(pair.cert) == validity
 
 
 def test_one_file_may_hold_certificate_and_key(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_load_that_takes_long_keeps_no_store_waiting(tmp_path: Path) -> None:
                 lambda: any(isinstance(request, m.LoadExtents) for request in sidecar.requests),
                 "nothing is loaded",
             )
-            assert store.lookup([KEY], ["Hot"]) == 0
+            assert store.lookup([KEY], ["memory"]) == 0
             (memory,) = store.reserve([KEY], [(CHUNK_BYTES,)], "uint8")
             assert not isinstance(memory, NotLent), "dropped since a load was underway"
             store.abort([memory])

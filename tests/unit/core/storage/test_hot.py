@@ -52,7 +52,7 @@ def test_a_chunk_comes_back_with_a_reference_of_its_own(hot):
     key = put(hot, "a")
     [first], [second] = hot.get_many([key]), hot.get_many([key])
     assert bytes(first.memory.byte_array) == make_payload("a")
-    assert first.tier == "Hot"
+    assert first.tier == "memory"
     assert first.memory.get_ref_count() == 3
     first.release()
     second.release()

@@ -106,7 +106,7 @@ def test_an_expired_chunk_is_stored_anew(hot, clock, removed):
 
 def test_a_chunk_that_comes_from_another_tier_keeps_its_age(hot, clock):
     made = make_chunk("a")
-    chunk = Chunk(made.key, made.header, made.head, made.memory, "LocalDiskBackend", clock.now - 50)
+    chunk = Chunk(made.key, made.header, made.head, made.memory, "disk", clock.now - 50)
     assert hot.put_many([chunk]) == [True]
     clock.now += 9
     assert get(hot, chunk.key) == make_payload("a")

@@ -69,7 +69,7 @@ async def stack(tmp_path: Path, files: Hanging, arena: ArenaAllocator) -> AsyncI
 async def put(stack: TierStack, *names: object) -> None:
     for name in names:
         chunk = make_chunk(name, payload=make_payload(name, PAYLOAD_BYTES), allocate=stack.allocate)
-        assert await stack.batched_put([chunk]) == [True], "the hot tier takes what is stored"
+        assert await stack.batched_put([chunk]) == [True], "the memory tier takes what is stored"
         chunk.release()
 
 

@@ -112,7 +112,8 @@ class ScriptedLookup:
         )
         return LookupAnswer(
             num_prefix,
-            [[Holder("s-1", "storage", "Hot", 5), Holder("s-2", "storage", "Hot", 5)]] * num_prefix,
+            [[Holder("s-1", "storage", "memory", 5), Holder("s-2", "storage", "memory", 5)]]
+            * num_prefix,
         )
 
 

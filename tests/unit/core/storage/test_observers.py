@@ -54,7 +54,7 @@ async def test_one_line_a_call_with_counts_and_nothing_of_the_key_but_its_hash(
     short = key.key.chunk_hash[:12]
     lines = [line.split(" ms=") for line in caplog.messages]
     assert [line for line, _ in lines] == [
-        f"tier called: tier=Hot operation={what}"
+        f"tier called: tier=memory operation={what}"
         for what in (
             f"put first={short} chunks=2 of=2 bytes={2 * RECORD_BYTES}",
             f"contains first={short} chunks=1 of=2 bytes=0",

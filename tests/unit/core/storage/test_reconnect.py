@@ -64,7 +64,7 @@ async def test_a_disk_that_was_not_there_is_read_and_written_once_it_is(
     caplog.set_level(logging.INFO)
     async with stack_on(volume / "disk") as (stack, disk):
         assert stack.lower == ()
-        assert list(stack.stats()) == ["Hot"]
+        assert list(stack.stats()) == ["memory"]
         announcing = asyncio.ensure_future(disk.wait_loaded())
         await store(stack, 2)
         await asyncio.sleep(0.2)
@@ -77,10 +77,10 @@ async def test_a_disk_that_was_not_there_is_read_and_written_once_it_is(
         await until(lambda: stack.lower)
         await announcing
         assert disk.keys() == [make_key(1)]
-        assert await stack.batched_tiers([make_key(1), make_key(2)]) == ["LocalDiskBackend", "Hot"]
+        assert await stack.batched_tiers([make_key(1), make_key(2)]) == ["disk", "memory"]
         await store(stack, 3)
         assert set(disk.keys()) == {make_key(1), make_key(3)}
-    assert "tier available: tier=LocalDiskBackend" in caplog.text
+    assert "tier available: tier=disk" in caplog.text
 
 
 async def test_tiers_keep_their_order_however_late_they_come(tmp_path: Path) -> None:

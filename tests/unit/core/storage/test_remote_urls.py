@@ -39,7 +39,7 @@ from lmcache_core.storage.remote.replicas import ReplicatedBackend
 async def test_schemes(url: str, kind: type) -> None:
     backend = create_remote_backend(url, token="t", timeout_s=1.5)
     assert type(backend) is kind
-    assert backend.name == "RemoteBackend"
+    assert backend.name == "storage"
     await backend.close()
 
 

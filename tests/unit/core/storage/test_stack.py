@@ -132,9 +132,7 @@ async def test_what_is_put_is_hot_at_once_and_on_disk_soon(
     assert await stack.drain(5.0)
     assert stack.num_pending_bytes == 0
     assert await disk.batched_contains([make_key("a"), make_key("b")]) == [True, True]
-    assert set(listener.heard) == {
-        (make_key(n), t) for n in "ab" for t in ("Hot", "LocalDiskBackend")
-    }
+    assert set(listener.heard) == {(make_key(n), t) for n in "ab" for t in ("memory", "disk")}
 
 
 async def test_what_comes_from_below_is_kept_hot(stack: TierStack) -> None:
@@ -142,10 +140,10 @@ async def test_what_comes_from_below_is_kept_hot(stack: TierStack) -> None:
     await stack.drain(5.0)
     stack.hot.clear_now()
     first = await stack.batched_get([make_key("a")])
-    assert tiers(first) == ["LocalDiskBackend"]
+    assert tiers(first) == ["disk"]
     assert payloads(first) == [make_payload("a")]
     second = await stack.batched_get([make_key("a")])
-    assert tiers(second) == ["Hot"]
+    assert tiers(second) == ["memory"]
     assert payloads(second) == [make_payload("a")]
 
 
@@ -167,11 +165,11 @@ async def test_nothing_behind_a_gap_is_given_back(stack: TierStack) -> None:
 async def test_tiers_outside_the_search_range_are_not_asked(stack: TierStack) -> None:
     await put(stack, "a")
     await stack.drain(5.0)
-    assert await stack.batched_tiers([make_key("a"), make_key("b")]) == ["Hot", None]
+    assert await stack.batched_tiers([make_key("a"), make_key("b")]) == ["memory", None]
     stack.hot.clear_now()
-    assert await stack.batched_tiers([make_key("a")], search_range=["Hot"]) == [None]
-    assert await stack.batched_tiers([make_key("a")]) == ["LocalDiskBackend"]
-    assert payloads(await stack.batched_get([make_key("a")], search_range=["Hot"])) != [
+    assert await stack.batched_tiers([make_key("a")], search_range=["memory"]) == [None]
+    assert await stack.batched_tiers([make_key("a")]) == ["disk"]
+    assert payloads(await stack.batched_get([make_key("a")], search_range=["memory"])) != [
         make_payload("a")
     ]
 
@@ -227,7 +225,7 @@ async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(
     names = [f"n{i}" for i in range(700)]
     assert all(await put(stack, *names[:300]))
     assert all(await put(stack, *names[300:]))
-    figures = stack.stats()["LocalDiskBackend"]
+    figures = stack.stats()["disk"]
     assert 0 < figures["pending_write_bytes"] <= ARENA_BYTES // 2
     assert figures["dropped_writes"] > 0
     assert not await stack.drain(0.05)
@@ -243,7 +241,7 @@ async def test_a_store_longer_than_the_bound_is_written_in_turns(
     assert stack.num_pending_bytes <= ARENA_BYTES // 2
     assert await stack.drain(30.0)
     assert await disk.batched_contains([make_key(name) for name in names]) == [True] * len(names)
-    assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 0
+    assert stack.stats()["disk"]["dropped_writes"] == 0
 
 
 async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batches(
@@ -284,7 +282,7 @@ async def test_of_a_long_store_what_is_evicted_before_its_turn_is_counted(
     num_kept = sum(kept)
     assert 0 < num_kept < len(names)
     assert kept == [True] * num_kept + [False] * (len(names) - num_kept), "a prefix"
-    assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == len(names) - num_kept
+    assert stack.stats()["disk"]["dropped_writes"] == len(names) - num_kept
 
 
 async def test_without_a_hot_tier_of_a_long_store_the_prefix_is_kept(
@@ -322,14 +320,14 @@ async def test_what_waits_by_name_and_is_removed_is_not_written(
     await stack.clear()
     assert await stack.drain(30.0)
     assert not any(await disk.batched_contains([make_key(name) for name in names]))
-    assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 0
+    assert stack.stats()["disk"]["dropped_writes"] == 0
 
 
 async def test_failed_writes_are_counted_and_end(stack: TierStack, disk: Disk) -> None:
     disk.is_away = True
     await put(stack, "a", "b", "c")
     assert await stack.drain(5.0)
-    assert stack.stats()["LocalDiskBackend"]["unkept_writes"] == 3
+    assert stack.stats()["disk"]["unkept_writes"] == 3
     assert disk.num_puts == 0
 
 
@@ -354,7 +352,7 @@ async def test_without_a_hot_tier_chunks_only_pass_through(
     await stack.drain(5.0)
     assert arena.used_bytes == 0
     results = await stack.batched_get([make_key("a")])
-    assert tiers(results) == ["LocalDiskBackend"]
+    assert tiers(results) == ["disk"]
     assert payloads(results) == [make_payload("a")]
     assert arena.used_bytes == 0
     await stack.close()
@@ -400,18 +398,18 @@ async def test_a_closed_stack_holds_nothing_for_a_later_write(
     await stack.close()
     await put(stack, "late")
     assert stack.num_pending_bytes == arena.used_bytes == 0
-    assert stack.stats()["LocalDiskBackend"]["dropped_writes"] == 1
+    assert stack.stats()["disk"]["dropped_writes"] == 1
 
 
 async def test_a_local_store_removes_from_its_own_tiers_only(stack: TierStack, disk: Disk) -> None:
     await put(stack, "a")
     await stack.drain(5.0)
-    disk.name = "RemoteBackend"
+    disk.name = "storage"
     assert await LocalStore(stack, lambda: True).remove([make_key("a")]) == 1
     assert await disk.batched_contains([make_key("a")]) == [True], (
         "a peer's request must not reach the remote tier"
     )
-    assert await stack.clear(search_range=["Hot"]) == 0
+    assert await stack.clear(search_range=["memory"]) == 0
     assert await disk.batched_contains([make_key("a")]) == [True]
 
 

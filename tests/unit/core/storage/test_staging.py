@@ -121,7 +121,7 @@ async def test_a_chunk_counts_when_all_ranks_have_it() -> None:
 
 
 async def test_what_is_missing_is_lifted_while_the_request_waits() -> None:
-    disk, remote = Shelf("LocalDiskBackend"), Shelf("RemoteBackend")
+    disk, remote = Shelf("disk"), Shelf("storage")
     chain = chain_of(range(6))
     names = names_of(chain.keys_of_rank(0))
     disk.held, remote.held = {names[1], names[3]}, {names[2], names[5]}
@@ -139,7 +139,7 @@ async def test_what_is_missing_is_lifted_while_the_request_waits() -> None:
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("LocalDiskBackend", 2), ("P2PBackend", 3), ("RemoteBackend", 4), ("AnotherTier", 5)],
+    [("disk", 2), ("peers", 3), ("storage", 4), ("AnotherTier", 5)],
 )
 async def test_the_tier_is_told_and_it_is_the_slowest_ranks(name: str, code: int) -> None:
     shelf = Shelf(name)
@@ -264,7 +264,7 @@ async def test_while_draining_what_is_hot_is_staged_and_nothing_lifted() -> None
 
 
 async def test_a_lift_ends_at_its_deadline_and_a_tier_that_hangs_costs_the_others_nothing() -> None:
-    disk, remote = Shelf("LocalDiskBackend"), Shelf("RemoteBackend")
+    disk, remote = Shelf("disk"), Shelf("storage")
     chain = chain_of(range(4))
     names = names_of(chain.keys_of_rank(0))
     disk.held.update(names[:2])
@@ -389,7 +389,7 @@ def test_every_constellation_is_staged_by_the_book(
     chains: list[list[list[int]]], is_prefix: bool
 ) -> None:
     async def check() -> None:
-        disk, remote = Shelf("LocalDiskBackend"), Shelf("RemoteBackend")
+        disk, remote = Shelf("disk"), Shelf("storage")
         async with world(disk, remote, num_chunks=256) as w:
             asked = []
             for number, places in enumerate(chains):

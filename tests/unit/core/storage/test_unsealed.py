@@ -32,7 +32,10 @@ TOKENS = tokens_of((0, 1, 1), 5)
 def unsealed(name: object, hot: LocalCPUBackend) -> Chunk:
     made = make_chunk(name, allocate=hot.allocate)
     return Chunk.unsealed(
-        made.key, msgspec.structs.replace(made.header, digest=UNSEALED_DIGEST), made.memory, "Hot"
+        made.key,
+        msgspec.structs.replace(made.header, digest=UNSEALED_DIGEST),
+        made.memory,
+        "memory",
     )
 
 

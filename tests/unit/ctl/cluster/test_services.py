@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.services import Kind, services_of
-from lmcache_ctl.settings import CtlSettings, parse_size
+from lmcache_ctl.settings import CtlSettings, load_settings, parse_size
 from lmcache_ctl.targets import parse_target
 
 
@@ -67,3 +68,25 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "in_file", "in_environ", "told"),
+    [
+        (["http://h:1"], "", "http://h:2", "--lookup-url"),
+        ([], "", "http://h:2", "LMCACHE_CTL_LOOKUP_URLS, which --lookup-url overrides"),
+        ([], "http://h:3", "", "lookup_urls in {}/ctl.yaml, which --lookup-url overrides"),
+    ],
+)
+def test_an_address_tells_what_it_is_from(
+    given: list[str], in_file: str, in_environ: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ctl.yaml").write_text(f"lookup_urls: [{in_file}]\n")
+    environ = {"LMCACHE_CTL_LOOKUP_URLS": in_environ}
+    settings = load_settings({"lookup_urls": given}, tmp_path / "ctl.yaml", environ)
+    [service] = services_of(settings)
+    assert service.origin == f"; its address is from {told.format(tmp_path)}"
+
+
+def test_a_default_address_is_from_nothing() -> None:
+    assert {service.origin for service in services_of(load_settings(environ={}))} == {""}

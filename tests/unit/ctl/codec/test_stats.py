@@ -37,8 +37,8 @@ lmcache_codec_worst_rms_relative_error{profile="cachegen/standard"} 0.5
 TIERS = json.dumps(
     {
         "tiers": {
-            "Hot": {"num_chunks": 4},
-            "RemoteBackend": {
+            "memory": {"num_chunks": 4},
+            "storage": {
                 "encoded_chunks": 4,
                 "encoded_raw_bytes": 100,
                 "encoded_bytes": 50,
@@ -68,7 +68,7 @@ def test_counters_become_ratio_and_speed() -> None:
     assert (lossless.decoded.ratio, lossless.decoded.raw_bytes_per_s) == (1.5, None)
     [remote] = stats.tiers
     assert (remote.name, remote.encoded.ratio, remote.encoded.raw_bytes_per_s) == (
-        "RemoteBackend",
+        "storage",
         2.0,
         pytest.approx(1e7),
     )
@@ -112,7 +112,7 @@ def test_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["cachegen", "encoded", "4", "3.8", "MiB", "976.6", "KiB", "4.00x", "2.00", "1"] in lines
     assert ["lossless", "decoded", "2", "2.9", "KiB", "2.0", "KiB", "1.50x", "-"] in lines
-    assert ["RemoteBackend", "encoded", "4", "100", "B", "50", "B", "2.00x", "0.01", "0"] in lines
+    assert ["storage", "encoded", "4", "100", "B", "50", "B", "2.00x", "0.01", "0"] in lines
     assert ["cachegen/standard", "25.00%", "-", "-", "50.00%"] in lines
 
 
@@ -154,7 +154,7 @@ def test_a_token_opens_the_figures_by_tier(service: str, tmp_path: Path) -> None
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     assert fetch(service).tiers == []
-    assert [tier.name for tier in fetch(service + "/", token).tiers] == ["RemoteBackend"]
+    assert [tier.name for tier in fetch(service + "/", token).tiers] == ["storage"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ LOOKUP = {
     "age_s": 1.0,
     "num_chunks": NUM_CHUNKS,
     "num_found": NUM_CHUNKS,
-    "found": {"Hot": NUM_CHUNKS},
+    "found": {"memory": NUM_CHUNKS},
     "is_final": True,
     "missing": None,
     "chunk_hashes": HASHES,

@@ -78,12 +78,12 @@ class Sidecar:
     def evict(self) -> None:
         """Empty the arena."""
         self.ask("/v1/admin/evict", {"num_bytes": 1 << 30})
-        assert self.figure("Hot", "num_chunks") == 0
+        assert self.figure("memory", "num_chunks") == 0
 
     @property
     def arena_bytes(self) -> int:
         """What chunks take of the arena."""
-        return self.figure("Hot", "used_bytes")
+        return self.figure("memory", "used_bytes")
 
 
 class Client:
@@ -150,7 +150,7 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
         with client(made, has_kernels=False) as one:
             arguments = {"kvcaches": pages(), "slot_mapping": SLOTS}
             assert one.transfer.store(NAMED, arguments) == [True] * NUM_CHUNKS
-        until(lambda: made.figure("LocalDiskBackend", "num_chunks") == NUM_CHUNKS)
+        until(lambda: made.figure("disk", "num_chunks") == NUM_CHUNKS)
         made.evict()
         yield made
 

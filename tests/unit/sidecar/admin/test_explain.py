@@ -64,7 +64,7 @@ async def test_a_hot_chunk_is_described(tmp_path: Path) -> None:
         [state] = await states(client, HASHES[0])
         [place] = state["places"]
         assert (place["tier"], place["state"], place["num_holders"], place["lossy"]) == (
-            "Hot",
+            "memory",
             "present",
             1,
             False,
@@ -129,7 +129,7 @@ async def test_reasons_of_what_is_gone(tmp_path: Path) -> None:
         await store(parts, *(key_of(chunk_hash) for chunk_hash in HASHES))
         await parts.stack.drain(5)
         [state] = await states(client, HASHES[0])
-        assert [place["tier"] for place in state["places"]] == ["Hot", "LocalDiskBackend"]
+        assert [place["tier"] for place in state["places"]] == ["memory", "disk"]
         parts.stack.hot.evict_bytes(1 << 30)
         victim = parts.local_tiers[1]._layout.record(key_of(HASHES[0]))  # type: ignore[attr-defined]
         content = bytearray(victim.read_bytes())
@@ -139,14 +139,12 @@ async def test_reasons_of_what_is_gone(tmp_path: Path) -> None:
         damaged, on_disk, never = await states(client, HASHES[0], HASHES[1], hash_of("never"))
         assert (damaged["places"], never["places"]) == ([], [])
         assert damaged["missing"] == "quarantined"
-        assert [(place["tier"], place["lossy"]) for place in on_disk["places"]] == [
-            ("LocalDiskBackend", False)
-        ]
+        assert [(place["tier"], place["lossy"]) for place in on_disk["places"]] == [("disk", False)]
         assert never["missing"] == "never_stored"
 
 
 class HangingRemote:
-    name = "RemoteBackend"
+    name = "storage"
 
     async def batched_contains(self, keys: object) -> list[bool]:
         await asyncio.sleep(60)
@@ -160,10 +158,10 @@ class LookupOf:
         self._delay_s = delay_s
         self._holders = {
             key_of(HASHES[0]).key.chunk_id(): [
-                Holder("b", "sidecar", "Hot", 1),
-                Holder("c", "sidecar", "Hot", 1),
+                Holder("b", "sidecar", "memory", 1),
+                Holder("c", "sidecar", "memory", 1),
             ],
-            key_of(HASHES[2]).key.chunk_id(): [Holder("c", "sidecar", "Hot", 1)],
+            key_of(HASHES[2]).key.chunk_id(): [Holder("c", "sidecar", "memory", 1)],
         }
 
     async def lookup(self, chunk_ids: list[bytes], exclude: list[str]) -> LookupAnswer:
@@ -187,7 +185,7 @@ async def test_peers_are_named(tmp_path: Path) -> None:
         use(parts, LookupOf())
         first, second, third = await states(client, *HASHES)
         assert [(place["tier"], place["peers"]) for place in first["places"]] == [
-            ("P2PBackend", ["b", "c"])
+            ("peers", ["b", "c"])
         ]
         assert (second["places"], second["missing"]) == ([], "never_stored")
         assert third["places"][0]["peers"] == ["c"]
@@ -201,12 +199,12 @@ async def test_what_does_not_answer_is_unknown_and_costs_its_deadline_once(tmp_p
         begin = asyncio.get_running_loop().time()
         first, second, third = await states(client, *HASHES)
         assert asyncio.get_running_loop().time() - begin < 20
-        assert (first["places"][0]["tier"], first["places"][0]["state"]) == ("Hot", "present")
+        assert (first["places"][0]["tier"], first["places"][0]["state"]) == ("memory", "present")
         assert first["missing"] is None
         assert (second["missing"], third["missing"]) == ("unknown", "unknown")
         assert {(place["tier"], place["state"]) for place in third["places"]} == {
-            ("P2PBackend", "unknown"),
-            ("RemoteBackend", "unknown"),
+            ("peers", "unknown"),
+            ("storage", "unknown"),
         }
 
 
@@ -218,9 +216,7 @@ async def test_the_remote_tier_is_asked_past_its_breaker(tmp_path: Path) -> None
         await parts.stack.drain(5)
         parts.stack.hot.clear_now()
         first, second = await states(client, HASHES[0], HASHES[1])
-        assert [(place["tier"], place["lossy"]) for place in first["places"]] == [
-            ("RemoteBackend", None)
-        ]
+        assert [(place["tier"], place["lossy"]) for place in first["places"]] == [("storage", None)]
         assert second["missing"] == "never_stored"
 
 
@@ -318,7 +314,7 @@ async def test_a_request_is_found_by_a_part_of_its_id(tmp_path: Path) -> None:
             "model_name": "m",
             "num_chunks": 3,
             "num_found": 2,
-            "found": {"Hot": 1, "LocalDiskBackend": 1},
+            "found": {"memory": 1, "disk": 1},
             "is_final": True,
             "missing": "never_stored",
             "chunk_hashes": HASHES,

@@ -85,9 +85,9 @@ async def test_a_drain_is_told_while_it_runs_and_after(tmp_path: Path) -> None:
     [
         (None, (0, 0)),
         ({}, (0, 0)),
-        ({"tiers": ["Hot"]}, (0, 3)),
-        ({"tiers": ["LocalDiskBackend"]}, (3, 0)),
-        ({"tiers": ["LocalDiskBackend", "Hot"]}, (0, 0)),
+        ({"tiers": ["memory"]}, (0, 3)),
+        ({"tiers": ["disk"]}, (3, 0)),
+        ({"tiers": ["disk", "memory"]}, (0, 0)),
     ],
 )
 async def test_clear_names_tiers(
@@ -100,13 +100,13 @@ async def test_clear_names_tiers(
         assert (len(page["chunks"]), page["next_offset"]) == (2, 2)
         assert (await client.post("/v1/admin/clear", json=body)).json() == {"num_chunks": len(KEYS)}
         tiers = (await client.get("/v1/tiers")).json()["tiers"]
-        assert (tiers["Hot"]["num_chunks"], tiers["LocalDiskBackend"]["num_chunks"]) == kept
+        assert (tiers["memory"]["num_chunks"], tiers["disk"]["num_chunks"]) == kept
 
 
 async def test_others_are_not_cleared(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
         await store(parts, *KEYS)
-        for body in ({"tiers": ["RemoteBackend"]}, {"tiers": []}, {"tier": "Hot"}):
+        for body in ({"tiers": ["storage"]}, {"tiers": []}, {"tier": "memory"}):
             assert (await client.post("/v1/admin/clear", json=body)).status_code == 422
         assert len(parts.stack.hot.keys()) == len(KEYS)
 

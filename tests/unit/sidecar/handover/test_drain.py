@@ -36,7 +36,7 @@ async def until_not_written(parts: SidecarNode) -> None:
 class Hanging(StorageBackend):
     """A tier that never answers."""
 
-    name = "RemoteBackend"
+    name = "storage"
 
     async def _hang(self, *_: object) -> list[bool]:
         await asyncio.sleep(60)

@@ -150,7 +150,7 @@ async def hand_over(
 
 
 def held_by(instance: str, *keys: ChunkKey, kind: str = "sidecar") -> dict[bytes, list[Holder]]:
-    return {key.key.chunk_id(): [Holder(instance, kind, "Hot", 1)] for key in keys}  # type: ignore[arg-type]
+    return {key.key.chunk_id(): [Holder(instance, kind, "memory", 1)] for key in keys}  # type: ignore[arg-type]
 
 
 async def test_a_peer_takes_everything_bit_for_bit(tmp_path: Path) -> None:

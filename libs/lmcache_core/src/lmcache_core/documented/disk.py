@@ -12,6 +12,7 @@ from typing import Any
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.memory.buffer import BufferAllocator
+from lmcache_core.names import DISK_TIER
 from lmcache_core.record import (
     RAW_SERDE,
     UNSEALED_DIGEST,
@@ -23,7 +24,6 @@ from lmcache_core.record import (
     raw_header,
 )
 from lmcache_core.storage.disk.backend import DiskBackend
-from lmcache_core.storage.disk.store import TIER_NAME
 
 MAX_PUT_TASKS = 1024
 """Chunks that may wait to be written; each keeps its memory until then."""
@@ -218,7 +218,7 @@ def _chunk_of(name: ChunkKey, memory_obj: MemoryObj) -> Chunk:
         meta.dtype if is_tensor else "uint8",
         UNSEALED_DIGEST,
     )
-    return Chunk.unsealed(name, header, memory_obj, TIER_NAME)
+    return Chunk.unsealed(name, header, memory_obj, DISK_TIER)
 
 
 def _allocate(

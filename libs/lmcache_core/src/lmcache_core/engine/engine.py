@@ -21,7 +21,7 @@ from lmcache_core.engine.stores import BYTES_PER_GB, create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.memory.base import MemoryAllocatorInterface
-from lmcache_core.record import HOT_TIER
+from lmcache_core.names import DOCUMENTED_TIERS, tier_name
 from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import REQUESTED_TOKENS_TOTAL, Counters
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, TokenDatabase
@@ -29,7 +29,7 @@ from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, To
 if TYPE_CHECKING:
     from lmcache_core.gpu_connectors import EngineMemory
 
-TIERS = frozenset({HOT_TIER, "LocalDiskBackend", "P2PBackend", "RemoteBackend"})
+TIERS = frozenset(DOCUMENTED_TIERS.values())
 """The tiers that `lookup` can be limited to."""
 
 
@@ -217,20 +217,24 @@ class LMCacheEngine:
 
         Args:
             tokens: Token ids, shape `[seq_len]`, any integer dtype.
-            search_range: Names of tiers ("Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend");
-                None: all.
+            search_range: Tiers ("memory", "disk", "peers", "storage"), also by LMCache's names
+                ("Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend"); None: all.
             spans: As in `store`.
 
         Raises:
             ValueError: A name in the range is not one of these.
         """
-        if search_range is not None and not set(search_range) <= TIERS:
-            unknown = ", ".join(repr(name) for name in search_range if name not in TIERS)
-            raise ValueError(f"search_range names {unknown}; tiers are {', '.join(sorted(TIERS))}")
+        tiers = None
+        if search_range is not None:
+            tiers = [tier_name(name) for name in search_range]
+            unknown = ", ".join(repr(name) for name in tiers if name not in TIERS)
+            if unknown:
+                known = ", ".join(sorted(TIERS))
+                raise ValueError(f"search_range names {unknown}; tiers are {known}")
         num_tokens = 0
         with self._guard("lookup"):
             named = self._named(tokens, None, spans)
-            num_prefix = self._store.lookup([key for _, _, key in named], search_range)
+            num_prefix = self._store.lookup([key for _, _, key in named], tiers)
             num_tokens = named[num_prefix - 1][1] if num_prefix else 0
         return num_tokens  # noqa: RET504 (the guard may have ended the block)
 

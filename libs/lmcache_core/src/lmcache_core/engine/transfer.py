@@ -23,8 +23,8 @@ from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.counted import CountedMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
+from lmcache_core.names import MEMORY_TIER
 from lmcache_core.record import (
-    HOT_TIER,
     RAW_SERDE,
     UNSEALED_DIGEST,
     Chunk,
@@ -254,7 +254,7 @@ class KVTransfer:
             return memory
         reserved.byte_array[:] = memory.byte_array
         header = raw_header(key, shape, self._dtype, UNSEALED_DIGEST)
-        put = [Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, reserved, HOT_TIER)]
+        put = [Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, reserved, MEMORY_TIER)]
         try:
             self._store.put(put)
         finally:
@@ -384,7 +384,7 @@ class KVTransfer:
         header = RecordHeader(
             key.canonical(), RAW_SERDE, "", is_lossy, tensors, digest or UNSEALED_DIGEST
         )
-        chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, None, memory, HOT_TIER)
+        chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, None, memory, MEMORY_TIER)
         chunk.is_sealed = digest is not None  # its head is built only if it leaves the process
         return chunk
 

@@ -4,6 +4,8 @@ Client and service read and write these types, and the service's OpenAPI documen
 them. Bodies are JSON for people and MessagePack with raw bytes for programs. A message with the
 same form in both is one type. The others come in pairs: `ids` of both returns the chunk ids as
 bytes.
+
+The document takes what a field means from the docstring of its class, or else from its type.
 """
 
 from __future__ import annotations
@@ -21,8 +23,14 @@ from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
 MSGPACK: Final = "application/vnd.msgpack"
 JSON: Final = "application/json"
 
-InstanceKind = Literal["sidecar", "storage"]
-EventOp = Literal["store", "remove"]
+InstanceKind = Annotated[
+    Literal["sidecar", "storage"],
+    msgspec.Meta(description="The sidecar of a pod, or a storage server."),
+]
+EventOp = Annotated[
+    Literal["store", "remove"],
+    msgspec.Meta(description="Whether the tier has the chunk from now on, or no longer."),
+]
 
 MAX_CHUNKS_PER_LOOKUP: Final = 8192
 MAX_HOLDERS_PER_CHUNK: Final = 16
@@ -54,17 +62,42 @@ ChunkIdText = Annotated[
         description="A chunk id: 32 hex digits.",
     ),
 ]
-ChunkIdTexts = Annotated[list[ChunkIdText], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
+ChunkIdTexts = Annotated[
+    list[ChunkIdText],
+    msgspec.Meta(
+        max_length=MAX_CHUNKS_PER_LOOKUP,
+        description="Chunk ids; for a prefix in the order of the prompt.",
+    ),
+]
 InstanceText = Annotated[
-    str, msgspec.Meta(pattern=f"^{INSTANCE_PATTERN}${NO_LINE_END}", max_length=128)
+    str,
+    msgspec.Meta(
+        pattern=f"^{INSTANCE_PATTERN}${NO_LINE_END}",
+        max_length=128,
+        description="An instance's id, the same at lookup and broker.",
+    ),
 ]
 TenantText = Annotated[str, msgspec.Meta(pattern=f"^{TENANT_PATTERN}${NO_LINE_END}", max_length=63)]
-TierText = Annotated[str, msgspec.Meta(pattern=f"^{TIER_PATTERN}${NO_LINE_END}", max_length=32)]
+ChunksTenant = Annotated[
+    TenantText | None,
+    msgspec.Meta(description="Tenant that owns the chunks; null: the caller's."),
+]
+TierText = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=f"^{TIER_PATTERN}${NO_LINE_END}",
+        max_length=32,
+        description="The instance's tier that has the chunk, for example `memory`.",
+    ),
+]
 PackedIds = Annotated[
     bytes,
     msgspec.Meta(
         max_length=MAX_CHUNKS_PER_LOOKUP * CHUNK_ID_BYTES,
-        description="Chunk ids of 16 bytes, joined: MessagePack's bin.",
+        description=(
+            "Chunk ids of 16 bytes, joined: MessagePack's bin; for a prefix in the order of the"
+            " prompt."
+        ),
     ),
 ]
 PackedId = Annotated[
@@ -75,10 +108,46 @@ PackedId = Annotated[
         description="A chunk id: 16 bytes, MessagePack's bin.",
     ),
 ]
-Excluded = Annotated[list[InstanceText], msgspec.Meta(max_length=MAX_EXCLUDED)]
-SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE_BYTES)]
-Incarnation = Annotated[int, msgspec.Meta(ge=0, le=MAX_INCARNATION)]
+Excluded = Annotated[
+    list[InstanceText],
+    msgspec.Meta(
+        max_length=MAX_EXCLUDED,
+        description="Instances whose holdings do not count, for example the caller.",
+    ),
+]
+SizeBytes = Annotated[
+    int,
+    msgspec.Meta(
+        ge=0, le=MAX_SIZE_BYTES, description="Size of the record in bytes; 0 for a removal."
+    ),
+]
+Incarnation = Annotated[
+    int,
+    msgspec.Meta(
+        ge=0,
+        le=MAX_INCARNATION,
+        description="Life of the instance: higher with every start and after every resync.",
+    ),
+]
 SequenceNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+NextSequence = Annotated[
+    SequenceNumber,
+    msgspec.Meta(description="Number of the event that the service expects next."),
+]
+Resync = Annotated[
+    bool,
+    msgspec.Meta(
+        description="The service requires a higher incarnation and all events from the beginning."
+    ),
+]
+Degraded = Annotated[
+    bool,
+    msgspec.Meta(
+        description=(
+            "The index was unavailable: nothing is known, which does not mean that nothing is held."
+        )
+    ),
+]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TtlMs = Annotated[int, msgspec.Meta(gt=0, le=MAX_TTL_MS)]
 
@@ -101,26 +170,17 @@ class Holding(NamedTuple):
 
 
 class StoreEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chunk that was added to a tier of the instance, or removed. Without `tenant` it belongs to
-    the caller's tenant.
-    """
+    """A chunk that was added to a tier of the instance, or removed."""
 
     op: EventOp
     chunk_id: ChunkIdText
     tier: TierText
     size_bytes: SizeBytes = 0
-    tenant: TenantText | None = None
+    tenant: ChunksTenant = None
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A holder of a chunk.
-
-    Attributes:
-        instance: The instance's id, also known to the broker.
-        kind: Kind of instance.
-        tier: Tier that holds the chunk there.
-        size_bytes: Size of the record.
-    """
+    """A holder of a chunk."""
 
     instance: InstanceText
     kind: InstanceKind
@@ -170,19 +230,34 @@ class PackedChunksRequest(_PackedIds, frozen=True, omit_defaults=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
-    """An instance's description of itself; without `ttl_ms` it gets the service's default."""
+    """An instance's description of itself.
+
+    Attributes:
+        ttl_ms: Length of the lease in milliseconds, which the service may shorten or extend to its
+            own bounds; null: its default.
+    """
 
     incarnation: Incarnation
     kind: InstanceKind
     ttl_ms: TtlMs | None = None
 
 
-class EventsRequest(msgspec.Struct, frozen=True):
-    """Events with consecutive numbers from `first_sequence` on."""
+class _NumberedEvents(msgspec.Struct, frozen=True):
+    """Events of one instance.
+
+    Attributes:
+        first_sequence: Number of the first event; those of an incarnation are numbered from 0.
+        events: In the order in which they happened, with consecutive numbers.
+    """
 
     instance: InstanceText
     incarnation: Incarnation
     first_sequence: SequenceNumber
+
+
+class EventsRequest(_NumberedEvents, frozen=True):
+    """Events with consecutive numbers from `first_sequence` on."""
+
     events: Annotated[list[StoreEvent], msgspec.Meta(max_length=MAX_EVENTS_PER_BATCH)]
 
     @property
@@ -198,15 +273,12 @@ class PackedEvent(msgspec.Struct, frozen=True, array_like=True):
     chunk_id: PackedId
     tier: TierText
     size_bytes: SizeBytes = 0
-    tenant: TenantText | None = None
+    tenant: ChunksTenant = None
 
 
-class PackedEventsRequest(msgspec.Struct, frozen=True):
+class PackedEventsRequest(_NumberedEvents, frozen=True):
     """`EventsRequest` as MessagePack."""
 
-    instance: InstanceText
-    incarnation: Incarnation
-    first_sequence: SequenceNumber
     events: Annotated[list[PackedEvent], msgspec.Meta(max_length=MAX_EVENTS_PER_BATCH)]
 
     @property
@@ -216,15 +288,15 @@ class PackedEventsRequest(msgspec.Struct, frozen=True):
 
 
 class EvictRequest(_TextIds, frozen=True):
-    """Chunks to forget; without `tenant` those of the caller's tenant."""
+    """Chunks to forget."""
 
-    tenant: TenantText | None = None
+    tenant: ChunksTenant = None
 
 
 class PackedEvictRequest(_PackedIds, frozen=True):
     """`EvictRequest` as MessagePack."""
 
-    tenant: TenantText | None = None
+    tenant: ChunksTenant = None
 
 
 _HoldersOfChunk = Annotated[
@@ -238,13 +310,11 @@ class LookupAnswer(msgspec.Struct, frozen=True):
     Attributes:
         num_prefix: How many of the chunks, from the first, have a holder.
         holders: Holders of each of them: `num_prefix` lists with at least one entry.
-        degraded: The index was unavailable: nothing is known, which does not mean that nothing is
-            held.
     """
 
     num_prefix: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS_PER_LOOKUP)]
     holders: Annotated[list[_HoldersOfChunk], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
-    degraded: bool = False
+    degraded: Degraded = False
 
 
 class PackedHolder(msgspec.Struct, frozen=True, array_like=True):
@@ -257,7 +327,12 @@ class PackedHolder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HolderRun(msgspec.Struct, frozen=True, array_like=True):
-    """A run of consecutive chunks with the same holders."""
+    """A run of consecutive chunks with the same holders: an array.
+
+    Attributes:
+        num_chunks: How many chunks follow one another with these holders.
+        holders: The holders of each of them.
+    """
 
     num_chunks: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS_PER_LOOKUP)]
     holders: Annotated[
@@ -270,11 +345,16 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedLookupAnswer(msgspec.Struct, frozen=True):
-    """`LookupAnswer` as MessagePack: `runs` joined make up the prefix."""
+    """`LookupAnswer` as MessagePack.
+
+    Attributes:
+        num_prefix: How many of the chunks, from the first, have a holder.
+        runs: The holders of the prefix, in its order: their chunks add up to `num_prefix`.
+    """
 
     num_prefix: Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS_PER_LOOKUP)]
     runs: Annotated[list[HolderRun], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
-    degraded: bool = False
+    degraded: Degraded = False
 
     def unpack(self) -> LookupAnswer:
         """Return the answer; chunks of a run share one list of holders.
@@ -291,88 +371,115 @@ class PackedLookupAnswer(msgspec.Struct, frozen=True):
 
 
 class RouteEntry(msgspec.Struct, frozen=True):
-    """How long a prefix one instance holds by itself."""
+    """How long a prefix one instance holds by itself.
+
+    Attributes:
+        num_prefix: How many of the chunks, from the first, it holds in any of its tiers.
+    """
 
     instance: InstanceText
     num_prefix: Annotated[int, msgspec.Meta(gt=0, le=MAX_CHUNKS_PER_LOOKUP)]
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):
-    """Answer to a route request: instances that hold the first chunk, longest prefix first;
-    `degraded` as in `LookupAnswer`.
+    """Answer to a route request.
+
+    Attributes:
+        instances: Those that hold the first chunk, longest prefix first.
     """
 
     instances: Annotated[list[RouteEntry], msgspec.Meta(max_length=MAX_INSTANCES_PER_ANSWER)]
-    degraded: bool = False
+    degraded: Degraded = False
 
 
 class ContainsAnswer(msgspec.Struct, frozen=True):
-    """Answer to a batch contains: for each chunk in the request, whether it has a holder;
-    `degraded` as in `LookupAnswer`.
+    """Answer to a batch contains.
+
+    Attributes:
+        present: For each chunk of the request, in its order, whether it has a holder.
     """
 
     present: Annotated[list[bool], msgspec.Meta(max_length=MAX_CHUNKS_PER_LOOKUP)]
-    degraded: bool = False
+    degraded: Degraded = False
 
 
 class LocationsAnswer(msgspec.Struct, frozen=True):
-    """All holders of one chunk; `degraded` as in `LookupAnswer`."""
+    """The holders of one chunk.
+
+    Attributes:
+        holders: One for each instance and tier, at most 64; empty if none is known.
+    """
 
     holders: Annotated[list[Holder], msgspec.Meta(max_length=MAX_LOCATIONS)]
-    degraded: bool = False
+    degraded: Degraded = False
 
 
 class InstanceLease(msgspec.Struct, frozen=True):
     """Answer to a lease's renewal.
 
     Attributes:
-        ttl_ms: The lease ends this long after the request, unless renewed.
-        next_sequence: The event that the service expects next.
-        resync: The service requires a higher incarnation and all events from the beginning.
+        ttl_ms: The lease ends this many milliseconds after the request, unless renewed.
     """
 
     ttl_ms: TtlMs
-    next_sequence: SequenceNumber
-    resync: bool
+    next_sequence: NextSequence
+    resync: Resync
 
 
 class EventsAck(msgspec.Struct, frozen=True):
-    """Answer to a batch of events; the fields are those of `InstanceLease`."""
+    """Answer to a batch of events."""
 
-    next_sequence: SequenceNumber
-    resync: bool
+    next_sequence: NextSequence
+    resync: Resync
 
 
 class InstanceEntry(msgspec.Struct, frozen=True):
-    """A live lease."""
+    """A live lease.
+
+    Attributes:
+        expires_in_ms: Milliseconds until it ends, unless renewed.
+    """
 
     instance: InstanceText
     kind: InstanceKind
     incarnation: Incarnation
-    next_sequence: SequenceNumber
+    next_sequence: NextSequence
     expires_in_ms: Annotated[int, msgspec.Meta(ge=0, le=MAX_TTL_MS)]
 
 
 class InstancesAnswer(msgspec.Struct, frozen=True):
-    """The live leases that tokens of the caller's tenant took."""
+    """The live leases that tokens of the caller's tenant took.
+
+    Attributes:
+        instances: One for each instance, by its id.
+    """
 
     instances: Annotated[list[InstanceEntry], msgspec.Meta(max_length=MAX_LEASES)]
 
 
 class StatsAnswer(msgspec.Struct, frozen=True):
-    """Figures of one tenant; if the index is unavailable, they are missing and `degraded` is
-    set.
+    """Figures of one tenant.
+
+    Attributes:
+        index: Where the index is: `embedded` (in the process) or `redis`.
+        num_chunks: Chunks that the index knows, some perhaps of leases that ended; null if it was
+            unavailable.
+        num_instances: Instances with a live lease of this tenant; null if the index was
+            unavailable.
     """
 
     index: str
-    degraded: bool
+    degraded: Degraded
     num_chunks: Count | None
     num_instances: Count | None
 
 
 class TenantsAnswer(msgspec.Struct, frozen=True):
-    """Tenants for which chunks were stored, sorted; `next_after` is where to continue, null at the
-    end.
+    """A page of tenants for which chunks were stored.
+
+    Attributes:
+        tenants: Their names, sorted; some may have no chunks left.
+        next_after: The `after` of the next page; null at the end.
     """
 
     tenants: Annotated[list[TenantText], msgspec.Meta(max_length=MAX_TENANTS_PER_ANSWER)]
@@ -380,7 +487,11 @@ class TenantsAnswer(msgspec.Struct, frozen=True):
 
 
 class EvictedAnswer(msgspec.Struct, frozen=True):
-    """How many of the chunks were known."""
+    """The result of an eviction.
+
+    Attributes:
+        num_evicted: How many of the chunks had a holder in the index.
+    """
 
     num_evicted: Count
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import secrets
 import stat
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from lmcache_core.memory.populate import allocate, populate
 
 FILE_NAME = "kv.arena"
 DEFAULT_MODE = 0o660
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+MOUNTS = Path("/proc/self/mountinfo")
+ALLOWING_POLICIES = frozenset({"advise", "within_size", "always", "force"})
 _BLOCK_BYTES = 512
 _MAX_PAGE_BYTES = 1 << 30
 
@@ -47,6 +51,7 @@ class SharedArena:
         lock: The owner's is on the directory. A client's is on the generation, to be released when
             the client no longer touches the arena.
         inode: Number of the file on its volume.
+        huge_pages: Whether the kernel was asked for transparent huge pages.
     """
 
     path: Path
@@ -56,6 +61,7 @@ class SharedArena:
     store_view: memoryview
     lock: FileLock
     inode: int
+    huge_pages: bool
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class ArenaFile:
         directory: Shared volume of the pod.
         size: Size in bytes; rounded up to whole pages of the volume.
         mode: Permissions of the file, regardless of the umask.
-        huge_pages: Ask for transparent huge pages.
+        huge_pages: Ask for transparent huge pages; None: where `huge_page_policy` allows them.
 
     Raises:
         ValueError: The size is not positive.
@@ -75,7 +81,7 @@ class ArenaFile:
     directory: Path
     size: int
     mode: int = DEFAULT_MODE
-    huge_pages: bool = False
+    huge_pages: bool | None = False
 
     def __post_init__(self) -> None:
         if self.size <= 0:
@@ -121,7 +127,7 @@ class ArenaFile:
             os.fchmod(fd, self.mode)
             os.ftruncate(fd, size)
             arena = self._map(fd, size, lock)
-            if self.huge_pages:
+            if arena.huge_pages:
                 _take_huge_pages(fd, arena.store_view)
             allocate(fd, size)  # fails before anything is written if there is no room
             populate(arena.store_view)
@@ -181,8 +187,11 @@ class ArenaFile:
     def _map(self, fd: int, size: int, lock: FileLock) -> SharedArena:
         generation = secrets.randbits(62)
         begin_generation(self.directory, generation, self.mode)
+        huge_pages = self.huge_pages
+        if huge_pages is None:
+            huge_pages = huge_page_policy(self.directory) in ALLOWING_POLICIES
         try:
-            return _map(fd, self.path, size, generation, lock, self.huge_pages)
+            return _map(fd, self.path, size, generation, lock, huge_pages)
         except (OSError, OverflowError, ValueError):
             forget_generation(self.directory, generation)
             raise
@@ -217,8 +226,26 @@ def cannot_be_opened(path: Path, exc: OSError) -> CapacityError:
     )
 
 
+def huge_page_policy(directory: Path) -> str:
+    """Return the kernel's policy for huge pages of files in a directory: the volume's `never`,
+    `advise` (if asked for), `within_size` or `always`, unless the machine has `deny` or `force`.
+
+    The machine's other policies are for memory that is on no volume.
+    """
+    try:
+        machine = re.search(r"\[(deny|force)\]", SHMEM_ENABLED.read_text())
+        if machine is not None:
+            return machine[1]
+        device = directory.stat().st_dev
+        mount = rf"^\S+ \S+ {os.major(device)}:{os.minor(device)} .* - .*\bhuge=(\w+)"
+        volume = re.search(mount, MOUNTS.read_text(), re.MULTILINE)
+    except OSError:  # a kernel or sandbox without them
+        return "never"
+    return "never" if volume is None else volume[1]
+
+
 def create_shared_arena(
-    directory: Path, size: int, mode: int = DEFAULT_MODE, huge_pages: bool = False
+    directory: Path, size: int, mode: int = DEFAULT_MODE, huge_pages: bool | None = False
 ) -> SharedArena:
     """Lock a directory and create an arena file there; see `own_directory` and
     `ArenaFile.create`.
@@ -289,5 +316,13 @@ def _map(
         for mapping in (load, store):
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-    inode = os.fstat(fd).st_ino
-    return SharedArena(path, size, generation, memoryview(load), memoryview(store), lock, inode)
+    return SharedArena(
+        path=path,
+        size=size,
+        generation=generation,
+        load_view=memoryview(load),
+        store_view=memoryview(store),
+        lock=lock,
+        inode=os.fstat(fd).st_ino,
+        huge_pages=huge_pages,
+    )

@@ -1,7 +1,8 @@
 """Messages between instances and the broker (`docs/protocols.md`, p2p_broker).
 
 Client and broker read and write these types, and the broker's OpenAPI document is generated from
-them. Unknown fields are ignored: a newer peer must be able to register.
+them; what a field means is in the docstring of its class. Unknown fields are ignored: a newer peer
+must be able to register.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from lmcache_core.lookup.messages import (
     MAX_HOLDERS_PER_CHUNK,
@@ -19,7 +21,7 @@ from lmcache_core.lookup.messages import (
     InstanceText,
     TierText,
 )
-from lmcache_core.names import validate_instance_id
+from lmcache_core.names import tier_name, validate_instance_id
 from lmcache_core.p2p.distributed_url import parse_distributed_url
 
 PeerKind = Literal["sidecar", "storage"]
@@ -54,10 +56,10 @@ class Peer(msgspec.Struct, frozen=True):
     Attributes:
         id: The instance's id, unique in its tenant.
         incarnation: Increases with every start; a value below the last known one is refused.
-        distributed_url: Its address, `lm://host:port`.
-        kind: Kind of instance.
-        zone: Failure domain (`topology.kubernetes.io/zone`), or empty.
-        node: Machine, or empty.
+        distributed_url: Its address, `lm://host:port` or `lm+tls://host:port`.
+        kind: The sidecar of a pod, or a storage server.
+        zone: Failure domain (`topology.kubernetes.io/zone`); empty: unknown.
+        node: Machine; empty: unknown.
 
     Raises:
         ValueError: The id or the URL is malformed, or the incarnation is negative.
@@ -98,7 +100,12 @@ class DrainReport(msgspec.Struct, frozen=True):
 
 
 class CopyOrder(msgspec.Struct, frozen=True):
-    """Order to copy a chunk to another peer."""
+    """Order to copy a chunk to another peer.
+
+    Attributes:
+        instance: Id of the peer that should get the copy.
+        distributed_url: Address of that peer.
+    """
 
     chunk_id: ChunkIdText
     instance: ShortText
@@ -112,8 +119,8 @@ class PeerStatus(Peer, frozen=True, kw_only=True):
         load: The load it last reported, 0 (idle) to 1 (full).
         draining: Gets no new pulls.
         num_pulls: Tickets to it that have not expired.
-        expires_in_ms: Remaining life of its lease.
-        drain: Progress of its drain, if it reports one.
+        expires_in_ms: Milliseconds until its lease ends, unless renewed.
+        drain: Progress of its drain; null if it reports none.
     """
 
     load: float
@@ -127,8 +134,8 @@ class Lease(msgspec.Struct, frozen=True):
     """The lease that the broker granted.
 
     Attributes:
-        ttl_ms: The lease ends this long after the announcement, unless renewed.
-        draining: The instance gets no new pulls.
+        ttl_ms: The lease ends this many milliseconds after the announcement, unless renewed.
+        draining: The instance gets no new pulls, and should drain.
         copies: Hot chunks that the instance should copy to other peers.
     """
 
@@ -141,13 +148,19 @@ class TierFigures(msgspec.Struct, frozen=True):
     """Fill level of one tier.
 
     Attributes:
-        capacity_bytes: 0 if unknown.
+        name: Name of the tier: `memory` or `disk`.
+        num_chunks: Chunks that it holds.
+        used_bytes: Bytes that they take.
+        capacity_bytes: Bytes that it may use; 0 if unknown.
     """
 
     name: Label
     num_chunks: BoundedCount
     used_bytes: BoundedCount
     capacity_bytes: BoundedCount
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "name", tier_name(self.name))
 
 
 class FirstTokens(msgspec.Struct, frozen=True):
@@ -157,11 +170,11 @@ class FirstTokens(msgspec.Struct, frozen=True):
 
     Attributes:
         loaded: Requests whose KV was loaded.
-        loaded_ms: Their waits, summed.
+        loaded_ms: Their waits, summed, in milliseconds.
         computed: Requests whose KV was computed.
-        computed_ms: Their waits, summed.
+        computed_ms: Their waits, summed, in milliseconds.
         mixed: All others, also those whose KV vLLM's own prefix cache had.
-        mixed_ms: Their waits, summed.
+        mixed_ms: Their waits, summed, in milliseconds.
     """
 
     loaded: BoundedCount = 0
@@ -177,7 +190,8 @@ class ModelFigures(msgspec.Struct, frozen=True):
 
     Attributes:
         saved_tokens: Tokens of prompts whose KV was loaded instead of computed.
-        saved_ms: Prefill time of these, by the engines' own speed; they may not know it.
+        saved_ms: Milliseconds of prefill for these, by the engines' own speed; 0 if they do not
+            know it.
         chunk_tokens: Tokens for each chunk: of all ranks and groups of layers, so that a prompt's
             tokens are its chunks times this.
         first_tokens: Waits for first tokens; null if the instance does not ask its vLLM.
@@ -219,6 +233,12 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     sole_bytes: BoundedCount | None = None
     models: Annotated[dict[Label, ModelFigures], msgspec.Meta(max_length=MAX_COUNTED_LABELS)] = {}
 
+    def __post_init__(self) -> None:
+        # Older instances send LMCache's names of tiers.
+        for field in ("loaded_chunks", "loaded_bytes"):
+            counts = getattr(self, field)
+            force_setattr(self, field, {tier_name(tier): n for tier, n in counts.items()})
+
 
 class AnnounceRequest(msgspec.Struct, frozen=True):
     """Announcement of a peer; body of `PUT /v1/peers/{id}`.
@@ -226,11 +246,15 @@ class AnnounceRequest(msgspec.Struct, frozen=True):
     Attributes:
         incarnation: Increases with every start of the peer.
         distributed_url: Its address, `lm://host:port` or `lm+tls://host:port`.
+        kind: The sidecar of a pod, or a storage server; the latter needs the role `storage`.
+        zone: Failure domain (`topology.kubernetes.io/zone`); empty: unknown. Near peers are
+            preferred.
+        node: Machine; empty: unknown.
         load: 0 (idle) to 1 (full).
-        ttl_ms: The lease requested; the broker may grant less.
+        ttl_ms: The lease requested, in milliseconds; the broker may grant less. null: its default.
         draining: The peer accepts no new pulls in this incarnation.
-        drain: Progress of its drain.
-        figures: Its counters.
+        drain: Progress of its drain; null or absent: not reported.
+        figures: Its counters; null or absent: not reported.
 
     Raises:
         ValueError: The URL is malformed.
@@ -263,8 +287,8 @@ class ChunkHolders(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         chunk_id: 32 hex digits.
-        holders: Ids of the instances.
-        tiers: The tier at each holder, one per holder; may be empty.
+        holders: Ids of the instances, as lookup names them.
+        tiers: The tier at each holder, one per holder; empty: unknown. Memory is preferred to disk.
     """
 
     chunk_id: ChunkIdText
@@ -278,7 +302,7 @@ class TransferRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         requester: The instance that will pull.
         chunks: Distinct chunks.
-        wait_ms: How long to wait for a holder while all are busy.
+        wait_ms: Milliseconds to wait for a holder while all are busy.
     """
 
     requester: InstanceText
@@ -287,7 +311,12 @@ class TransferRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PullsRequest(msgspec.Struct, frozen=True):
-    """Pulls of one requester; body of `POST /v1/transfers:renew` and `POST /v1/transfers:done`."""
+    """Pulls of one requester; body of `POST /v1/transfers:renew` and `POST /v1/transfers:done`.
+
+    Attributes:
+        requester: The instance that pulls.
+        pulls: Ids of the pulls, from `Assignment.pull`.
+    """
 
     requester: InstanceText
     pulls: Annotated[list[PullId], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)]
@@ -304,7 +333,8 @@ class Assignment(msgspec.Struct, frozen=True):
         expires_ms: Expiry of the ticket, Unix time in milliseconds.
         pull: Its id in `/v1/transfers:renew` and `/v1/transfers:done`; empty if the broker is too
             old for both.
-        ttl_ms: Remaining lifetime of the ticket; 0 if the broker is too old to renew it.
+        ttl_ms: Remaining lifetime of the ticket, in milliseconds; 0 if the broker is too old to
+            renew it.
     """
 
     instance: ShortText
@@ -331,7 +361,7 @@ class Renewal(msgspec.Struct, frozen=True):
         pull: Its `Assignment.pull`.
         ticket: Replaces the previous ticket. Secret until it expires.
         expires_ms: Expiry of the ticket, Unix time in milliseconds.
-        ttl_ms: Remaining lifetime of the ticket.
+        ttl_ms: Remaining lifetime of the ticket, in milliseconds.
     """
 
     pull: Annotated[str, msgspec.Meta(max_length=64)]
@@ -347,6 +377,10 @@ class RenewResponse(msgspec.Struct, frozen=True):
     """Pulls that were renewed: the requester's unfinished ones, at peers that are still live.
 
     An older broker's answer has another form, which reads as no pulls.
+
+    Attributes:
+        renewed: One for each renewed pull. Those that are missing have ended, or lasted ten
+            minutes: request their chunks again.
     """
 
     renewed: Annotated[tuple[Renewal, ...], msgspec.Meta(max_length=MAX_CHUNKS_PER_TRANSFER)] = ()
@@ -367,7 +401,11 @@ class TransferResponse(msgspec.Struct, frozen=True):
 
 
 class PeersResponse(msgspec.Struct, frozen=True):
-    """The live peers that the caller may see."""
+    """The live peers that the caller may see.
+
+    Attributes:
+        peers: Those of its tenant and the shared ones, by id.
+    """
 
     peers: Annotated[list[PeerStatus], msgspec.Meta(max_length=MAX_PEERS_PER_LISTING)]
 

@@ -3,7 +3,6 @@ torch.
 """
 
 from lmcache_core.record.chunk import (
-    HOT_TIER,
     Allocate,
     Chunk,
     Miss,
@@ -46,7 +45,6 @@ __all__ = [
     "Chunk",
     "Extension",
     "HEAD_ALIGN_BYTES",
-    "HOT_TIER",
     "HotVerifier",
     "MAX_HEAD_BYTES",
     "MAX_PAYLOAD_BYTES",

@@ -17,9 +17,6 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record.codec import encode_head, head_bytes
 from lmcache_core.record.header import RecordHeader, payload_digest
 
-HOT_TIER = "Hot"
-"""The name of the host-memory tier."""
-
 
 class MissReason(StrEnum):
     """Why a chunk was not served. Every miss is counted under one of these reasons."""

@@ -205,8 +205,9 @@ def no_context() -> ssl.SSLContext:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-def certificate_end(path: Path) -> float:
-    """Return the Unix time at which the first certificate of a PEM file expires.
+def certificate_validity(path: Path) -> tuple[float, float]:
+    """Return the Unix times at which the first certificate of a PEM file begins to be valid, and
+    at which it expires.
 
     Raises:
         ConfigError: The file cannot be read or contains no certificate.
@@ -220,14 +221,30 @@ def certificate_end(path: Path) -> float:
         ) from exc
     if times is None:
         raise ConfigError(f"certificate {path}: not PEM; it must hold a certificate in PEM")
-    text = times[2].decode()
+    return _unix_s(times[1].decode()), _unix_s(times[2].decode())
+
+
+def validity_problem(begins_s: float, ends_s: float) -> str:
+    """Return why peers that verify a certificate refuse it now, "" if its time is no reason.
+
+    Args:
+        begins_s: When it begins to be valid, Unix time.
+        ends_s: When it expires.
+    """
+    now_s = time.time()
+    if now_s < begins_s:
+        return f"is not valid before {_day_of(begins_s)}"
+    return f"ended on {_day_of(ends_s)}" if now_s > ends_s else ""
+
+
+def _unix_s(text: str) -> float:
+    """Return a time of a certificate as Unix time."""
     if len(text) == 12:  # RFC 5280: 50 to 99 are of the last century
         text = ("19" if text >= "50" else "20") + text
     return datetime.datetime.strptime(text + "+0000", "%Y%m%d%H%M%S%z").timestamp()
 
 
-def day_of(unix_s: float) -> str:
-    """Return the day on which a certificate expires, for display."""
+def _day_of(unix_s: float) -> str:
     return f"{datetime.datetime.fromtimestamp(unix_s, datetime.UTC):%Y-%m-%d}"
 
 
@@ -241,14 +258,12 @@ def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
         if files.key_file is not None:
             names, rule = f"{names} with {files.named(1)}", "both must be PEM and belong together"
         raise ConfigError(f"{names}: {_reason(exc)}; {rule}") from exc
-    ends_s = certificate_end(files.cert_file)
-    if (
-        ends_s < time.time()
-    ):  # not fatal: it may be replaced at any time, and some callers need none
+    # not fatal: it may be replaced at any time, and some callers need none
+    if problem := validity_problem(*certificate_validity(files.cert_file)):
         logger.warning(
-            "certificate has expired, peers that verify it refuse it: file=%s expired=%s",
+            "peers that verify this certificate refuse it: file=%s reason=%s",
             files.cert_file,
-            day_of(ends_s),
+            problem,
         )
 
 

@@ -12,6 +12,7 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import num_bytes
+from lmcache_core.names import tier_name
 from lmcache_core.record import Chunk, decode_head
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.sidecar.connection import SidecarConnection
@@ -103,7 +104,7 @@ def loaded_chunk(
         (extent.length,), None, extent.offset, extent.length, 1, MemoryFormat.BINARY
     )
     memory = ArenaExtent(connection, extent.id, view, metadata)
-    return Chunk(ChunkKey(DEFAULT_TENANT, key), header, extent.head, memory, extent.tier)
+    return Chunk(ChunkKey(DEFAULT_TENANT, key), header, extent.head, memory, tier_name(extent.tier))
 
 
 def _is_inside(connection: SidecarConnection, extent: Extent) -> bool:

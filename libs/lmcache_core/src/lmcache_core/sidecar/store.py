@@ -24,7 +24,8 @@ from lmcache_core.errors import IdentityError, UnavailableError
 from lmcache_core.keys import CacheEngineKey, ChunkChain, Lane
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
-from lmcache_core.record import HOT_TIER, Chunk, MissReason, Staged
+from lmcache_core.names import MEMORY_TIER, documented_tier, tier_name
+from lmcache_core.record import Chunk, MissReason, Staged
 from lmcache_core.record.chunk_store import ChunkStore, NotLent
 from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent, lent, loaded_chunk, reserved_extents
@@ -142,9 +143,9 @@ class SidecarChunkStore(ChunkStore):
         if connection is None or search_range == []:
             return 0
         for batch in _batches(keys):
-            tiers = tuple(search_range or ())
+            tiers = tuple(documented_tier(tier) for tier in search_range or ())
             request = m.Lookup(connection.names(batch), tiers, self._deadline_ms)
-            if search_range is not None and set(search_range) <= {HOT_TIER}:
+            if search_range is not None and set(search_range) <= {MEMORY_TIER}:
                 answer = self._ask_in_step(connection, request, m.ContainsOk, len(batch))
             else:
                 answer = self._links.ask(
@@ -332,7 +333,7 @@ class SidecarChunkStore(ChunkStore):
     def stats(self) -> dict[str, dict[str, int]]:
         connection = self._link.connection
         answer = None if connection is None else self._links.ask(connection, m.Stats(), m.StatsOk)
-        return {} if answer is None else answer.stats
+        return {} if answer is None else {tier_name(name): n for name, n in answer.stats.items()}
 
     def _say_unstaged(self, connection: SidecarConnection) -> bool:
         """Report released tickets without waiting for an answer; return whether all have been

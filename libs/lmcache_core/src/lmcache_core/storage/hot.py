@@ -14,6 +14,7 @@ from lmcache_core.errors import IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
+from lmcache_core.names import MEMORY_TIER
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLimits
@@ -93,7 +94,7 @@ class LocalCPUBackend(StorageBackend):
             tier's lock: it must not call back.
     """
 
-    name = "Hot"
+    name = MEMORY_TIER
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class LocalCPUBackend(StorageBackend):
         If `is_access`, counts as an access to all of them, in reverse order: the head of a chain of
         chunks then counts as the most recent.
         """
-        with step("tier Hot get"), self._lock:
+        with step("tier memory get"), self._lock:
             gone = self._expire(keys)
             found = [self._find(key) for key in keys]
             for chunk in reversed(found):
@@ -214,7 +215,7 @@ class LocalCPUBackend(StorageBackend):
             Whether each chunk is held now. False if its memory had to be copied and there was no
                 room, or if it exceeds its tenant's quota.
         """
-        with step("tier Hot put"):
+        with step("tier memory put"):
             for chunk in reversed(chunks):
                 self._put(chunk)
         return self.contains_many([chunk.key for chunk in chunks])

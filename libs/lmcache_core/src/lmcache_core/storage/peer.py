@@ -13,13 +13,13 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import LookupClient
+from lmcache_core.names import PEER_TIER
 from lmcache_core.p2p import Assignment, BrokerClient, HeldBy
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.p2p.pull import PeerPull, PulledBytes, PullParts
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend, caller_limit
 
-PEER_TIER = "P2PBackend"
 PEER_KIND = "sidecar"
 MAX_GOODBYES = 64
 """Concurrent reports to the broker that a pull has ended; beyond this the tickets just expire."""

@@ -18,6 +18,7 @@ from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.errors import AuthenticationError, ConfigError, UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
 from lmcache_core.lookup import InstanceReporter, LookupClient
+from lmcache_core.names import PEER_TIER
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration, parse_distributed_url
 from lmcache_core.p2p.distributed_url import DistributedUrl, is_encrypted
 from lmcache_core.p2p.pool import PeerPool
@@ -35,7 +36,7 @@ from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import OnRemoved
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.disk import DiskBackend
-from lmcache_core.storage.peer import PEER_TIER, P2PBackend
+from lmcache_core.storage.peer import P2PBackend
 from lmcache_core.storage.remote import Locate
 from lmcache_core.storage.remote.members import locate_by_lookup
 from lmcache_core.storage.served import EncodingStore, LocalStore

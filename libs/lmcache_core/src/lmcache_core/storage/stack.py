@@ -16,6 +16,7 @@ from lmcache_core.concurrency import TaskSupervisor, cancel_and_join
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.names import DISK_TIER, MEMORY_TIER
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import IsUnwanted, StorageBackend
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -23,7 +24,7 @@ from lmcache_core.storage.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
-LOCAL_TIERS = ("Hot", "LocalDiskBackend")
+LOCAL_TIERS = (MEMORY_TIER, DISK_TIER)
 """Tiers that keep chunks in this pod."""
 DEFAULT_TIMEOUT_S = 2.0
 GRACE_S = 0.05
@@ -36,7 +37,7 @@ FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 """Bounds on the interval between two attempts to open a tier."""
 DEFAULT_PENDING_SHARE = 2
-"""Pending writes to all slower tiers together may hold one part in this many of the hot tier."""
+"""Pending writes to all slower tiers together may hold one part in this many of the memory tier."""
 
 
 @dataclass(frozen=True, slots=True)

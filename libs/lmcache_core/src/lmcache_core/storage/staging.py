@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from lmcache_core.keys import ChunkChain, ChunkKey
+from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER, STORAGE_TIER
 from lmcache_core.record import Chunk, Staged, StagedFrom
-from lmcache_core.storage.peer import PEER_TIER
 from lmcache_core.storage.stack import TierStack
 
 T = TypeVar("T")
@@ -43,10 +43,10 @@ MAX_LIFTS = 64
 
 _CODES = MappingProxyType(
     {
-        "Hot": StagedFrom.HOT,
-        "LocalDiskBackend": StagedFrom.DISK,
+        MEMORY_TIER: StagedFrom.HOT,
+        DISK_TIER: StagedFrom.DISK,
         PEER_TIER: StagedFrom.PEER,
-        "RemoteBackend": StagedFrom.REMOTE,
+        STORAGE_TIER: StagedFrom.REMOTE,
     }
 )
 

@@ -114,7 +114,7 @@ class TiersSpec:
         peers: The peer tier.
         remote: A server or directory shared by many.
         further: The last tier, made by the caller, such as a bucket.
-        policy: Eviction policy of the hot tier and the disk.
+        policy: Eviction policy of the memory tier and the disk.
         codecs: Codecs with the serdes of disk and remote; None: records are neither encoded nor
             decoded.
         seals: Compute digests of decoded chunks, for a reader that will need them.
@@ -190,7 +190,7 @@ def build_tiers(spec: TiersSpec, hot: LocalCPUBackend | None = None) -> TierSet:
 
     Args:
         spec: Describes the tiers.
-        hot: An existing hot tier to keep, when only the slower ones are rebuilt.
+        hot: An existing memory tier to keep, when only the slower ones are rebuilt.
 
     Raises:
         ConfigError: The policy is unknown or the URL is malformed.

@@ -14,6 +14,7 @@ from typing import TypeVar
 from lmcache_core.concurrency.supervisor import cancel_and_join
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
+from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
 from lmcache_core.wire import messages as m
@@ -56,7 +57,7 @@ class ClientOptions:
     backoff_initial_s: float = 0.05
     backoff_cap_s: float = 5.0
     name: str = ""
-    tier: str = "RemoteBackend"
+    tier: str = STORAGE_TIER
     accepts: Accepts = ONLY_LOSSLESS
     hands_over: bool = False
     tls: ClientTls | None = None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import socket
 import ssl
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.concurrency.supervisor import stop_listening
+from lmcache_core.config.options import MAX_SOCKET_PATH_BYTES
 from lmcache_core.errors import UnavailableError
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.messages import ErrorMessage
@@ -54,6 +57,22 @@ def limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
             loop.default_exception_handler(context)
 
     loop.set_exception_handler(report)
+
+
+def socket_path_problem(path: Path) -> str:
+    """Return why a listener cannot be at the path of a Unix socket, "" if its name, and what is
+    there now, are no reason. A socket that is there may be replaced, or another may listen at it.
+    """
+    length = len(os.fsencode(path))
+    if length > MAX_SOCKET_PATH_BYTES:
+        return f"has {length} bytes, and a Unix socket's may have {MAX_SOCKET_PATH_BYTES}"
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except OSError:  # nothing is there, or its directory is the reason
+        return ""
+    except ValueError:
+        return "holds a NUL character"
+    return "" if is_socket else "is something other than a socket"
 
 
 class FrameListener:

@@ -11,6 +11,7 @@ import typer
 
 from lmcache_ctl.asking import Asker
 from lmcache_ctl.bench.report import SCHEMES, BenchLoad, num_chunks_of, print_report
+from lmcache_ctl.completion import targets_of
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import Output, OutputFormat, show, steps
@@ -38,6 +39,7 @@ def bench(
                 "storage, lookup, lm (pods of cache_storage by lm://), one of these (storage/NAME),"
                 " or a URL."
             ),
+            autocompletion=targets_of(Kind.STORAGE, Kind.LOOKUP),
         ),
     ] = None,
     seconds: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lmcache_ctl.options import reaches
+from lmcache_ctl.options import ONE_SIDECAR, reaches
 from lmcache_ctl.output import Output, OutputFormat, show
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
@@ -27,7 +27,7 @@ def checked_profiles(profiles: list[str]) -> list[str]:
     return profiles or list(CODEC_NAMES)
 
 
-@reaches(Kind.SIDECAR)
+@reaches(Kind.SIDECAR, ONE_SIDECAR)
 def stats(reach: Reach, output: Output = OutputFormat.TABLE) -> None:
     """Show what the codecs of a sidecar did since its start.
 

@@ -25,7 +25,12 @@ CLOSING_S: Final = 0.01
 """For the loop to let go of connections that were given up."""
 HANDSHAKE_TURNS: Final = 4
 CHECK: Final = "certificate"
-FIX: Final = "have another one issued; services take new files by themselves"
+FIX: Final = (
+    "have another one issued, or correct the clock that is wrong; services take new files by"
+    " themselves"
+)
+OUT_OF_TIME: Final = frozenset({9, 10})
+"""OpenSSL's codes for a certificate that is not valid yet, and for one that has expired."""
 
 
 async def check_certificates(settings: CtlSettings, services: Sequence[Endpoint]) -> list[Finding]:
@@ -40,15 +45,14 @@ async def _of_one(settings: CtlSettings, service: Endpoint) -> Finding:
     subject = Subject(CHECK, f"{service.kind} {service.name}")
     try:
         async with asyncio.timeout(settings.timeout_s):
-            ends_s = await _end_of(settings, service)
+            begins_s, ends_s = await _shown_validity(settings, service)
     except ssl.SSLCertVerificationError as exc:
-        return subject.error(
-            f"not trusted: {exc.verify_message}", "give its authority with --tls CA"
-        )
+        fix = FIX if exc.verify_code in OUT_OF_TIME else "give its authority with --tls CA"
+        return subject.error(f"not trusted: {exc.verify_message}", fix)
     except (OSError, TimeoutError) as exc:
         what = f"none was shown: {str(exc) or 'no answer in time'}"
         return subject.error(what, "see what is said of reachable")
-    return _until(subject, "", ends_s)
+    return _until(subject, "", begins_s, ends_s)
 
 
 def check_identity(where: str, option: str, cert: Path, load: Callable[[], object]) -> Finding:
@@ -64,13 +68,13 @@ def check_identity(where: str, option: str, cert: Path, load: Callable[[], objec
     tls.logger.disabled = True  # what it would warn of is a finding here
     try:
         load()
-        ends_s = tls.certificate_end(cert)
+        begins_s, ends_s = tls.certificate_validity(cert)
     except LMCacheError as exc:
         fix = "mount the certificate and the key that were issued together"
         return subject.error(str(exc), fix)
     finally:
         tls.logger.disabled = False
-    return _until(subject, f"{option} {cert} ", ends_s)
+    return _until(subject, f"{option} {cert} ", begins_s, ends_s)
 
 
 def check_chain(where: str, option: str, files: tls.TlsFiles) -> Iterator[Finding]:
@@ -109,17 +113,17 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
                 end.do_handshake()
 
 
-def _until(subject: Subject, what: str, ends_s: float) -> Finding:
+def _until(subject: Subject, what: str, begins_s: float, ends_s: float) -> Finding:
+    if problem := tls.validity_problem(begins_s, ends_s):
+        return subject.error(f"{what}{problem}", FIX)
     days = (ends_s - time.time()) / DAY_S
-    if days < 0:
-        return subject.error(f"{what}ended on {tls.day_of(ends_s)}", FIX)
     if days < SOON_DAYS:
         return subject.warning(f"{what}ends in {days:.1f} days", FIX)
     return subject.ok(f"{what}good for {days:.0f} days".strip())
 
 
-async def _end_of(settings: CtlSettings, service: Endpoint) -> float:
-    """Return the Unix time at which the certificate that is shown ends."""
+async def _shown_validity(settings: CtlSettings, service: Endpoint) -> tuple[float, float]:
+    """Return the Unix times between which the certificate that is shown is valid."""
     parts = urlsplit(service.url)
     name = service.tls_name or parts.hostname
     context = tls_context(settings.tls)
@@ -130,7 +134,10 @@ async def _end_of(settings: CtlSettings, service: Endpoint) -> float:
         _, writer = await asyncio.open_unix_connection(service.socket_path, **how)
     try:
         certificate = writer.get_extra_info("peercert") or {}
-        return float(ssl.cert_time_to_seconds(certificate["notAfter"]))
+        begins_s, ends_s = (
+            float(ssl.cert_time_to_seconds(certificate[name])) for name in ("notBefore", "notAfter")
+        )
+        return begins_s, ends_s
     finally:
         # nothing was asked, so nothing is lost; a goodbye might not be answered
         writer.transport.abort()

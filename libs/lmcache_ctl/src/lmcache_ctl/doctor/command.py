@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
+import msgspec
 import typer
 
 from lmcache_ctl.asking import Asker
 from lmcache_ctl.doctor.findings import Finding, Subject, diagnosis_of, print_diagnosis
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.options import reaches_services
+from lmcache_ctl.options import reaches_all_services
 from lmcache_ctl.output import Output, OutputFormat, show
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.states import look_at
 
 
-@reaches_services
+@reaches_all_services
 def doctor(
     reach: Reach,
     check_config: Annotated[
@@ -53,17 +54,33 @@ def doctor(
         *check_addresses(loaded, settings.timeout_s),
         *check_redis(loaded, settings.timeout_s),
     ]
-    asks_cluster = settings.names_cluster or (settings.asks_cluster and not check_config)
-    if asks_cluster:
-        from lmcache_ctl.doctor.objects import check_objects
-
-        findings += check_objects(settings)
+    asks_cluster = reach.all_namespaces or settings.names_cluster
+    asks_cluster = asks_cluster or (settings.asks_cluster and not check_config)
     if settings.names_urls or asks_cluster or not check_config:
-        findings += _of_services(reach)
+        findings += _of_places(reach, asks_cluster)
     found = diagnosis_of(findings)
     show(found, output, print_diagnosis)
     if found.num_errors or (strict and found.num_warnings):
         raise typer.Exit(1)
+
+
+def _of_places(reach: Reach, asks_cluster: bool) -> list[Finding]:
+    """Check each namespace by itself: releases need not be of one version."""
+    from lmcache_ctl.doctor.objects import check_objects
+
+    try:
+        places = reach.places()
+    except CtlError as exc:
+        return [Subject("kubernetes", "all namespaces").error(str(exc), "see docs/ctl.md, -A")]
+    found = []
+    for place in places:
+        own = check_objects(place.settings) if asks_cluster else []
+        own += _of_services(place)
+        if reach.all_namespaces:
+            prefix = f"namespace {place.settings.namespace}, "
+            own = [msgspec.structs.replace(one, where=prefix + one.where) for one in own]
+        found += own
+    return found
 
 
 def _of_services(reach: Reach) -> list[Finding]:

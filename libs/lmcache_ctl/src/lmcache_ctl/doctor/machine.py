@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from lmcache_ctl.output import size_text
 GIB: Final = 1 << 30
 JOURNAL_BYTES: Final = 64 << 20
 """In addition to a sidecar's arena."""
-MAX_SOCKET_PATH_BYTES: Final = 107
 MIN_OPEN_FILES: Final = 16_384
 IN_MEMORY: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs"})
 MOUNTS: Final = Path("/proc/self/mounts")
@@ -35,6 +33,9 @@ def check_machine(loaded: Sequence[Loaded]) -> list[Finding]:
         if file.kind == "sidecar":
             found += _arena(Subject("shared memory", where), settings)
             found.append(_socket(Subject("socket", where), settings.socket_path))
+            fix = "remove it, or set socket_path and arena_path to a directory of your own"
+            for problem in settings.directory_problems():
+                found.append(Subject("socket", where).error(problem, fix))
         found += _addresses(Subject("addresses", where), settings)
         if file.kind == "storage":
             found.append(_memory(Subject("memory", where), int(settings.memory_gb * GIB)))
@@ -78,15 +79,12 @@ def _arena(subject: Subject, settings: Any) -> Iterator[Finding]:
 
 
 def _socket(subject: Subject, path: Path) -> Finding:
-    length = len(os.fsencode(path))
-    if length > MAX_SOCKET_PATH_BYTES:
-        what = f"socket_path has {length} bytes"
-        limit = f"a Unix socket's may have {MAX_SOCKET_PATH_BYTES}"
-        return subject.error(f"{what}, and {limit}", "choose a shorter one")
+    from lmcache_core.wire.listener import socket_path_problem
+
+    if problem := socket_path_problem(path):
+        return subject.error(f"socket_path {problem}", "choose another path")
     problem = _nearest(path.parent)[1]
-    if path.is_dir():
-        problem = "it is a directory"
-    elif path.is_relative_to("/proc") or path.is_relative_to("/sys"):
+    if path.is_relative_to("/proc") or path.is_relative_to("/sys"):
         problem = "no file can be made there"
     if problem:
         fix = "choose a path in a directory that the sidecar may write to"
@@ -96,11 +94,11 @@ def _socket(subject: Subject, path: Path) -> Finding:
 
 def _addresses(subject: Subject, settings: Any) -> Iterator[Finding]:
     """Check that this machine has the addresses to listen at."""
+    from lmcache_servicekit.listening import bind
+
     for host in sorted({host for host, _ in settings.listeners().values()}):
         try:
-            kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(kind) as probe:
-                probe.bind(address)
+            bind(host, 0).close()
         except OSError as exc:
             what = f"{host} is not an address of this machine: {exc.strerror or exc}"
             yield subject.warning(what, "listen at an address of the service's machine or pod")

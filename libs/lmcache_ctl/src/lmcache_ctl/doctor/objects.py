@@ -21,13 +21,13 @@ CLAIMS: Final = "app.kubernetes.io/component=storage"
 def check_objects(settings: CtlSettings) -> list[Finding]:
     """Check pods, their owners and claims; an API that refuses is a finding."""
     with KubeApi(settings) as api:
-        subject = Subject(CHECK, f"namespace {api.namespace}")
+        subject = Subject(CHECK, api.place)
         try:
             pods = pods_of(api, settings.release)
         except CtlError as exc:
             return [subject.error(str(exc), "see docs/ctl.md, Kubernetes")]
         if not pods:
-            fix = "give the release's namespace with --namespace"
+            fix = f"{api.how_to_look_elsewhere}; lmcachectl status -A shows where releases are"
             return [subject.error(f"no pod has the label {OF_THE_CHART}", fix)]
         found = [one for pod in pods for one in _of_pod(pod)]
         return [*found, *_of_owners(api, settings.release), *_of_claims(api, settings.release)]

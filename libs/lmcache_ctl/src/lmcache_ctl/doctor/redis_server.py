@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+
+from lmcache_core.errors import LMCacheError
 
 from lmcache_ctl.doctor.configuration import Loaded
 from lmcache_ctl.doctor.findings import Finding, Subject
@@ -39,7 +40,7 @@ def _of_url(url: str, where: str, settings: Any, timeout_s: float) -> Iterator[F
         return
     try:
         clients = _clients(url, settings, timeout_s)
-    except (ValueError, redis.RedisError) as exc:
+    except (ValueError, LMCacheError, redis.RedisError) as exc:
         what = f"redis_url leads nowhere: {type(exc).__name__}"
         yield subject.error(what, "see docs/operations.md, Redis")
         return
@@ -100,43 +101,38 @@ def check_info(where: str, info: Mapping[str, Any]) -> Iterator[Finding]:
 def _clients(url: str, settings: Any, timeout_s: float) -> list[tuple[str, Any]]:
     """Return a client for each server, by a name without credentials."""
     import redis
+    from lmcache_servicekit.redis_settings import RedisUrl
+    from lmcache_servicekit.settings import read_secret_file
     from redis.sentinel import Sentinel
 
-    parts = urlsplit(url)
+    parsed = RedisUrl.parse(url)
     limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     tls: dict[str, Any] = {}
-    if parts.scheme.startswith("rediss"):
-        files = {
-            "ssl_ca_certs": "redis_tls_ca_file",
-            "ssl_certfile": "redis_tls_cert_file",
-            "ssl_keyfile": "redis_tls_key_file",
+    if parsed.has_tls:
+        files = settings.redis_tls
+        named = {
+            "ssl_certfile": files.cert_file,
+            "ssl_keyfile": files.key_file,
+            "ssl_ca_certs": files.ca_file,
         }
-        named = {argument: getattr(settings, option, None) for argument, option in files.items()}
         tls = {argument: str(path) for argument, path in named.items() if path is not None}
-    if parts.scheme in ("redis", "rediss", "unix"):
-        name = parts.netloc.rpartition("@")[2] or parts.path
-        return [(name, redis.Redis.from_url(url, **limits, **tls))]
-    encrypted = {"ssl": True, **tls} if parts.scheme.startswith("rediss") else {}
-    user, _, password = parts.netloc.rpartition("@")[0].partition(":")
-    credentials: dict[str, Any] = {
-        "username": unquote(user) or None,
-        "password": unquote(password) or None,
-    }
-    default_port = 26379 if "sentinel" in parts.scheme else 6379
-    names = parts.netloc.rpartition("@")[2].split(",")[:MAX_SERVERS]
-    hosts = [_address(text, default_port) for text in names]
-    if "sentinel" in parts.scheme:
-        sentinels: Any = Sentinel(hosts, **limits, **encrypted)  # type: ignore[no-untyped-call]
-        host, port = sentinels.discover_master(parts.path.strip("/") or "mymaster")
-        hosts = [(str(host), int(port))]
+    if not parsed.addresses:
+        return [(parsed.where, redis.Redis.from_url(url, **limits, **tls))]
+    encrypted = {"ssl": True, **tls} if parsed.has_tls else {}
+    user, password = parsed.credentials
+    servers = list(parsed.addresses[:MAX_SERVERS])
+    if parsed.has_sentinels:
+        option = "redis_sentinel_password_file"
+        login = {
+            "username": settings.redis_sentinel_username,
+            "password": read_secret_file(settings.redis_sentinel_password_file, option),
+        }
+        sentinels: Any = Sentinel(  # type: ignore[no-untyped-call]
+            servers, sentinel_kwargs={**limits, **encrypted, **login}
+        )
+        servers = [sentinels.discover_master(parsed.service)]
+    credentials: dict[str, Any] = {"username": user, "password": password}
     return [
         (f"{host}:{port}", redis.Redis(host=host, port=port, **credentials, **limits, **encrypted))
-        for host, port in hosts
+        for host, port in servers
     ]
-
-
-def _address(text: str, default_port: int) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname:
-        raise ValueError("an address without a host")
-    return parts.hostname, parts.port or default_port

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.settings import (
     DEFAULT_KUBECONFIG,
     POD_NAMESPACE_FILE,
     CtlSettings,
+    finds_kubeconfig,
     has_pod_account,
+    kubeconfig_paths,
 )
 
 DEFAULT_NAMESPACE: Final = "default"
@@ -21,6 +23,26 @@ PORT_FORWARD: Final = "port-forward"
 VERBS: Final = {"secrets": "get", PORT_FORWARD: "create"}
 """The verbs that the account needs; for all else it is `list`."""
 KINDS: Final = {PORT_FORWARD: "pods/portforward"}
+
+
+class _Access(NamedTuple):
+    """How a cluster is reached.
+
+    Attributes:
+        configuration: A `kubernetes.client.Configuration`.
+        namespace: Of the context, or of this pod.
+        context: Name of the context; "" for a pod's own account.
+        kubeconfig: What names the kubeconfig; "" for a pod's own account.
+    """
+
+    configuration: Any
+    namespace: str
+    context: str = ""
+    kubeconfig: str = ""
+
+    def __str__(self) -> str:
+        """Return which cluster it is, for people."""
+        return f"context {self.context}" if self.context else "this pod's cluster"
 
 
 class KubeApi:
@@ -42,8 +64,9 @@ class KubeApi:
         from kubernetes import client
 
         self.timeout_s = settings.timeout_s
-        self.configuration, namespace = _load(settings)
-        self.namespace = settings.namespace or namespace
+        self._access = _load(settings)
+        self.configuration = self._access.configuration
+        self.namespace = settings.namespace or self._access.namespace
         self._client = client.ApiClient(self.configuration)
         self.core: Any = client.CoreV1Api(self._client)
         self.apps: Any = client.AppsV1Api(self._client)
@@ -55,6 +78,17 @@ class KubeApi:
     def __exit__(self, *_: object) -> None:
         """Close the connections."""
         self._client.close()
+
+    @property
+    def place(self) -> str:
+        """Where this looks, for people."""
+        return f"{self._scope} of {self._access}"
+
+    @property
+    def how_to_look_elsewhere(self) -> str:
+        """The options that name another place, for people."""
+        cluster = "--context" if self._access.context else "--kubeconfig"
+        return f"give another {f'-n (--namespace) or {cluster}' if self.namespace else cluster}"
 
     def list(self, method: Any, what: str, selector: str) -> list[Any]:
         """Return all objects of the namespace that a selector matches.
@@ -106,25 +140,33 @@ class KubeApi:
             reason = (
                 str(getattr(exc, "reason", None) or exc).partition(": ")[2] or type(exc).__name__
             )
+            access = self._access
+            origin = f" in {access.kubeconfig}" if access.kubeconfig else ""
             raise CtlError(
-                f"the Kubernetes API at {self.configuration.host} cannot be reached ({reason}): is"
-                " the context right?"
+                f"the Kubernetes API of {access}{origin} at {self.configuration.host} cannot be"
+                f" reached ({reason}); asked for {what} in {self._scope}: give another --context or"
+                " --kubeconfig"
             ) from exc
+
+    @property
+    def _scope(self) -> str:
+        return f"namespace {self.namespace}" if self.namespace else "all namespaces"
 
     def refusal(self, what: str, status: int | None, reason: str) -> str:
         """Return the sentence for an error of the API."""
-        where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
+        api, where = f"the Kubernetes API of {self._access}", f"in {self._scope}"
         if status == 401:
-            return f"the Kubernetes API refuses {what} {where} (Unauthorized): log in again"
+            how = "log in again, or give another --context"
+            return f"{api} refuses {what} {where} (Unauthorized): {how}"
         if status == 403:
             verb, kind = VERBS.get(what.partition("/")[0], "list"), KINDS.get(what, what)
             scope = f"-n {self.namespace}" if self.namespace else "-A"
             return (
-                f"the Kubernetes API refuses {what} {where} (Forbidden): the account needs the verb"
-                f" {verb} on {kind}, see the role in docs/ctl.md; to check:"
-                f" kubectl auth can-i {verb} {kind} {scope}"
+                f"{api} refuses {what} {where} (Forbidden): the account needs the verb {verb} on"
+                f" {kind}, see the role in docs/ctl.md; to check: kubectl auth can-i {verb} {kind}"
+                f" {scope}"
             )
-        return f"the Kubernetes API answered {reason!r} to {what} {where}"
+        return f"{api} answered {reason!r} to {what} {where}"
 
 
 class _Complaints(logging.Handler):
@@ -150,34 +192,35 @@ def _unusable() -> tuple[type[Exception], ...]:
     return (ConfigException, OSError, yaml.YAMLError, *shapes)
 
 
-def _origin(named: str | None) -> tuple[str, bool]:
-    """Return what names the kubeconfig, and whether the loader finds one of its paths."""
-    from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION
-
-    paths = str(KUBE_CONFIG_DEFAULT_LOCATION) if named is None else named
+def _found(named: str | None) -> tuple[str, str, bool]:
+    """Return the paths of the kubeconfig, what names it, and whether the loader finds one."""
+    paths = kubeconfig_paths() if named is None else named
     origin = f"kubeconfig={paths}"
     if named is None:
         origin = paths if paths == DEFAULT_KUBECONFIG else f"KUBECONFIG={paths}"
     # as the loader looks: "" is no path, and the home of an unknown user no error
     found = map(os.path.expanduser, paths.split(os.pathsep))
-    return origin, any(os.path.exists(path) for path in found)  # noqa: PTH110
+    return paths, origin, any(os.path.exists(path) for path in found)  # noqa: PTH110
 
 
-def _load(settings: CtlSettings) -> tuple[Any, str]:
-    """Return the configuration, and the namespace of the context."""
+def _load(settings: CtlSettings) -> _Access:
     from kubernetes import client, config
 
     configuration = client.Configuration()
     configuration.retries = 0  # each call has one deadline and one report
     named = None if settings.kubeconfig is None else str(settings.kubeconfig)
-    if named is None and settings.context is None and has_pod_account():
-        config.load_incluster_config(client_configuration=configuration)
-        return configuration, POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
-    origin, is_there = _origin(named)
+    own_namespace = DEFAULT_NAMESPACE
+    if has_pod_account():
+        own_namespace = POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+        # as kubectl: a pod's own account is for where no kubeconfig says otherwise
+        if named is None and settings.context is None and not finds_kubeconfig():
+            config.load_incluster_config(client_configuration=configuration)
+            return _Access(configuration, own_namespace)
+    paths, origin, is_there = _found(named)
     complaints = _Complaints()
     logging.getLogger().addHandler(complaints)
     try:
-        contexts, active = config.list_kube_config_contexts(named)
+        contexts, active = config.list_kube_config_contexts(paths)
         chosen = (
             active
             if settings.context is None
@@ -188,7 +231,7 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
                 f"context {settings.context!r} is not in the kubeconfig: it has"
                 f" {', '.join(one['name'] for one in contexts)}"
             )
-        config.load_kube_config(named, settings.context, client_configuration=configuration)
+        config.load_kube_config(paths, settings.context, client_configuration=configuration)
     except _unusable() as exc:
         if not is_there:
             why = "no such file"
@@ -206,10 +249,5 @@ def _load(settings: CtlSettings) -> tuple[Any, str]:
             f"no usable kubeconfig (no credentials: {complaints.texts[0]}) in {origin}: log in"
             " again, or mend its users"
         )
-    return configuration, str(chosen.get("context", {}).get("namespace") or DEFAULT_NAMESPACE)
-
-
-def place_of(settings: CtlSettings) -> str:
-    """Return where pods are looked for, in words."""
-    _, own = _load(settings)
-    return f"namespace {settings.namespace or own}"
+    namespace = str(chosen.get("context", {}).get("namespace") or own_namespace)
+    return _Access(configuration, namespace, str(chosen["name"]), origin)

@@ -120,11 +120,15 @@ class PodPort:
 
     def _silence(self, error: str | None) -> str:
         """Return the reason for an empty answer."""
+        pod = f"pod {self._pod} in {self._cluster.place}"
         if error:
-            return f"nothing listens at port {self._port} of pod {self._pod} ({error})"
+            return (
+                f"nothing listens at port {self._port} of {pod} ({error}): is it another release"
+                f" that you mean? {self._cluster.how_to_look_elsewhere}"
+            )
         return (
-            f"the connection to port {self._port} of pod {self._pod} was closed before an answer:"
-            " try again; perhaps it wants https (--tls)"
+            f"the connection to port {self._port} of {pod} was closed before an answer: try again;"
+            " perhaps it wants https (--tls)"
         )
 
     def _pump(self, near: socket.socket, far: Any) -> int:

@@ -43,20 +43,29 @@ class PodService(NamedTuple):
     name_prefix: str
 
 
-def namespaces_of(settings: CtlSettings) -> list[str]:
-    """Return the namespaces that have services of a release, or injected sidecars.
+def namespaces_of(settings: CtlSettings, kinds: Sequence[Kind]) -> list[str]:
+    """Return the namespaces that have services of these kinds, injected sidecars too.
 
     Raises:
-        CtlError: The API cannot be reached, or refuses.
+        CtlError: There is none, or the API cannot be reached, or refuses.
     """
     with KubeApi(settings) as api:
         api.namespace = ""
-        found = [
-            pod.metadata.namespace
-            for labels in (OF_THE_CHART, INJECTED)
-            for pod in api.list(api.core.list_pod_for_all_namespaces, "pods", labels)
-        ]
-    return sorted(set(found))
+        found = {
+            str(pod.metadata.namespace)
+            for pod in pods_of(api, settings.release)
+            if any(one.kind in kinds for one in services_in([pod]))
+        }
+        if not found:
+            raise CtlError(nothing_in(api, kinds, settings.release))
+    return sorted(found)
+
+
+def nothing_in(api: KubeApi, kinds: Sequence[Kind], release: str | None) -> str:
+    """Return the sentence for a place without services of these kinds."""
+    what = "service" if len(kinds) == len(Kind) else " or ".join(kinds)
+    whose = "a release" if release is None else f"release {release}"
+    return f"no {what} of {whose} was found in {api.place}: {api.how_to_look_elsewhere}"
 
 
 def pods_of(api: KubeApi, release: str | None) -> list[Any]:
@@ -66,14 +75,15 @@ def pods_of(api: KubeApi, release: str | None) -> list[Any]:
         CtlError: The API cannot be reached, or refuses.
     """
     core = api.core
+    method = core.list_namespaced_pod if api.namespace else core.list_pod_for_all_namespaces
     of_release = "" if release is None else f",{RELEASE}={release}"
-    found = api.list(core.list_namespaced_pod, "pods", OF_THE_CHART + of_release)
+    found = api.list(method, "pods", OF_THE_CHART + of_release)
     if release is None:
-        names = {pod.metadata.name for pod in found}
+        known = {(pod.metadata.namespace, pod.metadata.name) for pod in found}
         found += [
             pod
-            for pod in api.list(core.list_namespaced_pod, "pods", INJECTED)
-            if pod.metadata.name not in names
+            for pod in api.list(method, "pods", INJECTED)
+            if (pod.metadata.namespace, pod.metadata.name) not in known
         ]
     return found
 
@@ -84,7 +94,8 @@ def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodServ
     for pod in pods:
         kind, name, phase = _kind(pod), pod.metadata.name, pod.status.phase
         if kind is not None and phase not in ("Succeeded", "Failed"):
-            waits = f"its pod is {phase}: kubectl describe pod {name}" if phase != "Running" else ""
+            describe = f"kubectl describe pod {name} -n {pod.metadata.namespace}"
+            waits = f"its pod is {phase}: {describe}" if phase != "Running" else ""
             port = _port(pod, kind, port_name)
             found.append(PodService(kind, name, port, waits, _token_secret(pod), _prefix(pod)))
     return found
@@ -137,6 +148,11 @@ class PodWays:
             for one in list(self._ways):
                 self._forget(one)
 
+    def nothing_found(self) -> str:
+        """Return where this looks for pods, and how to look elsewhere, for when there are none."""
+        told = nothing_in(self._api, self._kinds, self._settings.release)
+        return f"{told}, or -A for all namespaces"
+
     def find(self) -> list[Endpoint]:
         """Return the current services; close the sockets of pods that are gone.
 
@@ -188,6 +204,7 @@ class PodWays:
             token_secret=one.token_secret,
             token_hint=hint + self._token_hints.get(one.token_secret, ""),
             takes_given_token=self._takes_given_token,
+            origin=f"; it is in {self._api.place}: {self._api.how_to_look_elsewhere}",
         )
         return service, way
 

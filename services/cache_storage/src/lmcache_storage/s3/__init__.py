@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from lmcache_storage.s3.backend import S3Backend
     from lmcache_storage.settings import S3Settings
 
-S3_TIER = "S3Backend"
-
 
 def create_s3_backend(settings: S3Settings) -> S3Backend | None:
     """Create the tier in the settings, not opened; None if they name no bucket.

@@ -12,6 +12,7 @@ from lmcache_core.concurrency import run_together
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.names import BUCKET_TIER
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.storage.disk.backoff import WriteBackoff
@@ -19,7 +20,6 @@ from lmcache_core.storage.disk.pool import FilePool
 from lmcache_core.telemetry import Counters
 from typing_extensions import override
 
-from lmcache_storage.s3 import S3_TIER
 from lmcache_storage.s3.objects import BucketObjects, FoundObject
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class S3Backend(StorageBackend):
         timeout_s: Deadline of a contains, a get or a removal.
     """
 
-    name = S3_TIER
+    name = BUCKET_TIER
 
     def __init__(self, objects: BucketObjects, timeout_s: float) -> None:
         self._objects = objects

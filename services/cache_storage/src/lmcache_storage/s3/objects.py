@@ -21,6 +21,7 @@ import obstore
 from lmcache_core.errors import ConfigError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.names import BUCKET_TIER
 from lmcache_core.record import (
     PREFIX_BYTES,
     Chunk,
@@ -40,7 +41,6 @@ from lmcache_core.wire.incoming import miss_for
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from lmcache_storage.s3 import S3_TIER
 from lmcache_storage.settings import S3Settings
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class BucketObjects:
         except BaseException:
             memory.ref_count_down()
             raise
-        return Chunk(found.key, found.header, found.head, memory, S3_TIER, found.stored_at)
+        return Chunk(found.key, found.header, found.head, memory, BUCKET_TIER, found.stored_at)
 
     def write(self, chunk: Chunk) -> None:
         """Write a record, replacing any object of its name, in one request: an object exists as a

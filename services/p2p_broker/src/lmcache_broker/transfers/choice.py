@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from lmcache_core.names import MEMORY_TIER, tier_name
 from lmcache_core.p2p import Peer
 from lmcache_core.p2p.messages import ChunkHolders
 
 from lmcache_broker.peers.record import PeerRecord
 
-MEMORY_TIER: Final = "Hot"
 SLOW_TIER_PRESSURE: Final = 0.5
 """A holder that must read the chunk from disk counts as this much busier. It still wins over one
 farther away.
@@ -79,7 +79,8 @@ def choose(
 
     def rank(chunk: ChunkHolders, holder: str) -> Order:
         distance, pressure, tie = order[holder]
-        if chunk.tiers and chunk.tiers[chunk.holders.index(holder)] != MEMORY_TIER:
+        tier = tier_name(chunk.tiers[chunk.holders.index(holder)]) if chunk.tiers else MEMORY_TIER
+        if tier != MEMORY_TIER:
             pressure += SLOW_TIER_PRESSURE
         return (distance, pressure, tie)
 

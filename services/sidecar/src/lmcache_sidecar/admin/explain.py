@@ -11,31 +11,31 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import APIRouter, Depends, Query
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import MAX_TOKEN_ID, ChunkKey
-from lmcache_core.record import HOT_TIER, Miss, MissReason, StagedFrom
-from lmcache_core.storage.disk.store import TIER_NAME as DISK_TIER
-from lmcache_core.storage.peer import PEER_TIER
-from lmcache_core.storage.remote import REMOTE_TIER
+from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER, STORAGE_TIER
+from lmcache_core.record import Miss, MissReason, StagedFrom
 from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS
 from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
+from lmcache_servicekit.docstrings import ApiModel
 from lmcache_servicekit.errors import PermissionDeniedError
 from lmcache_servicekit.problems import failures
 from lmcache_servicekit.settings import is_loopback
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from lmcache_sidecar.admin.pins import ChunkHashes, ModelName
+from lmcache_sidecar.admin.pins import ChunkHashes, OnlyModel
+from lmcache_sidecar.admin.status import Description
 from lmcache_sidecar.descriptions import NamedChunk, named_chunks
 from lmcache_sidecar.holders import Holders
-from lmcache_sidecar.recent_lookups import MAX_CHUNKS, RecentLookup
+from lmcache_sidecar.recent_lookups import RecentLookup
 from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 
 MAX_QUESTIONS = 64
 """Questions to lookup for the chunks of one rank and group."""
 TIER_OF = {
-    StagedFrom.HOT: HOT_TIER,
+    StagedFrom.HOT: MEMORY_TIER,
     StagedFrom.DISK: DISK_TIER,
     StagedFrom.PEER: PEER_TIER,
-    StagedFrom.REMOTE: REMOTE_TIER,
+    StagedFrom.REMOTE: STORAGE_TIER,
     StagedFrom.OTHER: "other",
 }
 QUARANTINED = "quarantined"
@@ -53,14 +53,20 @@ TokenIds = Annotated[
 ]
 
 
-class ExplainRequest(BaseModel):
-    """Chunks, or the token ids of a prompt of text."""
+class ExplainRequest(ApiModel):
+    """Chunks, or the token ids of a prompt of text.
+
+    Attributes:
+        chunk_hashes: Hashes of the chunks, 64 hex digits each; null: `token_ids` are given.
+        token_ids: Token ids of a prompt, which is cut into chunks as the engines do; null:
+            `chunk_hashes` are given.
+    """
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     chunk_hashes: ChunkHashes | None = None
     token_ids: TokenIds | None = None
-    model: ModelName | None = Field(None, description="Only as this model's engines name them")
+    model: OnlyModel = None
 
     @model_validator(mode="after")
     def _check_one(self) -> ExplainRequest:
@@ -69,81 +75,124 @@ class ExplainRequest(BaseModel):
         return self
 
 
-class PlaceView(BaseModel):
-    """A tier that has a chunk, or may have it."""
+class PlaceView(ApiModel):
+    """A tier that has a chunk, or may have it.
+
+    Attributes:
+        tier: `memory` (shared memory), `disk`, `peers` or `storage`.
+        state: `present`; `refused`: present, but its encoding is not served; `unknown`: the tier
+            did not answer in time.
+        num_bytes: Size of its record there, in bytes; null: unknown, as at peers and in the remote
+            tier.
+        age_s: Seconds since it was stored there; null: unknown.
+        num_holders: References on it: readers, pins, writes to slower tiers; null outside of shared
+            memory.
+        lossy: Whether it was encoded with loss; null: unknown until it is read.
+        peers: Ids of the instances that hold it; empty for other tiers.
+    """
 
     tier: str
-    state: PlaceState = Field(
-        description="refused: present, but its encoding is not served; unknown: no answer in time"
-    )
+    state: PlaceState
     num_bytes: int | None = None
     age_s: float | None = None
-    num_holders: int | None = Field(
-        default=None, description="References on it: readers, pins, writes to slower tiers"
-    )
-    lossy: bool | None = Field(default=None, description="null: unknown until it is read")
-    peers: list[str] = Field(default_factory=list, description="Instances that hold it")
+    num_holders: int | None = None
+    lossy: bool | None = None
+    peers: list[str] = Field(default_factory=list)
 
 
-class StateView(BaseModel):
-    """The state of a chunk of one rank and group."""
+class StateView(ApiModel):
+    """The state of a chunk of one rank and group.
+
+    Attributes:
+        rank: The rank that its KV belongs to.
+        group: Its group of layers; `""` is the only one, or that with full attention.
+        places: Fastest tier first; tiers without the chunk are omitted.
+        missing: Why no tier is known to have it, for example `never_stored`, `evicted`,
+            `quarantined` or `unknown` (a tier did not answer); null: one has it.
+        is_pinned: Whether an operator pinned it (`POST /v1/admin/pin`).
+    """
 
     rank: int
     group: str
-    places: list[PlaceView] = Field(
-        description="Fastest tier first; tiers without the chunk are omitted"
-    )
-    missing: str | None = Field(description="Why no tier is known to have it")
-    is_pinned: bool = Field(description="Pinned by `POST /v1/admin/pin`")
+    places: list[PlaceView]
+    missing: str | None
+    is_pinned: bool
 
 
-class ChunkView(BaseModel):
-    """One chunk."""
+class ChunkView(ApiModel):
+    """One chunk of all ranks and groups.
+
+    Attributes:
+        chunk_hash: Its hash, 64 hex digits.
+        start: Position of its first token in the prompt; null if hashes were given.
+        end: Position after its last token; null if hashes were given.
+        is_complete: Whether each rank and group of it exists in some tier.
+        states: One for each rank and group.
+    """
 
     chunk_hash: str
-    start: int | None = Field(description="Its first token, if token ids were given")
-    end: int | None = Field(description="One past its last token")
-    is_complete: bool = Field(description="Whether all ranks and groups exist somewhere")
+    start: int | None
+    end: int | None
+    is_complete: bool
     states: list[StateView]
 
 
-class Explanation(BaseModel):
-    """The chunks as named by the engines of one model."""
+class Explanation(Description):
+    """The chunks as named by the engines of one model.
 
-    fmt: str
-    model_name: str
-    world_size: int
-    chunk_size: int
-    groups: list[str]
-    num_prefix: int = Field(description="Number of complete chunks from the first")
+    Attributes:
+        num_prefix: Number of complete chunks from the first.
+        chunks: In the order of the prompt or of the request.
+    """
+
+    num_prefix: int
     chunks: list[ChunkView]
 
 
-class ExplainAnswer(BaseModel):
-    """One explanation for each way in which engines have named KV recently, latest first."""
+class ExplainAnswer(ApiModel):
+    """Where the chunks are, for each way in which engines have named KV recently.
+
+    Attributes:
+        explanations: The latest way first; 4 at most.
+        num_not_explained: Further explanations that were omitted; name a model to see them.
+    """
 
     explanations: list[Explanation]
-    num_not_explained: int = Field(
-        description="Further explanations that were omitted; name a model to see them"
-    )
+    num_not_explained: int
 
 
-class LookupView(BaseModel):
-    """What an engine asked for before the prefill of one request."""
+class LookupView(ApiModel):
+    """What an engine asked for before the prefill of one request.
 
-    request_id: str = Field(description="Contains the engine's id of the request")
+    Attributes:
+        request_id: Contains the engine's id of the request.
+        model_name: The model, as the engine names it.
+        age_s: Seconds since the engine first asked.
+        num_chunks: Chunks of the prompt.
+        num_found: Chunks of the prefix that all groups of layers have in some tier.
+        found: The same by tier; a chunk counts for the farthest tier of its groups.
+        is_final: Whether nothing was being read from slower tiers when the engine last asked.
+        missing: Why shared memory did not have the first missing chunk; null: none was missing.
+        chunk_hashes: Hashes of the first 512 chunks, 64 hex digits each.
+    """
+
+    request_id: str
     model_name: str
     age_s: float
     num_chunks: int
-    num_found: int = Field(description="Of the prefix, in all groups of layers")
-    found: dict[str, int] = Field(description="The same by tier, that of the farthest group")
-    is_final: bool = Field(description="false: slower tiers were still being read")
-    missing: str | None = Field(description="Why memory did not have the first missing chunk")
-    chunk_hashes: list[str] = Field(description=f"Of the first {MAX_CHUNKS} chunks")
+    num_found: int
+    found: dict[str, int]
+    is_final: bool
+    missing: str | None
+    chunk_hashes: list[str]
 
 
-class LookupsAnswer(BaseModel):
-    """Lookups of the requests that match, the latest first."""
+class LookupsAnswer(ApiModel):
+    """Lookups of the requests that match.
+
+    Attributes:
+        lookups: The latest first; 16 at most.
+    """
 
     lookups: list[LookupView]
 
@@ -161,13 +210,14 @@ router = APIRouter(
 
 @router.post(
     "/explain",
-    summary="Explain where chunks are, or why they are missing",
     responses=failures(409),
 )
 async def explain_chunks(sidecar: RunningSidecar, request: ExplainRequest) -> ExplainAnswer:
-    """Asks every tier, without counting as a read. Loopback only (403).
+    """Explain where chunks are, or why they are missing.
 
-    Token ids are never logged. 409 before an engine has connected.
+    Asks every tier, without counting as a read. Token ids are never logged. 400: too many keys,
+    which are chunks times ranks times groups. 403 unless the sidecar listens on loopback only. 409:
+    no engine (of the model) has connected yet.
     """
     _check_loopback(sidecar)
     known = sidecar.descriptions.of(request.model)
@@ -187,15 +237,22 @@ async def explain_chunks(sidecar: RunningSidecar, request: ExplainRequest) -> Ex
     return ExplainAnswer(explanations=explained, num_not_explained=len(known) - len(explained))
 
 
-@router.get("/lookups", summary="Find recent lookups of a request")
+@router.get("/lookups")
 async def lookups(
     sidecar: RunningSidecar,
     request_id: Annotated[
-        str, Query(min_length=1, max_length=MAX_REQUEST_ID_CHARS, description="Or a part of it")
+        str,
+        Query(
+            min_length=1,
+            max_length=MAX_REQUEST_ID_CHARS,
+            description="The engine's id of the request, or a part of it.",
+        ),
     ],
 ) -> LookupsAnswer:
-    """The last 1,000 of the last hour are kept in memory: hashes and counts, no tokens. Loopback
-    only (403).
+    """Find recent lookups of a request.
+
+    The last 1,000 of the last hour are kept in memory: hashes and counts, no tokens. 403 unless
+    the sidecar listens on loopback only.
     """
     _check_loopback(sidecar)
     found = islice(sidecar.lookups.matching(request_id), MAX_LOOKUPS_TOLD)

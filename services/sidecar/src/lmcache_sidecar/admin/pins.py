@@ -9,9 +9,10 @@ from fastapi import APIRouter, Depends
 from lmcache_core.keys import ChunkKey
 from lmcache_node.admin import DEFAULT_TTL_S, PinnedBytes, Ttl, UnpinAnswer, pinned_bytes
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
+from lmcache_servicekit.docstrings import ApiModel
 from lmcache_servicekit.errors import ConflictError
 from lmcache_servicekit.problems import failures
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from lmcache_sidecar.descriptions import NamedChunk, named_chunks
 from lmcache_sidecar.sidecar import RunningSidecar
@@ -21,44 +22,79 @@ MAX_HASHES = 4096
 ChunkHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 ChunkHashes = Annotated[list[ChunkHash], Field(min_length=1, max_length=MAX_HASHES)]
 ModelName = Annotated[str, Field(min_length=1, max_length=1024)]
+OnlyModel = Annotated[
+    ModelName | None,
+    Field(description="Name the chunks as engines of this model do; null: of any model."),
+]
 
 
-class PinHashesRequest(BaseModel):
-    """Chunks to pin, and for how long."""
+class PinHashesRequest(ApiModel):
+    """Chunks to pin, and for how long.
+
+    Attributes:
+        chunk_hashes: Hashes of the chunks, 64 hex digits each, of all ranks and groups of layers.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     chunk_hashes: ChunkHashes
     ttl_s: Ttl = DEFAULT_TTL_S
-    model: ModelName | None = Field(None, description="Only as this model's engines name them")
+    model: OnlyModel = None
 
 
-class UnpinnedHash(BaseModel):
-    """One chunk of a rank and group that was not pinned."""
+class UnpinnedHash(ApiModel):
+    """One chunk of a rank and group that was not pinned.
+
+    Attributes:
+        chunk_hash: Its hash, 64 hex digits.
+        rank: The rank that its KV belongs to.
+        group: Its group of layers; `""` is the only one, or that with full attention.
+        reason: Why a read missed it, for example `never_stored`, `evicted` or `no_memory`; or
+            `pin_bound`: too much is pinned already.
+    """
 
     chunk_hash: str
     rank: int
     group: str
-    reason: str = Field(description="Why it is missing, or `pin_bound`: too much is pinned already")
+    reason: str
 
 
 class PinHashesAnswer(PinnedBytes):
-    """The pins after a request."""
+    """The pins after a request.
 
-    num_pinned: int = Field(description="Chunks pinned, counted for each rank and group")
+    Attributes:
+        num_pinned: Chunks of the request that are pinned now, counted for each rank and group.
+        not_pinned: The other ones, counted likewise; a chunk that several models might have is
+            listed for one of them.
+    """
+
+    num_pinned: int
     not_pinned: list[UnpinnedHash]
 
 
-class UnpinHashesRequest(BaseModel):
-    """Chunks to unpin."""
+class UnpinHashesRequest(ApiModel):
+    """Chunks to unpin.
+
+    Attributes:
+        chunk_hashes: Hashes of the chunks, 64 hex digits each; null: all pinned chunks.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    chunk_hashes: ChunkHashes | None = Field(None, description="If absent, all chunks")
+    chunk_hashes: ChunkHashes | None = None
 
 
-class PinnedHash(BaseModel):
-    """One pinned chunk of a rank and group."""
+class PinnedHash(ApiModel):
+    """One pinned chunk of a rank and group.
+
+    Attributes:
+        chunk_hash: Its hash, 64 hex digits.
+        model_name: The model, as the engine names it.
+        rank: The rank that its KV belongs to.
+        group: Its group of layers; `""` is the only one, or that with full attention.
+        num_bytes: Shared memory that it takes, in bytes.
+        expires_in_s: Seconds until its pin ends.
+    """
 
     chunk_hash: str
     model_name: str
@@ -69,7 +105,11 @@ class PinnedHash(BaseModel):
 
 
 class PinnedHashes(PinnedBytes):
-    """All pinned chunks."""
+    """All pinned chunks.
+
+    Attributes:
+        pins: One for each chunk, rank and group.
+    """
 
     pins: list[PinnedHash]
 
@@ -82,11 +122,14 @@ router = APIRouter(
 )
 
 
-@router.post("/pin", summary="Pin chunks", responses=failures(409))
+@router.post("/pin", responses=failures(409))
 async def pin_chunks(sidecar: RunningSidecar, request: PinHashesRequest) -> PinHashesAnswer:
-    """Load chunks into shared memory and protect them from eviction.
+    """Pin chunks.
 
-    409 before an engine has connected, and in a drain.
+    Load chunks into shared memory and protect them from eviction until `ttl_s` has passed, or an
+    unpin, drain or restart. The answer names those that were not pinned. 400: too many keys, which
+    are chunks times ranks times groups. 409: no engine (of the model) has connected yet, or the
+    sidecar drains.
     """
     if not sidecar.takes_chunks():
         raise ConflictError("this sidecar is draining and accepts no pins")
@@ -104,20 +147,27 @@ async def pin_chunks(sidecar: RunningSidecar, request: PinHashesRequest) -> PinH
     )
 
 
-@router.post("/unpin", summary="Unpin chunks")
+@router.post("/unpin")
 async def unpin_chunks(
     sidecar: RunningSidecar, request: UnpinHashesRequest | None = None
 ) -> UnpinAnswer:
-    """Unpin the given chunks; without a body, all of them."""
+    """Unpin chunks.
+
+    Those that the body names; without one, all. They stay in shared memory until they are evicted.
+    Chunks that are not pinned are ignored.
+    """
     chunk_hashes = (
         None if request is None or request.chunk_hashes is None else frozenset(request.chunk_hashes)
     )
     return UnpinAnswer(num_unpinned=sidecar.pins.unpin_hashes(chunk_hashes))
 
 
-@router.get("/pins", summary="List pins")
+@router.get("/pins")
 async def list_pins(sidecar: RunningSidecar) -> PinnedHashes:
-    """List pinned chunks with their remaining time."""
+    """List pins.
+
+    The pinned chunks with their remaining time, in no order.
+    """
     return PinnedHashes(
         pins=[
             PinnedHash(

@@ -17,46 +17,84 @@ from lmcache_node.admin import (
     Wait,
 )
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
+from lmcache_servicekit.docstrings import ApiModel
 from lmcache_servicekit.problems import failures
 from lmcache_servicekit.state import version_of
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from lmcache_sidecar.sidecar import RunningSidecar, SidecarNode
 
 MAX_PAGE = 1000
 
-LocalTier = Literal["Hot", "LocalDiskBackend"]
+LocalTier = Literal["memory", "disk"]
 
 
-class RecoveryView(BaseModel):
-    """Chunks that an earlier start left in shared memory."""
+class RecoveryView(ApiModel):
+    """Chunks that an earlier start left in shared memory.
+
+    Attributes:
+        is_over: Whether each of them is served again or freed.
+        found_chunks: Chunks in memory when this process started.
+        checked_chunks: Of these, chunks whose digest has been verified.
+        recovered_chunks: Chunks that are served again.
+        damaged_chunks: Chunks whose content had changed.
+        dropped_chunks: Chunks that were too old, over a quota, or stored again since.
+    """
 
     model_config = ConfigDict(from_attributes=True)
 
     is_over: bool
-    found_chunks: int = Field(description="Chunks in memory when this process started")
-    checked_chunks: int = Field(description="Of these, chunks whose digest has been verified")
-    recovered_chunks: int = Field(description="Chunks that are served again")
-    damaged_chunks: int = Field(description="Chunks whose content had changed")
-    dropped_chunks: int = Field(
-        description="Chunks that were too old, over a quota, or stored again since"
-    )
+    found_chunks: int
+    checked_chunks: int
+    recovered_chunks: int
+    damaged_chunks: int
+    dropped_chunks: int
 
 
-class ArenaView(BaseModel):
-    """Shared memory across restarts of the sidecar."""
+class ArenaView(ApiModel):
+    """Shared memory across restarts of the sidecar.
+
+    Attributes:
+        is_recorded: Whether the next start will find what is in memory now.
+        huge_pages: Whether the kernel was asked for huge pages.
+        lent_bytes: Memory that clients of earlier starts may still write to; not in use.
+        recovery: What became of the chunks of an earlier start.
+    """
 
     model_config = ConfigDict(from_attributes=True)
 
-    is_recorded: bool = Field(description="Whether the next start will find what is in memory now")
-    lent_bytes: int = Field(
-        description="Memory that clients of earlier starts may still write to; not in use"
-    )
+    is_recorded: bool
+    huge_pages: bool
+    lent_bytes: int
     recovery: RecoveryView
 
 
-class Status(BaseModel):
-    """The sidecar at a glance."""
+class Status(ApiModel):
+    """The sidecar at a glance.
+
+    Attributes:
+        instance: Id of this sidecar at lookup and broker.
+        version: Its release.
+        uptime_s: Seconds since it started.
+        distributed_url: Where peers reach it, `lm://host:port` or `lm+tls://host:port`.
+        generation: Number of its shared memory, 16 hex digits, new with each start.
+        arena_bytes: Size of the shared memory in bytes.
+        arena: What of the shared memory outlives a restart.
+        verify_hot: Which loads from shared memory check digests: `always`, `sampled` (1 in 16),
+            `never`, or `auto`: `sampled` for KV on a GPU, else `always`.
+        accepts_handover: Whether peers may hand over chunks now.
+        draining: Whether a drain has begun here, or the broker sends no pulls here.
+        drain: Progress of its drain.
+        num_clients: Open connections to its socket; an engine has one for each process.
+        registered: Whether lookup and broker know this sidecar; null: one of them is not
+            configured.
+        settled: Whether everything stored has reached the slower tiers and lookup.
+        pending_bytes: Bytes waiting to be written to slower tiers.
+        reserved_bytes: Shared memory that engines are filling.
+        held_bytes: Shared memory held for engines: chunks that they load, or that are staged for
+            them.
+        pinned_bytes: Shared memory pinned by operators (`POST /v1/admin/pin`).
+    """
 
     instance: str
     version: str
@@ -66,24 +104,29 @@ class Status(BaseModel):
     arena_bytes: int
     arena: ArenaView
     verify_hot: str
-    accepts_handover: bool = Field(description="Whether peers may hand over chunks now")
+    accepts_handover: bool
     draining: bool
     drain: DrainView
     num_clients: int
-    registered: bool | None = Field(
-        description="Whether lookup and broker know this sidecar; null: neither is configured"
-    )
-    settled: bool = Field(
-        description="Whether everything stored has reached the slower tiers and lookup"
-    )
-    pending_bytes: int = Field(description="Bytes waiting to be written to slower tiers")
-    reserved_bytes: int = Field(description="Arena memory that engines are filling")
-    held_bytes: int = Field(description="Arena memory held for engines: pinned or staged")
-    pinned_bytes: int = Field(description="Arena memory pinned by operators (`POST /v1/admin/pin`)")
+    registered: bool | None
+    settled: bool
+    pending_bytes: int
+    reserved_bytes: int
+    held_bytes: int
+    pinned_bytes: int
 
 
-class Description(BaseModel):
-    """How a client names KV."""
+class Description(ApiModel):
+    """How engines of one model name KV.
+
+    Attributes:
+        fmt: Format of the engine's KV, for example `vllm`.
+        model_name: The model, as the engine names it.
+        world_size: Ranks that share the KV of a token; each has its own chunks.
+        chunk_size: Tokens of a chunk.
+        groups: Names of the groups of layers, each with its own chunks; `""` is the only one, or
+            that with full attention.
+    """
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -94,8 +137,22 @@ class Description(BaseModel):
     groups: list[str]
 
 
-class ClientStatus(BaseModel):
-    """One client of the socket."""
+class ClientStatus(ApiModel):
+    """One client of the socket: a process of an engine.
+
+    Attributes:
+        client: Name of the engine, the same for all of its processes.
+        pid: Its process id, as the client's own container counts.
+        rank: The rank whose KV it stores and loads.
+        world_size: Number of ranks of its engine.
+        model: The model, as the engine names it.
+        num_reservations: Pieces of shared memory that it is filling.
+        reserved_bytes: Their size in bytes.
+        num_pins: Chunks in shared memory that it is loading.
+        pinned_bytes: Their size in bytes; a chunk that is loaded twice counts twice.
+        num_tickets: Requests whose chunks are fetched or kept for it before the prefill.
+        descriptions: How it has named KV, the latest last; 64 at most.
+    """
 
     client: str
     pid: int
@@ -110,33 +167,49 @@ class ClientStatus(BaseModel):
     descriptions: list[Description]
 
 
-class Clients(BaseModel):
-    """Connected clients."""
+class Clients(ApiModel):
+    """Connected clients.
+
+    Attributes:
+        clients: Those that have said who they are, one for each process of an engine.
+    """
 
     clients: list[ClientStatus]
 
 
-class Tiers(BaseModel):
-    """Figures by tier."""
+class Tiers(ApiModel):
+    """Figures by tier.
+
+    Attributes:
+        tiers: Figures of each tier, by its name: `num_chunks`, `used_bytes`, `capacity_bytes`
+            (0 if unknown) and the tier's own counters since the start.
+    """
 
     tiers: dict[str, dict[str, int]]
 
 
-class Chunks(BaseModel):
-    """A page of the chunks in shared memory."""
+class Chunks(ApiModel):
+    """A page of the chunks in shared memory.
 
-    chunks: list[str] = Field(description="Keys in their URL form")
+    Attributes:
+        chunks: Their keys in the URL form, at most `limit`.
+        next_offset: The `offset` of the next page; null at the end.
+    """
+
+    chunks: list[str]
     next_offset: int | None
 
 
-class ClearTiersRequest(BaseModel):
-    """The tiers to clear."""
+class ClearTiersRequest(ApiModel):
+    """The tiers to clear.
+
+    Attributes:
+        tiers: `memory` (shared memory), `disk`, or both; null: both.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    tiers: list[LocalTier] | None = Field(
-        None, min_length=1, description="If absent, all tiers of this pod"
-    )
+    tiers: list[LocalTier] | None = Field(None, min_length=1)
 
 
 router = APIRouter(prefix="/v1", route_class=GuardedRoute)
@@ -146,7 +219,10 @@ admin_role = Depends(RoleRequired("admin"))
 
 @router.get("/status", tags=["status"], dependencies=[client_role])
 async def get_status(sidecar: RunningSidecar) -> Status:
-    """Show a summary."""
+    """Show a summary.
+
+    Of this moment; the counters of what it served are in `/metrics`.
+    """
     clients = [session.memory for session in sidecar.socket_server.sessions]
     return Status(
         instance=sidecar.settings.instance_id,
@@ -173,13 +249,19 @@ async def get_status(sidecar: RunningSidecar) -> Status:
 
 @router.get("/tiers", tags=["status"], dependencies=[client_role])
 async def list_tiers(sidecar: RunningSidecar) -> Tiers:
-    """Show figures by tier."""
+    """Show figures by tier.
+
+    Of shared memory, disk, peers and remote tier, as far as they are configured.
+    """
     return Tiers(tiers=sidecar.stack.stats())
 
 
 @router.get("/clients", tags=["status"], dependencies=[client_role])
 async def list_clients(sidecar: RunningSidecar) -> Clients:
-    """List clients connected to the socket."""
+    """List clients connected to the socket.
+
+    The processes of this pod's engines, and the memory that each holds.
+    """
     return Clients(
         clients=[
             ClientStatus(
@@ -210,7 +292,11 @@ async def list_chunks(
     offset: Annotated[int, Query(ge=0, description="Chunks to skip.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Largest number of chunks.")] = 100,
 ) -> Chunks:
-    """List chunks in shared memory."""
+    """List chunks in shared memory.
+
+    In no order. Pages are not of one moment: chunks stored or evicted meanwhile may be skipped or
+    appear twice.
+    """
     keys = await asyncio.to_thread(sidecar.stack.hot.keys)
     end = offset + limit
     page = [key.key.to_url() for key in keys[offset:end]]
@@ -219,7 +305,10 @@ async def list_chunks(
 
 @router.post("/admin/evict", tags=["admin"], dependencies=[admin_role])
 async def evict_memory(sidecar: RunningSidecar, request: EvictBytesRequest) -> EvictAnswer:
-    """Free shared memory, coldest chunks first."""
+    """Free shared memory, coldest chunks first.
+
+    Pinned chunks and those that engines use stay; slower tiers keep their copies.
+    """
     return EvictAnswer(freed_bytes=await sidecar.stack.hot.evict(request.num_bytes))
 
 
@@ -227,7 +316,11 @@ async def evict_memory(sidecar: RunningSidecar, request: EvictBytesRequest) -> E
 async def clear_tiers(
     sidecar: RunningSidecar, request: ClearTiersRequest | None = None
 ) -> ClearAnswer:
-    """Remove all chunks of this sidecar's own tiers, or of the named ones."""
+    """Remove all chunks of this sidecar's own tiers, or of the named ones.
+
+    It cannot be undone; peers and the remote tier keep their chunks. Pins of removed chunks end.
+    Without a body: all of its own tiers.
+    """
     tiers = None if request is None else request.tiers
     num_chunks = await sidecar.stack.clear(search_range=tiers or LOCAL_TIERS)
     await sidecar.pins.expire()
@@ -238,7 +331,9 @@ async def clear_tiers(
 async def drain(sidecar: RunningSidecar, wait: Wait = True) -> DrainAnswer:
     """Drain: accept no new chunks, finish writes, hand over what only this sidecar holds.
 
-    Reads continue. Answers when done or after `drain_timeout_s`; with `wait=false` immediately.
+    Reads continue; engines' stores are refused and pins end. A call during a drain waits for that
+    drain; after an incomplete one it tries again. With `wait=false` it answers once the number of
+    chunks is known. The process keeps running, and `undrain` cancels the drain.
     """
     sidecar.drain.begin()
     await (sidecar.drain.run() if wait else sidecar.drain.counted())
@@ -247,9 +342,10 @@ async def drain(sidecar: RunningSidecar, wait: Wait = True) -> DrainAnswer:
 
 @router.post("/admin/undrain", tags=["admin"], dependencies=[admin_role], responses=failures(409))
 async def undrain(sidecar: RunningSidecar) -> DrainAnswer:
-    """Cancel a drain: accept chunks, pins and pulls again. Chunks that were handed over stay there.
+    """Cancel a drain: accept chunks, pins and pulls again.
 
-    409 while the process ends.
+    One that the broker has ordered, too. Chunks that were handed over also stay there; earlier
+    pins are gone. Does nothing without a drain. 409: the process is about to end.
     """
     await sidecar.undrain()
     return _drain_answer(sidecar)

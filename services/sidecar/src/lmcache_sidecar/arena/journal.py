@@ -228,7 +228,7 @@ class ArenaJournal:
             return self._is_harmless
 
     def kept(self, chunk: Chunk) -> None:
-        """Record that the hot tier stores this chunk in the arena. The tier's lock may be held."""
+        """Record that the memory tier has this chunk in the arena. The tier's lock may be held."""
         if not chunk.is_sealed:
             return
         offset = chunk.memory.metadata.address

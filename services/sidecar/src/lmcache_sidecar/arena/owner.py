@@ -67,6 +67,11 @@ class ArenaOwner:
         return self.journal is not None and self.journal.is_recording
 
     @property
+    def huge_pages(self) -> bool:
+        """Return whether the kernel was asked for huge pages."""
+        return self.arena.huge_pages
+
+    @property
     def lent_bytes(self) -> int:
         """Return how many bytes clients of earlier starts may still write to; they are not
         reused.

@@ -30,7 +30,7 @@ MAX_AHEAD = 2 * NUM_THREADS
 
 class ArenaRecovery:
     """Checks chunks in threads, in the order in which they were stored, and passes intact ones to
-    the hot tier.
+    the memory tier.
 
     Args:
         found: The journal's entry and the memory of each chunk; the references pass to this object.

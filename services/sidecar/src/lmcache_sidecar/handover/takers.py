@@ -9,12 +9,13 @@ from typing import Protocol, TypeVar
 
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
+from lmcache_core.names import PEER_TIER
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import peer_client
 from lmcache_core.record import Chunk
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.peer import PEER_KIND, PEER_TIER
+from lmcache_core.storage.peer import PEER_KIND
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.client import ClientOptions, LmClient
 from typing_extensions import override

@@ -11,6 +11,7 @@ from itertools import takewhile
 from lmcache_core.errors import ProtocolError, RecordError
 from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.free_list import extent_bytes
+from lmcache_core.names import documented_tier
 from lmcache_core.record import Chunk, Miss, MissReason, Result, verify_payload
 from lmcache_core.wire.frames import MAX_ARENA_META_BYTES
 from lmcache_core.wire.messages import Extent
@@ -103,7 +104,8 @@ class ClientMemory:
         handle = next(self._handles)
         self.pins[handle] = chunk
         memory = chunk.memory
-        return Extent(handle, memory.metadata.address, memory.get_size(), chunk.tier, chunk.head)
+        tier = documented_tier(chunk.tier)
+        return Extent(handle, memory.metadata.address, memory.get_size(), tier, chunk.head)
 
     def release(self, handles: Sequence[int]) -> None:
         """Release reservations and pins; unknown handles are skipped."""
@@ -117,7 +119,7 @@ class ClientMemory:
 
     async def reject(self, handles: Sequence[int]) -> int:
         """Check pinned chunks that the client reports as damaged, and remove those that are from
-        the hot tier. The pins stay.
+        the memory tier. The pins stay.
 
         Returns:
             How many were damaged.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import stat
 from pathlib import Path
 
 from lmcache_core.concurrency.supervisor import take_turns
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.staging import SWEEP_INTERVAL_S
-from lmcache_core.wire.listener import FrameListener
+from lmcache_core.wire.listener import FrameListener, socket_path_problem
 from lmcache_core.wire.stream import FrameStream
 
 from lmcache_sidecar import metrics
@@ -22,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 256
 SOCKET_MODE = 0o660
-MAX_SOCKET_PATH_BYTES = 107
 
 
 class SocketServer:
@@ -59,11 +57,8 @@ class SocketServer:
         Raises:
             ConfigError: Another sidecar listens there, or the path is unusable.
         """
-        if len(str(self._path).encode()) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(
-                f"socket_path={str(self._path)!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes;"
-                " choose a shorter one"
-            )
+        if problem := socket_path_problem(self._path):
+            raise ConfigError(f"socket_path={str(self._path)!r} {problem}; choose another path")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             await self._replace_dead_socket()
@@ -108,11 +103,6 @@ class SocketServer:
 
     async def _replace_dead_socket(self) -> None:
         try:
-            if not stat.S_ISSOCK(self._path.lstat().st_mode):
-                raise ConfigError(
-                    f"socket_path={str(self._path)!r}: there is something other than a socket;"
-                    " choose another path"
-                )
             _, writer = await asyncio.open_unix_connection(str(self._path))
         except (ConnectionRefusedError, FileNotFoundError):
             self._path.unlink(missing_ok=True)

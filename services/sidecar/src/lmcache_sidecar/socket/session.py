@@ -17,6 +17,7 @@ from lmcache_core.errors import (
 )
 from lmcache_core.keys import CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory import MemoryObj
+from lmcache_core.names import MEMORY_TIER, documented_tier, tier_name
 from lmcache_core.record import Chunk, Miss, decode_head
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.staging import Stager
@@ -44,7 +45,6 @@ LARGE_REQUEST_TIMEOUT_S = 10.0
 """How long a larger request may wait for its turn and then take to arrive; clients wait less for
 their answers.
 """
-HOT_TIER = "Hot"
 _REQUESTS = frozenset(
     {
         FrameType.RESERVE,
@@ -206,7 +206,8 @@ class EngineSession:
                 _check_names(request)
                 self._context.descriptions.note(request, self)
             case m.Stats():
-                return m.StatsOk(self._context.stack.stats())
+                figures = self._context.stack.stats()
+                return m.StatsOk({documented_tier(tier): n for tier, n in figures.items()})
             case m.Ping():
                 return m.Pong()
         return m.Ok()
@@ -251,7 +252,7 @@ class EngineSession:
     async def _lookup(self, request: m.Lookup) -> m.ContainsOk:
         timeout_s = min(self._context.timeout_s, request.deadline_ms / 1000)
         tiers = await self._context.stack.batched_tiers(
-            self._names(request.names), timeout_s, request.tiers or None
+            self._names(request.names), timeout_s, [*map(tier_name, request.tiers)] or None
         )
         return m.ContainsOk([tier is not None for tier in tiers])
 
@@ -316,7 +317,7 @@ class EngineSession:
             )
             return None
         return Chunk(
-            ChunkKey(self._context.tenant, header.engine_key()), header, head, memory, HOT_TIER
+            ChunkKey(self._context.tenant, header.engine_key()), header, head, memory, MEMORY_TIER
         )
 
     async def _load(self, request: m.LoadExtents) -> m.Extents:

@@ -174,6 +174,7 @@ class PodPlan:
             64 MiB there.
         run_as_user: User of the sidecar; None: the cluster's choice.
         run_as_group: The same for the group.
+        num_gpus: GPUs of the container that runs vLLM.
         is_guaranteed: Whether the limits of the pod's containers equal their requests; then ours
             do, too.
         instance_id: Text of the sidecar's instance id.
@@ -188,6 +189,7 @@ class PodPlan:
     needs_shm: bool
     run_as_user: int | None
     run_as_group: int | None
+    num_gpus: int
     is_guaranteed: bool
     instance_id: str
     service: str | None
@@ -211,7 +213,8 @@ def plan_pod(
     settings = options.settings
     user, group = _user_of(settings, pod, request, engine)
     host_memory_gb = host_memory(settings, request)
-    mounts = pod.spec.containers[engine].volumeMounts or []
+    container = pod.spec.containers[engine]
+    mounts = container.volumeMounts or []
     here = [
         tenant
         for tenant in settings.tenants
@@ -237,6 +240,7 @@ def plan_pod(
         needs_shm=host_memory_gb > 0 and not pod.spec.hostIPC and not any(map(is_shm, mounts)),
         run_as_user=user,
         run_as_group=group,
+        num_gpus=0 if container.resources is None else container.resources.num_gpus,
         is_guaranteed=all(
             one.resources is not None and one.resources.is_guaranteed
             for one in pod.spec.all_containers

@@ -15,6 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_TEXT_CHARS: Final = 128 << 10
 """Linux runs no program with a longer argument or variable."""
 
+GPU_RESOURCES: Final = ("nvidia.com/gpu", "amd.com/gpu")
+"""As the chart's `lmcache.gpuResources`."""
+MAX_GPUS: Final = 64
+"""No node has more."""
+
 _Item = TypeVar("_Item")
 _Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 # An error takes over a kilobyte, and a review has room for half a million invalid items.
@@ -72,6 +77,12 @@ class Resources(_Part):
             name in limits and is_same(requests.get(name, limits[name]), limits[name])
             for name in ("cpu", "memory")
         )
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs the container gets, at most `MAX_GPUS`."""
+        amounts = [amount_of((self.limits or {}).get(name)) or 0 for name in GPU_RESOURCES]
+        return min(sum(int(max(amount, 0)) for amount in amounts), MAX_GPUS)
 
 
 class Container(_Part):

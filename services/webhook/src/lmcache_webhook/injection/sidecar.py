@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lmcache_webhook.injection.plan import SHM_PATH, PodPlan
+from lmcache_webhook.injection.pod import amount_of
 from lmcache_webhook.injection.template import lay_over
 
 SIDECAR: Final = "lmcache-sidecar"
@@ -30,6 +31,11 @@ HEALTH_PORT: Final = 8084
 LM_PORT: Final = 65433
 PORTS: Final = (REST_PORT, HEALTH_PORT, LM_PORT)
 
+MIN_CPU_M: Final = 500
+CPU_M_PER_GPU: Final = 750
+"""Six cores for the eight GPUs of a node, in one pod or in eight, and a pod still fits on a node
+with four cores and one GPU. In thousandths, as in the chart's `lmcache.sidecarResources`.
+"""
 ARENA_WAIT_S: Final = 600
 _EMPTY_ACCOUNT_MOUNT: Final = {
     "name": "lmcache-no-token",
@@ -75,13 +81,14 @@ def sidecar_container(plan: PodPlan, vllm_url: str | None) -> dict[str, Any]:
         ],
         "env": _variables(plan, vllm_url),
         "resources": {
-            "requests": {"cpu": plan.options.settings.sidecar_cpu, "memory": memory},
+            "requests": {"cpu": _cpu_request(plan), "memory": memory},
             "limits": {"memory": memory},
         },
         "securityContext": _security_context(plan),
-        # vLLM starts once the arena exists. No readiness probe: a sidecar that has lost the storage
-        # must not take vLLM out of service. The preStop hook begins the drain at once, while vLLM
-        # still finishes its requests. SIGTERM comes after vLLM has ended.
+        # vLLM starts once the sidecar is alive. Its arena may still be populated then, so that the
+        # startup probe is the same for every size. No readiness probe: a sidecar that has lost the
+        # storage must not take vLLM out of service. The preStop hook begins the drain at once,
+        # while vLLM still finishes its requests. SIGTERM comes after vLLM has ended.
         "lifecycle": {
             "preStop": {
                 "exec": {"command": ["python", "-m", "lmcache_sidecar.begin_drain", SOCKET_PATH]}
@@ -151,6 +158,20 @@ def offloading_config(
             "secondary_tiers": [tier],
         },
     }
+
+
+def _cpu_request(plan: PodPlan) -> Any:
+    """Return the sidecar's CPU request unless the template has one. If it follows from the GPUs it
+    is at most the template's limit: a pod with more would be refused.
+    """
+    if plan.options.settings.sidecar_cpu is not None:
+        return plan.options.settings.sidecar_cpu
+    cpu_m = max(CPU_M_PER_GPU * plan.num_gpus, MIN_CPU_M)
+    limit = plan.options.sidecar_template.get("resources", {}).get("limits", {}).get("cpu")
+    most = amount_of(limit)
+    if most is not None and most * 1000 < cpu_m:
+        return limit
+    return f"{cpu_m}m" if cpu_m % 1000 else str(cpu_m // 1000)
 
 
 def _security_context(plan: PodPlan) -> dict[str, Any]:

@@ -92,18 +92,18 @@ def check_template(template: Any, setting: str) -> dict[str, Any]:
     return members
 
 
-def check_cpu(sidecar_cpu: str, template: Mapping[str, Any]) -> None:
+def check_cpu(sidecar_cpu: str | None, template: Mapping[str, Any]) -> None:
     """Refuse amounts with which the API server would refuse every pod with a sidecar.
 
     Args:
-        sidecar_cpu: The request if the template sets none.
+        sidecar_cpu: The request if the template sets none; None: one that no limit is below.
         template: A checked one.
 
     Raises:
         ConfigError: An amount is invalid, or the request is above the limit.
     """
     resources = template.get("resources", {})
-    request = resources.get("requests", {}).get("cpu", sidecar_cpu)
+    request = resources.get("requests", {}).get("cpu", "0" if sidecar_cpu is None else sidecar_cpu)
     limit = resources.get("limits", {}).get("cpu", request)
     least, most = amount_of(request), amount_of(limit)
     if least is None or most is None:

@@ -193,6 +193,64 @@ def test_a_worker_whose_memory_is_not_as_declared_answers_for_loads(
     worker.shutdown()
 
 
+def test_a_worker_whose_scales_vllm_would_overwrite_takes_no_part(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = vllm_config(PLAIN, model, embedded(), 0)
+    tensors = RankMemory(PLAIN).by_name
+    created = []
+
+    def layer_of(impl: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            kv_cache="memory",
+            kv_cache_dtype="int8_per_token_head",
+            impl=impl,
+            get_attn_backend=lambda: SimpleNamespace,
+        )
+
+    can = SimpleNamespace(_ensure_scale_caches=created.append)
+    for impls in ((can, can), (can, object())):
+        context = dict(zip(tensors, map(layer_of, impls), strict=True))
+        config.compilation_config = SimpleNamespace(static_forward_context=context)
+        role = module.base.KVConnectorRole.WORKER
+        worker = module.LMCacheConnector(config, role, kv_cache_config(PLAIN))
+        worker.register_kv_caches(tensors)
+        assert (worker._worker is worker._worker_side) is (impls == (can, can))
+        worker.shutdown()
+    assert created == ["memory"] * 3
+    assert "kv_cache_dtype=int8_per_token_head: object keeps scales in its blocks" in caplog.text
+
+
+def test_which_engines_tell_of_a_step_after_writing_to_its_blocks(
+    module: ModuleType, model: Path
+) -> None:
+    def told_late(
+        *sizes: int,
+        runner: bool = True,
+        zeroing: bool = False,
+        unit: int | None = None,
+        sleeps: bool = False,
+    ) -> bool:
+        specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=n)) for n in sizes]
+        caches = SimpleNamespace(kv_cache_groups=specs, needs_kv_cache_zeroing=zeroing)
+        cache_config = SimpleNamespace(prefix_match_unit=unit)
+        config = SimpleNamespace(
+            use_v2_model_runner=runner,
+            cache_config=cache_config,
+            model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        )
+        return bool(module.overwrites_early(config, caches))
+
+    assert not told_late(16)
+    assert not told_late(16, 16)
+    assert told_late(16, zeroing=True)
+    assert told_late(16, 32)
+    assert told_late(16, unit=4)
+    assert not told_late(16, 32, zeroing=True, unit=4, runner=False)
+    has_hook = hasattr(module.base.KVConnectorBase_V1, "unregister_kv_caches")
+    assert told_late(16, sleeps=True) is not has_hook
+
+
 def test_an_older_vllm_hears_of_the_blocks_of_such_a_worker(model: Path) -> None:
     worker = RefusingWorker(reports_blocks=True)
     worker.begin_loads(StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, bytes(32), (0, 6)),), True),)))

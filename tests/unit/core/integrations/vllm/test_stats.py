@@ -24,9 +24,9 @@ def test_growth_is_told_once(module: ModuleType, model: Path) -> None:
     connector = module.LMCacheConnector(config, module.base.KVConnectorRole.SCHEDULER, caches)
     counters, take = connector._counters, connector.get_kv_connector_stats
     assert take() is None
-    counters.add(RETRIEVED_TOKENS_TOTAL, 40, "Hot")
-    counters.add(RETRIEVED_TOKENS_TOTAL, 8, "LocalDiskBackend")
-    counters.add(TIER_CALLS_TOTAL, 1, "Hot")
+    counters.add(RETRIEVED_TOKENS_TOTAL, 40, "memory")
+    counters.add(RETRIEVED_TOKENS_TOTAL, 8, "disk")
+    counters.add(TIER_CALLS_TOTAL, 1, "memory")
     assert take().data == {RETRIEVED_TOKENS_TOTAL: 48}
     assert take() is None
     counters.add(STORED_BYTES_TOTAL, 5)

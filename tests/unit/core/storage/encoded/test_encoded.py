@@ -38,7 +38,7 @@ async def test_what_is_put_is_smaller_inside_and_comes_back_bit_for_bit(
     assert result.described == decoded_header(header)
     assert not result.is_sealed
     assert result.header == chunk.header, "sealed, it is the record that was put"
-    assert (result.key, result.tier) == (chunk.key, "Hot")
+    assert (result.key, result.tier) == (chunk.key, "memory")
     assert content(result) == DATA
 
 

@@ -40,7 +40,7 @@ def store(lossless: ZlibCodec, lossy: ZlibCodec) -> Iterator[MemoryStore]:
         memory = store.allocate(chunk.memory.get_size(), chunk.key.tenant)
         assert memory is not None
         memory.byte_array[:] = chunk.memory.byte_array
-        store.chunks[chunk.key] = chunk.moved(memory, "Hot")
+        store.chunks[chunk.key] = chunk.moved(memory, "memory")
     yield store
     store.clear()
     store.arena.check_empty()

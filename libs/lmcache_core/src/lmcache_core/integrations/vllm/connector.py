@@ -32,7 +32,7 @@ from lmcache_core.integrations.vllm.groups import (
     fails_by_block,
 )
 from lmcache_core.integrations.vllm.identity import identity_of
-from lmcache_core.integrations.vllm.memory import attention_backends
+from lmcache_core.integrations.vllm.memory import attention_backends, create_scales
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.requests import RequestNamer
@@ -168,7 +168,14 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         store = self._open_store.store
         if is_worker:
             self._worker_side = WorkerSide(
-                options, groups, identity, rank, store, self._counters, self._guard
+                options,
+                groups,
+                identity,
+                rank,
+                store,
+                self._counters,
+                self._guard,
+                is_told_late=overwrites_early(vllm_config, kv_cache_config),
             )
             self._worker = RefusingWorker(self._worker_side.reports_blocks)
             return
@@ -317,6 +324,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             return
         with self._guard("attach"):
             try:
+                create_scales(self._vllm_config, kv_caches)
                 backends_of = functools.partial(attention_backends, self._vllm_config)
                 num_blocks = self._kv_cache_config.num_blocks
                 self._worker_side.register(kv_caches, num_blocks, backends_of)
@@ -390,6 +398,26 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     @override
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return None if self._worker is None else self._worker.take_report()
+
+
+def overwrites_early(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Return whether vLLM uses blocks otherwise before it tells the connector: its model runner V2
+    zeroes those that a step takes where it has recurrent state or several precisions, and copies to
+    them where a hit may end inside a block; before 0.33, sleep mode unmaps all.
+
+    Source: `update_requests` and `pre_forward` in `vllm/v1/worker/gpu/model_runner.py`, 0.27 to
+        0.33.
+    """
+    sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    if sleeps and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
+        return True
+    if not getattr(vllm_config, "use_v2_model_runner", False):
+        return False
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    hits_parts = len({getattr(spec, "block_size", None) for spec in specs}) > 1 or bool(
+        getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    )
+    return hits_parts or getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
 
 
 def log_as(theirs: logging.Logger, ours: logging.Logger) -> None:

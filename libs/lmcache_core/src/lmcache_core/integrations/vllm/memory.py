@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,12 @@ from lmcache_core.integrations.vllm.groups import CacheGroup, described
 from lmcache_core.integrations.vllm.options import BLOCKS
 
 MLA_SPECS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+CPU_BACKENDS = (".cpu_attn.", ".cpu_mla.", ".amx_mla.")
+"""Modules of backends that pack a block's KV for the processor's instruction set, which its shape
+does not tell.
+"""
+SCALED_BY_HEAD = "per_token_head"
+"""How vLLM's names of KV dtypes end whose blocks hold a scale for each token and head."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,11 @@ def memory_of(
     layers = [tensors[name] for name in group.layers]
     if mode == BLOCKS or group.is_state:
         return _as_blocks(group, layers, num_blocks, backends)
+    if any(module in backends for module in CPU_BACKENDS):
+        raise LayoutError(
+            f'{backends} packs its KV, which cannot be cut by token: set "lmcache.layout" to'
+            ' "blocks"'
+        )
     return _as_tokens(group, layers, num_blocks)
 
 
@@ -78,12 +89,39 @@ def attention_backends(vllm_config: Any, layers: Sequence[str]) -> str:
     """Return the classes of these layers' attention backends; "" if vLLM does not know the
     layers.
     """
-    context = getattr(
-        getattr(vllm_config, "compilation_config", None), "static_forward_context", {}
-    )
-    known = [context[name] for name in layers if hasattr(context.get(name), "get_attn_backend")]
+    known = _attention_layers(vllm_config, layers)
     classes = {layer.get_attn_backend() for layer in known}
     return ",".join(sorted(f"{found.__module__}.{found.__qualname__}" for found in classes))
+
+
+def create_scales(vllm_config: Any, layers: Iterable[str]) -> None:
+    """Make attention layers create the scales that their blocks hold. vLLM creates them when it
+    first writes to a layer, in all blocks: it would overwrite those of blocks loaded before.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        layers: Names of the layers, whose KV memory is allocated and not yet in use.
+
+    Raises:
+        LayoutError: This release of vLLM creates them in a way that is not known here.
+    """
+    for layer in _attention_layers(vllm_config, layers):
+        dtype = str(getattr(layer, "kv_cache_dtype", ""))
+        if not dtype.endswith(SCALED_BY_HEAD):
+            continue
+        create = getattr(layer.impl, "_ensure_scale_caches", None)
+        if create is None:
+            raise LayoutError(
+                f"kv_cache_dtype={dtype}: {type(layer.impl).__name__} keeps scales in its blocks,"
+                " and may overwrite loaded ones: use another KV dtype"
+            )
+        create(layer.kv_cache)
+
+
+def _attention_layers(vllm_config: Any, names: Iterable[str]) -> list[Any]:
+    config = getattr(vllm_config, "compilation_config", None)
+    layers = getattr(config, "static_forward_context", {})
+    return [layers[name] for name in names if hasattr(layers.get(name), "get_attn_backend")]
 
 
 class BlockMemory(EngineMemory):

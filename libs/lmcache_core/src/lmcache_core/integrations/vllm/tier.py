@@ -38,6 +38,7 @@ from lmcache_core.integrations.vllm.identity import (
     revision_text,
     shared_name,
 )
+from lmcache_core.integrations.vllm.memory import create_scales
 from lmcache_core.integrations.vllm.options import read_options
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory.base import MemoryObj
@@ -104,6 +105,11 @@ class LMCacheOffloadingConnector(OffloadingConnector):
                 if identity is not None
             ]
         super().__init__(vllm_config, role, kv_cache_config)
+
+    @override
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        create_scales(self._vllm_config, kv_caches)
+        super().register_kv_caches(kv_caches)
 
 
 class LMCacheTier(SecondaryTierManager):

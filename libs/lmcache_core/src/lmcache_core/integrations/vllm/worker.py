@@ -173,6 +173,7 @@ class WorkerSide:
         store: The chunk store; opened and closed by its owner.
         counters: Counters.
         guard: Catches every exception that must not reach vLLM.
+        is_told_late: vLLM writes to the blocks of a step before it calls `before_overwriting`.
     """
 
     def __init__(
@@ -184,6 +185,8 @@ class WorkerSide:
         store: ChunkStore,
         counters: Counters,
         guard: CallGuard,
+        *,
+        is_told_late: bool = False,
     ) -> None:
         self.reports_blocks = fails_by_block(groups)
         """Whether failed loads are reported by block; otherwise by request."""
@@ -193,6 +196,7 @@ class WorkerSide:
         self._metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
         self._num_ranks = identity.num_ranks
         self._stores = identity.stores(rank)
+        self._is_told_late = is_told_late
         self._store = store
         self._counters = counters
         self._guard = guard
@@ -288,7 +292,8 @@ class WorkerSide:
 
     def store(self, plan: StepPlan) -> None:
         """Let the store thread copy out the chunks that the step has completed. Until then vLLM
-        keeps their blocks (`take_sent`), or waits (`before_overwriting`).
+        keeps their blocks (`take_sent`), or waits (`before_overwriting`). Where vLLM would not wait
+        in time, this does.
 
         With speculative decoding this is called after `take_bad_blocks`: the draft model writes KV,
         too.
@@ -308,6 +313,10 @@ class WorkerSide:
                 )
                 if not self._store_thread.submit(pending):
                     self._dropped(store.runs)
+            if self._is_told_late:
+                if computed is not None:
+                    computed.synchronize()
+                self._store_thread.before_overwriting(None)
 
     def take_sent(self) -> set[str]:
         """Return the finished requests whose blocks vLLM no longer needs to keep."""

@@ -14,6 +14,7 @@ from lmcache_core._typing import override
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
+from lmcache_core.names import DISK_TIER
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
 from lmcache_core.storage.disk.files import DiskFiles
@@ -21,7 +22,7 @@ from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.disk.pool import ChunkJob, FilePool, finish, wait_all
-from lmcache_core.storage.disk.store import TIER_NAME, DiskStore
+from lmcache_core.storage.disk.store import DiskStore
 from lmcache_core.storage.eviction import Clock, EvictionPolicy, TierLimits, create_policy
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class DiskBackend(StorageBackend):
         ConfigError: The capacity is not positive.
     """
 
-    name = TIER_NAME
+    name = DISK_TIER
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.names import DISK_TIER
 from lmcache_core.record import Chunk, Miss, MissReason, RecordHeader, RecordReason, decode_head
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
@@ -36,7 +37,6 @@ from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
 
-TIER_NAME = "LocalDiskBackend"
 NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ESPIPE})
 """Errors which show that something other than a record is in its place. All others come from the
 environment (descriptors, memory, permissions, a transient device error) and say nothing about the
@@ -255,7 +255,7 @@ class DiskStore:
             memory.ref_count_down()
             raise
         self._num_good_reads += 1  # unlocked: a lost update is harmless, it only has to grow
-        return Chunk(key, header, head, memory, TIER_NAME, entry.stored_at)
+        return Chunk(key, header, head, memory, DISK_TIER, entry.stored_at)
 
     def describe(self, key: ChunkKey, entry: DiskEntry) -> RecordHeader | Miss:
         """Return the header of a record, read from its head; damage is handled as by `read`."""

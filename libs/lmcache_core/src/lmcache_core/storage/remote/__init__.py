@@ -13,12 +13,11 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.extras import EXTRAS, install_line
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, REMOTE_TIER, Locate, RemoteOptions
+from lmcache_core.storage.remote.base import DEFAULT_TIMEOUT_S, Locate, RemoteOptions
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
-    "REMOTE_TIER",
     "Locate",
     "RemoteOptions",
     "check_remote_scheme",

@@ -11,6 +11,7 @@ from typing import ClassVar
 from lmcache_core._typing import override
 from lmcache_core.errors import RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
+from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import (
     PREFIX_BYTES,
     Chunk,
@@ -26,7 +27,6 @@ from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 
-REMOTE_TIER = "RemoteBackend"
 DEFAULT_TIMEOUT_S = 2.0
 
 Locate = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[Sequence[str]]]]
@@ -68,7 +68,7 @@ class RemoteBackend(StorageBackend):
         failures: Exceptions that the client library raises if the server cannot be reached.
     """
 
-    name = REMOTE_TIER
+    name = STORAGE_TIER
     failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
 
     def __init__(self, place: str) -> None:

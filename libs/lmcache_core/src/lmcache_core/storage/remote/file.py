@@ -23,6 +23,7 @@ from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import ConfigError, RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import (
     Allocate,
     Chunk,
@@ -45,7 +46,7 @@ from lmcache_core.storage.disk.record_file import (
     read_payload,
     write_record,
 )
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteOptions
+from lmcache_core.storage.remote.base import RemoteBackend, RemoteOptions
 from lmcache_core.wire.incoming import miss_for
 
 NUM_THREADS = 8
@@ -315,7 +316,7 @@ class SharedDirectory:
             raise
         finally:
             found.close()
-        return Chunk(found.key, found.header, found.head, memory, REMOTE_TIER)
+        return Chunk(found.key, found.header, found.head, memory, STORAGE_TIER)
 
     def write(self, chunk: Chunk) -> bool:
         """Store one chunk. The caller keeps its memory alive until this returns.

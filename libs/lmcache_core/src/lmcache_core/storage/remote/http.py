@@ -17,6 +17,7 @@ from lmcache_core._typing import override
 from lmcache_core.concurrency import cancel_and_join
 from lmcache_core.errors import ConfigError, ProtocolError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
+from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import (
     PREFIX_BYTES,
     Allocate,
@@ -29,7 +30,7 @@ from lmcache_core.record import (
     decode_prefix,
 )
 from lmcache_core.storage.byte_gate import ByteGate
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteOptions
+from lmcache_core.storage.remote.base import RemoteBackend, RemoteOptions
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.wire.http_client import BearerAuth, context_for, http_client
 from lmcache_core.wire.incoming import verified
@@ -361,7 +362,7 @@ class RecordStream:
                 raise
             self.is_damaged = True
             return Miss(MissReason.CORRUPT)
-        return await verified(key, record.header, record.head, memory, REMOTE_TIER)
+        return await verified(key, record.header, record.head, memory, STORAGE_TIER)
 
     async def skip_payload(self) -> None:
         """Read and discard the payload of the last head."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from lmcache_core._typing import override
 from lmcache_core.errors import AuthenticationError, ProtocolError
 from lmcache_core.keys import ChunkKey
+from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.security import ClientTls, client_context
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.remote.base import REMOTE_TIER, RemoteBackend, RemoteOptions
+from lmcache_core.storage.remote.base import RemoteBackend, RemoteOptions
 from lmcache_core.storage.remote.members import (
     MakeClient,
     Members,
@@ -70,7 +71,7 @@ def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> 
         behaviour = ClientOptions(
             timeout_s=options.timeout_s,
             name=options.client_name,
-            tier=REMOTE_TIER,
+            tier=STORAGE_TIER,
             accepts=options.accepts,
             hands_over=hands_over,
             tls=None if tls is None else ClientTls(tls.context, tls.name or address.name),

@@ -20,6 +20,7 @@ from lmcache_core._typing import override
 from lmcache_core.concurrency import cancel_and_join
 from lmcache_core.errors import ConfigError, ProtocolError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
+from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import (
     MAX_HEAD_BYTES,
     PREFIX_BYTES,
@@ -33,7 +34,6 @@ from lmcache_core.record import (
     decode_prefix,
 )
 from lmcache_core.storage.remote.base import (
-    REMOTE_TIER,
     RemoteBackend,
     RemoteOptions,
     is_damaged,
@@ -225,7 +225,7 @@ class RedisBackend(RemoteBackend):
         async def check(i: int, reply: None) -> None:
             if i in received:
                 one = received.pop(i)
-                results[i] = await verified(keys[i], one.header, one.head, one.memory, REMOTE_TIER)
+                results[i] = await verified(keys[i], one.header, one.head, one.memory, STORAGE_TIER)
             result = results[i]
             if (
                 isinstance(result, Miss)

@@ -1,5 +1,5 @@
 import { html, nothing, svg } from './dom.js';
-import { bytes, clock, colour, hitRatio, percent, sum, tier, together } from './format.js';
+import { bytes, clock, colour, hitRatio, percent, sum, together } from './format.js';
 
 const HEIGHT = 160;
 const LEFT = 70;
@@ -63,11 +63,11 @@ export function sourcesChart(data, width) {
       if (rate === 0) return;
       const height = (rate / most) * (FLOOR - TOP);
       y -= height;
-      const title = svg('title', {}, `${clock(bar.ended_ms)}: ${bytes(rate)}/s from ${tier(name)}`);
+      const title = svg('title', {}, `${clock(bar.ended_ms)}: ${bytes(rate)}/s from ${name}`);
       marks.push(svg('rect', { class: colour(name), x: LEFT + (i + 0.5) * step - thick / 2, y, width: thick, height }, title));
     });
   });
-  const said = names.map((name) => `${bytes(totals[name])} from ${tier(name)}`);
+  const said = names.map((name) => `${bytes(totals[name])} from ${name}`);
   const key = (name) => svg('svg', { width: 11, height: 11, 'aria-hidden': 'true' }, svg('rect', { class: colour(name), width: 11, height: 11, rx: 2 }));
   const entries = names.map((name, j) => html('li', { 'data-source': name, 'data-value': totals[name] }, key(name), said[j]));
   const ticks = [['0', 0], [`${bytes(most / 2)}/s`, 0.5], [`${bytes(most)}/s`, 1]];

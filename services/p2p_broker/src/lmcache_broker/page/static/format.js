@@ -1,6 +1,5 @@
 const UNITS = ['B', 'kB', 'MB', 'GB', 'TB', 'PB'];
 const COUNT_UNITS = ['', 'k', 'M', 'G', 'T', 'P'];
-const TIERS = { LocalCPUBackend: 'memory', Hot: 'memory', LocalDiskBackend: 'disk', P2PBackend: 'peers', RemoteBackend: 'storage' };
 const COLOURS = new Map([['memory', 's0'], ['peers', 's1'], ['storage', 's2'], ['disk', 's3']]);
 
 export function bytes(count) {
@@ -24,9 +23,8 @@ export function short(count) {
   return `${count.toFixed(count < 9.995 ? 2 : count < 99.95 ? 1 : 0)} ${COUNT_UNITS[unit]}`;
 }
 export const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
-export const tier = (name) => (Object.hasOwn(TIERS, name) ? TIERS[name] : name);
 /** The colour of a tier, the same everywhere; tiers without their own share one. */
-export const colour = (name) => COLOURS.get(tier(name)) ?? 's4';
+export const colour = (name) => COLOURS.get(name) ?? 's4';
 export const words = (name) => name.replaceAll('_', ' ');
 export const sum = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
 /** The count under a name, which a peer chose: an inherited property is not a count. */

@@ -1,5 +1,5 @@
 import { gauge, html, nothing, table } from './dom.js';
-import { bytes, colour, commonPrefix, hitRatio, number, percent, sum, tier, words } from './format.js';
+import { bytes, colour, commonPrefix, hitRatio, number, percent, sum, words } from './format.js';
 
 export function totals(data) {
   const work = data.totals;
@@ -73,7 +73,7 @@ function tiers(peer) {
   const found = peer.figures?.tiers ?? [];
   if (found.length === 0) return '–';
   const line = (one) => {
-    const said = `${tier(one.name)}: ${bytes(one.used_bytes)}${one.capacity_bytes ? ` of ${bytes(one.capacity_bytes)}` : ''}, ${number(one.num_chunks)} chunks`;
+    const said = `${one.name}: ${bytes(one.used_bytes)}${one.capacity_bytes ? ` of ${bytes(one.capacity_bytes)}` : ''}, ${number(one.num_chunks)} chunks`;
     return html('div', {}, html('span', { 'data-tier': one.name, 'data-value': one.used_bytes }, said), one.capacity_bytes ? gauge(one.used_bytes, one.capacity_bytes, colour(one.name)) : null);
   };
   return html('div', {}, ...found.map(line));

@@ -1,5 +1,5 @@
 import { html, nothing, svg } from './dom.js';
-import { bytes, colour, commonPrefix, number, shorten, tier } from './format.js';
+import { bytes, colour, commonPrefix, number, shorten } from './format.js';
 
 const MAX_DRAWN = 32;
 const MAX_GAUGES = 3;
@@ -12,7 +12,7 @@ const CHAR = 7.5; // width in a monospace font of 12 px, plus a margin
 const describe = (peer) => {
   const place = [peer.zone && `zone ${peer.zone}`, peer.node && `node ${peer.node}`].filter(Boolean).join(', ');
   const room = (one) => (one.capacity_bytes ? ` of ${bytes(one.capacity_bytes)}` : '');
-  const tiers = (peer.figures?.tiers ?? []).map((one) => `${tier(one.name)} ${bytes(one.used_bytes)}${room(one)}, ${number(one.num_chunks)} chunks`);
+  const tiers = (peer.figures?.tiers ?? []).map((one) => `${one.name} ${bytes(one.used_bytes)}${room(one)}, ${number(one.num_chunks)} chunks`);
   return [`${peer.id}, ${peer.kind}${peer.draining ? ', draining' : ''}`, place, ...tiers].filter(Boolean).join('; ');
 };
 
