@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=_numbers, help="numbers of the faults to keep, with commas; default: all"
     )
+    parser.add_argument("--first", action="store_true", help="end soon after the first violation")
     parser.add_argument("--list", action="store_true", help="print the schedule and end")
     parser.add_argument("--events", action="store_true", help="print the event log")
     parser.add_argument("--logs", action="store_true", help="print what the services log")
@@ -122,7 +123,7 @@ def _run(options: argparse.Namespace, keep: set[int] | None) -> int:
         return 0
     if options.events:
         world.kernel.log_lines = []
-    scenario = Scenario(world, options.seed, options.seconds, schedule)
+    scenario = Scenario(world, options.seed, options.seconds, schedule, options.first)
     begin_s = processor_s()
     violations = scenario.run()
     took_s = processor_s() - begin_s

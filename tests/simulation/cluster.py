@@ -29,7 +29,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "disk_fsync": (False, True),
     "eviction_policy": ("adaptive", "lru", "s3fifo"),
     "chunk_ttl_s": (None, None, 60.0),
-    "verify_hot": ("auto", "always"),
+    "verify_hot": ("auto", "sampled", "never"),
     "accept_handover": (False, True),
     "arena_recover": (True, True, False),
     "disk_serde": ("naive", "naive", "lossless"),

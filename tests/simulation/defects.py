@@ -1,7 +1,8 @@
 """Put defects into the product, one at a time, and see whether the simulation finds them.
 
-`python -m tests.simulation.defects` lists how long it took to find each one. A defect changes one
-place; those of the first release are marked.
+`python -m tests.simulation.defects` prints how long the runs took that found each one, and the
+share found within a time for all of them. A defect changes one place; those of the first release
+are marked.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.simulation.faults import draw_schedule
 from tests.simulation.many import ROOT, Result, run_seed
 
 SECONDS = 150.0
@@ -176,8 +181,8 @@ DEFECTS = (
     Defect(
         "an offer outlives its load",
         f"{VLLM}/scheduler.py",
-        "                state.is_loading = False\n                state.forget_offer()\n",
-        "                state.is_loading = False\n",
+        "            if not state.is_loading:\n                state.forget_offer()\n",
+        "",
     ),
     Defect(
         "an answer that has come is waited for",
@@ -262,84 +267,119 @@ DEFECTS = (
 
 
 class Copy:
-    """A copy of the product with a defect."""
+    """A copy of the package that a defect is put into."""
 
     def __init__(self, defect: Defect) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="defect-"))
-        for name in ("libs", "services", "kernels", "tests"):
-            # With what has been compiled: runs write no bytecode.
-            shutil.copytree(ROOT / name, self._folder / name, ignore=shutil.ignore_patterns(".*"))
-        file = self._folder / defect.path
+        package = ROOT.joinpath(*Path(defect.path).parts[:4])
+        file = self._folder / (ROOT / defect.path).relative_to(package.parent)
+        # With what has been compiled: runs write no bytecode.
+        shutil.copytree(package, self._folder / package.name)
         text = file.read_text(encoding="utf-8")
         file.write_text(text.replace(defect.before, defect.after), encoding="utf-8")
-        for name in ("libs", "services", "kernels", "tests/simulation", "tests/fixtures"):
-            compileall.compile_dir(self._folder / name, quiet=2)
+        compileall.compile_dir(self._folder, quiet=2)
 
     @property
     def path(self) -> str:
-        """Import path of the copy."""
-        packages = [
-            one for where in ("libs", "services") for one in self._folder.glob(f"{where}/*/src")
-        ]
-        return os.pathsep.join(map(str, [self._folder, self._folder / "kernels/src", *packages]))
+        """Import path of the product with the defect."""
+        sources = [path for where in ("libs", "services") for path in ROOT.glob(f"{where}/*/src")]
+        return os.pathsep.join(map(str, [self._folder, ROOT, ROOT / "kernels/src", *sources]))
 
     def remove(self) -> None:
         """Remove it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def find(defect: Defect, limit_s: float, jobs: int) -> tuple[float, Result] | None:
-    """Run seeds until one violates something.
+def richest_first() -> list[int]:
+    """Return seeds, those whose runs have the most kinds of faults first."""
+
+    def num_kinds(seed: int) -> int:
+        return len({fault.kind for fault in draw_schedule(seed, SECONDS)})
+
+    return sorted(range(1, 65), key=num_kinds, reverse=True)
+
+
+class Search:
+    """Runs seeds with each defect in turn until it is found or time is over; prints what is found.
 
     Args:
-        defect: What to find.
-        limit_s: Limit in real time.
-        jobs: Concurrent runs.
+        defects: What to find.
+        limit_s: Real time for all of them.
 
-    Returns:
-        The seconds until a run found it, and that run; None if none did.
+    Attributes:
+        found: The run that found each defect, by its name.
     """
-    began, seed = time.monotonic(), 0
-    copy = Copy(defect)
-    running: set[Future[Result]] = set()
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        while time.monotonic() - began < limit_s:
-            while len(running) < jobs:
-                seed += 1
-                running.add(pool.submit(run_seed, seed, SECONDS, path=copy.path))
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for one in done:
-                if (result := one.result())["violations"]:
-                    return time.monotonic() - began, result
-        return None
-    finally:
-        pool.shutdown()
-        copy.remove()
+
+    def __init__(self, defects: Sequence[Defect], limit_s: float) -> None:
+        self._ends_at = time.monotonic() + limit_s
+        self._lock = threading.Lock()
+        self._left = deque(defects)
+        self._seeds = richest_first()
+        self._tried: dict[str, set[int]] = {defect.name: set() for defect in defects}
+        self._running: set[int] = set()
+        self._spent_s: Counter[str] = Counter()
+        self.found: dict[str, Result] = {}
+
+    def run(self) -> None:
+        """Search; several threads may do so."""
+        while True:
+            with self._lock:
+                if not self._left or time.monotonic() > self._ends_at:
+                    return
+                defect = self._left[0]
+                self._left.rotate(-1)
+                # Two runs of a seed would wait for each other.
+                others = self._tried[defect.name] | self._running
+                seed = next(one for one in self._seeds if one not in others)
+                self._tried[defect.name].add(seed)
+                self._running.add(seed)
+            copy, began = Copy(defect), time.monotonic()
+            try:
+                result = run_seed(seed, SECONDS, path=copy.path, only_first=True)
+            finally:
+                copy.remove()
+            with self._lock:
+                self._running.discard(seed)
+                self._spent_s[defect.name] += time.monotonic() - began
+                is_in_time = time.monotonic() <= self._ends_at
+                if result["violations"] and is_in_time and defect.name not in self.found:
+                    self._left.remove(defect)
+                    self.found[defect.name] = result
+                    spent_s = f"{self._spent_s[defect.name]:.0f}"
+                    promise = result["violations"][0].splitlines()[0]
+                    print(_row(defect.name, spent_s, seed, promise), flush=True)
+
+
+def _row(name: str, seconds: str, seed: object, promise: str) -> str:
+    return f"{name:{max(len(one.name) for one in DEFECTS)}}  {seconds:>13}  {seed:>4}  {promise}"
 
 
 def main() -> int:
-    """Print a line for each defect; the exit status is 1 if one was not found."""
+    """Print what was found of each defect; the exit status is 1 if one was not found."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulation.defects",
         description="Put defects into a copy of the product; how soon does a run find each?",
     )
-    parser.add_argument("--minutes", type=float, default=20.0, help="for each defect")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for all of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", help="a part of its name")
     options = parser.parse_args()
     chosen = [defect for defect in DEFECTS if options.only is None or options.only in defect.name]
-    num_found = 0
+    for where in ("libs", "services", "kernels", "tests"):
+        compileall.compile_dir(ROOT / where, quiet=2)
+    search = Search(chosen, 60 * options.minutes)
+    print(_row("defect", "found after s", "seed", "promise"), flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for worker in [pool.submit(search.run) for _ in range(options.jobs)]:
+            worker.result()
     for defect in chosen:
-        found = find(defect, 60 * options.minutes, options.jobs)
-        num_found += found is not None
-        if found is None:
-            print(f"not found: {defect.name}", flush=True)
-            continue
-        seconds, result = found
-        print(f"found after {seconds:.0f} s by seed {result['seed']}: {defect.name}")
-        print(f"  {result['violations'][0].splitlines()[0]}", flush=True)
-    print(f"found={num_found} of={len(chosen)}")
+        if defect.name not in search.found:
+            print(_row(defect.name, "-", "-", "not found"))
+    num_found = len(search.found)
+    print(
+        f"found={num_found} of={len(chosen)} share={num_found / max(1, len(chosen)):.0%}"
+        f" minutes={options.minutes:g} jobs={options.jobs}"
+    )
     return 0 if num_found == len(chosen) else 1
 
 

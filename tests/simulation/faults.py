@@ -9,10 +9,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
-from tests.simulation.kernel import Machine
+from tests.simulation.kernel import Machine, Process
 from tests.simulation.world import World
 
 ENGINES = tuple(f"engine-{node}" for node in SIDECARS)
@@ -54,7 +55,7 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     """
     dice = random.Random(f"schedule {seed}")
     kinds = [kind for kind in KINDS if dice.random() < 0.5] or ["kill"]
-    pause_s = dice.choice([2.0, 5.0, 15.0])
+    pause_s = dice.choice([2.0, 4.0, 8.0])
     schedule = []
     at_s = dice.expovariate(1 / pause_s)
     while at_s < work_s:
@@ -161,9 +162,9 @@ class Faults:
         self.expected_deaths.add(process.pid)
         self._world.signal(process, number)
 
-    def _pairs(self) -> list[tuple[Machine, Machine]]:
-        """Return two machines, or a machine with each of the others."""
-        one, *others = self._dice.sample(MACHINES, len(MACHINES))
+    def _pairs(self, names: Sequence[str] = MACHINES) -> list[tuple[Machine, Machine]]:
+        """Return two of these machines, or one with each of the others."""
+        one, *others = self._dice.sample(names, len(names))
         machines = self._cluster.machines
         if self._dice.random() < 0.5:
             del others[1:]
@@ -274,11 +275,11 @@ class Faults:
         self._for(20, is_over.set)
 
     def busy(self) -> None:
-        """Give a sidecar a small part of a core: it is stopped most of the time, briefly."""
-        process = self._cluster.processes[self._dice.choice(SIDECARS)]
-        dice, is_over = random.Random(self._dice.random()), threading.Event()
+        """Give sidecars a small part of a core: they are stopped most of the time, briefly."""
+        operator, is_over = self._kernel.process, threading.Event()
+        assert operator is not None
 
-        def throttle() -> None:
+        def throttle(process: Process, dice: random.Random) -> None:
             while not is_over.is_set():
                 if not process.is_paused:
                     self._world.signal(process, signal.SIGSTOP)
@@ -286,21 +287,27 @@ class Faults:
                     self._world.signal(process, signal.SIGCONT)
                 self._kernel.sleep(dice.uniform(0.001, 0.02))
 
-        operator = self._kernel.process
-        assert operator is not None
-        self._kernel.spawn(operator, "throttle", throttle)
+        for name in self._dice.sample(SIDECARS, self._dice.randint(1, len(SIDECARS))):
+            process, dice = self._cluster.processes[name], random.Random(self._dice.random())
+            self._kernel.spawn(operator, "throttle", partial(throttle, process, dice))
         self._for(30, is_over.set)
 
     def arena(self) -> None:
-        """SIGKILL to a sidecar and its engine; meanwhile bits flip in the arena."""
-        node = self._dice.choice(SIDECARS)
+        """SIGKILL to a sidecar and its engine; meanwhile bits flip in the arena, which is one that
+        the next sidecar can recover if there is one.
+        """
+        arenas = {
+            node: self._world.place(self._cluster.machines[node]) / "shm" / "arena"
+            for node in SIDECARS
+        }
+        recorded = [node for node, place in arenas.items() if (place / "kv.journal").exists()]
+        node = self._dice.choice(recorded or SIDECARS)
         names = (node, f"engine-{node}")
         for name in names:
             self._signal(name, signal.SIGKILL)
-        place = self._world.place(self._cluster.machines[node])
-        for path in (place / "shm" / "arena").glob("kv.arena"):
+        for path in arenas[node].glob("kv.arena"):
             content = bytearray(path.read_bytes())
-            for _ in range(20):
+            for _ in range(self._dice.choice([20, 200])):
                 content[self._dice.randrange(len(content))] ^= 1 << self._dice.randrange(8)
             with path.open("r+b") as file:
                 file.write(content)
@@ -439,8 +446,10 @@ class Faults:
         self._for(30, undo)
 
     def slow_link(self) -> None:
-        """Raise the latency and lower the bandwidth between two machines, or of one."""
-        self._slow(self._pairs())
+        """Raise the latency and lower the bandwidth between two machines, or of one; of all, or of
+        those that have sidecars.
+        """
+        self._slow(self._pairs(self._dice.choice((MACHINES, SIDECARS))))
 
     def _slow(self, pairs: Sequence[tuple[Machine, Machine]]) -> None:
         links = [self._world.network.link(*pair) for pair in pairs]
@@ -509,7 +518,7 @@ class Faults:
 
     def bad_sectors(self) -> None:
         """Let some sectors be unreadable until they are written."""
-        self._disk().break_sectors(self._dice.choice([1, 20]))
+        self._disk().break_sectors(self._dice.choice([1, 20, 200]))
 
     def corrupt(self) -> None:
         """Flip bits on a disk."""

@@ -31,6 +31,7 @@ def run_seed(
     keep: Collection[int] | None = None,
     path: str | None = None,
     max_processor_s: int = MAX_PROCESSOR_S,
+    only_first: bool = False,
 ) -> Result:
     """Run one seed in its own process.
 
@@ -40,12 +41,15 @@ def run_seed(
         keep: Numbers of the faults to keep; None: all.
         path: Import path of the product; None: that of this process.
         max_processor_s: Processor time after which the run is ended.
+        only_first: End soon after the first violation.
 
     Returns:
         The output of `--json`; a run that had to be stopped has a violation that says so.
     """
     command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed)]
     command += ["--seconds", f"{seconds:g}", "--processor-s", str(max_processor_s), "--json"]
+    if only_first:
+        command.append("--first")
     if keep is not None:
         command += ["--keep", ",".join(map(str, sorted(keep)))]
     environment = os.environ | {"PYTHONPATH": path or os.pathsep.join(filter(None, sys.path))}

@@ -25,6 +25,8 @@ def install(world: World) -> None:
     _keep_what_is_synced(world)
     _serve_what_can_be_read(world)
     _pull_from_peers(world)
+    _keep_peers_that_send(world)
+    _wait_for_lifts(world)
     _drop_no_only_copy(world)
     _send_what_is_asked(world)
     _start_few_threads(world)
@@ -99,14 +101,15 @@ def _keep_what_is_synced(world: World) -> None:
 
 
 def _serve_what_can_be_read(world: World) -> None:
-    """A file that was unreadable is served again only once it can be read."""
+    """A file whose payload was unreadable is served again only once it can be read."""
     from lmcache_core.storage.disk.store import DiskStore
 
     look_again = DiskStore.look_again
 
     def look_again_judged(store: Any) -> bool:
-        process, before = world.kernel.process, set(store._room.unread)
+        process = world.kernel.process
         assert process is not None
+        before = {path for path, why in store._room.unread.items() if why.needs_payload}
         has_more = look_again(store)
         disk = world.files.disks[process.machine.name]
         for path in sorted(before - store._room.unread.keys()):
@@ -164,6 +167,40 @@ def _pull_from_peers(world: World) -> None:
 
     PeerPull._take = take_noted  # type: ignore[method-assign]
     PeerPull.run = run_judged  # type: ignore[method-assign]
+
+
+def _keep_peers_that_send(world: World) -> None:
+    """A peer is abandoned only if it sends nothing, or nothing that is still missing."""
+    from lmcache_core.p2p.pull import PeerPull
+
+    judge = PeerPull._judge
+
+    async def judge_judged(pull: Any, race: Any) -> None:
+        process, late_at = world.kernel.process, race.moved + pull._stall_s
+        assert process is not None
+        if race.open and race.work.cancelled() and pull._now() < min(late_at, pull._deadline):
+            world.complaints.append(
+                f"{process.name}: abandons a peer with {len(race.open)} missing chunks"
+            )
+        await judge(pull, race)
+
+    PeerPull._judge = judge_judged  # type: ignore[method-assign]
+
+
+def _wait_for_lifts(world: World) -> None:
+    """An answer about chunks is final only when no more of them are being lifted."""
+    from lmcache_core.storage.staging import Stager
+
+    lift_block = Stager._lift_block
+
+    async def lift_block_judged(stager: Any, ticket: Any, *args: Any) -> None:
+        process = world.kernel.process
+        assert process is not None
+        await lift_block(stager, ticket, *args)
+        if ticket.is_ready:
+            world.complaints.append(f"{process.name}: says all about chunks while it lifts some")
+
+    Stager._lift_block = lift_block_judged  # type: ignore[method-assign]
 
 
 def _drop_no_only_copy(world: World) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 
-from tests.simulation.defects import DEFECTS, Copy, Defect
+from tests.simulation import defects
+from tests.simulation.defects import DEFECTS, Copy, Defect, Search, richest_first
 from tests.simulation.many import ROOT, fresh_seeds, replay, run_seed, shrink
 
 SECONDS = 20.0
@@ -52,6 +55,27 @@ def test_a_defect_is_found() -> None:
     finally:
         copy.remove()
     assert any("an offer came after" in text for text in violations)
+
+
+def test_defects_are_searched_for_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = richest_first()[:3]
+    runs, finders = [], [(1, second), (0, third)]
+
+    def run(seed: int, seconds: float, path: str, only_first: bool) -> dict[str, object]:
+        (guard,) = Path(path.split(os.pathsep)[0]).glob("*/storage/guard.py")
+        text = guard.read_text(encoding="utf-8")
+        (number,) = (i for i, one in enumerate(DEFECTS[:2]) if one.before not in text)
+        runs.append((number, seed))
+        return {"seed": seed, "violations": ["broken"] if runs[-1] in finders else []}
+
+    monkeypatch.setattr(defects, "run_seed", run)
+    search = Search(DEFECTS[:2], 60.0)
+    search.run()
+    assert runs == [(0, first), (1, first), (0, second), (1, second), (0, third)]
+    assert [search.found[one.name]["seed"] for one in DEFECTS[:2]] == [third, second]
+    late = Search(DEFECTS[:1], 0.0)
+    late.run()
+    assert not late.found
 
 
 def test_a_run_without_an_end_is_a_violation() -> None:
