@@ -95,7 +95,7 @@ async def test_nothing_wrong_is_served_and_nothing_leaks(tmp_path: Path, round_:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     arena = Arena(1 << 20)
-    codecs = create_codecs(["lossless"])
+    codecs = create_codecs({"disk_serde": "lossless"})
     disk = DiskBackend(tmp_path, CAPACITY_BYTES)
     plan = FaultPlan(
         seed,

@@ -16,11 +16,11 @@ from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits
 from lmcache_servicekit.settings import ServiceSettings, load_settings
 from pydantic import TypeAdapter
 
-from tests.helm.conftest import MODEL, MODELS, both_helms, containers_of
+from tests.helm.conftest import MODEL, MODELS, Rendering, both_helms, containers_of, parsed
 from tests.helm.test_cases import CASES
 
 if TYPE_CHECKING:
-    from tests.helm.conftest import Chart, Manifest, Rendering
+    from tests.helm.conftest import Chart, Manifest
 
 SERVICES = {
     "storage": ("lmcache_storage.settings", "StorageSettings"),
@@ -184,6 +184,30 @@ def test_how_a_cluster_is_run_reaches_its_services(chart: Chart, tmp_path: Path)
     assert storage["drain_timeout_s"] == 12.5
     assert settings["sidecar"]["drain_timeout_s"] == 7
     assert storage["replicas_url"] == settings["sidecar"]["remote_url"], "one tier, by one name"
+
+
+@both_helms
+def test_a_rate_may_be_set_on_the_command_line(chart: Chart, helm: str, tmp_path: Path) -> None:
+    """`--set` makes a string of a decimal."""
+    rates = {"storage": "0.5", "lookup": "12.5", "broker": "999999999.5", "sidecar": "500"}
+    options = [f"--set={name}.config.rate_limit_per_tenant={rate}" for name, rate in rates.items()]
+    answer = chart.template(MODELS, (), helm, ("template", *options))
+    assert answer.returncode == 0, answer.stderr
+    rendering = Rendering(answer.stdout, parsed(answer.stdout))
+    for service, rate in rates.items():
+        settings, _ = settings_of(rendering, service, tmp_path)
+        assert settings.model_dump()["rate_limit_per_tenant"] == float(rate)
+        component = "vllm-tiny" if service == "sidecar" else service
+        assert rendering.config(component)["rate_limit_per_tenant"] == float(rate), "a number"
+
+
+@both_helms
+@pytest.mark.parametrize("rate", ["0.0", "1.", "-0.5", "1000000000.5", "0.5/s"])
+def test_what_is_no_rate_is_refused_on_the_command_line(chart: Chart, helm: str, rate: str) -> None:
+    option = f"--set=lookup.config.rate_limit_per_tenant={rate}"
+    answer = chart.template({}, (), helm, ("template", option))
+    assert answer.returncode != 0
+    assert "rate_limit_per_tenant" in answer.stderr.replace("/", ".")
 
 
 @pytest.mark.parametrize("url", ["", "redis-cluster://:password@one:6379,two:6379"])

@@ -347,7 +347,7 @@ def ask_for_codecs(command: Path, root: Path) -> None:
         check=False,
     )
     assert answer.returncode == 2, answer.stderr
-    assert "serde 'lossless'" in answer.stderr
+    assert "peer_serde='lossless'" in answer.stderr
     assert "run the image lmcache-sidecar-codec" in answer.stderr
     assert "Traceback" not in answer.stderr
 

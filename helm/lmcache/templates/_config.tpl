@@ -142,13 +142,19 @@ vllm_url: http://127.0.0.1:8000
 {{ include "lmcache.setOptions" $sidecar.config }}
 {{- end -}}
 
-{{/* Those options of a `config` that are not null, as YAML: versions of Helm differ in whether they keep a null. Takes: the map. */}}
+{{/*
+Those options of a `config` that are not null, as YAML: versions of Helm differ in whether they keep a null. A rate is a number also where --set made a string of it.
+Takes: the map.
+*/}}
 {{- define "lmcache.setOptions" -}}
 {{- $set := dict -}}
 {{- range $name, $value := . -}}
 {{- if not (kindIs "invalid" $value) -}}
 {{- $_ := set $set $name $value -}}
 {{- end -}}
+{{- end -}}
+{{- with $set.rate_limit_per_tenant -}}
+{{- $_ := set $set "rate_limit_per_tenant" (float64 .) -}}
 {{- end -}}
 {{- toYaml $set -}}
 {{- end -}}

@@ -460,6 +460,21 @@ def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str) -> None:
         assert f"' {reason[1]}; choose another path" in refused.stderr
 
 
+@pytest.mark.parametrize("path", ["/proc/x", "/sys/x/y", "{}/to-proc/x", "{}/file/x"])
+@pytest.mark.parametrize("kind", ["storage", "sidecar"])
+def test_a_disk_that_cannot_be_made(tmp_path: Path, kind: str, path: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "to-proc").symlink_to("/proc")
+    disk = path.format(tmp_path)
+    small = {"memory_gb": 0.01} if kind == "storage" else {"arena_gb": 0.01}
+    file = write(tmp_path / "s.yaml", disk_path=disk, disk_gb=1, **small)
+    found = Ctl().json("doctor", "--check-config", f"{kind}={file}", code=1)
+    [(level, _, what)] = wrong(found, "disk")
+    assert (level, what.startswith(f"disk_path {disk}: ")) == ("error", True)
+    [fix] = [one["fix"] for one in found["findings"] if one["fix"] and "disk_path" in one["what"]]
+    assert fix.startswith("choose a directory that the service may write to")
+
+
 @pytest.mark.parametrize("mode", [0o700, 0o750])
 def test_a_default_directory_that_others_may_enter(tmp_path: Path, mode: int) -> None:
     """The sidecar refuses it: another user may have made it first."""

@@ -2,15 +2,15 @@
 shell that stops at the first failure.
 
 Bash, make, Helm, python3 and lmcachectl are real; lmcachectl reaches real services through a
-stand-in for the Kubernetes API. Docker, kind, kubectl and pip are stand-ins. Helm renders what it
-would install. `tests/integration/demo` runs `make demo`.
+stand-in for the Kubernetes API. Docker, kind, kubectl and pip are stand-ins, and so are the Python
+that `make demo` installs with and the demo, which `tests/integration/demo` runs. Helm renders what
+it would install.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +28,7 @@ from tests.integration.cluster.test_kind import HEALTHY
 from tests.unit.docs.pages import FENCE, ROOT
 
 TIMEOUT_S = 200
+INSTALLED = ".venv/bin"
 SECRET = "cache-lmcache-auth"
 FIRST, SECOND = "pod/cache-lmcache-vllm-llama-5f6-a", "pod/cache-lmcache-vllm-llama-5f6-b"
 ANSWERS: list[Answer] = [
@@ -42,10 +43,6 @@ case $1 in
   test|upgrade) exec "$STAND_INS/helm" "$@" ;;
   *) exec "$REAL/helm4" "$@" ;;
 esac
-""",
-    "make": """#!/bin/bash
-if [ "$1" = demo ]; then exec "$MAKE_PROGRAM" -n demo; fi
-exec "$MAKE_PROGRAM" "$@"
 """,
 }
 
@@ -75,6 +72,8 @@ def pasted(name: str, directory: Path, api: PodsApi) -> tuple[str, list[str], Pa
     copy = 'git ls-files -co --exclude-standard -z | xargs -0 cp --parents -t "$1"'
     subprocess.run(["bash", "-c", copy, "bash", clone], cwd=ROOT, check=True)
     tools = StandIns(stand_ins, ("docker", "kind", "kubectl", "helm", "pip"), [*ANSWERS, *HEALTHY])
+    (clone / INSTALLED).mkdir(parents=True)
+    StandIns(clone / INSTALLED, ("python", "lmcache-demo"), [])
     for program, text in PROGRAMS.items():
         (programs / program).write_text(text)
         (programs / program).chmod(0o755)
@@ -92,7 +91,6 @@ def pasted(name: str, directory: Path, api: PodsApi) -> tuple[str, list[str], Pa
             "PATH": os.pathsep.join(map(str, path)),
             "REAL": str(fetch_helms()["helm4"].parent),
             "STAND_INS": str(stand_ins),
-            "MAKE_PROGRAM": shutil.which("make") or "",
             "KUBECONFIG": str(api.kubeconfig(directory / "kubeconfig")),
             "BROWSER": "true",
             "HF_TOKEN": "hf_x",
@@ -120,7 +118,9 @@ def kinds_of(clone: Path) -> set[str]:
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_the_readme(tmp_path: Path, api: PodsApi) -> None:
     printed, calls, clone = pasted("README.md", tmp_path, api)
-    assert "lmcache_demo" in printed
+    [*installs, demo] = (clone / INSTALLED / "calls").read_text().splitlines()
+    assert all(" -m pip install " in call for call in installs[:-1]), installs
+    assert (installs[-1], demo) == ("python -m lmcache_core.serde.warm_up", "lmcache-demo")
     assert [line.split() for line in printed.splitlines() if line.startswith("model-b")] == [
         ["model-b", "87", "3840", "of", "4000"]
     ]

@@ -147,7 +147,7 @@ async def test_our_own_engines_never_load_such_a_value(shared: ServiceProcess) -
     doors = (f"lm://127.0.0.1:{shared.ports['lm_port']}", shared.url)
     for url, lossy in itertools.product(doors, (True, False)):
         remote = create_remote_backend(url, TOKENS["acme"], timeout_s=20, accepts=Accepts(lossy))
-        engine_side = EncodedBackend(remote, create_codecs([]), accepts_lossy=lossy)
+        engine_side = EncodedBackend(remote, create_codecs({}), accepts_lossy=lossy)
         await engine_side.open()
         [result] = await engine_side.batched_get([chunk_key("k")], arena)
         assert isinstance(result, Miss)

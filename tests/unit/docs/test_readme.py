@@ -61,6 +61,7 @@ def test_the_comparison_says_what_was_measured() -> None:
     table = {row[0]: row[1:] for row in rows(README, "**Against what you may run today**")}
     factors = [int(factor) for name, (_, factor) in hits() if name in OURS]
     assert table["A hit against recomputing"][0].startswith(f"{min(factors)} to {max(factors)} ")
+    assert "in-process mode" in table["A hit against recomputing"][2], "not the column's mode"
     measured = {
         row[0]: 1 / float(row[7])
         for row in rows(BENCHMARKS, "\n### In turn with")
@@ -80,6 +81,7 @@ def test_every_cell_of_the_comparison_has_a_source() -> None:
     used = set()
     for row in table:
         assert len(row) == 5, row
+        assert re.search(r"\]\((docs/[\w.]+\.md|CHANGELOG\.md#)", row[1]), row[1]
         for cell in row[2:]:
             assert re.search(r"\]\[[\w-]+\]|\]\(docs/benchmarks\.md#", cell), cell
             used.update(re.findall(r"\]\[([\w-]+)\]", cell))

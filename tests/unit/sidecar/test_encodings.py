@@ -119,14 +119,13 @@ async def test_what_was_stored_with_loss_is_a_miss_where_it_is_not_asked(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("serdes", "accepts_lossy", "is_kept"),
-    [(["cachegen"], True, True), (["cachegen"], False, False), ([], True, False)],
-    ids=str,
+    ("serde", "accepts_lossy", "is_kept"),
+    [("cachegen", True, True), ("cachegen", False, False), ("naive", True, False)],
 )
 async def test_a_peer_hands_over_what_is_still_encoded_if_it_can_be_decoded_here(
-    serdes: list[str], accepts_lossy: bool, is_kept: bool
+    serde: str, accepts_lossy: bool, is_kept: bool
 ) -> None:
-    codecs, encoder = create_codecs(serdes), create_codecs(["cachegen"])
+    codecs, encoder = (create_codecs({"peer_serde": one}) for one in (serde, "cachegen"))
     await codecs.open()
     await encoder.open()
     stack = TierStack(LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy()))
@@ -142,27 +141,31 @@ async def test_a_peer_hands_over_what_is_still_encoded_if_it_can_be_decoded_here
     await encoder.close()
 
 
+@pytest.mark.parametrize("missing", ["numba", "numpy"])
 @pytest.mark.parametrize("serde", ["lossless", "cachegen"])
-def test_without_numba_it_says_what_to_install(serde: str) -> None:
+def test_a_missing_package_is_told_with_the_option_and_what_to_install(
+    serde: str, missing: str
+) -> None:
     code = (
-        "import asyncio, sys; sys.modules['numba'] = None\n"
+        f"import asyncio, sys; sys.modules[{missing!r}] = None\n"
         "from lmcache_core.errors import ConfigError\n"
         "from lmcache_core.storage.codecs import create_codecs\n"
-        f"try: asyncio.run(create_codecs(['naive', {serde!r}]).open())\n"
+        f"serdes = {{'disk_serde': 'naive', 'remote_serde': {serde!r}, 'peer_serde': {serde!r}}}\n"
+        "try: asyncio.run(create_codecs(serdes).open())\n"
         "except ConfigError as exc: print(exc)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert f"serde '{serde}'" in done.stdout
-    assert (
-        "pip install 'lmcache-core[codec]', or run the image lmcache-sidecar-codec" in done.stdout
+    assert done.stdout == (
+        f"remote_serde='{serde}': this serde needs the package '{missing}':"
+        " pip install 'lmcache-core[codec]', or run the image lmcache-sidecar-codec\n"
     )
 
 
 async def test_serdes_that_decode_more_than_they_are_called_are_known() -> None:
     """What `Codecs.decodable` says of a codec before it is open is so once it is."""
-    codecs = create_codecs(["cachegen:high"])
+    codecs = create_codecs({"disk_serde": "cachegen:high"})
     await codecs.open()
     for serde in codecs.decodable():
         header = msgspec.structs.replace(make_chunk("a").header, serde=serde)

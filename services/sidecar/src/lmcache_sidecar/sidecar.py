@@ -103,7 +103,8 @@ class SidecarNode(Node[SidecarSettings]):
         )
         self.exits.callback(owner.close)
         await self.open_clients()
-        serdes = [settings.disk_serde, settings.remote_serde, settings.peer_serde]
+        options = ("disk_serde", "remote_serde", "peer_serde")
+        serdes = {option: getattr(settings, option) for option in options}
         # Codecs compile when they open, so that no request waits for that.
         codecs = await self.opened(create_codecs(serdes, counters=self.counters))
         readers = EncodedReaders(codecs)

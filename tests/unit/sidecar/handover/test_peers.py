@@ -109,7 +109,7 @@ async def peer(
     await stack.open()
     made = Peer(hot, PEER, counters)
     door = PeerStore(
-        LocalStore(stack, lambda: made.is_open), tenant, create_codecs([]), False, counters
+        LocalStore(stack, lambda: made.is_open), tenant, create_codecs({}), False, counters
     )
     server = LmServer(door, TokenTable.from_file(tokens).authenticate)
     await server.open()

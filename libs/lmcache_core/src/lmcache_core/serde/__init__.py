@@ -92,8 +92,8 @@ def create_codec(name: str | None, threads: int = 0) -> ChunkCodec | None:
         from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            f"serde {name!r} needs the package {exc.name!r}: {install_line('codec')}, or run the"
-            " image lmcache-sidecar-codec"
+            f"this serde needs the package {exc.name!r}: {install_line('codec')}, or run the image"
+            " lmcache-sidecar-codec"
         ) from exc
     level: Any = _PROFILES[name]
     return CacheGenCodec(None if level is None else Profile(level), threads)

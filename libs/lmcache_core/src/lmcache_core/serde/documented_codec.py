@@ -65,7 +65,7 @@ class DocumentedCodec(ChunkCodec):
             module = importlib.import_module(f"lmcache_core.serde.{module_name}")
         except ModuleNotFoundError as exc:
             raise ConfigError(
-                f"serde {self.serde!r} needs the package {exc.name!r}: {install_line('torch')}"
+                f"this serde needs the package {exc.name!r}: {install_line('torch')}"
             ) from exc
         self._serializer = getattr(module, serializer)()
         self._deserializer = getattr(module, deserializer)(None)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -54,30 +54,39 @@ quantise.
 
 
 def create_codecs(
-    serdes: Iterable[str | None], decode_documented: bool = False, counters: Counters | None = None
+    serdes: Mapping[str, str | None],
+    decode_documented: bool = False,
+    counters: Counters | None = None,
 ) -> Codecs:
     """Return the codecs that options name, not yet opened.
 
     Args:
-        serdes: Values of `remote_serde` and similar options; None and "naive" name no codec.
+        serdes: Values of `remote_serde` and similar options, by option; None and "naive" name no
+            codec.
         decode_documented: Also decode `torch`, `safetensor` and `fast` if their packages are
         installed.
         counters: Counters for the codecs' work.
 
     Raises:
-        ConfigError: A serde is unknown.
+        ConfigError: A serde is unknown, or needs a package that is missing.
     """
-    named = {
-        serde: codec
-        for serde in dict.fromkeys(serdes)
-        if serde is not None and (codec := create_codec(serde)) is not None
-    }
+    named: dict[str, ChunkCodec] = {}
+    options: dict[str, str] = {}
+    for option, serde in serdes.items():
+        if serde is None or serde in named:
+            continue
+        try:
+            codec = create_codec(serde)
+        except ConfigError as exc:
+            raise ConfigError(f"{option}={serde!r}: {exc}") from exc
+        if codec is not None:
+            named[serde], options[serde] = codec, option
     documented = (
         [DocumentedCodec(serde) for serde in DOCUMENTED_NAMES if serde not in named]
         if decode_documented
         else []
     )
-    return Codecs(named, documented, counters)
+    return Codecs(named, documented, counters, options)
 
 
 class Codecs:
@@ -90,6 +99,7 @@ class Codecs:
         named: Codecs that options name, by that name. Either all of them open or none does.
         further: Codecs that only decode; skipped if they cannot be opened.
         counters: Counters for the codecs' work.
+        options: The option that names each codec, for errors.
 
     Attributes:
         decoding: Threads that decode, separate so that reads never queue behind writes.
@@ -102,8 +112,10 @@ class Codecs:
         named: dict[str, ChunkCodec],
         further: Sequence[ChunkCodec] = (),
         counters: Counters | None = None,
+        options: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._named = named
+        self._options = options
         self._further = tuple(further)
         self._open: tuple[ChunkCodec, ...] = ()
         self._num_users = 0
@@ -145,7 +157,7 @@ class Codecs:
                 self.encoding.open()
                 try:
                     self._open = await self.decoding.run(
-                        _open_all, self._named, self._further, discard=_close_all
+                        _open_all, self._named, self._further, self._options, discard=_close_all
                     )
                 except BaseException:
                     await self._close_all()
@@ -205,7 +217,7 @@ class Codecs:
 
 
 def _open_all(
-    named: Mapping[str, ChunkCodec], further: Sequence[ChunkCodec]
+    named: Mapping[str, ChunkCodec], further: Sequence[ChunkCodec], options: Mapping[str, str]
 ) -> tuple[ChunkCodec, ...]:
     """Open all or none. Blocking.
 
@@ -218,7 +230,7 @@ def _open_all(
             try:
                 codec.open()
             except ConfigError as exc:
-                raise ConfigError(f"serde {serde!r}: {exc}") from exc
+                raise ConfigError(f"{options.get(serde, 'serde')}={serde!r}: {exc}") from exc
             opened.append(codec)
         for codec in further:
             try:

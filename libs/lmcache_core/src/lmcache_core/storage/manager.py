@@ -462,7 +462,10 @@ def engine_spec(
             tls=_tls(config),
             locate=None if peers is None else peers.locate,
         )
-    serdes = [None if tier is None else tier.serde for tier in (disk, remote)]
+    serdes = {
+        option: None if tier is None else tier.serde
+        for option, tier in (("local_disk_serde", disk), ("remote_serde", remote))
+    }
     spec = TiersSpec(
         hot=HotSpec(memory=memory, limits=limits),
         disk=disk,

@@ -92,7 +92,7 @@ class PeerGroup:
         self.locate: Locate = partial(locate_by_lookup, self._lookup)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exits = AsyncExitStack()
-        self._codecs = create_codecs([RAW])
+        self._codecs = create_codecs({})
         self.announcer = TierAnnouncer(DEFAULT_TENANT)
 
     def make_tier(self) -> P2PBackend:

@@ -20,6 +20,7 @@ MIN_OPEN_FILES: Final = 16_384
 IN_MEMORY: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs"})
 MOUNTS: Final = Path("/proc/self/mounts")
 MEMORY_INFO: Final = Path("/proc/meminfo")
+KERNEL_ROOTS: Final = ("/proc", "/sys")
 CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -83,10 +84,7 @@ def _socket(subject: Subject, path: Path) -> Finding:
 
     if problem := socket_path_problem(path):
         return subject.error(f"socket_path {problem}", "choose another path")
-    problem = _nearest(path.parent)[1]
-    if path.is_relative_to("/proc") or path.is_relative_to("/sys"):
-        problem = "no file can be made there"
-    if problem:
+    if problem := _nearest(path.parent)[1]:
         fix = "choose a path in a directory that the sidecar may write to"
         return subject.error(f"socket_path {path}: {problem}", fix)
     return subject.ok(str(path))
@@ -107,7 +105,7 @@ def _addresses(subject: Subject, settings: Any) -> Iterator[Finding]:
 def _disk(subject: Subject, path: Path, wanted: int) -> Finding:
     at, problem = _nearest(path)
     if problem:
-        fix = "let the service's user write there (chown the volume)"
+        fix = "choose a directory that the service may write to, or chown the volume to its user"
         return subject.error(f"disk_path {path}: {problem}", fix)
     free = _free_bytes(at) + _size_of(path)
     if free < wanted:
@@ -161,6 +159,8 @@ def _nearest(path: Path) -> tuple[Path, str]:
             return path, f"{getattr(exc, 'strerror', None) or exc}"
     if not is_directory:
         return path, f"{path} is not a directory"
+    if any(path.resolve().is_relative_to(root) for root in KERNEL_ROOTS):  # root may "write" there
+        return path, f"no file can be made in {path}"
     if not os.access(path, os.W_OK | os.X_OK):
         return path, f"user {os.getuid()} may not write to {path}"
     return path, ""

@@ -41,7 +41,7 @@ async def test_a_codec_that_an_option_names_must_open(
     hot: LocalCPUBackend, lossless: ZlibCodec
 ) -> None:
     broken = ZlibCodec("broken", missing="numba")
-    with pytest.raises(ConfigError, match=r"serde 'broken'.*'numba'"):
+    with pytest.raises(ConfigError, match=r"serde='broken'.*'numba'"):
         await EncodedBackend(hot, codecs_of(lossless, broken), "flate").open()
     assert lossless.num_open == 0
 
