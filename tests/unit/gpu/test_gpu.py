@@ -16,7 +16,9 @@ import pytest
 import torch
 from lmcache_core.gpu_connectors import PagedGPUConnector
 from lmcache_core.serde.chunk_codec import Profile
+from lmcache_core.sidecar import SidecarChunkStore
 
+from tests.fixtures import cuda_streams
 from tests.fixtures.fake_vllm import imported_connector
 from tests.gpu import connectors, faults, figures, kernels, streams, table, vllm
 from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, run_part, worst
@@ -146,6 +148,47 @@ def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run(COMMAND, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "torch sees no CUDA device; --dry-run" in done.stderr
+
+
+def test_stores_beside_matrix_products_have_a_stream_of_their_own(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = cuda_streams.install(monkeypatch)
+    used = []
+    monkeypatch.setattr(torch, "mm", lambda *_: used.append(runtime.current()))
+    stored_on = []
+    case = SimpleNamespace(store=lambda turn: stored_on.append(runtime.current()))
+    figures._contention(report, "model", case)  # type: ignore[arg-type]
+    assert set(used) == {runtime.compute}
+    assert stored_on
+    assert runtime.compute not in stored_on
+    assert len(set(stored_on)) == 1
+    assert read_lines(report.path)[-1]["times_longer"] > 0
+
+
+def test_a_failed_store_beside_matrix_products_is_an_error(report: Report) -> None:
+    def fail(_: int) -> None:
+        raise AssertionError("nothing was stored")
+
+    with pytest.raises(AssertionError, match="nothing was stored"):
+        figures._contention(report, "model", SimpleNamespace(store=fail))  # type: ignore[arg-type]
+
+
+def test_figures_are_of_a_sidecars_arena(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "SHAPES", dict(list(figures.SHAPES.items())[:1]))
+    pins, opened = [], []
+    monkeypatch.setattr(SidecarChunkStore, "pin_memory", lambda store: pins.append(store))
+    open_store = SidecarChunkStore.open
+    monkeypatch.setattr(
+        SidecarChunkStore, "open", lambda *args: (opened.append(args[0]), open_store(*args))
+    )
+    figures.run(report)
+    names = [line["name"] for line in read_lines(report.path) if "rate" in line]
+    for arena, verify_hot in itertools.product(("pageable", "pinned"), ("always", "never")):
+        for what in ("store", "load"):
+            assert f"Llama-3.1-8B: {what}, {arena} arena, verify_hot {verify_hot}" in names
+    assert len(opened) == 4
+    assert len(pins) == 2
 
 
 def test_an_unknown_part_is_named() -> None:
