@@ -20,8 +20,9 @@ from lmcache_core.sidecar import SidecarChunkStore
 
 from tests.fixtures import cuda_streams
 from tests.fixtures.fake_vllm import imported_connector
-from tests.gpu import connectors, faults, figures, kernels, streams, table, vllm
+from tests.gpu import connectors, estimates, faults, figures, kernels, streams, table, vllm
 from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, run_part, worst
+from tests.gpu.estimates import LLAMA
 from tests.gpu.report import Report, WrongBytes, read_lines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,9 +53,14 @@ def test_a_dry_run_passes(tmp_path: Path) -> None:
         assert [line["name"].endswith(end) for line in of_shape].count(True) == 2
     left_out = [line for line in lines if line["part"] == "vllm"]
     assert left_out[0]["text"] == "vLLM is not installed for this Python"  # make test-vllm runs it
-    machine, (rows,) = table.section_of(lines)
+    machine, (rows, others, _, left) = table.section_of(lines)
     assert "torch" in machine
     assert rows.count("\n") > 20
+    assert f"| {LLAMA}: matrix products during stores | " in others
+    on_a_gpu = "GPU: ", "pin ", "ours, "
+    for estimate in estimates.ESTIMATES:
+        is_measured = estimate.measured_by and not estimate.measured_by.startswith(on_a_gpu)
+        assert (f"| {estimate.what} |" in left) is not is_measured
 
 
 def test_all_parts_fit_into_two_calls() -> None:
@@ -122,7 +128,7 @@ def test_figures_of_a_real_vllm_are_a_table_of_their_own(
 ) -> None:
     report.note("vLLM", text="0.32.0")
     measured(report, Scripted(), monkeypatch)
-    _, (_, engines) = table.section_of(read_lines(report.path))
+    _, (_, engines, _, _) = table.section_of(read_lines(report.path))
     heading, _, row = engines.splitlines()
     assert heading.startswith("| vLLM 0.32.0, ms | cold | prefix cache | after its reset |")
     assert row.startswith("| ours, sync | 500.0 | 500.0 | 500.0 |")
@@ -362,6 +368,36 @@ def test_a_part_that_hangs_is_killed_and_keeps_its_lines(
     assert run_apart(report, 0.2) == FAILED
     assert [line["name"] for line in read_lines(report.path)] == ["before", "outcome"]
     assert "killed after 0.2 s" in capsys.readouterr().out
+
+
+def test_the_page_has_the_estimates_of_what_is_not_measured() -> None:
+    page = table.PAGE.read_text(encoding="utf-8")
+    section = page.partition("<!-- gpu: begin -->")[2].partition("<!-- gpu: end -->")[0]
+    rows = section.partition(estimates.HEAD)[2].strip().splitlines()
+    measurable = [one.measured_by for one in estimates.ESTIMATES if one.measured_by]
+    known, expected = (
+        set(estimates.table_of(measured).splitlines()[1:]) for measured in ([], measurable)
+    )
+    assert estimates.INTRODUCTION in section
+    assert expected <= set(rows) <= known
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"name": f"{LLAMA}: load, pinned arena, verify_hot never", "rate": 50.0}, "pinned"),
+        ({"name": "pin 8192 MiB of shared memory", "seconds": 0.8, "is_pinned": True}, "100 GB"),
+        ({"name": f"{LLAMA}: matrix products during stores", "times_longer": 1.02}, "in the step"),
+    ],
+)
+def test_a_measured_row_replaces_its_estimate(line: dict[str, Any], what: str) -> None:
+    facts = {"part": "figures", "share": None} | line
+    _, (*measured, introduction, left) = table.section_of([facts])
+    assert introduction == estimates.INTRODUCTION
+    assert f"| {line['name']} |" in "".join(measured)
+    gone = set(estimates.table_of([]).splitlines()) - set(left.splitlines())
+    assert len(gone) == 1
+    assert what in gone.pop()
 
 
 def test_the_table_names_gpu_driver_and_link(report: Report) -> None:
