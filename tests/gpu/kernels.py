@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from lmcache_core.serde.chunk_codec import Profile
@@ -59,15 +60,25 @@ def check(report: Report, *tests: Path | str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if report.is_dry:
         env["TRITON_INTERPRET"] = "1"
-    options = ["-p", "no:cacheprovider", "-p", "tests.gpu.wrong_bytes"]
-    options += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-    # A new warning of CUDA is no wrong byte.
-    command = [sys.executable, "-W", "default", "-m", "pytest", *options, "-o", "filterwarnings="]
-    done = subprocess.run(
-        [*command, *tests], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    done = run_pytest(ROOT / "pyproject.toml", *tests, env=env)
     name, last = Path(str(tests[0])).name, done.stdout.strip().splitlines()[-1:]
     if done.returncode:
         error = WrongBytes if done.returncode == WRONG_BYTES else RuntimeError
         raise error(f"{name}: {(done.stdout + done.stderr)[-4000:]}")
     report.note(name, text="".join(last))
+
+
+def run_pytest(
+    config: Path, *arguments: Path | str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run pytest in a process of its own, in which a new warning of CUDA is no error."""
+    options = ["-p", "no:cacheprovider", "-p", "tests.gpu.wrong_bytes", "-o", "filterwarnings="]
+    command = [sys.executable, "-W", "default", "-m", "pytest", "--rootdir", ROOT, "-c", config]
+    return subprocess.run(
+        [*command, *options, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
