@@ -1,4 +1,4 @@
-"""Rates between pages on the device and chunks in host memory, for the KV of three models; what a
+"""Rates between pages on the device and the arena of a sidecar, for the KV of three models; what a
 concurrent store costs a computation; and the kernels alone.
 """
 
@@ -6,27 +6,33 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from lmcache_core.concurrency import Workers
+from lmcache_core.engine.stores import SidecarClient, create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
+from lmcache_core.gpu_connectors.streams import ThreadStreams, finish, record_event
 from lmcache_core.keys import CacheEngineKey
-from lmcache_core.memory import HostMemoryAllocator, PinMemoryAllocator
-from lmcache_core.storage.manager import StorageManager
+from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_kernels import pages as kernel_pages
 from lmcache_kernels.paged_copy import paged_gather, paged_scatter
 
 from tests.bench import blend_device, codec_device, paged
+from tests.bench.engines import running_sidecar
 from tests.bench.measure import ROUNDS, Figure, timed
 from tests.bench.shape import CHUNK_SIZE, make_config, make_metadata
+from tests.fixtures.restarted_sidecar import until
 from tests.gpu.connectors import Pages
-from tests.gpu.report import Report
+from tests.gpu.report import Report, WrongBytes
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 8192
@@ -37,80 +43,149 @@ SHAPES = {
 }
 IN_FLIGHT = (1, 2, 4)
 """Chunks, each in a buffer and on a stream of its own."""
-ARENAS = {"pageable": HostMemoryAllocator, "pinned": PinMemoryAllocator}
+ARENAS = {"pageable": False, "pinned": True}
+"""Whether the worker pins the sidecar's arena, by name."""
+PIN_S = 30.0
+"""In which the arena must be pinned."""
 VERIFY_HOT = ("always", "never")
 ARENA_ROUNDS = 3
 """Rounds that an arena holds; older ones are evicted."""
 MATMUL_SIZE, NUM_MATMULS = 8192, 40
 
 
-@dataclass
-class Case:
-    """A model's KV, and a cache for it.
+@dataclass(frozen=True)
+class Prompt:
+    """A model's KV of some tokens.
 
     Attributes:
-        transfer: Between pages and chunks.
+        layout: Of the pages.
         source: Pages to store; `target`: pages to load.
         slots: Of the tokens.
-        num_bytes: Of all tokens.
-        last: Round that was stored last.
     """
 
-    transfer: KVTransfer
+    layout: KVLayout
     source: Pages
     target: Pages
     slots: torch.Tensor
-    num_bytes: int
+
+    @classmethod
+    def make(cls, report: Report, group: LayerGroup) -> Prompt:
+        """Random pages, small ones in a dry run."""
+        num_tokens = 2 * CHUNK_SIZE if report.is_dry else NUM_TOKENS
+        if report.is_dry:
+            group = replace(group, num_layers=2, head_size=64)
+        num_blocks = 2 * num_tokens // BLOCK_SIZE
+        source, target = (
+            Pages.make(group, BLOCK_SIZE, report.device, num_blocks) for _ in range(2)
+        )
+        blocks = torch.randperm(num_blocks)[: num_tokens // BLOCK_SIZE]
+        slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+        return cls(KVLayout((group,)), source, target, slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tokens."""
+        return self.layout.num_bytes(len(self.slots))
+
+    def check(self, report: Report, name: str) -> None:
+        """Compare what was loaded with what was stored.
+
+        Raises:
+            WrongBytes: They differ.
+        """
+        got, wanted = (pages.content(self.slots) for pages in (self.target, self.source))
+        report.equal(name, got, wanted)
+
+
+@dataclass
+class Case:
+    """A prompt, and a cache for it.
+
+    Attributes:
+        prompt: The prompt.
+        model: Its name in keys.
+        chunks: Where its chunks are.
+        transfer: Between pages and chunks.
+        last: Round that was stored last.
+    """
+
+    prompt: Prompt
+    model: str
+    chunks: ChunkStore
+    transfer: KVTransfer
     last: int = 0
 
     def named(self, turn: int) -> list[NamedChunk]:
         """Chunks of a round."""
         return [
-            (at, at + CHUNK_SIZE, CacheEngineKey("vllm", f"m{turn}", 1, 0, f"{at:064x}"))
-            for at in range(0, len(self.slots), CHUNK_SIZE)
+            (
+                *(at, at + CHUNK_SIZE),
+                CacheEngineKey("vllm", self.model, 1, 0, f"{turn:032x}{at:032x}"),
+            )
+            for at in range(0, len(self.prompt.slots), CHUNK_SIZE)
         ]
 
     def store(self, turn: int) -> None:
         """Store every token, under names of its own."""
         self.last = turn
-        kwargs = {"kvcaches": self.source.tensors, "slot_mapping": self.slots}
+        kwargs = {"kvcaches": self.prompt.source.tensors, "slot_mapping": self.prompt.slots}
         assert all(self.transfer.store(self.named(turn), kwargs))
 
     def load(self, turn: int) -> None:
         """Load what was stored last."""
-        kwargs = {"kvcaches": self.target.tensors, "slot_mapping": self.slots}
+        kwargs = {"kvcaches": self.prompt.target.tensors, "slot_mapping": self.prompt.slots}
         named = self.named(self.last)
         assert self.transfer.load(named, None, kwargs) == len(named)
+
+    def is_pinned(self) -> bool:
+        """Return whether CUDA takes what was stored last for pinned memory."""
+        chunks = self.chunks.get([key for _, _, key in self.named(self.last)])
+        try:
+            return bool(chunks) and all(chunk.memory.tensor.is_pinned() for chunk in chunks)
+        finally:
+            self.chunks.release(chunks)
 
 
 def run(report: Report) -> None:
     """Everything that is timed."""
     for name, group in SHAPES.items():
-        _shape(report, name, group)
+        _in_flight(report, name, group)
+    try:
+        import lmcache_sidecar.app  # noqa: F401 (as the services' processes do)
+    except ImportError as exc:
+        report.note("without a sidecar", text=str(exc))
+    else:
+        for verify_hot in VERIFY_HOT:
+            _arenas(report, verify_hot)
     for part in (paged, codec_device, blend_device):
-        for figure in part.gpu_figures():
+        try:
+            figures = part.gpu_figures()
+        except AssertionError as exc:  # what they compare
+            raise WrongBytes(str(exc)) from exc
+        for figure in figures:
             report.figure(figure)
 
 
-def _shape(report: Report, name: str, group: LayerGroup) -> None:
-    if report.is_dry:
-        group = replace(group, num_layers=2, head_size=64)
-    layout, num_tokens = KVLayout((group,)), 2 * CHUNK_SIZE if report.is_dry else NUM_TOKENS
-    limits = _limits(report, layout.num_bytes(num_tokens))
-    for arena, allocator in ARENAS.items():
-        for verify_hot in VERIFY_HOT:
-            with _case(report, layout, num_tokens, allocator, verify_hot) as case:
-                with torch.inference_mode():
-                    stores = timed(case.store)
-                    loads = timed(case.load)
-                got, wanted = (one.content(case.slots) for one in (case.target, case.source))
-                report.equal(f"{name}, {arena}, verify_hot {verify_hot}", got, wanted)
-                for what, seconds in (("store", stores), ("load", loads)):
-                    title = f"{name}: {what}, {arena} arena, verify_hot {verify_hot}"
-                    report.figure(Figure(title, case.num_bytes, seconds, limits[what]))
-                if arena == "pinned" and verify_hot == "always":
-                    _contention(report, name, case)
-                    _in_flight(report, name, group, case, limits)
+def _arenas(report: Report, verify_hot: str) -> None:
+    """Stores and loads as in vLLM with a sidecar: through the arena of its process."""
+    prompts = {name: Prompt.make(report, group) for name, group in SHAPES.items()}
+    num_bytes = ARENA_ROUNDS * max(prompt.num_bytes for prompt in prompts.values())
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcache-gpu-") as place,
+        running_sidecar(Path(place), num_bytes / (1 << 30), verify_hot=verify_hot) as socket,
+    ):
+        for name, prompt in prompts.items():
+            limits = _limits(report, prompt.num_bytes)
+            for arena, pins in ARENAS.items():
+                with _case(report, prompt, f"{name}, {arena}", socket, pins) as case:
+                    with torch.inference_mode():
+                        stores, loads = timed(case.store), timed(case.load)
+                    prompt.check(report, f"{name}, {arena}, verify_hot {verify_hot}")
+                    for what, seconds in (("store", stores), ("load", loads)):
+                        title = f"{name}: {what}, {arena} arena, verify_hot {verify_hot}"
+                        report.figure(Figure(title, prompt.num_bytes, seconds, limits[what]))
+                    if pins and verify_hot == "always":
+                        _contention(report, name, case)
 
 
 def _limits(report: Report, num_bytes: int) -> dict[str, Figure]:
@@ -126,36 +201,35 @@ def _limits(report: Report, num_bytes: int) -> dict[str, Figure]:
 
 
 @contextlib.contextmanager
-def _case(
-    report: Report,
-    layout: KVLayout,
-    num_tokens: int,
-    allocator: type[HostMemoryAllocator],
-    verify_hot: str,
-) -> Iterator[Case]:
-    (group,), num_blocks = layout.groups, 2 * num_tokens // BLOCK_SIZE
-    source, target = (Pages.make(group, BLOCK_SIZE, report.device, num_blocks) for _ in range(2))
-    blocks = torch.randperm(num_blocks)[: num_tokens // BLOCK_SIZE]
-    slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
-    num_bytes = layout.num_bytes(num_tokens)
-    counters, workers = Counters(), Workers("lmcache-gpu")
-    config = make_config(verify_hot=verify_hot)
-    arena = allocator(ARENA_ROUNDS * num_bytes)
-    manager = StorageManager(config, arena, counters, workers)
+def _case(report: Report, prompt: Prompt, model: str, socket: Path, pins: bool) -> Iterator[Case]:
+    """What a worker of vLLM has."""
+    config, counters = make_config(sidecar_socket=str(socket)), Counters()
+    metadata = replace(make_metadata(), model_name=model)
+    client, workers = SidecarClient(f"vllm/{model}", loads_beside=True), Workers("lmcache-digest")
+    chunks = create_chunk_store(config, metadata, None, counters, workers, client)
     workers.open()
-    manager.open(lambda salt: None)
+    chunks.open(lambda salt: None)
     try:
-        connector = PagedGPUConnector(layout, 0 if report.is_dry else CHUNK_SIZE)
-        metadata = make_metadata()
-        transfer = KVTransfer(manager, connector, metadata, counters, workers)
-        yield Case(transfer, source, target, slots, num_bytes)
+        connector = PagedGPUConnector(prompt.layout, 0 if report.is_dry else CHUNK_SIZE)
+        transfer = KVTransfer(chunks, connector, metadata, counters, workers)
+        case = Case(prompt, model, chunks, transfer)
+        if pins:
+            chunks.pin_memory()
+        case.store(ROUNDS + 1)
+        is_expected = pins and not report.is_dry
+        until(
+            lambda: case.is_pinned() is is_expected,
+            f"{model}: is_pinned is not {is_expected}",
+            PIN_S,
+        )
+        yield case
     finally:
-        manager.close()
+        chunks.close()
         workers.close()
 
 
 def _contention(report: Report, name: str, case: Case) -> None:
-    """How much longer matrix products take while another thread stores."""
+    """How much longer matrix products take while another thread stores, as vLLM's worker does."""
     size = 64 if report.is_dry else MATMUL_SIZE
     one = torch.ones(size, size, dtype=torch.bfloat16, device=report.device)
 
@@ -163,42 +237,48 @@ def _contention(report: Report, name: str, case: Case) -> None:
         began = time.perf_counter()
         for _ in range(NUM_MATMULS):
             torch.mm(one, one)
-        report.wait()
+        finish(one.device)  # not the stores, which run on another stream
         return time.perf_counter() - began
 
     products()
     alone = products()
-    is_over = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
+    streams, computed = ThreadStreams(), record_event(one.device)
 
     def storing() -> None:
-        turn = ROUNDS + 1
-        with torch.inference_mode():
-            while not is_over.is_set():
-                case.store(turn)
-                turn += 1
+        try:
+            for turn in itertools.count(ROUNDS + 2):
+                with torch.inference_mode(), streams.after(computed):
+                    case.store(turn)
+                has_begun.set()
+                if is_over.is_set():
+                    return
+        finally:
+            has_begun.set()
 
-    thread = threading.Thread(target=storing)
-    thread.start()
-    try:
-        with_stores = products()
-    finally:
-        is_over.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        stores = pool.submit(storing)
+        try:
+            has_begun.wait()
+            with_stores = products()
+        finally:
+            is_over.set()
+        stores.result()
     report.note(
         f"{name}: matrix products during stores", times_longer=round(with_stores / alone, 3)
     )
 
 
-def _in_flight(
-    report: Report, name: str, group: LayerGroup, case: Case, limits: dict[str, Figure]
-) -> None:
+def _in_flight(report: Report, name: str, group: LayerGroup) -> None:
     """Bare kernels and copies between pages and pinned memory, without the engine."""
+    prompt = Prompt.make(report, group)
+    (group,), limits = prompt.layout.groups, _limits(report, prompt.num_bytes)
     shape, dtype = group.shape(CHUNK_SIZE), getattr(torch, group.dtype)
-    slots = case.slots.split(CHUNK_SIZE)
+    slots = prompt.slots.split(CHUNK_SIZE)
     hosts = [torch.zeros(shape, dtype=dtype, pin_memory=not report.is_dry) for _ in slots]
     source, target = (
         kernel_pages.Pages.of(*(pages.views[side :: group.sides] for side in range(group.sides)))
-        for pages in (case.source, case.target)
+        for pages in (prompt.source, prompt.target)
     )
     for number in IN_FLIGHT:
         staged = [torch.empty(shape, dtype=dtype, device=report.device) for _ in range(number)]
@@ -221,10 +301,9 @@ def _in_flight(
                 buffer.copy_(host, non_blocking=True)
                 paged_scatter(target, of_chunk, buffer)
 
-        for view in case.target.views:
+        for view in prompt.target.views:
             view.zero_()
         title = f"{name}: {{}}, bare, {number} chunks in flight"
         for what, work in (("store", store), ("load", load)):
-            report.figure(Figure(title.format(what), case.num_bytes, timed(work), limits[what]))
-        got, wanted = (pages.content(case.slots) for pages in (case.target, case.source))
-        report.equal(f"{name}, {number} chunks in flight", got, wanted)
+            report.figure(Figure(title.format(what), prompt.num_bytes, timed(work), limits[what]))
+        prompt.check(report, f"{name}, {number} chunks in flight")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from lmcache_core.serde.chunk_codec import Profile
 
 from tests.gpu.report import Report, WrongBytes
+from tests.gpu.wrong_bytes import WRONG_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ROOT / "tests/unit/kernels/interpreted"
@@ -28,7 +30,6 @@ KERNELS = {
 """Files of checks, by package of kernels."""
 DRY = ("check_rope_rotate.py",)
 """Interpreted in a dry run; the others take minutes there, and run in the unit tests."""
-PYTEST_PASSED, PYTEST_FAILED = 0, 1
 
 
 def described() -> list[str]:
@@ -37,31 +38,47 @@ def described() -> list[str]:
 
 
 def run(report: Report) -> None:
-    """Run the checks, file by file."""
+    """Run the checks, file by file: one that cannot run costs no other."""
     files = sorted({file for files in KERNELS.values() for file in files})
+    errors = []
     for file in DRY if report.is_dry else files:
-        check(report, CHECKS / file)
+        try:
+            check(report, CHECKS / file)
+        except RuntimeError as exc:
+            errors.append(str(exc))
+    if errors:
+        raise RuntimeError("\n".join(errors))
 
 
 def check(report: Report, *tests: Path | str) -> None:
     """Run checks with pytest.
 
     Raises:
-        WrongBytes: One failed.
-        RuntimeError: They could not run.
+        WrongBytes: A comparison of one failed.
+        RuntimeError: One failed otherwise, or they could not run.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if report.is_dry:
         env["TRITON_INTERPRET"] = "1"
-    options = ["-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
-    # A new warning of CUDA is no wrong byte.
-    command = [sys.executable, "-W", "default", "-m", "pytest", *options, "-o", "filterwarnings="]
-    done = subprocess.run(
-        [*command, *tests], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    done = run_pytest(ROOT / "pyproject.toml", *tests, env=env)
     name, last = Path(str(tests[0])).name, done.stdout.strip().splitlines()[-1:]
-    if done.returncode == PYTEST_FAILED:
-        raise WrongBytes(f"{name}: {done.stdout[-4000:]}")
-    if done.returncode != PYTEST_PASSED:
-        raise RuntimeError(f"{name}: {(done.stdout + done.stderr)[-4000:]}")
+    if done.returncode:
+        error = WrongBytes if done.returncode == WRONG_BYTES else RuntimeError
+        raise error(f"{name}: {(done.stdout + done.stderr)[-4000:]}")
     report.note(name, text="".join(last))
+
+
+def run_pytest(
+    config: Path, *arguments: Path | str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run pytest in a process of its own, in which a new warning of CUDA is no error."""
+    options = ["-p", "no:cacheprovider", "-p", "tests.gpu.wrong_bytes", "-o", "filterwarnings="]
+    command = [sys.executable, "-W", "default", "-m", "pytest", "--rootdir", ROOT, "-c", config]
+    return subprocess.run(
+        [*command, *options, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.facts import SHARED_MEMORY
+from tests.gpu.kernels import ROOT, run_pytest
 from tests.gpu.report import Report, WrongBytes
 
 NONE, OFFLOADING = "no connector", "vLLM's OffloadingConnector"
@@ -30,6 +31,8 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
 }
 """How ours loads, and vLLM's environment, by name."""
 DRY_KINDS = tuple(KINDS)[:4]
+LAYOUTS_SINCE = (0, 32)
+"""First release that the tests of layouts know."""
 CHUNK_SIZE = 256
 OPEN_S, ANSWER_S = 240.0, 120.0
 MODEL = "gpu"
@@ -130,6 +133,18 @@ def run(report: Report) -> None:
             directory.mkdir()
             with Owner(directory) as owner:
                 _measure(report, kind, owner, model, Path(shared), sizes)
+    if release() >= LAYOUTS_SINCE:
+        _layouts(report)
+
+
+def _layouts(report: Report) -> None:
+    """Check the layouts of vLLM's backends, here also of those that a CPU cannot import."""
+    tests = ROOT / "tests/vllm"
+    few = ["-k", "windows"] if report.is_dry else []
+    done = run_pytest(tests / "pytest.ini", tests / "test_layouts.py", "-q", "-rs", *few)
+    if done.returncode:
+        raise RuntimeError(f"layouts: {(done.stdout + done.stderr)[-4000:]}")
+    report.note("layouts", text=done.stdout.strip()[-4000:])
 
 
 def _measure(

@@ -27,6 +27,8 @@ def test_a_dry_run_passes(tmp_path: Path) -> None:
     rounds = [line for line in lines if "cached" in line]
     checked = {line["name"].partition(":")[0] for line in rounds if line["checked_bytes"]}
     assert checked == {"ours, sync", "ours, async"}
+    (layouts,) = (line for line in lines if line["name"] == "layouts")
+    assert "passed" in layouts["text"]
     stored = vllm.DRY_SIZES.num_stored
     for line in rounds:
         has_cache = not line["name"].startswith(vllm.NONE)
