@@ -7,18 +7,19 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER
 from lmcache_demo.blending import Way
 from lmcache_demo.cluster import TierCompression
 from lmcache_demo.engines import Answer, BlendedAnswers
 from lmcache_demo.report import print_steps
-from lmcache_demo.scenario import DISK, HOT, NOWHERE, PEER, Compression, Step
+from lmcache_demo.scenario import NOWHERE, Compression, Step
 from rich.console import Console
 
 WIDTH = 80
 ALL_EQUAL = "Every answer equals the one without a cache, token for token"
 PLAIN = Answer([1, 2], "", 3000, 0, {}, 0, 0, 0, 1.0, 32)
-HIT = Answer([1, 2], "", 3000, 2900, {HOT: 2900}, 1, 0, 0, 0.1, 32)
-FROM_DISK = msgspec.structs.replace(HIT, reused_by_tier={DISK: 2900})
+HIT = Answer([1, 2], "", 3000, 2900, {MEMORY_TIER: 2900}, 1, 0, 0, 0.1, 32)
+FROM_DISK = msgspec.structs.replace(HIT, reused_by_tier={DISK_TIER: 2900})
 WRITTEN, READ = TierCompression(3000, 1000, 0, 0.5, 0.25), TierCompression(0, 0, 12, 0.5, 0.25)
 EXACT = replace(WRITTEN, max_error=0.0, rms_error=0.0)
 LOSSY, LOSSLESS = Compression(True, WRITTEN, READ), Compression(False, EXACT, READ)
@@ -54,11 +55,11 @@ def printed(
 @pytest.mark.parametrize(
     "one",
     [
-        step(HOT, HIT),
+        step(MEMORY_TIER, HIT),
         step(NOWHERE, PLAIN),
-        step(DISK, FROM_DISK, LOSSY),
-        step(DISK, changed(FROM_DISK, tokens=[1, 3]), LOSSY),  # loss may change the answer
-        step(DISK, FROM_DISK, LOSSLESS),
+        step(DISK_TIER, FROM_DISK, LOSSY),
+        step(DISK_TIER, changed(FROM_DISK, tokens=[1, 3]), LOSSY),  # loss may change the answer
+        step(DISK_TIER, FROM_DISK, LOSSLESS),
         BLENDED,
         REFUSED,
         changed(BLENDED, num_equal=22, num_right=22),
@@ -73,16 +74,19 @@ def test_what_is_as_said_has_no_fault(one: Step | Way) -> None:
 @pytest.mark.parametrize(
     ("one", "fault"),
     [
-        (step(HOT, changed(HIT, tokens=[1, 3])), "without a cache"),
-        (step(PEER, HIT), "expected sidecar A"),
-        (step(HOT, PLAIN), "expected own sidecar"),
+        (step(MEMORY_TIER, changed(HIT, tokens=[1, 3])), "without a cache"),
+        (step(PEER_TIER, HIT), "expected sidecar A"),
+        (step(MEMORY_TIER, PLAIN), "expected own sidecar"),
         (step(NOWHERE, HIT), "expected none"),
-        (step(HOT, changed(HIT, num_reused_tokens=100)), "only 100 tokens"),
-        (step(HOT, changed(HIT, num_prompt_tokens=1500)), "fewer than 2000"),
-        (step(HOT, changed(HIT, reused_by_tier={HOT: 2000, PEER: 900})), "came from"),
-        (step(DISK, changed(FROM_DISK, tokens=[1, 3]), LOSSLESS), "without a cache"),
+        (step(MEMORY_TIER, changed(HIT, num_reused_tokens=100)), "only 100 tokens"),
+        (step(MEMORY_TIER, changed(HIT, num_prompt_tokens=1500)), "fewer than 2000"),
+        (
+            step(MEMORY_TIER, changed(HIT, reused_by_tier={MEMORY_TIER: 2000, PEER_TIER: 900})),
+            "came from",
+        ),
+        (step(DISK_TIER, changed(FROM_DISK, tokens=[1, 3]), LOSSLESS), "without a cache"),
         *(
-            (step(DISK, FROM_DISK, compression), fault)
+            (step(DISK_TIER, FROM_DISK, compression), fault)
             for compression, fault in [
                 (Compression(False, replace(EXACT, encoded_bytes=3000), READ), "not smaller"),
                 (Compression(False, TierCompression(0, 0, 0, 0.0, 0.0), READ), "not smaller"),
@@ -120,14 +124,14 @@ def test_anything_else_is_a_fault(
     [([1, 2], None), ([1, 3], 2), ([2, 1], 1), ([1], 2), ([1, 2, 3], 3), ([], 1)],
 )
 def test_the_first_difference(tokens: list[int], first: int | None) -> None:
-    assert step(HOT, changed(HIT, tokens=tokens)).first_difference == first
+    assert step(MEMORY_TIER, changed(HIT, tokens=tokens)).first_difference == first
 
 
 def test_an_answer_that_differs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [
-        replace(step(HOT, HIT), title="A, hit"),
-        replace(step(DISK, changed(FROM_DISK, tokens=[1, 3]), LOSSY), title="E, lossy"),
-        replace(step(DISK, FROM_DISK, LOSSLESS), title="F, exact"),
+        replace(step(MEMORY_TIER, HIT), title="A, hit"),
+        replace(step(DISK_TIER, changed(FROM_DISK, tokens=[1, 3]), LOSSY), title="E, lossy"),
+        replace(step(DISK_TIER, FROM_DISK, LOSSLESS), title="F, exact"),
     ]
     _, lines, text = printed(capsys, steps, [])
     rows = [" ".join(line.split()) for line in lines]
@@ -145,7 +149,7 @@ def test_an_answer_that_differs_is_told(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("steps", "blended", "rest"),
     [
-        ([step(DISK, FROM_DISK, LOSSY)], [], ""),
+        ([step(DISK_TIER, FROM_DISK, LOSSY)], [], ""),
         ([step(NOWHERE, PLAIN)], [REFUSED, BLENDED], ""),
         (
             [step(NOWHERE, PLAIN)],

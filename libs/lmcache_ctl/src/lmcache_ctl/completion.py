@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Callable, Sequence
-from threading import Thread
 from typing import Any, Final
 
 import msgspec
@@ -40,7 +40,7 @@ def _completing(find: Callable[[CtlSettings], Sequence[str]], *always: str) -> C
 
         # A thread can be left behind, whatever it waits for. Warnings of libraries would be shown
         # in the line that is being typed.
-        thread = Thread(target=work, daemon=True)
+        thread = threading.Thread(target=work, daemon=True)
         with contextlib.redirect_stderr(io.StringIO()):
             thread.start()
             thread.join(LIMIT_S)

@@ -33,6 +33,8 @@ FILE_NAME = "kv.arena"
 DEFAULT_MODE = 0o660
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 MOUNTS = Path("/proc/self/mountinfo")
+_FOR_THE_MACHINE = re.compile(r"\[(deny|force)\]")
+_OF_VOLUMES = re.compile(r"^\S+ \S+ (\d+:\d+) .* - .*\bhuge=(\w+)", re.MULTILINE)
 ALLOWING_POLICIES = frozenset({"advise", "within_size", "always", "force"})
 _BLOCK_BYTES = 512
 _MAX_PAGE_BYTES = 1 << 30
@@ -233,15 +235,15 @@ def huge_page_policy(directory: Path) -> str:
     The machine's other policies are for memory that is on no volume.
     """
     try:
-        machine = re.search(r"\[(deny|force)\]", SHMEM_ENABLED.read_text())
+        machine = _FOR_THE_MACHINE.search(SHMEM_ENABLED.read_text())
         if machine is not None:
             return machine[1]
         device = directory.stat().st_dev
-        mount = rf"^\S+ \S+ {os.major(device)}:{os.minor(device)} .* - .*\bhuge=(\w+)"
-        volume = re.search(mount, MOUNTS.read_text(), re.MULTILINE)
+        volume = f"{os.major(device)}:{os.minor(device)}"
+        policies: dict[str, str] = dict(_OF_VOLUMES.findall(MOUNTS.read_text()))
     except OSError:  # a kernel or sandbox without them
         return "never"
-    return "never" if volume is None else volume[1]
+    return policies.get(volume, "never")
 
 
 def create_shared_arena(
