@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
+from lmcache_core.memory import tensor
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.memory.free_list import ALIGN_BYTES
 from lmcache_core.record import Chunk, payload_digest, raw_header
-from lmcache_core.sidecar import SidecarChunkStore, connection
+from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 
 from tests.fixtures.cuda_runtime import Runtime, install
@@ -28,7 +30,7 @@ KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    monkeypatch.setattr(connection, "PINNED_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(tensor, "COPY_BOUNDARY_BYTES", PIECE)
     yield install(monkeypatch, PIECE)
     gc.collect()
 
@@ -70,14 +72,19 @@ def get(store: SidecarChunkStore) -> int:
         store.release([chunk])
 
 
+def is_pinned(runtime: Runtime, address: int) -> bool:
+    """Whether all of a chunk is registered, possibly in two pieces."""
+    return all(runtime.has(address + at, ALIGN_BYTES) for at in range(0, CHUNK_BYTES, ALIGN_BYTES))
+
+
 def test_copies_use_pinned_memory_both_ways(tmp_path: Path, runtime: Runtime) -> None:
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
         assert not runtime.registered, "a scheduler's side copies nothing"
         store.pin_memory()
         store.pin_memory()
-        assert sorted(runtime.registered.values()) == [PIECE] * (2 * ARENA_BYTES // PIECE)
-        assert runtime.has(put(store), CHUNK_BYTES)
-        assert runtime.has(get(store), CHUNK_BYTES)
+        assert sum(runtime.registered.values()) == 2 * ARENA_BYTES
+        assert is_pinned(runtime, put(store))
+        assert is_pinned(runtime, get(store))
     del store
     gc.collect()
     assert not runtime.registered, "unused memory is still pinned"
@@ -87,7 +94,7 @@ def test_what_is_refused_stays_pageable_and_works(tmp_path: Path, runtime: Runti
     runtime.fails_at = 2
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
         store.pin_memory()
-        assert len(runtime.registered) == ARENA_BYTES // PIECE, "of one of the two connections"
+        assert sum(runtime.registered.values()) == ARENA_BYTES, "of one of the two connections"
         assert runtime.pending == 0
         put(store)
         get(store)
@@ -103,15 +110,16 @@ def test_the_arena_of_a_new_sidecar_is_pinned_and_the_old_one_let_go(
         with running_socket(places[0], ARENA_BYTES, path=path):
             store = opened.enter_context(store_at(path))
             store.pin_memory()
-            num_pieces = runtime.num_calls
+            num_calls = runtime.num_calls
         with running_socket(places[1], ARENA_BYTES, path=path):
 
             def is_pinned_anew() -> bool:
                 store.lookup([KEY], None)  # a call notices that the sidecar has gone
                 gc.collect()
-                return runtime.num_calls == 2 * num_pieces == 2 * len(runtime.registered)
+                pinned_bytes = sum(runtime.registered.values())
+                return runtime.num_calls > num_calls and pinned_bytes == 2 * ARENA_BYTES
 
             until(is_pinned_anew, "the new arena is not pinned, or the old one still is")
-            assert runtime.has(put(store), CHUNK_BYTES)
-            assert runtime.has(get(store), CHUNK_BYTES)
+            assert is_pinned(runtime, put(store))
+            assert is_pinned(runtime, get(store))
             opened.close()

@@ -47,8 +47,6 @@ message may exceed the socket's buffer.
 """
 POLL_S = 0.05
 READ_BYTES = 64 << 10
-PINNED_PIECE_BYTES = 256 << 20
-"""Bytes of the arena that are pinned at a time: the engine's copies wait for some 25 ms."""
 _FIXES: dict[type[Exception], str] = {
     FileNotFoundError: (
         "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log"
@@ -191,13 +189,14 @@ class SidecarConnection:
         """Pin the arena for copies to and from a device, as long as this connection is referenced.
         If CUDA refuses, that is logged and copies are slower. Idempotent.
         """
-        from lmcache_core.memory.tensor import pin
+        from lmcache_core.memory.tensor import COPY_BOUNDARY_BYTES, pin
 
         with self._books:
             is_first, self._is_pinning = not self._is_pinning, True
         if is_first:
             arena = tensor_over(self.arena.store_view, (self.arena.size,), "uint8")
-            self._is_pinned = pin(arena, self, PINNED_PIECE_BYTES)
+            # In small pieces: the engine's copies wait for some 25 ms for each.
+            self._is_pinned = pin(arena, self, None, COPY_BOUNDARY_BYTES)
 
     def names(self, keys: Sequence[CacheEngineKey]) -> list[NameRun]:
         """Return keys in the form in which requests on this connection name them."""
