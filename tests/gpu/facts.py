@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import torch
-from lmcache_core.memory.tensor import pin
+from lmcache_core.memory.tensor import COPY_BOUNDARY_BYTES, copy_parts, host_arena, pin
 
 from tests.bench.measure import Figure, timed
 from tests.gpu.report import Report
@@ -45,6 +45,11 @@ def run(report: Report) -> None:
             report.note("nvidia-smi", text=done.stdout.strip())
     for num_bytes in [1 << 20] if report.is_dry else [1 << 30, 8 << 30]:
         _registration(report, num_bytes)
+    _straddling(report)
+
+
+class Owner:
+    """Its end unpins an arena."""
 
 
 def _copies(report: Report, num_bytes: int) -> None:
@@ -71,10 +76,6 @@ def _copies(report: Report, num_bytes: int) -> None:
 
 def _registration(report: Report, num_bytes: int) -> None:
     """Pinning of shared memory that is already touched, as a sidecar's arena is."""
-
-    class Owner:
-        """Its end unpins the arena."""
-
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
         file.truncate(num_bytes)
         arena = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
@@ -90,3 +91,29 @@ def _registration(report: Report, num_bytes: int) -> None:
         )
         if is_pinned is report.is_dry:
             raise AssertionError("the arena was not pinned")
+
+
+def _straddling(report: Report) -> None:
+    """Whether CUDA takes a copy that touches two registrations, and that copies in parts work."""
+    num_bytes = 2 * mmap.PAGESIZE if report.is_dry else 2 * COPY_BOUNDARY_BYTES
+    arena, owner = host_arena(num_bytes), Owner()
+    if pin(arena, owner, piece_bytes=COPY_BOUNDARY_BYTES) is report.is_dry:
+        raise AssertionError("the arena was not pinned")
+    at = COPY_BOUNDARY_BYTES - arena.data_ptr() % COPY_BOUNDARY_BYTES
+    at = mmap.PAGESIZE if report.is_dry else at
+    host = arena[at - mmap.PAGESIZE : at + mmap.PAGESIZE]
+    device = torch.zeros(len(host), dtype=torch.uint8, device=report.device)
+    for name, target, source in (("to device", device, host), ("from device", host, device)):
+        text = "works"
+        try:
+            target.copy_(source, non_blocking=True)
+            report.wait()
+        except RuntimeError as exc:
+            text = str(exc).splitlines()[0]
+        report.note(f"one copy across two registrations, {name}", text=text)
+    wanted = (torch.arange(len(host)) % 251).to(torch.uint8)
+    host.copy_(wanted)
+    for part in copy_parts(host):
+        device[part].copy_(host[part], non_blocking=True)
+    report.wait()
+    report.equal("copies up to where registrations end", device, wanted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes.util
 import gc
 import logging
+import threading
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ class Owner:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr(module, "MAX_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(module, "COPY_BOUNDARY_BYTES", PIECE)
     return install(monkeypatch, PIECE)
 
 
@@ -31,15 +32,48 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 def test_an_arena_is_registered_in_pieces_and_given_back_with_its_owner(
     runtime: Runtime, num_bytes: int
 ) -> None:
+    """Pieces end where copies are split."""
     arena, owner = torch.zeros(num_bytes, dtype=torch.uint8), Owner()
-    assert module.pin(arena, owner)
-    assert sorted(runtime.registered) == [
-        arena.data_ptr() + at for at in range(0, num_bytes, PIECE)
-    ]
+    assert module.pin(arena, owner, piece_bytes=PIECE)
+    begin, end = arena.data_ptr(), arena.data_ptr() + num_bytes
+    inside = range(begin // PIECE * PIECE + PIECE, end, PIECE)
+    assert sorted(runtime.registered) == [begin, *inside]
     assert sum(runtime.registered.values()) == num_bytes
+    for part in module.copy_parts(arena):
+        assert runtime.has(begin + part.start, part.stop - part.start)
     del owner
     gc.collect()
     assert runtime.registered == {}
+
+
+def test_large_pieces_end_where_copies_are_split(runtime: Runtime) -> None:
+    runtime.max_bytes = 5 * PIECE // 2
+    arena, owner = torch.zeros(9 * PIECE, dtype=torch.uint8), Owner()
+    assert module.pin(arena, owner, piece_bytes=runtime.max_bytes)
+    assert len(runtime.registered) <= 6
+    assert not any(begin % PIECE for begin in sorted(runtime.registered)[1:])
+    del owner
+    gc.collect()
+
+
+def test_memory_is_pinned_and_unpinned_on_the_device_that_is_named(runtime: Runtime) -> None:
+    """Another one would get a context, which takes memory there."""
+    owner = Owner()
+    assert module.pin(torch.zeros(9, dtype=torch.uint8), owner, torch.device("cuda", 3))
+    thread = threading.Thread(target=lambda owners: owners.clear(), args=([owner],))
+    del owner
+    thread.start()
+    thread.join()
+    assert not runtime.registered
+    assert runtime.devices == {3}
+
+
+def test_memory_is_unpinned_on_the_device_that_was_current(runtime: Runtime) -> None:
+    owner = Owner()
+    with runtime.selected(torch.device("cuda", 2)):
+        assert module.pin(torch.zeros(9, dtype=torch.uint8), owner)
+    del owner
+    assert runtime.devices == {2}
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
@@ -49,7 +83,7 @@ def test_a_refused_piece_undoes_the_others_and_leaves_no_error_pending(
     """Torch would raise a pending error at the next call, wherever that is."""
     runtime.fails_at = fails_at
     owner = Owner()
-    assert not module.pin(torch.zeros(4 * PIECE, dtype=torch.uint8), owner)
+    assert not module.pin(torch.zeros(4 * PIECE, dtype=torch.uint8), owner, None, PIECE)
     assert (runtime.registered, runtime.pending) == ({}, 0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert f"error={OUT_OF_MEMORY}" in caplog.text

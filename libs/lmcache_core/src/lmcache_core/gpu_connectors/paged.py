@@ -20,6 +20,7 @@ from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
 from lmcache_core.gpu_connectors.staging import StagingBuffer, StagingPair
 from lmcache_core.gpu_connectors.streams import finish, has_streams
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
+from lmcache_core.memory.tensor import copy_parts
 from lmcache_core.record import TensorSpec
 
 
@@ -73,7 +74,8 @@ class PagedConnector(GPUConnectorInterface):
                 if decode is not None:
                     decode(staged)
                 elif content is not None and staged is not content:
-                    staged.copy_(content, non_blocking=True)
+                    for part in copy_parts(content):
+                        staged[part].copy_(content[part], non_blocking=True)
                 for offset, copy in copies:
                     for num_pages in paged_scatter_steps(copy):
                         if progress is not None:
@@ -156,7 +158,8 @@ class PagedConnector(GPUConnectorInterface):
                     if progress is not None and is_filled_at_once:
                         progress(offset + num_pages * copy.page_bytes)
             if staged is not content:
-                content.copy_(staged, non_blocking=True)
+                for part in copy_parts(content):
+                    content[part].copy_(staged[part], non_blocking=True)
             finish(binding.device)
 
     def _binding(self, kwargs: dict[str, Any]) -> Binding:

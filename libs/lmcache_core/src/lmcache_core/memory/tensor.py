@@ -7,7 +7,7 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 64 << 30
 """Largest size to register in one call; drivers refuse 512 GiB and more."""
+COPY_BOUNDARY_BYTES = 256 << 20
+"""Registrations end, and copies are split (`copy_parts`), at addresses that are multiples of this:
+CUDA may refuse a copy that touches two registrations.
+"""
 
 
 class TensorMemoryObj(CountedMemoryObj):
@@ -218,7 +222,12 @@ def device_arena(size: int, device: str) -> torch.Tensor:
         ) from exc
 
 
-def pin(arena: torch.Tensor, owner: object, piece_bytes: int | None = None) -> bool:
+def pin(
+    arena: torch.Tensor,
+    owner: object,
+    device: torch.device | None = None,
+    piece_bytes: int = MAX_PIECE_BYTES,
+) -> bool:
     """Pin a host arena's pages for CUDA, in place, until `owner` is collected; log it if CUDA is
     missing or refuses.
 
@@ -228,8 +237,10 @@ def pin(arena: torch.Tensor, owner: object, piece_bytes: int | None = None) -> b
     Args:
         arena: uint8, flat.
         owner: Outlives all copies.
+        device: The one in whose context the pages are pinned and unpinned, in whatever thread; by
+            default the current one. All devices can copy from and to them.
         piece_bytes: Bytes to register in one call, during which other calls of CUDA may wait (about
-            0.1 s/GiB); at most, and by default, `MAX_PIECE_BYTES`.
+            0.1 s/GiB); at least `COPY_BOUNDARY_BYTES`.
 
     Returns:
         Whether they are pinned.
@@ -241,13 +252,16 @@ def pin(arena: torch.Tensor, owner: object, piece_bytes: int | None = None) -> b
         return False
     if arena.nbytes == 0:
         return False
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     addresses: list[int] = []
-    step = min(piece_bytes or MAX_PIECE_BYTES, MAX_PIECE_BYTES)
-    for at in range(0, arena.nbytes, step):
-        address = arena.data_ptr() + at
-        code = int(_cuda_runtime().cudaHostRegister(address, min(step, arena.nbytes - at), 0))
+    begin, stop = arena.data_ptr(), arena.data_ptr() + arena.nbytes
+    while begin < stop:
+        end = min((begin + piece_bytes) // COPY_BOUNDARY_BYTES * COPY_BOUNDARY_BYTES, stop)
+        with torch.cuda.device(device):
+            code = int(_cuda_runtime().cudaHostRegister(begin, end - begin, 0))
         if code != 0:
-            _unpin(arena, addresses)
+            _unpin(arena, addresses, device)
             _take_pending_error()
             logger.warning(
                 "cannot pin the arena, it stays pageable and copies are slower: size_gb=%.2f"
@@ -256,15 +270,28 @@ def pin(arena: torch.Tensor, owner: object, piece_bytes: int | None = None) -> b
                 code,
             )
             return False
-        addresses.append(address)
+        addresses.append(begin)
+        begin = end
     # The finalizer holds the arena, so that its pages are not freed before they are unpinned.
-    weakref.finalize(owner, _unpin, arena, addresses)
+    weakref.finalize(owner, _unpin, arena, addresses, device)
     return True
 
 
-def _unpin(arena: torch.Tensor, addresses: list[int]) -> None:
-    for address in addresses:
-        _cuda_runtime().cudaHostUnregister(address)
+def copy_parts(host: torch.Tensor) -> Iterator[slice]:
+    """Return the parts of host memory, uint8 and flat, in which it is copied to or from a device:
+    each is within one registration, if the memory is pinned.
+    """
+    begin, num_bytes, address = 0, host.nbytes, host.data_ptr()
+    while begin < num_bytes:
+        end = min(begin + COPY_BOUNDARY_BYTES - (address + begin) % COPY_BOUNDARY_BYTES, num_bytes)
+        yield slice(begin, end)
+        begin = end
+
+
+def _unpin(arena: torch.Tensor, addresses: list[int], device: torch.device) -> None:
+    with torch.cuda.device(device):
+        for address in addresses:
+            _cuda_runtime().cudaHostUnregister(address)
 
 
 def _take_pending_error() -> int | None:

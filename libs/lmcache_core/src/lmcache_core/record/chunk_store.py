@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lmcache_core.keys import CacheEngineKey, ChunkChain
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record.chunk import Chunk, Staged
+
+if TYPE_CHECKING:
+    import torch
 
 
 class NotLent(StrEnum):
@@ -44,7 +47,7 @@ class ChunkStore(Protocol):
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:
         """Begin to read chunks into host memory; returns immediately."""
 
-    def pin_memory(self) -> None:
+    def pin_memory(self, device: torch.device) -> None:
         """Pin the host memory of chunks for copies to and from a device, unless it is pinned. May
         take a second for 10 GiB.
         """

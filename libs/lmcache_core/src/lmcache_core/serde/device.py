@@ -22,6 +22,7 @@ from lmcache_kernels.codec_tables import CodecTables
 
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import dtype_name
+from lmcache_core.memory.tensor import copy_parts
 from lmcache_core.memory.views import tensor_over
 from lmcache_core.record import RecordHeader
 from lmcache_core.serde.blob import HEAD, Head, Mode, Reader
@@ -193,7 +194,9 @@ class DeviceDecoder:
             with torch.inference_mode(False):  # as for staging: it outlives the caller's mode
                 self._tables = device_tables(self._known, self._device)
         host = tensor_over(payload, (len(payload),), None)
-        encoded = host.to(self._device, non_blocking=True)
+        encoded = torch.empty(len(payload), dtype=torch.uint8, device=self._device)
+        for part in copy_parts(host):
+            encoded[part].copy_(host[part], non_blocking=True)
         status = []
         at = 0
         for spec in header.tensors:

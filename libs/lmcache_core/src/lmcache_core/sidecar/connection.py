@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
 from lmcache_core.keys import CacheEngineKey, Lane
+from lmcache_core.memory.arena_locks import FileLock, join_generation
 from lmcache_core.memory.populate import BackgroundPopulation
-from lmcache_core.memory.shared import SharedArena, attach_shared_arena
-from lmcache_core.memory.views import tensor_over
+from lmcache_core.memory.shared import SharedArena
 from lmcache_core.record import HotVerifier
+from lmcache_core.sidecar.mapping import ArenaMapping, ArenaMappings
 from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire.capabilities import CONTEXT, LOCKS
 from lmcache_core.wire.frames import HEADER_BYTES, MAGIC, FrameHeader, parse_header
@@ -47,8 +48,6 @@ message may exceed the socket's buffer.
 """
 POLL_S = 0.05
 READ_BYTES = 64 << 10
-PINNED_PIECE_BYTES = 256 << 20
-"""Bytes of the arena that are pinned at a time: the engine's copies wait for some 25 ms."""
 _FIXES: dict[type[Exception], str] = {
     FileNotFoundError: (
         "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log"
@@ -93,6 +92,7 @@ class SidecarConnection:
         path: The sidecar's socket.
         hello: First message to send.
         timeout_s: Deadline of connecting, and of each call without its own.
+        mappings: Those of the client; by default it has no other connection.
 
     Attributes:
         is_greeted: Whether the sidecar has answered HELLO.
@@ -105,8 +105,15 @@ class SidecarConnection:
     welcome: HelloOk
     arena_info: ArenaInfo
 
-    def __init__(self, path: Path, hello: Hello, timeout_s: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        hello: Hello,
+        timeout_s: float,
+        mappings: ArenaMappings | None = None,
+    ) -> None:
         self._path = path
+        self._mappings = mappings or ArenaMappings()
         self._hello = replace(hello, capabilities=[*hello.capabilities, LOCKS])
         self._timeout_s = timeout_s
         self._turn = threading.Lock()
@@ -122,9 +129,9 @@ class SidecarConnection:
         self._header: FrameHeader | None = None  # of the frame that is arriving
         self._received = bytearray()
         self._unsent = bytearray()
-        self._arena: SharedArena | None = None
+        self._generation_lock: FileLock | None = None
+        self._mapping: ArenaMapping | None = None
         self._population: BackgroundPopulation | None = None
-        self._is_pinning = self._is_pinned = False
         self.is_greeted = False
         self.greeting_s = 0.0
         self.verifier = HotVerifier("always")
@@ -147,8 +154,13 @@ class SidecarConnection:
     @property
     def arena(self) -> SharedArena:
         """Return the mapped arena. Only after `open`; it stays mapped while a view is held."""
-        assert self._arena is not None
-        return self._arena
+        return self.mapping.arena
+
+    @property
+    def mapping(self) -> ArenaMapping:
+        """Return the mapping of the arena. Only after `open`."""
+        assert self._mapping is not None
+        return self._mapping
 
     def open(self) -> None:
         """Connect, send HELLO, join the sidecar's generation, and map the arena.
@@ -173,31 +185,13 @@ class SidecarConnection:
             self.welcome, info = self._greet()
             self.arena_info, self.is_greeted = info, True
             self.greeting_s = time.monotonic() - begin
-            self._arena = attach_shared_arena(Path(info.path), info.num_bytes, info.generation)
-            self._population = BackgroundPopulation((self._arena.store_view, self._arena.load_view))
+            self._generation_lock = join_generation(Path(info.path).parent, info.generation)
+            self._mapping = self._mappings.of(info)
+            self._population = BackgroundPopulation((self.arena.store_view, self.arena.load_view))
         except (UnavailableError, ProtocolError):
             self.close()
             raise
         self.verifier = HotVerifier.lenient(info.verify_hot)
-
-    @property
-    def load_view(self) -> memoryview:
-        """Return the bytes of the arena to load from: those of the pinned mapping if there is one,
-        otherwise they cannot be written.
-        """
-        return self.arena.store_view if self._is_pinned else self.arena.load_view
-
-    def pin(self) -> None:
-        """Pin the arena for copies to and from a device, as long as this connection is referenced.
-        If CUDA refuses, that is logged and copies are slower. Idempotent.
-        """
-        from lmcache_core.memory.tensor import pin
-
-        with self._books:
-            is_first, self._is_pinning = not self._is_pinning, True
-        if is_first:
-            arena = tensor_over(self.arena.store_view, (self.arena.size,), "uint8")
-            self._is_pinned = pin(arena, self, PINNED_PIECE_BYTES)
 
     def names(self, keys: Sequence[CacheEngineKey]) -> list[NameRun]:
         """Return keys in the form in which requests on this connection name them."""
@@ -526,8 +520,8 @@ class SidecarConnection:
         if self._is_usable or self._num_held or connection is None:
             return
         self._socket = None
-        if self._arena is not None:
-            self._arena.lock.release()
+        if self._generation_lock is not None:
+            self._generation_lock.release()
         if self._pid == os.getpid():  # in a forked child this would end the parent's connection
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

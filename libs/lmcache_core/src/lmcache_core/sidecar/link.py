@@ -9,11 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.sidecar.connection import Question, SidecarConnection
+from lmcache_core.sidecar.mapping import ArenaMappings
 from lmcache_core.wire.messages import Hello, Message
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ class SidecarLink:
         timeout_s: Deadline of connecting, and of calls without their own.
         on_connected: Called with each connection before it is visible to others, possibly in a
             background thread. If it fails, the connection is discarded.
+        mappings: Those of the client; by default it has no other link.
     """
 
     def __init__(
@@ -56,12 +61,15 @@ class SidecarLink:
         hello: Hello,
         timeout_s: float,
         on_connected: Callable[[SidecarConnection], None],
+        mappings: ArenaMappings | None = None,
     ) -> None:
         self._path = path
         self._hello = hello
         self._timeout_s = timeout_s
         self._on_connected = on_connected
+        self._mappings = mappings or ArenaMappings()
         self._current: SidecarConnection | None = None
+        self._pins_for: torch.device | None = None
         self._connected_at = 0.0
         self._wait_s = FIRST_WAIT_S
         self._complaint = ""
@@ -84,12 +92,12 @@ class SidecarLink:
             self._say_lost(exc)
             self._reconnect_later(None)
 
-    def pin_memory(self) -> None:
+    def pin_memory(self, device: torch.device) -> None:
         """Pin the arena of this connection, and of later ones in the background."""
-        self._pins = True
+        self._pins_for = device
         current = self.connection
         if current is not None:
-            current.pin()
+            current.mapping.pin(device)
 
     def close(self) -> None:
         """Close the connection and stop reconnecting. Idempotent."""
@@ -134,10 +142,10 @@ class SidecarLink:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._current = None
-        self._pins = False
+        self._pins_for = None
 
     def _connect(self) -> None:
-        connection = SidecarConnection(self._path, self._hello, self._timeout_s)
+        connection = SidecarConnection(self._path, self._hello, self._timeout_s, self._mappings)
         try:
             connection.open()
         except (UnavailableError, ProtocolError) as exc:
@@ -163,8 +171,8 @@ class SidecarLink:
             connection.welcome.server,
             connection.arena_info.num_bytes,
         )
-        if self._pins:
-            connection.pin()
+        if self._pins_for is not None:
+            connection.mapping.pin(self._pins_for)
 
     def _reconnect_later(self, wait_s: float | None) -> None:
         with self._lock:
@@ -241,10 +249,10 @@ class SidecarLinks:
         for link in self._links:
             link.close()
 
-    def pin_memory(self) -> None:
+    def pin_memory(self, device: torch.device) -> None:
         """Pin the arena for copies to and from a device."""
         for link in self._links:
-            link.pin_memory()
+            link.pin_memory(device)
 
     def ask(
         self,

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_core._typing import override
 from lmcache_core.concurrency import Workers
@@ -30,10 +30,14 @@ from lmcache_core.record.chunk_store import ChunkStore, NotLent
 from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent, lent, loaded_chunk, reserved_extents
 from lmcache_core.sidecar.link import SidecarLink, SidecarLinks
+from lmcache_core.sidecar.mapping import ArenaMappings
 from lmcache_core.sidecar.pace import Pace
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import DESCRIBE, REJECT, STAGE
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +107,10 @@ class SidecarChunkStore(ChunkStore):
         self._workers = workers or Workers("lmcache-digest")
         self._on_salt: Callable[[str], None] = lambda salt: None
         self._describe = describe
-        self._link = SidecarLink(path, hello, timeout_s, self._greeted)
+        mappings = ArenaMappings()
+        self._link = SidecarLink(path, hello, timeout_s, self._greeted, mappings)
         self._load_link = (
-            SidecarLink(path, hello, timeout_s, lambda connection: None)
+            SidecarLink(path, hello, timeout_s, lambda connection: None, mappings)
             if loads_beside
             else self._link
         )
@@ -129,8 +134,8 @@ class SidecarChunkStore(ChunkStore):
         self._pace.close()
 
     @override
-    def pin_memory(self) -> None:
-        self._links.pin_memory()
+    def pin_memory(self, device: torch.device) -> None:
+        self._links.pin_memory(device)
 
     @override
     def is_worth(self, saving_s: float) -> bool:

@@ -410,6 +410,22 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> cuda_streams.Runtime:
     return cuda_streams.install(monkeypatch)
 
 
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_the_stores_memory_is_pinned_for_the_device_of_vllms_memory(
+    rank: Callable[..., Rank], request: pytest.FixtureRequest, has_streams: bool
+) -> None:
+    pinned_for = []
+
+    class Pinning(WrappedStore):
+        def pin_memory(self, device: torch.device) -> None:
+            pinned_for.append(device)
+
+    if has_streams:
+        request.getfixturevalue("runtime")
+    rank(wrap=Pinning)
+    assert pinned_for == [cuda_streams.DEVICE] * has_streams
+
+
 def test_a_load_waits_for_earlier_steps_and_not_for_its_own(
     rank: Callable[..., Rank], runtime: cuda_streams.Runtime
 ) -> None:

@@ -17,7 +17,7 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import CallGuard
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
-from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event
+from lmcache_core.gpu_connectors.streams import ThreadStreams, has_streams, record_event
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
@@ -244,9 +244,9 @@ class WorkerSide:
             # the pool when first needed.
             transfers.append(self._transfer_of(group, memory, self._decoder_of(memory)))
         self._transfers = transfers
-        if any(lane.memory.kvcaches[0].device.type == "cuda" for lane in transfers):
+        if transfers and has_streams(self._device):
             # CUDA allows no registration while a graph is captured.
-            self._store.pin_memory()
+            self._store.pin_memory(self._device)
         self._loads.open()
         self._store_thread.open()
 
