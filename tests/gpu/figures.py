@@ -214,7 +214,7 @@ def _case(report: Report, prompt: Prompt, model: str, socket: Path, pins: bool) 
         transfer = KVTransfer(chunks, connector, metadata, counters, workers)
         case = Case(prompt, model, chunks, transfer)
         if pins:
-            chunks.pin_memory()
+            chunks.pin_memory(torch.device(report.device))
         case.store(ROUNDS + 1)
         is_expected = pins and not report.is_dry
         until(

@@ -183,7 +183,7 @@ def test_a_failed_store_beside_matrix_products_is_an_error(report: Report) -> No
 def test_figures_are_of_a_sidecars_arena(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "SHAPES", dict(list(figures.SHAPES.items())[:1]))
     pins, opened = [], []
-    monkeypatch.setattr(SidecarChunkStore, "pin_memory", lambda store: pins.append(store))
+    monkeypatch.setattr(SidecarChunkStore, "pin_memory", lambda *args: pins.append(args))
     open_store = SidecarChunkStore.open
     monkeypatch.setattr(
         SidecarChunkStore, "open", lambda *args: (opened.append(args[0]), open_store(*args))
