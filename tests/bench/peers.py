@@ -248,7 +248,8 @@ def small_chunks(directory: Path, rounds: int = ROUNDS) -> Section:
         children = {}
         for kind in ("lmcache", "ours"):
             log = directory / f"small-{kind}.log"
-            options = {"max_local_cpu_size": 1.25}
+            own = {"remote_url": None} if kind == "ours" else {"local_cpu": True}
+            options = {"max_local_cpu_size": 1.25} | own
             children[kind] = Child(kind, "Hot", options, log, "--small")
             stack.callback(children[kind].kill)
         for child in children.values():
