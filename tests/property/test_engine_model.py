@@ -40,8 +40,8 @@ SKIPPED = st.sampled_from([0, 0, 1, 2, MAX_CHUNKS])
 
 
 class Place:
-    """Where chunks are: an engine, the memory tier behind it, and what only whoever owns the tiers
-    can do.
+    """Where chunks are: an engine, the memory tier behind it, and the operations of the tiers'
+    owner.
     """
 
     engine: LMCacheEngine

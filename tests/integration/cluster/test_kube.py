@@ -195,7 +195,7 @@ def test_a_login_is_one_for_the_registry(tmp_path: Path) -> None:
         ("registry.example.com", "registry.example.com/a:1"),
         ("https://registry.example.com:5000/v2/", "registry.example.com:5000/a:1"),
         ("*.example.com", "registry.example.com/a:1"),
-        ("https://index.docker.io/v1/", "somebody/a:1"),
+        ("https://index.docker.io/v1/", "example/a:1"),
     ):
         path = login(tmp_path, **{key: entry})
         assert usable_login(path, images) == path.read_text()

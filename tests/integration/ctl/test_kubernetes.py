@@ -123,8 +123,8 @@ def test_only_a_release_and_only_a_kind(
     found = ctl(api, cluster, tmp_path, "--release=demo", "-n", "ns").json("lookup", "status")
     assert found["stats"]["index"] == "embedded"
     assert set(api.forwards) == {"demo-lmcache-lookup-7d9f8b6c5-x2x4z"}
-    told = ctl(api, cluster, tmp_path, "--release=nobody").text("status", code=1)
-    assert "no service of release nobody was found in namespace ns of context here" in told
+    told = ctl(api, cluster, tmp_path, "--release=absent").text("status", code=1)
+    assert "no service of release absent was found in namespace ns of context here" in told
 
 
 def test_without_options_the_cluster_of_kubectl_is_asked(
@@ -215,7 +215,7 @@ def test_each_namespace_is_asked_by_itself(
     for words in (["prefix", missing], ["locations", missing], ["route", missing]):
         assert len(everywhere.json("lookup", *words, code=1)) == 2, "it is found in neither"
     assert len(everywhere.json("lookup", "tenants")) == 2
-    [explained] = everywhere.json("explain", "--request", "of-nobody", code=1)
+    [explained] = everywhere.json("explain", "--request", "unknown", code=1)
     assert explained["namespace"] == "ns", "the other has no sidecar"
     assert "no sidecar remembers a lookup" in explained["problem"]
     versions = everywhere.text("version")
@@ -264,11 +264,11 @@ def test_a_shell_completes_names_of_the_cluster(
             *("sidecar", "storage", f"storage/{storage}-0", f"storage/{storage}-1"),
             f"sidecar/{sidecar}",
         ],
-        "evict storage/ --release nobody --size": ["--size"],
+        "evict storage/ --release absent --size": ["--size"],
         "pin --at storage/demo-lmcache-storage-1": [f"storage/{storage}-1"],
         "bench look": ["lookup", "lookup/demo-lmcache-lookup-7d9f8b6c5-x2x4z"],
         "explain --sidecar ": [sidecar],
-        "drain --release nobody sidecar/": [],
+        "drain --release absent sidecar/": [],
     }.items():
         told = completed(f"lmcachectl {words}", tmp_path)
         assert (sorted(told.stdout.split()), told.stderr) == (sorted(expected), ""), words
