@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from lmcache_core.serde.chunk_codec import Profile
 
+from tests.gpu.pytests import ROOT, run_pytest
 from tests.gpu.report import Report, WrongBytes
 from tests.gpu.wrong_bytes import WRONG_BYTES
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ROOT / "tests/unit/kernels/interpreted"
 KERNELS = {
     "paged_copy": ("check_paged_copy.py",),
@@ -66,19 +63,3 @@ def check(report: Report, *tests: Path | str) -> None:
         error = WrongBytes if done.returncode == WRONG_BYTES else RuntimeError
         raise error(f"{name}: {(done.stdout + done.stderr)[-4000:]}")
     report.note(name, text="".join(last))
-
-
-def run_pytest(
-    config: Path, *arguments: Path | str, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a process of its own, in which a new warning of CUDA is no error."""
-    options = ["-p", "no:cacheprovider", "-p", "tests.gpu.wrong_bytes", "-o", "filterwarnings="]
-    command = [sys.executable, "-W", "default", "-m", "pytest", "--rootdir", ROOT, "-c", config]
-    return subprocess.run(
-        [*command, *options, *arguments],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )

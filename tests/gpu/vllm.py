@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.facts import SHARED_MEMORY
-from tests.gpu.kernels import ROOT, run_pytest
+from tests.gpu.pytests import ROOT, run_pytest
 from tests.gpu.report import Report, WrongBytes
 
 NONE, OFFLOADING = "no connector", "vLLM's OffloadingConnector"

@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in beyond]
 
 
+def pytest_collection_finish() -> None:
+    """Refuse test modules that import numba: in a process with it vLLM starts one engine only."""
+    if "llvmlite" in sys.modules:
+        raise pytest.UsageError("a test module imports numba: leave that to another process")
+
+
 @pytest.fixture(scope="session")
 def models() -> Path:
     """The directory of the tiny models."""
