@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes.util
 import gc
 import logging
+import os
 import threading
 
 import pytest
@@ -74,6 +75,20 @@ def test_memory_is_unpinned_on_the_device_that_was_current(runtime: Runtime) -> 
         assert module.pin(torch.zeros(9, dtype=torch.uint8), owner)
     del owner
     assert runtime.devices == {2}
+
+
+def test_a_forked_child_unpins_nothing(runtime: Runtime) -> None:
+    """CUDA cannot be used there."""
+    owner = Owner()
+    assert module.pin(torch.zeros(9, dtype=torch.uint8), owner)
+    child = os.fork()
+    if child == 0:
+        del owner
+        gc.collect()
+        os._exit(0 if runtime.registered else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    del owner
+    assert not runtime.registered
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3])

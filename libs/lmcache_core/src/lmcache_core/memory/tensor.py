@@ -273,7 +273,7 @@ def pin(
         addresses.append(begin)
         begin = end
     # The finalizer holds the arena, so that its pages are not freed before they are unpinned.
-    weakref.finalize(owner, _unpin, arena, addresses, device)
+    weakref.finalize(owner, _unpin_in, os.getpid(), arena, addresses, device)
     return True
 
 
@@ -286,6 +286,12 @@ def copy_parts(host: torch.Tensor) -> Iterator[slice]:
         end = min(begin + COPY_BOUNDARY_BYTES - (address + begin) % COPY_BOUNDARY_BYTES, num_bytes)
         yield slice(begin, end)
         begin = end
+
+
+def _unpin_in(pid: int, arena: torch.Tensor, addresses: list[int], device: torch.device) -> None:
+    """Unpin unless this is a forked child, which has pinned nothing and cannot use CUDA."""
+    if os.getpid() == pid:
+        _unpin(arena, addresses, device)
 
 
 def _unpin(arena: torch.Tensor, addresses: list[int], device: torch.device) -> None:
