@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 import xxhash
@@ -24,9 +25,11 @@ MAX_BLOB_BYTES = MAX_PAYLOAD_BYTES + MAX_HEAD_BYTES
 MAX_CORRELATION_ID = (1 << 64) - 1
 
 _HEADER = struct.Struct("<4sB3sQIIQ")
+_BEFORE_CHECKSUM = struct.Struct("<4sB3sQI")
 _CHECKSUM = struct.Struct("<I")
-_CHECKSUM_AT = 20
-_CHECKSUM_END = 24
+_AFTER_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_AT = _BEFORE_CHECKSUM.size
+_CHECKSUM_END = _CHECKSUM_AT + _CHECKSUM.size
 _LOW_32_BITS = 0xFFFFFFFF
 _RESERVED = bytes(3)
 
@@ -68,6 +71,7 @@ class FrameType(IntEnum):
     PREFETCH = 32
 
 
+_TYPES = MappingProxyType({int(kind): kind for kind in FrameType})
 _OF_ARENA = frozenset(range(FrameType.RESERVE, FrameType.PREFETCH + 1))
 """Frames about a sidecar's arena, used only on its Unix socket."""
 WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
@@ -100,11 +104,9 @@ def build_header(header: FrameHeader) -> bytes:
     """
     _check_bounds(header)
     kind, correlation_id, meta_bytes, blob_bytes = header
-    data = bytearray(
-        _HEADER.pack(MAGIC, kind, _RESERVED, correlation_id, meta_bytes, 0, blob_bytes)
-    )
-    _CHECKSUM.pack_into(data, _CHECKSUM_AT, _checksum(data))
-    return bytes(data)
+    before = _BEFORE_CHECKSUM.pack(MAGIC, kind, _RESERVED, correlation_id, meta_bytes)
+    after = _AFTER_CHECKSUM.pack(blob_bytes)
+    return before + _CHECKSUM.pack(_checksum(before + after)) + after
 
 
 def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
@@ -118,14 +120,16 @@ def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
     """
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"a frame header of {len(data)} bytes")
-    magic, kind, reserved, correlation_id, meta_bytes, checksum, blob_bytes = _HEADER.unpack(data)
+    data = bytes(data)
+    magic, number, reserved, correlation_id, meta_bytes, checksum, blob_bytes = _HEADER.unpack(data)
     if magic != MAGIC:
         raise ProtocolError("not a frame: wrong magic")
-    if checksum != _checksum(data):
+    if checksum != _checksum(data[:_CHECKSUM_AT] + data[_CHECKSUM_END:]):
         raise ProtocolError("a frame header with a wrong checksum")
-    if reserved != _RESERVED or not FrameType.HELLO <= kind <= max(FrameType):
-        raise ProtocolError(f"a frame of unknown type {kind}")
-    header = FrameHeader(FrameType(kind), correlation_id, meta_bytes, blob_bytes)
+    kind = _TYPES.get(number)
+    if reserved != _RESERVED or kind is None:
+        raise ProtocolError(f"a frame of unknown type {number}")
+    header = FrameHeader(kind, correlation_id, meta_bytes, blob_bytes)
     _check_bounds(header)
     return header
 
@@ -141,7 +145,6 @@ def _check_bounds(header: FrameHeader) -> None:
         raise ProtocolError(f"{header.type.name} with a blob of {header.blob_bytes} bytes")
 
 
-def _checksum(data: bytes | bytearray | memoryview) -> int:
-    hasher = xxhash.xxh3_64(memoryview(data)[:_CHECKSUM_AT])
-    hasher.update(memoryview(data)[_CHECKSUM_END:])
-    return hasher.intdigest() & _LOW_32_BITS
+def _checksum(rest: bytes) -> int:
+    """Return the checksum of what surrounds it."""
+    return xxhash.xxh3_64_intdigest(rest) & _LOW_32_BITS
