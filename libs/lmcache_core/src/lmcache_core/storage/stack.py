@@ -164,7 +164,9 @@ class TierStack:
         """
         found: list[str | None] = [None] * len(keys)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        for tier in (self.hot, *self.lower):
+        if search_range is None or self.hot.name in search_range:
+            found = [self.hot.name if has else None for has in self.hot.contains_many(keys)]
+        for tier in self.lower:
             missing = [i for i, name in enumerate(found) if name is None]
             if not missing:
                 break

@@ -86,13 +86,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._unstage(view[:num_staged])
             await self._receive(len(view) - num_staged, view[num_staged:])
             return
-        if self.num_staged < len(view):
-            self._num_wanted = len(view)
-            try:
-                await self._wait_for_bytes()
-            finally:
-                self._num_wanted = 0
-        self._unstage(view)
+        view[:] = await self._staged(len(view))
 
     async def read_line(self, max_bytes: int) -> bytes:
         """Read up to the next line feed, and return what precedes it. May be cancelled without
@@ -142,15 +136,15 @@ class FrameStream(asyncio.BufferedProtocol):
             ProtocolError: It is not a frame header.
             UnavailableError: The connection ended.
         """
-        data = bytearray(HEADER_BYTES)
-        await self.readinto(memoryview(data))
-        return parse_header(data)
+        return parse_header(await self._staged(HEADER_BYTES))
 
     async def read_message(self, header: FrameHeader) -> Message:
         """Read the meta that follows that header. Raises as `read_header`.
 
         Cancelling it leaves the connection open, in the middle of a frame.
         """
+        if header.meta_bytes <= STAGED_READ_BYTES:
+            return parse_meta(header.type, await self._staged(header.meta_bytes))
         meta = bytearray(header.meta_bytes)
         view = memoryview(meta)
         for at in range(0, len(view), STAGED_READ_BYTES):
@@ -308,6 +302,18 @@ class FrameStream(asyncio.BufferedProtocol):
             raise
         finally:
             self._target, self._num_missing = None, 0
+
+    async def _staged(self, num_bytes: int) -> bytearray:
+        """Read at most `STAGED_READ_BYTES`."""
+        if self._end - self._start < num_bytes:
+            self._num_wanted = num_bytes
+            try:
+                await self._wait_for_bytes()
+            finally:
+                self._num_wanted = 0
+        data = self._buffer[self._start : self._start + num_bytes]
+        self._consume(num_bytes)
+        return data
 
     async def _wait_for_bytes(self) -> None:
         assert self._reader is None, "a stream has one reader"

@@ -121,8 +121,12 @@ class EngineSession:
                 return
             await self._stream.send_message(header.correlation_id, self._greet(hello, version))
             while (request := await self._reader.next()) is not None:
-                async with self._received(request) as message:
+                if request.meta_bytes <= MAX_FREE_REQUEST_BYTES:
+                    message = await self._stream.read_message(request)
                     answer = await self._answer_within(message)
+                else:
+                    async with self._large(request) as message:
+                        answer = await self._answer_within(message)
                 await self._stream.send_message(request.correlation_id, answer)
         except (ProtocolError, IdentityError, LayoutError) as exc:
             self._context.log.log(logging.WARNING, "client of the socket refused: error=%s", exc)
@@ -141,14 +145,11 @@ class EngineSession:
             raise
 
     @asynccontextmanager
-    async def _received(self, header: FrameHeader) -> AsyncIterator[Message]:
-        """Return the request with this header; the body of the context answers it. Large requests
-        share a bound on memory; nothing of a request is read before there is room.
+    async def _large(self, header: FrameHeader) -> AsyncIterator[Message]:
+        """Return the large request with this header; the body of the context answers it. Large
+        requests share a bound on memory; nothing of one is read before there is room.
         """
         num_bytes = header.meta_bytes
-        if num_bytes <= MAX_FREE_REQUEST_BYTES:
-            yield await self._stream.read_message(header)
-            return
         async with AsyncExitStack() as room:
             reason = metrics.NO_ROOM
             try:
