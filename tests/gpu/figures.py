@@ -19,7 +19,7 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.engine.stores import SidecarClient, create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
-from lmcache_core.gpu_connectors.streams import ThreadStreams, finish, record_event
+from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import Counters
@@ -237,18 +237,20 @@ def _contention(report: Report, name: str, case: Case) -> None:
         began = time.perf_counter()
         for _ in range(NUM_MATMULS):
             torch.mm(one, one)
-        finish(one.device)  # not the stores, which run on another stream
+        ended = record_event(one.device)  # not the stores, which run on other streams
+        if ended is not None:
+            ended.synchronize()
         return time.perf_counter() - began
 
     products()
     alone = products()
     has_begun, is_over = threading.Event(), threading.Event()
-    streams, computed = ThreadStreams(), record_event(one.device)
+    streams = ThreadStreams()
 
     def storing() -> None:
         try:
             for turn in itertools.count(ROUNDS + 2):
-                with torch.inference_mode(), streams.after(computed):
+                with torch.inference_mode(), streams.own(one.device):
                     case.store(turn)
                 has_begun.set()
                 if is_over.is_set():

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +31,43 @@ from tests.fixtures.vllm_engine import (
     running,
     window,
 )
+from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.requests import Status
 from tests.fixtures.vllm_engine.shapes import HND, LATENT_3D, NHD
 from tests.fixtures.vllm_engine.worlds import beside, embedded, make_model, prompt
 from tests.gpu.report import Report, WrongBytes
 
-NUM_STEPS, NUM_DRY_STEPS = 3000, 480
+NUM_STEPS, NUM_DRY_STEPS = 3000, 2400
 MAX_SPIN_CYCLES = 40_000_000
 """20 ms on a GPU of 2 GHz: a forward pass that ends long after its launch."""
+MAX_DRY_DELAY_S = 0.005
+"""In a dry run, copies are late instead."""
 NUM_PROMPTS, MAX_REQUESTS = 12, 8
 ABORT_CHANCE = 0.02
+SETTLE_CHANCE = 0.5
+"""How often, between two rounds, everything is stored."""
 ARENA_BYTES = 1 << 20
 WORLDS = {
-    "whole prompts": ((FULL,), HND, 1),
-    "windows": ((FULL, window(6)), NHD, 1),
-    "two ranks": ((FULL,), NHD, 2),
-    "latent": ((MLA,), LATENT_3D, 1),
+    "whole prompts": Shape((FULL,), layout=HND),
+    "windows": Shape((FULL, window(6)), layout=NHD),
+    "two ranks": Shape((FULL,), layout=NHD, num_ranks=2),
+    "latent": Shape((MLA,), layout=LATENT_3D),
+    "zeroed early": Shape((FULL,), layout=HND, zeroes_early=True),
 }
-"""Cache groups, layout and ranks, by name. The few blocks make vLLM preempt."""
+"""Engines by name. Their few blocks make vLLM preempt."""
 
 
 def run(report: Report) -> None:
     """Every world with synchronous and with asynchronous loads."""
     num_steps = (NUM_DRY_STEPS if report.is_dry else NUM_STEPS) // (2 * len(WORLDS))
     num_preemptions = num_aborted = 0
-    for number, (name, (groups, layout, num_ranks)) in enumerate(WORLDS.items()):
-        shape = Shape(groups, 4, 48, layout, num_ranks, device=report.device)
+    for number, (name, world) in enumerate(WORLDS.items()):
+        shape = replace(world, num_blocks=48, device=report.device)
         for load in ("sync", "async"):
             with contextlib.ExitStack() as opened:
                 place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
                 socket = opened.enter_context(_sidecar(report, place))
-                if socket is None and num_ranks > 1:
+                if socket is None and shape.num_ranks > 1:
                     continue
                 options = {"load": load, "layout": "tokens"}
                 extra = embedded(**options) if socket is None else beside(socket, **options)
@@ -123,6 +130,8 @@ def _drive(report: Report, engine: Engine, dice: random.Random, num_steps: int) 
                 engine.abort(dice.choice(requests))
             if not engine.step():
                 time.sleep(0.0005)
+        if dice.random() < SETTLE_CHANCE:
+            engine.settle()
         engine.forget()
     return requests
 
@@ -133,19 +142,30 @@ def compute_stream(report: Report) -> Iterator[set[str]]:
     run. Gives the names of threads that copy on streams of their own.
     """
     used: set[str] = set()
-    after = ThreadStreams.after
+    own = ThreadStreams.own
 
-    def noted(streams: ThreadStreams, event: Any) -> Any:
-        if event is not None:
-            used.add(threading.current_thread().name)
-        return after(streams, event)
+    def noted(streams: ThreadStreams, device: torch.device) -> Any:
+        used.add(threading.current_thread().name)
+        return own(streams, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ThreadStreams, "after", noted)
+        patch.setattr(ThreadStreams, "own", noted)
         if report.is_dry:
-            cuda_streams.install(patch)
+            runtime = cuda_streams.install(patch, MAX_DRY_DELAY_S)
+            for name in ("write", "zero"):
+                patch.setattr(RankMemory, name, _in_order(runtime, getattr(RankMemory, name)))
             yield used
             return
         with torch.cuda.stream(torch.cuda.Stream()):
             yield used
         torch.cuda.synchronize()
+
+
+def _in_order(runtime: cuda_streams.Runtime, write: Any) -> Any:
+    """Write as a kernel on the compute stream does: behind what the stream has been given."""
+
+    def written(*args: Any) -> None:
+        runtime.compute.run(runtime.compute.num_launched)
+        write(*args)
+
+    return written

@@ -167,9 +167,9 @@ DEFECTS = (
     ),
     Defect(
         "a step overwrites blocks that are not copied",
-        f"{VLLM}/store_thread.py",
-        "if request_ids is None or request_ids:",
-        "if False:",
+        f"{VLLM}/store_threads.py",
+        "return [one for one in concerned() if one.read is None and not one.is_given_up]",
+        "return []",
     ),
     # From here on: random changes that the closest tests did not detect (`make mutants`).
     Defect(

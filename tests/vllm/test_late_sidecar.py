@@ -37,7 +37,7 @@ def asked(engine: Engine, relay: LateSocket, ask: Ask) -> tuple[list[str], int]:
     """The questions that one request waits for, sorted, and how many tokens vLLM had."""
     relay.forget()
     answer = engine.ask(ask)
-    assert engine.worker_connector._worker_side._store_thread.wait(STORE_PATIENCE_S)
+    assert engine.worker_connector._worker_side._store_threads.wait(STORE_PATIENCE_S)
     time.sleep(0.1)
     return sorted(set(relay.names()) - {"DONE tickets"}), answer.num_cached
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.gpu_connectors import PagedGPUConnector
-from lmcache_core.integrations.vllm import store_thread
+from lmcache_core.integrations.vllm import store_threads
 from lmcache_core.telemetry import STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL
 
 from tests.fixtures.sidecar import RunningSocket, running_socket
@@ -188,7 +188,7 @@ def test_what_was_copied_from_overwritten_blocks_is_not_published(
         while not request.computed:
             engine.step()
         assert begun.wait(PATIENCE_S)
-        engine.workers[0].connector._worker_side._store_thread.before_overwriting(None)
+        engine.workers[0].connector._worker_side._store_threads.before_overwriting(None)
         gate.set()
         engine.run()
         assert counted(engine, STORED_CHUNKS_TOTAL) == 0
@@ -203,7 +203,7 @@ def test_what_exceeds_the_limit_is_dropped(
     gate: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_thread, "MAX_STORING_BYTES", 1)
+    monkeypatch.setattr(store_threads, "MAX_STORING_BYTES", 1)
     with late_engine(module, model, sidecar, Shape(num_blocks=64), Limits(64)) as engine:
         for number, num_tokens in ((1, 24), (2, 16)):
             request = engine.add(prompt(number, num_tokens))

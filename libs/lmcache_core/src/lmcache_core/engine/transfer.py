@@ -8,7 +8,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.digests import SMALL_BYTES, FollowingDigest
 from lmcache_core.errors import SerdeError
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
+from lmcache_core.gpu_connectors.streams import LaunchedCopies
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryFormat, MemoryObj, MemoryObjMetadata
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
@@ -70,6 +71,29 @@ class _Expected:
     metadata: MemoryObjMetadata
 
 
+@dataclass(eq=False)
+class BegunStore:
+    """Chunks whose copies out of the serving engine have been launched.
+
+    Attributes:
+        named: The chunks, in order.
+        reserved: What the chunk store lent for each.
+        num_fitting: How many, from the first, are stored or known.
+        lent: Index and memory of those that are copied.
+        kwargs: Arguments of the copies, which use them until they have ended.
+        launched: The copies, if they may still run on a device.
+        digests: Known digests, by index.
+    """
+
+    named: Sequence[NamedChunk]
+    reserved: Sequence[MemoryObj | NotLent]
+    num_fitting: int
+    lent: Sequence[tuple[int, MemoryObj]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    launched: LaunchedCopies = field(default_factory=LaunchedCopies)
+    digests: dict[int, bytes] = field(default_factory=dict)
+
+
 class KVTransfer:
     """Fills chunks from the serving engine and the serving engine from chunks.
 
@@ -104,48 +128,69 @@ class KVTransfer:
         self._loaded_with_loss = LoadedWithLoss()
         self._known: dict[int, _Expected] = {}
 
-    def store(
-        self,
-        named: Sequence[NamedChunk],
-        kwargs: dict[str, Any],
-        may_publish: Callable[[], bool] = lambda: True,
-    ) -> list[bool]:
+    def store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> list[bool]:
         """Copy the chunks that are not in host memory out of the serving engine and publish them,
         as many from the first as there is memory for.
 
         Args:
             named: The chunks, in order.
             kwargs: Arguments of the GPU connector.
-            may_publish: Called once, when everything is copied; False: the serving engine may have
-                overwritten it, and nothing is published.
 
         Returns:
             Whether each chunk is visible now.
         """
+        return self.finish_store(self.begin_store(named, kwargs))
+
+    def begin_store(self, named: Sequence[NamedChunk], kwargs: dict[str, Any]) -> BegunStore:
+        """Do the first half of `store`, up to the copies, which may still run on a device. Pass the
+        result to `finish_store`.
+        """
         shapes = [self._expected(end - start).metadata.shape for start, end, _ in named]
         reserved = self._store.reserve([key for _, _, key in named], shapes, self._dtype)
-        visible = [memory is NotLent.KNOWN for memory in reserved]
         num_fitting = (*reserved, NotLent.NO_ROOM).index(NotLent.NO_ROOM)
         lent = [
             (i, memory)
             for i, memory in enumerate(reserved[:num_fitting])
             if not isinstance(memory, NotLent)
         ]
-        put: list[Chunk] = []
-        digests: dict[int, bytes | Future[bytes] | None] = {}
+        begun = BegunStore(named, reserved, num_fitting, lent)
         needs_digests = self._store.needs_digests
         try:
             if lent:
                 kwargs = self._gpu_connector.checked(kwargs)
+                begun.kwargs = kwargs = self._gpu_connector.launching(kwargs, begun.launched)
 
             def fill(one: tuple[int, MemoryObj]) -> None:
                 start, end, _ = named[one[0]]
-                digests[one[0]] = self._fill(one[1], start, end, kwargs, needs_digests)
+                digest = self._fill(one[1], start, end, kwargs, needs_digests)
+                if digest is not None:
+                    begun.digests[one[0]] = digest
 
             self._each(fill, lent, named, kwargs)
-            if not may_publish():
-                lent = []
-            put = [self._chunk(named[i], memory, digests[i]) for i, memory in lent]
+        except BaseException:
+            self._give_up(begun, reserved)
+            raise
+        return begun
+
+    def finish_store(self, begun: BegunStore, is_intact: bool = True) -> list[bool]:
+        """Publish the chunks of a store once their copies have ended.
+
+        Args:
+            begun: The store.
+            is_intact: False: the serving engine may have overwritten what was copied, and nothing
+                is published.
+
+        Returns:
+            Whether each chunk is visible now.
+        """
+        named, lent = begun.named, begun.lent if is_intact else []
+        visible = [memory is NotLent.KNOWN for memory in begun.reserved]
+        put: list[Chunk] = []
+        try:
+            if lent and self._store.needs_digests:
+                self._digest(begun)
+            begun.launched.wait()
+            put = [self._chunk(named[i], memory, begun.digests.get(i)) for i, memory in lent]
             stored = self._store.put(put) if put else []
             num_bytes = 0
             for (i, memory), is_kept in zip(lent, stored, strict=True):
@@ -155,13 +200,8 @@ class KVTransfer:
             self._counters.add(STORED_BYTES_TOTAL, num_bytes)
             self._counters.add(UNSTORED_CHUNKS_TOTAL, visible.count(False))
         finally:
-            # Released memory must not be read any more.
-            pending = [digest for digest in digests.values() if isinstance(digest, Future)]
-            if pending:
-                wait(pending)
             self._store.release(put)
-            unused = reserved[num_fitting:] if put else reserved
-            self._store.abort([memory for memory in unused if not isinstance(memory, NotLent)])
+            self._give_up(begun, begun.reserved[begun.num_fitting :] if put else begun.reserved)
         return visible
 
     def load(
@@ -211,10 +251,13 @@ class KVTransfer:
                 return is_right
 
             if num_fitting:
-                connector = self._gpu_connector
-                # Chunks are not released before their copies have ended.
-                with connector.loading(connector.checked(kwargs)) as kwargs:
+                kwargs = self._gpu_connector.checked(kwargs)
+                launched = LaunchedCopies()
+                kwargs = self._gpu_connector.launching(kwargs, launched)
+                try:
                     are_right = self._each(copy, range(num_fitting), named, kwargs)
+                finally:
+                    launched.wait()  # before their chunks are released
                 for i, status in decoded.items():
                     if status.any():  # the device is done
                         damaged.append(chunks[i])
@@ -290,23 +333,48 @@ class KVTransfer:
         end: int,
         kwargs: dict[str, Any],
         needs_digest: bool,
-    ) -> bytes | Future[bytes] | None:
-        """Copy a chunk out of the serving engine and return its digest if needed; that of a large
-        chunk from a device is computed in another thread.
+    ) -> bytes | None:
+        """Copy a chunk out of the serving engine; return the digest of a large one in host memory
+        if it is needed.
         """
-        connector, is_small = self._gpu_connector, memory.get_size() <= SMALL_BYTES
-        if needs_digest and not is_small and connector.is_on_host(kwargs):
-            digest = FollowingDigest(memory.byte_array)
-            if connector.reports_progress:
-                kwargs = {**kwargs, "progress": digest.copied}
+        connector = self._gpu_connector
+        is_large = memory.get_size() > SMALL_BYTES
+        if not (needs_digest and is_large and connector.is_on_host(kwargs)):
             connector.from_gpu(memory, start, end, **kwargs)
-            return digest.finish()
-        connector.from_gpu(memory, start, end, **kwargs)
-        if not needs_digest:
             return None
-        if is_small:
-            return payload_digest(memory.byte_array)
-        return self._workers.submit(payload_digest, memory.byte_array)
+        digest = FollowingDigest(memory.byte_array)
+        if connector.reports_progress:
+            kwargs = {**kwargs, "progress": digest.copied}
+        connector.from_gpu(memory, start, end, **kwargs)
+        return digest.finish()
+
+    def _digest(self, begun: BegunStore) -> None:
+        """Compute the missing digests of chunks, each when its copy has ended; large ones in other
+        threads.
+        """
+        pending: dict[int, Future[bytes]] = {}
+        try:
+            for i, memory in begun.lent:
+                begun.launched.wait_for_first()
+                if i in begun.digests:
+                    continue
+                if memory.get_size() <= SMALL_BYTES:
+                    begun.digests[i] = payload_digest(memory.byte_array)
+                else:
+                    pending[i] = self._workers.submit(payload_digest, memory.byte_array)
+        finally:
+            wait(pending.values())  # released memory must not be read any more
+        for i, digest in pending.items():
+            begun.digests[i] = digest.result()
+
+    def _give_up(self, begun: BegunStore, reserved: Sequence[MemoryObj | NotLent]) -> None:
+        """Return memory that was reserved for a store and is not published, once nothing is copied
+        to it.
+        """
+        try:
+            begun.launched.wait()
+        finally:
+            self._store.abort([memory for memory in reserved if not isinstance(memory, NotLent)])
 
     def _copy(
         self,
@@ -372,13 +440,9 @@ class KVTransfer:
             return None
         return status[0]
 
-    def _chunk(
-        self, named: NamedChunk, memory: MemoryObj, digest: bytes | Future[bytes] | None
-    ) -> Chunk:
+    def _chunk(self, named: NamedChunk, memory: MemoryObj, digest: bytes | None) -> Chunk:
         """Return filled memory as a chunk, sealed if its digest is known."""
         start, end, key = named
-        if isinstance(digest, Future):
-            digest = digest.result()
         is_lossy = key in self._loaded_with_loss
         tensors = self._expected(end - start).tensors
         header = RecordHeader(

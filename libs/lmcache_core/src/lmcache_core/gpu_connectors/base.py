@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmcache_core.errors import LayoutError
+from lmcache_core.gpu_connectors.streams import LaunchedCopies
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
 
 if TYPE_CHECKING:
@@ -62,15 +62,16 @@ class GPUConnectorInterface(ABC):
         """
         return kwargs
 
-    @contextmanager
-    def loading(self, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Within, calls of `to_gpu` with the arguments it gives may return while their copies run.
-        When the block ends, all have ended.
+    def launching(self, kwargs: dict[str, Any], launched: LaunchedCopies) -> dict[str, Any]:
+        """Return arguments with which `from_gpu` and `to_gpu` may return while their copies run:
+        they add these to `launched`. Keep the arguments and the memory objects until all have
+        ended.
 
         Args:
             kwargs: What `checked` has returned.
+            launched: Empty if all copies have ended.
         """
-        yield kwargs
+        return kwargs
 
     def is_on_host(self, kwargs: dict[str, Any]) -> bool:
         """Return whether the serving engine's memory is in host memory, and several threads may

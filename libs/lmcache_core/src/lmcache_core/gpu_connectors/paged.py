@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from lmcache_core.gpu_connectors.addresses import Addresses
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format, checked_tensor
 from lmcache_core.gpu_connectors.binding import Binding, bind_declared, bind_pairs, signature_of
 from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
-from lmcache_core.gpu_connectors.staging import StagingBuffer, StagingPair
-from lmcache_core.gpu_connectors.streams import finish, has_streams
+from lmcache_core.gpu_connectors.staging import StagingPair
+from lmcache_core.gpu_connectors.streams import LaunchedCopies, record_event
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
 from lmcache_core.memory.tensor import copy_parts
 from lmcache_core.record import TensorSpec
@@ -29,11 +28,13 @@ class PagedConnector(GPUConnectorInterface):
 
     Everything is checked before anything is written: on an error, memory object and pages are
     untouched. The memory object may be on the pages' device or in host memory; both directions have
-    finished when they return, except within `loading`. Thread-safe.
+    finished when they return, unless their arguments are from `launching`. On a device with
+    streams, copies start behind the caller's stream, and behind the event `after` if that is among
+    the arguments. Thread-safe.
 
     Args:
-        staging_tokens: Size of three staging buffers on the pages' device, one for `from_gpu` and
-            two for `to_gpu`, that are kept between calls; 0 allocates on demand.
+        staging_tokens: Size of four staging buffers on the pages' device, two for each direction,
+            that are kept between calls; 0 allocates on demand.
     """
 
     reports_progress = True
@@ -42,8 +43,8 @@ class PagedConnector(GPUConnectorInterface):
         # Engines pass the same tensors with every call. The binding holds them, so that an address
         # cannot be reused for other memory; it is replaced as a whole, so that no lock is needed.
         self._last: tuple[tuple[Any, ...], Binding] | None = None
-        self._staging = StagingBuffer(staging_tokens)
-        self._scatter_staging = StagingPair(staging_tokens)
+        self._gathered = StagingPair(staging_tokens)
+        self._scattered = StagingPair(staging_tokens)
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -67,39 +68,24 @@ class PagedConnector(GPUConnectorInterface):
             check_format(memory_obj)
             content = _content(memory_obj, binding.layout, end - start, is_filled=False)
 
-        def scatter(staging: StagingBuffer) -> None:
-            progress = kwargs.get("progress")
-            with staging.near(content, binding, end - start) as staged:
-                copies = addresses.copies(staged, start, end, wanted, writes_pages=True)
-                if decode is not None:
-                    decode(staged)
-                elif content is not None and staged is not content:
-                    for part in copy_parts(content):
-                        staged[part].copy_(content[part], non_blocking=True)
-                for offset, copy in copies:
-                    for num_pages in paged_scatter_steps(copy):
-                        if progress is not None:
-                            progress(offset + num_pages * copy.page_bytes)
-
-        if not has_streams(binding.device):
-            scatter(self._scatter_staging.buffers[0])
-        elif "buffers" in kwargs:
-            stream, staging = next(kwargs["buffers"])
-            with torch.cuda.stream(stream):
-                scatter(staging)
-        else:
-            with self._scatter_staging.in_turn(binding.device) as buffers:
-                scatter(next(buffers)[1])
+        progress, staging = kwargs.get("progress"), self._scattered
+        with staging.near(content, binding, end - start, kwargs.get("after")) as staged:
+            copies = addresses.copies(staged, start, end, wanted, writes_pages=True)
+            if decode is not None:
+                decode(staged)
+            elif content is not None and staged is not content:
+                for part in copy_parts(content):
+                    staged[part].copy_(content[part], non_blocking=True)
+            for offset, copy in copies:
+                for num_pages in paged_scatter_steps(copy):
+                    if progress is not None:
+                        progress(offset + num_pages * copy.page_bytes)
+            ended = record_event(binding.device)
+        _launched(kwargs, ended, ended)
 
     @override
-    @contextmanager
-    def loading(self, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        device = self._binding(kwargs).device
-        if not has_streams(device):
-            yield kwargs
-            return
-        with self._scatter_staging.in_turn(device) as buffers:
-            yield {**kwargs, "buffers": buffers}
+    def launching(self, kwargs: dict[str, Any], launched: LaunchedCopies) -> dict[str, Any]:
+        return {**kwargs, "launched": launched}
 
     @override
     def is_on_host(self, kwargs: dict[str, Any]) -> bool:
@@ -147,7 +133,8 @@ class PagedConnector(GPUConnectorInterface):
         addresses = self._addresses(start, end, kwargs)
         binding = addresses.binding
         content = _content(memory_obj, binding.layout, end - start, is_filled=True)
-        with self._staging.near(content, binding, end - start) as staged:
+        staging = self._gathered
+        with staging.near(content, binding, end - start, kwargs.get("after")) as staged:
             is_filled_at_once = staged is content and binding.device.type == "cpu"
             copies = addresses.copies(staged, start, end, (start, end), writes_pages=False)
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
@@ -157,10 +144,12 @@ class PagedConnector(GPUConnectorInterface):
                 for num_pages in paged_gather_steps(copy):
                     if progress is not None and is_filled_at_once:
                         progress(offset + num_pages * copy.page_bytes)
+            read = record_event(binding.device)
             if staged is not content:
                 for part in copy_parts(content):
                     content[part].copy_(staged[part], non_blocking=True)
-            finish(binding.device)
+            ended = record_event(binding.device)
+        _launched(kwargs, read, ended)
 
     def _binding(self, kwargs: dict[str, Any]) -> Binding:
         addresses: Addresses | None = kwargs.get("addresses")
@@ -274,8 +263,8 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
             torch.device(kwargs["device"]) if use_gpu and kwargs.get("device") is not None else None
         )
         if use_gpu:
-            self._staging = StagingBuffer(int(chunk_size or 0))
-            self._scatter_staging = StagingPair(int(chunk_size or 0))
+            self._gathered = StagingPair(int(chunk_size or 0))
+            self._scattered = StagingPair(int(chunk_size or 0))
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -298,6 +287,20 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
                 f"the pages are on {pages.device}; the connector was made for {asked}"
             )
         return binding
+
+
+def _launched(
+    kwargs: dict[str, Any], read: torch.cuda.Event | None, ended: torch.cuda.Event | None
+) -> None:
+    """Note a launched copy, or wait for it if the caller does not."""
+    launched: LaunchedCopies | None = kwargs.get("launched")
+    if read is None or ended is None:  # the device has no streams
+        return
+    if launched is None:
+        ended.synchronize()
+    else:
+        launched.read.append(read)
+        launched.ended.append(ended)
 
 
 def _content(

@@ -10,87 +10,97 @@ from contextlib import contextmanager
 import torch
 
 from lmcache_core.gpu_connectors.binding import Binding
-from lmcache_core.gpu_connectors.streams import finish
+from lmcache_core.gpu_connectors.streams import has_streams
 
 
-class StagingBuffer:
-    """Lends bytes on the pages' device, from a buffer that is kept if it is large enough.
-    Thread-safe: one borrower at a time.
+class StagingPair:
+    """Two buffers on the pages' device, each with a stream on which alone it is used: one is filled
+    while the other is emptied. Thread-safe.
 
     Args:
-        num_tokens: Size of the kept buffer; 0 keeps none. It is allocated on demand.
+        num_tokens: Size of each buffer; 0 keeps none. They are allocated on demand.
     """
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._buffer: torch.Tensor | None = None
+        self.buffers = _Buffer(), _Buffer()
+        self._turns = itertools.cycle(self.buffers)
         self._lock = threading.Lock()
 
     @contextmanager
     def near(
-        self, content: torch.Tensor | None, binding: Binding, num_tokens: int
+        self,
+        content: torch.Tensor | None,
+        binding: Binding,
+        num_tokens: int,
+        after: torch.cuda.Event | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Lend bytes on the pages' device for a memory object's content: the content itself if it
-        is already there and no buffer is kept.
+        """Lend bytes on the pages' device for a memory object's content: those of the next buffer,
+        or the content itself if it is already there and no buffers are kept.
 
-        When the block ends, the device must have finished with them, or must use them again on the
-        same stream only.
+        On a device with streams, the block runs on the buffer's stream, which first waits for what
+        the caller's stream has been given, and for `after`. If the block raises, what it launched
+        has ended.
 
         Args:
             content: uint8, flat; None if it is decoded into the lent bytes.
             binding: The pages.
             num_tokens: Tokens in the content.
+            after: See above.
         """
-        size = binding.layout.num_bytes(num_tokens)
-        if self.num_tokens == 0 and content is not None and content.device == binding.device:
-            yield content
-        elif num_tokens > self.num_tokens:
-            yield torch.empty(size, dtype=torch.uint8, device=binding.device)
-        else:
-            with self._lock:
-                capacity_bytes = binding.layout.num_bytes(self.num_tokens)
-                if (
-                    self._buffer is None
-                    or self._buffer.device != binding.device
-                    or self._buffer.shape[0] < capacity_bytes
-                ):
-                    # It outlives the caller's mode, and could otherwise be written only in that
-                    # mode.
-                    with torch.inference_mode(False):
-                        self._buffer = torch.empty(
-                            capacity_bytes, dtype=torch.uint8, device=binding.device
-                        )
-                yield self._buffer[:size]
+        device, layout = binding.device, binding.layout
+
+        def unkept() -> torch.Tensor:
+            if content is not None and content.device == device and not self.num_tokens:
+                return content
+            return torch.empty(layout.num_bytes(num_tokens), dtype=torch.uint8, device=device)
+
+        is_kept = 0 < num_tokens <= self.num_tokens
+        if not (is_kept or has_streams(device)):
+            yield unkept()
+            return
+        with self._lock:
+            buffer = next(self._turns)
+            with buffer.in_order(device, after):
+                if is_kept:
+                    kept = buffer.of_size(layout.num_bytes(self.num_tokens), device)
+                    yield kept[: layout.num_bytes(num_tokens)]
+                else:
+                    yield unkept()
 
 
-class StagingPair:
-    """Two staging buffers, each with a stream: a chunk is copied into one while the chunk in the
-    other is scattered. Thread-safe: one borrower at a time.
+class _Buffer:
+    """Bytes on a device, and a stream."""
 
-    Args:
-        num_tokens: Size of each buffer, as for `StagingBuffer`.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        self.buffers = StagingBuffer(num_tokens), StagingBuffer(num_tokens)
-        self._second: torch.cuda.Stream | None = None
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self.bytes: torch.Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
-    def in_turn(
-        self, device: torch.device
-    ) -> Iterator[Iterator[tuple[torch.cuda.Stream, StagingBuffer]]]:
-        """Lend the buffers in turn, each with the stream on which alone it may be used: the current
-        one, and another that starts behind it. Waits for both when the block ends.
-        """
-        with self._lock:
-            first = torch.cuda.current_stream(device)
-            if self._second is None or self._second.device != device:
-                self._second = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            second = self._second
-            second.wait_stream(first)
+    def in_order(self, device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Within, the stream is the current one. It starts behind the caller's and `after`."""
+        if not has_streams(device):
+            yield
+            return
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
             try:
-                yield itertools.cycle(zip((first, second), self.buffers, strict=True))
-            finally:
-                first.wait_stream(second)
-                finish(device)
+                yield
+            except BaseException:
+                stream.synchronize()
+                raise
+
+    def of_size(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return at least `num_bytes` bytes, the same ones whenever possible."""
+        found = self.bytes
+        if found is None or found.device != device or found.shape[0] < num_bytes:
+            # They outlive the caller's mode, and could otherwise be written only in that mode.
+            with torch.inference_mode(False):
+                found = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self.bytes = found
+        return found

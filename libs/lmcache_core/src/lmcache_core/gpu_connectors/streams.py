@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,17 +18,47 @@ def has_streams(device: torch.device) -> bool:
     return device.type in STREAM_DEVICES
 
 
-def finish(device: torch.device) -> None:
-    """Wait for everything launched on the current stream."""
-    if has_streams(device):
-        torch.cuda.current_stream(device).synchronize()
-
-
 def record_event(device: torch.device) -> torch.cuda.Event | None:
     """Return the end of everything launched on the current stream; None on a device without
     streams.
     """
     return torch.cuda.current_stream(device).record_event() if has_streams(device) else None
+
+
+def has_ended(event: torch.cuda.Event) -> bool:
+    """Return whether what an event marks has ended on the device."""
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def wait_on_device(event: torch.cuda.Event) -> None:
+    """Let everything launched on the current stream from now on start after `event`; the host does
+    not wait.
+    """
+    torch.cuda.current_stream(event.device).wait_event(event)
+
+
+@dataclass
+class LaunchedCopies:
+    """Copies of chunks that may still run on a device, in the order of their launch.
+
+    Attributes:
+        read: The end of each copy's part that reads the serving engine's memory.
+        ended: The end of each copy that was not waited for.
+    """
+
+    read: list[torch.cuda.Event] = field(default_factory=list)
+    ended: deque[torch.cuda.Event] = field(default_factory=deque)
+
+    def wait_for_first(self) -> None:
+        """Wait until the first of `ended` has ended, if there is one."""
+        if self.ended:
+            self.ended[0].synchronize()
+            self.ended.popleft()
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        while self.ended:
+            self.wait_for_first()
 
 
 class ThreadStreams:
@@ -36,17 +68,14 @@ class ThreadStreams:
         self._of_thread = threading.local()
 
     @contextmanager
-    def after(self, event: torch.cuda.Event | None) -> Iterator[None]:
-        """Within, what this thread launches runs on its own stream, after `event`; without one, on
-        the current stream.
-        """
-        if event is None:
+    def own(self, device: torch.device) -> Iterator[None]:
+        """Within, what this thread launches runs on its own stream, if the device has streams."""
+        if not has_streams(device):
             yield
             return
         stream: torch.cuda.Stream | None = getattr(self._of_thread, "stream", None)
         if stream is None:
-            stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._of_thread.stream = stream
         with torch.cuda.stream(stream):
-            stream.wait_event(event)
             yield

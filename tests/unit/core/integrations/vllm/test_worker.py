@@ -80,7 +80,7 @@ class Rank:
         """One step of a runner; received, failed, bad blocks, report."""
         self.side.begin_loads(plan)
         self.side.store(plan)
-        assert self.side._store_thread.wait(PATIENCE_S)
+        assert self.side._store_threads.wait(PATIENCE_S)
         received, failed = self.side.take_received()
         return received, failed, self.side.take_bad_blocks(), self.side.take_report()
 
@@ -131,7 +131,13 @@ def store() -> Iterator[ChunkStore]:
 def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
     with contextlib.ExitStack() as opened:
 
-        def make(shape: Shape = PLAIN, number: int = 0, wrap: Any = None, **options: Any) -> Rank:
+        def make(
+            shape: Shape = PLAIN,
+            number: int = 0,
+            wrap: Any = None,
+            is_told_late: bool = False,
+            **options: Any,
+        ) -> Rank:
             counters = Counters()
             identity = KVIdentity(
                 replace(METADATA, world_size=shape.num_ranks),
@@ -141,7 +147,14 @@ def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
             inner = store if wrap is None else wrap(store)
             guard = DegradingGuard(counters, raised=())
             side = WorkerSide(
-                options_of(**options), groups_of(shape), identity, number, inner, counters, guard
+                options_of(**options),
+                groups_of(shape),
+                identity,
+                number,
+                inner,
+                counters,
+                guard,
+                is_told_late=is_told_late,
             )
             opened.callback(side.close)
             memory = RankMemory(shape)
@@ -168,16 +181,17 @@ def test_nothing_is_kept_on_the_device_when_vllms_memory_has_been_checked(
     def checked(connector: PagedGPUConnector, kvcaches: Any, *args: Any) -> None:
         canary(connector, kvcaches, *args)
         made.extend(weakref.ref(pages.table) for pages in connector.binding_of(kvcaches).pages)
-        buffer = connector._staging._buffer
-        assert buffer is not None
-        made.append(weakref.ref(buffer))
+        for pair in (connector._gathered, connector._scattered):
+            buffers = [buffer.bytes for buffer in pair.buffers if buffer.bytes is not None]
+            assert buffers
+            made.extend(map(weakref.ref, buffers))
 
     monkeypatch.setattr(worker_module, "PagedGPUConnector", OnDevice)
     monkeypatch.setattr(worker_module, "run_canary", checked)
     made_rank = rank(Shape(layout=HND), layout="tokens")
     gc.collect()
-    assert len(made) == 2
-    assert [ref() for ref in made] == [None, None]
+    assert len(made) > 2
+    assert not any(ref() is not None for ref in made)
     made_rank.fill(BLOCKS)
     made_rank.run(storing())
     assert made_rank.counters.value(STORED_CHUNKS_TOTAL) == 3
@@ -318,7 +332,7 @@ def test_nothing_is_stored_of_such_a_step_behind_its_report(rank: Callable[..., 
     assert here.side.take_bad_blocks() == set(OTHER_BLOCKS)
     assert here.side.take_report() is not None
     here.side.store(storing())
-    assert here.side._store_thread.wait(PATIENCE_S)
+    assert here.side._store_threads.wait(PATIENCE_S)
     assert here.counters.value(STORED_CHUNKS_TOTAL) == 0
     here.run(storing())
     assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
@@ -444,7 +458,7 @@ def test_a_load_waits_for_earlier_steps_and_not_for_its_own(
     assert here.received() == ({"r"}, set())
     assert torch.equal(here.read(OTHER_BLOCKS), here.read(BLOCKS))
     assert not ended
-    assert runtime.waited_by == ["lmcache-loads"]
+    assert set(runtime.waited_by) == {"lmcache-loads"}
     assert len({line for line in runtime.log if line.startswith("copy")}) == 2
     assert "copy 0" not in runtime.log, "on the stream of vLLM's thread"
 
@@ -475,7 +489,7 @@ def test_chunks_are_released_when_their_copies_have_ended(
     if is_async:
         here.received()
     names = [line.split()[0] for line in runtime.log[runtime.log.index("release") :]]
-    assert names == ["release", *["copy", "scatter"] * 3, "wait", "release"]
+    assert names == ["release", *["copy", "scatter"] * 3, *["wait"] * 3, "release"]
     assert runtime.copied_bytes[-3:] == [here.side._transfers[0].chunk_bytes] * 3
     assert torch.equal(here.read(OTHER_BLOCKS)[:, 4:], here.read(BLOCKS)[:, 4:])
     assert (here.read(OTHER_BLOCKS)[:, :4] == POISON).all()
@@ -491,7 +505,215 @@ def test_a_store_copies_what_the_step_has_computed(
     runtime.log.clear()
     runtime.compute.launch(lambda: here.fill(BLOCKS))
     here.run(storing())
-    assert set(runtime.waited_by) == {"lmcache-stores"}
+    assert set(runtime.waited_by) == {"lmcache-commits"}
     assert "gather 0" not in runtime.log
     here.run(loading(OTHER_BLOCKS, 0, 24))
     assert torch.equal(here.read(OTHER_BLOCKS), here.read(BLOCKS))
+
+
+@pytest.fixture
+def hanging(runtime: cuda_streams.Runtime) -> Iterator[cuda_streams.Runtime]:
+    """Until it is moving again, no copy ends for a thread that waits for it."""
+    runtime.is_moving.clear()
+    yield runtime
+    runtime.is_moving.set()
+
+
+def overwrite(here: Rank, runtime: cuda_streams.Runtime) -> None:
+    """The next forward pass, which the device runs at once."""
+    runtime.compute.launch(lambda: here.fill(BLOCKS, base=1e6))
+    runtime.compute.run(runtime.compute.num_launched)
+
+
+def check_stored(here: Rank, runtime: cuda_streams.Runtime, kept: torch.Tensor) -> None:
+    """Let copies end, and compare what was stored with what was in the blocks."""
+    assert here.counters.value(STORED_CHUNKS_TOTAL) == 0, "copies have not ended"
+    runtime.is_moving.set()
+    assert here.side._store_threads.wait(PATIENCE_S)
+    assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
+    here.run(loading(OTHER_BLOCKS, 0, 24))
+    assert torch.equal(here.read(OTHER_BLOCKS), kept)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("is_told_late", [False, True])
+def test_a_step_waits_on_the_device_for_reads_of_what_it_overwrites(
+    rank: Callable[..., Rank],
+    hanging: cuda_streams.Runtime,
+    layout: str,
+    shape: Shape,
+    is_told_late: bool,
+) -> None:
+    """vLLM's thread waits for nothing. Where it is told late, that is at the end of its step."""
+    hanging.is_moving.set()
+    here = rank(shape, layout=layout, is_told_late=is_told_late)
+    here.fill(BLOCKS)
+    kept = here.read(BLOCKS)
+    hanging.is_moving.clear()
+    hanging.waited_by.clear()
+    here.side.store(storing())
+    if not is_told_late:
+        here.side.before_overwriting(StepPlan(overwritten=frozenset({"r"})))
+    overwrite(here, hanging)
+    check_stored(here, hanging, kept)
+    assert set(hanging.waited_by[:3]) == {"lmcache-commits"}
+
+
+def test_blocks_are_given_back_when_they_are_read(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime
+) -> None:
+    """Their copies to the host may still run."""
+    here = rank()
+    here.fill(BLOCKS)
+    kept = here.read(BLOCKS)
+    runtime.is_moving.clear()
+    here.side.begin_loads(StepPlan(held=("r",)))
+    here.side.store(storing())
+    (pending,) = here.side._store_threads._pending
+    until(lambda: pending.read is not None)
+    assert here.side.take_sent() == set()
+    assert pending.read is not None
+    for event in pending.read:
+        event.run()  # type: ignore[attr-defined]
+    assert here.side.take_sent() == {"r"}
+    overwrite(here, runtime)
+    check_stored(here, runtime, kept)
+
+
+def test_a_store_is_launched_while_copies_of_another_run(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime
+) -> None:
+    """So are those of all groups: what overwrites blocks waits for launches."""
+    here = rank(Shape((FULL, window(24))))
+    for group in (0, 1):
+        here.fill(BLOCKS, group)
+    runtime.is_moving.clear()
+    runtime.log.clear()
+    for blocks in (BLOCKS[:4], BLOCKS):
+        here.side.store(StepPlan(stores=(Store("r", (run_of(blocks), run_of(blocks, 1))),)))
+    until(lambda: [line.split()[0] for line in runtime.log].count("gather") == 10)
+    assert here.counters.value(STORED_CHUNKS_TOTAL) == 0
+    runtime.is_moving.set()
+    assert here.side._store_threads.wait(PATIENCE_S)
+    assert here.counters.value(UNSTORED_CHUNKS_TOTAL) == 0
+
+
+def test_chunks_without_digests_are_published_when_their_copies_have_ended(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime
+) -> None:
+    class Unchecked(WrappedStore):
+        needs_digests = False
+
+        def put(self, chunks: Any) -> list[bool]:
+            runtime.log.append("put")
+            return self.inner.put(chunks)
+
+    here = rank(wrap=Unchecked)
+    here.fill(BLOCKS)
+    runtime.log.clear()
+    here.run(storing())
+    names = [line.split()[0] for line in runtime.log]
+    assert names == [*["gather", "copy"] * 3, *["wait"] * 3, "put"]
+
+
+def test_what_copies_use_is_kept_until_they_have_ended(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of the slots may be given to others by a stream that does not wait for the copies."""
+    made: list[weakref.ref[Any]] = []
+    addresses_of = PagedGPUConnector.addresses_of
+
+    def noted(*args: Any) -> Any:
+        addresses = addresses_of(*args)
+        made.append(weakref.ref(addresses))
+        return addresses
+
+    here = rank()
+    monkeypatch.setattr(PagedGPUConnector, "addresses_of", noted)
+    runtime.is_moving.clear()
+    here.side.store(storing())
+    (pending,) = here.side._store_threads._pending
+    until(lambda: pending.read is not None)
+    gc.collect()
+    assert made[0]() is not None
+    runtime.is_moving.set()
+
+
+def test_slots_are_sent_to_the_device_on_a_stream_that_waits_for_no_step(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for these."""
+    addresses_of, ended = PagedGPUConnector.addresses_of, list[str]()
+
+    def sent(*args: Any) -> Any:
+        stream = runtime.current()
+        stream.run(stream.num_launched)
+        return addresses_of(*args)
+
+    here = rank()
+    here.fill(BLOCKS)
+    monkeypatch.setattr(PagedGPUConnector, "addresses_of", sent)
+    runtime.is_moving.clear()
+    runtime.compute.launch(lambda: ended.append("the step"))
+    for blocks in (BLOCKS[:4], BLOCKS):
+        here.side.store(storing(blocks))
+        here.side.before_overwriting(StepPlan(overwritten=frozenset({"r"})))
+    assert not ended
+    runtime.is_moving.set()
+    assert here.side._store_threads.wait(PATIENCE_S)
+    assert ended
+
+
+def test_a_load_that_fails_waits_for_its_copies(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Released(WrappedStore):
+        def release(self, chunks: Any) -> bool:
+            runtime.log.append("release")
+            return self.inner.release(chunks)
+
+    here, to_gpu = rank(wrap=Released), PagedGPUConnector.to_gpu
+    here.fill(BLOCKS)
+    here.run(storing())
+    runtime.log.clear()
+
+    def copy_one(connector: Any, memory: Any, start: int, end: int, **kwargs: Any) -> None:
+        if start:
+            raise RuntimeError("no memory for a launch")
+        to_gpu(connector, memory, start, end, **kwargs)
+
+    monkeypatch.setattr(PagedGPUConnector, "to_gpu", copy_one)
+    assert here.run(loading(OTHER_BLOCKS, 0, 24))[3].failed == {"r"}
+    assert [line.split()[0] for line in runtime.log] == ["copy", "scatter", "wait", "release"]
+
+
+def test_a_store_that_fails_waits_for_its_copies(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may get its memory then."""
+
+    class Aborted(WrappedStore):
+        def abort(self, memories: Any) -> None:
+            runtime.log.append(f"abort {len(memories)}")
+            self.inner.abort(memories)
+
+    here, from_gpu = rank(wrap=Aborted), PagedGPUConnector.from_gpu
+    here.fill(BLOCKS)
+    runtime.log.clear()
+
+    def copy_one(connector: Any, memory: Any, start: int, end: int, **kwargs: Any) -> None:
+        if start:
+            raise RuntimeError("no memory for a launch")
+        from_gpu(connector, memory, start, end, **kwargs)
+
+    monkeypatch.setattr(PagedGPUConnector, "from_gpu", copy_one)
+    here.run(storing())
+    assert runtime.log[-2:] == ["wait", "abort 3"]
+    assert here.counters.value(FAILED_CALLS_TOTAL) == 1
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

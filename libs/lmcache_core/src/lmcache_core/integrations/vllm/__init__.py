@@ -10,6 +10,7 @@ How to use it: `docs/vllm.md`.
 | `requests.py` | a request: its chunks' names, its blocks |
 | `plan.py` | what the two sides send each other |
 | `worker.py`, `memory.py` | a worker's side: between vLLM's blocks and the store |
+| `store_threads.py` | when stores run, and when their blocks may be overwritten |
 | `identity.py`, `groups.py` | what the KV is |
 | `weights.py`, `file_digests.py` | which weights made it |
 | `options.py`, `stores.py` | configuration, and the chunk store that it names |

@@ -403,7 +403,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 def overwrites_early(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Return whether vLLM uses blocks otherwise before it tells the connector: its model runner V2
     zeroes those that a step takes where it has recurrent state or several precisions, and copies to
-    them where a hit may end inside a block; before 0.33, sleep mode unmaps all.
+    them where a hit may end inside a block; before 0.33, sleep mode unmaps all, once the device is
+    idle.
 
     Source: `update_requests` and `pre_forward` in `vllm/v1/worker/gpu/model_runner.py`, 0.27 to
         0.33.

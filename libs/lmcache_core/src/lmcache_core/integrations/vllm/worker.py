@@ -6,7 +6,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +16,20 @@ import torch
 from lmcache_core.concurrency import Workers
 from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import CallGuard
-from lmcache_core.engine.transfer import KVTransfer, NamedChunk
+from lmcache_core.engine.transfer import BegunStore, KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
-from lmcache_core.gpu_connectors.streams import ThreadStreams, has_streams, record_event
+from lmcache_core.gpu_connectors.streams import (
+    ThreadStreams,
+    has_streams,
+    record_event,
+    wait_on_device,
+)
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.memory import GroupMemory, memory_of
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
-from lmcache_core.integrations.vllm.store_thread import PendingStore, StoreThread
+from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
 from lmcache_core.keys import Lane
 from lmcache_core.serde.device import DeviceDecoder, decodes_rightly, device_encodings
 from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
@@ -38,12 +44,12 @@ no more than that.
 STORE_QUESTIONS = 2
 """How often a store waits for the sidecar: for memory, and until the chunks are visible."""
 STORE_PATIENCE = 50
-"""Nothing waits for a store but its thread: it may take this many times as long as a wait in a
+"""Nothing waits for a store but its threads: it may take this many times as long as a wait in a
 step, which is all of the time that it can save.
 """
 STEP_SHARE = 8
-"""A step waits for copies of blocks that it overwrites for one part in this many of a tier's
-deadline.
+"""A step waits for the launch of copies of blocks that it overwrites for one part in this many of a
+tier's deadline.
 """
 MAX_WAITING_LOADS = 4096
 JOIN_S = 10.0
@@ -94,15 +100,18 @@ class _GroupTransfer:
         units = self.units
         return [(i * units, (i + 1) * units, k) for i, k in enumerate(self.lane.keys(run.hashes))]
 
-    def arguments(self, run: ChunkRun, begin: int, end: int) -> dict[str, Any]:
+    def arguments(
+        self, run: ChunkRun, begin: int, end: int, after: torch.cuda.Event | None
+    ) -> dict[str, Any]:
         """Return the GPU connector's arguments for slots `[begin, end)` of a run, checked once for
-        all of its chunks.
+        all of its chunks, whose copies start behind `after`.
         """
         slots = torch.tensor(run.block_ids, dtype=torch.int64)
         size = self.group.block_size
         if self.memory.unit_tokens == 1:
             slots = (slots[:, None] * size + torch.arange(size)).reshape(-1)
-        return {"addresses": self.connector.addresses_of(self.memory.kvcaches, slots, begin, end)}
+        addresses = self.connector.addresses_of(self.memory.kvcaches, slots, begin, end)
+        return {"addresses": addresses, "after": after}
 
 
 class RefusingWorker:
@@ -162,8 +171,8 @@ class RefusingWorker:
 
 
 class WorkerSide:
-    """Loads and stores for one worker. Called by one thread; stores run in another, and
-    asynchronous loads in a third.
+    """Loads and stores for one worker. Called by one thread; stores run in two others, and
+    asynchronous loads in a fourth.
 
     Args:
         options: Options.
@@ -203,8 +212,8 @@ class WorkerSide:
         self._workers = Workers("lmcache-digest")
         self._transfers: list[_GroupTransfer] = []
         self._loads = LoadThread(self._load, lambda load: self._result(load, load.begin))
-        self._store_thread = StoreThread(
-            self._store_chunks, options.engine.tier_timeout_s / STEP_SHARE
+        self._store_threads = StoreThreads(
+            self._begin_store, options.engine.tier_timeout_s / STEP_SHARE
         )
         self._streams = ThreadStreams()
         self._begun: torch.cuda.Event | None = None
@@ -248,11 +257,11 @@ class WorkerSide:
             # CUDA allows no registration while a graph is captured.
             self._store.pin_memory(self._device)
         self._loads.open()
-        self._store_thread.open()
+        self._store_threads.open()
 
     def close(self) -> None:
         """Stop running work. Idempotent."""
-        self._store_thread.close()
+        self._store_threads.close()
         self._loads.close()
         self._workers.close()
 
@@ -260,12 +269,12 @@ class WorkerSide:
         """Wait until nothing reads or writes vLLM's memory, at most `JOIN_S` for stores and for
         loads.
         """
-        if not (self._store_thread.wait(JOIN_S) and self._loads.wait_for_all(JOIN_S)):
+        if not (self._store_threads.wait(JOIN_S) and self._loads.wait_for_all(JOIN_S)):
             logger.error("copies did not end: waited_s=%g", JOIN_S)
 
     def before_overwriting(self, plan: StepPlan) -> None:
-        """Wait, before anything of a step is written, for copies of blocks that it overwrites."""
-        self._store_thread.before_overwriting(plan.overwritten)
+        """Let the device write nothing of a step before copies of blocks that it overwrites."""
+        self._write_behind_copies(plan.overwritten)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Note where a step begins, before its forward pass is launched. Its asynchronous loads
@@ -291,9 +300,9 @@ class WorkerSide:
             self._loads.wait(MAX_REST_S)
 
     def store(self, plan: StepPlan) -> None:
-        """Let the store thread copy out the chunks that the step has completed. Until then vLLM
-        keeps their blocks (`take_sent`), or waits (`before_overwriting`). Where vLLM would not wait
-        in time, this does.
+        """Let the store threads copy out the chunks that the step has completed. Until then vLLM
+        keeps their blocks (`take_sent`), or writes behind the copies (`before_overwriting`). Where
+        that would be too late, this orders them.
 
         With speculative decoding this is called after `take_bad_blocks`: the draft model writes KV,
         too.
@@ -308,17 +317,15 @@ class WorkerSide:
                 num_bytes = sum(
                     run.num_chunks * self._transfers[run.group].chunk_bytes for run in store.runs
                 )
-                pending = PendingStore(
-                    store, num_bytes, plan.recompute_s or 0.0, computed, len(store.runs)
-                )
-                if not self._store_thread.submit(pending):
+                pending = PendingStore(store, num_bytes, plan.recompute_s or 0.0, computed)
+                if not self._store_threads.submit(pending):
                     self._dropped(store.runs)
             if self._is_told_late:
-                self._store_thread.before_overwriting(None)
+                self._write_behind_copies(None)
 
     def take_sent(self) -> set[str]:
         """Return the finished requests whose blocks vLLM no longer needs to keep."""
-        sent = {name for name in self._held if not self._store_thread.reads(name)}
+        sent = {name for name in self._held if not self._store_threads.reads(name)}
         self._held -= sent
         return sent
 
@@ -392,8 +399,10 @@ class WorkerSide:
 
     def _load(self, load: Load, begun: torch.cuda.Event | None = None) -> LoadResult:
         first_bad: int | None = load.begin
-        with self._guard("retrieve"), torch.inference_mode(), self._streams.after(begun):
-            bad = [token for run in load.runs if (token := self._load_run(run, load)) is not None]
+        streams = nullcontext() if begun is None else self._streams.own(begun.device)
+        with self._guard("retrieve"), torch.inference_mode(), streams:
+            missing = (self._load_run(run, load, begun) for run in load.runs)
+            bad = [token for token in missing if token is not None]
             first_bad = min(bad, default=None)
         return self._result(load, first_bad)
 
@@ -408,7 +417,7 @@ class WorkerSide:
             bad.update(run.block_ids[(first_bad - start) // size : -(-(load.end - start) // size)])
         return LoadResult(load.request_id, frozenset(bad - {NULL_BLOCK}), is_good=False)
 
-    def _load_run(self, run: ChunkRun, load: Load) -> int | None:
+    def _load_run(self, run: ChunkRun, load: Load, begun: torch.cuda.Event | None) -> int | None:
         """Load one group's chunks; return the first token whose KV is missing, None if none is."""
         lane = self._transfers[run.group]
         size, unit = lane.group.block_size, lane.memory.unit_tokens
@@ -425,27 +434,51 @@ class WorkerSide:
             return begin
         wanted = ((first - start) // unit, (end - start) // unit)
         num_loaded = lane.transfer.load(
-            lane.named(run), load.recompute_s, lane.arguments(run, *wanted), wanted
+            lane.named(run), load.recompute_s, lane.arguments(run, *wanted, begun), wanted
         )
         missing = num_loaded < run.num_chunks
         return max(start + num_loaded * self._chunk_size, load.begin) if missing else None
 
-    def _store_chunks(self, pending: PendingStore) -> None:
-        with self._guard("store"), torch.inference_mode(), self._streams.after(pending.computed):
-            for run in pending.store.runs:
-                self._store_run(run, pending)
+    def _write_behind_copies(self, request_ids: Collection[str] | None) -> None:
+        """Let what the device is given from now on start behind copies of these requests' blocks
+        (None: of all). The host waits for their launch only.
+        """
+        for event in self._store_threads.before_overwriting(request_ids):
+            wait_on_device(event)
 
-    def _store_run(self, run: ChunkRun, pending: PendingStore) -> None:
-        """Store one group's chunks, unless that takes longer than they are worth."""
-        thread, patience = self._store_thread, STORE_PATIENCE / STORE_QUESTIONS
-        is_worth = self._store.is_worth(pending.recompute_s * run.num_chunks * patience)
-        if not (is_worth and thread.is_wanted(pending)):
-            self._dropped([run])
-            return
+    def _begin_store(self, pending: PendingStore) -> Callable[[], None]:
+        """Launch the copies of a store, and return what ends it."""
+        begun: list[tuple[KVTransfer, BegunStore]] = []
+        with self._guard("store"), torch.inference_mode(), self._streams.own(self._device):
+            for run in pending.store.runs:
+                if self._is_wanted(run, pending):
+                    begun.append(self._begin_run(run, pending.computed))
+                else:
+                    self._dropped([run])
+        read = [event for _, store in begun for event in store.launched.read]
+        self._store_threads.launched(pending, read)
+
+        def end() -> None:
+            for transfer, store in begun:
+                with self._guard("store"):
+                    transfer.finish_store(store, is_intact=not pending.is_given_up)
+
+        return end
+
+    def _is_wanted(self, run: ChunkRun, pending: PendingStore) -> bool:
+        """Return whether storing a run takes no longer than it is worth, as far as is known."""
+        patience = STORE_PATIENCE / STORE_QUESTIONS
+        saving_s = pending.recompute_s * run.num_chunks * patience
+        return not pending.is_given_up and self._store.is_worth(saving_s)
+
+    def _begin_run(
+        self, run: ChunkRun, computed: torch.cuda.Event | None
+    ) -> tuple[KVTransfer, BegunStore]:
+        """Launch the copies of one group's chunks, behind `computed`."""
         lane = self._transfers[run.group]
         named = lane.named(run)
-        arguments = lane.arguments(run, named[0][0], named[-1][1])
-        lane.transfer.store(named, arguments, lambda: thread.copied(pending))
+        arguments = lane.arguments(run, named[0][0], named[-1][1], computed)
+        return lane.transfer, lane.transfer.begin_store(named, arguments)
 
     def _dropped(self, runs: Iterable[ChunkRun]) -> None:
         self._counters.add(UNSTORED_CHUNKS_TOTAL, sum(run.num_chunks for run in runs))

@@ -1,0 +1,232 @@
+"""Chunks on their way to and from pages on a device: what is launched when, and what is waited
+for.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lmcache_core.errors import SerdeError
+from lmcache_core.gpu_connectors import LogicalMemory, Packing, PagedGPUConnector
+from lmcache_core.gpu_connectors.streams import LaunchedCopies
+
+from tests.fixtures.cuda_streams import Runtime, install
+from tests.suites.connector_suite import SLOTS, make_memory
+from tests.suites.kv_caches import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    make_kv_caches,
+    one_group,
+    same,
+    snapshot,
+)
+
+LAYOUT = one_group(packing=Packing.KV_FIRST)
+CHUNKS = ((4, 7), (7, 10), (10, 13))
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def connector() -> PagedGPUConnector:
+    return PagedGPUConnector(LAYOUT, staging_tokens=3)
+
+
+def gathered(connector, kwargs, *chunks):
+    memories = [make_memory(connector.get_shape(end - start), "bfloat16") for start, end in chunks]
+    for memory, chunk in zip(memories, chunks, strict=True):
+        connector.from_gpu(memory, *chunk, **kwargs)
+    return memories
+
+
+def kwargs_of(seed):
+    return {"kvcaches": make_kv_caches(LAYOUT, seed), "slot_mapping": torch.tensor(SLOTS)}
+
+
+def in_turn(runtime):
+    """What was launched, the streams numbered in the order of their first use."""
+    launched = [line.split() for line in runtime.log if line != "wait"]
+    numbers = list(dict.fromkeys(number for _, number in launched))
+    return [f"{name} {1 + numbers.index(number)}" for name, number in launched]
+
+
+def check_equal(source, target, tokens):
+    for token in tokens:
+        got, wanted = (
+            LogicalMemory(LAYOUT, kwargs["kvcaches"]).read(0, 1, SLOTS[token]).view(torch.uint8)
+            for kwargs in (target, source)
+        )
+        assert torch.equal(got, wanted)
+
+
+def test_the_next_chunk_is_copied_before_the_scatter_of_one_is_waited_for(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    memories = gathered(connector, source, *CHUNKS)
+    before = snapshot(target["kvcaches"])
+    runtime.log.clear()
+    launched = LaunchedCopies()
+    kwargs = connector.launching(target, launched)
+    for memory, chunk in zip(memories, CHUNKS, strict=True):
+        connector.to_gpu(memory, *chunk, **kwargs)
+    assert "wait" not in runtime.log
+    assert in_turn(runtime) == ["copy 1", "scatter 1", "copy 2", "scatter 2", "copy 1", "scatter 1"]
+    assert same(snapshot(target["kvcaches"]), before)
+    launched.wait()
+    check_equal(source, target, range(4, 13))
+
+
+def test_encoded_chunks_are_decoded_into_the_buffers_on_both_streams(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    memories = gathered(connector, source, *CHUNKS)
+    runtime.log.clear()
+    launched = LaunchedCopies()
+    kwargs = connector.launching(target, launched)
+    for memory, chunk in zip(memories, CHUNKS, strict=True):
+        content = memory.tensor.view(-1).view(torch.uint8)
+
+        def decode(staged, content=content):
+            runtime.launch("decode", lambda: staged.copy_(content))
+
+        connector.to_gpu(memory, *chunk, **kwargs, decode=decode)
+    assert in_turn(runtime) == [
+        f"{name} {stream}" for stream in (1, 2, 1) for name in ("decode", "scatter")
+    ]
+    launched.wait()
+    check_equal(source, target, range(4, 13))
+
+
+def test_both_streams_start_after_what_was_launched_before(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    memories = gathered(connector, source, *CHUNKS)
+    runtime.compute.launch(lambda: [page.zero_() for page in target["kvcaches"]])
+    launched = LaunchedCopies()
+    kwargs = connector.launching(target, launched)
+    for memory, chunk in zip(memories, CHUNKS, strict=True):
+        connector.to_gpu(memory, *chunk, **kwargs)
+    for event in reversed(launched.ended):
+        event.synchronize()
+    check_equal(source, target, range(4, 13))
+
+
+def test_an_error_waits_for_copies_that_run(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    (memory,) = gathered(connector, source, CHUNKS[0])
+
+    content, buffers = memory.tensor.view(-1).view(torch.uint8), []
+
+    def fail(staged):
+        buffers.append(staged.zero_())
+        staged.copy_(content, non_blocking=True)
+        raise SerdeError("damaged")
+
+    with pytest.raises(SerdeError, match="damaged"):
+        connector.to_gpu(memory, *CHUNKS[0], **target, decode=fail)
+    assert torch.equal(buffers[0], content)
+
+
+def test_a_load_alone_has_ended_when_it_returns(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    (memory,) = gathered(connector, source, CHUNKS[0])
+    connector.to_gpu(memory, *CHUNKS[0], **target)
+    check_equal(source, target, range(4, 7))
+
+
+def test_of_a_chunk_only_the_wanted_slots_are_written_in_one_copy(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    (memory,) = gathered(connector, source, CHUNKS[1])
+    addresses = connector.addresses_of(target["kvcaches"], target["slot_mapping"], 8, 9)
+    untouched = LogicalMemory(LAYOUT, [page.clone() for page in target["kvcaches"]])
+    runtime.log.clear()
+    connector.to_gpu(memory, *CHUNKS[1], addresses=addresses, wanted=(8, 9))
+    assert in_turn(runtime) == ["copy 1", "scatter 1"]
+    check_equal(source, target, [8])
+    for slot in range(NUM_BLOCKS * BLOCK_SIZE):
+        if slot != SLOTS[8]:
+            got = LogicalMemory(LAYOUT, target["kvcaches"]).read(0, 1, slot)
+            assert torch.equal(got.view(torch.uint8), untouched.read(0, 1, slot).view(torch.uint8))
+
+
+def launched_stores(connector, source):
+    launched = LaunchedCopies()
+    kwargs = connector.launching(source, launched)
+    memories = [make_memory(connector.get_shape(end - start), "bfloat16") for start, end in CHUNKS]
+    for memory, chunk in zip(memories, CHUNKS, strict=True):
+        connector.from_gpu(memory, *chunk, **kwargs)
+    return memories, launched
+
+
+def contents(memories):
+    return [bytes(memory.byte_array) for memory in memories]
+
+
+def expected(connector, source):
+    return contents(gathered(connector, source, *CHUNKS))
+
+
+def test_the_next_chunk_is_gathered_before_the_copy_of_one_is_waited_for(runtime, connector):
+    source = kwargs_of(1)
+    memories, launched = launched_stores(connector, source)
+    assert "wait" not in runtime.log
+    assert in_turn(runtime) == ["gather 1", "copy 1", "gather 2", "copy 2", "gather 1", "copy 1"]
+    poisoned, wanted = contents(memories), expected(PagedGPUConnector(LAYOUT, 3), source)
+    for i, event in enumerate(list(launched.ended)):
+        assert contents(memories)[i] == poisoned[i]
+        event.synchronize()
+        assert contents(memories)[i] == wanted[i]
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_a_buffer_is_not_filled_before_it_is_copied(runtime, connector, order):
+    """Whichever of the streams is quicker."""
+    source = kwargs_of(1)
+    wanted = expected(PagedGPUConnector(LAYOUT, 3), source)
+    memories, launched = launched_stores(connector, source)
+    for i in order:
+        launched.ended[i].synchronize()
+        assert contents(memories)[i] == wanted[i]
+
+
+def test_pages_may_be_overwritten_before_chunks_are_copied(runtime, connector):
+    source = kwargs_of(1)
+    wanted = expected(PagedGPUConnector(LAYOUT, 3), source)
+    memories, launched = launched_stores(connector, source)
+    poisoned = contents(memories)
+    for event in launched.read[:2]:
+        event.synchronize()
+    assert contents(memories) == poisoned
+    launched.read[2].synchronize()
+    for page in source["kvcaches"]:
+        page.zero_()
+    launched.wait()
+    assert contents(memories) == wanted
+
+
+def test_a_store_starts_after_what_it_is_told_and_what_was_launched_before(runtime, connector):
+    source, other = kwargs_of(1), runtime.make()
+    wanted = expected(PagedGPUConnector(LAYOUT, 3), source)
+    pages = source["kvcaches"]
+    kept = [page.clone() for page in pages]
+    for page in pages:
+        page.zero_()
+    half = len(pages) // 2
+    runtime.compute.launch(lambda: restore(pages[:half], kept[:half]))
+    other.launch(lambda: restore(pages[half:], kept[half:]))
+    memories, launched = launched_stores(connector, {**source, "after": other.record_event()})
+    launched.ended[1].synchronize()
+    launched.wait()
+    assert contents(memories) == wanted
+
+
+def restore(pages, kept):
+    for page, before in zip(pages, kept, strict=True):
+        page.copy_(before)
+
+
+def test_a_store_alone_has_ended_when_it_returns(runtime, connector):
+    source = kwargs_of(1)
+    (memory,) = gathered(connector, source, CHUNKS[0])
+    assert contents([memory]) == expected(PagedGPUConnector(LAYOUT, 3), source)[:1]
+    assert runtime.log[2] == "wait"
