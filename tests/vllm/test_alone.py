@@ -41,6 +41,7 @@ def test_vllm_starts_without_a_sidecar_and_joins_it_later(world: World, load: st
         engine.reset()
         hit = engine.ask(first)
         assert hit.num_cached == 3 * CHUNK_SIZE
+        assert not engine.worker_connector._has_neighbours()
     world.references.check([*alone, hit], [first, first, second, first], LLAMA)
 
 
@@ -152,6 +153,10 @@ def test_only_what_vllm_has_is_imported(world: World) -> None:
     assert not strange
 
 
+def is_ours(connector: object) -> bool:
+    return type(connector).__name__ == "LMCacheConnector"
+
+
 @EITHER_LOAD
 def test_beside_another_connector(world: World, load: str) -> None:
     """As a child of vLLM's MultiConnector: what the first child has not, the second one gives."""
@@ -168,6 +173,8 @@ def test_beside_another_connector(world: World, load: str) -> None:
         both = engine.generate([other, ask])
         assert both[1].num_cached == 3 * CHUNK_SIZE
         stored.reaches(2)
+        children = engine.worker_connector._connectors
+        assert [child._has_neighbours() for child in children if is_ours(child)] == [True]
     world.references.check([hit, *both], [ask, other, ask], LLAMA)
 
 

@@ -136,6 +136,7 @@ def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
             number: int = 0,
             wrap: Any = None,
             is_told_late: bool = False,
+            has_neighbours: bool = False,
             **options: Any,
         ) -> Rank:
             counters = Counters()
@@ -155,6 +156,7 @@ def rank(store: ChunkStore) -> Iterator[Callable[..., Rank]]:
                 counters,
                 guard,
                 is_told_late=is_told_late,
+                has_neighbours=lambda: has_neighbours,
             )
             opened.callback(side.close)
             memory = RankMemory(shape)
@@ -557,6 +559,21 @@ def test_a_step_waits_on_the_device_for_reads_of_what_it_overwrites(
     overwrite(here, hanging)
     check_stored(here, hanging, kept)
     assert set(hanging.waited_by[:3]) == {"lmcache-commits"}
+
+
+def test_a_step_beside_other_connectors_waits_for_reads_of_what_it_overwrites(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime
+) -> None:
+    """Their loads may not wait for vLLM's stream, and write at once."""
+    here = rank(has_neighbours=True)
+    here.fill(BLOCKS)
+    kept = here.read(BLOCKS)
+    here.side.store(storing())
+    here.side.before_overwriting(StepPlan(overwritten=frozenset({"r"})))
+    here.fill(BLOCKS, base=1e6)
+    assert here.side._store_threads.wait(PATIENCE_S)
+    here.run(loading(OTHER_BLOCKS, 0, 24))
+    assert torch.equal(here.read(OTHER_BLOCKS), kept)
 
 
 def test_blocks_are_given_back_when_they_are_read(

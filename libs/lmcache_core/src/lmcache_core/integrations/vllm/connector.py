@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
@@ -176,6 +177,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
                 self._counters,
                 self._guard,
                 is_told_late=overwrites_early(vllm_config, kv_cache_config),
+                has_neighbours=self._has_neighbours,
             )
             self._worker = RefusingWorker(self._worker_side.reports_blocks)
             return
@@ -336,6 +338,10 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Return True: vLLM's memory may be unmapped, and mapped again. Called since 0.33."""
         return True
+
+    def _has_neighbours(self) -> bool:
+        """Return whether this is one of several connectors, as `MultiConnector` has them."""
+        return has_kv_transfer_group() and get_kv_transfer_group() is not self
 
     def unregister_kv_caches(self) -> None:
         """Wait for copies: vLLM is about to unmap its memory, to sleep. Called since 0.33."""

@@ -183,6 +183,8 @@ class WorkerSide:
         counters: Counters.
         guard: Catches every exception that must not reach vLLM.
         is_told_late: vLLM writes to the blocks of a step before it calls `before_overwriting`.
+        has_neighbours: Whether vLLM has other connectors, too. Their loads may write to blocks
+            without waiting for its compute stream.
     """
 
     def __init__(
@@ -196,6 +198,7 @@ class WorkerSide:
         guard: CallGuard,
         *,
         is_told_late: bool = False,
+        has_neighbours: Callable[[], bool] = lambda: False,
     ) -> None:
         self.reports_blocks = fails_by_block(groups)
         """Whether failed loads are reported by block; otherwise by request."""
@@ -206,6 +209,7 @@ class WorkerSide:
         self._num_ranks = identity.num_ranks
         self._stores = identity.stores(rank)
         self._is_told_late = is_told_late
+        self._has_neighbours = has_neighbours
         self._store = store
         self._counters = counters
         self._guard = guard
@@ -440,11 +444,14 @@ class WorkerSide:
         return max(start + num_loaded * self._chunk_size, load.begin) if missing else None
 
     def _write_behind_copies(self, request_ids: Collection[str] | None) -> None:
-        """Let what the device is given from now on start behind copies of these requests' blocks
-        (None: of all). The host waits for their launch only.
+        """Let what vLLM's stream is given from now on start behind copies of these requests' blocks
+        (None: of all). The host waits for their launch only; for their end if others write, too.
         """
         for event in self._store_threads.before_overwriting(request_ids):
-            wait_on_device(event)
+            if self._has_neighbours():
+                event.synchronize()
+            else:
+                wait_on_device(event)
 
     def _begin_store(self, pending: PendingStore) -> Callable[[], None]:
         """Launch the copies of a store, and return what ends it."""
