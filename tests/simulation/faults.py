@@ -46,16 +46,17 @@ class Fault:
 def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     """Draw the faults of a run.
 
-    Each seed has its own frequency and about half of the kinds, so that some runs lack the faults
-    that hide others (swarm testing).
+    Each seed has its own frequency and some of the kinds, few or about half, so that some runs lack
+    the faults that hide others (swarm testing).
 
     Args:
         seed: Seed of the run.
         work_s: Time during which faults begin.
     """
     dice = random.Random(f"schedule {seed}")
-    kinds = [kind for kind in KINDS if dice.random() < 0.5] or ["kill"]
-    pause_s = dice.choice([2.0, 4.0, 8.0])
+    share = dice.choice([0.2, 0.5])
+    kinds = [kind for kind in KINDS if dice.random() < share] or ["kill"]
+    pause_s = dice.choice([1.0, 2.0, 4.0])
     schedule = []
     at_s = dice.expovariate(1 / pause_s)
     while at_s < work_s:
@@ -73,6 +74,7 @@ class Faults:
         start_engine: Starts the engine of a node.
         complain: Records a violation.
         call: Sends a request to a service: name, method and path.
+        victims: Nodes and storages that faults hit.
 
     Attributes:
         active: The active kinds, each with its number of faults.
@@ -88,6 +90,7 @@ class Faults:
         start_engine: Callable[[str], None],
         complain: Callable[[str], None],
         call: Callable[[str, str, str], object],
+        victims: Sequence[str] = DISKS,
     ) -> None:
         self._world = world
         self._kernel = world.kernel
@@ -95,6 +98,10 @@ class Faults:
         self._start_engine = start_engine
         self._complain = complain
         self._call = call
+        self._disks = tuple(victims)
+        self._services = (*LOOKUPS, *BROKERS, *victims)
+        self._sidecars = tuple(name for name in victims if name in SIDECARS) or SIDECARS
+        self._engines = tuple(f"engine-{node}" for node in self._sidecars)
         self._dice = random.Random()
         self._kind = ""
         self._undo: dict[int, Callable[[], None]] = {}
@@ -171,7 +178,7 @@ class Faults:
         return [(machines[one], machines[other]) for other in others]
 
     def _disk(self, is_damaged: bool = False) -> Any:
-        name = self._dice.choice(DISKS)
+        name = self._dice.choice(self._disks)
         if is_damaged:
             self.damaged.add(name)
         return self._world.files.disks[name]
@@ -180,13 +187,13 @@ class Faults:
 
     def kill(self) -> None:
         """SIGKILL to a service."""
-        name = self._dice.choice(SERVICES)
+        name = self._dice.choice(self._services)
         self._signal(name, signal.SIGKILL)
         self._for(20, lambda: self.start_again(name))
 
     def restart(self) -> None:
         """SIGTERM to a service, and a start as soon as it has ended."""
-        self._restart([self._dice.choice(SERVICES)])
+        self._restart([self._dice.choice(self._services)])
 
     def rolling_restart(self) -> None:
         """Restart all services of a kind, one after the other."""
@@ -194,7 +201,7 @@ class Faults:
 
     def scale(self) -> None:
         """Drain a service, end it, and start it again later; its network may be slow."""
-        name = self._dice.choice(DISKS)
+        name = self._dice.choice(self._disks)
         if self._dice.random() < 0.5:
             machines = self._cluster.machines
             self._slow([(machines[name], machines[one]) for one in MACHINES if one != name])
@@ -237,13 +244,13 @@ class Faults:
 
     def stop(self) -> None:
         """SIGSTOP to a service, and SIGCONT."""
-        self._pause(self._dice.choice(SERVICES), 30)
+        self._pause(self._dice.choice(self._services), 30)
 
     def stop_engine(self) -> None:
         """SIGSTOP to an engine, possibly while it writes to the arena; SIGCONT after its sidecar
         may have dropped it.
         """
-        self._pause(self._dice.choice(ENGINES), LONGEST_S)
+        self._pause(self._dice.choice(self._engines), LONGEST_S)
 
     def _pause(self, name: str, most_s: float) -> None:
         process = self._cluster.processes[name]
@@ -252,7 +259,7 @@ class Faults:
 
     def memory(self) -> None:
         """Make a machine short of memory: while it swaps, nothing on it runs."""
-        machine = self._cluster.machines[self._dice.choice(DISKS)]
+        machine = self._cluster.machines[self._dice.choice(self._disks)]
         dice, is_over = random.Random(self._dice.random()), threading.Event()
 
         def swap() -> None:
@@ -275,15 +282,16 @@ class Faults:
         self._for(20, is_over.set)
 
     def busy(self) -> None:
-        """Give sidecars a small part of a core: they are stopped most of the time, briefly."""
+        """Give sidecars a part of a core: they are stopped some or most of the time, briefly."""
         operator, is_over = self._kernel.process, threading.Event()
         assert operator is not None
+        longest_s = self._dice.choice([0.02, 0.1])
 
         def throttle(process: Process, dice: random.Random) -> None:
             while not is_over.is_set():
                 if not process.is_paused:
                     self._world.signal(process, signal.SIGSTOP)
-                    self._kernel.sleep(dice.uniform(0.005, 0.1))
+                    self._kernel.sleep(dice.uniform(0.005, longest_s))
                     self._world.signal(process, signal.SIGCONT)
                 self._kernel.sleep(dice.uniform(0.001, 0.02))
 
@@ -301,7 +309,7 @@ class Faults:
             for node in SIDECARS
         }
         recorded = [node for node, place in arenas.items() if (place / "kv.journal").exists()]
-        node = self._dice.choice(recorded or SIDECARS)
+        node = self._dice.choice(recorded or self._sidecars)
         names = (node, f"engine-{node}")
         for name in names:
             self._signal(name, signal.SIGKILL)
@@ -320,7 +328,7 @@ class Faults:
 
     def kill_engine(self) -> None:
         """SIGKILL to an engine."""
-        name = self._dice.choice(ENGINES)
+        name = self._dice.choice(self._engines)
         self._signal(name, signal.SIGKILL)
         self._for(5, lambda: self.start_again(name))
 
@@ -328,9 +336,9 @@ class Faults:
         """While an engine copies KV: SIGSTOP, so that it continues after its sidecar has dropped
         it; or SIGKILL to it, to its sidecar, or to both.
         """
-        node = self._dice.choice(SIDECARS)
-        engine, killed = f"engine-{node}", self._dice.choice([[], [0], [1], [0, 1]])
-        is_stopped = self._dice.random() < 0.5
+        node = self._dice.choice(self._sidecars)
+        engine, killed = f"engine-{node}", self._dice.choice([[], [0], [1], [1], [0, 1]])
+        is_stopped = not killed or self._dice.random() < 0.3
         process = self._cluster.processes[engine]
 
         def at_copy() -> None:
@@ -350,7 +358,7 @@ class Faults:
 
     def descriptors(self) -> None:
         """Deny a service new descriptors. A service that is still starting would rightly exit."""
-        process = self._cluster.processes[self._dice.choice(DISKS)]
+        process = self._cluster.processes[self._dice.choice(self._disks)]
         if self._kernel.now - process.started_s < LONGEST_S:
             return
         before, process.max_descriptors = process.max_descriptors, len(process.descriptors)
@@ -362,11 +370,11 @@ class Faults:
 
     def power(self) -> None:
         """Cut the power of a machine."""
-        self._lose_power(self._dice.choice(DISKS))
+        self._lose_power(self._dice.choice(self._disks))
 
     def crash(self) -> None:
         """Cut the power of a machine between two operations of its disk."""
-        name, kind, seed = self._dice.choice(DISKS), self._kind, self._dice.random()
+        name, kind, seed = self._dice.choice(self._disks), self._kind, self._dice.random()
 
         def lose_power() -> None:
             self._dice, self._kind = random.Random(seed), kind
@@ -518,7 +526,7 @@ class Faults:
 
     def bad_sectors(self) -> None:
         """Let some sectors be unreadable until they are written."""
-        self._disk().break_sectors(self._dice.choice([1, 20, 200]))
+        self._disk().break_sectors(self._dice.choice([1, 5, 20, 200]))
 
     def corrupt(self) -> None:
         """Flip bits on a disk."""
@@ -536,9 +544,14 @@ class Faults:
         self._cluster.redis.flush()
 
     def clock(self) -> None:
-        """Set the wall clock of a machine."""
-        machine = self._cluster.machines[self._dice.choice(SERVICES)]
-        machine.wall_offset_s += self._dice.choice([-3600, -30, 30, 3600])
+        """Set the wall clock of a machine, and set it right again later."""
+        machine = self._cluster.machines[self._dice.choice(self._services)]
+        machine.wall_offset_s += (offset_s := self._dice.choice([-3600, -30, 30, 3600]))
+
+        def undo() -> None:
+            machine.wall_offset_s -= offset_s
+
+        self._for(30, undo)
 
 
 KINDS = tuple(

@@ -162,9 +162,28 @@ class _Engine(Engine):
     """An engine whose steps take time."""
 
     def compute(self, output: SimpleNamespace) -> Mapping[str, str]:
+        self._check_copied(output)
         spoiled = super().compute(output)
         time.sleep(STEP_S + output.total_num_scheduled_tokens / PREFILL_TOKENS_PER_S)
         return spoiled
+
+    def _check_copied(self, output: SimpleNamespace) -> None:
+        """Check that no block that a step writes to is still to be copied."""
+        written = {
+            block
+            for run in self._runs(output)
+            for ids in run.block_ids
+            for block in ids[run.first // BLOCK_SIZE : -(-run.last // BLOCK_SIZE)]
+        }
+        for worker in self.workers:
+            side = worker.connector._worker_side
+            for pending in () if side is None else side._store_thread._uncopied:
+                blocks = {block for run in pending.store.runs for block in run.block_ids}
+                if both := sorted(blocks & written):
+                    raise AssertionError(
+                        f"a step overwrites blocks {both} of {pending.store.request_id}, which are"
+                        " not copied"
+                    )
 
     def poison(self, books: _Books) -> None:
         """Overwrite what the loads of a step must replace, and check that the store keeps it."""
