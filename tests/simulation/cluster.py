@@ -39,8 +39,8 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "arena_recover": (True, True, False),
     "disk_serde": ("naive", "naive", "lossless"),
     "remote_serde": ("naive", "naive", "lossless"),
-    "rebalance": (True, False),
-    "hand_over_on_stop": (True, False),
+    "rebalance": (True, True, False),
+    "hand_over_on_stop": (True, True, False),
     "tenant_quota_gb": (None, None, 50),
     "tenant_disk_quota_gb": (None, None, 60),
     "drain_timeout_s": (1.0, 10.0),
@@ -85,14 +85,13 @@ class Cluster:
         }
         world.network.local_buffer_bytes = dice.choice(LOCAL_BUFFER_BYTES)
         names = world.network.names
-        for service, members in {
-            "lookup": LOOKUPS,
-            "broker": BROKERS,
-            "storage": STORAGES,
-        }.items():
+        for service, members in {"lookup": LOOKUPS, "broker": BROKERS}.items():
             names[service] = [self.machines[one].address for one in members]
+        names["storage"] = self._running_storages
         self._secrets = world.files.root / "secrets"
-        self._storages = "lm://" + ",".join(f"{one}:{LM_PORT}" for one in STORAGES)
+        self._storages = f"lm://storage:{LM_PORT}"
+        # Without it, the broker names the other storages.
+        self._replicas_url = dice.choice((None, self._storages))
         self._write_secrets()
 
     def start(self, name: str) -> None:
@@ -127,6 +126,14 @@ class Cluster:
             "remote_token_file": str(self._secrets / "token"),
             "salt": SALT,
         }
+
+    def _running_storages(self) -> list[str]:
+        """Return what the name of a headless service resolves to."""
+        return [
+            self.machines[one].address
+            for one in STORAGES
+            if one in self.processes and not self.processes[one].is_dead
+        ]
 
     def _write_secrets(self) -> None:
         self._secrets.mkdir()
@@ -169,7 +176,7 @@ class Cluster:
             case "storage":
                 own = {
                     "advertise_url": f"lm://{name}:{LM_PORT}",
-                    "replicas_url": self._storages,
+                    "replicas_url": self._replicas_url,
                     "memory_gb": _MEMORY_CHUNKS[kind] * self._memory_chunk / GB,
                     "disk_gb": self.disk_bytes(name) / GB,
                 }

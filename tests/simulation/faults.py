@@ -43,11 +43,40 @@ class Fault:
     seed: int
 
 
+@dataclass(frozen=True)
+class Focus:
+    """What faults of a run are about.
+
+    Attributes:
+        kinds: The kinds of most of its faults.
+        machines: Nodes and storages that they hit.
+    """
+
+    kinds: frozenset[str]
+    machines: Sequence[str]
+
+
+ENGINE_FOCUS = Focus(
+    frozenset({"arena", "busy", "copying", "kill", "kill engine", "reset", "stop", "stop engine"}),
+    SIDECARS,
+)
+STORAGE_FOCUS = Focus(frozenset({"clear", "kill", "restart", "rolling restart", "scale"}), STORAGES)
+DISK_FOCUS = Focus(
+    frozenset({"bad sectors", "clear", "clock", "crash", "flush", "power", "restart"}), DISKS
+)
+FOCUSES = (None, ENGINE_FOCUS, None, STORAGE_FOCUS, None, DISK_FOCUS)
+
+
+def focus_of(seed: int) -> Focus | None:
+    """Return what the faults of a run are about; None: anything."""
+    return FOCUSES[seed % len(FOCUSES)]
+
+
 def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     """Draw the faults of a run.
 
     Each seed has its own frequency and some of the kinds, few or about half, so that some runs lack
-    the faults that hide others (swarm testing).
+    the faults that hide others (swarm testing). Every other seed prefers those of its focus.
 
     Args:
         seed: Seed of the run.
@@ -55,8 +84,13 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     """
     dice = random.Random(f"schedule {seed}")
     share = dice.choice([0.2, 0.5])
-    kinds = [kind for kind in KINDS if dice.random() < share] or ["kill"]
-    pause_s = dice.choice([1.0, 2.0, 4.0])
+    focus = focus_of(seed)
+    kinds = [
+        kind
+        for kind in KINDS
+        if dice.random() < (share if focus is None else 0.8 if kind in focus.kinds else 0.1)
+    ] or ["kill"]
+    pause_s = dice.choice([1.0, 2.0, 4.0] if focus is not STORAGE_FOCUS else [4.0, 8.0])
     schedule = []
     at_s = dice.expovariate(1 / pause_s)
     while at_s < work_s:
@@ -327,10 +361,19 @@ class Faults:
         self._for(20, undo)
 
     def kill_engine(self) -> None:
-        """SIGKILL to an engine."""
+        """SIGKILL to an engine, now or when it copies KV next."""
         name = self._dice.choice(self._engines)
-        self._signal(name, signal.SIGKILL)
-        self._for(5, lambda: self.start_again(name))
+        process = self._cluster.processes[name]
+
+        def undo() -> None:
+            process.at_copy = None
+            self.start_again(name)
+
+        if self._dice.random() < 0.5:
+            self._signal(name, signal.SIGKILL)
+        else:
+            process.at_copy = lambda: self._signal(name, signal.SIGKILL)
+        self._for(10, undo)
 
     def copying(self) -> None:
         """While an engine copies KV: SIGSTOP, so that it continues after its sidecar has dropped
@@ -407,11 +450,23 @@ class Faults:
             if str(path) in synced and not self._world.files.disks[name].has(str(path)):
                 self._complain(f"{name} lost {key.key.to_url()}, which it had synced")
 
+        is_clock_wrong = self._dice.random() < 0.5
+        offset_s, wrong_s = self._dice.choice([-3600, -30, 30, 3600]), self._dice.uniform(1, 10)
+
         def undo() -> None:
             self._world.network.restore(machine)
+            if is_clock_wrong:  # until the network has told the time
+                machine.wall_offset_s += offset_s
+                self._kernel.spawn(operator, "clock", set_right)
             for one in names:
                 self.start_again(one)
 
+        def set_right() -> None:
+            self._kernel.sleep(wrong_s)
+            machine.wall_offset_s = 0.0
+
+        operator = self._kernel.process
+        assert operator is not None
         self._for(20, undo)
 
     # --- Network ---------------------------------------------------------------------------------
@@ -532,7 +587,7 @@ class Faults:
         """Flip bits on a disk."""
         self._disk(is_damaged=True).corrupt(self._dice.choice([1, 10]))
 
-    # --- Redis, clocks ---------------------------------------------------------------------------
+    # --- Redis, clocks, operators ----------------------------------------------------------------
 
     def redis(self) -> None:
         """SIGKILL to Redis, which keeps nothing."""
@@ -552,6 +607,12 @@ class Faults:
             machine.wall_offset_s -= offset_s
 
         self._for(30, undo)
+
+    def clear(self) -> None:
+        """Clear a node or a storage."""
+        name, process = self._dice.choice(self._disks), self._kernel.process
+        assert process is not None
+        self._kernel.spawn(process, "clear", lambda: self._call(name, "POST", "/v1/admin/clear"))
 
 
 KINDS = tuple(

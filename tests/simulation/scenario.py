@@ -22,7 +22,7 @@ from tests.simulation.cluster import (
     Cluster,
 )
 from tests.simulation.engines import SimulatedEngine
-from tests.simulation.faults import DISKS, Fault, Faults
+from tests.simulation.faults import DISKS, Fault, Faults, focus_of
 from tests.simulation.world import World
 
 CALM_S = 60.0
@@ -126,14 +126,15 @@ class Scenario:
             node for node in self._vllm_nodes if engine_dice.random() < EMBEDDED_CHANCE
         }
         self.engines: dict[str, SimulatedEngine] = {}
-        victims = random.Random(f"victims {seed}")
+        victims, focus = random.Random(f"victims {seed}"), focus_of(seed)
+        machines = DISKS if focus is None else focus.machines
         self.faults = Faults(
             world,
             self.cluster,
             self._start_engine,
             self._complain,
             self._call,
-            victims.sample(DISKS, victims.choice(NUM_VICTIMS)),
+            victims.sample(machines, min(len(machines), victims.choice(NUM_VICTIMS))),
         )
         self._seen_ids: set[str] = set()
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
