@@ -57,12 +57,12 @@ class Focus:
 
 
 ENGINE_FOCUS = Focus(
-    frozenset({"arena", "busy", "copying", "kill", "kill engine", "reset", "stop", "stop engine"}),
+    frozenset({"busy", "copying", "kill engine", "reset", "slow link", "stop", "stop engine"}),
     SIDECARS,
 )
 STORAGE_FOCUS = Focus(frozenset({"clear", "kill", "restart", "rolling restart", "scale"}), STORAGES)
 DISK_FOCUS = Focus(
-    frozenset({"bad sectors", "clear", "clock", "crash", "flush", "power", "restart"}), DISKS
+    frozenset({"bad sectors", "clear", "clock", "crash", "disk error", "flush", "power"}), DISKS
 )
 FOCUSES = (None, ENGINE_FOCUS, None, STORAGE_FOCUS, None, DISK_FOCUS)
 
@@ -75,20 +75,21 @@ def focus_of(seed: int) -> Focus | None:
 def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     """Draw the faults of a run.
 
-    Each seed has its own frequency and some of the kinds, few or about half, so that some runs lack
-    the faults that hide others (swarm testing). Every other seed prefers those of its focus.
+    Each seed has its own frequency and some of the kinds, a third of them or more, so that some
+    runs lack the faults that hide others (swarm testing). Every other seed prefers those of its
+    focus.
 
     Args:
         seed: Seed of the run.
         work_s: Time during which faults begin.
     """
     dice = random.Random(f"schedule {seed}")
-    share = dice.choice([0.2, 0.5])
+    share = dice.choice([0.35, 0.6])
     focus = focus_of(seed)
     kinds = [
         kind
         for kind in KINDS
-        if dice.random() < (share if focus is None else 0.8 if kind in focus.kinds else 0.1)
+        if dice.random() < (share if focus is None else 0.9 if kind in focus.kinds else 0.25)
     ] or ["kill"]
     pause_s = dice.choice([1.0, 2.0, 4.0] if focus is not STORAGE_FOCUS else [4.0, 8.0])
     schedule = []
@@ -606,7 +607,7 @@ class Faults:
         def undo() -> None:
             machine.wall_offset_s -= offset_s
 
-        self._for(30, undo)
+        self._for(LONGEST_S, undo)
 
     def clear(self) -> None:
         """Clear a node or a storage."""

@@ -38,8 +38,8 @@ NUM_VLLM = (1, 3, 4)
 """How many of the four engines are vLLM; the others call the library. Only those of one kind share
 chunks: fewer than three have no choice of peers.
 """
-EMBEDDED_CHANCE = 0.35
-"""How often an engine of vLLM has its tiers in its own process."""
+EMBEDDED_CHANCE = 0.5
+"""How often one engine of vLLM has its tiers in its own process."""
 NUM_VICTIMS = (2, len(DISKS))
 """How many of the nodes and storages meet faults: on few of them, faults meet each other."""
 OPERATOR_PAUSES_S = (2.0, 10.0)
@@ -122,9 +122,8 @@ class Scenario:
         self.cluster = Cluster(world, CHUNK_BYTES, dice)
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
-        self._embedded_nodes = {
-            node for node in self._vllm_nodes if engine_dice.random() < EMBEDDED_CHANCE
-        }
+        is_embedded = engine_dice.random() < EMBEDDED_CHANCE
+        self._embedded_nodes = set(self._vllm_nodes[:1] if is_embedded else ())
         self.engines: dict[str, SimulatedEngine] = {}
         victims, focus = random.Random(f"victims {seed}"), focus_of(seed)
         machines = DISKS if focus is None else focus.machines
@@ -179,6 +178,8 @@ class Scenario:
         kernel.sleep(max(0.0, begin + self._work_s - kernel.now))
         self._is_working = False
         self.faults.heal()
+        if random.Random(f"calm {self._seed}").random() < 0.5:
+            self.cluster.redis.flush()  # all must be announced again, by clocks that are right
         self._slow_down()
         kernel.sleep(CALM_S)
         self._is_watching = False

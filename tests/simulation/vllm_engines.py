@@ -59,7 +59,13 @@ def _connector() -> ModuleType:
     module = imported_connector().__enter__()
     from lmcache_core.integrations.vllm.worker import WorkerSide
 
-    result = WorkerSide._result
+    result, open_store = WorkerSide._result, module.open_store
+
+    def open_wrapped(*args: Any) -> Any:
+        # For good: engines that begin at the same time would undo each other's replacement.
+        opened = open_store(*args)
+        opened.store = _Store(opened.store, _clients[os.getpid()])
+        return opened
 
     def result_judged(side: Any, load: Any, first_bad: int | None) -> Any:
         """Blocks before the first chunk that is missing are not reported."""
@@ -71,6 +77,7 @@ def _connector() -> ModuleType:
         return found
 
     WorkerSide._result = result_judged  # type: ignore[method-assign]
+    module.open_store = open_wrapped  # type: ignore[attr-defined]
     return module
 
 
@@ -151,11 +158,6 @@ class _Store(WrappedStore):
 
 _clients: dict[int, _Books] = {}
 """By process."""
-
-
-def _wrap(store: Any) -> Any:
-    # Engines that begin at the same time may wrap each other's stores.
-    return store if isinstance(store, _Store) else _Store(store, _clients[os.getpid()])
 
 
 class _Engine(Engine):
@@ -288,7 +290,6 @@ class VllmClient:
             extra,
             shape,
             LIMITS,
-            _wrap,
             engine_id=f"engine-{self._seed}",
         )
         (worker,) = engine.workers
