@@ -57,7 +57,7 @@ class Focus:
 
 
 ENGINE_FOCUS = Focus(
-    frozenset({"busy", "copying", "kill engine", "reset", "slow link", "stop", "stop engine"}),
+    frozenset({"busy", "clear", "copying", "kill engine", "reset", "slow link", "stop engine"}),
     SIDECARS,
 )
 STORAGE_FOCUS = Focus(frozenset({"clear", "kill", "restart", "rolling restart", "scale"}), STORAGES)
@@ -91,7 +91,8 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
         for kind in KINDS
         if dice.random() < (share if focus is None else 0.9 if kind in focus.kinds else 0.25)
     ] or ["kill"]
-    pause_s = dice.choice([1.0, 2.0, 4.0] if focus is not STORAGE_FOCUS else [4.0, 8.0])
+    # Storages that hardly ever run have nothing to hand over.
+    pause_s = dice.choice([3.0, 6.0] if focus is STORAGE_FOCUS else [0.7, 1.5, 3.0])
     schedule = []
     at_s = dice.expovariate(1 / pause_s)
     while at_s < work_s:
@@ -600,12 +601,16 @@ class Faults:
         self._cluster.redis.flush()
 
     def clock(self) -> None:
-        """Set the wall clock of a machine, and set it right again later."""
-        machine = self._cluster.machines[self._dice.choice(self._services)]
-        machine.wall_offset_s += (offset_s := self._dice.choice([-3600, -30, 30, 3600]))
+        """Set the wall clocks of some machines, and set them right again later."""
+        names = self._dice.sample(self._services, self._dice.randint(1, len(self._services)))
+        machines = [self._cluster.machines[name] for name in names]
+        offset_s = self._dice.choice([-3600, -30, 30, 3600])
+        for machine in machines:
+            machine.wall_offset_s += offset_s
 
         def undo() -> None:
-            machine.wall_offset_s -= offset_s
+            for machine in machines:
+                machine.wall_offset_s -= offset_s
 
         self._for(LONGEST_S, undo)
 

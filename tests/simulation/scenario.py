@@ -38,8 +38,10 @@ NUM_VLLM = (1, 3, 4)
 """How many of the four engines are vLLM; the others call the library. Only those of one kind share
 chunks: fewer than three have no choice of peers.
 """
-EMBEDDED_CHANCE = 0.5
-"""How often one engine of vLLM has its tiers in its own process."""
+EMBEDDED_CHANCE = 0.6
+"""How often one engine of vLLM has its tiers in its own process, if that leaves three sidecars with
+engines of one kind.
+"""
 NUM_VICTIMS = (2, len(DISKS))
 """How many of the nodes and storages meet faults: on few of them, faults meet each other."""
 OPERATOR_PAUSES_S = (2.0, 10.0)
@@ -122,7 +124,7 @@ class Scenario:
         self.cluster = Cluster(world, CHUNK_BYTES, dice)
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
-        is_embedded = engine_dice.random() < EMBEDDED_CHANCE
+        is_embedded = len(self._vllm_nodes) != 3 and engine_dice.random() < EMBEDDED_CHANCE
         self._embedded_nodes = set(self._vllm_nodes[:1] if is_embedded else ())
         self.engines: dict[str, SimulatedEngine] = {}
         victims, focus = random.Random(f"victims {seed}"), focus_of(seed)
