@@ -20,7 +20,12 @@ SERVICES = (*LOOKUPS, *BROKERS, *STORAGES, *SIDECARS)
 REST_PORT, LM_PORT = 8080, 7777
 GB = 1 << 30
 LOCAL_BUFFER_BYTES = (128, 1 << 18)
-_DISK_CHUNKS = {"storage": 250, "node": 50}
+_DISK_CHUNKS = {"storage": 250, "node": 80}
+_MEMORY_CHUNKS = {"storage": 150, "node": 70}
+SCALES = (0.4, 1.0)
+"""Factors on the capacities of a run, of memory and of disks: small tiers evict often, large ones
+hit often.
+"""
 TOKEN = "simulated-token-0123456789"
 SALT = "the-salt-of-acme-0123456789"
 
@@ -28,16 +33,16 @@ SALT = "the-salt-of-acme-0123456789"
 DRAWN: dict[str, tuple[Any, ...]] = {
     "disk_fsync": (False, True),
     "eviction_policy": ("adaptive", "lru", "s3fifo"),
-    "chunk_ttl_s": (None, None, 60.0),
+    "chunk_ttl_s": (None, None, None, None, None, 60.0),
     "verify_hot": ("auto", "sampled", "never"),
     "accept_handover": (False, True),
     "arena_recover": (True, True, False),
     "disk_serde": ("naive", "naive", "lossless"),
     "remote_serde": ("naive", "naive", "lossless"),
-    "rebalance": (True, False),
-    "hand_over_on_stop": (True, False),
+    "rebalance": (True, True, False),
+    "hand_over_on_stop": (True, True, False),
     "tenant_quota_gb": (None, None, 50),
-    "tenant_disk_quota_gb": (None, None, 40),
+    "tenant_disk_quota_gb": (None, None, 60),
     "drain_timeout_s": (1.0, 10.0),
     "peer_serde": ("naive", "naive", "lossless"),
     "arena_wait_s": (0.0, 0.0, 3.0),
@@ -45,7 +50,9 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "max_pulls_per_peer": (1, 64),
     "ticket_ttl_ms": (1000, 5000),
 }
-"""Settings that differ between runs, and between two starts of a service; sizes in chunks."""
+"""Settings that differ between runs, and between two starts of a service; sizes in chunks of
+the run's scale.
+"""
 BROKER_SETTINGS = ("hot_chunk_pulls", "max_pulls_per_peer", "ticket_ttl_ms")
 STORAGE_SETTINGS = (
     "disk_fsync", "eviction_policy", "chunk_ttl_s", "rebalance", "hand_over_on_stop",
@@ -69,6 +76,8 @@ class Cluster:
         self._dice = dice
         self.world = world
         self.chunk_bytes = chunk_bytes
+        self._memory_chunk = dice.choice(SCALES) * chunk_bytes
+        self._disk_chunk = dice.choice(SCALES) * chunk_bytes
         self.redis = RedisServer()
         self.processes: dict[str, Process] = {}
         self.machines: dict[str, Machine] = {
@@ -76,14 +85,13 @@ class Cluster:
         }
         world.network.local_buffer_bytes = dice.choice(LOCAL_BUFFER_BYTES)
         names = world.network.names
-        for service, members in {
-            "lookup": LOOKUPS,
-            "broker": BROKERS,
-            "storage": STORAGES,
-        }.items():
+        for service, members in {"lookup": LOOKUPS, "broker": BROKERS}.items():
             names[service] = [self.machines[one].address for one in members]
+        names["storage"] = self._running_storages
         self._secrets = world.files.root / "secrets"
-        self._storages = "lm://" + ",".join(f"{one}:{LM_PORT}" for one in STORAGES)
+        self._storages = f"lm://storage:{LM_PORT}"
+        # Without it, the broker names the other storages.
+        self._replicas_url = dice.choice((None, self._storages))
         self._write_secrets()
 
     def start(self, name: str) -> None:
@@ -104,7 +112,7 @@ class Cluster:
 
     def disk_bytes(self, name: str) -> int:
         """Return the limit on the disk tier of a service."""
-        return int(self.chunk_bytes * _DISK_CHUNKS[name.split("-")[0]])
+        return int(self._disk_chunk * _DISK_CHUNKS[name.split("-")[0]])
 
     def socket(self, name: str) -> Path:
         """Where engines reach the sidecar of a node."""
@@ -113,11 +121,19 @@ class Cluster:
     def embedded(self) -> dict[str, object]:
         """Return options of an engine that uses no sidecar."""
         return {
-            "max_local_cpu_size": 70 * self.chunk_bytes / GB,
+            "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self._memory_chunk / GB,
             "remote_url": self._storages,
             "remote_token_file": str(self._secrets / "token"),
             "salt": SALT,
         }
+
+    def _running_storages(self) -> list[str]:
+        """Return what the name of a headless service resolves to."""
+        return [
+            self.machines[one].address
+            for one in STORAGES
+            if one in self.processes and not self.processes[one].is_dead
+        ]
 
     def _write_secrets(self) -> None:
         self._secrets.mkdir()
@@ -131,7 +147,7 @@ class Cluster:
         (self._secrets / "salt").write_text(SALT)
 
     def _settings(self, kind: str, name: str) -> dict[str, object]:
-        place, gb = self.world.place(self.machines[name]), self.chunk_bytes / GB
+        place = self.world.place(self.machines[name])
         common = {
             "host": "0.0.0.0",
             "allow_plaintext": True,
@@ -160,17 +176,17 @@ class Cluster:
             case "storage":
                 own = {
                     "advertise_url": f"lm://{name}:{LM_PORT}",
-                    "replicas_url": self._storages,
-                    "memory_gb": 150 * gb,
-                    "disk_gb": _DISK_CHUNKS[kind] * gb,
+                    "replicas_url": self._replicas_url,
+                    "memory_gb": _MEMORY_CHUNKS[kind] * self._memory_chunk / GB,
+                    "disk_gb": self.disk_bytes(name) / GB,
                 }
                 return common | node | own | self._drawn(STORAGE_SETTINGS)
         own = {
             "distributed_url": f"lm://{name}:{LM_PORT}",
             "remote_url": self._storages,
             "salt_file": self._secrets / "salt",
-            "arena_gb": 70 * gb,
-            "disk_gb": _DISK_CHUNKS[kind] * gb,
+            "arena_gb": _MEMORY_CHUNKS[kind] * self._memory_chunk / GB,
+            "disk_gb": self.disk_bytes(name) / GB,
             "socket_path": self.socket(name),
             "arena_path": place / "shm" / "arena",
         }
@@ -178,11 +194,11 @@ class Cluster:
 
     def _drawn(self, names: tuple[str, ...]) -> dict[str, object]:
         drawn = {name: self._dice.choice(DRAWN[name]) for name in names}
-        gb = self.chunk_bytes / GB
-        return {
-            name: value * gb if name.endswith("_gb") and value else value
-            for name, value in drawn.items()
-        }
+        for name, value in drawn.items():
+            if name.endswith("_gb") and value:
+                drawn[name] = value * (self._disk_chunk if "disk" in name else self._memory_chunk)
+                drawn[name] /= GB
+        return drawn
 
 
 def _mains() -> dict[str, Any]:

@@ -307,6 +307,11 @@ class Disk:
         """Return whether a file exists; takes no virtual time."""
         return _status(path) is not None
 
+    def is_folder(self, path: str) -> bool:
+        """Return whether a directory exists; takes no virtual time."""
+        status = _status(path)
+        return status is not None and stat.S_ISDIR(status.st_mode)
+
     def used_bytes(self) -> int:
         """Return the size of its files; takes no virtual time."""
         return sum(int(_real.lstat(path).st_size) for path in _walk(str(self.root)))

@@ -43,19 +43,56 @@ class Fault:
     seed: int
 
 
+@dataclass(frozen=True)
+class Focus:
+    """What faults of a run are about.
+
+    Attributes:
+        kinds: The kinds of most of its faults.
+        machines: Nodes and storages that they hit.
+    """
+
+    kinds: frozenset[str]
+    machines: Sequence[str]
+
+
+ENGINE_FOCUS = Focus(
+    frozenset({"busy", "clear", "copying", "kill engine", "reset", "slow link", "stop engine"}),
+    SIDECARS,
+)
+STORAGE_FOCUS = Focus(frozenset({"clear", "kill", "restart", "rolling restart", "scale"}), STORAGES)
+DISK_FOCUS = Focus(
+    frozenset({"bad sectors", "clear", "clock", "crash", "disk error", "flush", "power"}), DISKS
+)
+FOCUSES = (None, ENGINE_FOCUS, None, STORAGE_FOCUS, None, DISK_FOCUS)
+
+
+def focus_of(seed: int) -> Focus | None:
+    """Return what the faults of a run are about; None: anything."""
+    return FOCUSES[seed % len(FOCUSES)]
+
+
 def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     """Draw the faults of a run.
 
-    Each seed has its own frequency and about half of the kinds, so that some runs lack the faults
-    that hide others (swarm testing).
+    Each seed has its own frequency and some of the kinds, a third of them or more, so that some
+    runs lack the faults that hide others (swarm testing). Every other seed prefers those of its
+    focus.
 
     Args:
         seed: Seed of the run.
         work_s: Time during which faults begin.
     """
     dice = random.Random(f"schedule {seed}")
-    kinds = [kind for kind in KINDS if dice.random() < 0.5] or ["kill"]
-    pause_s = dice.choice([2.0, 4.0, 8.0])
+    share = dice.choice([0.35, 0.6])
+    focus = focus_of(seed)
+    kinds = [
+        kind
+        for kind in KINDS
+        if dice.random() < (share if focus is None else 0.9 if kind in focus.kinds else 0.25)
+    ] or ["kill"]
+    # Storages that hardly ever run have nothing to hand over.
+    pause_s = dice.choice([3.0, 6.0] if focus is STORAGE_FOCUS else [0.7, 1.5, 3.0])
     schedule = []
     at_s = dice.expovariate(1 / pause_s)
     while at_s < work_s:
@@ -73,6 +110,7 @@ class Faults:
         start_engine: Starts the engine of a node.
         complain: Records a violation.
         call: Sends a request to a service: name, method and path.
+        victims: Nodes and storages that faults hit.
 
     Attributes:
         active: The active kinds, each with its number of faults.
@@ -88,6 +126,7 @@ class Faults:
         start_engine: Callable[[str], None],
         complain: Callable[[str], None],
         call: Callable[[str, str, str], object],
+        victims: Sequence[str] = DISKS,
     ) -> None:
         self._world = world
         self._kernel = world.kernel
@@ -95,6 +134,10 @@ class Faults:
         self._start_engine = start_engine
         self._complain = complain
         self._call = call
+        self._disks = tuple(victims)
+        self._services = (*LOOKUPS, *BROKERS, *victims)
+        self._sidecars = tuple(name for name in victims if name in SIDECARS) or SIDECARS
+        self._engines = tuple(f"engine-{node}" for node in self._sidecars)
         self._dice = random.Random()
         self._kind = ""
         self._undo: dict[int, Callable[[], None]] = {}
@@ -171,7 +214,7 @@ class Faults:
         return [(machines[one], machines[other]) for other in others]
 
     def _disk(self, is_damaged: bool = False) -> Any:
-        name = self._dice.choice(DISKS)
+        name = self._dice.choice(self._disks)
         if is_damaged:
             self.damaged.add(name)
         return self._world.files.disks[name]
@@ -180,13 +223,13 @@ class Faults:
 
     def kill(self) -> None:
         """SIGKILL to a service."""
-        name = self._dice.choice(SERVICES)
+        name = self._dice.choice(self._services)
         self._signal(name, signal.SIGKILL)
         self._for(20, lambda: self.start_again(name))
 
     def restart(self) -> None:
         """SIGTERM to a service, and a start as soon as it has ended."""
-        self._restart([self._dice.choice(SERVICES)])
+        self._restart([self._dice.choice(self._services)])
 
     def rolling_restart(self) -> None:
         """Restart all services of a kind, one after the other."""
@@ -194,7 +237,7 @@ class Faults:
 
     def scale(self) -> None:
         """Drain a service, end it, and start it again later; its network may be slow."""
-        name = self._dice.choice(DISKS)
+        name = self._dice.choice(self._disks)
         if self._dice.random() < 0.5:
             machines = self._cluster.machines
             self._slow([(machines[name], machines[one]) for one in MACHINES if one != name])
@@ -237,13 +280,13 @@ class Faults:
 
     def stop(self) -> None:
         """SIGSTOP to a service, and SIGCONT."""
-        self._pause(self._dice.choice(SERVICES), 30)
+        self._pause(self._dice.choice(self._services), 30)
 
     def stop_engine(self) -> None:
         """SIGSTOP to an engine, possibly while it writes to the arena; SIGCONT after its sidecar
         may have dropped it.
         """
-        self._pause(self._dice.choice(ENGINES), LONGEST_S)
+        self._pause(self._dice.choice(self._engines), LONGEST_S)
 
     def _pause(self, name: str, most_s: float) -> None:
         process = self._cluster.processes[name]
@@ -252,7 +295,7 @@ class Faults:
 
     def memory(self) -> None:
         """Make a machine short of memory: while it swaps, nothing on it runs."""
-        machine = self._cluster.machines[self._dice.choice(DISKS)]
+        machine = self._cluster.machines[self._dice.choice(self._disks)]
         dice, is_over = random.Random(self._dice.random()), threading.Event()
 
         def swap() -> None:
@@ -275,15 +318,16 @@ class Faults:
         self._for(20, is_over.set)
 
     def busy(self) -> None:
-        """Give sidecars a small part of a core: they are stopped most of the time, briefly."""
+        """Give sidecars a part of a core: they are stopped some or most of the time, briefly."""
         operator, is_over = self._kernel.process, threading.Event()
         assert operator is not None
+        longest_s = self._dice.choice([0.02, 0.1])
 
         def throttle(process: Process, dice: random.Random) -> None:
             while not is_over.is_set():
                 if not process.is_paused:
                     self._world.signal(process, signal.SIGSTOP)
-                    self._kernel.sleep(dice.uniform(0.005, 0.1))
+                    self._kernel.sleep(dice.uniform(0.005, longest_s))
                     self._world.signal(process, signal.SIGCONT)
                 self._kernel.sleep(dice.uniform(0.001, 0.02))
 
@@ -301,7 +345,7 @@ class Faults:
             for node in SIDECARS
         }
         recorded = [node for node, place in arenas.items() if (place / "kv.journal").exists()]
-        node = self._dice.choice(recorded or SIDECARS)
+        node = self._dice.choice(recorded or self._sidecars)
         names = (node, f"engine-{node}")
         for name in names:
             self._signal(name, signal.SIGKILL)
@@ -319,18 +363,27 @@ class Faults:
         self._for(20, undo)
 
     def kill_engine(self) -> None:
-        """SIGKILL to an engine."""
-        name = self._dice.choice(ENGINES)
-        self._signal(name, signal.SIGKILL)
-        self._for(5, lambda: self.start_again(name))
+        """SIGKILL to an engine, now or when it copies KV next."""
+        name = self._dice.choice(self._engines)
+        process = self._cluster.processes[name]
+
+        def undo() -> None:
+            process.at_copy = None
+            self.start_again(name)
+
+        if self._dice.random() < 0.5:
+            self._signal(name, signal.SIGKILL)
+        else:
+            process.at_copy = lambda: self._signal(name, signal.SIGKILL)
+        self._for(10, undo)
 
     def copying(self) -> None:
         """While an engine copies KV: SIGSTOP, so that it continues after its sidecar has dropped
         it; or SIGKILL to it, to its sidecar, or to both.
         """
-        node = self._dice.choice(SIDECARS)
-        engine, killed = f"engine-{node}", self._dice.choice([[], [0], [1], [0, 1]])
-        is_stopped = self._dice.random() < 0.5
+        node = self._dice.choice(self._sidecars)
+        engine, killed = f"engine-{node}", self._dice.choice([[], [0], [1], [1], [0, 1]])
+        is_stopped = not killed or self._dice.random() < 0.3
         process = self._cluster.processes[engine]
 
         def at_copy() -> None:
@@ -350,7 +403,7 @@ class Faults:
 
     def descriptors(self) -> None:
         """Deny a service new descriptors. A service that is still starting would rightly exit."""
-        process = self._cluster.processes[self._dice.choice(DISKS)]
+        process = self._cluster.processes[self._dice.choice(self._disks)]
         if self._kernel.now - process.started_s < LONGEST_S:
             return
         before, process.max_descriptors = process.max_descriptors, len(process.descriptors)
@@ -362,11 +415,11 @@ class Faults:
 
     def power(self) -> None:
         """Cut the power of a machine."""
-        self._lose_power(self._dice.choice(DISKS))
+        self._lose_power(self._dice.choice(self._disks))
 
     def crash(self) -> None:
         """Cut the power of a machine between two operations of its disk."""
-        name, kind, seed = self._dice.choice(DISKS), self._kind, self._dice.random()
+        name, kind, seed = self._dice.choice(self._disks), self._kind, self._dice.random()
 
         def lose_power() -> None:
             self._dice, self._kind = random.Random(seed), kind
@@ -399,11 +452,23 @@ class Faults:
             if str(path) in synced and not self._world.files.disks[name].has(str(path)):
                 self._complain(f"{name} lost {key.key.to_url()}, which it had synced")
 
+        is_clock_wrong = self._dice.random() < 0.5
+        offset_s, wrong_s = self._dice.choice([-3600, -30, 30, 3600]), self._dice.uniform(1, 10)
+
         def undo() -> None:
             self._world.network.restore(machine)
+            if is_clock_wrong:  # until the network has told the time
+                machine.wall_offset_s += offset_s
+                self._kernel.spawn(operator, "clock", set_right)
             for one in names:
                 self.start_again(one)
 
+        def set_right() -> None:
+            self._kernel.sleep(wrong_s)
+            machine.wall_offset_s = 0.0
+
+        operator = self._kernel.process
+        assert operator is not None
         self._for(20, undo)
 
     # --- Network ---------------------------------------------------------------------------------
@@ -518,13 +583,13 @@ class Faults:
 
     def bad_sectors(self) -> None:
         """Let some sectors be unreadable until they are written."""
-        self._disk().break_sectors(self._dice.choice([1, 20, 200]))
+        self._disk().break_sectors(self._dice.choice([1, 5, 20, 200]))
 
     def corrupt(self) -> None:
         """Flip bits on a disk."""
         self._disk(is_damaged=True).corrupt(self._dice.choice([1, 10]))
 
-    # --- Redis, clocks ---------------------------------------------------------------------------
+    # --- Redis, clocks, operators ----------------------------------------------------------------
 
     def redis(self) -> None:
         """SIGKILL to Redis, which keeps nothing."""
@@ -536,9 +601,24 @@ class Faults:
         self._cluster.redis.flush()
 
     def clock(self) -> None:
-        """Set the wall clock of a machine."""
-        machine = self._cluster.machines[self._dice.choice(SERVICES)]
-        machine.wall_offset_s += self._dice.choice([-3600, -30, 30, 3600])
+        """Set the wall clocks of some machines, and set them right again later."""
+        names = self._dice.sample(self._services, self._dice.randint(1, len(self._services)))
+        machines = [self._cluster.machines[name] for name in names]
+        offset_s = self._dice.choice([-3600, -30, 30, 3600])
+        for machine in machines:
+            machine.wall_offset_s += offset_s
+
+        def undo() -> None:
+            for machine in machines:
+                machine.wall_offset_s -= offset_s
+
+        self._for(LONGEST_S, undo)
+
+    def clear(self) -> None:
+        """Clear a node or a storage."""
+        name, process = self._dice.choice(self._disks), self._kernel.process
+        assert process is not None
+        self._kernel.spawn(process, "clear", lambda: self._call(name, "POST", "/v1/admin/clear"))
 
 
 KINDS = tuple(

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.__main__ import FIXED
+
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN_SEEDS = (2, 4, 5, 6, 490679675, 1787743731, 1223285715, 1227964489)
 """Runs of 300 s that violated something once."""
@@ -32,6 +34,7 @@ def run_seed(
     path: str | None = None,
     max_processor_s: int = MAX_PROCESSOR_S,
     only_first: bool = False,
+    is_warm: bool = False,
 ) -> Result:
     """Run one seed in its own process.
 
@@ -42,6 +45,7 @@ def run_seed(
         path: Import path of the product; None: that of this process.
         max_processor_s: Processor time after which the run is ended.
         only_first: End soon after the first violation.
+        is_warm: Whether the product's machine code has been compiled: the run need not find out.
 
     Returns:
         The output of `--json`; a run that had to be stopped has a violation that says so.
@@ -53,6 +57,8 @@ def run_seed(
     if keep is not None:
         command += ["--keep", ",".join(map(str, sorted(keep)))]
     environment = os.environ | {"PYTHONPATH": path or os.pathsep.join(filter(None, sys.path))}
+    if is_warm:
+        environment |= FIXED
     result: Result = {"seed": seed, "seconds": seconds}
     try:
         done = subprocess.run(

@@ -14,7 +14,7 @@ import selectors
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -72,8 +72,8 @@ class Network:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.machines: dict[str, Machine] = {}
-        self.names: dict[str, list[str]] = {}
-        """The name service: addresses by name."""
+        self.names: dict[str, list[str] | Callable[[], list[str]]] = {}
+        """The name service: addresses by name, or a function that returns the present ones."""
         self.listeners: dict[tuple[str, Any], SimulatedSocket] = {}
         self.connections: dict[Pipe, None] = {}
         """One direction each, those whose reader is open."""
@@ -947,8 +947,11 @@ def _resolve(
     if name in (None, "", "0.0.0.0", "127.0.0.1", "localhost") or name[0].isdigit():
         addresses = ["127.0.0.1" if name in (None, "", "localhost") else name]
     elif name in network.names:
-        addresses = network.names[name]
+        known = network.names[name]
+        addresses = known if isinstance(known, list) else known()
     else:
+        addresses = []
+    if not addresses:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     return [
         (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (address, number))

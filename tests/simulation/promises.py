@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LATE_S = 5.0
 """A call of a tier, and a drain, may exceed their limits by this much."""
+SENT_S = 0.001
+"""A wait for an answer may begin this long before its end with an unsent question."""
 PULLED_S = 0.1
 """A pull ends within this time of the arrival of its last chunk."""
 
@@ -22,6 +24,7 @@ PULLED_S = 0.1
 def install(world: World) -> None:
     """Judge calls of the product in this process; what breaks a promise becomes a complaint."""
     _end_in_time(world)
+    _answer_for_each(world)
     _keep_what_is_synced(world)
     _serve_what_can_be_read(world)
     _pull_from_peers(world)
@@ -30,6 +33,7 @@ def install(world: World) -> None:
     _drop_no_only_copy(world)
     _send_what_is_asked(world)
     _start_few_threads(world)
+    _end_threads_of_recovery(world)
 
 
 @contextlib.contextmanager
@@ -68,6 +72,28 @@ def _end_in_time(world: World) -> None:
 
     Guard._attempt = attempt_judged  # type: ignore[method-assign, assignment]
     NodeDrain._drain = drain_judged  # type: ignore[method-assign]
+
+
+def _answer_for_each(world: World) -> None:
+    """A tier says something about each chunk that it is asked for or given."""
+    from lmcache_core.storage.guard import Guard
+
+    def judged(name: str, call: Any) -> Any:
+        async def call_judged(guard: Any, items: Sequence[Any], *args: Any, **options: Any) -> Any:
+            process = world.kernel.process
+            assert process is not None
+            results = await call(guard, items, *args, **options)
+            if len(results) != len(items):
+                world.complaints.append(
+                    f"{process.name}: {name} of {guard.name} answers {len(results)} times for"
+                    f" {len(items)} chunks"
+                )
+            return results
+
+        return call_judged
+
+    for name in ("batched_contains", "batched_get", "batched_put"):
+        setattr(Guard, name, judged(name, getattr(Guard, name)))
 
 
 def _keep_what_is_synced(world: World) -> None:
@@ -241,24 +267,21 @@ def _drop_no_only_copy(world: World) -> None:
 
 
 def _send_what_is_asked(world: World) -> None:
-    """Who waits for an answer of a sidecar sends its question as soon as the socket has room."""
+    """Who waits for an answer of a sidecar has sent its question, or waits for room in the
+    socket.
+    """
     from lmcache_core.sidecar.connection import SidecarConnection
 
-    read_until = SidecarConnection._read_until
+    next_frame = SidecarConnection._next_frame
 
-    def read_judged(connection: Any, question: Any, deadline: float) -> None:
-        process, socket = world.kernel.process, connection._socket
+    def next_frame_judged(connection: Any, socket: Any, deadline: float) -> Any:
+        process = world.kernel.process
         assert process is not None
-        has_room = socket is not None and socket.outgoing is not None and socket.outgoing.room > 0
-        num_unsent = len(connection._unsent) if question.answer is None and has_room else 0
-        try:
-            read_until(connection, question, deadline)
-        except (TimeoutError, BlockingIOError):
-            if num_unsent and len(connection._unsent) == num_unsent:
-                world.complaints.append(f"{process.name}: awaits the answer to an unsent question")
-            raise
+        if connection._unsent and world.kernel.now < deadline - SENT_S:
+            world.complaints.append(f"{process.name}: awaits the answer to an unsent question")
+        return next_frame(connection, socket, deadline)
 
-    SidecarConnection._read_until = read_judged  # type: ignore[method-assign]
+    SidecarConnection._next_frame = next_frame_judged  # type: ignore[method-assign]
 
 
 def _start_few_threads(world: World) -> None:
@@ -277,3 +300,20 @@ def _start_few_threads(world: World) -> None:
         start(thread)
 
     SimulatedThread.start = start_judged  # type: ignore[method-assign]
+
+
+def _end_threads_of_recovery(world: World) -> None:
+    """The threads that check what is in an arena end with the checks."""
+    from lmcache_sidecar.arena.recovery import ArenaRecovery
+
+    run = ArenaRecovery.run
+
+    async def run_judged(recovery: Any, *args: Any) -> None:
+        await run(recovery, *args)
+        process = world.kernel.process
+        assert process is not None
+        left = [name for name in world.kernel.threads(process) if name.startswith("lmcache-recov")]
+        if left:
+            world.complaints.append(f"{process.name}: keeps {left} after it has checked its arena")
+
+    ArenaRecovery.run = run_judged  # type: ignore[method-assign]

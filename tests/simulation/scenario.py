@@ -22,23 +22,29 @@ from tests.simulation.cluster import (
     Cluster,
 )
 from tests.simulation.engines import SimulatedEngine
-from tests.simulation.faults import Fault, Faults
+from tests.simulation.faults import DISKS, Fault, Faults, focus_of
 from tests.simulation.world import World
 
 CALM_S = 60.0
 """After the last fault, everything works again within this time."""
+CALM_PAUSE_S = 3.0
 END_S = 60.0
 """Everything ends within this time of its signal."""
 FOUND_S = 30.0
 """A prompt that was stored is found by every node within this time."""
-ENGINE_PAUSES_S = (1.0, 3.0, 10.0)
+FOUND_PAUSE_S = 2.0
+ENGINE_PAUSES_S = (0.3, 1.0, 3.0)
 NUM_VLLM = (1, 3, 4)
 """How many of the four engines are vLLM; the others call the library. Only those of one kind share
 chunks: fewer than three have no choice of peers.
 """
-EMBEDDED_CHANCE = 0.2
-"""How often an engine of vLLM has its tiers in its own process."""
-OPERATOR_PAUSE_S = 10.0
+EMBEDDED_CHANCE = 0.6
+"""How often one engine of vLLM has its tiers in its own process, if that leaves three sidecars with
+engines of one kind.
+"""
+NUM_VICTIMS = (2, len(DISKS))
+"""How many of the nodes and storages meet faults: on few of them, faults meet each other."""
+OPERATOR_PAUSES_S = (2.0, 10.0)
 LOOK_S = 10.0
 """Interval between checks of the invariants."""
 ADMIN_BOUND_S = 15.0
@@ -111,17 +117,27 @@ class Scenario:
         self._schedule = schedule
         self._only_first = only_first
         self._is_working = True
+        self._is_watching = True
         self._is_done = False
         dice = random.Random(f"settings {seed}")
         self._engine_pause_s = dice.choice(ENGINE_PAUSES_S)
         self.cluster = Cluster(world, CHUNK_BYTES, dice)
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
-        self._embedded_nodes = {
-            node for node in self._vllm_nodes if engine_dice.random() < EMBEDDED_CHANCE
-        }
+        is_embedded = len(self._vllm_nodes) != 3 and engine_dice.random() < EMBEDDED_CHANCE
+        self._embedded_nodes = set(self._vllm_nodes[:1] if is_embedded else ())
         self.engines: dict[str, SimulatedEngine] = {}
-        self.faults = Faults(world, self.cluster, self._start_engine, self._complain, self._call)
+        victims, focus = random.Random(f"victims {seed}"), focus_of(seed)
+        machines = DISKS if focus is None else focus.machines
+        self.faults = Faults(
+            world,
+            self.cluster,
+            self._start_engine,
+            self._complain,
+            self._call,
+            victims.sample(machines, min(len(machines), victims.choice(NUM_VICTIMS))),
+        )
+        self._seen_ids: set[str] = set()
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
         self.violations: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()
@@ -143,6 +159,9 @@ class Scenario:
     def _complain(self, text: str) -> None:
         self.violations.append(f"{self._kernel.now:.3f} {text}")
         self._kernel.record(f"violation {text}")
+        if self._only_first:
+            self._is_done = True
+            self._kernel.stop()
 
     def _operate(self) -> int:
         kernel = self._kernel
@@ -161,7 +180,11 @@ class Scenario:
         kernel.sleep(max(0.0, begin + self._work_s - kernel.now))
         self._is_working = False
         self.faults.heal()
+        if random.Random(f"calm {self._seed}").random() < 0.5:
+            self.cluster.redis.flush()  # all must be announced again, by clocks that are right
+        self._slow_down()
         kernel.sleep(CALM_S)
+        self._is_watching = False
         self._check_found()
         for engine in self.engines.values():
             engine.is_working = False
@@ -175,6 +198,12 @@ class Scenario:
         self._is_done = True
         kernel.stop()
         return 0
+
+    def _slow_down(self) -> None:
+        """Let engines ask now and then only: calm shows whether everything works again."""
+        self._engine_pause_s = max(self._engine_pause_s, CALM_PAUSE_S)
+        for engine in self.engines.values():
+            engine.pause_s = self._engine_pause_s
 
     def _start_engine(self, node: str) -> None:
         engine = self.engines.get(node)
@@ -214,10 +243,15 @@ class Scenario:
 
     def _administrate(self) -> None:
         dice = random.Random(f"operator {self._seed}")
+        pause_s = dice.choice(OPERATOR_PAUSES_S)
+        # Each run has its own habits, so that some calls are frequent in it.
+        habits = {
+            kind: dice.sample(calls, dice.randint(2, len(calls))) for kind, calls in CALLS.items()
+        }
         while self._is_working:
-            self._kernel.sleep(dice.expovariate(1 / OPERATOR_PAUSE_S))
+            self._kernel.sleep(dice.expovariate(1 / pause_s))
             name = dice.choice(SERVICES)
-            method, path = dice.choice(CALLS[name.split("-")[0]])
+            method, path = dice.choice(habits[name.split("-")[0]])
             body = self._body(name, path, dice)
             operation = f"{method} {name.split('-')[0]}{path}"
             self._count_pairs(operation)
@@ -269,14 +303,12 @@ class Scenario:
     # --- Invariants ------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        while self._is_working:
+        while self._is_watching:
             self._kernel.sleep(LOOK_S)
             self._check_alive()
             self._check_sizes()
             self._check_lent()
-            if self._only_first and self.violations:
-                self._is_done = True
-                self._kernel.stop()
+            self._check_intact()
 
     def _collect(self, engine: SimulatedEngine) -> None:
         for fault in engine.faults:
@@ -333,13 +365,38 @@ class Scenario:
                 self._complain(f"{name} has {lent[what]} bytes {what} for no client")
             self._leaked[name] = leaked
 
+    def _check_intact(self) -> None:
+        """Check that chunks in memory are what their digests say; note which there are."""
+        from lmcache_core.errors import RecordError
+        from lmcache_core.record import verify_payload
+
+        for name in (*SIDECARS, *STORAGES):
+            for tier, _ in self._tiers(name):
+                self._seen_ids.update(key.key.chunk_id().hex() for key, _ in tier.held())
+            node = self._running(name)
+            for chunk in [] if node is None else list(node.stack.hot._chunks.values()):
+                try:
+                    if chunk.is_sealed:
+                        verify_payload(chunk.header, chunk.memory.byte_array)
+                except RecordError as exc:
+                    self._complain(f"{name} serves {chunk.key.key.to_url()} from memory: {exc}")
+                    return
+
     def _has_read_disk(self, name: str) -> bool:
         """Return whether a node runs and knows its files: lost power brings back some that it had
-        removed.
+        removed, and how much is in a directory that cannot be listed is not known.
         """
-        node = self._world.nodes.get(name)
-        is_dead = self.cluster.processes[name].is_dead
-        return node is not None and not is_dead and node.tiers.disk_files._store.is_loaded
+        node, disk = self._running(name), self._world.files.disks[name]
+        if node is None:
+            return False
+        store = node.tiers.disk_files._store
+        return store.is_loaded and not any(disk.is_folder(str(path)) for path in store._room.unread)
+
+    def _running(self, name: str) -> Any:
+        """Return the `Node` of a process that runs; None while there is none."""
+        process = self.cluster.processes[name]
+        is_served = self._world.served_by.get(name) is process and not process.is_dead
+        return self._world.nodes[name] if is_served else None
 
     def _num_damaged(self, name: str) -> int:
         node = self._world.nodes.get(name)
@@ -347,8 +404,8 @@ class Scenario:
 
     def _tiers(self, name: str) -> list[tuple[Any, float | None]]:
         """Return the tiers of a running node, and the tenant's quota in each."""
-        node = self._world.nodes.get(name)
-        if node is None or self.cluster.processes[name].is_dead:
+        node = self._running(name)
+        if node is None:
             return []
         quotas = node.settings.tenant_quota_gb, node.settings.tenant_disk_quota_gb
         return list(zip(node.tiers.local, quotas, strict=False))
@@ -372,8 +429,9 @@ class Scenario:
             ]
             while asked and self._kernel.now < deadline:
                 for engine, prompt in asked:
-                    engine.found, engine.prompt = None, prompt
-                self._kernel.sleep(10.0)
+                    if engine.prompt is None:
+                        engine.found, engine.prompt = None, prompt
+                self._kernel.sleep(FOUND_PAUSE_S)
                 asked = [one for one in asked if (one[0].found or 0) < 7 * 32]
             for engine, prompt in asked:
                 self._complain(
@@ -402,14 +460,20 @@ class Scenario:
         surplus = (stats["num_chunks"] or 0) - len(holders) if stats else -1
         if surplus < 0 or (surplus > 0 and not expiring):
             wrong.append(f"{len(holders)} chunks are held; lookup says {stats}")
-        ids = sorted(holders)
-        for chunk_id in random.Random(self._seed).sample(ids, min(ASKED_CHUNKS, len(ids))):
+        dice, ids, gone = (
+            random.Random(self._seed),
+            sorted(holders),
+            sorted(self._seen_ids - holders.keys()),
+        )
+        asked = dice.sample(ids, min(ASKED_CHUNKS, len(ids)))
+        for chunk_id in asked + dice.sample(gone, min(ASKED_CHUNKS, len(gone))):
             _, answer = self._call("lookup-0", "GET", f"/v1/chunks/{chunk_id}/locations")
             known = {one["instance"] for one in answer["holders"]} if answer else set()
-            if known - expiring != holders[chunk_id] - expiring or not known >= holders[chunk_id]:
+            held_by = holders.get(chunk_id, set())
+            if known - expiring != held_by - expiring or not known >= held_by:
                 wrong.append(
                     f"lookup names {sorted(known)} as holders of {chunk_id}, which"
-                    f" {sorted(holders[chunk_id])} hold"
+                    f" {sorted(held_by)} hold"
                 )
         return wrong
 

@@ -59,7 +59,13 @@ def _connector() -> ModuleType:
     module = imported_connector().__enter__()
     from lmcache_core.integrations.vllm.worker import WorkerSide
 
-    result = WorkerSide._result
+    result, open_store = WorkerSide._result, module.open_store
+
+    def open_wrapped(*args: Any) -> Any:
+        # For good: engines that begin at the same time would undo each other's replacement.
+        opened = open_store(*args)
+        opened.store = _Store(opened.store, _clients[os.getpid()])
+        return opened
 
     def result_judged(side: Any, load: Any, first_bad: int | None) -> Any:
         """Blocks before the first chunk that is missing are not reported."""
@@ -71,6 +77,7 @@ def _connector() -> ModuleType:
         return found
 
     WorkerSide._result = result_judged  # type: ignore[method-assign]
+    module.open_store = open_wrapped  # type: ignore[attr-defined]
     return module
 
 
@@ -153,18 +160,32 @@ _clients: dict[int, _Books] = {}
 """By process."""
 
 
-def _wrap(store: Any) -> Any:
-    # Engines that begin at the same time may wrap each other's stores.
-    return store if isinstance(store, _Store) else _Store(store, _clients[os.getpid()])
-
-
 class _Engine(Engine):
     """An engine whose steps take time."""
 
     def compute(self, output: SimpleNamespace) -> Mapping[str, str]:
+        self._check_copied(output)
         spoiled = super().compute(output)
         time.sleep(STEP_S + output.total_num_scheduled_tokens / PREFILL_TOKENS_PER_S)
         return spoiled
+
+    def _check_copied(self, output: SimpleNamespace) -> None:
+        """Check that no block that a step writes to is still to be copied."""
+        written = {
+            block
+            for run in self._runs(output)
+            for ids in run.block_ids
+            for block in ids[run.first // BLOCK_SIZE : -(-run.last // BLOCK_SIZE)]
+        }
+        for worker in self.workers:
+            side = worker.connector._worker_side
+            for pending in () if side is None else side._store_thread._uncopied:
+                blocks = {block for run in pending.store.runs for block in run.block_ids}
+                if both := sorted(blocks & written):
+                    raise AssertionError(
+                        f"a step overwrites blocks {both} of {pending.store.request_id}, which are"
+                        " not copied"
+                    )
 
     def poison(self, books: _Books) -> None:
         """Overwrite what the loads of a step must replace, and check that the store keeps it."""
@@ -269,7 +290,6 @@ class VllmClient:
             extra,
             shape,
             LIMITS,
-            _wrap,
             engine_id=f"engine-{self._seed}",
         )
         (worker,) = engine.workers

@@ -20,6 +20,8 @@ MIN_REPEAT_S = 5.0
 """Shortest interval of services' periodic work: otherwise most events of an idle cluster would be
 checks that find no change.
 """
+MIN_LOOK_S = 1.0
+"""The same for `look`: storages move chunks only after several looks at the same servers."""
 
 
 class World:
@@ -51,6 +53,8 @@ class World:
         """The `Node` of each sidecar and storage, by the name of its process."""
         self.socket_servers: dict[str, Any] = {}
         """The `SocketServer` of each sidecar, likewise."""
+        self.served_by: dict[str, Process] = {}
+        """The process of each of `nodes`: the next one has none while it starts."""
         self.complaints: list[str] = []
         """Promises that were broken (see `promises`), and failures that were logged."""
         self.synced: dict[str, set[str]] = {}
@@ -102,13 +106,16 @@ class World:
         repeat = supervisor.TaskSupervisor.repeat
 
         def repeat_seldom(tasks: Any, name: str, work: Any, interval_s: float) -> bool:
-            return repeat(tasks, name, work, max(interval_s, MIN_REPEAT_S))
+            least_s = MIN_LOOK_S if name == "look" else MIN_REPEAT_S
+            return repeat(tasks, name, work, max(interval_s, least_s))
 
         open_node, kernel, nodes = Node.serve, self.kernel, self.nodes
+        served_by = self.served_by
 
         async def serve(node: Any, *args: Any) -> None:
             assert kernel.process is not None
             nodes[kernel.process.name] = node
+            served_by[kernel.process.name] = kernel.process
             await open_node(node, *args)
 
         for name in ("_fill", "_copy"):

@@ -40,6 +40,10 @@ class TierAnnouncer:
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
         """Report a chunk that a tier has stored; tiers that are not local are ignored."""
         if self._reporter is not None and tier in self._tiers:
+            if not self._tiers[tier].contains_now([key])[0]:
+                # It was evicted before the rest of its batch was written, and its removal has been
+                # reported: lookup would name this holder for good.
+                return
             self._reporter.stored(key.key.chunk_id(), tier, num_bytes, self._tenant(key))
 
     def removed_from(self, tier: str) -> OnRemoved:

@@ -1,0 +1,50 @@
+"""Announcements to lookup agree with what the tiers hold in the end."""
+
+from __future__ import annotations
+
+from lmcache_core.storage.announcer import TierAnnouncer
+from lmcache_core.storage.disk import DiskBackend
+from lmcache_core.storage.disk.layout import charged_bytes
+from lmcache_core.storage.write_behind import WriteBehind
+
+from tests.suites.chunks import make_chunk
+
+ROOM_CHUNKS, NUM_CHUNKS = 2, 8
+
+
+class Told:
+    """Follows the events of a reporter, as lookup does."""
+
+    def __init__(self) -> None:
+        self.chunk_ids: set[bytes] = set()
+
+    def stored(self, chunk_id: bytes, *_: object) -> None:
+        self.chunk_ids.add(chunk_id)
+
+    def removed(self, chunk_id: bytes, *_: object) -> None:
+        self.chunk_ids.discard(chunk_id)
+
+
+async def test_a_chunk_that_is_evicted_by_its_own_batch_is_not_announced(tmp_path):
+    chunks = [make_chunk(number) for number in range(NUM_CHUNKS)]
+    told, announcer = Told(), TierAnnouncer("default")
+    disk = DiskBackend(
+        tmp_path / "chunks",
+        ROOM_CHUNKS * charged_bytes(chunks[0].num_bytes),
+        on_removed=announcer.removed_from("disk"),
+    )
+    await disk.open()
+    announcer.connect(told, [disk])
+    writer = WriteBehind(
+        disk,
+        sum(chunk.num_bytes for chunk in chunks),
+        lambda chunk, tier: announcer.stored(chunk.key, tier, chunk.num_bytes),
+    )
+    writer.open()
+    writer.offer(chunks)
+    assert await writer.drain(60)
+    held = {key.key.chunk_id() for key, _ in disk.held()}
+    assert len(held) == ROOM_CHUNKS
+    assert told.chunk_ids == held
+    await writer.close(0)
+    await disk.close()
