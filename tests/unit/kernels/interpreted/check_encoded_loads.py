@@ -215,6 +215,29 @@ def test_what_kernels_refuse_is_a_miss(sidecar: Sidecar, monkeypatch: pytest.Mon
         assert capable.load()[0] == NUM_CHUNKS, "the sidecar found nothing wrong with it"
 
 
+def test_the_host_reads_once_whether_all_chunks_were_decoded(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read waits for the device, and more so while others use it."""
+    begin, reads = DeviceDecoder.begin, list[str]()
+
+    class Status(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function.__name__ in ("__bool__", "tolist", "item"):
+                reads.append(function.__name__)
+            return super().__torch_function__(function, types, args, kwargs)
+
+    monkeypatch.setattr(
+        DeviceDecoder, "begin", lambda *arguments: begin(*arguments).as_subclass(Status)
+    )
+    sidecar.evict()
+    with client(sidecar, has_kernels=True) as capable:
+        assert capable.load((3, 2 * CHUNK + 1))[0] == NUM_CHUNKS
+        assert capable.load((CHUNK, 2 * CHUNK))[0] == NUM_CHUNKS
+    assert len(reads) == 2
+
+
 def test_records_of_other_tables_are_not_taken(sidecar: Sidecar) -> None:
     sidecar.evict()
     with client(sidecar, has_kernels=True) as capable:

@@ -244,7 +244,7 @@ class KVTransfer:
                 else:
                     status = self._decode(chunks[i], start, end, kwargs, wanted)
                     is_right = status is not None
-                    if status is not None:
+                    if status is not None and len(status):
                         decoded[i] = status
                 if not is_right:
                     damaged.append(chunks[i])
@@ -258,10 +258,9 @@ class KVTransfer:
                     are_right = self._each(copy, range(num_fitting), named, kwargs)
                 finally:
                     launched.wait()  # before their chunks are released
-                for i, status in decoded.items():
-                    if status.any():  # the device is done
-                        damaged.append(chunks[i])
-                        are_right[i] = False
+                for i in _nonzero(decoded):
+                    damaged.append(chunks[i])
+                    are_right[i] = False
                 num_loaded = (*are_right, False).index(False)
             for chunk in damaged:
                 self._store.reject(chunk)
@@ -488,6 +487,16 @@ class KVTransfer:
         is_kv = header.serde == RAW_SERDE and header.tensors == expected.tensors
         is_whole = chunk.memory.get_size() == expected.num_bytes
         return None if is_kv and is_whole else MissReason.LAYOUT
+
+
+def _nonzero(found: dict[int, torch.Tensor]) -> list[int]:
+    """Return the keys of tensors that are not all zeros. They are read from their device at
+    once.
+    """
+    if not found:
+        return []
+    flags: list[bool] = torch.stack([tensor.any() for tensor in found.values()]).tolist()
+    return [key for key, flag in zip(found, flags, strict=True) if flag]
 
 
 class LoadedWithLoss:
