@@ -229,6 +229,7 @@ def measure_peers(bench: Bench, console: Console, machine: str) -> None:
     if bench.rows or bench.mib != peers.FULL_MIB:
         return  # the document has the whole table
     report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", [section.as_markdown(), remark])
+    peers.rewrite_readme(DOCUMENT.parents[1] / "README.md", section)
 
 
 def measure_scale(bench: Bench, console: Console, machine: str) -> None:
