@@ -166,6 +166,8 @@ class Driver:
         self._source.mark(turn)
         tokens = self._tokens(turn)
         arguments = self._arguments(self._source)
+        if hasattr(self._engine, "make_room"):
+            self._engine.make_room()
         began = time.perf_counter()
         self._engine.store(tokens, **arguments)
         while self._engine.lookup(tokens, search_range=[self._tier]) < len(tokens):

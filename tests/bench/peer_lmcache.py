@@ -137,6 +137,10 @@ class Multiprocess:
             pages, shape.model, 1, shape.blocks_per_chunk, TIMEOUT_S, layout_hints=HINTS
         )
 
+    def make_room(self) -> None:
+        """Empty the server. It evicts once a second; what is stored before is not kept."""
+        self._client.clear().result(timeout=TIMEOUT_S)
+
     def store(self, tokens: torch.Tensor, layers: Any, blocks: list[int]) -> None:
         """Store a prompt."""
         key = self._key(tokens)
