@@ -44,8 +44,9 @@ class Place:
         shape: Of prompts.
         delay: Rounds between storing and retrieving a prompt: one for slower tiers, when memory no
             longer holds it.
-        is_backed: Whether the host has just given free memory back to this machine. Otherwise its
-            first use may be several times slower.
+        is_backed: Whether free memory has just been used when a store begins. Otherwise a host may
+            have taken it back, and its first use is several times slower. It matters to what does
+            not hold its memory from the start.
         num_clients: How many times the engines start; each time their first round is a row of its
             own.
         lookup: What is measured of lookups: the "lookup" itself, the "first lookup" after a rest,
@@ -61,7 +62,7 @@ class Place:
     retrieve_limit: Callable[[], float]
     shape: Shape
     delay: int = 1
-    is_backed: bool = True
+    is_backed: bool = False
     num_clients: int = 1
     lookup: str = ""
     make_cold: Callable[[], None] | None = None

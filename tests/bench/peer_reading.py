@@ -145,8 +145,8 @@ class Reading:
 
     def _once(self, engines: dict[str, Child], kind: str, what: str, turn: int) -> float:
         time.sleep(SETTLE_S)
-        if self.place.is_backed:
-            torch.ones(3 * self.place.shape.num_bytes, dtype=torch.uint8)  # and free it
+        if self.place.is_backed and what == "store":
+            use_memory(3 * self.place.shape.num_bytes)
         if kind == "limit":
             place = self.place
             return place.store_limit() if what == "store" else place.retrieve_limit()
@@ -193,3 +193,8 @@ def at_place(name: str, run: Run, directory: Path, num_tokens: int, rounds: int)
         folder.mkdir()
         run(place.name, lambda: reading.take(partial(children, engines, folder)))
     return list(reading.rows(cores))
+
+
+def use_memory(num_bytes: int) -> None:
+    """Use free memory of the machine once, and free it."""
+    torch.ones(num_bytes, dtype=torch.uint8)

@@ -31,8 +31,8 @@ NUM_PROCESSES = 16
 CODEC_CALLS = 10
 PLAIN_VLLM = "plain vLLM"
 VLLM_SIZES = (*vllm_rounds.SHORT_TOKENS, 4097)
-VLLM_ROUNDS = 3
-"""Rounds of vLLM to one of the others; the longest prompt is in every third."""
+VLLM_ROUNDS = 2
+"""Rounds of vLLM to one of the others; the longest prompt is in every second."""
 
 
 def chunks(run: Run, directory: Path, rounds: int) -> list[Row]:

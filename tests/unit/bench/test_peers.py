@@ -36,7 +36,7 @@ class ScriptedChild:
 def place(**fields: Any) -> peer_places.Place:
     limits: list[Callable[[], float]] = [lambda: 0.5, lambda: 0.25]
     engines = (("ours", "Hot", {}), ("lmcache", "Hot", {}))
-    values = {"shape": SHAPE, "is_backed": False} | fields
+    values = {"shape": SHAPE} | fields
     return peer_places.Place("a place", *engines, "a limit", *limits, **values)
 
 
@@ -123,6 +123,17 @@ def test_cold_reads_follow_an_emptied_page_cache(monkeypatch: pytest.MonkeyPatch
     assert [row.name for row in taken.rows(0.0)][1:] == [
         "a place: retrieve, warm", "a place: retrieve, cold",
     ]  # fmt: skip
+
+
+def test_memory_is_used_before_stores_where_it_is_to_be_backed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(peer_reading, "use_memory", used.append)
+    reading(monkeypatch, rounds=1, is_backed=False)
+    assert not used
+    reading(monkeypatch, rounds=1, is_backed=True)
+    assert used == [3 * SHAPE.num_bytes] * 9  # two rounds do not count
 
 
 class FaultyEngine:
