@@ -267,6 +267,8 @@ def main() -> None:
     for line in sys.stdin:
         ask = json.loads(line)
         print(json.dumps(getattr(driver, ask["do"])(ask["turn"])), file=answers, flush=True)
+    if hasattr(driver, "close"):
+        driver.close()
     os._exit(0)  # the bench removes files and servers
 
 

@@ -19,6 +19,7 @@ from tests.bench.vllm_engines import vllm_environment
 
 CHILD = "tests.bench.peer_child"
 ANSWER_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 10.0
 
 
 class Child:
@@ -70,13 +71,17 @@ class Child:
         self._process.stdin.flush()
         return self._read(ANSWER_TIMEOUT_S)
 
-    def kill(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+    def end(self) -> None:
+        """Let it end by itself, or end it if it does not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
     def _read(self, timeout_s: float) -> dict[str, Any]:
         stdout = self._process.stdout
@@ -98,7 +103,7 @@ def children(of: Mapping[str, tuple[Any, ...]], directory: Path) -> Iterator[dic
         started = {}
         for name, arguments in of.items():
             started[name] = Child(*arguments, directory / f"{name}.log")
-            stack.callback(started[name].kill)
+            stack.callback(started[name].end)
         for child in started.values():
             child.wait_ready()
         yield started

@@ -32,6 +32,7 @@ class Offloading:
     def __init__(self, shape: Shape, tier: dict[str, Any]) -> None:
         self._num_chunks = shape.num_tokens // shape.chunk_size
         self._chunk_bytes = shape.num_bytes // self._num_chunks
+        self.engine_id = uuid.uuid4().hex
         sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
         sizes |= {"rank": 0, "data_parallel_index": 0, "data_parallel_size": 1}
         self._spec = TieringOffloadingSpec(
@@ -40,7 +41,7 @@ class Offloading:
                 worker_kv_bytes_per_block=self._chunk_bytes,
                 enable_kv_cache_events=False,
                 extra_config={"cpu_bytes_to_use": shape.num_bytes, "secondary_tiers": [tier]},
-                engine_id=uuid.uuid4().hex,
+                engine_id=self.engine_id,
                 model=c.OffloadingModelConfig(f"/models/{uuid.uuid4().hex}/llama", "bfloat16"),
                 cache=c.OffloadingCacheConfig(shape.chunk_size, 1),
                 parallel=c.OffloadingParallelConfig(
@@ -94,6 +95,11 @@ class Offloading:
         self._manager.complete_load(keys, context)
         self._manager.on_request_finished(context)
         return {"seconds": seconds}
+
+    def close(self) -> None:
+        """Free the host memory, which is a file that would stay."""
+        self._rows = np.empty(0)
+        self._manager.shutdown()
 
     def _is_found(self, keys: list[Any], context: ReqContext) -> bool:
         found = [self._manager.lookup(key, context) for key in keys]

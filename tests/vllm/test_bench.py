@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,17 @@ import pytest
 from tests.bench.peer_child import Shape
 from tests.bench.peer_vllm import Offloading
 
+IN_MEMORY = Path("/dev/shm")
 SHAPE = Shape(num_tokens=64, chunk_size=32, num_layers=2, num_heads=2, head_size=64)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Offloading:
-    return Offloading(SHAPE, {"type": "fs", "root_dir": str(tmp_path)})
+def files(tmp_path: Path) -> Iterator[Offloading]:
+    opened = Offloading(SHAPE, {"type": "fs", "root_dir": str(tmp_path)})
+    (made,) = IN_MEMORY.glob(f"vllm_offload_*{opened.engine_id}*")
+    yield opened
+    opened.close()
+    assert not made.exists(), "host memory stays in use"
 
 
 def test_the_file_tier_brings_back_what_was_stored(files: Offloading) -> None:
