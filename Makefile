@@ -94,8 +94,8 @@ check: lint types contracts workflow-lint docker-lint ## Everything that CI runs
 bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine and rewrite docs/benchmarks.md
 	@$(BIN)/python -m tests.bench
 
-# Not listed: our engine and LMCache's in turn, every byte compared; rewrites their table in docs/benchmarks.md
-bench-peers: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
+# Not listed: our engine, LMCache's and vLLM's in turn, every byte compared (20 minutes); rewrites their table in docs/benchmarks.md and the README's figures
+bench-peers: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready
 	@$(BIN)/python -m tests.bench peers
 
 sim: $(VENV)/.tools ## Run the whole cluster in virtual time with faults: SEED=7 replays a run, HOURS=1 runs fresh seeds

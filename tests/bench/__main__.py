@@ -57,10 +57,18 @@ T = TypeVar("T")
 class Bench:
     """Runs one part after the other and says which."""
 
-    def __init__(self, progress: Progress, directory: Path) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        directory: Path,
+        mib: int = peers.FULL_MIB,
+        rows: Sequence[str] = (),
+    ) -> None:
         self._progress = progress
         self._task = progress.add_task("")
         self.directory = directory
+        self.mib = mib
+        self.rows = rows
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         """One part."""
@@ -211,17 +219,17 @@ def measure_storage_rest(bench: Bench, console: Console, machine: str) -> None:
 
 
 def measure_peers(bench: Bench, console: Console, machine: str) -> None:
-    """Our engine and LMCache's, in turn."""
+    """Our engine, LMCache's and vLLM's, in turn."""
     try:
-        section, remark = peers.measure(bench.run, bench.directory)
+        section, remark = peers.measure(bench.run, bench.directory, bench.rows, bench.mib)
     except peers.PeerMissingError as exc:
         raise SystemExit(str(exc)) from exc
-    small = bench.run("LMCache and ours: small chunks", lambda: peers.small_chunks(bench.directory))
-    for one in (section, small):
-        one.show(console)
-    console.print(remark)
-    parts = [section.as_markdown(), remark, small.as_markdown()]
-    report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", parts)
+    # One line a row, however narrow the terminal is
+    console.print(section.as_markdown(), remark, sep="\n\n", soft_wrap=True, markup=False)
+    if bench.rows or bench.mib != peers.FULL_MIB:
+        return  # the document has the whole table
+    report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", [section.as_markdown(), remark])
+    peers.rewrite_readme(DOCUMENT.parents[1] / "README.md", section)
 
 
 def measure_scale(bench: Bench, console: Console, machine: str) -> None:
@@ -298,7 +306,22 @@ def main() -> None:
         choices=[*PARTS, *BY_NAME],
         help=f"measure this alone (default: {' and '.join(PARTS)})",
     )
-    part = parser.parse_args().part
+    parser.add_argument(
+        "--mib",
+        type=int,
+        default=peers.FULL_MIB,
+        choices=(64, 128, 256, 512),
+        help="of peers: KV of a prompt; only the table of %(default)s is written",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=(),
+        choices=peers.ROWS,
+        help="of peers: measure these alone, and write nothing",
+    )
+    arguments = parser.parse_args()
+    part = arguments.part
     console = Console()
     torch.set_num_threads(1)
     machine = (
@@ -310,10 +333,10 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch,
         Progress(*columns, console=console) as progress,
     ):
-        bench = Bench(progress, Path(scratch))
+        bench = Bench(progress, Path(scratch), arguments.mib, arguments.rows)
         for name in PARTS if part is None else (part,):
             (PARTS | BY_NAME)[name](bench, console, machine)
-    if part != "tier":
+    if part != "tier" and not arguments.rows and arguments.mib == peers.FULL_MIB:
         is_near = DOCUMENT.is_relative_to(Path.cwd())
         console.print(f"written to {DOCUMENT.relative_to(Path.cwd()) if is_near else DOCUMENT}")
 

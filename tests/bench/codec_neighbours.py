@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 PROC_STAT = Path("/proc/stat")
+LOAD_SECONDS = 2.0
 BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
 """User, nice, system, interrupts, soft interrupts, stolen by the host; not idle, not waiting for
 a device.
@@ -20,6 +21,13 @@ def busy_ticks(stat: str) -> int:
     """Clock ticks that all cores were busy for since the start, from the text of `/proc/stat`."""
     fields = stat.splitlines()[0].split()[1:]
     return sum(int(fields[column]) for column in BUSY_COLUMNS)
+
+
+def other_load() -> float:
+    """Return how many cores were busy for a moment while this process waited."""
+    busy = busy_ticks(PROC_STAT.read_text())
+    time.sleep(LOAD_SECONDS)
+    return (busy_ticks(PROC_STAT.read_text()) - busy) / os.sysconf("SC_CLK_TCK") / LOAD_SECONDS
 
 
 class Neighbours:

@@ -89,7 +89,7 @@ def _measure(directory: Path, chunks: ChunkSet, fsync: bool, rounds: int) -> lis
 
         def make_cold(turn: int) -> None:
             for path in directory.rglob("*.*"):
-                _drop_from_cache(path)
+                drop_from_cache(path)
 
         how = "with fsync" if fsync else "without fsync"
         figures = [
@@ -145,7 +145,8 @@ def _sync_directory(path: Path) -> None:
     os.close(fd)
 
 
-def _drop_from_cache(path: Path) -> None:
+def drop_from_cache(path: Path) -> None:
+    """Leave nothing of a file in the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

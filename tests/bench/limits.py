@@ -17,10 +17,10 @@ from tests.bench.shape import CHUNK_BYTES, NUM_CHUNKS, TOTAL_BYTES
 SOCKET_BUFFER_BYTES = 4 << 20
 
 
-def copy_work() -> Callable[[int], object]:
+def copy_work(num_bytes: int = TOTAL_BYTES) -> Callable[[int], object]:
     """One-thread torch copy between touched memory, to be measured in turn with something else."""
-    source = torch.empty(TOTAL_BYTES, dtype=torch.uint8).random_()
-    target = torch.zeros(TOTAL_BYTES, dtype=torch.uint8)
+    source = torch.empty(num_bytes, dtype=torch.uint8).random_()
+    target = torch.zeros(num_bytes, dtype=torch.uint8)
     return lambda turn: target.copy_(source)
 
 
@@ -29,7 +29,7 @@ def copy_limit(copy: Callable[[int], object]) -> Figure:
     return Figure("limit: torch copy, one thread", TOTAL_BYTES, timed(copy))
 
 
-def socket_limit(rounds: int = ROUNDS) -> Figure:
+def socket_limit(rounds: int = ROUNDS, num_chunks: int = NUM_CHUNKS) -> Figure:
     """`sendall` in one thread, `recv_into` in another, over loopback TCP."""
     payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
     target = memoryview(bytearray(CHUNK_BYTES))
@@ -42,10 +42,10 @@ def socket_limit(rounds: int = ROUNDS) -> Figure:
 
     def transfer(turn: int) -> None:
         thread = threading.Thread(
-            target=lambda: [sender.sendall(payload) for _ in range(NUM_CHUNKS)]
+            target=lambda: [sender.sendall(payload) for _ in range(num_chunks)]
         )
         thread.start()
-        for _ in range(NUM_CHUNKS):
+        for _ in range(num_chunks):
             at = 0
             while at < CHUNK_BYTES:
                 at += receiver.recv_into(target[at:])
@@ -54,17 +54,19 @@ def socket_limit(rounds: int = ROUNDS) -> Figure:
     seconds = timed(transfer, rounds=rounds)
     for end in (sender, receiver, listener):
         end.close()
-    return Figure("limit: raw socket, loopback", TOTAL_BYTES, seconds)
+    return Figure("limit: raw socket, loopback", num_chunks * CHUNK_BYTES, seconds)
 
 
-def redis_limits(port: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def redis_limits(
+    port: int, num_chunks: int = NUM_CHUNKS
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """SET and GET of every chunk's bytes over a raw socket; nothing is copied."""
     payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
     target = memoryview(bytearray(CHUNK_BYTES))
 
     def store() -> None:
         with socket.create_connection(("127.0.0.1", port)) as raw:
-            for i in range(NUM_CHUNKS):
+            for i in range(num_chunks):
                 name = b"raw:%d" % i
                 raw.sendall(
                     b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, CHUNK_BYTES)
@@ -75,7 +77,7 @@ def redis_limits(port: int) -> tuple[Callable[[], None], Callable[[], None]]:
 
     def retrieve() -> None:
         with socket.create_connection(("127.0.0.1", port)) as raw:
-            for i in range(NUM_CHUNKS):
+            for i in range(num_chunks):
                 name = b"raw:%d" % i
                 raw.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
                 assert _line(raw) == b"$%d" % CHUNK_BYTES

@@ -1,9 +1,7 @@
 """An engine, ours or LMCache's, driven over stdin and stdout by JSON, one object a line.
 
 Both run the same prompts, copy the same tensors and are timed by the same lines of this file, each
-in its own process. It imports nothing from this repository except what `ours` needs.
-
-With `--small`, chunks are of 1 KiB, in prompts of 16: what a chunk costs apart from its bytes.
+in its own process and environment.
 """
 
 from __future__ import annotations
@@ -12,125 +10,167 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-NUM_TOKENS, CHUNK_SIZE = 4096, 256
-NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 32, 8, 128
-HIDDEN = NUM_HEADS * HEAD_SIZE
+if TYPE_CHECKING:
+    from tests.bench.peer_codec import Codec
+    from tests.bench.peer_vllm import Offloading
+
 DTYPE = torch.bfloat16
-KV_SHAPE = (NUM_LAYERS, 2, CHUNK_SIZE, NUM_HEADS, HEAD_SIZE)
-MODEL = "bench/llama-3.1-8b-shape"
 VISIBLE_TIMEOUT_S = 120.0
-SMALL: dict[str, Any] = {
-    "NUM_TOKENS": 256,
-    "CHUNK_SIZE": 16,
-    "NUM_LAYERS": 1,
-    "NUM_HEADS": 1,
-    "HEAD_SIZE": 16,
-    "HIDDEN": 16,
-    "KV_SHAPE": (1, 2, 16, 1, 16),
-}
 PROMPTS_AT_ONCE = 50
 
 
-def ours(options: dict[str, Any]) -> Any:
+@dataclass(frozen=True)
+class Shape:
+    """Prompts of a Llama-3.1-8B-shaped model, unless said otherwise.
+
+    Attributes:
+        num_tokens: Of a prompt; 128 KiB each.
+        is_paged: Whether KV lies in blocks in random order, tokens before heads, or one token
+            after the other.
+    """
+
+    num_tokens: int = 4096
+    is_paged: bool = False
+    chunk_size: int = 256
+    block_size: int = 16
+    num_layers: int = 32
+    num_heads: int = 8
+    head_size: int = 128
+    model: str = "bench/llama-3.1-8b-shape"
+
+    @property
+    def hidden(self) -> int:
+        """Values of a token in a layer's K or V."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """Of a chunk."""
+        return (self.num_layers, 2, self.chunk_size, self.num_heads, self.head_size)
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks of a chunk."""
+        return self.chunk_size // self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a prompt."""
+        return 2 * self.num_layers * self.num_tokens * self.hidden * DTYPE.itemsize
+
+    def as_json(self) -> dict[str, Any]:
+        """For the child."""
+        return asdict(self)
+
+
+SMALL = Shape(num_tokens=256, chunk_size=16, num_layers=1, num_heads=1, head_size=16)
+"""Chunks of 1 KiB, in prompts of 16: what a chunk costs apart from its bytes."""
+
+
+class KV:
+    """A prompt's KV: contiguous `[2, layers, tokens, hidden]`, or paged
+    `[layers, 2, blocks, 16, heads, head size]`.
+
+    Args:
+        shape: Of the prompt.
+        seed: Of random bits, and of the order of blocks; 0: filled with zeros.
+    """
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        dice = torch.Generator().manual_seed(seed)
+        num_blocks = shape.num_tokens // shape.block_size
+        pages = (shape.num_layers, 2, num_blocks, shape.block_size, shape.num_heads)
+        flat = (2, shape.num_layers, shape.num_tokens)
+        size = (*pages, shape.head_size) if shape.is_paged else (*flat, shape.hidden)
+        self.tensor = torch.zeros(size, dtype=DTYPE)
+        if seed:
+            self.tensor.view(torch.uint8).random_(generator=dice)
+        self.blocks: list[int] = torch.randperm(num_blocks, generator=dice).tolist()
+        self._shape = shape
+
+    def mark(self, turn: int) -> None:
+        """Change one value of each token, so that a prompt of another turn would be detected."""
+        self.tensor[0, 0].view(self._shape.num_tokens, -1)[:, 0] = float(turn + 1)
+
+    def layers(self) -> Iterator[torch.Tensor]:
+        """Yield the bits of each layer, in the order of tokens."""
+        for i in range(self._shape.num_layers):
+            layer = self.tensor[i][:, self.blocks] if self._shape.is_paged else self.tensor[:, i]
+            yield layer.view(torch.int16)
+
+
+def ours(shape: Shape, options: dict[str, Any]) -> Any:
     """Return our engine, and a function that makes the arguments of its calls from KV."""
     from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
     from lmcache_core.engine import LMCacheEngineBuilder
-    from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
+    from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector, VLLMPagedMemGPUConnectorV2
 
     config = LMCacheEngineConfig.from_defaults(
-        chunk_size=CHUNK_SIZE,
+        chunk_size=shape.chunk_size,
         tier_timeout_s=60.0,
         prefill_tokens_per_s=1.0,  # otherwise a slow tier would be declined and not measured
         **options,
     )
-    metadata = LMCacheEngineMetadata(MODEL, 1, 0, "vllm", DTYPE, KV_SHAPE)
-    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    engine = LMCacheEngineBuilder.get_or_create("bench", config, metadata, connector)
+    metadata = LMCacheEngineMetadata(shape.model, 1, 0, "vllm", DTYPE, shape.kv_shape)
+    connector = VLLMPagedMemGPUConnectorV2 if shape.is_paged else VLLMNestedTupleGPUConnector
+    engine = LMCacheEngineBuilder.get_or_create(
+        "bench", config, metadata, connector(shape.hidden, shape.num_layers)
+    )
 
-    def arguments(kv: torch.Tensor) -> dict[str, Any]:
-        halves = kv.unflatten(-1, (NUM_HEADS, HEAD_SIZE))
-        return {"kvcaches": tuple((halves[0, i], halves[1, i]) for i in range(NUM_LAYERS))}
+    def arguments(kv: KV) -> dict[str, Any]:
+        if shape.is_paged:
+            blocks = torch.tensor(kv.blocks)[:, None] * shape.block_size
+            slots = (blocks + torch.arange(shape.block_size)).flatten()
+            return {"kvcaches": list(kv.tensor), "slot_mapping": slots}
+        halves = kv.tensor.unflatten(-1, (shape.num_heads, shape.head_size))
+        return {"kvcaches": tuple((halves[0, i], halves[1, i]) for i in range(shape.num_layers))}
 
     return engine, arguments
 
 
-def lmcache(options: dict[str, Any]) -> Any:
-    """Return the same for LMCache. Its own connectors need CUDA, so this one copies slices of one
-    tensor.
-    """
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
-    from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
-    from lmcache.v1.metadata import LMCacheMetadata
+def engine_of(kind: str, shape: Shape, options: dict[str, Any]) -> Any:
+    """Return an engine and what makes the arguments of its calls."""
+    if kind == "ours":
+        return ours(shape, options)
+    from tests.bench import peer_lmcache
 
-    class Slices(GPUConnectorInterface):
-        def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
-            kwargs["kv"][:, :, start:end] = memory_obj.tensor
-
-        def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
-            memory_obj.tensor.copy_(kwargs["kv"][:, :, start:end])
-
-        def batched_to_gpu(
-            self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any
-        ) -> None:
-            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
-                self.to_gpu(memory_obj, start, end, **kwargs)
-
-        def batched_from_gpu(
-            self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any
-        ) -> None:
-            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
-                self.from_gpu(memory_obj, start, end, **kwargs)
-
-        def get_shape(self, num_tokens: int) -> torch.Size:
-            return torch.Size([2, NUM_LAYERS, num_tokens, HIDDEN])
-
-        def initialize_kvcaches_ptr(self, **_: Any) -> None:
-            pass
-
-    config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK_SIZE, **options)
-    metadata = LMCacheMetadata(
-        model_name=MODEL,
-        world_size=1,
-        local_world_size=1,
-        worker_id=0,
-        local_worker_id=0,
-        kv_dtype=DTYPE,
-        kv_shape=KV_SHAPE,
-        chunk_size=CHUNK_SIZE,
-        role="worker",
-        engine_id="bench",
-    )
-    engine = LMCacheEngineBuilder.get_or_create(
-        "bench", config, metadata, Slices(), lambda tensor, _: tensor, lambda item, _: item
-    )
-    engine.post_init()
-    return engine, lambda kv: {"kv": kv}
+    make = peer_lmcache.multiprocess if kind == "lmcache-mp" else peer_lmcache.engine
+    return make(shape, options)
 
 
 class Driver:
-    """Times the calls of one engine."""
+    """Times the calls of one engine.
 
-    def __init__(self, engine: Any, arguments: Any, tier: str) -> None:
+    Args:
+        engine: The engine.
+        arguments: Makes the arguments of its calls from KV.
+        tier: Where a store ends, by its name in `lookup`.
+        shape: Of prompts.
+    """
+
+    def __init__(self, engine: Any, arguments: Any, tier: str, shape: Shape) -> None:
         self._engine = engine
         self._arguments = arguments
         self._tier = tier
-        bits = torch.empty((2, NUM_LAYERS, NUM_TOKENS, 2 * HIDDEN), dtype=torch.uint8)
-        self._source = bits.random_(generator=torch.Generator().manual_seed(0)).view(DTYPE)
-        self._target = torch.zeros_like(self._source)
+        self._shape = shape
+        self._source, self._target = KV(shape, 1), KV(shape, 0)
 
     def store(self, turn: int) -> dict[str, float]:
         """Store a prompt; return the seconds until the tier has all of it."""
-        # One value differs, so that a prompt of another turn would be detected.
-        self._source[0, 0, :, 0] = float(turn + 1)
-        tokens = _tokens(turn)
+        self._source.mark(turn)
+        tokens = self._tokens(turn)
+        arguments = self._arguments(self._source)
+        if hasattr(self._engine, "make_room"):
+            self._engine.make_room()
         began = time.perf_counter()
-        self._engine.store(tokens, **self._arguments(self._source))
-        while self._engine.lookup(tokens, search_range=[self._tier]) < NUM_TOKENS:
+        self._engine.store(tokens, **arguments)
+        while self._engine.lookup(tokens, search_range=[self._tier]) < len(tokens):
             if time.perf_counter() - began > VISIBLE_TIMEOUT_S:
                 raise TimeoutError(f"prompt {turn} is not in {self._tier}")
             time.sleep(0.001)
@@ -138,31 +178,35 @@ class Driver:
 
     def retrieve(self, turn: int) -> dict[str, float]:
         """Load a prompt; return the seconds. Every byte is compared."""
-        tokens = _tokens(turn)
-        self._target.zero_()
+        tokens = self._tokens(turn)
+        self._target.tensor.zero_()
+        arguments = self._arguments(self._target)
+        if hasattr(self._engine, "promise"):
+            arguments["promised"] = self._engine.promise(tokens)
         began = time.perf_counter()
-        mask = self._engine.retrieve(tokens, **self._arguments(self._target))
+        mask = self._engine.retrieve(tokens, **arguments)
         seconds = time.perf_counter() - began
-        self._source[0, 0, :, 0] = float(turn + 1)
-        if int(mask.sum()) != NUM_TOKENS:
-            raise ValueError(f"{int(mask.sum())} of {NUM_TOKENS} tokens of prompt {turn} came back")
-        if not torch.equal(self._source.view(torch.int16), self._target.view(torch.int16)):
-            raise ValueError(f"other bytes than were stored came back for prompt {turn}")
+        self._source.mark(turn)
+        if int(mask.sum()) != len(tokens):
+            raise ValueError(
+                f"{int(mask.sum())} of {len(tokens)} tokens of prompt {turn} came back"
+            )
+        self._compare(f"for prompt {turn}")
         return {"seconds": seconds}
 
     def lookup(self, turn: int) -> dict[str, float]:
         """Look a prompt up; return the seconds."""
-        tokens = _tokens(turn)
+        tokens = self._tokens(turn)
         began = time.perf_counter()
         num_tokens = self._engine.lookup(tokens, search_range=[self._tier])
         seconds = time.perf_counter() - began
-        if num_tokens != NUM_TOKENS:
-            raise ValueError(f"{num_tokens} of {NUM_TOKENS} tokens of prompt {turn} were found")
+        if num_tokens != len(tokens):
+            raise ValueError(f"{num_tokens} of {len(tokens)} tokens of prompt {turn} were found")
         return {"seconds": seconds}
 
     def stores(self, turn: int) -> dict[str, float]:
         """Store many prompts in memory; return the seconds."""
-        prompts = [_tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
+        prompts = [self._tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
         arguments = self._arguments(self._source)
         began = time.perf_counter()
         for tokens in prompts:
@@ -171,34 +215,60 @@ class Driver:
 
     def retrieves(self, turn: int) -> dict[str, float]:
         """Load them; return the seconds. All must be there."""
-        prompts = [_tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
+        prompts = [self._tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
         arguments = self._arguments(self._target)
         began = time.perf_counter()
         num_tokens = sum(int(self._engine.retrieve(t, **arguments).sum()) for t in prompts)
         seconds = time.perf_counter() - began
-        if num_tokens != PROMPTS_AT_ONCE * NUM_TOKENS:
-            raise ValueError(f"{num_tokens} of {PROMPTS_AT_ONCE * NUM_TOKENS} tokens came back")
-        if not torch.equal(self._source.view(torch.int16), self._target.view(torch.int16)):
-            raise ValueError("other bytes than were stored came back")
+        if num_tokens != PROMPTS_AT_ONCE * self._shape.num_tokens:
+            raise ValueError(f"{num_tokens} tokens of {PROMPTS_AT_ONCE} prompts came back")
+        self._compare("")
         return {"seconds": seconds}
 
+    def _compare(self, what: str) -> None:
+        for stored, loaded in zip(self._source.layers(), self._target.layers(), strict=True):
+            if not torch.equal(stored, loaded):
+                raise ValueError(f"other bytes than were stored came back {what}")
 
-def _tokens(turn: int) -> torch.Tensor:
-    return torch.arange(NUM_TOKENS) + turn * NUM_TOKENS
+    def _tokens(self, turn: int) -> torch.Tensor:
+        return torch.arange(self._shape.num_tokens) + turn * self._shape.num_tokens
+
+
+def driver_of(
+    kind: str, tier: str, options: dict[str, Any], shape: dict[str, Any]
+) -> Driver | Codec | Offloading:
+    """Return what obeys.
+
+    Args:
+        kind: `ours`, `lmcache`, `lmcache-mp`, or of a codec or of vLLM's tiers.
+        tier: Where a store ends, by its name in `lookup`.
+        options: Of the engine.
+        shape: Fields of `Shape`.
+    """
+    if kind.endswith("-codec"):
+        from tests.bench.peer_codec import Codec
+
+        return Codec(kind, **options)
+    if kind.startswith("vllm-"):
+        from tests.bench.peer_vllm import Offloading
+
+        return Offloading(Shape(**shape), **options)
+    made = Shape(**shape)
+    return Driver(*engine_of(kind, made, options), tier, made)
 
 
 def main() -> None:
     """Answer until stdin ends."""
-    kind, tier, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    kind, tier, *rest = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an engine's own output is not an answer
-    if "--small" in sys.argv:
-        globals().update(SMALL)
-    driver = Driver(*{"ours": ours, "lmcache": lmcache}[kind](options), tier)
+    driver = driver_of(kind, tier, *map(json.loads, rest))
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
         print(json.dumps(getattr(driver, ask["do"])(ask["turn"])), file=answers, flush=True)
+    if hasattr(driver, "close"):
+        driver.close()
     os._exit(0)  # the bench removes files and servers
 
 

@@ -26,8 +26,8 @@ from lmcache_core.token_database import ChunkedTokenDatabase
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
+from tests.bench.codec_neighbours import other_load
 from tests.bench.engines import running_sidecar
-from tests.bench.peers import other_load
 from tests.bench.report import Section
 from tests.bench.scale_child import NUM_TOKENS, PROMPT_BYTES
 from tests.bench.shape import DTYPE, KVCaches, make_config
@@ -97,40 +97,54 @@ def measure(
 
 def _prompt_rows(directory: Path, num_processes: int) -> Iterator[tuple[str, ...]]:
     """Rows of our engines, and of the least that any engine would do, by the same processes."""
-    with ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=directory)))
-        path = opened.enter_context(running_sidecar(folder, 1.25))
-        yield str(num_processes), *_prompt_cells(path, num_processes, (*CALLS, "check")), ""
-    with ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=directory)))
-        path = folder / "echo.sock"
-        _line(opened.enter_context(_child(path, "--echo")))
-        yield f"{num_processes}, bare", *_prompt_cells(path, num_processes, CALLS, "--bare"), ""
+    for is_bare in (False, True):
+        seconds = prompt_seconds(directory, num_processes, is_bare)
+        cells = (
+            f"{percentile(seconds[call], percent) * 1e3:.2f}"
+            for call in CALLS
+            for percent in (50, 99)
+        )
+        yield f"{num_processes}{', bare' if is_bare else ''}", *cells, ""
 
 
-def _prompt_cells(
-    path: Path, num_processes: int, calls: Sequence[str], *options: str
-) -> Iterator[str]:
-    """Median and 99th percentile of each call, in milliseconds."""
+def percentile(seconds: Sequence[float], percent: int) -> float:
+    """Return a percentile."""
+    return statistics.quantiles(seconds, n=100)[percent - 1]
+
+
+def prompt_seconds(directory: Path, num_processes: int, is_bare: bool) -> dict[str, list[float]]:
+    """Return the seconds of each call of short prompts through one sidecar. What comes back is
+    compared.
+
+    Args:
+        directory: For sockets and logs.
+        num_processes: Engines at that sidecar.
+        is_bare: Instead, the requests and copies that no engine can leave out.
+    """
     share = NUM_PROMPTS // num_processes
+    options = ("--bare",) if is_bare else ()
     seconds: dict[str, list[float]] = {}
     with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+        if is_bare:
+            path = folder / "echo.sock"
+            _line(opened.enter_context(_child(path, "--echo")))
+        else:
+            path = opened.enter_context(running_sidecar(folder, 1.25))
         children = [
             opened.enter_context(_child(path, number, share, *options))
             for number in range(num_processes)
         ]
         for child in children:
             _line(child)  # it has started
-        time.sleep(0 if options else SETTLE_S)
-        for call in calls:
+        time.sleep(0 if is_bare else SETTLE_S)
+        for call in CALLS if is_bare else (*CALLS, "check"):
             for child in children:
                 assert child.stdin is not None
                 child.stdin.write(f"{call}\n")
                 child.stdin.flush()
             seconds[call] = [each for child in children for each in json.loads(_line(child))]
-    for call in CALLS:
-        for percent in (50, 99):
-            yield f"{statistics.quantiles(seconds[call], n=100)[percent - 1] * 1e3:.2f}"
+    return seconds
 
 
 @contextmanager

@@ -22,6 +22,8 @@ DISK_GB = 4.0
 STORAGE_GB = 2.0
 STARTS_AT_ONCE = 2
 SETTLE_TIMEOUT_S = 30.0
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""For arenas: a pod's volume for them is one in memory too."""
 EVERYTHING_BYTES = 1 << 40
 INSIDE = {"max_local_cpu_size": NEIGHBOUR_ARENA_GB, "chunk_size": CHUNK_SIZE, "load": "sync"}
 """Options of a connector without a sidecar."""
@@ -85,12 +87,9 @@ def running_places(model: Path) -> Iterator[Places]:
     Args:
         model: Directory of the model.
     """
-    in_memory = (
-        "/dev/shm" if Path("/dev/shm").is_dir() else None
-    )  # a pod's volume for the arena is one in memory too
     with (
         tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch,
-        tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir=in_memory) as arenas,
+        tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir=IN_MEMORY) as arenas,
         Owner(Path(scratch)) as owner,
     ):
         places = _started(owner, model, Path(arenas))
@@ -101,6 +100,32 @@ def running_places(model: Path) -> Iterator[Places]:
             yield places
         finally:
             for engine in places.engines:
+                engine.kill()
+
+
+@contextlib.contextmanager
+def running_pair(model: Path) -> Iterator[tuple[TimedEngine, TimedEngine]]:
+    """An engine without a connector and one at a sidecar, running; nothing of them afterwards.
+
+    Args:
+        model: Directory of the model.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcache-bench-") as scratch,
+        tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir=IN_MEMORY) as arenas,
+        Owner(Path(scratch)) as owner,
+    ):
+        pod = _sidecar(owner, "pod", Path(arenas), arena_gb=ARENA_GB)
+        pair = (
+            TimedEngine(owner, "plain", model),
+            TimedEngine(owner, "sync", model, _at(owner, pod, load="sync")),
+        )
+        with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
+            list(pool.map(TimedEngine.open, pair))
+        try:
+            yield pair
+        finally:
+            for engine in pair:
                 engine.kill()
 
 

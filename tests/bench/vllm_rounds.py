@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.bench.vllm_engines import (
@@ -40,6 +41,30 @@ PLAIN, CONNECTED = "plain vLLM", "with the connector"
 PREFIX, PREFIX_BESIDE_US = "prefix cache", "prefix cache beside us"
 MEMORY, MEMORY_ASYNC, EMBEDDED = "memory", "memory, async", "embedded"
 ON_DISK, PEER, STORAGE = "disk", "peer", "storage"
+
+
+def short_round(
+    engines: Mapping[str, TimedEngine], dice: random.Random, number: int, sizes: Sequence[int]
+) -> Iterator[tuple[tuple[str, str, int], Took]]:
+    """Ask vLLM and vLLM with the connector, which stores, for new prompts, and for the same ones
+    again: vLLM's own prefix cache has them then.
+
+    Args:
+        engines: By name.
+        dice: Makes the prompts.
+        number: Of the round; every other one has another order.
+        sizes: Tokens of each prompt.
+    """
+    order = list(engines.items())[:: 1 if number % 2 else -1]
+    for num_tokens in sizes:
+        prompt = random_prompt(dice, num_tokens)
+        kinds = (SHORT_COLD, SHORT_AGAIN) if num_tokens > BLOCK_TOKENS else (SHORT_COLD,)
+        for kind in kinds:
+            for name, engine in order:
+                took = engine.first_token(prompt)
+                if (took.num_cached > 0) != (kind == SHORT_AGAIN):
+                    raise AssertionError(f"{kind}, {name}: {took.num_cached} cached tokens")
+                yield (kind, name, num_tokens), took
 
 
 class Rounds:
@@ -78,19 +103,10 @@ class Rounds:
         self._round(number, NUM_TOKENS)
 
     def short_round(self, number: int) -> None:
-        """Ask vLLM and vLLM with the connector, which stores, for prompts that nobody knows, and
-        for the same ones again: vLLM's own prefix cache has them then.
-        """
-        engines = [(PLAIN, self._places.plain), (CONNECTED, self._places.sync)]
-        for num_tokens in SHORT_TOKENS:
-            prompt = random_prompt(self._dice, num_tokens)
-            kinds = (SHORT_COLD, SHORT_AGAIN) if num_tokens > BLOCK_TOKENS else (SHORT_COLD,)
-            for kind in kinds:
-                for name, engine in engines if number % 2 else reversed(engines):
-                    took = engine.first_token(prompt)
-                    if (took.num_cached > 0) != (kind == SHORT_AGAIN):
-                        raise AssertionError(f"{kind}, {name}: {took.num_cached} cached tokens")
-                    self.short[kind, name, num_tokens].append(took)
+        """One round of short prompts."""
+        engines = {PLAIN: self._places.plain, CONNECTED: self._places.sync}
+        for what, took in short_round(engines, self._dice, number, SHORT_TOKENS):
+            self.short[what].append(took)
 
     def _keep(self, num_tokens: int) -> None:
         """A prompt for vLLM's own prefix cache and for the cache inside vLLM: they are asked for

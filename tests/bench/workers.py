@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.bench.codec_neighbours import other_load
 from tests.bench.engines import sidecar_process
-from tests.bench.peers import other_load
 from tests.bench.report import Section
 from tests.bench.workers_child import CHUNK_BYTES, REQUESTS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from tests.bench import peers
 from tests.unit.docs.pages import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -20,12 +21,6 @@ MEASURED = {
     "another pod": "sidecar of another pod",
 }
 OURS = list(MEASURED)[2:]
-PLACES = {
-    "in memory": "memory",
-    "from disk": "disk, page cache",
-    "over `lm://`": "lm://, each its own server",
-    "from Redis": "Redis",
-}
 MAX_LINES, FIRST_LINES, FIRST_WORDS = 110, 42, 600
 
 
@@ -62,16 +57,13 @@ def test_the_comparison_says_what_was_measured() -> None:
     factors = [int(factor) for name, (_, factor) in hits() if name in OURS]
     assert table["A hit against recomputing"][0].startswith(f"{min(factors)} to {max(factors)} ")
     assert "in-process mode" in table["A hit against recomputing"][2], "not the column's mode"
-    measured = {
-        row[0]: 1 / float(row[7])
-        for row in rows(BENCHMARKS, "\n### In turn with")
-        if row[7][0].isdigit()
-    }
     said = {
         place: factor
         for factor, place in re.findall(r"(\d\.\d) ([^,\]]+)", table["Load rate, ours = 1"][2])
     }
-    assert said == {place: f"{measured[row]:.1f}" for place, row in PLACES.items()}
+    head, *measured = rows(BENCHMARKS, "\n### In turn with")
+    assert said == peers.load_rates(head, measured)
+    assert list(said) == list(peers.README_PLACES)
 
 
 def test_every_cell_of_the_comparison_has_a_source() -> None:
