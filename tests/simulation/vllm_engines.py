@@ -179,7 +179,9 @@ class _Engine(Engine):
         }
         for worker in self.workers:
             side = worker.connector._worker_side
-            for pending in () if side is None else side._store_thread._uncopied:
+            for pending in () if side is None else side._store_threads._pending:
+                if pending.is_copied or pending.is_given_up:
+                    continue
                 blocks = {block for run in pending.store.runs for block in run.block_ids}
                 if both := sorted(blocks & written):
                     raise AssertionError(

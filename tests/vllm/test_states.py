@@ -157,8 +157,8 @@ def test_without_its_state_an_answer_is_another(
     ask = Ask(prompt(96, GATED.length))
     load_run = WorkerSide._load_run
 
-    def load_attention(side: WorkerSide, run: Any, load: Any) -> int | None:
-        return None if side._groups[run.group].is_state else load_run(side, run, load)
+    def load_attention(side: WorkerSide, run: Any, *others: Any) -> int | None:
+        return None if side._groups[run.group].is_state else load_run(side, run, *others)
 
     with running_engine(GATED.options(world)) as first:
         first.ask(ask)
