@@ -52,6 +52,7 @@ class Place:
         lookup: What is measured of lookups: the "lookup" itself, the "first lookup" after a rest,
             or nothing.
         make_cold: Leaves nothing of what was stored in the page cache; None: nothing is there.
+        without_digests: Options with which our engine computes no digests; it is measured too.
     """
 
     name: str
@@ -66,6 +67,16 @@ class Place:
     num_clients: int = 1
     lookup: str = ""
     make_cold: Callable[[], None] | None = None
+    without_digests: dict[str, Any] | None = None
+
+    @property
+    def engines(self) -> dict[str, tuple[str, str, dict[str, Any]]]:
+        """By name: kind, tier by its name in `lookup`, and options of each engine."""
+        found = {"ours": self.ours, "peer": self.peer}
+        if self.without_digests is not None:
+            kind, tier, options = self.ours
+            found["without_digests"] = kind, tier, options | self.without_digests
+        return found
 
 
 @contextmanager
@@ -84,6 +95,7 @@ def memory(directory: Path, num_tokens: int, is_paged: bool) -> Iterator[Place]:
         shape,
         delay=0,
         lookup="" if is_paged else "first lookup",
+        without_digests={"verify_hot": "never"},
     )
 
 

@@ -38,6 +38,7 @@ class Row:
         peer: LMCache's figure, unless the name says otherwise; None: there is none.
         ours: Our figure.
         limit: What the machine does, or what a plain engine takes.
+        without_digests: Ours, if it computes no digests, as the peer's does.
         note: What the limit is.
         cores: Cores that other processes used just before.
     """
@@ -47,6 +48,7 @@ class Row:
     peer: float | None
     ours: float
     limit: float | None = None
+    without_digests: float | None = None
     note: str = ""
     cores: float = 0.0
 
@@ -63,7 +65,7 @@ class Row:
             is_rate = self.unit.startswith("GB/s")
             return f"{self.ours / other if is_rate else other / self.ours:.2f}"
 
-        figures = (text(each) for each in (self.peer, self.ours, self.limit))
+        figures = (text(each) for each in (self.peer, self.ours, self.without_digests, self.limit))
         ratios = (ratio(self.limit), ratio(self.peer))
         return (self.name, self.unit, *figures, *ratios, f"{self.cores:.1f}", self.note)
 
@@ -73,6 +75,7 @@ HEADINGS = (
     "unit",
     "peer",
     "ours",
+    "without digests",
     "limit",
     "ours against limit",
     "ours against peer",
@@ -92,7 +95,7 @@ class Reading:
     def __init__(self, place: Place, rounds: int) -> None:
         self.place = place
         self.seconds: dict[str, dict[str, list[float]]] = {
-            kind: defaultdict(list) for kind in ("ours", "peer", "limit")
+            kind: defaultdict(list) for kind in (*place.engines, "limit")
         }
         self._rounds = -(-rounds // place.num_clients)
 
@@ -135,13 +138,14 @@ class Reading:
         for i in range((NUM_RESTS if is_rested else NUM_LOOKUPS) if self.place.lookup else 0):
             time.sleep(REST_S if is_rested else 0.0)
             for kind in self._kinds(i):
-                if kind in engines:
+                if kind in {"ours", "peer"}:
                     seconds = engines[kind].ask("lookup", turn)
                     self.seconds[kind][self.place.lookup].append(seconds)
 
     def _kinds(self, turn: int) -> list[str]:
         kinds = list(self.seconds)
-        return kinds[turn % 3 :] + kinds[: turn % 3]
+        first = turn % len(kinds)
+        return kinds[first:] + kinds[:first]
 
     def _once(self, engines: dict[str, Child], kind: str, what: str, turn: int) -> float:
         time.sleep(SETTLE_S)
@@ -164,11 +168,11 @@ class Reading:
         }
         for call, label in calls.items():
             if call in self.seconds["ours"]:
-                rates = (
-                    place.shape.num_bytes / statistics.median(self.seconds[kind][call]) / GB
-                    for kind in ("peer", "ours", "limit")
-                )
-                yield Row(f"{place.name}: {label}", "GB/s", *rates, place.limit, cores)
+                rates = {
+                    kind: place.shape.num_bytes / statistics.median(seconds[call]) / GB
+                    for kind, seconds in self.seconds.items()
+                }
+                yield Row(f"{place.name}: {label}", "GB/s", **rates, note=place.limit, cores=cores)
         if place.lookup:
             peer, ours = (
                 statistics.median(self.seconds[kind][place.lookup]) * 1e3
@@ -185,10 +189,7 @@ def at_place(name: str, run: Run, directory: Path, num_tokens: int, rounds: int)
     cores = other_load()
     with PLACES[name](directory, num_tokens) as place:
         reading = Reading(place, rounds)
-        engines = {
-            kind: (*arguments, place.shape)
-            for kind, arguments in (("ours", place.ours), ("peer", place.peer))
-        }
+        engines = {kind: (*arguments, place.shape) for kind, arguments in place.engines.items()}
         folder = directory / f"logs-{name}"
         folder.mkdir()
         run(place.name, lambda: reading.take(partial(children, engines, folder)))

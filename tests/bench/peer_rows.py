@@ -32,7 +32,11 @@ CODEC_CALLS = 10
 PLAIN_VLLM = "plain vLLM"
 VLLM_SIZES = (*vllm_rounds.SHORT_TOKENS, 4097)
 VLLM_ROUNDS = 2
-"""Rounds of vLLM to one of the others; the longest prompt is in every second."""
+"""Rounds of vLLM to one of the others."""
+LONG_ROUNDS = 0, 1
+"""Of four rounds, those with the longest prompt: one in each order of the engines. What the first
+one is asked again finds the processor's caches filled by the other.
+"""
 
 
 def chunks(run: Run, directory: Path, rounds: int) -> list[Row]:
@@ -72,8 +76,8 @@ def prompts(run: Run, directory: Path, rounds: int) -> list[Row]:
             None,
             scale.percentile(ours[call], 99) * 1e3,
             scale.percentile(bare[call], 99) * 1e3,
-            "bare requests and copies",
-            cores,
+            note="bare requests and copies",
+            cores=cores,
         )
         for call in ("store", "retrieve")
     ]
@@ -90,7 +94,8 @@ def vllm(run: Run, directory: Path, rounds: int) -> list[Row]:
         with running_pair(model) as (plain, connected):
             engines = {vllm_rounds.PLAIN: plain, vllm_rounds.CONNECTED: connected}
             for number in range(-1, VLLM_ROUNDS * rounds):
-                sizes = VLLM_SIZES[: -1 if number % VLLM_ROUNDS else None]
+                is_long = number < 0 or number % 4 in LONG_ROUNDS
+                sizes = VLLM_SIZES if is_long else VLLM_SIZES[:-1]
                 for what, each in vllm_rounds.short_round(engines, dice, number, sizes):
                     took[what] += [each] if number >= 0 else []
 
@@ -106,8 +111,8 @@ def vllm(run: Run, directory: Path, rounds: int) -> list[Row]:
             None,
             _median_ms(took[kind, vllm_rounds.CONNECTED, num_tokens]),
             _median_ms(took[kind, vllm_rounds.PLAIN, num_tokens]),
-            PLAIN_VLLM,
-            cores,
+            note=PLAIN_VLLM,
+            cores=cores,
         )
         for label, (kind, sizes) in shown.items()
         for num_tokens in sizes

@@ -49,6 +49,7 @@ def reading(
     engines: Any = {
         "ours": ScriptedChild("ours", {"store": 1.0, "retrieve": 0.5, "lookup": 0.001}, asked),
         "peer": ScriptedChild("peer", {"store": 2.0, "retrieve": 1.0, "lookup": 0.002}, asked),
+        "without_digests": ScriptedChild("bare", {"store": 0.8, "retrieve": 0.4}, asked),
     }
 
     @contextmanager
@@ -69,16 +70,29 @@ def test_ratios_above_one_say_that_ours_is_faster(monkeypatch: pytest.MonkeyPatc
     taken, _ = reading(monkeypatch, rounds=3, delay=0, lookup="lookup")
     rate = 0.536870912  # GB/s: 512 MiB in a second
     store, load, lookup = (row.cells() for row in taken.rows(cores=0.25))
-    assert store[2:7] == (f"{rate / 2:.2f}", f"{rate:.2f}", f"{2 * rate:.2f}", "0.50", "2.00")
-    assert load[2:7] == (f"{rate:.2f}", f"{2 * rate:.2f}", f"{4 * rate:.2f}", "0.50", "2.00")
-    assert lookup[1:] == ("ms", "2.00", "1.00", "", "", "2.00", "0.2", "")
-    assert store[7:] == ("0.2", "a limit")
+    assert store[2:6] == (f"{rate / 2:.2f}", f"{rate:.2f}", "", f"{2 * rate:.2f}")
+    assert load[2:6] == (f"{rate:.2f}", f"{2 * rate:.2f}", "", f"{4 * rate:.2f}")
+    assert store[6:8] == load[6:8] == ("0.50", "2.00")
+    assert lookup[1:] == ("ms", "2.00", "1.00", "", "", "", "2.00", "0.2", "")
+    assert store[8:] == ("0.2", "a limit")
     assert len(store) == len(HEADINGS)
 
 
 def test_a_row_without_a_peer_is_held_against_its_limit() -> None:
-    cells = Row("vLLM", "ms", None, 30.0, 20.0, "plain vLLM").cells()
-    assert cells == ("vLLM", "ms", "", "30.00", "20.00", "0.67", "", "0.0", "plain vLLM")
+    cells = Row("vLLM", "ms", None, 30.0, 20.0, note="plain vLLM").cells()
+    assert cells == ("vLLM", "ms", "", "30.00", "", "20.00", "0.67", "", "0.0", "plain vLLM")
+
+
+def test_ours_without_digests_is_measured_in_turn_and_not_asked_for_lookups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare = {"verify_hot": "never"}
+    taken, asked = reading(monkeypatch, rounds=2, delay=0, lookup="lookup", without_digests=bare)
+    assert taken.place.engines["without_digests"] == ("ours", "Hot", bare)
+    assert [len(times["store"]) for times in taken.seconds.values()] == [2] * 4
+    assert ("bare", "lookup", 2) not in asked
+    store, *_ = (row.cells() for row in taken.rows(cores=0.0))
+    assert store[3:5] == ("0.54", "0.67")
 
 
 def test_slower_tiers_are_asked_for_what_memory_has_evicted(
@@ -204,10 +218,12 @@ def test_our_engine_is_driven_in_a_process_of_its_own(
     monkeypatch.setattr(peer_reading, "SETTLE_S", 0.0)
     monkeypatch.setattr(peer_reading, "NUM_RESTS", 0)
     with peer_places.memory(tmp_path, num_tokens=512, is_paged=is_paged) as where:
-        engines = dict.fromkeys(("ours", "peer"), (*where.ours, where.shape))
+        engines = dict.fromkeys(where.engines, (*where.ours, where.shape))
         taken = peer_reading.Reading(where, rounds=1)
         taken.take(partial(children, engines, tmp_path))
-    assert [len(taken.seconds[kind]["retrieve"]) for kind in ("ours", "peer")] == [1, 1]
+    assert {kind: len(taken.seconds[kind]["retrieve"]) for kind in where.engines} == {
+        "ours": 1, "peer": 1, "without_digests": 1,
+    }  # fmt: skip
 
 
 def test_without_lmcache_it_says_what_to_do(
