@@ -35,18 +35,25 @@ class Taken:
     """Steps of some workers.
 
     Attributes:
-        steps: Of each step, of each worker, the seconds of its requests.
+        waits: Of each step, of each worker, the seconds that vLLM's step waits for its store.
+        steps: Likewise, the seconds of the requests of a thread beside it.
         loop_s: Processor time of the sidecar's loop, all steps together.
         sidecar_s: Of all of its threads.
     """
 
+    waits: list[list[float]]
     steps: list[list[list[float]]]
     loop_s: float
     sidecar_s: float
 
     @property
+    def wait_ms(self) -> float:
+        """How long the slowest step of those at once waits, median."""
+        return statistics.median(map(max, self.waits)) * 1e3
+
+    @property
     def slowest_ms(self) -> float:
-        """How long the slowest worker of a step waits for its requests, median."""
+        """How long the requests of the slowest worker of a step take, median."""
         return statistics.median(max(map(sum, step)) for step in self.steps) * 1e3
 
     @property
@@ -96,16 +103,20 @@ def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NU
         for _ in range(WARM_UP_STEPS):
             _step(children)
         before = _processor_seconds(pid)
-        steps = [_step(children) for _ in range(num_steps)]
+        seconds = [_step(children) for _ in range(num_steps)]
         after = _processor_seconds(pid)
-    return Taken(steps, *(now - then for now, then in zip(after, before, strict=True)))
+    return Taken(
+        [[wait for wait, *_ in step] for step in seconds],
+        [[requests for _, *requests in step] for step in seconds],
+        *(now - then for now, then in zip(after, before, strict=True)),
+    )
 
 
 def table(taken: dict[tuple[int, int], Taken]) -> Section:
     """A row for each number of chunks and of workers."""
     rows = []
     for (num_chunks, num_workers), one in taken.items():
-        added_ms = one.slowest_ms - taken[num_chunks, min(NUM_WORKERS)].slowest_ms
+        added_ms = one.wait_ms - taken[num_chunks, min(NUM_WORKERS)].wait_ms
         rows.append(
             (
                 f"{num_chunks} chunks, {num_workers} workers",
@@ -114,6 +125,7 @@ def table(taken: dict[tuple[int, int], Taken]) -> Section:
                 *(f"{one.request_ms(number):.2f}" for number in range(len(REQUESTS))),
                 f"{one.p99_ms:.2f}",
                 f"{one.slowest_ms:.2f}",
+                f"{one.wait_ms:.2f}",
                 *(("", "") if num_workers == 1 else (f"{added_ms:.2f}", f"{GOAL_MS:g}")),
                 "",
             )
@@ -127,7 +139,8 @@ def table(taken: dict[tuple[int, int], Taken]) -> Section:
         "reserve p50",
         "commit p50",
         "request p99",
-        "slowest worker",
+        "slowest store",
+        "slowest step's wait",
         "added",
         "goal",
         "",
@@ -151,13 +164,13 @@ def _child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def _step(children: list[subprocess.Popen[str]]) -> list[list[float]]:
-    """One step of all workers; the seconds of each one's requests."""
+    """One step of all workers; the seconds that each waits, and those of its requests."""
     for child in children:
         assert child.stdin is not None
         child.stdin.write("step\n")
         child.stdin.flush()
     seconds: list[list[float]] = [json.loads(_line(child)) for child in children]
-    if any(len(of_worker) != len(REQUESTS) for of_worker in seconds):
+    if any(len(of_worker) != 1 + len(REQUESTS) for of_worker in seconds):
         raise AssertionError(f"a worker made other requests than {REQUESTS}")
     return seconds
 

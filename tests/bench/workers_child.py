@@ -1,5 +1,6 @@
 """One of several workers at a sidecar, for `workers`: for each line of its input it stores what a
-prefill step has computed, and answers with the seconds of its requests.
+prefill step has computed, as vLLM's worker does, and answers with the seconds that the step waits
+and those of its requests.
 
 Usage: python -m tests.bench.workers_child SOCKET RANK NUM_WORKERS NUM_CHUNKS
 """
@@ -7,6 +8,7 @@ Usage: python -m tests.bench.workers_child SOCKET RANK NUM_WORKERS NUM_CHUNKS
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +20,8 @@ from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.stores import SidecarClient, create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
+from lmcache_core.integrations.vllm.plan import Store
+from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.telemetry import Counters
 
@@ -28,6 +32,7 @@ GROUP = LayerGroup("", 1, 1, 16, "bfloat16", packing="kv_first")
 BLOCK_SIZE = 16
 CHUNK_BYTES = KVLayout((GROUP,)).num_bytes(CHUNK_SIZE)
 REQUESTS = ("lookup", "reserve", "put")
+STORE_TIMEOUT_S = 30.0
 
 
 class Stopwatch:
@@ -89,15 +94,30 @@ def main() -> None:
     digests.open()
     store: Any = Stopwatch(opened)
     transfer = KVTransfer(store, PagedGPUConnector(layout), metadata, counters, digests)
+    ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    named: list[NamedChunk] = []
+
+    def begin(pending: PendingStore) -> Callable[[], None]:
+        begun = transfer.begin_store(named, kwargs)
+        threads.launched(pending, ())
+        return lambda: ended.put(all(transfer.finish_store(begun)))
+
+    threads = StoreThreads(begin, STORE_TIMEOUT_S)
+    threads.open()
     print("ready", flush=True)
     for step, _ in enumerate(sys.stdin):
         named = chunks_of(step, rank, num_workers, num_chunks)
         store.seconds.clear()
         if store.lookup([key for _, _, key in named], None):
             raise AssertionError("a chunk is known before it is stored")
-        if not all(transfer.store(named, kwargs)):
+        pending = PendingStore(Store(f"{step}", ()), num_chunks * CHUNK_BYTES, 0.0, None)
+        began = time.perf_counter()
+        threads.submit(pending)
+        waited_s = time.perf_counter() - began
+        if not ended.get(timeout=STORE_TIMEOUT_S):
             raise AssertionError("a chunk was not stored")
-        print(json.dumps(store.seconds), flush=True)
+        print(json.dumps([waited_s, *store.seconds]), flush=True)
+    threads.close()
     digests.close()
     opened.close()
 
