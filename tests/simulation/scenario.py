@@ -146,7 +146,7 @@ class Scenario:
     def run(self) -> list[str]:
         """Run the schedule; return the violations."""
         self._kernel.start_process("operator", self._world.machine("operator"), self._operate)
-        longest_s = self._work_s + CALM_S + 5 * FOUND_S + (len(SERVICES) + 4) * END_S
+        longest_s = self._work_s + CALM_S + 7 * FOUND_S + (len(SERVICES) + 4) * END_S
         try:
             self._kernel.run(longest_s)
         except BaseException:
@@ -180,8 +180,6 @@ class Scenario:
         kernel.sleep(max(0.0, begin + self._work_s - kernel.now))
         self._is_working = False
         self.faults.heal()
-        if random.Random(f"calm {self._seed}").random() < 0.5:
-            self.cluster.redis.flush()  # all must be announced again, by clocks that are right
         self._slow_down()
         kernel.sleep(CALM_S)
         self._is_watching = False
@@ -190,6 +188,9 @@ class Scenario:
             engine.is_working = False
         self._await_end([f"engine-{node}" for node in SIDECARS])
         self._check_idle()
+        self._check_index()
+        self.cluster.redis.flush()  # all must be announced again, by clocks that are right
+        kernel.sleep(FOUND_S)
         self._check_index()
         for name in reversed(SERVICES):
             self._world.signal(self.cluster.processes[name], signal.SIGTERM)
