@@ -34,6 +34,7 @@ VLLM = f"{CORE}/integrations/vllm"
 SIDECAR = "services/sidecar/src/lmcache_sidecar"
 STORAGE = "services/cache_storage/src/lmcache_storage"
 LOOKUP = "services/lookup/src/lmcache_lookup"
+WIRE = f"{CORE}/wire"
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,43 @@ DEFECTS = (
         f"{CORE}/storage/manager.py",
         "        except UnavailableError:\n            return False\n        return True\n",
         "        except UnavailableError:\n            return False\n        return False\n",
+    ),
+    Defect(
+        "a read that is cancelled keeps what has arrived",
+        f"{WIRE}/client.py",
+        "        except BaseException:\n            release_all(results)\n            raise\n"
+        "        return [Miss(rest)",
+        "        except BaseException:\n            raise\n        return [Miss(rest)",
+    ),
+    Defect(
+        "a record that does not arrive whole keeps its memory",
+        f"{WIRE}/incoming.py",
+        "        except BaseException:\n            self.drop()\n            raise\n",
+        "        except BaseException:\n            raise\n",
+    ),
+    Defect(
+        "a record keeps its memory whose reader is gone",
+        f"{WIRE}/connection.py",
+        "            self._incoming.drop()\n",
+        "            pass\n",
+    ),
+    Defect(
+        "records that have arrived keep their memory when their reader goes",
+        f"{WIRE}/connection.py",
+        "        call.abandoned = True\n        call.release()\n",
+        "        call.abandoned = True\n",
+    ),
+    Defect(
+        "a new lease is seen only when another change is",
+        f"{LOOKUP}/index/redis_scripts.py",
+        "save(field, {number, incarnation, kind, now_ms + ttl_ms, 0, 0})\ntouch(KEYS[2])\n",
+        "save(field, {number, incarnation, kind, now_ms + ttl_ms, 0, 0})\n",
+    ),
+    Defect(
+        "what an instance held in an earlier life is not swept",
+        f"{LOOKUP}/index/redis_sweeper.py",
+        "if (packed.number, packed.incarnation) not in alive:",
+        "if packed.number not in {number for number, _ in alive}:",
     ),
 )
 

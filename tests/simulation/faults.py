@@ -57,7 +57,9 @@ class Focus:
 
 
 ENGINE_FOCUS = Focus(
-    frozenset({"busy", "clear", "copying", "kill engine", "reset", "slow link", "stop engine"}),
+    frozenset(
+        {"arena", "busy", "clear", "copying", "kill engine", "reset", "slow link", "stop engine"}
+    ),
     SIDECARS,
 )
 STORAGE_FOCUS = Focus(frozenset({"clear", "kill", "restart", "rolling restart", "scale"}), STORAGES)
