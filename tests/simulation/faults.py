@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
 from tests.simulation.kernel import Machine, Process
+from tests.simulation.pace import pace_of
 from tests.simulation.world import World
 
 ENGINES = tuple(f"engine-{node}" for node in SIDECARS)
@@ -93,6 +94,7 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     ] or ["kill"]
     # Storages that hardly ever run have nothing to hand over.
     pause_s = dice.choice([3.0, 6.0] if focus is STORAGE_FOCUS else [0.7, 1.5, 3.0])
+    pause_s *= pace_of(work_s).fault_factor
     schedule = []
     at_s = dice.expovariate(1 / pause_s)
     while at_s < work_s:

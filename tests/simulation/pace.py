@@ -1,0 +1,44 @@
+"""How often things happen in a run: short runs are busy, long ones are mostly quiet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SLOW_FROM_S = 1800.0
+"""Runs of at least this length are slow."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Mean or fixed times between events of a kind; a run draws one of several.
+
+    Attributes:
+        engine_s: Between two requests of an engine.
+        operator_s: Between two calls of the operator.
+        check_s: Between two checks of the invariants.
+        fault_factor: Times which faults are rarer than in a busy run.
+        calm_s: After the last fault, everything works again within this time.
+        repeat_s: Shortest interval of services' periodic work: otherwise most events of an idle
+            cluster would be checks that find no change.
+        look_s: The same for `look`: storages move chunks only after several looks at the same
+            servers.
+        lease_s: Leases of instances and peers.
+    """
+
+    engine_s: tuple[float, ...]
+    operator_s: tuple[float, ...]
+    check_s: float
+    fault_factor: float
+    calm_s: float
+    repeat_s: float
+    look_s: float
+    lease_s: float
+
+
+BUSY = Pace((0.3, 1.0, 3.0), (2.0, 10.0), 10.0, 1.0, 60.0, 5.0, 1.0, 15.0)
+SLOW = Pace((400.0, 1200.0), (300.0, 900.0), 900.0, 150.0, 1500.0, 300.0, 300.0, 900.0)
+
+
+def pace_of(work_s: float) -> Pace:
+    """Return the pace of a run with this much virtual time under faults."""
+    return SLOW if work_s >= SLOW_FROM_S else BUSY
