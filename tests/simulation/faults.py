@@ -24,7 +24,9 @@ STOP_S = 40.0
 """A service ends within this time of a signal, whatever other faults are active."""
 USUAL_LATENCY_S = (50e-6, 400e-6)
 LONGEST_S = 60.0
-"""No fault lasts longer."""
+"""No fault of a busy run lasts longer."""
+DENSE = {"busy", "memory"}
+"""Kinds that stop processes many times: they last no longer in slow runs."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,8 @@ class Faults:
             self._kernel.sleep(seconds)
             once()
 
-        seconds = self._dice.uniform(0.1, most_s)
+        length = 1.0 if kind in DENSE else self._world.pace.fault_length
+        seconds = self._dice.uniform(0.1, most_s * length)
         self._undo[number] = once
         process = self._kernel.process
         assert process is not None
@@ -253,6 +256,7 @@ class Faults:
         self, names: list[str], before: Callable[[], object] = lambda: None, away_s: float = 0.0
     ) -> None:
         self.active[kind := self._kind] += 1
+        longest_s = LONGEST_S * self._world.pace.fault_length
 
         def roll() -> None:
             before()
@@ -263,7 +267,7 @@ class Faults:
                 while self._kernel.wait_process(process, 1.0) is None:
                     # Time in which it could not run does not count.
                     waited_s += not process.is_paused and not self._is_hanging(process)
-                    if waited_s > STOP_S or self._kernel.now - began_s > 4 * LONGEST_S:
+                    if waited_s > STOP_S or self._kernel.now - began_s > 4 * longest_s:
                         self._complain(f"{name} did not end within {waited_s:.0f} s of SIGTERM")
                         self._signal(name, signal.SIGKILL)
                         break

@@ -17,6 +17,7 @@ class Pace:
         operator_s: Between two calls of the operator.
         check_s: Between two checks of the invariants.
         fault_factor: Times which faults are rarer than in a busy run.
+        fault_length: Times which faults last longer than in a busy run.
         calm_s: After the last fault, everything works again within this time.
         repeat_s: Shortest interval of services' periodic work: otherwise most events of an idle
             cluster would be checks that find no change.
@@ -29,14 +30,15 @@ class Pace:
     operator_s: tuple[float, ...]
     check_s: float
     fault_factor: float
+    fault_length: float
     calm_s: float
     repeat_s: float
     look_s: float
     lease_s: float
 
 
-BUSY = Pace((0.3, 1.0, 3.0), (2.0, 10.0), 10.0, 1.0, 60.0, 5.0, 1.0, 15.0)
-SLOW = Pace((400.0, 1200.0), (300.0, 900.0), 900.0, 150.0, 1500.0, 300.0, 300.0, 900.0)
+BUSY = Pace((0.3, 1.0, 3.0), (2.0, 10.0), 10.0, 1.0, 1.0, 60.0, 5.0, 1.0, 15.0)
+SLOW = Pace((300.0, 900.0), (300.0, 900.0), 900.0, 100.0, 20.0, 1500.0, 300.0, 300.0, 900.0)
 
 
 def pace_of(work_s: float) -> Pace:
