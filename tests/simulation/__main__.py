@@ -27,7 +27,12 @@ def main() -> int:
         help="seeds that failed once, and some that follow from the product's sources",
     )
     which.add_argument("--hours", type=float, help="virtual time of fresh seeds, side by side")
-    parser.add_argument("--seconds", type=float, default=300.0, help="virtual time under faults")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="virtual time under faults; long runs are mostly quiet",
+    )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="with --hours and --known"
     )
@@ -69,12 +74,14 @@ def _run_many(options: argparse.Namespace) -> int:
     import random
 
     from tests.simulation.many import KNOWN_SEEDS, NUM_FRESH, fresh_seeds, run_seeds, summary
+    from tests.simulation.pace import pace_of
 
     if options.known:
         seeds = [*KNOWN_SEEDS, *fresh_seeds(NUM_FRESH)]
     else:
-        # A run lasts about two minutes longer than its faults.
-        num_seeds = max(1, round(options.hours * 3600 / (options.seconds + 120)))
+        # A run also takes a minute to begin and to end.
+        run_s = options.seconds + pace_of(options.seconds).calm_s + 60
+        num_seeds = max(1, round(options.hours * 3600 / run_s))
         first = random.SystemRandom().randrange(1 << 31)
         seeds = list(range(first, first + num_seeds))
     results = run_seeds(seeds, options.seconds, options.jobs)
@@ -109,9 +116,10 @@ def _run(options: argparse.Namespace, keep: set[int] | None) -> int:
     if options.processor_s is not None:
         resource.setrlimit(resource.RLIMIT_CPU, (options.processor_s, resource.RLIM_INFINITY))
     processor_s = time.process_time  # before the world has its own clocks
+    from tests.simulation.pace import pace_of
     from tests.simulation.world import World
 
-    world = World(options.seed)
+    world = World(options.seed, pace_of(options.seconds))
     from tests.simulation.faults import draw_schedule, kept
     from tests.simulation.scenario import Scenario
 

@@ -168,11 +168,18 @@ class Cluster:
             "node": name,
         }
         own: dict[str, object]
+        lease_ms = round(self.world.pace.lease_s * 1000)
         match kind:
             case "lookup":
-                return common | redis | {"sweep_interval_s": 5.0}
+                own = {
+                    "sweep_interval_s": 5.0,
+                    "default_ttl_ms": lease_ms,
+                    "max_ttl_ms": 4 * lease_ms,
+                }
+                return common | redis | own
             case "broker":
-                return common | redis | keys | self._drawn(BROKER_SETTINGS)
+                own = {"default_lease_ttl_ms": lease_ms, "max_lease_ttl_ms": 4 * lease_ms}
+                return common | redis | keys | own | self._drawn(BROKER_SETTINGS)
             case "storage":
                 own = {
                     "advertise_url": f"lm://{name}:{LM_PORT}",

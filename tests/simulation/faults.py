@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
 from tests.simulation.kernel import Machine, Process
+from tests.simulation.pace import pace_of
 from tests.simulation.world import World
 
 ENGINES = tuple(f"engine-{node}" for node in SIDECARS)
@@ -23,7 +24,9 @@ STOP_S = 40.0
 """A service ends within this time of a signal, whatever other faults are active."""
 USUAL_LATENCY_S = (50e-6, 400e-6)
 LONGEST_S = 60.0
-"""No fault lasts longer."""
+"""No fault of a busy run lasts longer."""
+DENSE = {"busy", "memory"}
+"""Kinds that stop processes many times: they last no longer in slow runs."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     ] or ["kill"]
     # Storages that hardly ever run have nothing to hand over.
     pause_s = dice.choice([3.0, 6.0] if focus is STORAGE_FOCUS else [0.7, 1.5, 3.0])
+    pause_s *= pace_of(work_s).fault_factor
     schedule = []
     at_s = dice.expovariate(1 / pause_s)
     while at_s < work_s:
@@ -196,7 +200,8 @@ class Faults:
             self._kernel.sleep(seconds)
             once()
 
-        seconds = self._dice.uniform(0.1, most_s)
+        length = 1.0 if kind in DENSE else self._world.pace.fault_length
+        seconds = self._dice.uniform(0.1, most_s * length)
         self._undo[number] = once
         process = self._kernel.process
         assert process is not None
@@ -253,6 +258,7 @@ class Faults:
         self, names: list[str], before: Callable[[], object] = lambda: None, away_s: float = 0.0
     ) -> None:
         self.active[kind := self._kind] += 1
+        longest_s = LONGEST_S * self._world.pace.fault_length
 
         def roll() -> None:
             before()
@@ -263,7 +269,7 @@ class Faults:
                 while self._kernel.wait_process(process, 1.0) is None:
                     # Time in which it could not run does not count.
                     waited_s += not process.is_paused and not self._is_hanging(process)
-                    if waited_s > STOP_S or self._kernel.now - began_s > 4 * LONGEST_S:
+                    if waited_s > STOP_S or self._kernel.now - began_s > 4 * longest_s:
                         self._complain(f"{name} did not end within {waited_s:.0f} s of SIGTERM")
                         self._signal(name, signal.SIGKILL)
                         break

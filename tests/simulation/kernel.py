@@ -24,6 +24,7 @@ CLOCK_READ_S = 1e-7
 """Virtual time that reading a clock takes, so that a loop without sleep reaches its deadline."""
 EPOCH_S = 1_800_000_000.0
 """Wall-clock time at which each simulation begins."""
+_pack_step = struct.Struct("dI").pack
 
 
 class Machine:
@@ -308,7 +309,7 @@ class Kernel:
 
     def _enter(self, thread: Thread) -> None:
         self.current = thread
-        self._log.update(struct.pack("dI", self.now, thread.ident))
+        self._log.update(_pack_step(self.now, thread.ident))
         thread.is_blocked = False
         self._loops._set_running_loop(thread.loop)
 

@@ -25,8 +25,6 @@ from tests.simulation.engines import SimulatedEngine
 from tests.simulation.faults import DISKS, Fault, Faults, focus_of
 from tests.simulation.world import World
 
-CALM_S = 60.0
-"""After the last fault, everything works again within this time."""
 CALM_PAUSE_S = 3.0
 END_S = 60.0
 """Everything ends within this time of its signal."""
@@ -34,7 +32,6 @@ FOUND_S = 30.0
 """A prompt that was stored is found by every node within this time."""
 FOUND_PAUSE_S = 2.0
 CLOCK_BACK_S = 3600.0
-ENGINE_PAUSES_S = (0.3, 1.0, 3.0)
 NUM_VLLM = (1, 3, 4)
 """How many of the four engines are vLLM; the others call the library. Only those of one kind share
 chunks: fewer than three have no choice of peers.
@@ -45,9 +42,6 @@ engines of one kind.
 """
 NUM_VICTIMS = (2, len(DISKS))
 """How many of the nodes and storages meet faults: on few of them, faults meet each other."""
-OPERATOR_PAUSES_S = (2.0, 10.0)
-LOOK_S = 10.0
-"""Interval between checks of the invariants."""
 ADMIN_BOUND_S = 15.0
 ASKED_CHUNKS = 20
 DISK_SLACK = 1.1
@@ -121,7 +115,7 @@ class Scenario:
         self._is_watching = True
         self._is_done = False
         dice = random.Random(f"settings {seed}")
-        self._engine_pause_s = dice.choice(ENGINE_PAUSES_S)
+        self._engine_pause_s = dice.choice(world.pace.engine_s)
         self.cluster = Cluster(world, CHUNK_BYTES, dice)
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
@@ -147,7 +141,8 @@ class Scenario:
     def run(self) -> list[str]:
         """Run the schedule; return the violations."""
         self._kernel.start_process("operator", self._world.machine("operator"), self._operate)
-        longest_s = self._work_s + CALM_S + 8 * FOUND_S + (len(SERVICES) + 4) * END_S
+        longest_s = self._work_s + self._world.pace.calm_s + 5 * FOUND_S + 4 * self._index_s
+        longest_s += (len(SERVICES) + 4) * END_S
         try:
             self._kernel.run(longest_s)
         except BaseException:
@@ -182,7 +177,7 @@ class Scenario:
         self._is_working = False
         self.faults.heal()
         self._slow_down()
-        kernel.sleep(CALM_S)
+        kernel.sleep(self._world.pace.calm_s)
         self._is_watching = False
         self._check_found()
         for engine in self.engines.values():
@@ -243,7 +238,7 @@ class Scenario:
 
     def _administrate(self) -> None:
         dice = random.Random(f"operator {self._seed}")
-        pause_s = dice.choice(OPERATOR_PAUSES_S)
+        pause_s = dice.choice(self._world.pace.operator_s)
         # Each run has its own habits, so that some calls are frequent in it.
         habits = {
             kind: dice.sample(calls, dice.randint(2, len(calls))) for kind, calls in CALLS.items()
@@ -304,7 +299,7 @@ class Scenario:
 
     def _look(self) -> None:
         while self._is_watching:
-            self._kernel.sleep(LOOK_S)
+            self._kernel.sleep(self._world.pace.check_s)
             self._check_alive()
             self._check_sizes()
             self._check_lent()
@@ -438,9 +433,14 @@ class Scenario:
                     f"engine-{engine.node} found {engine.found} of 224 tokens of prompt {prompt}"
                 )
 
+    @property
+    def _index_s(self) -> float:
+        """Time in which the index becomes right: periodic work notices that it was lost."""
+        return max(FOUND_S, 2 * self._world.pace.repeat_s)
+
     def _check_index(self) -> None:
-        """Check that lookup names exactly the holders of each chunk within `FOUND_S`."""
-        deadline = self._kernel.now + FOUND_S
+        """Check that lookup names exactly the holders of each chunk within `_index_s`."""
+        deadline = self._kernel.now + self._index_s
         while (wrong := self._wrong_holders()) and self._kernel.now < deadline:
             self._kernel.sleep(5.0)
         for text in wrong[:5]:
@@ -454,7 +454,7 @@ class Scenario:
             for name in (*SIDECARS, *STORAGES):
                 self.cluster.machines[name].wall_offset_s = offset_s
             self.cluster.redis.flush()
-            self._kernel.sleep(FOUND_S)
+            self._kernel.sleep(self._index_s)
         self._check_index()
 
     def _wrong_holders(self) -> list[str]:

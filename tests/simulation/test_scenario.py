@@ -10,16 +10,18 @@ import pytest
 
 from tests.simulation import defects
 from tests.simulation.defects import DEFECTS, Copy, Defect, Search
-from tests.simulation.many import ROOT, fresh_seeds, replay, run_seed, shrink
+from tests.simulation.many import ROOT, Result, fresh_seeds, replay, run_seed, shrink
+from tests.simulation.pace import SLOW_FROM_S
 
 SECONDS = 20.0
 pytestmark = pytest.mark.timeout(600)
 
 
-def check(seed: int, seconds: float = SECONDS) -> None:
-    """Fail with the command that repeats the run."""
+def check(seed: int, seconds: float = SECONDS) -> Result:
+    """Run a seed; fail with the command that repeats it."""
     result = run_seed(seed, seconds)
     assert not result["violations"], "\n".join([replay(result), *result["violations"]])
+    return result
 
 
 def test_a_seed_repeats_byte_for_byte() -> None:
@@ -39,6 +41,13 @@ def test_known_seeds(seed: int) -> None:
 
 def test_a_seed_of_this_state_of_the_product() -> None:
     check(fresh_seeds(1)[0])
+
+
+def test_a_long_run_is_mostly_quiet() -> None:
+    result = check(1, SLOW_FROM_S)
+    assert result["faults"]
+    assert result["totals"]["requests"] > 10
+    assert result["events"] < 60 * result["virtual_s"]
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)

@@ -14,14 +14,11 @@ from typing import Any
 from tests.simulation import disk, network, promises, threads
 from tests.simulation.kernel import Kernel, Machine, Process
 from tests.simulation.order import numbered
+from tests.simulation.pace import BUSY, Pace
 
 PLACE = Path("/dev/shm/lmcache-simulation")
-MIN_REPEAT_S = 5.0
-"""Shortest interval of services' periodic work: otherwise most events of an idle cluster would be
-checks that find no change.
-"""
-MIN_LOOK_S = 1.0
-"""The same for `look`: storages move chunks only after several looks at the same servers."""
+WAITING = {"lease": 5.0, "queue": 5.0, "report": 5.0, "writer": 5.0}
+"""Shortest interval of periodic work that waits for what it does by itself, by its name."""
 
 
 class World:
@@ -29,15 +26,17 @@ class World:
 
     Args:
         seed: Decides everything.
+        pace: How often services do periodic work.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, pace: Pace = BUSY) -> None:
         for name in ("uvloop", "trio"):
             sys.modules[name] = None  # type: ignore[assignment]
         # Paths are the same in each run of a seed, so two of them wait for each other.
         PLACE.mkdir(exist_ok=True)
         self._lock = (PLACE / "lock").open("w")
         fcntl.lockf(self._lock, fcntl.LOCK_EX, 1, seed)
+        self.pace = pace
         self.kernel = Kernel(seed)
         threads.install(self.kernel)
         self.network = network.Network(self.kernel)
@@ -73,6 +72,8 @@ class World:
         from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
         from lmcache_core.engine.transfer import KVTransfer
+        from lmcache_core.storage.disk import backend
+        from lmcache_core.storage.remote import members
         from lmcache_core.wire.server import LmSession
         from lmcache_core.wire.stream import FrameStream
         from lmcache_node.node import Node
@@ -103,12 +104,14 @@ class World:
             if name == "should_exit" and value and hasattr(server, "told_to_exit"):
                 server.loop.call_soon_threadsafe(server.told_to_exit.set)
 
-        repeat = supervisor.TaskSupervisor.repeat
+        repeat, pace = supervisor.TaskSupervisor.repeat, self.pace
 
         def repeat_seldom(tasks: Any, name: str, work: Any, interval_s: float) -> bool:
-            least_s = MIN_LOOK_S if name == "look" else MIN_REPEAT_S
+            least_s = pace.look_s if name == "look" else WAITING.get(name, pace.repeat_s)
             return repeat(tasks, name, work, max(interval_s, least_s))
 
+        members.REFRESH_S = max(members.REFRESH_S, pace.repeat_s)
+        backend.LOOK_AGAIN_S = max(backend.LOOK_AGAIN_S, pace.repeat_s)
         open_node, kernel, nodes = Node.serve, self.kernel, self.nodes
         served_by = self.served_by
 

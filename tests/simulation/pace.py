@@ -1,0 +1,67 @@
+"""How often things happen in a run: short runs are busy, long ones are mostly quiet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SLOW_FROM_S = 1800.0
+"""Runs of at least this length are slow."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Mean or fixed times between events of a kind; a run draws one of several.
+
+    Attributes:
+        engine_s: Between two requests of an engine.
+        operator_s: Between two calls of the operator.
+        check_s: Between two checks of the invariants.
+        fault_factor: Times which faults are rarer than in a busy run.
+        fault_length: Times which faults last longer than in a busy run.
+        calm_s: After the last fault, everything works again within this time.
+        repeat_s: Shortest interval of services' periodic work: otherwise most events of an idle
+            cluster would be checks that find no change.
+        look_s: The same for `look`: storages move chunks only after several looks at the same
+            servers.
+        lease_s: Leases of instances and peers.
+    """
+
+    engine_s: tuple[float, ...]
+    operator_s: tuple[float, ...]
+    check_s: float
+    fault_factor: float
+    fault_length: float
+    calm_s: float
+    repeat_s: float
+    look_s: float
+    lease_s: float
+
+
+BUSY = Pace(
+    engine_s=(0.3, 1.0, 3.0),
+    operator_s=(2.0, 10.0),
+    check_s=10.0,
+    fault_factor=1.0,
+    fault_length=1.0,
+    calm_s=60.0,
+    repeat_s=5.0,
+    look_s=1.0,
+    lease_s=15.0,
+)
+# The longest faults last longer than what is left of a lease.
+SLOW = Pace(
+    engine_s=(300.0, 900.0),
+    operator_s=(300.0, 900.0),
+    check_s=900.0,
+    fault_factor=100.0,
+    fault_length=20.0,
+    calm_s=1500.0,
+    repeat_s=200.0,
+    look_s=200.0,
+    lease_s=450.0,
+)
+
+
+def pace_of(work_s: float) -> Pace:
+    """Return the pace of a run with this much virtual time under faults."""
+    return SLOW if work_s >= SLOW_FROM_S else BUSY
