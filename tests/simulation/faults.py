@@ -65,11 +65,14 @@ ENGINE_FOCUS = Focus(
     ),
     SIDECARS,
 )
+LINK_FOCUS = Focus(
+    frozenset({"clear", "cut", "interrupted", "kill", "reset", "slow link", "stop"}), DISKS
+)
 STORAGE_FOCUS = Focus(frozenset({"clear", "kill", "restart", "rolling restart", "scale"}), STORAGES)
 DISK_FOCUS = Focus(
     frozenset({"bad sectors", "clear", "clock", "crash", "disk error", "flush", "power"}), DISKS
 )
-FOCUSES = (None, ENGINE_FOCUS, None, STORAGE_FOCUS, None, DISK_FOCUS)
+FOCUSES = (None, ENGINE_FOCUS, LINK_FOCUS, STORAGE_FOCUS, None, DISK_FOCUS)
 
 
 def focus_of(seed: int) -> Focus | None:
@@ -545,6 +548,18 @@ class Faults:
                 for one in (end.incoming, end.outgoing) if end is not None else ():
                     if one is not None:
                         one.break_off()
+
+    def interrupted(self) -> None:
+        """Stop large packets in the middle, and break their connections or send the rest late."""
+        network = self._world.network
+        network.breaks_interrupted = self._dice.random() < 0.5
+        network.interrupt_s = self._dice.choice([0.05, 1.0, 6.0])
+        network.interrupt_chance = self._dice.choice([0.02, 0.1, 0.3])
+
+        def undo() -> None:
+            network.interrupt_chance = 0.0
+
+        self._for(30, undo)
 
     def pieces(self) -> None:
         """Let reads return less than has arrived."""

@@ -32,6 +32,7 @@ CONNECT_RETRIES = 6
 KEEPALIVE = {socket.TCP_KEEPIDLE: 7200, socket.TCP_KEEPINTVL: 75, socket.TCP_KEEPCNT: 9}
 _KEEPALIVE_OPTIONS = (socket.SO_KEEPALIVE, *KEEPALIVE)
 LOCAL_LATENCY_S = 20e-6
+LARGE_BYTES = 2048
 EPHEMERAL_PORTS = 32768
 
 Address = Any
@@ -79,6 +80,12 @@ class Network:
         """One direction each, those whose reader is open."""
         self.piece_chance = 0.0
         """How often a read returns only a part of the arrived bytes."""
+        self.interrupt_chance = 0.0
+        """How often a packet of `LARGE_BYTES` or more stops in the middle."""
+        self.interrupt_s = 0.0
+        """How long the rest of such a packet takes."""
+        self.breaks_interrupted = False
+        """Whether its connection breaks before."""
         self.local_buffer_bytes = BUFFER_BYTES
         """Size of the buffers of connections within a machine."""
         self._links: dict[tuple[str, str], Link] = {}
@@ -274,6 +281,7 @@ class Pipe:
             if packet is Mark.END:
                 self.has_ended = True
                 continue
+            packet = self._before_interruption(packet)
             self._num_underway -= len(packet)
             self._num_unacknowledged += len(packet)
             self.arrived += packet
@@ -287,6 +295,20 @@ class Pipe:
         if self.writer is not None:
             self.writer.heard()
             self.writer.changed()
+
+    def _before_interruption(self, packet: bytes) -> bytes:
+        """Return what arrives of a packet now."""
+        network, kernel = self.network, self.network.kernel
+        if not network.interrupt_chance or len(packet) < LARGE_BYTES:
+            return packet
+        if kernel.random.random() >= network.interrupt_chance:
+            return packet
+        at, rest_s = kernel.random.randrange(1, len(packet)), network.interrupt_s
+        self._underway.appendleft((kernel.now + rest_s, packet[at:]))
+        kernel.call_later(rest_s, self._arrive)
+        if network.breaks_interrupted:
+            kernel.call_later(rest_s * kernel.random.random(), self.break_off)
+        return packet[:at]
 
     def _wait(self) -> None:
         """Retransmit later, unless the time limit is over."""
