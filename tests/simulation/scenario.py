@@ -32,6 +32,7 @@ FOUND_S = 30.0
 """A prompt that was stored is found by every node within this time."""
 FOUND_PAUSE_S = 2.0
 CLOCK_BACK_S = 3600.0
+CLEARED_S = 5.0
 NUM_VLLM = (1, 3, 4)
 """How many of the four engines are vLLM; the others call the library. Only those of one kind share
 chunks: fewer than three have no choice of peers.
@@ -186,6 +187,7 @@ class Scenario:
         self._check_idle()
         self._check_index()
         self._check_announced_again()
+        self._check_cleared()
         for name in reversed(SERVICES):
             self._world.signal(self.cluster.processes[name], signal.SIGTERM)
             self._await_end([name])
@@ -534,6 +536,16 @@ class Scenario:
                     f"{name} is not idle: {held} settled={status['settled']}"
                     f" registered={status['registered']}"
                 )
+
+    def _check_cleared(self) -> None:
+        """Check that no memory is in use once all chunks are removed."""
+        for name in (*SIDECARS, *STORAGES):
+            self._call(name, "POST", "/v1/admin/clear")
+        self._kernel.sleep(CLEARED_S)
+        for name in (*SIDECARS, *STORAGES):
+            used = self._world.nodes[name].stack.hot.stats()["arena_used_bytes"]
+            if used:
+                self._complain(f"{name} uses {used} bytes of memory and was cleared")
 
     def _check_memory(self, name: str) -> None:
         """Check that all memory in use is that of chunks that are served."""
