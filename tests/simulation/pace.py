@@ -48,7 +48,6 @@ BUSY = Pace(
     look_s=1.0,
     lease_s=15.0,
 )
-# The longest faults last longer than what is left of a lease.
 SLOW = Pace(
     engine_s=(300.0, 900.0),
     operator_s=(300.0, 900.0),
