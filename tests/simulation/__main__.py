@@ -73,18 +73,26 @@ def _numbers(text: str) -> set[int]:
 def _run_many(options: argparse.Namespace) -> int:
     import random
 
-    from tests.simulation.many import KNOWN_SEEDS, NUM_FRESH, fresh_seeds, run_seeds, summary
+    from tests.simulation.many import (
+        KNOWN_SEEDS,
+        KNOWN_SLOW_RUNS,
+        NUM_FRESH,
+        fresh_seeds,
+        run_seeds,
+        summary,
+    )
     from tests.simulation.pace import pace_of
 
     if options.known:
         seeds = [*KNOWN_SEEDS, *fresh_seeds(NUM_FRESH)]
+        runs = [*((seed, options.seconds) for seed in seeds), *KNOWN_SLOW_RUNS]
     else:
         # A run also takes a minute to begin and to end.
         run_s = options.seconds + pace_of(options.seconds).calm_s + 60
         num_seeds = max(1, round(options.hours * 3600 / run_s))
         first = random.SystemRandom().randrange(1 << 31)
-        seeds = list(range(first, first + num_seeds))
-    results = run_seeds(seeds, options.seconds, options.jobs)
+        runs = [(seed, options.seconds) for seed in range(first, first + num_seeds)]
+    results = run_seeds(runs, options.jobs)
     print(summary(results))
     return 1 if any(result["violations"] for result in results) else 0
 

@@ -19,6 +19,8 @@ from tests.simulation.__main__ import FIXED
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN_SEEDS = (2, 4, 5, 6, 490679675, 1787743731, 1223285715, 1227964489)
 """Runs of 300 s that violated something once."""
+KNOWN_SLOW_RUNS = ((101, 14400.0),)
+"""Longer ones: seed and virtual seconds."""
 NUM_FRESH = 5
 MAX_PROCESSOR_S = 900
 """A run that takes more processor time has hung."""
@@ -96,11 +98,13 @@ def replay(result: Result, keep: Collection[int] | None = None) -> str:
     return command if keep is None else f"{command} KEEP={','.join(map(str, sorted(keep)))}"
 
 
-def run_seeds(seeds: Iterable[int], seconds: float, jobs: int) -> list[Result]:
-    """Run seeds in parallel; print a line for each, and its violations."""
+def run_seeds(runs: Iterable[tuple[int, float]], jobs: int) -> list[Result]:
+    """Run seeds, each for its virtual seconds, in parallel; print a line for each, and its
+    violations.
+    """
     results = []
     with ThreadPoolExecutor(jobs) as pool:
-        for result in pool.map(lambda seed: run_seed(seed, seconds), seeds):
+        for result in pool.map(lambda run: run_seed(*run), runs):
             results.append(result)
             num_faults = sum(result.get("faults", {}).values())
             print(

@@ -105,6 +105,20 @@ async def test_a_tier_that_is_too_dear_is_probed_now_and_then(priced: Guard, tie
     assert priced.stats()["reads_too_dear"] == 3 * PROBE_INTERVAL
 
 
+async def test_a_bypassed_tier_is_probed_whatever_it_cost(tier: Timed) -> None:
+    options = GuardOptions(num_failures=MIN_OBSERVATIONS + 2, cool_down_s=1.0)
+    priced = Guard(tier, options, is_priced=True, clock=tier.clock)
+    tier.latency_s = 1.0
+    for _ in range(options.num_failures):
+        await read(priced, 3, limit_s=LIMIT_S)
+    assert priced.is_bypassed
+    tier.latency_s = 0.001
+    tier.now += options.cool_down_s
+    assert priced.num_worth(3, LIMIT_S / 2) == 3, "only a read can show that the tier answers again"
+    await read(priced, 3, limit_s=LIMIT_S)
+    assert not priced.is_bypassed
+
+
 async def test_no_chunks_are_no_probe(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 1.0
     await learn(priced)
