@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 LATE_S = 5.0
-"""A call of a tier, and a drain, may exceed their limits by this much."""
+"""A call of a tier may exceed its limit by this much."""
+LATE_DRAIN_S = 1.0
+"""The same for a drain."""
 SENT_S = 0.001
 """A wait for an answer may begin this long before its end with an unsent question."""
 PULLED_S = 0.1
@@ -25,6 +27,7 @@ def install(world: World) -> None:
     """Judge calls of the product in this process; what breaks a promise becomes a complaint."""
     _end_in_time(world)
     _answer_for_each(world)
+    _announce_what_is_held(world)
     _keep_what_is_synced(world)
     _serve_what_can_be_read(world)
     _pull_from_peers(world)
@@ -67,7 +70,7 @@ def _end_in_time(world: World) -> None:
                 yield one
 
     async def drain_judged(node: Any, *args: Any) -> None:
-        with _limited(world, "a drain", node._timeout_s + LATE_S):
+        with _limited(world, "a drain", node._timeout_s + LATE_DRAIN_S):
             await drain(node, *args)
 
     Guard._attempt = attempt_judged  # type: ignore[method-assign, assignment]
@@ -94,6 +97,32 @@ def _answer_for_each(world: World) -> None:
 
     for name in ("batched_contains", "batched_get", "batched_put"):
         setattr(Guard, name, judged(name, getattr(Guard, name)))
+
+
+def _announce_what_is_held(world: World) -> None:
+    """A chunk that is announced is there: if it has gone, its removal was announced before."""
+    from lmcache_core.lookup import InstanceReporter
+    from lmcache_core.storage.announcer import TierAnnouncer
+
+    stored, announce = TierAnnouncer.stored, InstanceReporter.stored
+    has_key = True
+
+    def stored_judged(announcer: Any, key: Any, tier: str, num_bytes: int) -> None:
+        nonlocal has_key
+        of = announcer._tiers.get(tier)
+        has_key = of is None or of.contains_now([key])[0]
+        stored(announcer, key, tier, num_bytes)
+        has_key = True
+
+    def announce_judged(reporter: Any, chunk_id: bytes, tier: str, *args: Any) -> None:
+        process = world.kernel.process
+        assert process is not None
+        if not has_key:
+            world.complaints.append(f"{process.name}: announces a chunk that its {tier} lacks")
+        announce(reporter, chunk_id, tier, *args)
+
+    TierAnnouncer.stored = stored_judged  # type: ignore[method-assign]
+    InstanceReporter.stored = announce_judged  # type: ignore[method-assign]
 
 
 def _keep_what_is_synced(world: World) -> None:

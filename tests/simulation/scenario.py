@@ -12,6 +12,16 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
+from lmcache_lookup.index.packing import (
+    LEASES_KEY,
+    NUM_BUCKETS,
+    TENANTS_KEY,
+    StoredLease,
+    bucket_key,
+    unpack_holders,
+)
+
 from tests.simulation.cluster import (
     GB,
     REST_PORT,
@@ -33,6 +43,8 @@ FOUND_S = 30.0
 FOUND_PAUSE_S = 2.0
 CLOCK_BACK_S = 3600.0
 CLEARED_S = 5.0
+SWEPT_S = 300.0
+"""A lookup looks at all buckets of a few tenants twice in this time."""
 NUM_VLLM = (1, 3, 4)
 """How many of the four engines are vLLM; the others call the library. Only those of one kind share
 chunks: fewer than three have no choice of peers.
@@ -186,6 +198,7 @@ class Scenario:
         self._await_end([f"engine-{node}" for node in SIDECARS])
         self._check_idle()
         self._check_index()
+        self._check_swept()
         self._check_announced_again()
         self._check_cleared()
         for name in reversed(SERVICES):
@@ -447,6 +460,30 @@ class Scenario:
             self._kernel.sleep(5.0)
         for text in wrong[:5]:
             self._complain(text)
+
+    def _check_swept(self) -> None:
+        """Check that the index forgets what instances held in earlier lives."""
+        deadline = self._kernel.now + SWEPT_S
+        while (num_left := self._num_of_earlier_lives()) and self._kernel.now < deadline:
+            self._kernel.sleep(5.0)
+        if num_left:
+            self._complain(f"lookup keeps {num_left} entries of earlier lives")
+
+    def _num_of_earlier_lives(self) -> int:
+        store = self.cluster.redis.store
+
+        def values(key: str) -> list[bytes]:
+            return store.execute([b"HGETALL", key.encode()])[1::2]
+
+        leases = [msgspec.json.decode(lease, type=StoredLease) for lease in values(LEASES_KEY)]
+        alive = {(lease.number, int(lease.incarnation)) for lease in leases}
+        return sum(
+            (holder.number, holder.incarnation) not in alive
+            for tenant in store.execute([b"SMEMBERS", TENANTS_KEY.encode()])
+            for bucket in range(NUM_BUCKETS)
+            for holders in values(bucket_key(tenant.decode(), bucket))
+            for holder in unpack_holders(holders)
+        )
 
     def _check_announced_again(self) -> None:
         """Check that the index is right after it was lost twice, and clocks were set back in
