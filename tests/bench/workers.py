@@ -1,23 +1,31 @@
-"""What the workers of a node cost their sidecar, and each other: the requests with which 1 and 8
-workers store what a prefill step has computed, all at once.
+"""What the workers of a node cost their sidecar, each other and vLLM's steps: the requests with
+which 1 and 8 workers store what a prefill step has computed, all at once, and what the scheduler
+asks beside them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmcache_core.integrations.vllm.scheduler import WAIT_S
+from lmcache_core.telemetry import Counters
+
 from tests.bench.codec_neighbours import other_load
 from tests.bench.engines import sidecar_process
 from tests.bench.report import Section
-from tests.bench.workers_child import CHUNK_BYTES, REQUESTS
+from tests.bench.workers_child import CHUNK_BYTES, REQUESTS, metadata_of, open_store
+from tests.fixtures.chains import chain_of
 
 NUM_WORKERS = (1, 8)
 NUM_CHUNKS = (4, 32)
@@ -37,12 +45,19 @@ class Taken:
     Attributes:
         waits: Of each step, of each worker, the seconds that vLLM's step waits for its store.
         steps: Likewise, the seconds of the requests that its store threads make.
+        alone: Seconds that vLLM's scheduler waits for what it asks about a new request, while
+            nothing is stored.
+        beside: The same as stores begin, and the wait of the slowest worker of that step.
+        has_priority: Whether the scheduler did not have to wait for a processor.
         loop_s: Processor time of the sidecar's loop, all steps together.
         sidecar_s: Of all of its threads.
     """
 
     waits: list[list[float]]
     steps: list[list[list[float]]]
+    alone: list[float]
+    beside: list[float]
+    has_priority: bool
     loop_s: float
     sidecar_s: float
 
@@ -50,6 +65,11 @@ class Taken:
     def wait_ms(self) -> float:
         """How long the slowest step of those at once waits, median."""
         return statistics.median(map(max, self.waits)) * 1e3
+
+    @property
+    def added_ms(self) -> float:
+        """How much longer a step of vLLM takes because of the stores, median."""
+        return (statistics.median(self.beside) - statistics.median(self.alone)) * 1e3
 
     @property
     def slowest_ms(self) -> float:
@@ -86,7 +106,10 @@ def measure(run: Callable[[str, Callable[[], Any]], Any], directory: Path) -> tu
         for num_chunks in NUM_CHUNKS
         for num_workers in NUM_WORKERS
     }
-    return table(taken), f"Other processes used {load:.1f} cores."
+    remark = f"Other processes used {load:.1f} cores."
+    if not all(one.has_priority for one in taken.values()):
+        remark += " The scheduler had to wait for processors, which the workers used."
+    return table(taken), remark
 
 
 def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NUM_STEPS) -> Taken:
@@ -98,6 +121,7 @@ def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NU
             opened.enter_context(_child(socket, rank, num_workers, num_chunks))
             for rank in range(num_workers)
         ]
+        ask = opened.enter_context(_scheduler(socket, num_workers, num_chunks))
         for child in children:
             _line(child)  # it has started
         for _ in range(WARM_UP_STEPS):
@@ -105,9 +129,20 @@ def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NU
         before = _processor_seconds(pid)
         seconds = [_step(children) for _ in range(num_steps)]
         after = _processor_seconds(pid)
+        # In steps of their own: the questions use the sidecar's loop too.
+        alone, beside = [], []
+        with _own_processor() as has_priority:
+            for _ in range(num_steps):
+                alone.append(ask())
+                _begin(children)
+                asked_s = ask()
+                beside.append(asked_s + max(wait for wait, *_ in _end(children)))
     return Taken(
         [[wait for wait, *_ in step] for step in seconds],
         [[requests for _, *requests in step] for step in seconds],
+        alone,
+        beside,
+        has_priority,
         *(now - then for now, then in zip(after, before, strict=True)),
     )
 
@@ -116,7 +151,7 @@ def table(taken: dict[tuple[int, int], Taken]) -> Section:
     """A row for each number of chunks and of workers."""
     rows = []
     for (num_chunks, num_workers), one in taken.items():
-        added_ms = one.slowest_ms - taken[num_chunks, min(NUM_WORKERS)].slowest_ms
+        later_ms = one.slowest_ms - taken[num_chunks, min(NUM_WORKERS)].slowest_ms
         rows.append(
             (
                 f"{num_chunks} chunks, {num_workers} workers",
@@ -125,8 +160,11 @@ def table(taken: dict[tuple[int, int], Taken]) -> Section:
                 *(f"{one.request_ms(number):.2f}" for number in range(len(REQUESTS))),
                 f"{one.p99_ms:.2f}",
                 f"{one.slowest_ms:.2f}",
-                *(("", "") if num_workers == 1 else (f"{added_ms:.2f}", f"{GOAL_MS:g}")),
+                "" if num_workers == 1 else f"{later_ms:.2f}",
                 f"{one.wait_ms:.2f}",
+                f"{statistics.median(one.alone) * 1e3:.2f}",
+                f"{one.added_ms:.2f}",
+                f"{GOAL_MS:g}",
                 "",
             )
         )
@@ -140,9 +178,11 @@ def table(taken: dict[tuple[int, int], Taken]) -> Section:
         "commit p50",
         "request p99",
         "slowest store",
-        "added",
-        "goal",
+        "later than one alone",
         "slowest step's wait",
+        "scheduler's question",
+        "added to a step",
+        "goal",
         "",
     )
     return Section("Workers that store a prefill step at once, ms a step", headings, rows)
@@ -163,12 +203,62 @@ def _child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
+@contextmanager
+def _scheduler(socket: Path, num_workers: int, num_chunks: int) -> Iterator[Callable[[], float]]:
+    """What asks about a new request as vLLM's scheduler does, first without waiting and then in
+    its next step; it returns the seconds that both calls take.
+    """
+    store = open_store(str(socket), metadata_of(0, num_workers), Counters())
+    numbers = itertools.count()
+
+    def ask() -> float:
+        ticket = f"request {next(numbers)}"
+        chain = chain_of((f"{ticket} {i}" for i in range(num_chunks)), num_workers)
+        began = time.perf_counter()
+        store.stage(ticket, [chain], wait_s=0.0)
+        staged = store.stage(ticket, [chain], wait_s=WAIT_S)
+        seconds = time.perf_counter() - began
+        if staged is not None and any(any(tiers) for tiers in staged.tiers):
+            raise AssertionError("a request is known before it is stored")
+        store.unstage([ticket])
+        return seconds
+
+    try:
+        yield ask
+    finally:
+        store.close()
+
+
+@contextmanager
+def _own_processor() -> Iterator[bool]:
+    """Let this thread run whenever it can, as vLLM's scheduler does where eight GPUs are; False if
+    that is not permitted.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 def _step(children: list[subprocess.Popen[str]]) -> list[list[float]]:
     """One step of all workers; the seconds that each waits, and those of its requests."""
+    _begin(children)
+    return _end(children)
+
+
+def _begin(children: list[subprocess.Popen[str]]) -> None:
     for child in children:
         assert child.stdin is not None
         child.stdin.write("step\n")
         child.stdin.flush()
+
+
+def _end(children: list[subprocess.Popen[str]]) -> list[list[float]]:
     seconds: list[list[float]] = [json.loads(_line(child)) for child in children]
     if any(len(of_worker) != 1 + len(REQUESTS) for of_worker in seconds):
         raise AssertionError(f"a worker made other requests than {REQUESTS}")

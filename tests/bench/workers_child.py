@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
+from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.stores import SidecarClient, create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
@@ -27,6 +28,7 @@ from lmcache_core.telemetry import Counters
 
 from tests.bench.shape import CHUNK_SIZE, make_config
 
+MODEL = "bench/workers"
 GROUP = LayerGroup("", 1, 1, 16, "bfloat16", packing="kv_first")
 """Small KV: what a sidecar does for a chunk does not depend on its size."""
 BLOCK_SIZE = 16
@@ -69,10 +71,25 @@ def chunks_of(step: int, rank: int, num_workers: int, num_chunks: int) -> list[N
         (
             i * CHUNK_SIZE,
             (i + 1) * CHUNK_SIZE,
-            CacheEngineKey("vllm", "bench/workers", num_workers, rank, f"{step:032x}{i:032x}"),
+            CacheEngineKey("vllm", MODEL, num_workers, rank, f"{step:032x}{i:032x}"),
         )
         for i in range(num_chunks)
     ]
+
+
+def metadata_of(rank: int, num_workers: int) -> LMCacheEngineMetadata:
+    """Of one rank; the scheduler is told that of the first."""
+    shape = (GROUP.num_layers, 2, CHUNK_SIZE, GROUP.num_kv_heads, GROUP.head_size)
+    return LMCacheEngineMetadata(MODEL, num_workers, rank, "vllm", torch.bfloat16, shape)
+
+
+def open_store(socket: str, metadata: LMCacheEngineMetadata, counters: Counters) -> ChunkStore:
+    """A connection to the sidecar; the caller closes it."""
+    config = make_config(sidecar_socket=socket)
+    client = SidecarClient("vllm/bench", loads_beside=True)
+    opened = create_chunk_store(config, metadata, None, counters, None, client)
+    opened.open(lambda salt: None)
+    return opened
 
 
 def main() -> None:
@@ -80,16 +97,10 @@ def main() -> None:
     torch.set_num_threads(1)
     socket, (rank, num_workers, num_chunks) = sys.argv[1], map(int, sys.argv[2:])
     layout, num_tokens = KVLayout((GROUP,)), num_chunks * CHUNK_SIZE
-    shape = (GROUP.num_layers, 2, CHUNK_SIZE, GROUP.num_kv_heads, GROUP.head_size)
-    metadata = LMCacheEngineMetadata(
-        "bench/workers", num_workers, rank, "vllm", torch.bfloat16, shape
-    )
-    config, counters = make_config(sidecar_socket=socket), Counters()
-    client = SidecarClient("vllm/bench", loads_beside=True)
-    opened = create_chunk_store(config, metadata, None, counters, None, client)
+    metadata, counters = metadata_of(rank, num_workers), Counters()
+    opened = open_store(socket, metadata, counters)
     pages = torch.zeros(2, num_tokens // BLOCK_SIZE, BLOCK_SIZE, 1, 16, dtype=torch.bfloat16)
     kwargs = {"kvcaches": [pages], "slot_mapping": torch.arange(num_tokens)}
-    opened.open(lambda salt: None)
     digests = Workers("lmcache-digest")
     digests.open()
     store: Any = Stopwatch(opened)
