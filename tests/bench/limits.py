@@ -4,10 +4,14 @@ bytes in the same blocks.
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -22,6 +26,28 @@ def copy_work(num_bytes: int = TOTAL_BYTES) -> Callable[[int], object]:
     source = torch.empty(num_bytes, dtype=torch.uint8).random_()
     target = torch.zeros(num_bytes, dtype=torch.uint8)
     return lambda turn: target.copy_(source)
+
+
+@contextmanager
+def new_mapping_work(num_bytes: int) -> Iterator[Callable[[], float]]:
+    """A one-thread copy to touched memory of another process, mapped just before: each page of the
+    mapping is entered when it is written to. It returns the seconds of the copy.
+    """
+    source = torch.empty(num_bytes, dtype=torch.uint8).random_()
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(memoryview(source.numpy()))
+        file.flush()
+
+        def copy() -> float:
+            with mmap.mmap(file.fileno(), num_bytes) as mapping:
+                target = torch.frombuffer(mapping, dtype=torch.uint8)
+                began = time.perf_counter()
+                target.copy_(source)
+                seconds = time.perf_counter() - began
+                del target  # the mapping can be closed only then
+            return seconds
+
+        yield copy
 
 
 def copy_limit(copy: Callable[[int], object]) -> Figure:

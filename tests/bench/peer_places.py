@@ -20,7 +20,7 @@ from lmcache_demo.settings import quiet_environment
 
 from tests.bench.disk import drop_from_cache
 from tests.bench.engines import running_sidecar
-from tests.bench.limits import copy_work, redis_limits, socket_limit
+from tests.bench.limits import copy_work, new_mapping_work, redis_limits, socket_limit
 from tests.bench.peer_child import Shape
 from tests.bench.shape import CHUNK_BYTES
 from tests.fixtures.redis_server import running_redis
@@ -41,6 +41,8 @@ class Place:
         limit: Description of the limits.
         store_limit: Moves the same bytes there as fast as the machine can; returns the seconds.
         retrieve_limit: Moves them back, likewise.
+        first_store_limit: Like `store_limit` for the first store of a client, with a description;
+            None: the same.
         shape: Of prompts.
         delay: Rounds between storing and retrieving a prompt: one for slower tiers, when memory no
             longer holds it.
@@ -68,6 +70,7 @@ class Place:
     lookup: str = ""
     make_cold: Callable[[], None] | None = None
     without_digests: dict[str, Any] | None = None
+    first_store_limit: tuple[str, Callable[[], float]] | None = None
 
     @property
     def engines(self) -> dict[str, tuple[str, str, dict[str, Any]]]:
@@ -113,6 +116,8 @@ def sidecar(directory: Path, num_tokens: int) -> Iterator[Place]:
     module = "lmcache.v1.multiprocess.server"
     with (
         running_sidecar(directory, arena_gb) as path,
+        running_sidecar(directory, arena_gb, verify_hot="never") as without_digests,
+        new_mapping_work(shape.num_bytes) as copy_to_new_mapping,
         lmcache_server(directory, port, module, *options, *way, *rest),
     ):
         yield Place(
@@ -125,6 +130,8 @@ def sidecar(directory: Path, num_tokens: int) -> Iterator[Place]:
             shape,
             delay=0,
             num_clients=3,
+            without_digests={"sidecar_socket": str(without_digests)},
+            first_store_limit=("copy to a new mapping", copy_to_new_mapping),
         )
 
 

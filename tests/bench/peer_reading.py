@@ -115,7 +115,7 @@ class Reading:
         for i in range(num_warm_up + self._rounds):
             is_first = i == 0 and self.place.num_clients > 1
             for kind in self._kinds(i):
-                stored = self._once(engines, kind, "store", first + i)
+                stored = self._once(engines, kind, "store", first + i, is_first)
                 loaded = (
                     self._once(engines, kind, "retrieve", first + i - delay) if i >= delay else 0
                 )
@@ -147,12 +147,21 @@ class Reading:
         first = turn % len(kinds)
         return kinds[first:] + kinds[:first]
 
-    def _once(self, engines: dict[str, Child], kind: str, what: str, turn: int) -> float:
+    def _once(
+        self,
+        engines: dict[str, Child],
+        kind: str,
+        what: str,
+        turn: int,
+        is_first: bool = False,
+    ) -> float:
         time.sleep(SETTLE_S)
         if self.place.is_backed and what == "store":
             use_memory(3 * self.place.shape.num_bytes)
         if kind == "limit":
             place = self.place
+            if is_first and place.first_store_limit is not None:
+                return place.first_store_limit[1]()
             return place.store_limit() if what == "store" else place.retrieve_limit()
         return engines[kind].ask(what, turn)
 
@@ -172,7 +181,10 @@ class Reading:
                     kind: place.shape.num_bytes / statistics.median(seconds[call]) / GB
                     for kind, seconds in self.seconds.items()
                 }
-                yield Row(f"{place.name}: {label}", "GB/s", **rates, note=place.limit, cores=cores)
+                note = place.limit
+                if call == "first store" and place.first_store_limit is not None:
+                    note = place.first_store_limit[0]
+                yield Row(f"{place.name}: {label}", "GB/s", **rates, note=note, cores=cores)
         if place.lookup:
             peer, ours = (
                 statistics.median(self.seconds[kind][place.lookup]) * 1e3

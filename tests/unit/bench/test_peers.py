@@ -114,15 +114,19 @@ def test_the_order_changes_with_each_round(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_each_client_is_measured_from_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, asked = reading(monkeypatch, rounds=4, delay=0, num_clients=2)
+    first = ("another limit", lambda: 0.125)
+    taken, asked = reading(monkeypatch, rounds=4, delay=0, num_clients=2, first_store_limit=first)
     assert [what for who, what, _ in asked if who == "both"] == ["start"] * 2
     turns = [turn for what, turn in calls(asked, "ours") if what == "store"]
     assert turns == list(range(10)), "a prompt was stored twice"
     assert {call: len(times) for call, times in taken.seconds["ours"].items()} == {
         "first store": 2, "first retrieve": 2, "store": 4, "retrieve": 4,
     }  # fmt: skip
-    names = [row.name for row in taken.rows(cores=0.0)]
-    assert names == [
+    assert taken.seconds["limit"]["first store"] == [0.125] * 2
+    assert taken.seconds["limit"]["store"] == [0.5] * 4
+    rows = list(taken.rows(cores=0.0))
+    assert [row.note for row in rows] == ["another limit", *["a limit"] * 3]
+    assert [row.name for row in rows] == [
         "a place: store, first pass of a client", "a place: retrieve, first pass of a client",
         "a place: store", "a place: retrieve",
     ]  # fmt: skip
