@@ -172,7 +172,7 @@ class Cluster:
         match kind:
             case "lookup":
                 own = {
-                    "sweep_interval_s": 5.0,
+                    "sweep_interval_s": self.world.pace.sweep_s,
                     "default_ttl_ms": lease_ms,
                     "max_ttl_ms": 4 * lease_ms,
                 }

@@ -21,6 +21,7 @@ class Pace:
         calm_s: After the last fault, everything works again within this time.
         repeat_s: Shortest interval of services' periodic work: otherwise most events of an idle
             cluster would be checks that find no change.
+        sweep_s: The same for a sweep of the index, which takes many steps.
         look_s: The same for `look`: storages move chunks only after several looks at the same
             servers.
         lease_s: Leases of instances and peers.
@@ -33,6 +34,7 @@ class Pace:
     fault_length: float
     calm_s: float
     repeat_s: float
+    sweep_s: float
     look_s: float
     lease_s: float
 
@@ -45,6 +47,7 @@ BUSY = Pace(
     fault_length=1.0,
     calm_s=60.0,
     repeat_s=5.0,
+    sweep_s=5.0,
     look_s=1.0,
     lease_s=15.0,
 )
@@ -56,6 +59,7 @@ SLOW = Pace(
     fault_length=20.0,
     calm_s=1500.0,
     repeat_s=200.0,
+    sweep_s=20.0,
     look_s=200.0,
     lease_s=450.0,
 )

@@ -43,8 +43,8 @@ FOUND_S = 30.0
 FOUND_PAUSE_S = 2.0
 CLOCK_BACK_S = 3600.0
 CLEARED_S = 5.0
-SWEPT_S = 300.0
-"""A lookup looks at all buckets of a few tenants twice in this time."""
+SWEPT_STEPS = 60
+"""A lookup looks at all buckets of a few tenants twice in this many sweeps."""
 NUM_VLLM = (1, 3, 4)
 """How many of the four engines are vLLM; the others call the library. Only those of one kind share
 chunks: fewer than three have no choice of peers.
@@ -463,7 +463,7 @@ class Scenario:
 
     def _check_swept(self) -> None:
         """Check that the index forgets what instances held in earlier lives."""
-        deadline = self._kernel.now + SWEPT_S
+        deadline = self._kernel.now + SWEPT_STEPS * self._world.pace.sweep_s
         while (num_left := self._num_of_earlier_lives()) and self._kernel.now < deadline:
             self._kernel.sleep(5.0)
         if num_left:

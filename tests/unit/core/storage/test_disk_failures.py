@@ -43,7 +43,7 @@ async def disk(tmp_path, files, clock):
     assert lying * BLOCK_BYTES == backend.stats()["used_bytes"]
 
 
-@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename", "sync_directory"])
 @pytest.mark.parametrize(
     "code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get
 )

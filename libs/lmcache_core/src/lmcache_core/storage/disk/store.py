@@ -398,7 +398,13 @@ class DiskStore:
             if not is_committed:
                 self._discard(temporary, entry.charge, chunk.key.tenant)
         if self._fsync:
-            self._sync_names(path)
+            try:
+                self._sync_names(path)
+            except OSError:
+                # It counts as not stored, so it must not be served: nobody would announce it, and
+                # the next store of this chunk would take it for synced.
+                self.remove([chunk.key])
+                raise
         return True
 
     def _sync_names(self, path: Path) -> None:
