@@ -61,7 +61,7 @@ SLOW = Pace(
     repeat_s=200.0,
     sweep_s=20.0,
     look_s=200.0,
-    lease_s=450.0,
+    lease_s=900.0,
 )
 
 
