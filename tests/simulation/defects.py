@@ -86,8 +86,8 @@ DEFECTS = (
     Defect(
         "the name of a synced file is not synced",
         f"{CORE}/storage/disk/store.py",
-        "        if self._fsync:\n            self._sync_names(path)\n",
-        "",
+        "                self._sync_names(path)\n            except OSError:",
+        "                pass\n            except OSError:",
     ),
     Defect(
         "a disk has no capacity",
