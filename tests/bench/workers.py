@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -47,7 +48,8 @@ class Taken:
         steps: Likewise, the seconds of the requests that its store threads make.
         alone: Seconds that vLLM's scheduler waits for what it asks about a new request, while
             nothing is stored.
-        beside: The same as stores begin, and the wait of the slowest worker of that step.
+        beside: The same at a random time during the stores of a step, and the wait of its slowest
+            worker.
         has_priority: Whether the scheduler did not have to wait for a processor.
         loop_s: Processor time of the sidecar's loop, all steps together.
         sidecar_s: Of all of its threads.
@@ -130,11 +132,13 @@ def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NU
         seconds = [_step(children) for _ in range(num_steps)]
         after = _processor_seconds(pid)
         # In steps of their own: the questions use the sidecar's loop too.
-        alone, beside = [], []
+        store_s = statistics.median(max(sum(requests) for _, *requests in step) for step in seconds)
+        alone, beside, dice = [], [], random.Random(0)
         with _own_processor() as has_priority:
             for _ in range(num_steps):
                 alone.append(ask())
                 _begin(children)
+                time.sleep(dice.uniform(0.0, store_s))
                 asked_s = ask()
                 beside.append(asked_s + max(wait for wait, *_ in _end(children)))
     return Taken(
