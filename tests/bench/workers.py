@@ -1,6 +1,6 @@
 """What the workers of a node cost their sidecar, each other and vLLM's steps: the requests with
-which 1 and 8 workers store what a prefill step has computed, all at once, and what the scheduler
-asks beside them.
+which 1 and 8 workers store what a prefill step has computed, all at once, and a request of the
+scheduler during these stores.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Taken:
     Attributes:
         waits: Of each step, of each worker, the seconds that vLLM's step waits for its store.
         steps: Likewise, the seconds of the requests that its store threads make.
-        alone: Seconds that vLLM's scheduler waits for what it asks about a new request, while
+        idle_waits: Seconds that vLLM's scheduler waits for an answer about a new request, while
             nothing is stored.
-        beside: The same at a random time during the stores of a step, and the wait of its slowest
-            worker.
+        busy_waits: The same at a random time during the stores of a step, plus the wait of its
+            slowest worker.
         has_priority: Whether the scheduler did not have to wait for a processor.
         loop_s: Processor time of the sidecar's loop, all steps together.
         sidecar_s: Of all of its threads.
@@ -57,8 +57,8 @@ class Taken:
 
     waits: list[list[float]]
     steps: list[list[list[float]]]
-    alone: list[float]
-    beside: list[float]
+    idle_waits: list[float]
+    busy_waits: list[float]
     has_priority: bool
     loop_s: float
     sidecar_s: float
@@ -71,7 +71,7 @@ class Taken:
     @property
     def added_ms(self) -> float:
         """How much longer a step of vLLM takes because of the stores, median."""
-        return (statistics.median(self.beside) - statistics.median(self.alone)) * 1e3
+        return (statistics.median(self.busy_waits) - statistics.median(self.idle_waits)) * 1e3
 
     @property
     def slowest_ms(self) -> float:
@@ -133,19 +133,19 @@ def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NU
         after = _processor_seconds(pid)
         # In steps of their own: the questions use the sidecar's loop too.
         store_s = statistics.median(max(sum(requests) for _, *requests in step) for step in seconds)
-        alone, beside, dice = [], [], random.Random(0)
+        idle_waits, busy_waits, random_times = [], [], random.Random(0)
         with _own_processor() as has_priority:
             for _ in range(num_steps):
-                alone.append(ask())
+                idle_waits.append(ask())
                 _begin(children)
-                time.sleep(dice.uniform(0.0, store_s))
+                time.sleep(random_times.uniform(0.0, store_s))
                 asked_s = ask()
-                beside.append(asked_s + max(wait for wait, *_ in _end(children)))
+                busy_waits.append(asked_s + max(wait for wait, *_ in _end(children)))
     return Taken(
         [[wait for wait, *_ in step] for step in seconds],
         [[requests for _, *requests in step] for step in seconds],
-        alone,
-        beside,
+        idle_waits,
+        busy_waits,
         has_priority,
         *(now - then for now, then in zip(after, before, strict=True)),
     )
@@ -166,7 +166,7 @@ def table(taken: dict[tuple[int, int], Taken]) -> Section:
                 f"{one.slowest_ms:.2f}",
                 "" if num_workers == 1 else f"{later_ms:.2f}",
                 f"{one.wait_ms:.2f}",
-                f"{statistics.median(one.alone) * 1e3:.2f}",
+                f"{statistics.median(one.idle_waits) * 1e3:.2f}",
                 f"{one.added_ms:.2f}",
                 f"{GOAL_MS:g}",
                 "",

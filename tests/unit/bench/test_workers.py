@@ -51,5 +51,5 @@ def test_workers_store_through_one_sidecar(tmp_path: Path, monkeypatch: pytest.M
     taken = workers.take(tmp_path, num_workers=2, num_chunks=4, num_steps=3)
     assert [len(step) for step in taken.waits] == [2] * 3
     assert [[len(worker) for worker in step] for step in taken.steps] == [[len(REQUESTS)] * 2] * 3
-    assert len(taken.alone) == len(taken.beside) == 3
+    assert len(taken.idle_waits) == len(taken.busy_waits) == 3
     assert 0 < taken.loop_s <= taken.sidecar_s

@@ -401,8 +401,8 @@ class DiskStore:
             try:
                 self._sync_names(path)
             except OSError:
-                # It counts as not stored, so it must not be served: nobody would announce it, and
-                # the next store of this chunk would take it for synced.
+                # A chunk that counts as not stored must not be served: it is not announced, and the
+                # next store of it would report it as synced.
                 self.remove([chunk.key])
                 raise
         return True
