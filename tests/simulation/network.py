@@ -865,6 +865,8 @@ class Selector(selectors.BaseSelector):
 
     def get_key(self, fileobj: Any) -> selectors.SelectorKey:
         fileno = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        if fileno < 0:
+            raise ValueError(f"Invalid file descriptor: {fileno}")
         return self._keys[fileno]
 
     def get_map(self) -> Any:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -184,3 +186,25 @@ async def test_a_handshake_that_nobody_goes_on_with_ends() -> None:
         assert await raw.is_closed()
     assert not made.turned_away
     await made.listener.close()
+
+
+async def test_a_listener_that_closes_without_descriptors_logs_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio accepts again a second later, as often as the backlog has places."""
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.05)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with open_listener() as made:
+        with socket.socket() as client:
+            client.setblocking(False)
+            lowest_free = os.dup(client.fileno())
+            os.close(lowest_free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+            try:
+                client.connect_ex(("127.0.0.1", made.listener.port))
+                await until(lambda: "cannot accept connections" in caplog.text)
+                await made.listener.close()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            await asyncio.sleep(0.2)
+    assert [one.message for one in caplog.records if one.name == "asyncio"] == []

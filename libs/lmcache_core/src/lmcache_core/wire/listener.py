@@ -43,7 +43,8 @@ def limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
     """Make a loop that has no descriptor left for new connections log that once a minute.
 
     asyncio's own loop logs a traceback for each place of the backlog, every second: with a backlog
-    of 2048 a process without descriptors would do nothing else.
+    of 2048 a process without descriptors would do nothing else. It also tries a listener again that
+    has closed meanwhile; that is not logged.
     """
     sparse = SparseLog(logger)
 
@@ -53,7 +54,7 @@ def limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
             sparse.log(
                 logging.ERROR, "cannot accept connections, leaving them queued: error=%s", error
             )
-        else:
+        elif not (isinstance(error, ValueError) and "_start_serving" in context["message"]):
             loop.default_exception_handler(context)
 
     loop.set_exception_handler(report)
