@@ -75,6 +75,8 @@ async def test_what_is_not_hot_is_lifted(stack: TierStack, board: PinBoard) -> N
     assert await board.pin([make_key("a"), make_key("nowhere")], 10) == {
         make_key("nowhere"): "never_stored"
     }
+    await board.expire()
+    assert len(board) == 1
     assert stack.hot.contains_many([make_key("a")]) == [True]
     board.close()
 
@@ -118,6 +120,41 @@ async def test_what_is_cleared_is_not_held_on_to(stack: TierStack, board: PinBoa
     await stack.clear()
     await board.expire()
     assert stack.hot.stats()["arena_used_bytes"] == 0
+
+
+async def test_what_is_cleared_and_stored_again_is_not_held_on_to(
+    stack: TierStack, board: PinBoard
+) -> None:
+    await put(stack, "a")
+    await board.pin([make_key("a")], 10)
+    await stack.clear()
+    await put(stack, "a")
+    await board.expire()
+    assert (len(board), board.num_bytes) == (0, 0)
+    assert stack.hot.stats()["arena_used_bytes"] == SLOT_BYTES
+    await board.pin([make_key("a")], 10)
+    await stack.clear()
+    await put(stack, "a")
+    assert await board.pin([make_key("a")], 10) == {}
+    await board.expire()
+    assert (len(board), board.num_bytes) == (1, SLOT_BYTES)
+    board.close()
+
+
+async def test_a_pin_follows_the_chunk_that_replaces_a_lossy_one(
+    stack: TierStack, board: PinBoard
+) -> None:
+    lossy = make_chunk("a", lossy=True, allocate=stack.hot.allocate)
+    await stack.batched_put([lossy])
+    lossy.release()
+    await board.pin([lossy.key], 10)
+    await put(stack, "a")
+    await board.expire()
+    assert stack.hot.stats()["arena_used_bytes"] == SLOT_BYTES
+    await put(stack, *range(2 * NUM_SLOTS))
+    assert stack.hot.contains_many([lossy.key]) == [True]
+    assert (len(board), board.num_bytes) == (1, SLOT_BYTES)
+    board.close()
 
 
 async def test_at_the_end_all_is_let_go_and_nothing_pinned_any_more(

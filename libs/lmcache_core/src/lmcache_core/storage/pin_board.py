@@ -85,6 +85,7 @@ class PinBoard:
         Returns:
             The reason for each chunk that is not pinned: that of its miss, or `PIN_BOUND`.
         """
+        await self.expire()
         reasons: dict[ChunkKey, str] = {}
         for at in range(0, len(keys), BATCH_CHUNKS):
             batch = list(dict.fromkeys(keys[at : at + BATCH_CHUNKS]))
@@ -121,16 +122,25 @@ class PinBoard:
         )
 
     async def expire(self) -> None:
-        """Release pins that have expired, and chunks that are no longer served."""
+        """End pins whose time is over, or whose chunk is no longer served, also if it was stored
+        again since; what replaced a lossy chunk is pinned instead of it.
+        """
         now = self._clock()
-        kept = self._stack.hot.contains_many(list(self._pins))
-        self.unpin(
-            [
-                key
-                for (key, pin), is_kept in zip(self._pins.items(), kept, strict=True)
-                if pin.ends_at <= now or not is_kept
-            ]
-        )
+        pins = list(self._pins.items())
+        served = self._stack.hot.get_many([key for key, _ in pins], is_access=False)
+        for (key, pin), chunk in zip(pins, served, strict=True):
+            if chunk is None:
+                self.unpin([key])
+                continue
+            is_other = chunk.memory is not pin.chunk.memory
+            num_bytes = self.num_bytes - _size(pin.chunk) + _size(chunk)
+            is_better = pin.chunk.lossy and not chunk.lossy and num_bytes <= self.max_bytes
+            if pin.ends_at <= now or (is_other and not is_better):
+                self.unpin([key])
+            elif is_other:
+                pin.chunk, chunk = chunk, pin.chunk
+                self.num_bytes = num_bytes
+            chunk.release()
 
     def close(self) -> None:
         """Release everything and refuse new pins: the process is shutting down. Idempotent."""
