@@ -6,6 +6,8 @@ from lmcache_core.security import TokenFile, token_text
 from lmcache_core.security.token_file import MAX_TOKEN_FILE_BYTES
 from lmcache_core.security.watched_files import WatchedFiles
 
+from tests.fixtures.descriptors import without_descriptors
+
 
 class Clock:
     def __init__(self) -> None:
@@ -79,6 +81,22 @@ def test_a_replaced_file_is_seen_and_a_spoilt_one_told_once(
     clock.now = 5.0
     assert token.text == "third-token"
     assert "-token\n" not in caplog.text
+
+
+def test_a_file_that_could_not_be_read_is_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "token", Clock()
+    path.write_text("first-token")
+    token = TokenFile(path, "o")
+    due(token, clock, path)
+    path.write_text("second-token")
+    with without_descriptors():
+        for clock.now in (1.0, 2.0, 3.0):
+            assert token.text == "first-token"
+    assert caplog.text.count("Too many open files") == 1
+    clock.now = 4.0
+    assert token.text == "second-token"
 
 
 def test_watched_files_follow_links(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
-import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -22,6 +20,7 @@ from lmcache_core.wire.messages import ErrorCode, ErrorMessage
 from lmcache_core.wire.stream import FrameStream
 
 from tests.fixtures.compat import listening
+from tests.fixtures.descriptors import without_descriptors
 from tests.fixtures.wire import MemoryStore, RawConnection, connected, serving, until
 
 BUSY = ErrorMessage(ErrorCode.BUSY.value, "too many connections")
@@ -193,18 +192,12 @@ async def test_a_listener_that_closes_without_descriptors_logs_no_traceback(
 ) -> None:
     """asyncio accepts again a second later, as often as the backlog has places."""
     monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.05)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with open_listener() as made:
         with socket.socket() as client:
             client.setblocking(False)
-            lowest_free = os.dup(client.fileno())
-            os.close(lowest_free)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
-            try:
+            with without_descriptors():
                 client.connect_ex(("127.0.0.1", made.listener.port))
                 await until(lambda: "cannot accept connections" in caplog.text)
                 await made.listener.close()
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, before)
             await asyncio.sleep(0.2)
     assert [one.message for one in caplog.records if one.name == "asyncio"] == []

@@ -17,8 +17,9 @@ import hmac
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -27,7 +28,7 @@ import yaml
 
 from lmcache_core.errors import AuthenticationError, ConfigError
 from lmcache_core.names import validate_tenant
-from lmcache_core.security.watched_files import Identity, identity_of, read_bounded
+from lmcache_core.security.watched_files import Reloaded, read_bounded
 from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
 
 Role = Literal["client", "storage", "admin"]
@@ -91,17 +92,10 @@ class TokenTable:
     Safe to share between threads: a reload swaps one immutable tuple.
     """
 
-    def __init__(
-        self,
-        credentials: Sequence[_Credential],
-        source: Path | None,
-        fingerprint: Identity | None = None,
-        option: str = "",
-    ) -> None:
-        self._credentials = tuple(credentials)
+    def __init__(self, file: Reloaded[tuple[_Credential, ...]] | None, source: str = "") -> None:
+        self._file = file
         self._source = source
-        self._fingerprint = fingerprint
-        self._option = option
+        self._credentials = () if file is None else file.current()
 
     @classmethod
     def from_file(cls, path: str | Path, option: str = "") -> TokenTable:
@@ -116,20 +110,20 @@ class TokenTable:
                 fix, and shows no secret.
         """
         source = Path(path)
-        fingerprint = identity_of(source)  # before the reading: a later change is noticed
-        return cls(_read(source, option), source, fingerprint, option)
+        read = partial(_read, source, option)
+        return cls(Reloaded(read, [source], "tokens", interval_s=0.0), str(source))
 
     @classmethod
     def anonymous(cls) -> TokenTable:
         """Return a table that accepts any token or none, for `Principal("default", "admin",
         "anonymous")`.
         """
-        return cls((), None)
+        return cls(None)
 
     @property
     def is_anonymous(self) -> bool:
         """Whether every caller is admitted."""
-        return self._source is None
+        return self._file is None
 
     def authenticate(self, token: str | None) -> Principal:
         """Return the owner of a token. The time depends on the number of entries, not on which one
@@ -138,7 +132,7 @@ class TokenTable:
         Raises:
             AuthenticationError: The token is missing or unknown.
         """
-        if self._source is None:
+        if self._file is None:
             return _ANONYMOUS
         if not token:
             raise AuthenticationError("a bearer token is required")
@@ -153,30 +147,15 @@ class TokenTable:
             raise AuthenticationError("the token is unknown")
         return found
 
-    def reload_if_changed(self) -> bool:
-        """Re-read the file if it has changed since it was last read. Does file I/O.
-
-        An invalid file leaves the last valid table in force, and is reported once per change.
-
-        Returns:
-            True if a new table is in force.
-
-        Raises:
-            ConfigError: The changed file is missing or wrong.
-        """
-        if self._source is None:
-            return False
-        seen = identity_of(self._source)
-        if seen == self._fingerprint:
-            return False
-        self._fingerprint = seen
-        self._credentials = _read(self._source, self._option)
-        return True
+    def reload_if_changed(self) -> None:
+        """Re-read the file if it has changed; see `Reloaded`. Does file I/O."""
+        if self._file is not None:
+            self._credentials = self._file.current()
 
     def __repr__(self) -> str:
-        if self._source is None:
+        if self.is_anonymous:
             return "TokenTable(anonymous)"
-        return f"TokenTable({str(self._source)!r}, num_tokens={len(self._credentials)})"
+        return f"TokenTable({self._source!r}, num_tokens={len(self._credentials)})"
 
 
 def _digest(token: str) -> bytes:

@@ -54,11 +54,16 @@ class WatchedFiles:
             before, self._seen = self._seen, self._look()
             return before != self._seen
 
+    def look_again(self) -> None:
+        """Count the files as changed at the next check."""
+        with self._lock:
+            self._seen = ()
+
     def _look(self) -> tuple[Identity | None, ...]:
-        return tuple(identity_of(path) for path in self._paths)
+        return tuple(_identity_of(path) for path in self._paths)
 
 
-def identity_of(path: Path) -> Identity | None:
+def _identity_of(path: Path) -> Identity | None:
     """Return values that distinguish this file from a later one with its path; None if there is
     none.
     """
@@ -94,32 +99,44 @@ def read_bounded(path: Path, where: str, max_bytes: int, if_larger: str) -> byte
 
 
 class Reloaded(Generic[T]):
-    """A value read from files, and re-read when they change. Invalid files leave the last valid
-    value in force, logged once per change.
+    """A value read from files, and re-read when they change. While they cannot be read, or are
+    invalid, the last valid value stays in force, and each reason is logged once.
 
     Args:
         read: Reads the value; raises `ConfigError`.
         paths: The files.
         what: Name of the value in logs.
+        interval_s: Shortest pause between two checks of the files.
 
     Raises:
         ConfigError: The first read fails.
     """
 
-    def __init__(self, read: Callable[[], T], paths: Iterable[Path], what: str) -> None:
+    def __init__(
+        self,
+        read: Callable[[], T],
+        paths: Iterable[Path],
+        what: str,
+        interval_s: float = LOOK_INTERVAL_S,
+    ) -> None:
         self._read = read
         self._what = what
         # Before reading: a change in between is read again.
-        self._watch = WatchedFiles(paths)
+        self._watch = WatchedFiles(paths, interval_s)
         self._value = read()
+        self._problem = ""
 
     def current(self) -> T:
-        """Return the current value; checks the files at most once a second."""
+        """Return the current value; checks the files from time to time."""
         if self._watch.have_changed():
             try:
                 self._value = self._read()
             except ConfigError as exc:
-                logger.warning("%s; the %s read before stay in force", exc, self._what)
+                self._watch.look_again()  # the file may be good, and descriptors lacking
+                if str(exc) != self._problem:
+                    logger.warning("%s; the %s read before stay in force", exc, self._what)
+                self._problem = str(exc)
             else:
+                self._problem = ""
                 logger.info("%s have been replaced", self._what)
         return self._value
