@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Response
-from lmcache_core.concurrency import TaskSupervisor
+from lmcache_core.concurrency import TaskSupervisor, loop_pool
 from lmcache_core.lookup.messages import JSON, MSGPACK
 from lmcache_core.security import RateLimiter, Role, TlsFiles, TokenTable, server_context
 from lmcache_core.telemetry.tracing import open_tracer
@@ -465,6 +465,7 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
     async def run(app: FastAPI) -> AsyncIterator[None]:
         state = service_state(app)
         settings = state.settings
+        asyncio.get_running_loop().set_default_executor(loop_pool())
 
         async def reload() -> None:
             await asyncio.to_thread(state.tokens.reload_if_changed)

@@ -7,16 +7,15 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 import pytest
 from lmcache_core.concurrency import Workers
 from lmcache_core.concurrency.workers import MAX_THREADS
 
+from tests.fixtures.limits import without_threads
+
 NUM_SUBMITTERS = 4
 NUM_TURNS = 30
-TOO_LARGE_A_STACK = 1 << 47
-"""Bytes: more than there are addresses for, so no thread can be started with it."""
 
 
 @pytest.fixture
@@ -25,15 +24,6 @@ def workers() -> Iterator[Workers]:
     made.open()
     yield made
     made.close()
-
-
-@contextmanager
-def no_more_threads() -> Iterator[None]:
-    before = threading.stack_size(TOO_LARGE_A_STACK)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 class Something:
@@ -122,11 +112,11 @@ def test_the_number_of_threads_is_bounded() -> None:
         workers.close()
 
 
-def test_work_runs_once_where_no_more_threads_can_be_started(workers: Workers) -> None:
+def test_work_runs_once_where_without_threads_can_be_started(workers: Workers) -> None:
     ran: list[str] = []
     may_end = threading.Event()
     busy = workers.submit(may_end.wait, 5.0)
-    with no_more_threads():
+    with without_threads():
         future = workers.submit(lambda: ran.append(thread_name()))
     assert future.done()
     may_end.set()
@@ -139,7 +129,7 @@ def test_work_that_ran_without_threads_is_let_go_and_threads_that_come_later_are
     workers: Workers,
 ) -> None:
     given = Something()
-    with no_more_threads():
+    with without_threads():
         assert workers.submit(id, given).result() == id(given)
     gone = weakref.ref(given)
     del given
@@ -289,5 +279,5 @@ def test_a_map_without_threads_is_a_loop(workers: Workers) -> None:
     assert Workers("closed").map(lambda i: (i, thread_name()), range(3)) == [
         (i, thread_name()) for i in range(3)
     ]
-    with no_more_threads():
+    with without_threads():
         assert workers.map(lambda i: i, range(3)) == [0, 1, 2]

@@ -6,7 +6,7 @@ from lmcache_core.security import TokenFile, token_text
 from lmcache_core.security.token_file import MAX_TOKEN_FILE_BYTES
 from lmcache_core.security.watched_files import WatchedFiles
 
-from tests.fixtures.descriptors import without_descriptors
+from tests.fixtures.limits import without_descriptors
 
 
 class Clock:

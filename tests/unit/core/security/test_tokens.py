@@ -6,7 +6,7 @@ from lmcache_core.errors import AuthenticationError, ConfigError
 from lmcache_core.security import Principal, TokenTable, validate_instance_id, validate_tenant
 from lmcache_core.security.tokens import MAX_TOKEN_FILE_BYTES, MAX_TOKENS
 
-from tests.fixtures.descriptors import without_descriptors
+from tests.fixtures.limits import without_descriptors
 
 CLIENT = "client-token-0123456789"
 ADMIN = "admin-token-0123456789"

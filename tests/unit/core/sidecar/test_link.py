@@ -14,6 +14,7 @@ from lmcache_core.wire import messages as m
 
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
+from tests.fixtures.limits import without_threads
 from tests.fixtures.scripted_sidecar import GENERATION, scripted_sidecar
 
 PATIENCE_S = 60.0
@@ -123,4 +124,30 @@ def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_caus
             until(lambda: link.connection, "it has given up")
             assert num_complaints() == 2
     finally:
+        link.close()
+
+
+def test_a_process_that_may_start_no_thread_tries_again(tmp_path: Path) -> None:
+    """No call of the engine fails for it."""
+    with scripted_sidecar(tmp_path, lambda request: None):
+        link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
+        link.open()
+        try:
+            connection = link.connection
+            assert connection is not None
+            with without_threads():
+                SidecarLinks([link]).give_up(connection, "the sidecar is gone")
+                assert link.connection is None
+            until(lambda: link.connection, "the link has given up")
+            with without_threads():
+                SidecarLinks([link]).give_up(connection, "the sidecar is gone")
+        finally:
+            link.close()
+
+
+def test_a_link_that_could_start_no_thread_closes(tmp_path: Path) -> None:
+    link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
+    with without_threads():
+        link.open()
+        assert link.connection is None
         link.close()

@@ -20,7 +20,7 @@ from lmcache_core.wire.messages import ErrorCode, ErrorMessage
 from lmcache_core.wire.stream import FrameStream
 
 from tests.fixtures.compat import listening
-from tests.fixtures.descriptors import without_descriptors
+from tests.fixtures.limits import without_descriptors
 from tests.fixtures.wire import MemoryStore, RawConnection, connected, serving, until
 
 BUSY = ErrorMessage(ErrorCode.BUSY.value, "too many connections")

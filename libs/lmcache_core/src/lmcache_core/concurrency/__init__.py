@@ -1,9 +1,18 @@
 """Owners of concurrent work: the task supervisor, the bridge between sync callers and the event
-loop, threads for digests.
+loop, pools of threads.
 """
 
 from lmcache_core.concurrency.bridge import LoopThread
+from lmcache_core.concurrency.started_pool import loop_pool, started_pool
 from lmcache_core.concurrency.supervisor import TaskSupervisor, cancel_and_join, run_together
 from lmcache_core.concurrency.workers import Workers
 
-__all__ = ["LoopThread", "TaskSupervisor", "Workers", "cancel_and_join", "run_together"]
+__all__ = [
+    "LoopThread",
+    "TaskSupervisor",
+    "Workers",
+    "cancel_and_join",
+    "loop_pool",
+    "run_together",
+    "started_pool",
+]

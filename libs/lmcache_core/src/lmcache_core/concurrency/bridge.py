@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from lmcache_core.concurrency.started_pool import loop_pool
 from lmcache_core.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,14 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Start the thread."""
+        """Start the thread, and those for `asyncio.to_thread`.
+
+        Raises:
+            UnavailableError: This process may not have that many more threads.
+        """
+        threads = loop_pool()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(threads)
         self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
         self._thread.start()
 

@@ -142,7 +142,7 @@ def populate(view: memoryview) -> None:
 
 class BackgroundPopulation:
     """Maps existing pages into this process in the background, using at most half of one processor.
-    A kernel without support leaves them to page faults.
+    A kernel without support, and a process that may start no thread, leave them to page faults.
 
     Args:
         views: Bytes of page-aligned mappings; kept until the work has ended.
@@ -152,7 +152,10 @@ class BackgroundPopulation:
         self._views = views
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-populate", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            logger.debug("cannot map the arena's pages ahead: error=%s", exc)
 
     def stop(self) -> None:
         """Stop within one step. Idempotent."""

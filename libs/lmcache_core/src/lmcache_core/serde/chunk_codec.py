@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_core._typing import override
+from lmcache_core.concurrency import started_pool
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec
@@ -105,7 +105,7 @@ class _Tools:
 
     def __init__(self, loops: Loops, tables: TableSet, threads: int) -> None:
         self.tables = tables
-        self.pool = ThreadPoolExecutor(threads, "lmcache-codec")
+        self.pool = started_pool(threads, "lmcache-codec")
         self.quantised = QuantisedCoder(loops, tables, self.pool)
         self.lossless = LosslessCoder(loops, self.pool)
 

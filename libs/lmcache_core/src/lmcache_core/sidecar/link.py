@@ -81,6 +81,8 @@ class SidecarLink:
         if os.getpid() != self._pid:
             self._reset()
             self._reconnect_later(None)
+        if self._lacks_thread:
+            self._reconnect_later(self._wait_s)
         current = self._current
         return current if current is not None and current.is_open else None
 
@@ -141,6 +143,7 @@ class SidecarLink:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lacks_thread = False  # the next caller tries again to start one
         self._current = None
         self._pins_for = None
 
@@ -178,13 +181,18 @@ class SidecarLink:
         with self._lock:
             if self._closing.is_set() or (self._thread is not None and self._thread.is_alive()):
                 return
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._reconnect,
                 args=(FIRST_WAIT_S if wait_s is None else wait_s,),
                 name="lmcache-sidecar-link",
                 daemon=True,
             )
-            self._thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                self._lacks_thread = True
+            else:
+                self._thread, self._lacks_thread = thread, False
 
     def _reconnect(self, wait_s: float) -> None:
         while not self._closing.wait(wait_s):

@@ -70,10 +70,15 @@ class Pace:
                 if not self._closing.is_set() and (
                     self._thread is None or not self._thread.is_alive()
                 ):
-                    self._thread = threading.Thread(
+                    thread = threading.Thread(
                         target=self._run, name="lmcache-sidecar-pace", daemon=True
                     )
-                    self._thread.start()
+                    try:
+                        thread.start()
+                    except RuntimeError:  # no probe would ever say that it is quick again
+                        self._took_s = 0.0
+                    else:
+                        self._thread = thread
 
     def wasted(self, seconds: float) -> None:
         """Record that a caller waited this long in vain."""

@@ -150,12 +150,13 @@ class Codecs:
 
         Raises:
             ConfigError: A codec that an option names is unavailable.
+            UnavailableError: Its threads cannot be started.
         """
         async with self._lock:
             if self._num_users == 0:
-                self.decoding.open()
-                self.encoding.open()
                 try:
+                    self.decoding.open()
+                    self.encoding.open()
                     self._open = await self.decoding.run(
                         _open_all, self._named, self._further, self._options, discard=_close_all
                     )

@@ -75,9 +75,17 @@ class S3Backend(StorageBackend):
         self._counters = Counters()
 
     async def open(self) -> None:
-        """Accept requests. The bucket need not be available yet."""
-        self._reading.open()
-        self._writing.open()
+        """Accept requests. The bucket need not be available yet.
+
+        Raises:
+            UnavailableError: The threads cannot be started.
+        """
+        try:
+            self._reading.open()
+            self._writing.open()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Let running requests finish, for up to `CLOSE_WAIT_S` seconds. Idempotent."""

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from lmcache_core.concurrency import started_pool
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Result, release_all
 
@@ -81,9 +82,13 @@ class FilePool:
             raise UnavailableError(f"{self.name} is not open")
 
     def open(self) -> None:
-        """Accept work from now on; threads start on demand."""
+        """Start the threads, and accept work from now on.
+
+        Raises:
+            UnavailableError: This process may not have that many more threads.
+        """
         assert self._pool is None, "a pool can be opened only once"
-        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self.name)
+        self._pool = started_pool(self._num_threads, self.name)
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run `work` in a thread. The caller owns the future, which is cancelled if the pool closes
