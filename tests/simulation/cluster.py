@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.simulation.world import World
 
 SIDECARS = tuple(f"node-{i}" for i in range(4))
 STORAGES = tuple(f"storage-{i}" for i in range(2))
-LOOKUPS = ("lookup-0",)
+LOOKUPS = ("lookup-0", "lookup-1")
 BROKERS = ("broker-0", "broker-1")
 SERVICES = (*LOOKUPS, *BROKERS, *STORAGES, *SIDECARS)
 REST_PORT, LM_PORT = 8080, 7777
@@ -26,6 +27,8 @@ SCALES = (0.4, 1.0)
 """Factors on the capacities of a run, of memory and of disks: small tiers evict often, large ones
 hit often.
 """
+REDIS_CHANCE = 0.8
+"""How often lookups and brokers share a Redis; otherwise they keep everything in their memory."""
 TOKEN = "simulated-token-0123456789"
 SALT = "the-salt-of-acme-0123456789"
 
@@ -70,6 +73,12 @@ class Cluster:
         world: The simulated world.
         chunk_bytes: Size of a chunk, which determines all capacities.
         dice: Draws settings.
+
+    Attributes:
+        lookups: Those that are used; one and one broker without Redis.
+        brokers: Likewise.
+        shown: Number of the token that services and engines show.
+        is_rotating: Whether the token is being replaced.
     """
 
     def __init__(self, world: World, chunk_bytes: int, dice: random.Random) -> None:
@@ -84,15 +93,22 @@ class Cluster:
             name: world.machine(name) for name in ("redis", *SERVICES)
         }
         world.network.local_buffer_bytes = dice.choice(LOCAL_BUFFER_BYTES)
+        self._has_redis = random.Random(f"redis {world.kernel.seed}").random() < REDIS_CHANCE
+        num = None if self._has_redis else 1
+        self.lookups, self.brokers = LOOKUPS[:num], BROKERS[:num]
         names = world.network.names
-        for service, members in {"lookup": LOOKUPS, "broker": BROKERS}.items():
+        for service, members in {"lookup": self.lookups, "broker": self.brokers}.items():
             names[service] = [self.machines[one].address for one in members]
         names["storage"] = self._running_storages
         self._secrets = world.files.root / "secrets"
+        self._secrets.mkdir()
+        (self._secrets / "salt").write_text(SALT)
         self._storages = f"lm://storage:{LM_PORT}"
         # Without it, the broker names the other storages.
         self._replicas_url = dice.choice((None, self._storages))
-        self._write_secrets()
+        self.is_rotating = False
+        self.accept(0)
+        self.show(0)
 
     def start(self, name: str) -> None:
         """Start a service."""
@@ -135,16 +151,34 @@ class Cluster:
             if one in self.processes and not self.processes[one].is_dead
         ]
 
-    def _write_secrets(self) -> None:
-        self._secrets.mkdir()
-        (self._secrets / "token").write_text(TOKEN)
-        digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-        (self._secrets / "tokens.yaml").write_text(
-            f"tokens:\n  - {{name: pods, tenant: acme, role: admin, token_sha256: {digest}}}\n"
+    def accept(self, *numbers: int) -> None:
+        """Let services accept these tokens, and tickets signed with the keys of these numbers, the
+        first of which signs.
+        """
+        tokens = [
+            {"name": f"pods-{number}", "tenant": "acme", "role": "admin"}
+            | {"token_sha256": hashlib.sha256(self.token(number).encode()).hexdigest()}
+            for number in numbers
+        ]
+        keys = "".join(
+            f"k{one}:{base64.b64encode(bytes([one]) * 32).decode()}\n" for one in numbers
         )
-        key = base64.b64encode(bytes(range(32))).decode()
-        (self._secrets / "ticket-keys").write_text(f"k1:{key}\n")
-        (self._secrets / "salt").write_text(SALT)
+        self._replace("tokens.yaml", json.dumps({"tokens": tokens}))
+        self._replace("ticket-keys", keys)
+
+    def show(self, number: int) -> None:
+        """Let services and engines show this token."""
+        self._replace("token", self.token(number))
+        self.shown = number
+
+    def token(self, number: int) -> str:
+        """Return a token by its number."""
+        return f"{TOKEN}-{number}"
+
+    def _replace(self, name: str, text: str) -> None:
+        new = self._secrets / f"{name}.new"
+        new.write_text(text)
+        new.replace(self._secrets / name)
 
     def _settings(self, kind: str, name: str) -> dict[str, object]:
         place = self.world.place(self.machines[name])
@@ -156,7 +190,7 @@ class Cluster:
             "auth_tokens_file": self._secrets / "tokens.yaml",
         }
         keys = {"ticket_keys_file": self._secrets / "ticket-keys"}
-        redis = {"redis_url": "redis://redis:6379"}
+        redis = {"redis_url": "redis://redis:6379" if self._has_redis else None}
         node = {
             "lm_host": "0.0.0.0",
             "lm_port": LM_PORT,

@@ -312,14 +312,18 @@ class Disk:
         status = _status(path)
         return status is not None and stat.S_ISDIR(status.st_mode)
 
+    def paths(self) -> Iterator[str]:
+        """Yield its files, ordered by name; takes no virtual time."""
+        return _walk(str(self.root))
+
     def used_bytes(self) -> int:
         """Return the size of its files; takes no virtual time."""
-        return sum(int(_real.lstat(path).st_size) for path in _walk(str(self.root)))
+        return sum(int(_real.lstat(path).st_size) for path in self.paths())
 
     def _some_sectors(self, num_sectors: int) -> Iterator[tuple[str, int, int]]:
         """Yield random sectors of random files: path, first byte, number of bytes."""
         random = self._kernel.random
-        files = sorted(_walk(str(self.root)))
+        files = sorted(self.paths())
         for _ in range(num_sectors if files else 0):
             path = random.choice(files)
             size = _real.lstat(path).st_size

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
-from tests.simulation.kernel import Machine, Process
+from tests.simulation.kernel import MAX_DESCRIPTORS, MAX_THREADS, Machine, Process
 from tests.simulation.pace import pace_of
 from tests.simulation.world import World
 
@@ -72,7 +72,11 @@ STORAGE_FOCUS = Focus(frozenset({"clear", "kill", "restart", "rolling restart", 
 DISK_FOCUS = Focus(
     frozenset({"bad sectors", "clear", "clock", "crash", "disk error", "flush", "power"}), DISKS
 )
-FOCUSES = (None, ENGINE_FOCUS, LINK_FOCUS, STORAGE_FOCUS, None, DISK_FOCUS)
+REDIS_FOCUS = Focus(
+    frozenset({"clear", "flush", "kill", "redis", "redis failover", "redis refusal", "redis stop"}),
+    DISKS,
+)
+FOCUSES = (None, ENGINE_FOCUS, LINK_FOCUS, STORAGE_FOCUS, None, DISK_FOCUS, REDIS_FOCUS)
 
 
 def focus_of(seed: int) -> Focus | None:
@@ -417,10 +421,22 @@ class Faults:
         process = self._cluster.processes[self._dice.choice(self._disks)]
         if self._kernel.now - process.started_s < LONGEST_S:
             return
-        before, process.max_descriptors = process.max_descriptors, len(process.descriptors)
+        process.max_descriptors = len(process.descriptors)
 
         def undo() -> None:
-            process.max_descriptors = before
+            process.max_descriptors = MAX_DESCRIPTORS
+
+        self._for(20, undo)
+
+    def no_threads(self) -> None:
+        """Deny a service or an engine new threads; not one that is still starting."""
+        process = self._cluster.processes[self._dice.choice((*self._disks, *self._engines))]
+        if self._kernel.now - process.started_s < LONGEST_S:
+            return
+        process.max_threads = len(self._kernel.threads(process))
+
+        def undo() -> None:
+            process.max_threads = MAX_THREADS
 
         self._for(20, undo)
 
@@ -615,9 +631,36 @@ class Faults:
     # --- Redis, clocks, operators ----------------------------------------------------------------
 
     def redis(self) -> None:
-        """SIGKILL to Redis, which keeps nothing."""
+        """SIGKILL to Redis, which keeps its keys."""
         self._signal("redis", signal.SIGKILL)
         self._for(20, lambda: self.start_again("redis"))
+
+    def redis_stop(self) -> None:
+        """SIGSTOP to Redis."""
+        self._pause("redis", 30)
+
+    def redis_refusal(self) -> None:
+        """Redis is full, or a replica: it refuses what takes memory, or all writes."""
+        store = self._cluster.redis.store
+        begin, end = self._dice.choice(
+            [
+                (b"CONFIG SET maxmemory 1", b"CONFIG SET maxmemory 0"),
+                (b"REPLICAOF 127.0.0.1 1", b"REPLICAOF NO ONE"),
+            ]
+        )
+        store.execute(begin.split())
+        self._for(30, lambda: store.execute(end.split()))
+
+    def redis_failover(self) -> None:
+        """A replica takes over from Redis, without the latest changes."""
+        restore = self._cluster.redis.store.copy()
+
+        def take_over() -> None:
+            self._signal("redis", signal.SIGKILL)
+            restore()
+            self.start_again("redis")
+
+        self._for(self._dice.choice([1, 10, LONGEST_S]), take_over)
 
     def flush(self) -> None:
         """FLUSHALL."""
@@ -636,6 +679,30 @@ class Faults:
                 machine.wall_offset_s -= offset_s
 
         self._for(LONGEST_S, undo)
+
+    def rotate(self) -> None:
+        """Replace the token and the keys of tickets: add the new ones, use them, remove the old
+        ones.
+        """
+        cluster, process = self._cluster, self._kernel.process
+        assert process is not None
+        if cluster.is_rotating:
+            return
+        cluster.is_rotating = True
+        # Services look at their files as seldom as they do other periodic work.
+        pause_s = self._dice.uniform(1, 2) * (self._world.pace.repeat_s + 1)
+
+        def rotate() -> None:
+            old, new = cluster.shown, cluster.shown + 1
+            cluster.accept(old, new)
+            self._kernel.sleep(pause_s)
+            cluster.show(new)
+            cluster.accept(new, old)
+            self._kernel.sleep(pause_s)
+            cluster.accept(new)
+            cluster.is_rotating = False
+
+        self._kernel.spawn(process, "rotate", rotate)
 
     def clear(self) -> None:
         """Clear a node or a storage."""

@@ -24,6 +24,10 @@ CLOCK_READ_S = 1e-7
 """Virtual time that reading a clock takes, so that a loop without sleep reaches its deadline."""
 EPOCH_S = 1_800_000_000.0
 """Wall-clock time at which each simulation begins."""
+MAX_DESCRIPTORS = 1024
+"""Open descriptors that a process may have."""
+MAX_THREADS = 1024
+"""The same for its threads."""
 _pack_step = struct.Struct("dI").pack
 
 
@@ -50,6 +54,8 @@ class Process:
         pid: Unique in a simulation.
         exit_code: None while it runs; negative if it was killed.
         descriptors: Its open files and sockets.
+        max_descriptors: How many of them it may have.
+        max_threads: The same for threads.
         loops: The event loops that it created.
         started_s: When it began.
         at_copy: Called once, when an engine's process is about to copy KV to or from the arena.
@@ -66,7 +72,8 @@ class Process:
         self.is_paused = False
         self.signals: dict[int, Callable[[int, None], object]] = {}
         self.descriptors: dict[int, Any] = {}
-        self.max_descriptors = 1024
+        self.max_descriptors = MAX_DESCRIPTORS
+        self.max_threads = MAX_THREADS
         self.watchers: list[Thread] = []
         self.loops: list[Any] = []
         self.started_s = kernel.now

@@ -7,6 +7,7 @@ formats are refused, so that a new use is noticed at once.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import inspect
 import math
@@ -62,7 +63,14 @@ WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 NO_INTEGER = "ERR value is not an integer or out of range"
 NO_ARGUMENTS = "ERR wrong number of arguments for '{}' command"
 NO_SCRIPT = "NOSCRIPT No matching script. Please use EVAL."
-NOT_IN_SCRIPTS = frozenset({"eval", "evalsha", "script"})
+NOT_IN_SCRIPTS = frozenset({"config", "eval", "evalsha", "replicaof", "script"})
+FILLING = frozenset({"hincrby", "hset", "incr", "sadd", "set", "zadd"})
+"""Commands that may take memory."""
+WRITING = FILLING | {
+    "del", "flushall", "hdel", "persist", "pexpire", "srem", "unlink", "zrem",
+}  # fmt: skip
+FULL = "OOM command not allowed when used memory > 'maxmemory'."
+READ_ONLY = "READONLY You can't write against a read only replica."
 DEFAULT_SCAN_COUNT = 10
 Reply = Any
 Words = list[bytes]
@@ -84,6 +92,7 @@ class Store:
         self._values: dict[bytes, bytes | Hash | Set | SortedSet] = {}
         self._ends_ms: dict[bytes, int] = {}
         self._num_clients = 0
+        self._is_full = self._is_replica = self._has_written = False
         self._known: set[str] = set()
         self._functions: dict[str, Any] = {}
         self._commands = dict(_commands_of(self))
@@ -98,6 +107,15 @@ class Store:
         self._known.clear()
         self._run_id = b"%040x" % self._dice.getrandbits(160)
 
+    def copy(self) -> Callable[[], None]:
+        """Return a function that brings back the values of now."""
+        values, ends_ms = copy.deepcopy(self._values), dict(self._ends_ms)
+
+        def restore() -> None:
+            self._values, self._ends_ms = copy.deepcopy(values), dict(ends_ms)
+
+        return restore
+
     def number_client(self) -> int:
         """Return the number of a new connection."""
         self._num_clients += 1
@@ -110,6 +128,7 @@ class Store:
             ReplyError: Redis' error reply.
         """
         self._now_s = self._clock()
+        self._has_written = False
         return self._execute(words)
 
     def _execute(self, words: Sequence[bytes]) -> Reply:
@@ -119,7 +138,20 @@ class Store:
         least, most, command = self._commands[name]
         if not least <= len(words) - 1 <= most:
             raise ReplyError(NO_ARGUMENTS.format(name))
+        if refusal := self._refusal(name):
+            raise ReplyError(refusal)
         return command(*words[1:])
+
+    def _refusal(self, name: str) -> str:
+        """Return why a command is refused: it takes memory, and no earlier one of its script has
+        written, or it writes; "" if it is not.
+        """
+        if self._is_full and name in FILLING and not self._has_written:
+            return FULL
+        if self._is_replica and name in WRITING:
+            return READ_ONLY
+        self._has_written = self._has_written or name in WRITING
+        return ""
 
     @property
     def _now_ms(self) -> int:
@@ -163,7 +195,8 @@ class Store:
                 b"# Server\r\nredis_version:%s\r\nredis_mode:standalone\r\nrun_id:%s\r\n"
                 % (VERSION, self._run_id)
             ),
-            b"replication": b"# Replication\r\nrole:master\r\nconnected_slaves:0\r\n",
+            b"replication": b"# Replication\r\nrole:%s\r\nconnected_slaves:0\r\n"
+            % (b"slave" if self._is_replica else b"master"),
         }
         if section in (b"default", b"all", b"everything"):
             return Text(b"\r\n".join(known.values()))
@@ -182,6 +215,16 @@ class Store:
     def do_flushall(self) -> Reply:
         self._values.clear()
         self._ends_ms.clear()
+        return OK
+
+    def do_config(self, action: bytes, name: bytes, value: bytes) -> Reply:
+        if (action.lower(), name.lower()) != (b"set", b"maxmemory"):
+            raise ReplyError("ERR not modelled")
+        self._is_full = _integer(value) > 0  # the model takes more than any limit
+        return OK
+
+    def do_replicaof(self, host: bytes, port: bytes) -> Reply:
+        self._is_replica = (host.lower(), port.lower()) != (b"no", b"one")
         return OK
 
     # --- Keys ------------------------------------------------------------------------------------
@@ -414,6 +457,8 @@ class Store:
                 raise ReplyError("Wrong number of args calling Redis command From Lua script")
             if name in NOT_IN_SCRIPTS:
                 raise ReplyError("This Redis command is not allowed from scripts")
+            if refusal := self._refusal(name):
+                raise ReplyError(f"-{refusal}")
             return self._lua_of(self._execute(words))
         except ReplyError as exc:
             return self._lua.table_from({b"err": str(exc).encode("latin-1")})

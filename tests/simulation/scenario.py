@@ -28,7 +28,6 @@ from tests.simulation.cluster import (
     SERVICES,
     SIDECARS,
     STORAGES,
-    TOKEN,
     Cluster,
 )
 from tests.simulation.engines import SimulatedEngine
@@ -147,6 +146,7 @@ class Scenario:
         )
         self._seen_ids: set[str] = set()
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
+        self._unserved: dict[str, set[tuple[object, ...]]] = {}
         self.violations: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.totals: Counter[str] = Counter()
@@ -197,6 +197,8 @@ class Scenario:
             engine.is_working = False
         self._await_end([f"engine-{node}" for node in SIDECARS])
         self._check_idle()
+        self._check_tokens()
+        self._check_peers()
         self._check_index()
         self._check_swept()
         self._check_announced_again()
@@ -295,12 +297,21 @@ class Scenario:
         return {"chunk_hashes": hashes or ["0" * 64]} | ttl_s
 
     def _call(
-        self, name: str, method: str, path: str, body: object = None
+        self, name: str, method: str, path: str, body: object = None, token: int | None = None
     ) -> tuple[int | None, Any]:
-        """Return the status and the body of an answer; None if there was none."""
+        """Return the status and the body of an answer; None if there was none.
+
+        Args:
+            name: The service.
+            method: Of the request.
+            path: Of the request.
+            body: Of the request, as JSON.
+            token: The number of the token to show; None: the current one.
+        """
         import httpx
 
-        headers = {"Authorization": f"Bearer {TOKEN}"}
+        token = self.cluster.shown if token is None else token
+        headers = {"Authorization": f"Bearer {self.cluster.token(token)}"}
         url = f"http://{name}:{REST_PORT}{path}"
         try:
             with httpx.Client(timeout=ADMIN_BOUND_S, verify=False, trust_env=False) as client:
@@ -318,6 +329,7 @@ class Scenario:
             self._check_alive()
             self._check_sizes()
             self._check_lent()
+            self._check_pins()
             self._check_intact()
 
     def _collect(self, engine: SimulatedEngine) -> None:
@@ -374,6 +386,22 @@ class Scenario:
             for *_, what in sorted(leaked & self._leaked[name]):
                 self._complain(f"{name} has {lent[what]} bytes {what} for no client")
             self._leaked[name] = leaked
+
+    def _check_pins(self) -> None:
+        """Check that a node that ran since the last check pins no chunks that it does not serve."""
+        for name in (*SIDECARS, *STORAGES):
+            node, process = self._running(name), self.cluster.processes[name]
+            if node is None or process.is_paused:
+                continue
+            served = node.stack.hot._chunks
+            unserved = {
+                (process.pid, process.paused_s, pin.ends_at, key)
+                for key, pin in node.pins._pins.items()
+                if key not in served or served[key].memory is not pin.chunk.memory
+            }
+            if both := unserved & self._unserved.get(name, set()):
+                self._complain(f"{name} pins {len(both)} chunks that it does not serve")
+            self._unserved[name] = unserved
 
     def _check_intact(self) -> None:
         """Check that chunks in memory are what their digests say; note which there are."""
@@ -452,6 +480,31 @@ class Scenario:
     def _index_s(self) -> float:
         """Time in which the index becomes right: periodic work notices that it was lost."""
         return max(FOUND_S, 2 * self._world.pace.repeat_s)
+
+    def _check_peers(self) -> None:
+        """Check that all brokers know all nodes and storages, and count no pulls without engines,
+        within `_index_s`.
+        """
+        deadline = self._kernel.now + self._index_s
+        while (wrong := self._wrong_peers()) and self._kernel.now < deadline:
+            self._kernel.sleep(5.0)
+        for text in wrong:
+            self._complain(text)
+
+    def _wrong_peers(self) -> list[str]:
+        wrong = []
+        for name in self.cluster.brokers:
+            _, answer = self._call(name, "GET", "/v1/peers")
+            peers = {peer["id"]: peer for peer in answer["peers"]} if answer else {}
+            if peers.keys() != {*SIDECARS, *STORAGES}:
+                wrong.append(f"{name} knows {sorted(peers)}")
+            for one, peer in peers.items():
+                if peer["draining"] or peer["num_pulls"]:
+                    wrong.append(
+                        f"{name} says of {one}: draining={peer['draining']},"
+                        f" pulls={peer['num_pulls']}"
+                    )
+        return wrong
 
     def _check_index(self) -> None:
         """Check that lookup names exactly the holders of each chunk within `_index_s`."""
@@ -551,6 +604,7 @@ class Scenario:
                     self._complain(f"{name} has threads {one} when idle")
         for name in (*SIDECARS, *STORAGES):
             self._check_memory(name)
+            self._check_files(name)
             if name in self._embedded_nodes:
                 continue  # no call has shown the sidecar that its tiers answer again
             for tier, figures in self._world.nodes[name].stack.stats().items():
@@ -574,6 +628,16 @@ class Scenario:
                     f" registered={status['registered']}"
                 )
 
+    def _check_tokens(self) -> None:
+        """Check that all services accept the current token, and refuse the one before it."""
+        for name in SERVICES:
+            for token in range(max(0, self.cluster.shown - 1), self.cluster.shown + 1):
+                code, _ = self._call(name, "GET", "/v1/admin/log-level", token=token)
+                if code != (200 if token == self.cluster.shown else 401):
+                    self._complain(
+                        f"{name} answers {code} to token {token} of {self.cluster.shown}"
+                    )
+
     def _check_cleared(self) -> None:
         """Check that no memory is in use once all chunks are removed."""
         for name in (*SIDECARS, *STORAGES):
@@ -583,6 +647,17 @@ class Scenario:
             used = self._world.nodes[name].stack.hot.stats()["arena_used_bytes"]
             if used:
                 self._complain(f"{name} uses {used} bytes of memory and was cleared")
+
+    def _check_files(self, name: str) -> None:
+        """Check that each file on a disk is one that its tier charges."""
+        if not self._has_read_disk(name):
+            return
+        tier, disk = self._world.nodes[name].tiers.disk_files, self._world.files.disks[name]
+        room, layout = tier._store._room, tier._layout
+        known = {str(layout.record(key)) for key in tier._index._entries} | {str(layout.lock)}
+        known.update(str(path) for path in (*room.unread, *room.damaged, *room.later))
+        if stray := sorted(path for path in disk.paths() if path not in known):
+            self._complain(f"{name} has {len(stray)} files that its tier forgot, as {stray[0]}")
 
     def _check_memory(self, name: str) -> None:
         """Check that all memory in use is that of chunks that are served."""

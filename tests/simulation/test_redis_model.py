@@ -541,6 +541,27 @@ def test_what_a_server_says_of_itself_is_what_a_real_one_says(pair: Pair) -> Non
     pair.use(2)
 
 
+@pytest.mark.parametrize(
+    ("refusing", "accepting"),
+    [
+        (("CONFIG", "SET", "maxmemory", 1), ("CONFIG", "SET", "maxmemory", 0)),
+        (("REPLICAOF", "127.0.0.1", 1), ("REPLICAOF", "NO", "ONE")),
+    ],
+    ids=["full", "replica"],
+)
+def test_writes_are_refused_alike(pair: Pair, refusing: Command, accepting: Command) -> None:
+    scripts = [
+        "return redis.call('GET', 'SET')",
+        "return redis.call('HSET', 'HSET', 'f', 'v')",
+        "return redis.pcall('HSET', 'HSET', 'f', 'v')",
+        "redis.call('HDEL', 'HDEL', 'f') return redis.call('HSET', 'HSET', 'f', 'v')",
+        "redis.call('DEL', 'none') return redis.call('INCR', 'none')",
+    ]
+    kept: list[Command] = [("HSET", "HSET", "f", "v"), ("SET", "GET", "v"), ("INCR", "n")]
+    asked: list[Command] = [*ON_A_KEY, *[("EVAL", script, 0) for script in scripts]]
+    pair.check([*kept, refusing, *asked, accepting, *asked])
+
+
 def test_times_are_the_wall_clock(port: int) -> None:
     client = Client(port)
     begin = time.time()

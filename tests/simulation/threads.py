@@ -129,8 +129,11 @@ class SimulatedThread(threading.Thread):
             raise RuntimeError("threads can only be started once")
         current = kernel.current
         assert current is not None, "a thread is started outside of the simulation"
+        process = current.process
+        if len(kernel.threads(process)) >= process.max_threads:
+            raise RuntimeError("can't start new thread")
         self._joining: list[Thread] = []
-        self._simulated = kernel.spawn(current.process, self.name, self._run_simulated)
+        self._simulated = kernel.spawn(process, self.name, self._run_simulated)
         threading._active[self._simulated.ident] = self  # type: ignore[attr-defined]
         self._started.set()  # type: ignore[attr-defined]
 
