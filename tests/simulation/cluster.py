@@ -26,6 +26,11 @@ SCALES = (0.4, 1.0)
 """Factors on the capacities of a run, of memory and of disks: small tiers evict often, large ones
 hit often.
 """
+RESIZED_CHANCE = 0.5
+"""How many runs change sizes between two starts of a service."""
+MEMORY_SIZES = (1.0, 1.0, 0.7, 1.5)
+DISK_SIZES = (1.0, 1.0, 0.3, 0.6, 1.5, 0.0)
+"""Factors on the size of a tier in such runs, drawn at each start; 0: no disk tier."""
 TOKEN = "simulated-token-0123456789"
 SALT = "the-salt-of-acme-0123456789"
 
@@ -70,10 +75,16 @@ class Cluster:
         world: The simulated world.
         chunk_bytes: Size of a chunk, which determines all capacities.
         dice: Draws settings.
+        size_dice: Draws what sizes change to.
     """
 
-    def __init__(self, world: World, chunk_bytes: int, dice: random.Random) -> None:
+    def __init__(
+        self, world: World, chunk_bytes: int, dice: random.Random, size_dice: random.Random
+    ) -> None:
         self._dice = dice
+        self._size_dice = size_dice
+        self._is_resized = size_dice.random() < RESIZED_CHANCE
+        self._disk_bytes: dict[str, int] = {}
         self.world = world
         self.chunk_bytes = chunk_bytes
         self._memory_chunk = dice.choice(SCALES) * chunk_bytes
@@ -111,8 +122,8 @@ class Cluster:
             self.start(name)
 
     def disk_bytes(self, name: str) -> int:
-        """Return the limit on the disk tier of a service."""
-        return int(self._disk_chunk * _DISK_CHUNKS[name.split("-")[0]])
+        """Return the limit on the disk tier of a service since its last start; 0: it has none."""
+        return self._disk_bytes[name]
 
     def socket(self, name: str) -> Path:
         """Where engines reach the sidecar of a node."""
@@ -164,7 +175,6 @@ class Cluster:
             "broker_url": f"http://broker:{REST_PORT}",
             "service_token_file": self._secrets / "token",
             "tenant": "acme",
-            "disk_path": place / "disk" / "chunks",
             "node": name,
         }
         own: dict[str, object]
@@ -184,20 +194,35 @@ class Cluster:
                 own = {
                     "advertise_url": f"lm://{name}:{LM_PORT}",
                     "replicas_url": self._replicas_url,
-                    "memory_gb": _MEMORY_CHUNKS[kind] * self._memory_chunk / GB,
-                    "disk_gb": self.disk_bytes(name) / GB,
+                    "memory_gb": self._memory_gb(kind),
                 }
-                return common | node | own | self._drawn(STORAGE_SETTINGS)
+                return common | node | own | self._with_disk(name, self._drawn(STORAGE_SETTINGS))
         own = {
             "distributed_url": f"lm://{name}:{LM_PORT}",
             "remote_url": self._storages,
             "salt_file": self._secrets / "salt",
-            "arena_gb": _MEMORY_CHUNKS[kind] * self._memory_chunk / GB,
-            "disk_gb": self.disk_bytes(name) / GB,
+            "arena_gb": self._memory_gb(kind),
             "socket_path": self.socket(name),
             "arena_path": place / "shm" / "arena",
         }
-        return common | node | keys | own | self._drawn(SIDECAR_SETTINGS)
+        drawn = self._with_disk(name, self._drawn(SIDECAR_SETTINGS))
+        return common | node | keys | own | drawn
+
+    def _memory_gb(self, kind: str) -> float:
+        return _MEMORY_CHUNKS[kind] * self._memory_chunk * self._size(MEMORY_SIZES) / GB
+
+    def _with_disk(self, name: str, drawn: dict[str, object]) -> dict[str, object]:
+        """Return these settings and those of the disk, if there is one at this start."""
+        size = self._disk_chunk * _DISK_CHUNKS[name.split("-")[0]] * self._size(DISK_SIZES)
+        self._disk_bytes[name] = int(size)
+        if size:
+            place = self.world.place(self.machines[name]) / "disk" / "chunks"
+            return drawn | {"disk_path": place, "disk_gb": int(size) / GB}
+        left_out = {"disk_serde", "tenant_disk_quota_gb"}
+        return {option: value for option, value in drawn.items() if option not in left_out}
+
+    def _size(self, factors: tuple[float, ...]) -> float:
+        return self._size_dice.choice(factors) if self._is_resized else 1.0
 
     def _drawn(self, names: tuple[str, ...]) -> dict[str, object]:
         drawn = {name: self._dice.choice(DRAWN[name]) for name in names}

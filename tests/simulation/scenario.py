@@ -129,7 +129,8 @@ class Scenario:
         self._is_done = False
         dice = random.Random(f"settings {seed}")
         self._engine_pause_s = dice.choice(world.pace.engine_s)
-        self.cluster = Cluster(world, CHUNK_BYTES, dice)
+        sizes = random.Random(f"sizes {seed}")
+        self.cluster = Cluster(world, CHUNK_BYTES, dice, sizes)
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
         is_embedded = len(self._vllm_nodes) != 3 and engine_dice.random() < EMBEDDED_CHANCE
@@ -399,6 +400,8 @@ class Scenario:
         node, disk = self._running(name), self._world.files.disks[name]
         if node is None:
             return False
+        if node.tiers.disk_files is None:
+            return False
         store = node.tiers.disk_files._store
         return store.is_loaded and not any(disk.is_folder(str(path)) for path in store._room.unread)
 
@@ -410,7 +413,8 @@ class Scenario:
 
     def _num_damaged(self, name: str) -> int:
         node = self._world.nodes.get(name)
-        return 0 if node is None else node.tiers.disk_files.stats()["corrupt_chunks"]
+        disk = None if node is None else node.tiers.disk_files
+        return 0 if disk is None else disk.stats()["corrupt_chunks"]
 
     def _tiers(self, name: str) -> list[tuple[Any, float | None]]:
         """Return the tiers of a running node, and the tenant's quota in each."""
