@@ -25,6 +25,7 @@ STOP_S = 40.0
 USUAL_LATENCY_S = (50e-6, 400e-6)
 LONGEST_S = 60.0
 """No fault of a busy run lasts longer."""
+DRAINS_CHANCE = 0.5
 DENSE = {"busy", "memory"}
 """Kinds that stop processes many times: they last no longer in slow runs."""
 
@@ -107,7 +108,19 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     while at_s < work_s:
         schedule.append(Fault(len(schedule), at_s, dice.choice(kinds), dice.getrandbits(32)))
         at_s += dice.expovariate(1 / pause_s)
-    return schedule
+    return sorted(schedule + _draw_drains(seed, work_s, len(schedule)), key=lambda one: one.at_s)
+
+
+def _draw_drains(seed: int, work_s: float, number: int) -> list[Fault]:
+    """Draw drains that are cancelled, for half of the seeds; the first has this number."""
+    dice = random.Random(f"drains {seed}")
+    pause_s = dice.choice([10.0, 30.0]) * pace_of(work_s).fault_factor
+    drains: list[Fault] = []
+    at_s = dice.expovariate(1 / pause_s) if dice.random() < DRAINS_CHANCE else work_s
+    while at_s < work_s:
+        drains.append(Fault(number + len(drains), at_s, "drain", dice.getrandbits(32)))
+        at_s += dice.expovariate(1 / pause_s)
+    return drains
 
 
 class Faults:
@@ -134,7 +147,7 @@ class Faults:
         cluster: Cluster,
         start_engine: Callable[[str], None],
         complain: Callable[[str], None],
-        call: Callable[[str, str, str], object],
+        call: Callable[[str, str, str], tuple[int | None, Any]],
         victims: Sequence[str] = DISKS,
     ) -> None:
         self._world = world
@@ -288,6 +301,28 @@ class Faults:
     def _is_hanging(self, process: Any) -> bool:
         disk = self._world.files.disks.get(process.machine.name)
         return disk is not None and disk.is_hanging
+
+    def drain(self) -> None:
+        """Drain a node or a storage, or let a broker order it; cancel that later."""
+        name, operator = self._dice.choice(self._disks), self._kernel.process
+        assert operator is not None
+        calls = [
+            (name, "POST", f"/v1/admin/drain?wait={self._dice.choice(('true', 'false'))}"),
+            (self._dice.choice(BROKERS), "POST", f"/v1/admin/peers/{name}:drain"),
+        ]
+        call, lease_s = self._dice.choice(calls), self._world.pace.lease_s
+        self._kernel.spawn(operator, "drain", lambda: self._call(*call))
+
+        def cancel() -> None:
+            # An order may arrive late: a broker passes it on as long as the lease lasts.
+            since = self._kernel.now
+            while self._kernel.now - since < lease_s:
+                status, answer = self._call(name, "POST", "/v1/admin/undrain")
+                self._kernel.sleep(lease_s / 15)
+                if status != 200 or answer["draining"]:
+                    since = self._kernel.now
+
+        self._for(30, lambda: self._kernel.spawn(operator, "undrain", cancel))
 
     def stop(self) -> None:
         """SIGSTOP to a service, and SIGCONT."""
@@ -647,8 +682,11 @@ class Faults:
 KINDS = tuple(
     name.replace("_", " ")
     for name, member in vars(Faults).items()
-    if callable(member) and not name.startswith("_") and name not in {"do", "heal", "start_again"}
+    if callable(member)
+    and not name.startswith("_")
+    and name not in {"do", "drain", "heal", "start_again"}
 )
+"""Kinds that all seeds draw from; drains have dice of their own."""
 
 
 def kept(schedule: Collection[Fault], numbers: Collection[int] | None) -> list[Fault]:

@@ -10,6 +10,7 @@ import signal
 import traceback
 from collections import Counter
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,15 +25,14 @@ from lmcache_lookup.index.packing import (
 
 from tests.simulation.cluster import (
     GB,
-    REST_PORT,
     SERVICES,
     SIDECARS,
     STORAGES,
-    TOKEN,
     Cluster,
 )
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.faults import DISKS, Fault, Faults, focus_of
+from tests.simulation.operators import CALLS, MORE_CALLS, Operator
 from tests.simulation.world import World
 
 CALM_PAUSE_S = 3.0
@@ -55,7 +55,6 @@ engines of one kind.
 """
 NUM_VICTIMS = (2, len(DISKS))
 """How many of the nodes and storages meet faults: on few of them, faults meet each other."""
-ADMIN_BOUND_S = 15.0
 ASKED_CHUNKS = 20
 DISK_SLACK = 1.1
 """A disk tier may exceed its limit by this much, for files being written."""
@@ -67,30 +66,6 @@ IDLE_THREADS = {
 """Pools that a service keeps when idle."""
 MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
 """What a service without clients has at most; a pool keeps up to 64 connections to Redis."""
-CALLS = {
-    "node": (
-        ("GET", "/v1/status"),
-        ("GET", "/v1/tiers"),
-        ("GET", "/v1/clients"),
-        ("GET", "/v1/admin/chunks"),
-        ("GET", "/v1/admin/pins"),
-        ("GET", "/metrics"),
-        ("POST", "/v1/admin/pin"),
-        ("POST", "/v1/admin/unpin"),
-        ("POST", "/v1/admin/clear"),
-        ("POST", "/v1/admin/evict"),
-    ),
-    "storage": (
-        ("GET", "/v1/stats"),
-        ("GET", "/v1/chunks"),
-        ("GET", "/metrics"),
-        ("POST", "/v1/admin/pin"),
-        ("POST", "/v1/admin/clear"),
-        ("POST", "/v1/admin/evict"),
-    ),
-    "lookup": (("GET", "/v1/stats"), ("GET", "/v1/admin/tenants"), ("POST", "/v1/admin/clear")),
-    "broker": (("GET", "/v1/peers"), ("GET", "/v1/overview"), ("GET", "/metrics")),
-}
 
 
 class Scenario:
@@ -143,9 +118,11 @@ class Scenario:
             self.cluster,
             self._start_engine,
             self._complain,
-            self._call,
+            lambda *call: self.operator.call(*call),
             victims.sample(machines, min(len(machines), victims.choice(NUM_VICTIMS))),
         )
+        self.operator = Operator(world, seed, self.faults, self._count_pairs, self._complain)
+        self._call = self.operator.call
         self._seen_ids: set[str] = set()
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
         self.violations: list[str] = []
@@ -181,7 +158,9 @@ class Scenario:
         kernel.sleep(3.0)
         for node in SIDECARS:
             self._start_engine(node)
-        kernel.spawn(process, "admin", self._administrate)
+        for name, calls in (("operator", CALLS), ("operator of more", MORE_CALLS)):
+            work = partial(self.operator.work, name, calls, lambda: self._is_working)
+            kernel.spawn(process, "admin", work)
         kernel.spawn(process, "look", self._look)
         begin = kernel.now
         for fault in self._schedule:
@@ -190,6 +169,7 @@ class Scenario:
         kernel.sleep(max(0.0, begin + self._work_s - kernel.now))
         self._is_working = False
         self.faults.heal()
+        self._announce_all()
         self._slow_down()
         kernel.sleep(self._world.pace.calm_s)
         self._is_watching = False
@@ -209,6 +189,14 @@ class Scenario:
         self._is_done = True
         kernel.stop()
         return 0
+
+    def _announce_all(self) -> None:
+        """Let all chunks be announced again if lookup was told to forget holders of some."""
+        deadline = self._kernel.now + self._world.pace.calm_s
+        while self.operator.has_forgotten and self._kernel.now < deadline:
+            self._kernel.sleep(1.0)
+            status, _ = self._call("lookup-0", "POST", "/v1/admin/clear")
+            self.operator.has_forgotten = status != 204
 
     def _slow_down(self) -> None:
         """Let engines ask now and then only: calm shows whether everything works again."""
@@ -249,67 +237,6 @@ class Scenario:
             code = self._kernel.wait_process(process, END_S)
             if code != 0:
                 self._complain(f"{name} ended with {code} at the end of the run")
-
-    # --- An operator's calls ---------------------------------------------------------------------
-
-    def _administrate(self) -> None:
-        dice = random.Random(f"operator {self._seed}")
-        pause_s = dice.choice(self._world.pace.operator_s)
-        # Each run has its own habits, so that some calls are frequent in it.
-        habits = {
-            kind: dice.sample(calls, dice.randint(2, len(calls))) for kind, calls in CALLS.items()
-        }
-        while self._is_working:
-            self._kernel.sleep(dice.expovariate(1 / pause_s))
-            name = dice.choice(SERVICES)
-            method, path = dice.choice(habits[name.split("-")[0]])
-            body = self._body(name, path, dice)
-            operation = f"{method} {name.split('-')[0]}{path}"
-            self._count_pairs(operation)
-            begin = self._kernel.now
-            status, _ = self._call(name, method, path, body)
-            lasted_s = self._kernel.now - begin
-            self._kernel.record(f"operator {operation} {name} {status}")
-            if status in {404, 405, 422} or status == 500:
-                self._complain(f"{operation} on {name} was answered by {status}")
-            if lasted_s > ADMIN_BOUND_S and not self.faults.active:
-                self._complain(f"{operation} on {name} lasted {lasted_s:.1f} s")
-
-    def _body(self, name: str, path: str, dice: random.Random) -> object:
-        if path.endswith("/evict"):
-            return {"num_bytes": 1 << dice.randint(10, 24)}
-        if not path.endswith("/pin"):
-            return None
-        from lmcache_core.keys import CacheEngineKey
-
-        where = "/v1/chunks" if name in STORAGES else "/v1/admin/chunks"
-        _, listed = self._call(name, "GET", where)
-        chunks = listed.get("chunks", []) if isinstance(listed, dict) else []
-        chunks = dice.sample(chunks, min(len(chunks), 8))
-        ttl_s = {"ttl_s": dice.choice((5, 60))}
-        if name in STORAGES:
-            keys = [chunk["key"] for chunk in chunks]
-            return {
-                "keys": keys or [CacheEngineKey("vllm", "none", 1, 0, "0" * 64).to_url()]
-            } | ttl_s
-        hashes = [CacheEngineKey.from_url(key).chunk_hash for key in chunks]
-        return {"chunk_hashes": hashes or ["0" * 64]} | ttl_s
-
-    def _call(
-        self, name: str, method: str, path: str, body: object = None
-    ) -> tuple[int | None, Any]:
-        """Return the status and the body of an answer; None if there was none."""
-        import httpx
-
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        url = f"http://{name}:{REST_PORT}{path}"
-        try:
-            with httpx.Client(timeout=ADMIN_BOUND_S, verify=False, trust_env=False) as client:
-                answer = client.request(method, url, json=body, headers=headers)
-        except httpx.HTTPError:
-            return None, None
-        is_json = bool(answer.content) and "json" in answer.headers.get("content-type", "")
-        return answer.status_code, answer.json() if is_json else answer.text
 
     # --- Invariants ------------------------------------------------------------------------------
 
@@ -577,6 +504,18 @@ class Scenario:
                     f"{name} is not idle: {held} settled={status['settled']}"
                     f" registered={status['registered']}"
                 )
+            self._check_serves(name, status)
+        for name in STORAGES:
+            code, status = self._call(name, "GET", "/v1/stats")
+            if code == 200:
+                self._check_serves(name, status)
+            else:
+                self._complain(f"{name} answers {code} when idle")
+
+    def _check_serves(self, name: str, status: Any) -> None:
+        """Check that no drain is left of those that were cancelled."""
+        if status["draining"] or status["drain"]["state"] != "serving":
+            self._complain(f"{name} still drains: {status['drain']}")
 
     def _check_cleared(self) -> None:
         """Check that no memory is in use once all chunks are removed."""
