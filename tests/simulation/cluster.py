@@ -31,9 +31,13 @@ RESIZED_CHANCE = 0.5
 MEMORY_SIZES = (1.0, 1.0, 0.7, 1.5)
 DISK_SIZES = (1.0, 1.0, 0.3, 0.6, 1.5, 0.0)
 """Factors on the size of a tier in such runs, drawn at each start; 0: no disk tier."""
-TOKEN = "simulated-token-0123456789"
-SALT = "the-salt-of-acme-0123456789"
-
+TENANTS = ("acme", "beta")
+TWO_TENANTS_CHANCE = 0.25
+ONE_SALT_CHANCE = 0.5
+"""How often two tenants have the same salt: then only their names keep their chunks apart."""
+TOKENS = {"acme": "simulated-token-0123456789", "beta": "simulated-token-9876543210"}
+"""Those of the tenants' operators, and of all services if there is one tenant."""
+SALTS = {"acme": "the-salt-of-acme-0123456789", "beta": "the-salt-of-beta-0123456789"}
 
 DRAWN: dict[str, tuple[Any, ...]] = {
     "disk_fsync": (False, True),
@@ -76,11 +80,26 @@ class Cluster:
         chunk_bytes: Size of a chunk, which determines all capacities.
         dice: Draws settings.
         size_dice: Draws what sizes change to.
+        tenant_dice: Draws whether there are two tenants, and which nodes the second one has.
+
+    Attributes:
+        tenants: The tenants that have nodes.
     """
 
     def __init__(
-        self, world: World, chunk_bytes: int, dice: random.Random, size_dice: random.Random
+        self,
+        world: World,
+        chunk_bytes: int,
+        dice: random.Random,
+        size_dice: random.Random,
+        tenant_dice: random.Random,
     ) -> None:
+        self.tenants = TENANTS[: 1 + (tenant_dice.random() < TWO_TENANTS_CHANCE)]
+        others = tenant_dice.sample(SIDECARS, len(SIDECARS) // 2)
+        self._others = set(others if len(self.tenants) == 2 else ())
+        self._salts = dict.fromkeys(TENANTS, SALTS["acme"])
+        if tenant_dice.random() >= ONE_SALT_CHANCE:
+            self._salts = SALTS
         self._dice = dice
         self._size_dice = size_dice
         self._is_resized = size_dice.random() < RESIZED_CHANCE
@@ -125,17 +144,21 @@ class Cluster:
         """Return the limit on the disk tier of a service since its last start; 0: it has none."""
         return self._disk_bytes[name]
 
+    def tenant_of(self, name: str) -> str:
+        """Return the tenant of a node; that of the services is the first one."""
+        return TENANTS[name in self._others]
+
     def socket(self, name: str) -> Path:
         """Where engines reach the sidecar of a node."""
         return self.world.place(self.machines[name]) / "run" / "sidecar.sock"
 
-    def embedded(self) -> dict[str, object]:
-        """Return options of an engine that uses no sidecar."""
+    def embedded(self, node: str) -> dict[str, object]:
+        """Return options of an engine on a node that uses no sidecar."""
         return {
             "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self._memory_chunk / GB,
             "remote_url": self._storages,
-            "remote_token_file": str(self._secrets / "token"),
-            "salt": SALT,
+            "remote_token_file": str(self._token_file(node)),
+            "salt": self._salts[self.tenant_of(node)],
         }
 
     def _running_storages(self) -> list[str]:
@@ -148,14 +171,26 @@ class Cluster:
 
     def _write_secrets(self) -> None:
         self._secrets.mkdir()
-        (self._secrets / "token").write_text(TOKEN)
-        digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-        (self._secrets / "tokens.yaml").write_text(
-            f"tokens:\n  - {{name: pods, tenant: acme, role: admin, token_sha256: {digest}}}\n"
-        )
+        entries = []
+        for tenant in TENANTS:
+            for role in ("admin", "client", "storage"):
+                name = f"{role}-{tenant}"
+                token = TOKENS[tenant] if role == "admin" else f"simulated-token-of-{name}"
+                (self._secrets / name).write_text(token)
+                digest = hashlib.sha256(token.encode()).hexdigest()
+                entries.append(
+                    f"  - {{name: {name}, tenant: {tenant}, role: {role}, token_sha256: {digest}}}"
+                )
+            (self._secrets / f"salt-{tenant}").write_text(self._salts[tenant])
+        (self._secrets / "tokens.yaml").write_text("\n".join(["tokens:", *entries, ""]))
         key = base64.b64encode(bytes(range(32))).decode()
         (self._secrets / "ticket-keys").write_text(f"k1:{key}\n")
-        (self._secrets / "salt").write_text(SALT)
+
+    def _token_file(self, name: str) -> Path:
+        role = "storage" if name in STORAGES else "client"
+        return self._secrets / (
+            f"{role}-{self.tenant_of(name)}" if len(self.tenants) == 2 else "admin-acme"
+        )
 
     def _settings(self, kind: str, name: str) -> dict[str, object]:
         place = self.world.place(self.machines[name])
@@ -173,8 +208,8 @@ class Cluster:
             "lm_port": LM_PORT,
             "lookup_url": f"http://lookup:{REST_PORT}",
             "broker_url": f"http://broker:{REST_PORT}",
-            "service_token_file": self._secrets / "token",
-            "tenant": "acme",
+            "service_token_file": self._token_file(name),
+            "tenant": self.tenant_of(name),
             "node": name,
         }
         own: dict[str, object]
@@ -200,7 +235,7 @@ class Cluster:
         own = {
             "distributed_url": f"lm://{name}:{LM_PORT}",
             "remote_url": self._storages,
-            "salt_file": self._secrets / "salt",
+            "salt_file": self._secrets / f"salt-{self.tenant_of(name)}",
             "arena_gb": self._memory_gb(kind),
             "socket_path": self.socket(name),
             "arena_path": place / "shm" / "arena",

@@ -131,7 +131,7 @@ class Faults:
         cluster: The cluster to disturb.
         start_engine: Starts the engine of a node.
         complain: Records a violation.
-        call: Sends a request to a service: name, method and path.
+        call: Sends a request to a service: name, method, path, and possibly body and tenant.
         victims: Nodes and storages that faults hit.
 
     Attributes:
@@ -147,7 +147,7 @@ class Faults:
         cluster: Cluster,
         start_engine: Callable[[str], None],
         complain: Callable[[str], None],
-        call: Callable[[str, str, str], tuple[int | None, Any]],
+        call: Callable[..., tuple[int | None, Any]],
         victims: Sequence[str] = DISKS,
     ) -> None:
         self._world = world
@@ -311,7 +311,8 @@ class Faults:
             (self._dice.choice(BROKERS), "POST", f"/v1/admin/peers/{name}:drain"),
         ]
         call, lease_s = self._dice.choice(calls), self._world.pace.lease_s
-        self._kernel.spawn(operator, "drain", lambda: self._call(*call))
+        tenant = self._cluster.tenant_of(name)
+        self._kernel.spawn(operator, "drain", lambda: self._call(*call, None, tenant))
 
         def cancel() -> None:
             # An order may arrive late: a broker passes it on as long as the lease lasts.

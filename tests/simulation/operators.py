@@ -6,7 +6,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.simulation.cluster import REST_PORT, SERVICES, SIDECARS, STORAGES, TOKEN
+from tests.simulation.cluster import (
+    REST_PORT,
+    SERVICES,
+    SIDECARS,
+    STORAGES,
+    TOKENS,
+    Cluster,
+)
 from tests.simulation.faults import Faults
 from tests.simulation.world import World
 
@@ -77,6 +84,7 @@ class Operator:
 
     Args:
         world: The simulated world.
+        cluster: The cluster to ask.
         seed: Decides the calls.
         faults: The faults of the run, some of which are calls, too.
         count: Called with the name of each call.
@@ -90,6 +98,7 @@ class Operator:
     def __init__(
         self,
         world: World,
+        cluster: Cluster,
         seed: int,
         faults: Faults,
         count: Callable[[str], None],
@@ -97,6 +106,8 @@ class Operator:
     ) -> None:
         self._kernel = world.kernel
         self._pace = world.pace
+        self._cluster = cluster
+        self._tenant_dice = random.Random(f"tenants of calls {seed}")
         self._seed = seed
         self._faults = faults
         self._count = count
@@ -122,17 +133,20 @@ class Operator:
             self._kernel.sleep(dice.expovariate(1 / pause_s))
             service = dice.choice(SERVICES)
             method, path = dice.choice(habits[service.split("-")[0]])
-            self._do(service, method, path, dice)
+            tenant = self._cluster.tenant_of(service)
+            if service not in SIDECARS:
+                tenant = self._tenant_dice.choice(self._cluster.tenants)
+            self._do(service, method, path, dice, tenant)
 
-    def _do(self, name: str, method: str, path: str, dice: random.Random) -> None:
+    def _do(self, name: str, method: str, path: str, dice: random.Random, tenant: str) -> None:
         operation = f"{method} {name.split('-')[0]}{path.partition('?')[0]}"
         self._count(operation)
         if "{key}" in path:
-            self._do_chunk(name, method, path, dice)
+            self._do_chunk(name, method, path, dice, tenant)
             return
-        body = self._body(name, path, dice)
+        body = self._body(name, path, dice, tenant)
         where = path.format(peer=dice.choice((*SIDECARS, *STORAGES))) if "{" in path else path
-        status, answer = self._judged(name, method, where, operation, body)
+        status, answer = self._judged(name, method, where, operation, tenant, body)
         if status == 404 and "{" not in path:
             self._complain(f"{operation} on {name} was answered by 404")
         if method == "POST" and path.endswith(("/clear", "/evict")):
@@ -145,10 +159,10 @@ class Operator:
             self._check_records(name, answer, body["keys"])
 
     def _judged(
-        self, name: str, method: str, path: str, operation: str, body: object = None
+        self, name: str, method: str, path: str, operation: str, tenant: str, body: object = None
     ) -> tuple[int | None, Any]:
         begin = self._kernel.now
-        status, answer = self.call(name, method, path, body)
+        status, answer = self.call(name, method, path, body, tenant)
         lasted_s = self._kernel.now - begin
         self._kernel.record(f"operator {operation} {name} {status}")
         if status in {405, 422, 500}:
@@ -157,7 +171,7 @@ class Operator:
             self._complain(f"{operation} on {name} lasted {lasted_s:.1f} s")
         return status, answer
 
-    def _body(self, name: str, path: str, dice: random.Random) -> Any:
+    def _body(self, name: str, path: str, dice: random.Random, tenant: str) -> Any:
         from lmcache_core.keys import CacheEngineKey
 
         if path == LOG_LEVEL:
@@ -166,41 +180,46 @@ class Operator:
         if path.endswith("/evict"):
             if not name.startswith("lookup"):
                 return {"num_bytes": 1 << dice.randint(10, 24)}
-            keys = self._listed(dice.choice((*SIDECARS, *STORAGES)), dice)
+            of = dice.choice((*SIDECARS, *STORAGES))
+            keys = self._listed(of, dice, tenant if of in STORAGES else None)
             ids = [CacheEngineKey.from_url(key).chunk_id().hex() for key in keys]
-            return {"chunk_ids": ids or ["0" * 32]}
+            return {"chunk_ids": ids or ["0" * 32], "tenant": dice.choice((None, tenant))}
         if path.startswith("/v1/chunks:"):
-            return {"keys": self._listed(name, dice)}
+            return {"keys": self._listed(name, dice, tenant)}
         if path.endswith("/explain"):
             keys = self._listed(dice.choice((name, *SIDECARS)), dice)
             hashes = [CacheEngineKey.from_url(key).chunk_hash for key in keys]
             return {"chunk_hashes": hashes or ["0" * 64]}
         if name in STORAGES and path.endswith("/unpin"):
-            return dice.choice((None, {"keys": self._listed(name, dice) or [_absent_key()]}))
+            return dice.choice(
+                (None, {"keys": self._listed(name, dice, tenant) or [_absent_key()]})
+            )
         if not path.endswith("/pin"):
             return None
-        keys = self._listed(name, dice)
+        keys = self._listed(name, dice, tenant)
         ttl_s = {"ttl_s": dice.choice((5, 60))}
         if name in STORAGES:
             return {"keys": keys or [_absent_key()]} | ttl_s
         hashes = [CacheEngineKey.from_url(key).chunk_hash for key in keys]
         return {"chunk_hashes": hashes or ["0" * 64]} | ttl_s
 
-    def _listed(self, name: str, dice: random.Random) -> list[str]:
+    def _listed(self, name: str, dice: random.Random, tenant: str | None = None) -> list[str]:
         """Return keys of a few chunks that a node or a storage lists."""
         where = "/v1/chunks" if name in STORAGES else "/v1/admin/chunks"
-        _, listed = self.call(name, "GET", where)
+        _, listed = self.call(name, "GET", where, None, tenant)
         chunks = listed.get("chunks", []) if isinstance(listed, dict) else []
         chunks = dice.sample(chunks, min(len(chunks), MAX_NAMED))
         return [chunk["key"] for chunk in chunks] if name in STORAGES else chunks
 
     def call(
-        self, name: str, method: str, path: str, body: object = None
+        self, name: str, method: str, path: str, body: object = None, tenant: str | None = None
     ) -> tuple[int | None, Any]:
-        """Return the status and the body of an answer; None if there was none."""
+        """Return the status and the body of an answer to this tenant's operator, by default that
+        of the service; None if there was none.
+        """
         import httpx
 
-        headers = {"Authorization": f"Bearer {TOKEN}"}
+        headers = {"Authorization": f"Bearer {TOKENS[tenant or self._cluster.tenant_of(name)]}"}
         url = f"http://{name}:{REST_PORT}{path}"
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
         try:
@@ -216,21 +235,24 @@ class Operator:
 
     # --- Chunks of a storage ---------------------------------------------------------------------
 
-    def _do_chunk(self, name: str, method: str, path: str, dice: random.Random) -> None:
+    def _do_chunk(
+        self, name: str, method: str, path: str, dice: random.Random, tenant: str
+    ) -> None:
         """Do something with one chunk of a storage, and look at once whether it is so."""
         operation = f"{method} storage{path}"
-        key = next(iter(self._listed(dice.choice((name, *STORAGES)), dice)), _absent_key())
+        keys = self._listed(dice.choice((name, *STORAGES)), dice, tenant)
+        key = keys[0] if keys else _absent_key()
         where, body, source = path.format(key=key), None, name
         if method == "PUT":
             source = dice.choice(STORAGES)
-            status, body = self._judged(source, "GET", where, operation)
+            status, body = self._judged(source, "GET", where, operation, tenant)
             if status != 200:
                 return
             if dice.random() < 0.5:
                 self._num_removals += 1
-                self._judged(name, "DELETE", where, operation)
+                self._judged(name, "DELETE", where, operation, tenant)
         was_quiet, num_removals = self._is_quiet, self._num_removals
-        status, answer = self._judged(name, method, where, operation, body)
+        status, answer = self._judged(name, method, where, operation, tenant, body)
         if method == "GET" and status == 200:
             self._check_records(name, answer, [key])
         if method not in {"PUT", "DELETE"} or status not in {201, 204}:
@@ -238,7 +260,7 @@ class Operator:
         if method == "DELETE":
             self._num_removals += 1
             num_removals += 1
-        again, answer = self._judged(name, "GET", where, operation)
+        again, answer = self._judged(name, "GET", where, operation, tenant)
         if method == "PUT" and again == 200:
             self._check_records(name, answer, [key])
         if not (was_quiet and self._is_quiet and num_removals == self._num_removals):

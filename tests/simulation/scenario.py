@@ -104,8 +104,8 @@ class Scenario:
         self._is_done = False
         dice = random.Random(f"settings {seed}")
         self._engine_pause_s = dice.choice(world.pace.engine_s)
-        sizes = random.Random(f"sizes {seed}")
-        self.cluster = Cluster(world, CHUNK_BYTES, dice, sizes)
+        sizes, tenants = random.Random(f"sizes {seed}"), random.Random(f"tenants {seed}")
+        self.cluster = Cluster(world, CHUNK_BYTES, dice, sizes, tenants)
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
         is_embedded = len(self._vllm_nodes) != 3 and engine_dice.random() < EMBEDDED_CHANCE
@@ -121,10 +121,13 @@ class Scenario:
             lambda *call: self.operator.call(*call),
             victims.sample(machines, min(len(machines), victims.choice(NUM_VICTIMS))),
         )
-        self.operator = Operator(world, seed, self.faults, self._count_pairs, self._complain)
+        self.operator = Operator(
+            world, self.cluster, seed, self.faults, self._count_pairs, self._complain
+        )
         self._call = self.operator.call
-        self._seen_ids: set[str] = set()
+        self._seen_ids: set[tuple[str, str]] = set()
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
+        self._lost_pins: set[tuple[int, float, Any]] = set()
         self.violations: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.totals: Counter[str] = Counter()
@@ -195,8 +198,11 @@ class Scenario:
         deadline = self._kernel.now + self._world.pace.calm_s
         while self.operator.has_forgotten and self._kernel.now < deadline:
             self._kernel.sleep(1.0)
-            status, _ = self._call("lookup-0", "POST", "/v1/admin/clear")
-            self.operator.has_forgotten = status != 204
+            statuses = {
+                self._call("lookup-0", "POST", "/v1/admin/clear", None, tenant)[0]
+                for tenant in self.cluster.tenants
+            }
+            self.operator.has_forgotten = statuses != {204}
 
     def _slow_down(self) -> None:
         """Let engines ask now and then only: calm shows whether everything works again."""
@@ -246,6 +252,7 @@ class Scenario:
             self._check_alive()
             self._check_sizes()
             self._check_lent()
+            self._check_pins()
             self._check_intact()
 
     def _collect(self, engine: SimulatedEngine) -> None:
@@ -279,9 +286,13 @@ class Scenario:
                 if num_damaged:
                     self._complain(f"{name} took {num_damaged} intact chunks for damaged")
             for tier, quota_gb in self._tiers(name):
-                used = sum(num_bytes for _, num_bytes in tier.held())
-                if quota_gb and used > quota_gb * GB * QUOTA_SLACK:
-                    self._complain(f"{name} has {used} bytes of a tenant with {quota_gb * GB:.0f}")
+                by_tenant: Counter[str] = Counter()
+                for key, num_bytes in tier.held():
+                    by_tenant[key.tenant] += num_bytes
+                for tenant, used in by_tenant.items():
+                    if quota_gb and used > quota_gb * GB * QUOTA_SLACK:
+                        limit = round(quota_gb * GB)
+                        self._complain(f"{name} has {used} bytes of {tenant}, which has {limit}")
 
     def _check_lent(self) -> None:
         """Check that a sidecar that ran since the last check lends nothing to clients that are
@@ -303,6 +314,27 @@ class Scenario:
                 self._complain(f"{name} has {lent[what]} bytes {what} for no client")
             self._leaked[name] = leaked
 
+    def _check_pins(self) -> None:
+        """Check that pinned chunks are in memory, and take no more of it than they may."""
+        lost = set()
+        for name in (*SIDECARS, *STORAGES):
+            node, process = self._running(name), self.cluster.processes[name]
+            if node is None or process.is_paused or not hasattr(node, "pins"):
+                continue
+            if node.pins.num_bytes > node.pins.max_bytes:
+                self._complain(f"{name} has pinned {node.pins.num_bytes} bytes")
+            keys = [pin.key for pin in node.pins.pins()]
+            held = node.stack.hot.contains_many(keys)
+            lost |= {
+                (process.pid, process.paused_s, key)
+                for key, is_held in zip(keys, held, strict=True)
+                if not is_held
+            }
+        # A pin of a chunk that was removed ends a little later.
+        for pid, _, key in lost & self._lost_pins:
+            self._complain(f"process {pid} has pinned {key.key.to_url()}, which it lacks")
+        self._lost_pins = lost
+
     def _check_intact(self) -> None:
         """Check that chunks in memory are what their digests say; note which there are."""
         from lmcache_core.errors import RecordError
@@ -310,7 +342,9 @@ class Scenario:
 
         for name in (*SIDECARS, *STORAGES):
             for tier, _ in self._tiers(name):
-                self._seen_ids.update(key.key.chunk_id().hex() for key, _ in tier.held())
+                self._seen_ids.update(
+                    (key.tenant, key.key.chunk_id().hex()) for key, _ in tier.held()
+                )
             node = self._running(name)
             for chunk in [] if node is None else list(node.stack.hot._chunks.values()):
                 try:
@@ -355,10 +389,12 @@ class Scenario:
         """Check that all engines of a model find what one of them stored within `FOUND_S`."""
         for engine in self.engines.values():
             engine.is_idle = True
-        for is_vllm in (False, True):
-            self._check_found_by(
-                [self.engines[node] for node in SIDECARS if self.engines[node].is_vllm == is_vllm]
-            )
+        for tenant in self.cluster.tenants:
+            engines = [
+                self.engines[node] for node in SIDECARS if self.cluster.tenant_of(node) == tenant
+            ]
+            for is_vllm in (False, True):
+                self._check_found_by([one for one in engines if one.is_vllm == is_vllm])
         self._check_alive()
 
     def _check_found_by(self, engines: list[SimulatedEngine]) -> None:
@@ -428,32 +464,36 @@ class Scenario:
         self._check_index()
 
     def _wrong_holders(self) -> list[str]:
-        holders: dict[str, set[str]] = {}
+        holders: dict[tuple[str, str], set[str]] = {}
         expiring = set()  # they drop expired chunks only when they access them
         for name in (*SIDECARS, *STORAGES):
             for tier, _ in self._tiers(name):
                 if self._world.nodes[name].settings.chunk_ttl_s:
                     expiring.add(name)
                 for key, _ in tier.held():
-                    holders.setdefault(key.key.chunk_id().hex(), set()).add(name)
+                    chunk = (key.tenant, key.key.chunk_id().hex())
+                    holders.setdefault(chunk, set()).add(name)
         wrong = []
-        _, stats = self._call("lookup-0", "GET", "/v1/stats")
-        surplus = (stats["num_chunks"] or 0) - len(holders) if stats else -1
-        if surplus < 0 or (surplus > 0 and not expiring):
-            wrong.append(f"{len(holders)} chunks are held; lookup says {stats}")
+        for tenant in self.cluster.tenants:
+            num_held = sum(of == tenant for of, _ in holders)
+            _, stats = self._call("lookup-0", "GET", "/v1/stats", None, tenant)
+            surplus = (stats["num_chunks"] or 0) - num_held if stats else -1
+            if surplus < 0 or (surplus > 0 and not expiring):
+                wrong.append(f"{num_held} chunks of {tenant} are held; lookup says {stats}")
         dice, ids, gone = (
             random.Random(self._seed),
             sorted(holders),
             sorted(self._seen_ids - holders.keys()),
         )
         asked = dice.sample(ids, min(ASKED_CHUNKS, len(ids)))
-        for chunk_id in asked + dice.sample(gone, min(ASKED_CHUNKS, len(gone))):
-            _, answer = self._call("lookup-0", "GET", f"/v1/chunks/{chunk_id}/locations")
+        for tenant, chunk_id in asked + dice.sample(gone, min(ASKED_CHUNKS, len(gone))):
+            where = f"/v1/chunks/{chunk_id}/locations"
+            _, answer = self._call("lookup-0", "GET", where, None, tenant)
             known = {one["instance"] for one in answer["holders"]} if answer else set()
-            held_by = holders.get(chunk_id, set())
+            held_by = holders.get((tenant, chunk_id), set())
             if known - expiring != held_by - expiring or not known >= held_by:
                 wrong.append(
-                    f"lookup names {sorted(known)} as holders of {chunk_id}, which"
+                    f"lookup names {sorted(known)} as holders of {chunk_id} of {tenant}, which"
                     f" {sorted(held_by)} hold"
                 )
         return wrong
@@ -519,8 +559,10 @@ class Scenario:
 
     def _check_cleared(self) -> None:
         """Check that no memory is in use once all chunks are removed."""
-        for name in (*SIDECARS, *STORAGES):
+        for name in SIDECARS:
             self._call(name, "POST", "/v1/admin/clear")
+        for name in STORAGES:
+            self._call(name, "POST", "/v1/admin/clear", {"all_tenants": True})
         self._kernel.sleep(CLEARED_S)
         for name in (*SIDECARS, *STORAGES):
             used = self._world.nodes[name].stack.hot.stats()["arena_used_bytes"]
