@@ -164,6 +164,8 @@ class Faults:
         self._kind = ""
         self._undo: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count()
+        self._num_orders: Counter[str] = Counter()
+        self._open_orders: Counter[str] = Counter()
         self.active: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.damaged: set[str] = set()
@@ -266,7 +268,7 @@ class Faults:
             self._slow([(machines[name], machines[one]) for one in MACHINES if one != name])
         self._restart(
             [name],
-            lambda: self._call(name, "POST", "/v1/admin/drain"),
+            lambda: self._order_drain(name, (name, "POST", "/v1/admin/drain")),
             self._dice.uniform(1, 30),
         )
 
@@ -311,19 +313,37 @@ class Faults:
             (self._dice.choice(BROKERS), "POST", f"/v1/admin/peers/{name}:drain"),
         ]
         call, lease_s = self._dice.choice(calls), self._world.pace.lease_s
-        tenant = self._cluster.tenant_of(name)
-        self._kernel.spawn(operator, "drain", lambda: self._call(*call, None, tenant))
+        self._kernel.spawn(operator, "drain", lambda: self._order_drain(name, call))
 
         def cancel() -> None:
             # An order may arrive late: a broker passes it on as long as the lease lasts.
-            since = self._kernel.now
+            since, cancelled = self._kernel.now, None
             while self._kernel.now - since < lease_s:
+                process, node = self._cluster.processes[name], self._world.nodes.get(name)
+                is_draining = (
+                    node is not None
+                    and self._world.served_by[name] is process
+                    and node.is_draining
+                    and not node.drain.is_last
+                )
+                known = None if self._open_orders[name] else (process.pid, self._num_orders[name])
+                if is_draining and known is not None and known == cancelled:
+                    self._complain(f"{name} drains again after that was cancelled")
                 status, answer = self._call(name, "POST", "/v1/admin/undrain")
+                if status == 200 and is_draining and not answer["draining"]:
+                    cancelled = known
                 self._kernel.sleep(lease_s / 15)
                 if status != 200 or answer["draining"]:
                     since = self._kernel.now
 
         self._for(30, lambda: self._kernel.spawn(operator, "undrain", cancel))
+
+    def _order_drain(self, name: str, call: tuple[str, str, str]) -> None:
+        self._num_orders[name] += 1
+        self._open_orders[name] += 1
+        status, _ = self._call(*call, None, self._cluster.tenant_of(name))
+        if status is not None:  # without an answer it may still be carried out
+            self._open_orders[name] -= 1
 
     def stop(self) -> None:
         """SIGSTOP to a service, and SIGCONT."""

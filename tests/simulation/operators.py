@@ -67,12 +67,14 @@ MORE_CALLS: Calls = {
     ),
     "lookup": (
         ("GET", "/v1/instances"),
+        ("DELETE", "/v1/instances/{instance}"),
         ("POST", "/v1/admin/evict"),
         ("PUT", LOG_LEVEL),
     ),
     "broker": (
         ("GET", "/v1/stats"),
-        ("GET", "/v1/peers/{peer}"),
+        ("GET", "/v1/peers/{instance}"),
+        ("DELETE", "/v1/peers/{instance}"),
         ("PUT", LOG_LEVEL),
     ),
 }
@@ -107,7 +109,7 @@ class Operator:
         self._kernel = world.kernel
         self._pace = world.pace
         self._cluster = cluster
-        self._tenant_dice = random.Random(f"tenants of calls {seed}")
+        self._more_dice = random.Random(f"more of calls {seed}")
         self._seed = seed
         self._faults = faults
         self._count = count
@@ -135,7 +137,7 @@ class Operator:
             method, path = dice.choice(habits[service.split("-")[0]])
             tenant = self._cluster.tenant_of(service)
             if service not in SIDECARS:
-                tenant = self._tenant_dice.choice(self._cluster.tenants)
+                tenant = self._more_dice.choice(self._cluster.tenants)
             self._do(service, method, path, dice, tenant)
 
     def _do(self, name: str, method: str, path: str, dice: random.Random, tenant: str) -> None:
@@ -144,8 +146,10 @@ class Operator:
         if "{key}" in path:
             self._do_chunk(name, method, path, dice, tenant)
             return
-        body = self._body(name, path, dice, tenant)
-        where = path.format(peer=dice.choice((*SIDECARS, *STORAGES))) if "{" in path else path
+        body, where = self._body(name, path, dice, tenant), path
+        if "{instance}" in path:
+            instance = dice.choice((*SIDECARS, *STORAGES))
+            where, tenant = path.format(instance=instance), self._cluster.tenant_of(instance)
         status, answer = self._judged(name, method, where, operation, tenant, body)
         if status == 404 and "{" not in path:
             self._complain(f"{operation} on {name} was answered by 404")
@@ -177,6 +181,11 @@ class Operator:
         if path == LOG_LEVEL:
             # One process runs all services here: what they log must reach the run's own log.
             return {"level": dice.choice(("debug", "info")), "logger": "lmcache_core"}
+        if path.endswith("/clear") and name in (*SIDECARS, *STORAGES):
+            parts: tuple[object, ...] = ({"tiers": ["memory"]}, {"tiers": ["disk"]})
+            if name in STORAGES:
+                parts = ({"all_tenants": True}, {"tenant": tenant})
+            return self._more_dice.choice((None, *parts))
         if path.endswith("/evict"):
             if not name.startswith("lookup"):
                 return {"num_bytes": 1 << dice.randint(10, 24)}
