@@ -109,7 +109,7 @@ class Node(ABC, Generic[S]):
         self.exits = AsyncExitStack()
         self.tasks = TaskSupervisor(kind)
         self.counters = Counters()
-        self.announcer = TierAnnouncer(self.settings.tenant)
+        self.announcer = TierAnnouncer(settings.tenant, only_own=settings.only_tenant is not None)
         self.token = shown_token(self.settings.service_token_file)
         self.tls = client_tls(self.settings)
         self.lookup: LookupClient | None = None
