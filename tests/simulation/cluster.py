@@ -148,6 +148,10 @@ class Cluster:
         """Return the tenant of a node; that of the services is the first one."""
         return TENANTS[name in self._others]
 
+    def move(self, node: str) -> None:
+        """Give a node to the other tenant from its next start on."""
+        self._others ^= {node}
+
     def socket(self, name: str) -> Path:
         """Where engines reach the sidecar of a node."""
         return self.world.place(self.machines[name]) / "run" / "sidecar.sock"

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
+from tests.simulation.cluster import (
+    BROKERS,
+    LOOKUPS,
+    SERVICES,
+    SIDECARS,
+    STORAGES,
+    TWO_TENANTS_CHANCE,
+    Cluster,
+)
 from tests.simulation.kernel import Machine, Process
 from tests.simulation.pace import pace_of
 from tests.simulation.world import World
@@ -25,7 +33,10 @@ STOP_S = 40.0
 USUAL_LATENCY_S = (50e-6, 400e-6)
 LONGEST_S = 60.0
 """No fault of a busy run lasts longer."""
-DRAINS_CHANCE = 0.5
+MORE_KINDS = ("drain", "move")
+"""Kinds with dice of their own; nodes move between tenants if there are two."""
+MORE_CHANCE = 0.5
+"""How many runs have faults of each of them."""
 DENSE = {"busy", "memory"}
 """Kinds that stop processes many times: they last no longer in slow runs."""
 
@@ -108,19 +119,23 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     while at_s < work_s:
         schedule.append(Fault(len(schedule), at_s, dice.choice(kinds), dice.getrandbits(32)))
         at_s += dice.expovariate(1 / pause_s)
-    return sorted(schedule + _draw_drains(seed, work_s, len(schedule)), key=lambda one: one.at_s)
+    for kind in MORE_KINDS:
+        if kind == "move" and random.Random(f"tenants {seed}").random() >= TWO_TENANTS_CHANCE:
+            continue
+        schedule += _draw_more(kind, seed, work_s, len(schedule))
+    return sorted(schedule, key=lambda fault: fault.at_s)
 
 
-def _draw_drains(seed: int, work_s: float, number: int) -> list[Fault]:
-    """Draw drains that are cancelled, for half of the seeds; the first has this number."""
-    dice = random.Random(f"drains {seed}")
+def _draw_more(kind: str, seed: int, work_s: float, number: int) -> list[Fault]:
+    """Draw faults of a kind with dice of its own; the first has this number."""
+    dice = random.Random(f"{kind}s {seed}")
     pause_s = dice.choice([10.0, 30.0]) * pace_of(work_s).fault_factor
-    drains: list[Fault] = []
-    at_s = dice.expovariate(1 / pause_s) if dice.random() < DRAINS_CHANCE else work_s
+    faults: list[Fault] = []
+    at_s = dice.expovariate(1 / pause_s) if dice.random() < MORE_CHANCE else work_s
     while at_s < work_s:
-        drains.append(Fault(number + len(drains), at_s, "drain", dice.getrandbits(32)))
+        faults.append(Fault(number + len(faults), at_s, kind, dice.getrandbits(32)))
         at_s += dice.expovariate(1 / pause_s)
-    return drains
+    return faults
 
 
 class Faults:
@@ -344,6 +359,20 @@ class Faults:
         status, _ = self._call(*call, None, self._cluster.tenant_of(name))
         if status is not None:  # without an answer it may still be carried out
             self._open_orders[name] -= 1
+
+    def move(self) -> None:
+        """Give a node to the other tenant, with what is on its disk and in its arena."""
+        node = self._dice.choice(self._sidecars)
+        names = (node, f"engine-{node}")
+        for name in names:
+            self._signal(name, signal.SIGKILL)
+        self._cluster.move(node)
+
+        def undo() -> None:
+            for name in names:
+                self.start_again(name)
+
+        self._for(20, undo)
 
     def stop(self) -> None:
         """SIGSTOP to a service, and SIGCONT."""
@@ -705,9 +734,9 @@ KINDS = tuple(
     for name, member in vars(Faults).items()
     if callable(member)
     and not name.startswith("_")
-    and name not in {"do", "drain", "heal", "start_again"}
+    and name not in {"do", "heal", "start_again", *MORE_KINDS}
 )
-"""Kinds that all seeds draw from; drains have dice of their own."""
+"""Kinds that all seeds draw from."""
 
 
 def kept(schedule: Collection[Fault], numbers: Collection[int] | None) -> list[Fault]:

@@ -19,6 +19,7 @@ from tests.simulation.world import World
 
 ADMIN_BOUND_S = 15.0
 RECORD_TYPE = "application/vnd.lmcache.record"
+ENDING_PINS = ("/clear", "/drain", "/unpin")
 MAX_NAMED = 8
 """Chunks that one call names."""
 Calls = Mapping[str, Sequence[tuple[str, str]]]
@@ -93,6 +94,7 @@ class Operator:
         complain: Records a violation.
 
     Attributes:
+        unpinned_s: When something last ended pins of a node or a storage, or may have.
         has_forgotten: Whether it made lookup forget holders, which need not announce their chunks
             again by themselves.
     """
@@ -115,6 +117,7 @@ class Operator:
         self._count = count
         self._complain = complain
         self._num_removals = 0
+        self.unpinned_s: dict[str, float] = {}
         self.has_forgotten = False
 
     def work(self, name: str, calls: Calls, is_working: Callable[[], bool]) -> None:
@@ -231,11 +234,17 @@ class Operator:
         headers = {"Authorization": f"Bearer {TOKENS[tenant or self._cluster.tenant_of(name)]}"}
         url = f"http://{name}:{REST_PORT}{path}"
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        ends_pins = method == "DELETE" or any(word in path for word in ENDING_PINS)
+        if ends_pins:
+            self.unpinned_s[name] = self._kernel.now
         try:
             with httpx.Client(timeout=ADMIN_BOUND_S, verify=False, trust_env=False) as client:
                 answer = client.request(method, url, headers=headers, **content)
         except httpx.HTTPError:
             return None, None
+        finally:
+            if ends_pins:
+                self.unpinned_s[name] = self._kernel.now
         media_type = answer.headers.get("content-type", "")
         if media_type == RECORD_TYPE:
             return answer.status_code, answer.content

@@ -43,6 +43,8 @@ FOUND_S = 30.0
 FOUND_PAUSE_S = 2.0
 CLOCK_BACK_S = 3600.0
 CLEARED_S = 5.0
+LATE_CALL_S = 30.0
+"""A call whose caller has given up may be carried out this much later."""
 SWEPT_STEPS = 60
 """A lookup looks at all buckets of a few tenants twice in this many sweeps."""
 NUM_VLLM = (1, 3, 4)
@@ -127,7 +129,8 @@ class Scenario:
         self._call = self.operator.call
         self._seen_ids: set[tuple[str, str]] = set()
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
-        self._lost_pins: set[tuple[int, float, Any]] = set()
+        self._pins: dict[str, tuple[tuple[int, float], dict[Any, float]]] = {}
+        """By node: its process and since when it ran without a pause, and when each pin ends."""
         self.violations: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.totals: Counter[str] = Counter()
@@ -319,25 +322,30 @@ class Scenario:
             self._leaked[name] = leaked
 
     def _check_pins(self) -> None:
-        """Check that pinned chunks are in memory, and take no more of it than they may."""
-        lost = set()
+        """Check that pinned chunks are in memory and stay there, and that they take no more of it
+        than they may.
+        """
         for name in (*SIDECARS, *STORAGES):
-            node, process = self._running(name), self.cluster.processes[name]
-            if node is None or process.is_paused or not hasattr(node, "pins"):
+            node, process, now = self._running(name), self.cluster.processes[name], self._kernel.now
+            before = self._pins.pop(name, None)
+            if node is None or process.is_paused or not hasattr(node, "pins") or node.is_draining:
                 continue
             if node.pins.num_bytes > node.pins.max_bytes:
                 self._complain(f"{name} has pinned {node.pins.num_bytes} bytes")
-            keys = [pin.key for pin in node.pins.pins()]
+            life = process.pid, process.paused_s
+            self._pins[name] = (
+                life,
+                {pin.key: now + pin.expires_in_s for pin in node.pins.pins() if pin.expires_in_s},
+            )
+            # A call without an answer, or one of a fault, may end pins late.
+            is_sure = now - self.operator.unpinned_s.get(name, -LATE_CALL_S) >= LATE_CALL_S
+            if before is None or before[0] != life or not is_sure or node.settings.chunk_ttl_s:
+                continue
+            keys = [key for key, until in before[1].items() if until > now + 1.0]
             held = node.stack.hot.contains_many(keys)
-            lost |= {
-                (process.pid, process.paused_s, key)
-                for key, is_held in zip(keys, held, strict=True)
-                if not is_held
-            }
-        # A pin of a chunk that was removed ends a little later.
-        for pid, _, key in lost & self._lost_pins:
-            self._complain(f"process {pid} has pinned {key.key.to_url()}, which it lacks")
-        self._lost_pins = lost
+            for key, is_held in zip(keys, held, strict=True):
+                if not is_held or key not in node.pins:
+                    self._complain(f"{name} has lost {key.key.to_url()}, which was pinned")
 
     def _check_intact(self) -> None:
         """Check that chunks in memory are what their digests say; note which there are."""
@@ -475,8 +483,10 @@ class Scenario:
                 if self._world.nodes[name].settings.chunk_ttl_s:
                     expiring.add(name)
                 for key, _ in tier.held():
-                    chunk = (key.tenant, key.key.chunk_id().hex())
-                    holders.setdefault(chunk, set()).add(name)
+                    # A sidecar serves one tenant; others may have had its disk before.
+                    if name in STORAGES or key.tenant == self.cluster.tenant_of(name):
+                        chunk = (key.tenant, key.key.chunk_id().hex())
+                        holders.setdefault(chunk, set()).add(name)
         wrong = []
         for tenant in self.cluster.tenants:
             num_held = sum(of == tenant for of, _ in holders)
