@@ -239,8 +239,8 @@ DEFECTS = (
     Defect(
         "nothing is announced",
         f"{CORE}/storage/announcer.py",
-        "if self._reporter is not None and tier in self._tiers:",
-        "if self._reporter is None and tier in self._tiers:",
+        "if self._reporter is not None and tier in self._tiers",
+        "if self._reporter is None and tier in self._tiers",
     ),
     Defect(
         "threads that check an arena stay",
