@@ -156,6 +156,10 @@ class Cluster:
         """Where engines reach the sidecar of a node."""
         return self.world.place(self.machines[name]) / "run" / "sidecar.sock"
 
+    def admin_file(self, tenant: str) -> Path:
+        """Return the file with the token of a tenant's operator."""
+        return self._secrets / f"admin-{tenant}"
+
     def embedded(self, node: str) -> dict[str, object]:
         """Return options of an engine on a node that uses no sidecar."""
         return {

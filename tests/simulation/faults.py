@@ -154,6 +154,8 @@ class Faults:
         counts: How often each kind occurred.
         damaged: Machines whose files may be damaged.
         expected_deaths: Processes that were told to end.
+        num_orders: How often each node and storage was told to drain.
+        open_orders: How many of these orders may still be carried out.
     """
 
     def __init__(
@@ -179,8 +181,8 @@ class Faults:
         self._kind = ""
         self._undo: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count()
-        self._num_orders: Counter[str] = Counter()
-        self._open_orders: Counter[str] = Counter()
+        self.num_orders: Counter[str] = Counter()
+        self.open_orders: Counter[str] = Counter()
         self.active: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.damaged: set[str] = set()
@@ -341,7 +343,7 @@ class Faults:
                     and node.is_draining
                     and not node.drain.is_last
                 )
-                known = None if self._open_orders[name] else (process.pid, self._num_orders[name])
+                known = None if self.open_orders[name] else (process.pid, self.num_orders[name])
                 if is_draining and known is not None and known == cancelled:
                     self._complain(f"{name} drains again after that was cancelled")
                 status, answer = self._call(name, "POST", "/v1/admin/undrain")
@@ -354,11 +356,11 @@ class Faults:
         self._for(30, lambda: self._kernel.spawn(operator, "undrain", cancel))
 
     def _order_drain(self, name: str, call: tuple[str, str, str]) -> None:
-        self._num_orders[name] += 1
-        self._open_orders[name] += 1
+        self.num_orders[name] += 1
+        self.open_orders[name] += 1
         status, _ = self._call(*call, None, self._cluster.tenant_of(name))
         if status is not None:  # without an answer it may still be carried out
-            self._open_orders[name] -= 1
+            self.open_orders[name] -= 1
 
     def move(self) -> None:
         """Give a node to the other tenant, with what is on its disk and in its arena."""

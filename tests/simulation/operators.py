@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +26,27 @@ RECORD_TYPE = "application/vnd.lmcache.record"
 ENDING_PINS = ("/clear", "/drain", "/unpin")
 MAX_NAMED = 8
 """Chunks that one call names."""
+COMMANDS = (
+    "status -o json",
+    "status",
+    "top --once --interval 2 -o json",
+    "lookup status -o json",
+    "lookup tenants -o json",
+    "lookup prefix {id}",
+    "lookup locations {id} -o json",
+    "lookup route {id}",
+    "sidecar status --url http://{node}:8080 -o json",
+    "pin --at storage/{storage} -o json",
+    "pin --at sidecar --ttl 20 {hash}",
+    "evict sidecar/{node} --size 1MiB",
+    "evict storage/{storage} --everything --yes",
+    "drain {instance} --within 3",
+    "drain peer/{node} --no-wait",
+)
+"""Commands of `lmcachectl`."""
+COMMAND_BOUND_S = 30.0
+"""A command asks a service for 5 s at most, a few times."""
+MAX_UNDRAINS = 60
 Calls = Mapping[str, Sequence[tuple[str, str]]]
 CALLS: Calls = {
     "node": (
@@ -95,6 +120,7 @@ class Operator:
 
     Attributes:
         unpinned_s: When something last ended pins of a node or a storage, or may have.
+        shown: What the last command said.
         has_forgotten: Whether it made lookup forget holders, which need not announce their chunks
             again by themselves.
     """
@@ -119,6 +145,7 @@ class Operator:
         self._num_removals = 0
         self.unpinned_s: dict[str, float] = {}
         self.has_forgotten = False
+        self.shown = ""
 
     def work(self, name: str, calls: Calls, is_working: Callable[[], bool]) -> None:
         """Make calls now and then.
@@ -142,6 +169,80 @@ class Operator:
             if service not in SIDECARS:
                 tenant = self._more_dice.choice(self._cluster.tenants)
             self._do(service, method, path, dice, tenant)
+
+    # --- Commands --------------------------------------------------------------------------------
+
+    def command(self, is_working: Callable[[], bool]) -> None:
+        """Run `lmcachectl` now and then; what it drained it undrains."""
+        dice = random.Random(f"commands {self._seed}")
+        pause_s = dice.choice(self._pace.operator_s)
+        habits = dice.sample(COMMANDS, dice.randint(3, len(COMMANDS)))
+        while is_working():
+            self._kernel.sleep(dice.expovariate(1 / pause_s))
+            node, storage = dice.choice(SIDECARS), dice.choice(STORAGES)
+            words = dice.choice(habits).format(
+                id=f"{dice.getrandbits(128):032x}",
+                hash=f"{dice.getrandbits(256):064x}",
+                node=node,
+                storage=storage,
+                instance=dice.choice((f"sidecar/{node}", f"storage/{storage}")),
+            )
+            if words.startswith("drain"):
+                self._drain_and_undrain(words, self._cluster.tenant_of(node))
+            else:
+                self.run(words, self._cluster.tenant_of(node))
+
+    def _drain_and_undrain(self, words: str, tenant: str) -> None:
+        target = words.split()[1].replace("peer/", "sidecar/")
+        name = target.split("/")[1]
+        self._faults.num_orders[name] += 1
+        self._faults.open_orders[name] += 1
+        self.run(words, tenant)
+        for _ in range(MAX_UNDRAINS):
+            self._kernel.sleep(self._pace.lease_s / 3)  # until a broker's order has come
+            if self.run(f"undrain {target}", tenant) == 0:
+                break
+        self._faults.open_orders[name] -= 1
+
+    def run(self, words: str, tenant: str) -> int | None:
+        """Run a command; return its exit code, and None if it raised something."""
+        from lmcache_ctl.cli import main
+
+        operation = f"lmcachectl {words.split(' ')[0]}"
+        self._count(operation)
+        where = {
+            "lookup": ("lookup-0",), "broker": ("broker-0", "broker-1"),
+            "storage": STORAGES, "sidecar": SIDECARS,
+        }  # fmt: skip
+        options = ["--token-file", str(self._cluster.admin_file(tenant))]
+        if " --url " not in words:
+            for kind, names in where.items():
+                for name in names:
+                    options += [f"--{kind}-url", f"http://{name}:{REST_PORT}"]
+        if not words.startswith(("status", "top", "lookup", "sidecar")):
+            self.unpinned_s |= dict.fromkeys((*SIDECARS, *STORAGES), self._kernel.now)
+        begin, was_quiet, code = self._kernel.now, self._is_quiet, None
+        shown, said = io.StringIO(), io.StringIO()
+        try:
+            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said):
+                main([*words.split(), *options])
+        except SystemExit as exc:
+            code = exc.code if isinstance(exc.code, int) else 0
+        except Exception:
+            self._complain(f"lmcachectl {words} raised:\n{traceback.format_exc()}")
+        lasted_s = self._kernel.now - begin
+        self._kernel.record(f"operator lmcachectl {words} {code}")
+        if code == 2:
+            self._complain(f"lmcachectl {words} was refused: {said.getvalue()}")
+        if "-o json" in words and shown.getvalue():
+            try:
+                json.loads(shown.getvalue())
+            except ValueError:
+                self._complain(f"lmcachectl {words} shows no JSON: {shown.getvalue()[:200]}")
+        if lasted_s > COMMAND_BOUND_S and was_quiet and self._is_quiet:
+            self._complain(f"lmcachectl {words} lasted {lasted_s:.1f} s")
+        self.shown = shown.getvalue() + said.getvalue()
+        return code
 
     def _do(self, name: str, method: str, path: str, dice: random.Random, tenant: str) -> None:
         operation = f"{method} {name.split('-')[0]}{path.partition('?')[0]}"

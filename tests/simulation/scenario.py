@@ -28,6 +28,7 @@ from tests.simulation.cluster import (
     SERVICES,
     SIDECARS,
     STORAGES,
+    TENANTS,
     Cluster,
 )
 from tests.simulation.engines import SimulatedEngine
@@ -170,6 +171,7 @@ class Scenario:
         for name, calls in (("operator", CALLS), ("operator of more", MORE_CALLS)):
             work = partial(self.operator.work, name, calls, lambda: self._is_working)
             kernel.spawn(process, "admin", work)
+        kernel.spawn(process, "commands", lambda: self.operator.command(lambda: self._is_working))
         kernel.spawn(process, "look", self._look)
         begin = kernel.now
         for fault in self._schedule:
@@ -187,6 +189,7 @@ class Scenario:
             engine.is_working = False
         self._await_end([f"engine-{node}" for node in SIDECARS])
         self._check_idle()
+        self._check_status()
         self._check_index()
         self._check_swept()
         self._check_announced_again()
@@ -565,6 +568,11 @@ class Scenario:
                 self._check_serves(name, status)
             else:
                 self._complain(f"{name} answers {code} when idle")
+
+    def _check_status(self) -> None:
+        """Check that `lmcachectl status` finds nothing wrong with the cluster."""
+        if len(self.cluster.tenants) == 1 and self.operator.run("status", TENANTS[0]):
+            self._complain(f"lmcachectl status finds something wrong:\n{self.operator.shown}")
 
     def _check_serves(self, name: str, status: Any) -> None:
         """Check that no drain is left of those that were cancelled."""
