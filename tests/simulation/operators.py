@@ -30,6 +30,7 @@ COMMANDS = (
     "status -o json",
     "status",
     "top --once --interval 2 -o json",
+    "doctor -o json",
     "lookup status -o json",
     "lookup tenants -o json",
     "lookup prefix {id}",
@@ -219,7 +220,7 @@ class Operator:
             for kind, names in where.items():
                 for name in names:
                     options += [f"--{kind}-url", f"http://{name}:{REST_PORT}"]
-        if not words.startswith(("status", "top", "lookup", "sidecar")):
+        if not words.startswith(("status", "top", "doctor", "lookup", "sidecar")):
             self.unpinned_s |= dict.fromkeys((*SIDECARS, *STORAGES), self._kernel.now)
         begin, was_quiet, code = self._kernel.now, self._is_quiet, None
         shown, said = io.StringIO(), io.StringIO()

@@ -570,9 +570,10 @@ class Scenario:
                 self._complain(f"{name} answers {code} when idle")
 
     def _check_status(self) -> None:
-        """Check that `lmcachectl status` finds nothing wrong with the cluster."""
-        if len(self.cluster.tenants) == 1 and self.operator.run("status", TENANTS[0]):
-            self._complain(f"lmcachectl status finds something wrong:\n{self.operator.shown}")
+        """Check that `lmcachectl` finds nothing wrong with the cluster."""
+        for words in ("status", "doctor") if len(self.cluster.tenants) == 1 else ():
+            if self.operator.run(words, TENANTS[0]) != 0:
+                self._complain(f"lmcachectl {words} finds something:\n{self.operator.shown}")
 
     def _check_serves(self, name: str, status: Any) -> None:
         """Check that no drain is left of those that were cancelled."""
