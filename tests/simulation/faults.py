@@ -347,6 +347,12 @@ class Faults:
                 if is_draining and known is not None and known == cancelled:
                     self._complain(f"{name} drains again after that was cancelled")
                 status, answer = self._call(name, "POST", "/v1/admin/undrain")
+                if (
+                    status == 200
+                    and answer["draining"]
+                    and known == (process.pid, self.num_orders[name])
+                ):
+                    self._complain(f"{name} still drains after that was cancelled")
                 if status == 200 and is_draining and not answer["draining"]:
                     cancelled = known
                 self._kernel.sleep(lease_s / 15)
