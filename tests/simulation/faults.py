@@ -365,8 +365,15 @@ class Faults:
         self.num_orders[name] += 1
         self.open_orders[name] += 1
         status, _ = self._call(*call, None, self._cluster.tenant_of(name))
-        if status is not None:  # without an answer it may still be carried out
+        process = self._kernel.process
+        assert process is not None
+
+        def end() -> None:
+            if status is None:  # it may still be carried out
+                self._kernel.sleep(LONGEST_S * self._world.pace.fault_length)
             self.open_orders[name] -= 1
+
+        self._kernel.spawn(process, "end of order", end)
 
     def move(self) -> None:
         """Give a node to the other tenant, with what is on its disk and in its arena."""
