@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import random
 from pathlib import Path
@@ -29,9 +28,17 @@ hit often.
 """
 REDIS_CHANCE = 0.8
 """How often lookups and brokers share a Redis; otherwise they keep everything in their memory."""
-TOKEN = "simulated-token-0123456789"
-SALT = "the-salt-of-acme-0123456789"
-
+RESIZED_CHANCE = 0.5
+"""How many runs change sizes between two starts of a service."""
+MEMORY_SIZES = (1.0, 1.0, 0.7, 1.5)
+DISK_SIZES = (1.0, 1.0, 0.3, 0.6, 1.5, 0.0)
+"""Factors on the size of a tier in such runs, drawn at each start; 0: no disk tier."""
+TENANTS = ("acme", "beta")
+TWO_TENANTS_CHANCE = 0.25
+ONE_SALT_CHANCE = 0.5
+"""How often two tenants have the same salt: then only their names keep their chunks apart."""
+ROLES = ("admin", "client", "storage")
+SALTS = {"acme": "the-salt-of-acme-0123456789", "beta": "the-salt-of-beta-0123456789"}
 
 DRAWN: dict[str, tuple[Any, ...]] = {
     "disk_fsync": (False, True),
@@ -73,16 +80,35 @@ class Cluster:
         world: The simulated world.
         chunk_bytes: Size of a chunk, which determines all capacities.
         dice: Draws settings.
+        size_dice: Draws what sizes change to.
+        tenant_dice: Draws whether there are two tenants, and which nodes the second one has.
 
     Attributes:
         lookups: Those that are used; one and one broker without Redis.
         brokers: Likewise.
         shown: Number of the token that services and engines show.
         is_rotating: Whether the token is being replaced.
+        tenants: The tenants that have nodes.
     """
 
-    def __init__(self, world: World, chunk_bytes: int, dice: random.Random) -> None:
+    def __init__(
+        self,
+        world: World,
+        chunk_bytes: int,
+        dice: random.Random,
+        size_dice: random.Random,
+        tenant_dice: random.Random,
+    ) -> None:
+        self.tenants = TENANTS[: 1 + (tenant_dice.random() < TWO_TENANTS_CHANCE)]
+        others = tenant_dice.sample(SIDECARS, len(SIDECARS) // 2)
+        self._others = set(others if len(self.tenants) == 2 else ())
+        self._salts = dict.fromkeys(TENANTS, SALTS["acme"])
+        if tenant_dice.random() >= ONE_SALT_CHANCE:
+            self._salts = SALTS
         self._dice = dice
+        self._size_dice = size_dice
+        self._is_resized = size_dice.random() < RESIZED_CHANCE
+        self._disk_bytes: dict[str, int] = {}
         self.world = world
         self.chunk_bytes = chunk_bytes
         self._memory_chunk = dice.choice(SCALES) * chunk_bytes
@@ -102,7 +128,8 @@ class Cluster:
         names["storage"] = self._running_storages
         self._secrets = world.files.root / "secrets"
         self._secrets.mkdir()
-        (self._secrets / "salt").write_text(SALT)
+        for tenant, salt in self._salts.items():
+            (self._secrets / f"salt-{tenant}").write_text(salt)
         self._storages = f"lm://storage:{LM_PORT}"
         # Without it, the broker names the other storages.
         self._replicas_url = dice.choice((None, self._storages))
@@ -127,20 +154,32 @@ class Cluster:
             self.start(name)
 
     def disk_bytes(self, name: str) -> int:
-        """Return the limit on the disk tier of a service."""
-        return int(self._disk_chunk * _DISK_CHUNKS[name.split("-")[0]])
+        """Return the limit on the disk tier of a service since its last start; 0: it has none."""
+        return self._disk_bytes[name]
+
+    def tenant_of(self, name: str) -> str:
+        """Return the tenant of a node; that of the services is the first one."""
+        return TENANTS[name in self._others]
+
+    def move(self, node: str) -> None:
+        """Give a node to the other tenant from its next start on."""
+        self._others ^= {node}
 
     def socket(self, name: str) -> Path:
         """Where engines reach the sidecar of a node."""
         return self.world.place(self.machines[name]) / "run" / "sidecar.sock"
 
-    def embedded(self) -> dict[str, object]:
-        """Return options of an engine that uses no sidecar."""
+    def admin_file(self, tenant: str) -> Path:
+        """Return the file with the token of a tenant's operator."""
+        return self._secrets / f"admin-{tenant}"
+
+    def embedded(self, node: str) -> dict[str, object]:
+        """Return options of an engine on a node that uses no sidecar."""
         return {
             "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self._memory_chunk / GB,
             "remote_url": self._storages,
-            "remote_token_file": str(self._secrets / "token"),
-            "salt": SALT,
+            "remote_token_file": str(self._token_file(node)),
+            "salt": self._salts[self.tenant_of(node)],
         }
 
     def _running_storages(self) -> list[str]:
@@ -152,33 +191,47 @@ class Cluster:
         ]
 
     def accept(self, *numbers: int) -> None:
-        """Let services accept these tokens, and tickets signed with the keys of these numbers, the
+        """Let services accept the tokens of these numbers, and tickets signed with their keys, the
         first of which signs.
         """
-        tokens = [
-            {"name": f"pods-{number}", "tenant": "acme", "role": "admin"}
-            | {"token_sha256": hashlib.sha256(self.token(number).encode()).hexdigest()}
+        entries = [
+            {"name": f"{role}-{tenant}-{number}", "tenant": tenant, "role": role}
+            | {
+                "token_sha256": hashlib.sha256(
+                    self.token(number, tenant, role).encode()
+                ).hexdigest()
+            }
             for number in numbers
+            for tenant in TENANTS
+            for role in ROLES
         ]
         keys = "".join(
             f"k{one}:{base64.b64encode(bytes([one]) * 32).decode()}\n" for one in numbers
         )
-        self._replace("tokens.yaml", json.dumps({"tokens": tokens}))
+        self._replace("tokens.yaml", json.dumps({"tokens": entries}))
         self._replace("ticket-keys", keys)
 
     def show(self, number: int) -> None:
-        """Let services and engines show this token."""
-        self._replace("token", self.token(number))
+        """Let services, engines and operators show the tokens of this number."""
+        for tenant in TENANTS:
+            for role in ROLES:
+                self._replace(f"{role}-{tenant}", self.token(number, tenant, role))
         self.shown = number
 
-    def token(self, number: int) -> str:
-        """Return a token by its number."""
-        return f"{TOKEN}-{number}"
+    def token(self, number: int, tenant: str, role: str = "admin") -> str:
+        """Return a token."""
+        return f"simulated-token-{number}-of-{role}-{tenant}"
 
     def _replace(self, name: str, text: str) -> None:
         new = self._secrets / f"{name}.new"
         new.write_text(text)
         new.replace(self._secrets / name)
+
+    def _token_file(self, name: str) -> Path:
+        role = "storage" if name in STORAGES else "client"
+        return self._secrets / (
+            f"{role}-{self.tenant_of(name)}" if len(self.tenants) == 2 else "admin-acme"
+        )
 
     def _settings(self, kind: str, name: str) -> dict[str, object]:
         place = self.world.place(self.machines[name])
@@ -196,9 +249,8 @@ class Cluster:
             "lm_port": LM_PORT,
             "lookup_url": f"http://lookup:{REST_PORT}",
             "broker_url": f"http://broker:{REST_PORT}",
-            "service_token_file": self._secrets / "token",
-            "tenant": "acme",
-            "disk_path": place / "disk" / "chunks",
+            "service_token_file": self._token_file(name),
+            "tenant": self.tenant_of(name),
             "node": name,
         }
         own: dict[str, object]
@@ -218,20 +270,35 @@ class Cluster:
                 own = {
                     "advertise_url": f"lm://{name}:{LM_PORT}",
                     "replicas_url": self._replicas_url,
-                    "memory_gb": _MEMORY_CHUNKS[kind] * self._memory_chunk / GB,
-                    "disk_gb": self.disk_bytes(name) / GB,
+                    "memory_gb": self._memory_gb(kind),
                 }
-                return common | node | own | self._drawn(STORAGE_SETTINGS)
+                return common | node | own | self._with_disk(name, self._drawn(STORAGE_SETTINGS))
         own = {
             "distributed_url": f"lm://{name}:{LM_PORT}",
             "remote_url": self._storages,
-            "salt_file": self._secrets / "salt",
-            "arena_gb": _MEMORY_CHUNKS[kind] * self._memory_chunk / GB,
-            "disk_gb": self.disk_bytes(name) / GB,
+            "salt_file": self._secrets / f"salt-{self.tenant_of(name)}",
+            "arena_gb": self._memory_gb(kind),
             "socket_path": self.socket(name),
             "arena_path": place / "shm" / "arena",
         }
-        return common | node | keys | own | self._drawn(SIDECAR_SETTINGS)
+        drawn = self._with_disk(name, self._drawn(SIDECAR_SETTINGS))
+        return common | node | keys | own | drawn
+
+    def _memory_gb(self, kind: str) -> float:
+        return _MEMORY_CHUNKS[kind] * self._memory_chunk * self._size(MEMORY_SIZES) / GB
+
+    def _with_disk(self, name: str, drawn: dict[str, object]) -> dict[str, object]:
+        """Return these settings and those of the disk, if there is one at this start."""
+        size = self._disk_chunk * _DISK_CHUNKS[name.split("-")[0]] * self._size(DISK_SIZES)
+        self._disk_bytes[name] = int(size)
+        if size:
+            place = self.world.place(self.machines[name]) / "disk" / "chunks"
+            return drawn | {"disk_path": place, "disk_gb": int(size) / GB}
+        left_out = {"disk_serde", "tenant_disk_quota_gb"}
+        return {option: value for option, value in drawn.items() if option not in left_out}
+
+    def _size(self, factors: tuple[float, ...]) -> float:
+        return self._size_dice.choice(factors) if self._is_resized else 1.0
 
     def _drawn(self, names: tuple[str, ...]) -> dict[str, object]:
         drawn = {name: self._dice.choice(DRAWN[name]) for name in names}

@@ -237,10 +237,23 @@ DEFECTS = (
         "                pass",
     ),
     Defect(
+        "a cancelled drain lasts at the broker",
+        f"{NODE}/node.py",
+        "        self.pins.open()\n        if self.registration is not None:\n"
+        "            self.registration.undrain()",
+        "        self.pins.open()",
+    ),
+    Defect(
+        "a sidecar announces chunks of an earlier tenant",
+        f"{NODE}/node.py",
+        "only_own=settings.only_tenant is not None",
+        "only_own=False",
+    ),
+    Defect(
         "nothing is announced",
         f"{CORE}/storage/announcer.py",
-        "if self._reporter is not None and tier in self._tiers:",
-        "if self._reporter is None and tier in self._tiers:",
+        "if self._reporter is not None and tier in self._tiers",
+        "if self._reporter is None and tier in self._tiers",
     ),
     Defect(
         "threads that check an arena stay",

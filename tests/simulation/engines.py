@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tests.simulation.cluster import Cluster
+from tests.simulation.cluster import TENANTS, Cluster
 from tests.simulation.kernel import Process
 
 
@@ -136,6 +136,8 @@ def _library_client(engine: SimulatedEngine, process: Process) -> Client:
         def close(self) -> None:
             self._engine.close()
 
-    worker = Counted(open_engine(str(engine.cluster.socket(engine.node))), engine.seed)
+    # With it, a hit across tenants is wrong KV.
+    model = TENANTS.index(engine.cluster.tenant_of(engine.node))
+    worker = Counted(open_engine(str(engine.cluster.socket(engine.node))), engine.seed, model)
     worker._faults, worker._totals = engine.faults, engine.totals
     return worker

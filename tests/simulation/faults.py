@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tests.simulation.cluster import BROKERS, LOOKUPS, SERVICES, SIDECARS, STORAGES, Cluster
+from tests.simulation.cluster import (
+    BROKERS,
+    LOOKUPS,
+    SERVICES,
+    SIDECARS,
+    STORAGES,
+    TWO_TENANTS_CHANCE,
+    Cluster,
+)
 from tests.simulation.kernel import MAX_DESCRIPTORS, MAX_THREADS, Machine, Process
 from tests.simulation.pace import pace_of
 from tests.simulation.world import World
@@ -25,6 +33,10 @@ STOP_S = 40.0
 USUAL_LATENCY_S = (50e-6, 400e-6)
 LONGEST_S = 60.0
 """No fault of a busy run lasts longer."""
+MORE_KINDS = ("drain", "move")
+"""Kinds with dice of their own; nodes move between tenants if there are two."""
+MORE_CHANCE = 0.5
+"""How many runs have faults of each of them."""
 DENSE = {"busy", "memory"}
 """Kinds that stop processes many times: they last no longer in slow runs."""
 
@@ -111,7 +123,23 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     while at_s < work_s:
         schedule.append(Fault(len(schedule), at_s, dice.choice(kinds), dice.getrandbits(32)))
         at_s += dice.expovariate(1 / pause_s)
-    return schedule
+    for kind in MORE_KINDS:
+        if kind == "move" and random.Random(f"tenants {seed}").random() >= TWO_TENANTS_CHANCE:
+            continue
+        schedule += _draw_more(kind, seed, work_s, len(schedule))
+    return sorted(schedule, key=lambda fault: fault.at_s)
+
+
+def _draw_more(kind: str, seed: int, work_s: float, number: int) -> list[Fault]:
+    """Draw faults of a kind with dice of its own; the first has this number."""
+    dice = random.Random(f"{kind}s {seed}")
+    pause_s = dice.choice([10.0, 30.0]) * pace_of(work_s).fault_factor
+    faults: list[Fault] = []
+    at_s = dice.expovariate(1 / pause_s) if dice.random() < MORE_CHANCE else work_s
+    while at_s < work_s:
+        faults.append(Fault(number + len(faults), at_s, kind, dice.getrandbits(32)))
+        at_s += dice.expovariate(1 / pause_s)
+    return faults
 
 
 class Faults:
@@ -122,7 +150,7 @@ class Faults:
         cluster: The cluster to disturb.
         start_engine: Starts the engine of a node.
         complain: Records a violation.
-        call: Sends a request to a service: name, method and path.
+        call: Sends a request to a service: name, method, path, and possibly body and tenant.
         victims: Nodes and storages that faults hit.
 
     Attributes:
@@ -130,6 +158,8 @@ class Faults:
         counts: How often each kind occurred.
         damaged: Machines whose files may be damaged.
         expected_deaths: Processes that were told to end.
+        num_orders: How often each node and storage was told to drain.
+        open_orders: How many of these orders may still be carried out.
     """
 
     def __init__(
@@ -138,7 +168,7 @@ class Faults:
         cluster: Cluster,
         start_engine: Callable[[str], None],
         complain: Callable[[str], None],
-        call: Callable[[str, str, str], object],
+        call: Callable[..., tuple[int | None, Any]],
         victims: Sequence[str] = DISKS,
     ) -> None:
         self._world = world
@@ -155,6 +185,8 @@ class Faults:
         self._kind = ""
         self._undo: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count()
+        self.num_orders: Counter[str] = Counter()
+        self.open_orders: Counter[str] = Counter()
         self.active: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.damaged: set[str] = set()
@@ -257,7 +289,7 @@ class Faults:
             self._slow([(machines[name], machines[one]) for one in MACHINES if one != name])
         self._restart(
             [name],
-            lambda: self._call(name, "POST", "/v1/admin/drain"),
+            lambda: self._order_drain(name, (name, "POST", "/v1/admin/drain")),
             self._dice.uniform(1, 30),
         )
 
@@ -292,6 +324,74 @@ class Faults:
     def _is_hanging(self, process: Any) -> bool:
         disk = self._world.files.disks.get(process.machine.name)
         return disk is not None and disk.is_hanging
+
+    def drain(self) -> None:
+        """Drain a node or a storage, or let a broker order it; cancel that later."""
+        name, operator = self._dice.choice(self._disks), self._kernel.process
+        assert operator is not None
+        calls = [
+            (name, "POST", f"/v1/admin/drain?wait={self._dice.choice(('true', 'false'))}"),
+            (self._dice.choice(BROKERS), "POST", f"/v1/admin/peers/{name}:drain"),
+        ]
+        call, lease_s = self._dice.choice(calls), self._world.pace.lease_s
+        self._kernel.spawn(operator, "drain", lambda: self._order_drain(name, call))
+
+        def cancel() -> None:
+            # An order may arrive late: a broker passes it on as long as the lease lasts.
+            since, cancelled = self._kernel.now, None
+            while self._kernel.now - since < lease_s:
+                process, node = self._cluster.processes[name], self._world.nodes.get(name)
+                is_draining = (
+                    node is not None
+                    and self._world.served_by[name] is process
+                    and node.is_draining
+                    and not node.drain.is_last
+                )
+                known = None if self.open_orders[name] else (process.pid, self.num_orders[name])
+                if is_draining and known is not None and known == cancelled:
+                    self._complain(f"{name} drains again after that was cancelled")
+                status, answer = self._call(name, "POST", "/v1/admin/undrain")
+                if (
+                    status == 200
+                    and answer["draining"]
+                    and known == (process.pid, self.num_orders[name])
+                ):
+                    self._complain(f"{name} still drains after that was cancelled")
+                if status == 200 and is_draining and not answer["draining"]:
+                    cancelled = known
+                self._kernel.sleep(lease_s / 15)
+                if status != 200 or answer["draining"]:
+                    since = self._kernel.now
+
+        self._for(30, lambda: self._kernel.spawn(operator, "undrain", cancel))
+
+    def _order_drain(self, name: str, call: tuple[str, str, str]) -> None:
+        self.num_orders[name] += 1
+        self.open_orders[name] += 1
+        status, _ = self._call(*call, None, self._cluster.tenant_of(name))
+        process = self._kernel.process
+        assert process is not None
+
+        def end() -> None:
+            if status is None:  # it may still be carried out
+                self._kernel.sleep(LONGEST_S * self._world.pace.fault_length)
+            self.open_orders[name] -= 1
+
+        self._kernel.spawn(process, "end of order", end)
+
+    def move(self) -> None:
+        """Give a node to the other tenant, with what is on its disk and in its arena."""
+        node = self._dice.choice(self._sidecars)
+        names = (node, f"engine-{node}")
+        for name in names:
+            self._signal(name, signal.SIGKILL)
+        self._cluster.move(node)
+
+        def undo() -> None:
+            for name in names:
+                self.start_again(name)
+
+        self._for(20, undo)
 
     def stop(self) -> None:
         """SIGSTOP to a service, and SIGCONT."""
@@ -714,8 +814,11 @@ class Faults:
 KINDS = tuple(
     name.replace("_", " ")
     for name, member in vars(Faults).items()
-    if callable(member) and not name.startswith("_") and name not in {"do", "heal", "start_again"}
+    if callable(member)
+    and not name.startswith("_")
+    and name not in {"do", "heal", "start_again", *MORE_KINDS}
 )
+"""Kinds that all seeds draw from."""
 
 
 def kept(schedule: Collection[Fault], numbers: Collection[int] | None) -> list[Fault]:

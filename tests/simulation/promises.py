@@ -277,7 +277,8 @@ def _drop_no_only_copy(world: World) -> None:
         return process.name, {
             key
             for node in others
-            for key in (*node.stack.hot._chunks, *node.tiers.disk_files._index._entries)
+            for disk in [node.tiers.disk_files]
+            for key in (*node.stack.hot._chunks, *(() if disk is None else disk._index._entries))
         }
 
     async def still_home_noted(mover: Any, keys: Any) -> Any:

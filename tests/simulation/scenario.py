@@ -5,11 +5,13 @@ end.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 import traceback
 from collections import Counter
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,14 +26,15 @@ from lmcache_lookup.index.packing import (
 
 from tests.simulation.cluster import (
     GB,
-    REST_PORT,
     SERVICES,
     SIDECARS,
     STORAGES,
+    TENANTS,
     Cluster,
 )
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.faults import DISKS, Fault, Faults, focus_of
+from tests.simulation.operators import CALLS, MORE_CALLS, Operator
 from tests.simulation.world import World
 
 CALM_PAUSE_S = 3.0
@@ -42,6 +45,8 @@ FOUND_S = 30.0
 FOUND_PAUSE_S = 2.0
 CLOCK_BACK_S = 3600.0
 CLEARED_S = 5.0
+LATE_CALL_S = 30.0
+"""A call whose caller has given up may be carried out this much later."""
 SWEPT_STEPS = 60
 """A lookup looks at all buckets of a few tenants twice in this many sweeps."""
 NUM_VLLM = (1, 3, 4)
@@ -54,7 +59,6 @@ engines of one kind.
 """
 NUM_VICTIMS = (2, len(DISKS))
 """How many of the nodes and storages meet faults: on few of them, faults meet each other."""
-ADMIN_BOUND_S = 15.0
 ASKED_CHUNKS = 20
 DISK_SLACK = 1.1
 """A disk tier may exceed its limit by this much, for files being written."""
@@ -66,30 +70,6 @@ IDLE_THREADS = {
 """Pools that a service keeps when idle."""
 MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
 """What a service without clients has at most; a pool keeps up to 64 connections to Redis."""
-CALLS = {
-    "node": (
-        ("GET", "/v1/status"),
-        ("GET", "/v1/tiers"),
-        ("GET", "/v1/clients"),
-        ("GET", "/v1/admin/chunks"),
-        ("GET", "/v1/admin/pins"),
-        ("GET", "/metrics"),
-        ("POST", "/v1/admin/pin"),
-        ("POST", "/v1/admin/unpin"),
-        ("POST", "/v1/admin/clear"),
-        ("POST", "/v1/admin/evict"),
-    ),
-    "storage": (
-        ("GET", "/v1/stats"),
-        ("GET", "/v1/chunks"),
-        ("GET", "/metrics"),
-        ("POST", "/v1/admin/pin"),
-        ("POST", "/v1/admin/clear"),
-        ("POST", "/v1/admin/evict"),
-    ),
-    "lookup": (("GET", "/v1/stats"), ("GET", "/v1/admin/tenants"), ("POST", "/v1/admin/clear")),
-    "broker": (("GET", "/v1/peers"), ("GET", "/v1/overview"), ("GET", "/metrics")),
-}
 
 
 class Scenario:
@@ -128,7 +108,8 @@ class Scenario:
         self._is_done = False
         dice = random.Random(f"settings {seed}")
         self._engine_pause_s = dice.choice(world.pace.engine_s)
-        self.cluster = Cluster(world, CHUNK_BYTES, dice)
+        sizes, tenants = random.Random(f"sizes {seed}"), random.Random(f"tenants {seed}")
+        self.cluster = Cluster(world, CHUNK_BYTES, dice, sizes, tenants)
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
         is_embedded = len(self._vllm_nodes) != 3 and engine_dice.random() < EMBEDDED_CHANCE
@@ -141,12 +122,18 @@ class Scenario:
             self.cluster,
             self._start_engine,
             self._complain,
-            self._call,
+            lambda *call: self.operator.call(*call),
             victims.sample(machines, min(len(machines), victims.choice(NUM_VICTIMS))),
         )
-        self._seen_ids: set[str] = set()
+        self.operator = Operator(
+            world, self.cluster, seed, self.faults, self._count_pairs, self._complain
+        )
+        self._call = self.operator.call
+        self._seen_ids: set[tuple[str, str]] = set()
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
         self._unserved: dict[str, set[tuple[object, ...]]] = {}
+        self._pins: dict[str, tuple[tuple[int, float], dict[Any, float]]] = {}
+        """By node: its process and since when it ran without a pause, and when each pin ends."""
         self.violations: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.totals: Counter[str] = Counter()
@@ -155,6 +142,9 @@ class Scenario:
         """Run the schedule; return the violations."""
         self._kernel.start_process("operator", self._world.machine("operator"), self._operate)
         longest_s = self._work_s + self._world.pace.calm_s + 5 * FOUND_S + 4 * self._index_s
+        longest_s += len(self.cluster.tenants) * (
+            self._world.pace.calm_s + self._world.pace.lease_s
+        )
         longest_s += SWEPT_STEPS * self._world.pace.sweep_s + (len(SERVICES) + 4) * END_S
         try:
             self._kernel.run(longest_s)
@@ -180,7 +170,10 @@ class Scenario:
         kernel.sleep(3.0)
         for node in SIDECARS:
             self._start_engine(node)
-        kernel.spawn(process, "admin", self._administrate)
+        for name, calls in (("operator", CALLS), ("operator of more", MORE_CALLS)):
+            work = partial(self.operator.work, name, calls, lambda: self._is_working)
+            kernel.spawn(process, "admin", work)
+        kernel.spawn(process, "commands", lambda: self.operator.command(lambda: self._is_working))
         kernel.spawn(process, "look", self._look)
         begin = kernel.now
         for fault in self._schedule:
@@ -189,6 +182,7 @@ class Scenario:
         kernel.sleep(max(0.0, begin + self._work_s - kernel.now))
         self._is_working = False
         self.faults.heal()
+        self._announce_all()
         self._slow_down()
         kernel.sleep(self._world.pace.calm_s)
         self._is_watching = False
@@ -199,6 +193,7 @@ class Scenario:
         self._check_idle()
         self._check_tokens()
         self._check_peers()
+        self._check_status()
         self._check_index()
         self._check_swept()
         self._check_announced_again()
@@ -210,6 +205,18 @@ class Scenario:
         self._is_done = True
         kernel.stop()
         return 0
+
+    def _announce_all(self) -> None:
+        """Let all chunks be announced again if lookup was told to forget holders of some."""
+        for tenant in self.cluster.tenants if self.operator.has_forgotten else ():
+            deadline = self._kernel.now + self._world.pace.calm_s
+            while self._kernel.now < deadline:
+                status, _ = self._call("lookup-0", "POST", "/v1/admin/clear", None, tenant)
+                if status == 204:
+                    break
+                self._kernel.sleep(1.0)
+            # For each tenant alone: what is announced for one of them must not hide the next.
+            self._kernel.sleep(self._world.pace.lease_s)
 
     def _slow_down(self) -> None:
         """Let engines ask now and then only: calm shows whether everything works again."""
@@ -251,76 +258,6 @@ class Scenario:
             if code != 0:
                 self._complain(f"{name} ended with {code} at the end of the run")
 
-    # --- An operator's calls ---------------------------------------------------------------------
-
-    def _administrate(self) -> None:
-        dice = random.Random(f"operator {self._seed}")
-        pause_s = dice.choice(self._world.pace.operator_s)
-        # Each run has its own habits, so that some calls are frequent in it.
-        habits = {
-            kind: dice.sample(calls, dice.randint(2, len(calls))) for kind, calls in CALLS.items()
-        }
-        while self._is_working:
-            self._kernel.sleep(dice.expovariate(1 / pause_s))
-            name = dice.choice(SERVICES)
-            method, path = dice.choice(habits[name.split("-")[0]])
-            body = self._body(name, path, dice)
-            operation = f"{method} {name.split('-')[0]}{path}"
-            self._count_pairs(operation)
-            begin = self._kernel.now
-            status, _ = self._call(name, method, path, body)
-            lasted_s = self._kernel.now - begin
-            self._kernel.record(f"operator {operation} {name} {status}")
-            if status in {404, 405, 422} or status == 500:
-                self._complain(f"{operation} on {name} was answered by {status}")
-            if lasted_s > ADMIN_BOUND_S and not self.faults.active:
-                self._complain(f"{operation} on {name} lasted {lasted_s:.1f} s")
-
-    def _body(self, name: str, path: str, dice: random.Random) -> object:
-        if path.endswith("/evict"):
-            return {"num_bytes": 1 << dice.randint(10, 24)}
-        if not path.endswith("/pin"):
-            return None
-        from lmcache_core.keys import CacheEngineKey
-
-        where = "/v1/chunks" if name in STORAGES else "/v1/admin/chunks"
-        _, listed = self._call(name, "GET", where)
-        chunks = listed.get("chunks", []) if isinstance(listed, dict) else []
-        chunks = dice.sample(chunks, min(len(chunks), 8))
-        ttl_s = {"ttl_s": dice.choice((5, 60))}
-        if name in STORAGES:
-            keys = [chunk["key"] for chunk in chunks]
-            return {
-                "keys": keys or [CacheEngineKey("vllm", "none", 1, 0, "0" * 64).to_url()]
-            } | ttl_s
-        hashes = [CacheEngineKey.from_url(key).chunk_hash for key in chunks]
-        return {"chunk_hashes": hashes or ["0" * 64]} | ttl_s
-
-    def _call(
-        self, name: str, method: str, path: str, body: object = None, token: int | None = None
-    ) -> tuple[int | None, Any]:
-        """Return the status and the body of an answer; None if there was none.
-
-        Args:
-            name: The service.
-            method: Of the request.
-            path: Of the request.
-            body: Of the request, as JSON.
-            token: The number of the token to show; None: the current one.
-        """
-        import httpx
-
-        token = self.cluster.shown if token is None else token
-        headers = {"Authorization": f"Bearer {self.cluster.token(token)}"}
-        url = f"http://{name}:{REST_PORT}{path}"
-        try:
-            with httpx.Client(timeout=ADMIN_BOUND_S, verify=False, trust_env=False) as client:
-                answer = client.request(method, url, json=body, headers=headers)
-        except httpx.HTTPError:
-            return None, None
-        is_json = bool(answer.content) and "json" in answer.headers.get("content-type", "")
-        return answer.status_code, answer.json() if is_json else answer.text
-
     # --- Invariants ------------------------------------------------------------------------------
 
     def _look(self) -> None:
@@ -330,6 +267,7 @@ class Scenario:
             self._check_sizes()
             self._check_lent()
             self._check_pins()
+            self._check_pinned_memory()
             self._check_intact()
 
     def _collect(self, engine: SimulatedEngine) -> None:
@@ -363,9 +301,13 @@ class Scenario:
                 if num_damaged:
                     self._complain(f"{name} took {num_damaged} intact chunks for damaged")
             for tier, quota_gb in self._tiers(name):
-                used = sum(num_bytes for _, num_bytes in tier.held())
-                if quota_gb and used > quota_gb * GB * QUOTA_SLACK:
-                    self._complain(f"{name} has {used} bytes of a tenant with {quota_gb * GB:.0f}")
+                by_tenant: Counter[str] = Counter()
+                for key, num_bytes in tier.held():
+                    by_tenant[key.tenant] += num_bytes
+                for tenant, used in by_tenant.items():
+                    if quota_gb and used > quota_gb * GB * QUOTA_SLACK:
+                        limit = round(quota_gb * GB)
+                        self._complain(f"{name} has {used} bytes of {tenant}, which has {limit}")
 
     def _check_lent(self) -> None:
         """Check that a sidecar that ran since the last check lends nothing to clients that are
@@ -388,6 +330,32 @@ class Scenario:
             self._leaked[name] = leaked
 
     def _check_pins(self) -> None:
+        """Check that pinned chunks are in memory and stay there, and that they take no more of it
+        than they may.
+        """
+        for name in (*SIDECARS, *STORAGES):
+            node, process, now = self._running(name), self.cluster.processes[name], self._kernel.now
+            before = self._pins.pop(name, None)
+            if node is None or process.is_paused or not hasattr(node, "pins") or node.is_draining:
+                continue
+            if node.pins.num_bytes > node.pins.max_bytes:
+                self._complain(f"{name} has pinned {node.pins.num_bytes} bytes")
+            life = process.pid, process.paused_s
+            self._pins[name] = (
+                life,
+                {pin.key: now + pin.expires_in_s for pin in node.pins.pins() if pin.expires_in_s},
+            )
+            # A call without an answer, or one of a fault, may end pins late.
+            is_sure = now - self.operator.unpinned_s.get(name, -LATE_CALL_S) >= LATE_CALL_S
+            if before is None or before[0] != life or not is_sure or node.settings.chunk_ttl_s:
+                continue
+            keys = [key for key, until in before[1].items() if until > now + 1.0]
+            held = node.stack.hot.contains_many(keys)
+            for key, is_held in zip(keys, held, strict=True):
+                if not is_held or key not in node.pins:
+                    self._complain(f"{name} has lost {key.key.to_url()}, which was pinned")
+
+    def _check_pinned_memory(self) -> None:
         """Check that a node that ran since the last check pins no chunks that it does not serve."""
         for name in (*SIDECARS, *STORAGES):
             node, process = self._running(name), self.cluster.processes[name]
@@ -410,7 +378,9 @@ class Scenario:
 
         for name in (*SIDECARS, *STORAGES):
             for tier, _ in self._tiers(name):
-                self._seen_ids.update(key.key.chunk_id().hex() for key, _ in tier.held())
+                self._seen_ids.update(
+                    (key.tenant, key.key.chunk_id().hex()) for key, _ in tier.held()
+                )
             node = self._running(name)
             for chunk in [] if node is None else list(node.stack.hot._chunks.values()):
                 try:
@@ -427,6 +397,8 @@ class Scenario:
         node, disk = self._running(name), self._world.files.disks[name]
         if node is None:
             return False
+        if node.tiers.disk_files is None:
+            return False
         store = node.tiers.disk_files._store
         return store.is_loaded and not any(disk.is_folder(str(path)) for path in store._room.unread)
 
@@ -438,7 +410,8 @@ class Scenario:
 
     def _num_damaged(self, name: str) -> int:
         node = self._world.nodes.get(name)
-        return 0 if node is None else node.tiers.disk_files.stats()["corrupt_chunks"]
+        disk = None if node is None else node.tiers.disk_files
+        return 0 if disk is None else disk.stats()["corrupt_chunks"]
 
     def _tiers(self, name: str) -> list[tuple[Any, float | None]]:
         """Return the tiers of a running node, and the tenant's quota in each."""
@@ -452,10 +425,12 @@ class Scenario:
         """Check that all engines of a model find what one of them stored within `FOUND_S`."""
         for engine in self.engines.values():
             engine.is_idle = True
-        for is_vllm in (False, True):
-            self._check_found_by(
-                [self.engines[node] for node in SIDECARS if self.engines[node].is_vllm == is_vllm]
-            )
+        for tenant in self.cluster.tenants:
+            engines = [
+                self.engines[node] for node in SIDECARS if self.cluster.tenant_of(node) == tenant
+            ]
+            for is_vllm in (False, True):
+                self._check_found_by([one for one in engines if one.is_vllm == is_vllm])
         self._check_alive()
 
     def _check_found_by(self, engines: list[SimulatedEngine]) -> None:
@@ -493,11 +468,12 @@ class Scenario:
 
     def _wrong_peers(self) -> list[str]:
         wrong = []
-        for name in self.cluster.brokers:
-            _, answer = self._call(name, "GET", "/v1/peers")
+        for name, tenant in itertools.product(self.cluster.brokers, self.cluster.tenants):
+            own = {node for node in SIDECARS if self.cluster.tenant_of(node) == tenant}
+            _, answer = self._call(name, "GET", "/v1/peers", None, tenant)
             peers = {peer["id"]: peer for peer in answer["peers"]} if answer else {}
-            if peers.keys() != {*SIDECARS, *STORAGES}:
-                wrong.append(f"{name} knows {sorted(peers)}")
+            if peers.keys() != {*own, *STORAGES}:
+                wrong.append(f"{name} shows {tenant} the peers {sorted(peers)}")
             for one, peer in peers.items():
                 if peer["draining"] or peer["num_pulls"]:
                     wrong.append(
@@ -550,32 +526,38 @@ class Scenario:
         self._check_index()
 
     def _wrong_holders(self) -> list[str]:
-        holders: dict[str, set[str]] = {}
+        holders: dict[tuple[str, str], set[str]] = {}
         expiring = set()  # they drop expired chunks only when they access them
         for name in (*SIDECARS, *STORAGES):
             for tier, _ in self._tiers(name):
                 if self._world.nodes[name].settings.chunk_ttl_s:
                     expiring.add(name)
                 for key, _ in tier.held():
-                    holders.setdefault(key.key.chunk_id().hex(), set()).add(name)
+                    # A sidecar serves one tenant; others may have had its disk before.
+                    if name in STORAGES or key.tenant == self.cluster.tenant_of(name):
+                        chunk = (key.tenant, key.key.chunk_id().hex())
+                        holders.setdefault(chunk, set()).add(name)
         wrong = []
-        _, stats = self._call("lookup-0", "GET", "/v1/stats")
-        surplus = (stats["num_chunks"] or 0) - len(holders) if stats else -1
-        if surplus < 0 or (surplus > 0 and not expiring):
-            wrong.append(f"{len(holders)} chunks are held; lookup says {stats}")
+        for tenant in self.cluster.tenants:
+            num_held = sum(of == tenant for of, _ in holders)
+            _, stats = self._call("lookup-0", "GET", "/v1/stats", None, tenant)
+            surplus = (stats["num_chunks"] or 0) - num_held if stats else -1
+            if surplus < 0 or (surplus > 0 and not expiring):
+                wrong.append(f"{num_held} chunks of {tenant} are held; lookup says {stats}")
         dice, ids, gone = (
             random.Random(self._seed),
             sorted(holders),
             sorted(self._seen_ids - holders.keys()),
         )
         asked = dice.sample(ids, min(ASKED_CHUNKS, len(ids)))
-        for chunk_id in asked + dice.sample(gone, min(ASKED_CHUNKS, len(gone))):
-            _, answer = self._call("lookup-0", "GET", f"/v1/chunks/{chunk_id}/locations")
+        for tenant, chunk_id in asked + dice.sample(gone, min(ASKED_CHUNKS, len(gone))):
+            where = f"/v1/chunks/{chunk_id}/locations"
+            _, answer = self._call("lookup-0", "GET", where, None, tenant)
             known = {one["instance"] for one in answer["holders"]} if answer else set()
-            held_by = holders.get(chunk_id, set())
+            held_by = holders.get((tenant, chunk_id), set())
             if known - expiring != held_by - expiring or not known >= held_by:
                 wrong.append(
-                    f"lookup names {sorted(known)} as holders of {chunk_id}, which"
+                    f"lookup names {sorted(known)} as holders of {chunk_id} of {tenant}, which"
                     f" {sorted(held_by)} hold"
                 )
         return wrong
@@ -627,6 +609,24 @@ class Scenario:
                     f"{name} is not idle: {held} settled={status['settled']}"
                     f" registered={status['registered']}"
                 )
+            self._check_serves(name, status)
+        for name in STORAGES:
+            code, status = self._call(name, "GET", "/v1/stats")
+            if code == 200:
+                self._check_serves(name, status)
+            else:
+                self._complain(f"{name} answers {code} when idle")
+
+    def _check_status(self) -> None:
+        """Check that `lmcachectl` finds nothing wrong with the cluster."""
+        for words in ("status", "doctor") if len(self.cluster.tenants) == 1 else ():
+            if self.operator.run(words, TENANTS[0]) != 0:
+                self._complain(f"lmcachectl {words} finds something:\n{self.operator.shown}")
+
+    def _check_serves(self, name: str, status: Any) -> None:
+        """Check that no drain is left of those that were cancelled."""
+        if status["draining"] or status["drain"]["state"] != "serving":
+            self._complain(f"{name} still drains: {status['drain']}")
 
     def _check_tokens(self) -> None:
         """Check that all services accept the current token, and refuse the one before it."""
@@ -640,8 +640,10 @@ class Scenario:
 
     def _check_cleared(self) -> None:
         """Check that no memory is in use once all chunks are removed."""
-        for name in (*SIDECARS, *STORAGES):
+        for name in SIDECARS:
             self._call(name, "POST", "/v1/admin/clear")
+        for name in STORAGES:
+            self._call(name, "POST", "/v1/admin/clear", {"all_tenants": True})
         self._kernel.sleep(CLEARED_S)
         for name in (*SIDECARS, *STORAGES):
             used = self._world.nodes[name].stack.hot.stats()["arena_used_bytes"]

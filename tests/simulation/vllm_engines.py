@@ -277,7 +277,7 @@ class VllmClient:
             "load": self._dice.choice(("sync", "async")),
         }
         if self._simulated.is_embedded:
-            extra = embedded(**options, **cluster.embedded())
+            extra = embedded(**options, **cluster.embedded(node))
         else:
             extra = beside(cluster.socket(node), **options)
         shape = Shape(
@@ -294,6 +294,8 @@ class VllmClient:
             LIMITS,
             engine_id=f"engine-{self._seed}",
         )
+        # What the connector cannot see: with it, a hit across tenants is wrong KV.
+        engine.model.weights += f" of {cluster.tenant_of(node)}"
         (worker,) = engine.workers
         load = worker.connector.start_load_kv
 

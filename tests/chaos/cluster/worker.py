@@ -56,11 +56,11 @@ def prompt_of(family: int, branch: int, tail: int, num_tail_tokens: int) -> torc
     )
 
 
-def kv_of(tokens: torch.Tensor) -> torch.Tensor:
+def kv_of(tokens: torch.Tensor, model: int = 0) -> torch.Tensor:
     """`[layers, 2, n, heads, head_size]` float32: for each token a number that no other prefix
-    has, and for each place in it another.
+    has, nor another model, and for each place in it another.
     """
-    state, values = 0, []
+    state, values = model, []
     for token in tokens.tolist():
         state = (state * 1_000_003 + token + 1) % 16_777_213  # exact in float32
         values.append(state)
@@ -108,10 +108,12 @@ class Worker:
     Args:
         engine: Open.
         seed: Of its prompts.
+        model: What its KV differs in from that of other engines; see `kv_of`.
     """
 
-    def __init__(self, engine: LMCacheEngine, seed: int) -> None:
+    def __init__(self, engine: LMCacheEngine, seed: int, model: int = 0) -> None:
         self._engine = engine
+        self._model = model
         self._dice = random.Random(seed)
         self._pages = Pages(self._dice)
         self._seed = seed
@@ -152,7 +154,7 @@ class Worker:
         num = 0 if mask is None else int(mask.sum())
         if num and not (
             bool(mask[:num].all())
-            and torch.equal(self._pages.read(slots[:num]), kv_of(tokens[:num]))
+            and torch.equal(self._pages.read(slots[:num]), kv_of(tokens[:num], self._model))
         ):
             self._faults.append(
                 f"wrong: the KV of {num} of {len(tokens)} tokens is not what they give"
@@ -162,7 +164,7 @@ class Worker:
     def store(self, tokens: torch.Tensor) -> None:
         """Compute and store."""
         slots = self._pages.slots(len(tokens))
-        self._pages.write(slots, kv_of(tokens))
+        self._pages.write(slots, kv_of(tokens, self._model))
         self._timed(
             "store",
             lambda: self._engine.store(tokens, kvcaches=self._pages.layers, slot_mapping=slots),

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import redis
 from lmcache_core.errors import CapacityError
-from lmcache_core.lookup import Holder
+from lmcache_core.lookup import Holder, InstanceKind
 from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
 from lmcache_lookup.index.embedded import EmbeddedIndex
@@ -98,8 +98,9 @@ async def join(
     *,
     owner: str = "acme",
     ttl_ms: int = LONG_MS,
+    kind: InstanceKind = "sidecar",
 ) -> EventsAck:
-    return await index.renew(owner, LeaseClaim(instance, incarnation, "sidecar", ttl_ms))
+    return await index.renew(owner, LeaseClaim(instance, incarnation, kind, ttl_ms))
 
 
 async def tell(
@@ -419,6 +420,18 @@ async def test_clearing_asks_the_tenants_instances_to_announce_again(index: Look
     assert not (await join(index, "s", owner="ops")).resync
     assert await join(index, "a", 2) == TAKEN
     assert await tell(index, "a", event(1), incarnation=2) == EventsAck(1, False)
+
+
+async def test_clearing_asks_storage_servers_that_hold_chunks_of_all_tenants(
+    index: LookupIndex,
+) -> None:
+    await join(index, "s", owner="ops", kind="storage")
+    await tell(index, "s", event(1), event(2, tenant="rival"), owner="ops")
+    await index.clear("acme")
+    assert (await join(index, "s", owner="ops", kind="storage")).resync
+    assert await join(index, "s", 2, owner="ops", kind="storage") == TAKEN
+    await tell(index, "s", event(1), incarnation=2, owner="ops")
+    assert await held(index, 1) == [["s/hot"]]
 
 
 async def test_sweeping_clears_what_is_dead_and_nothing_else(index: LookupIndex) -> None:

@@ -89,6 +89,17 @@ def test_a_drain_lasts_for_the_incarnation(directory: PeerDirectory) -> None:
     assert announce(directory, peer("a", incarnation=2), OPERATOR).draining
 
 
+def test_a_late_order_for_an_earlier_incarnation_drains_no_later_one(
+    directory: PeerDirectory,
+) -> None:
+    announce(directory, peer("a"))
+    announce(directory, peer("a", incarnation=2))
+    directory.note_drain(ACME, peer("a"))
+    assert not announce(directory, peer("a", incarnation=2)).draining
+    directory.note_drain(ACME, peer("a", incarnation=2))
+    assert announce(directory, peer("a", incarnation=2)).draining
+
+
 def test_a_new_incarnation_has_no_pulls(directory: PeerDirectory, clock: FakeClock) -> None:
     announce(directory, peer("a"))
     record = directory.find(ACME, "a")

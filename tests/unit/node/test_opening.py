@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_core.errors import ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.p2p import BrokerClient, PeerRegistration
@@ -14,6 +15,7 @@ from lmcache_core.wire.client import LmClient
 from lmcache_core.wire.server import LmServer
 from lmcache_servicekit.state import service_state
 
+from tests.fixtures.broker import OPERATOR, FakeClock
 from tests.fixtures.nodes import KINDS, node_app, node_of
 from tests.suites.chunks import make_chunk
 
@@ -46,6 +48,27 @@ async def test_undrain_ends_a_drain_that_only_the_broker_has_ordered(
         assert node.is_draining
         await node.undrain()
         assert not node.is_draining
+
+
+async def test_undrain_cancels_an_order_that_has_not_left_the_broker(
+    kind: str, tmp_path: Path
+) -> None:
+    limits = PeerLimits(max_peers=4, max_peers_per_owner=2, max_lease_ttl_ms=10_000)
+    directory = PeerDirectory(limits, FakeClock())
+    app = node_app(kind, tmp_path, **AWAY)
+    async with app.router.lifespan_context(app):
+        node = node_of(app)
+        assert node.registration is not None
+
+        def is_ordered() -> bool:
+            peer = node.registration._peer
+            lease = directory.announce(OPERATOR, peer, load=0.0, ttl_ms=5_000, draining=False)
+            return lease.draining
+
+        assert not is_ordered()
+        directory.drain(OPERATOR, node.registration._peer.id)
+        await node.undrain()
+        assert not is_ordered()
 
 
 async def test_a_taken_port_is_named_and_the_disk_is_free_again(kind: str, tmp_path: Path) -> None:

@@ -322,8 +322,8 @@ async def clear_tenant(
 ) -> None:
     """Clear a tenant's index.
 
-    The instances with leases of this tenant are told to announce all their chunks again. The chunks
-    themselves stay.
+    The instances with leases of this tenant, and storage servers, are told to announce all their
+    chunks again. The chunks themselves stay.
     503: the index did not answer in time; repeat the call.
     """
     await service.index.clear(tenant_for(caller, tenant))

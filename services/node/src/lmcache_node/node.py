@@ -109,7 +109,7 @@ class Node(ABC, Generic[S]):
         self.exits = AsyncExitStack()
         self.tasks = TaskSupervisor(kind)
         self.counters = Counters()
-        self.announcer = TierAnnouncer(self.settings.tenant)
+        self.announcer = TierAnnouncer(settings.tenant, only_own=settings.only_tenant is not None)
         self.token = shown_token(self.settings.service_token_file)
         self.tls = client_tls(self.settings)
         self.lookup: LookupClient | None = None
@@ -294,12 +294,13 @@ class Node(ABC, Generic[S]):
         return not self.stack.is_writing and (self.reporter is None or self.reporter.synced)
 
     async def undrain(self) -> None:
-        """Accept chunks and pulls again after a drain, or after the broker has ordered one.
+        """Accept chunks and pulls again after a drain, or after the broker has ordered one, even
+        if the order has not arrived yet.
 
         Raises:
             ConflictError: The process ends.
         """
-        if self.registration is not None and not self.drain.has_begun and self.is_draining:
+        if self.registration is not None and not self.drain.has_begun:
             self.registration.undrain()
         await self.drain.cancel()
         if self.drain.is_last:

@@ -253,6 +253,29 @@ async def test_chunks_move_home_when_it_is_quiet_and_are_forgotten_later(
         assert set(made.hot.keys()) == set(KEYS) - strangers | {pinned}
 
 
+async def test_what_is_pinned_while_its_home_is_asked_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rebalancing, "FORGET_AFTER_S", 0.2)
+    async with here("s-1") as made:
+        await made.put(KEYS)
+        for _ in range(rebalancing.STEADY_LOOKS + 1):
+            await made.rebalancer.look()
+        moved = sorted(made.others["s-1"].chunks, key=KEYS.index)
+        contains = made.others["s-1"].contains
+
+        async def contains_later(keys: Sequence[ChunkKey]) -> list[bool]:
+            if moved[0] in keys:
+                assert not await made.pins.pin(moved[:1], 60)
+            return await contains(keys)
+
+        monkeypatch.setattr(made.others["s-1"], "contains", contains_later)
+        await asyncio.sleep(0.3)
+        await made.rebalancer.look()
+        assert moved[0] in made.pins
+        assert set(made.hot.keys()) == set(KEYS) - set(moved[1:])
+
+
 @pytest.mark.parametrize("tenant", ["default", "rival"])
 @pytest.mark.parametrize(
     "why", ["says that it is gone", "is of an earlier version", "takes no questions of ours"]

@@ -18,6 +18,8 @@ class Told:
     def __init__(self) -> None:
         self.chunk_ids: set[bytes] = set()
 
+    def announce_again(self) -> None: ...
+
     def stored(self, chunk_id: bytes, *_: object) -> None:
         self.chunk_ids.add(chunk_id)
 
@@ -47,4 +49,23 @@ async def test_a_chunk_that_is_evicted_by_its_own_batch_is_not_announced(tmp_pat
     assert len(held) == ROOM_CHUNKS
     assert told.chunk_ids == held
     await writer.close(0)
+    await disk.close()
+
+
+async def test_a_node_of_one_tenant_announces_nothing_of_another_that_had_its_disk_before(tmp_path):
+    """Its token may not report such chunks: one of them would keep it from reporting any."""
+    own, foreign = make_chunk(1), make_chunk(2, tenant="earlier")
+    told, announcer = Told(), TierAnnouncer("default", only_own=True)
+    removed = announcer.removed_from("disk")
+    disk = DiskBackend(tmp_path / "chunks", 1 << 20, on_removed=removed)
+    await disk.open()
+    announcer.connect(told, [disk])
+    assert await disk.batched_put([own, foreign]) == [True, True]
+    for chunk in (own, foreign):
+        announcer.stored(chunk.key, "disk", chunk.num_bytes)
+    assert told.chunk_ids == {own.key.key.chunk_id()}
+    assert [holding.chunk_id for holding in announcer.snapshot()] == [own.key.key.chunk_id()]
+    told.chunk_ids.add(foreign.key.key.chunk_id())
+    removed(foreign.key)
+    assert foreign.key.key.chunk_id() in told.chunk_ids
     await disk.close()

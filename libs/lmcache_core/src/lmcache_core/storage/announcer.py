@@ -24,11 +24,14 @@ class TierAnnouncer:
 
     Args:
         own_tenant: Tenant of the token that the reporter shows; chunks of other tenants are
-            announced under their names, which needs a token with the role `admin`.
+            announced under their names, which needs a token with the role `storage` or `admin`.
+        only_own: Announce no chunks of other tenants, which may have had the disk or the arena
+            before. Without that role, one of them would keep the others from being announced.
     """
 
-    def __init__(self, own_tenant: str) -> None:
+    def __init__(self, own_tenant: str, *, only_own: bool = False) -> None:
         self._own_tenant = own_tenant
+        self._only_own = only_own
         self._reporter: InstanceReporter | None = None
         self._tiers: dict[str, LocalTier] = {}
 
@@ -39,7 +42,7 @@ class TierAnnouncer:
 
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
         """Report a chunk that a tier has stored; tiers that are not local are ignored."""
-        if self._reporter is not None and tier in self._tiers:
+        if self._reporter is not None and tier in self._tiers and self._is_announced(key):
             if not self._tiers[tier].contains_now([key])[0]:
                 # It was evicted before the rest of its batch was written, and its removal has been
                 # reported: lookup would name this holder for good.
@@ -50,7 +53,7 @@ class TierAnnouncer:
         """Return the callback that this tier calls with every key it drops."""
 
         def removed(key: ChunkKey) -> None:
-            if self._reporter is not None:
+            if self._reporter is not None and self._is_announced(key):
                 self._reporter.removed(key.key.chunk_id(), tier, self._tenant(key))
 
         return removed
@@ -59,7 +62,8 @@ class TierAnnouncer:
         """Yield everything held now, for a full announcement."""
         for tier in self._tiers.values():
             for key, num_bytes in tier.held():
-                yield Holding(key.key.chunk_id(), tier.name, num_bytes, self._tenant(key))
+                if self._is_announced(key):
+                    yield Holding(key.key.chunk_id(), tier.name, num_bytes, self._tenant(key))
 
     async def announce_when_loaded(self, tier: DiskBackend) -> None:
         """Announce a tier's chunks once its directory has been read, and again when more become
@@ -73,6 +77,9 @@ class TierAnnouncer:
             tier.on_restored = reporter.announce_again
             await tier.wait_loaded()
             reporter.announce_again()
+
+    def _is_announced(self, key: ChunkKey) -> bool:
+        return not self._only_own or key.tenant == self._own_tenant
 
     def _tenant(self, key: ChunkKey) -> str | None:
         return None if key.tenant == self._own_tenant else key.tenant

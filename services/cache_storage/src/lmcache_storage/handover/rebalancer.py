@@ -125,7 +125,8 @@ class Rebalancer:
             there = await self._mover.still_home(
                 [key for key in keys if key in departures and not self._stays(key, known)]
             )
-            gone = [key for key in there if key in departures]
+            # Meanwhile they may have been stored here again, or pinned.
+            gone = [key for key in there if key in departures and not self._stays(key, known)]
             await departures.forget(gone, self._stack.batched_remove(gone, LOCAL_TIERS))
             departures.end(keys)
 

@@ -161,8 +161,8 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def clear(self, tenant: str) -> None:
-        """Forget all chunks of a tenant, and make the instances with its leases announce theirs
-        again.
+        """Forget all chunks of a tenant, and make instances announce theirs again: those with its
+        leases, and storage servers, which hold chunks of all tenants.
         """
 
     @abc.abstractmethod

@@ -202,7 +202,7 @@ class EmbeddedIndex(LookupIndex):
             self._cleared.append(chunks)
         self._largest = _TenantChunks()
         for lease in self._leases.values():
-            lease.resync = lease.resync or lease.owner == tenant
+            lease.resync = lease.resync or lease.owner == tenant or lease.kind == "storage"
 
     @override
     async def sweep(self) -> int:

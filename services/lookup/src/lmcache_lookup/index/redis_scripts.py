@@ -181,15 +181,16 @@ return {lease[5], 0}
 """  # noqa: E501
 )
 
-# KEYS leases. ARGV owner. Marks its leases, so that their instances announce everything again.
+# KEYS leases. ARGV owner. Marks its leases and those of storage servers, so that these instances
+# announce everything again.
 RESYNC: Final = Script(
     NOW
     + """
 local leases = redis.call('HGETALL', KEYS[1])
 local prefix = ARGV[1] .. '/'
 for i = 1, #leases, 2 do
-  if string.sub(leases[i], 1, #prefix) == prefix then
-    local lease = cjson.decode(leases[i + 1])
+  local lease = cjson.decode(leases[i + 1])
+  if string.sub(leases[i], 1, #prefix) == prefix or lease[3] == 'storage' then
     lease[6] = 1
     save(leases[i], lease)
   end

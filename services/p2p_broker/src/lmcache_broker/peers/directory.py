@@ -208,10 +208,13 @@ class PeerDirectory:
         """Forget a peer that is gone, regardless of its lease."""
         self._records.pop((record.owner, record.peer.id), None)
 
-    def note_drain(self, principal: Principal, peer_id: str) -> None:
-        """Record that another broker was asked to drain a peer that `principal` announced."""
-        record = self._records.get((owner_of(principal), peer_id))
-        if record is not None:
+    def note_drain(self, principal: Principal, peer: Peer) -> None:
+        """Record that another broker was asked to drain a peer that `principal` announced.
+
+        A later incarnation, which may have registered meanwhile, has cancelled the drain.
+        """
+        record = self._records.get((owner_of(principal), peer.id))
+        if record is not None and record.peer.incarnation == peer.incarnation:
             record.draining = True
 
     def adopt(self, peers: Iterable[SharedPeer]) -> None:

@@ -100,7 +100,7 @@ class PeerRegistry:
         if drains is None:
             raise ConflictError(f"peer {peer.id}: a later incarnation is registered")
         if drains:
-            self.directory.note_drain(principal, peer.id)
+            self.directory.note_drain(principal, peer)
         return Lease(lease.ttl_ms, drains)
 
     async def get(self, principal: Principal, peer_id: str) -> PeerStatus:
