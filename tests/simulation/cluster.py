@@ -18,6 +18,7 @@ LOOKUPS = ("lookup-0",)
 BROKERS = ("broker-0", "broker-1")
 SERVICES = (*LOOKUPS, *BROKERS, *STORAGES, *SIDECARS)
 REST_PORT, LM_PORT = 8080, 7777
+REDIS_URL = "redis://redis:6379"
 GB = 1 << 30
 LOCAL_BUFFER_BYTES = (128, 1 << 18)
 _DISK_CHUNKS = {"storage": 250, "node": 80}
@@ -61,6 +62,16 @@ STORAGE_SETTINGS = (
 SIDECAR_SETTINGS = tuple(
     name for name in DRAWN if name not in {"rebalance", "hand_over_on_stop", *BROKER_SETTINGS}
 )
+OTHER_REMOTE_CHANCE = 0.25
+"""How often some nodes of a run have another remote tier than the storages by lm://."""
+NODE_CHANCE = 0.75
+"""How often a node of such a run has it."""
+REMOTES = ("http", "redis", "own directory", "shared directory")
+REDIS_TTL_S = (None, 20)
+"""Expiry of chunks in Redis."""
+DIRECTORY_OF = "storage-0"
+"""The machine whose disk has the directory that nodes share."""
+EMBEDDED_DISK_CHANCE = 0.5
 
 
 class Cluster:
@@ -70,9 +81,16 @@ class Cluster:
         world: The simulated world.
         chunk_bytes: Size of a chunk, which determines all capacities.
         dice: Draws settings.
+        remote_dice: Draws remote tiers, and whether an embedded engine has a disk tier.
+
+    Attributes:
+        directories: Remote tiers that are directories, each by the machine that has its disk.
+        remotes: The URL of the remote tier of each node.
     """
 
-    def __init__(self, world: World, chunk_bytes: int, dice: random.Random) -> None:
+    def __init__(
+        self, world: World, chunk_bytes: int, dice: random.Random, remote_dice: random.Random
+    ) -> None:
         self._dice = dice
         self.world = world
         self.chunk_bytes = chunk_bytes
@@ -93,6 +111,9 @@ class Cluster:
         # Without it, the broker names the other storages.
         self._replicas_url = dice.choice((None, self._storages))
         self._write_secrets()
+        self.directories: dict[str, Path] = {}
+        self.remotes = self._draw_remotes(remote_dice)
+        self._has_embedded_disk = remote_dice.random() < EMBEDDED_DISK_CHANCE
 
     def start(self, name: str) -> None:
         """Start a service."""
@@ -118,14 +139,54 @@ class Cluster:
         """Where engines reach the sidecar of a node."""
         return self.world.place(self.machines[name]) / "run" / "sidecar.sock"
 
-    def embedded(self) -> dict[str, object]:
-        """Return options of an engine that uses no sidecar."""
-        return {
+    def disk_path(self, name: str) -> Path:
+        """Return the directory of the disk tier of a service."""
+        return self.world.place(self.machines[name]) / "disk" / "chunks"
+
+    def embedded(self, node: str) -> dict[str, object]:
+        """Return options of an engine of a node that uses no sidecar."""
+        url = self.remotes[node]
+        options: dict[str, object] = {
             "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self._memory_chunk / GB,
-            "remote_url": self._storages,
-            "remote_token_file": str(self._secrets / "token"),
+            "remote_url": url,
             "salt": SALT,
         }
+        if url.startswith(("lm:", "http:")):
+            options["remote_token_file"] = str(self._secrets / "token")
+        if self._has_embedded_disk:
+            options["local_disk"] = str(self.disk_path(node).with_name("engine"))
+            options["max_local_disk_size"] = self.disk_bytes(node) / GB
+        return options
+
+    def machine_of_remote(self, name: str) -> str | None:
+        """Return the machine whose disk has the remote tier of a node; None if it is no
+        directory.
+        """
+        url = self.remotes.get(name, "")
+        return next((one for one, path in self.directories.items() if path.as_uri() == url), None)
+
+    def _draw_remotes(self, dice: random.Random) -> dict[str, str]:
+        """Draw the URL of each node's remote tier."""
+        remotes = dict.fromkeys(SIDECARS, self._storages)
+        if dice.random() >= OTHER_REMOTE_CHANCE:
+            return remotes
+        kind, storage, ttl_s = dice.choice(REMOTES), dice.choice(STORAGES), dice.choice(REDIS_TTL_S)
+        for node in SIDECARS:
+            if dice.random() < NODE_CHANCE:
+                remotes[node] = self._remote_url(kind, node, storage, ttl_s)
+        return remotes
+
+    def _remote_url(self, kind: str, node: str, storage: str, ttl_s: int | None) -> str:
+        if kind == "http":  # it takes one host
+            return f"http://{storage}:{REST_PORT}"
+        if kind == "redis":
+            return f"{REDIS_URL}/0" + (f"?ttl_s={ttl_s}" if ttl_s else "")
+        machine = node if kind == "own directory" else DIRECTORY_OF
+        path = self.disk_path(machine).with_name("remote")
+        if machine not in self.directories:
+            self.directories[machine] = path
+            path.mkdir()
+        return path.as_uri()
 
     def _running_storages(self) -> list[str]:
         """Return what the name of a headless service resolves to."""
@@ -156,7 +217,7 @@ class Cluster:
             "auth_tokens_file": self._secrets / "tokens.yaml",
         }
         keys = {"ticket_keys_file": self._secrets / "ticket-keys"}
-        redis = {"redis_url": "redis://redis:6379"}
+        redis = {"redis_url": REDIS_URL}
         node = {
             "lm_host": "0.0.0.0",
             "lm_port": LM_PORT,
@@ -164,7 +225,7 @@ class Cluster:
             "broker_url": f"http://broker:{REST_PORT}",
             "service_token_file": self._secrets / "token",
             "tenant": "acme",
-            "disk_path": place / "disk" / "chunks",
+            "disk_path": self.disk_path(name),
             "node": name,
         }
         own: dict[str, object]
@@ -190,7 +251,7 @@ class Cluster:
                 return common | node | own | self._drawn(STORAGE_SETTINGS)
         own = {
             "distributed_url": f"lm://{name}:{LM_PORT}",
-            "remote_url": self._storages,
+            "remote_url": self.remotes[name],
             "salt_file": self._secrets / "salt",
             "arena_gb": _MEMORY_CHUNKS[kind] * self._memory_chunk / GB,
             "disk_gb": self.disk_bytes(name) / GB,

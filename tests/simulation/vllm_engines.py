@@ -277,7 +277,7 @@ class VllmClient:
             "load": self._dice.choice(("sync", "async")),
         }
         if self._simulated.is_embedded:
-            extra = embedded(**options, **cluster.embedded())
+            extra = embedded(**options, **cluster.embedded(node))
         else:
             extra = beside(cluster.socket(node), **options)
         shape = Shape(
