@@ -159,10 +159,10 @@ class Cluster:
         return options
 
     def machine_of_remote(self, name: str) -> str | None:
-        """Return the machine whose disk has the remote tier of a node; None if it is no
-        directory.
-        """
+        """Return the machine that holds the remote tier of a node; None for storages."""
         url = self.remotes.get(name, "")
+        if url.startswith(REDIS_URL):
+            return "redis"
         return next((one for one, path in self.directories.items() if path.as_uri() == url), None)
 
     def _draw_remotes(self, dice: random.Random) -> dict[str, str]:
