@@ -998,7 +998,7 @@ class RedisServer:
         (name, value), other = dice.choice(list(whole.items())), dice.choice(list(whole))
         wrong = bytearray(value)
         wrong[dice.randrange(len(wrong))] ^= 1 << dice.randrange(8)
-        damaged = [
+        damaged: list[bytes | Hash] = [
             bytes(wrong),
             value[: dice.randrange(len(value))],
             whole[other],

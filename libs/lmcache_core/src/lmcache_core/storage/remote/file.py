@@ -10,7 +10,9 @@ import errno
 import logging
 import os
 import stat
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -211,6 +213,7 @@ STALE_S = 86400.0
 """A temporary file this old was left by a writer that died."""
 MAX_STALE_FILES = 1024
 """Stale files removed in one call."""
+MAX_UNREAD_KEYS = 4096
 
 _TAKES_NO_MORE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -246,6 +249,30 @@ class FoundRecord:
         os.close(self.fd)
 
 
+class _Unread:
+    """Remembers chunks whose payload could not be read or was damaged; the oldest are forgotten
+    first. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        with self._lock:
+            return key in self._keys
+
+    def note(self, key: ChunkKey) -> None:
+        with self._lock:
+            self._keys[key] = None
+            if len(self._keys) > MAX_UNREAD_KEYS:
+                self._keys.popitem(last=False)
+
+    def forget(self, key: ChunkKey) -> None:
+        with self._lock:
+            self._keys.pop(key, None)
+
+
 class SharedDirectory:
     """Looks up, reads, writes and removes records. File names are those of the disk tier.
 
@@ -258,6 +285,7 @@ class SharedDirectory:
         self._layout = DiskLayout(root)
         self._files = files
         self._backoff = WriteBackoff()
+        self._unread = _Unread()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return which chunks have a file.
@@ -307,9 +335,11 @@ class SharedDirectory:
             read_payload(self._files, found.fd, len(found.head), found.header, memory.byte_array)
         except RecordError as exc:
             memory.ref_count_down()
+            self._unread.note(found.key)
             return self._refuse(found.key, found.path, found.status, exc)
         except OSError:
             memory.ref_count_down()
+            self._unread.note(found.key)
             return Miss(MissReason.UNAVAILABLE)
         except BaseException:
             memory.ref_count_down()
@@ -352,6 +382,7 @@ class SharedDirectory:
                     exc.strerror,
                 )
             return False
+        self._unread.forget(chunk.key)
         if self._backoff.succeeded():
             logger.info("shared directory takes writes again: path=%s", self._layout.root)
         return True
@@ -436,9 +467,29 @@ class SharedDirectory:
             return False
         try:
             found = self._found(chunk.key, path, fd)
-            return isinstance(found, FoundRecord) and (chunk.lossy or not found.header.lossy)
+            return (
+                isinstance(found, FoundRecord)
+                and (chunk.lossy or not found.header.lossy)
+                and self._is_readable(found, chunk)
+            )
         finally:
             self._files.close(fd)
+
+    def _is_readable(self, found: FoundRecord, chunk: Chunk) -> bool:
+        """Return whether the payload is whole, if an earlier read of it failed; one that cannot be
+        read now may be readable later, so a lossy chunk does not replace a lossless record.
+        """
+        if chunk.key not in self._unread:
+            return True
+        try:
+            self._files.drop_cached(found.fd)
+            check_payload(self._files, found.fd, len(found.head), found.header, found.payload_bytes)
+        except RecordError:
+            return False
+        except OSError:
+            return chunk.lossy and not found.header.lossy
+        self._unread.forget(chunk.key)
+        return True
 
     def _refuse(self, key: ChunkKey, path: Path, status: os.stat_result, exc: RecordError) -> Miss:
         """Remove a damaged record if its path still refers to it: not one that has just replaced
