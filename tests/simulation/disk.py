@@ -377,6 +377,14 @@ class Disk:
             num_broken += 1
         return num_broken
 
+    def break_ends(self, folder: Path) -> None:
+        """Make the last sector of each file in a directory unreadable until it is written again."""
+        for path in _walk(str(folder)):
+            status = _real.lstat(path)
+            self._bad_sectors.setdefault(status.st_ino, set()).add(
+                (status.st_size - 1) // SECTOR_BYTES
+            )
+
     def mend_sectors(self) -> None:
         """Make all sectors readable."""
         self._bad_sectors.clear()

@@ -41,7 +41,7 @@ END_S = 60.0
 FOUND_S = 30.0
 """A prompt that was stored is found by every node within this time."""
 FOUND_PAUSE_S = 2.0
-FIRST_REMOTE_PROMPT = 100
+FIRST_REMOTE_PROMPT, FIRST_BROKEN_PROMPT = 100, 500
 DIRECTORY_BYTES = 16 << 20
 """An operator's job keeps directories that are remote tiers this small."""
 CLOCK_BACK_S = 3600.0
@@ -198,6 +198,7 @@ class Scenario:
         self._is_watching = False
         self._check_found()
         self._check_found_in_remote()
+        self._check_replaced()
         for engine in self.engines.values():
             engine.is_working = False
         self._await_end([f"engine-{node}" for node in SIDECARS])
@@ -497,6 +498,29 @@ class Scenario:
             )
         self._check_alive()
 
+    def _check_replaced(self) -> None:
+        """Check that stores replace files of remote tiers whose payloads cannot be read."""
+        directories = self.cluster.directories
+        asked = {
+            self.engines[node]: FIRST_BROKEN_PROMPT + number
+            for number, node in enumerate(SIDECARS)
+            if self.cluster.machine_of_remote(node) in directories
+            and node not in self._embedded_nodes
+        }
+        for is_broken in (True, False):
+            self._ask(asked)
+            for name in SIDECARS if asked else ():
+                self._call(name, "POST", "/v1/admin/clear")
+            for name, path in directories.items() if is_broken else ():
+                self._world.files.disks[name].break_ends(path)
+        self._ask(asked)
+        for engine, prompt in asked.items():
+            if (engine.found or 0) < 7 * 32:
+                self._complain(
+                    f"engine-{engine.node} found {engine.found} of 224 tokens of prompt {prompt},"
+                    " which replaced files that could not be read"
+                )
+
     def _serde_of(self, writer: SimulatedEngine) -> str:
         if writer.node in self._embedded_nodes:
             return "naive"
@@ -511,6 +535,8 @@ class Scenario:
         return {settings.disk_serde, settings.remote_serde, settings.peer_serde}
 
     def _ask(self, prompts: dict[SimulatedEngine, int]) -> None:
+        if not prompts:
+            return
         for engine, prompt in prompts.items():
             engine.found, engine.prompt = None, prompt
         deadline = self._kernel.now + FOUND_S

@@ -244,8 +244,11 @@ async def test_a_put_replaces_a_file_whose_payload_could_not_be_read(tmp_path, l
     await tier.open()
     await tier.batched_put([make_chunk("a", lossy=lossy)])
     files.bad.add(record_of(tmp_path).stat().st_ino)
+    assert await tier.batched_contains([make_key("a")]) == [True]
     assert await get(tier, "a") == [MissReason.UNAVAILABLE]
+    assert await tier.batched_contains([make_key("a")]) == [False], "or it is not stored again"
     assert await tier.batched_put([make_chunk("a", payload=payload, lossy=lossy)]) == [True]
+    assert await tier.batched_contains([make_key("a")]) == [True]
     assert await get(tier, "a") == [payload]
     await tier.close()
 

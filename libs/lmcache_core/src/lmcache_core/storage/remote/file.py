@@ -256,15 +256,16 @@ class _Unread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._keys: OrderedDict[ChunkKey, tuple[int, int]] = OrderedDict()
 
-    def __contains__(self, key: ChunkKey) -> bool:
+    def has(self, key: ChunkKey, status: os.stat_result) -> bool:
+        """Return whether reading this file failed, and not one that another writer replaced."""
         with self._lock:
-            return key in self._keys
+            return self._keys.get(key) == (status.st_ino, status.st_mtime_ns)
 
-    def note(self, key: ChunkKey) -> None:
+    def note(self, key: ChunkKey, status: os.stat_result) -> None:
         with self._lock:
-            self._keys[key] = None
+            self._keys[key] = status.st_ino, status.st_mtime_ns
             if len(self._keys) > MAX_UNREAD_KEYS:
                 self._keys.popitem(last=False)
 
@@ -288,12 +289,13 @@ class SharedDirectory:
         self._unread = _Unread()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks have a file.
+        """Return which chunks have a file. One that could not be read is reported as absent, so
+        that it is stored again.
 
         Raises:
             OSError: The directory is missing or does not respond.
         """
-        found = [self._is_file(key) for key in keys]
+        found = [self._is_there(key) for key in keys]
         if not any(found):
             self._check_root()
         return found
@@ -335,11 +337,12 @@ class SharedDirectory:
             read_payload(self._files, found.fd, len(found.head), found.header, memory.byte_array)
         except RecordError as exc:
             memory.ref_count_down()
-            self._unread.note(found.key)
+            self._unread.note(found.key, found.status)
             return self._refuse(found.key, found.path, found.status, exc)
-        except OSError:
+        except OSError as exc:
             memory.ref_count_down()
-            self._unread.note(found.key)
+            if exc.errno == errno.EIO:  # others say nothing about the file
+                self._unread.note(found.key, found.status)
             return Miss(MissReason.UNAVAILABLE)
         except BaseException:
             memory.ref_count_down()
@@ -435,6 +438,18 @@ class SharedDirectory:
         except _ABSENT:
             return False
 
+    def _is_there(self, key: ChunkKey) -> bool:
+        path = self._layout.find(key)
+        try:
+            status = None if path is None else self._files.stat(path)
+        except _ABSENT:
+            return False
+        return (
+            status is not None
+            and stat.S_ISREG(status.st_mode)
+            and not self._unread.has(key, status)
+        )
+
     def _found(self, key: ChunkKey, path: Path, fd: int) -> FoundRecord | Miss:
         try:
             status = os.fstat(fd)
@@ -479,7 +494,7 @@ class SharedDirectory:
         """Return whether the payload is whole, if an earlier read of it failed; one that cannot be
         read now may be readable later, so a lossy chunk does not replace a lossless record.
         """
-        if chunk.key not in self._unread:
+        if not self._unread.has(chunk.key, found.status):
             return True
         try:
             self._files.drop_cached(found.fd)
