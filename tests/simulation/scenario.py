@@ -158,7 +158,7 @@ class Scenario:
     def run(self) -> list[str]:
         """Run the schedule; return the violations."""
         self._kernel.start_process("operator", self._world.machine("operator"), self._operate)
-        longest_s = self._work_s + self._world.pace.calm_s + 5 * FOUND_S + 4 * self._index_s
+        longest_s = self._work_s + self._world.pace.calm_s + 12 * FOUND_S + 4 * self._index_s
         longest_s += SWEPT_STEPS * self._world.pace.sweep_s + (len(SERVICES) + 4) * END_S
         try:
             self._kernel.run(longest_s)
