@@ -18,6 +18,7 @@ LOOKUPS = ("lookup-0", "lookup-1")
 BROKERS = ("broker-0", "broker-1")
 SERVICES = (*LOOKUPS, *BROKERS, *STORAGES, *SIDECARS)
 REST_PORT, LM_PORT = 8080, 7777
+REDIS_URL = "redis://redis:6379"
 GB = 1 << 30
 LOCAL_BUFFER_BYTES = (128, 1 << 18)
 _DISK_CHUNKS = {"storage": 250, "node": 80}
@@ -71,6 +72,16 @@ STORAGE_SETTINGS = (
 SIDECAR_SETTINGS = tuple(
     name for name in DRAWN if name not in {"rebalance", "hand_over_on_stop", *BROKER_SETTINGS}
 )
+OTHER_REMOTE_CHANCE = 0.25
+"""How often some nodes of a run have another remote tier than the storages by lm://."""
+NODE_CHANCE = 0.75
+"""How often a node of such a run has it."""
+REMOTES = ("http", "redis", "own directory", "shared directory")
+REDIS_TTL_S = (None, 20)
+"""Expiry of chunks in Redis."""
+DIRECTORY_OF = "storage-0"
+"""The machine whose disk has the directory that nodes share."""
+EMBEDDED_DISK_CHANCE = 0.5
 
 
 class Cluster:
@@ -82,6 +93,7 @@ class Cluster:
         dice: Draws settings.
         size_dice: Draws what sizes change to.
         tenant_dice: Draws whether there are two tenants, and which nodes the second one has.
+        remote_dice: Draws remote tiers, and whether an embedded engine has a disk tier.
 
     Attributes:
         lookups: Those that are used; one and one broker without Redis.
@@ -89,6 +101,8 @@ class Cluster:
         shown: Number of the token that services and engines show.
         is_rotating: Whether the token is being replaced.
         tenants: The tenants that have nodes.
+        directories: Remote tiers that are directories, each by the machine that has its disk.
+        remotes: The URL of the remote tier of each node.
     """
 
     def __init__(
@@ -98,6 +112,7 @@ class Cluster:
         dice: random.Random,
         size_dice: random.Random,
         tenant_dice: random.Random,
+        remote_dice: random.Random,
     ) -> None:
         self.tenants = TENANTS[: 1 + (tenant_dice.random() < TWO_TENANTS_CHANCE)]
         others = tenant_dice.sample(SIDECARS, len(SIDECARS) // 2)
@@ -136,6 +151,9 @@ class Cluster:
         self.is_rotating = False
         self.accept(0)
         self.show(0)
+        self.directories: dict[str, Path] = {}
+        self.remotes = self._draw_remotes(remote_dice)
+        self._has_embedded_disk = remote_dice.random() < EMBEDDED_DISK_CHANCE
 
     def start(self, name: str) -> None:
         """Start a service."""
@@ -173,14 +191,54 @@ class Cluster:
         """Return the file with the token of a tenant's operator."""
         return self._secrets / f"admin-{tenant}"
 
+    def disk_path(self, name: str) -> Path:
+        """Return the directory of the disk tier of a service."""
+        return self.world.place(self.machines[name]) / "disk" / "chunks"
+
     def embedded(self, node: str) -> dict[str, object]:
-        """Return options of an engine on a node that uses no sidecar."""
-        return {
+        """Return options of an engine of a node that uses no sidecar."""
+        url = self.remotes[node]
+        options: dict[str, object] = {
             "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self._memory_chunk / GB,
-            "remote_url": self._storages,
-            "remote_token_file": str(self._token_file(node)),
+            "remote_url": url,
             "salt": self._salts[self.tenant_of(node)],
         }
+        if url.startswith(("lm:", "http:")):
+            options["remote_token_file"] = str(self._token_file(node))
+        if self._has_embedded_disk and self.disk_bytes(node):
+            options["local_disk"] = str(self.disk_path(node).with_name("engine"))
+            options["max_local_disk_size"] = self.disk_bytes(node) / GB
+        return options
+
+    def machine_of_remote(self, name: str) -> str | None:
+        """Return the machine that holds the remote tier of a node; None for storages."""
+        url = self.remotes.get(name, "")
+        if url.startswith(REDIS_URL):
+            return "redis"
+        return next((one for one, path in self.directories.items() if path.as_uri() == url), None)
+
+    def _draw_remotes(self, dice: random.Random) -> dict[str, str]:
+        """Draw the URL of each node's remote tier."""
+        remotes = dict.fromkeys(SIDECARS, self._storages)
+        if dice.random() >= OTHER_REMOTE_CHANCE:
+            return remotes
+        kind, storage, ttl_s = dice.choice(REMOTES), dice.choice(STORAGES), dice.choice(REDIS_TTL_S)
+        for node in SIDECARS:
+            if dice.random() < NODE_CHANCE:
+                remotes[node] = self._remote_url(kind, node, storage, ttl_s)
+        return remotes
+
+    def _remote_url(self, kind: str, node: str, storage: str, ttl_s: int | None) -> str:
+        if kind == "http":  # it takes one host
+            return f"http://{storage}:{REST_PORT}"
+        if kind == "redis":
+            return f"{REDIS_URL}/0" + (f"?ttl_s={ttl_s}" if ttl_s else "")
+        machine = node if kind == "own directory" else DIRECTORY_OF
+        path = self.disk_path(machine).with_name("remote")
+        if machine not in self.directories:
+            self.directories[machine] = path
+            path.mkdir()
+        return path.as_uri()
 
     def _running_storages(self) -> list[str]:
         """Return what the name of a headless service resolves to."""
@@ -196,11 +254,7 @@ class Cluster:
         """
         entries = [
             {"name": f"{role}-{tenant}-{number}", "tenant": tenant, "role": role}
-            | {
-                "token_sha256": hashlib.sha256(
-                    self.token(number, tenant, role).encode()
-                ).hexdigest()
-            }
+            | {"token": self.token(number, tenant, role)}
             for number in numbers
             for tenant in TENANTS
             for role in ROLES
@@ -275,7 +329,7 @@ class Cluster:
                 return common | node | own | self._with_disk(name, self._drawn(STORAGE_SETTINGS))
         own = {
             "distributed_url": f"lm://{name}:{LM_PORT}",
-            "remote_url": self._storages,
+            "remote_url": self.remotes[name],
             "salt_file": self._secrets / f"salt-{self.tenant_of(name)}",
             "arena_gb": self._memory_gb(kind),
             "socket_path": self.socket(name),
@@ -292,8 +346,7 @@ class Cluster:
         size = self._disk_chunk * _DISK_CHUNKS[name.split("-")[0]] * self._size(DISK_SIZES)
         self._disk_bytes[name] = int(size)
         if size:
-            place = self.world.place(self.machines[name]) / "disk" / "chunks"
-            return drawn | {"disk_path": place, "disk_gb": int(size) / GB}
+            return drawn | {"disk_path": self.disk_path(name), "disk_gb": int(size) / GB}
         left_out = {"disk_serde", "tenant_disk_quota_gb"}
         return {option: value for option, value in drawn.items() if option not in left_out}
 

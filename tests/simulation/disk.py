@@ -312,18 +312,37 @@ class Disk:
         status = _status(path)
         return status is not None and stat.S_ISDIR(status.st_mode)
 
-    def paths(self) -> Iterator[str]:
-        """Yield its files, ordered by name; takes no virtual time."""
-        return _walk(str(self.root))
+    def used_bytes(self, folder: Path) -> int:
+        """Return the size of the files in one of its directories; takes no virtual time."""
+        if not self.is_folder(str(folder)):
+            return 0
+        return sum(int(_real.lstat(path).st_size) for path in _walk(str(folder)))
 
-    def used_bytes(self) -> int:
-        """Return the size of its files; takes no virtual time."""
-        return sum(int(_real.lstat(path).st_size) for path in self.paths())
+    def remove_oldest(self, folder: Path, most_bytes: int) -> None:
+        """Remove the files of a directory that were written first until the rest is small enough;
+        takes no virtual time.
+        """
+        files = [(_real.lstat(path), path) for path in _walk(str(folder))]
+        left = sum(status.st_size for status, _ in files)
+        for status, path in sorted(files, key=lambda one: (one[0].st_mtime_ns, one[1])):
+            if left <= most_bytes:
+                break
+            if path.endswith(".kvr"):
+                _real.unlink(path)
+                left -= status.st_size
+
+    def paths(self, folder: Path) -> Iterator[str]:
+        """Yield the files in one of its directories, ordered by name; takes no virtual time."""
+        return _walk(str(folder))
+
+    def temporary_files(self, folder: Path) -> list[str]:
+        """Return the files in a directory that are being written; takes no virtual time."""
+        return [path for path in _walk(str(folder)) if path.endswith(".tmp")]
 
     def _some_sectors(self, num_sectors: int) -> Iterator[tuple[str, int, int]]:
         """Yield random sectors of random files: path, first byte, number of bytes."""
         random = self._kernel.random
-        files = sorted(self.paths())
+        files = sorted(_walk(str(self.root)))
         for _ in range(num_sectors if files else 0):
             path = random.choice(files)
             size = _real.lstat(path).st_size
@@ -361,6 +380,14 @@ class Disk:
             bad.add(at // SECTOR_BYTES)
             num_broken += 1
         return num_broken
+
+    def break_ends(self, folder: Path) -> None:
+        """Make the last sector of each file in a directory unreadable until it is written again."""
+        for path in _walk(str(folder)):
+            status = _real.lstat(path)
+            self._bad_sectors.setdefault(status.st_ino, set()).add(
+                (status.st_size - 1) // SECTOR_BYTES
+            )
 
     def mend_sectors(self) -> None:
         """Make all sectors readable."""

@@ -15,6 +15,7 @@ from typing import Any
 from tests.simulation.cluster import (
     BROKERS,
     LOOKUPS,
+    REDIS_URL,
     SERVICES,
     SIDECARS,
     STORAGES,
@@ -725,8 +726,12 @@ class Faults:
         self._disk().break_sectors(self._dice.choice([1, 5, 20, 200]))
 
     def corrupt(self) -> None:
-        """Flip bits on a disk."""
+        """Flip bits on a disk, and damage chunks in Redis."""
         self._disk(is_damaged=True).corrupt(self._dice.choice([1, 10]))
+        if any(url.startswith(REDIS_URL) for url in self._cluster.remotes.values()):
+            self.damaged.add("redis")
+            for _ in range(self._dice.choice([1, 10])):
+                self._cluster.redis.damage(b"lmc:", self._dice)
 
     # --- Redis, clocks, operators ----------------------------------------------------------------
 

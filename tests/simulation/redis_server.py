@@ -232,6 +232,14 @@ class Store:
     def do_get(self, key: bytes) -> Reply:
         return self._get(key, bytes)
 
+    def do_getrange(self, key: bytes, first: bytes, last: bytes) -> Reply:
+        begin, end = _integer(first), _integer(last)
+        value = self._get(key, bytes) or b""
+        if begin < 0 and end < 0 and begin > end:
+            return b""
+        begin, end = (max(0, len(value) + at) if at < 0 else at for at in (begin, end))
+        return value[begin : end + 1]
+
     def do_set(self, key: bytes, value: bytes, *expiry: bytes) -> Reply:
         end_ms = None
         if expiry:
@@ -1021,6 +1029,27 @@ class RedisServer:
     def flush(self) -> None:
         """Forget everything but the scripts."""
         self.store.do_flushall()
+
+    def damage(self, prefix: bytes, dice: random.Random) -> None:
+        """Replace a value by one with a wrong bit, a part of it, that of another key, or a hash."""
+        values = self.store._values
+        whole = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, bytes) and value and name.startswith(prefix)
+        }
+        if not whole:
+            return
+        (name, value), other = dice.choice(list(whole.items())), dice.choice(list(whole))
+        wrong = bytearray(value)
+        wrong[dice.randrange(len(wrong))] ^= 1 << dice.randrange(8)
+        damaged: list[bytes | Hash] = [
+            bytes(wrong),
+            value[: dice.randrange(len(value))],
+            whole[other],
+            Hash({b"f": b"v"}),
+        ]
+        values[name] = dice.choice(damaged)
 
     def main(self) -> int:
         """Serve port 6379 until the process ends."""

@@ -43,6 +43,9 @@ END_S = 60.0
 FOUND_S = 30.0
 """A prompt that was stored is found by every node within this time."""
 FOUND_PAUSE_S = 2.0
+FIRST_REMOTE_PROMPT, FIRST_BROKEN_PROMPT = 100, 500
+DIRECTORY_BYTES = 16 << 20
+"""An operator's job keeps directories that are remote tiers this small."""
 CLOCK_BACK_S = 3600.0
 CLEARED_S = 5.0
 LATE_CALL_S = 30.0
@@ -66,6 +69,7 @@ QUOTA_SLACK = 1.05
 """Sizes of chunks in memory include headers of up to 1 KiB that are not kept there."""
 IDLE_THREADS = {
     "asyncio", "lmcache-codec", "lmcache-decoding", "lmcache-disk", "lmcache-encoding",
+    "lmcache-files",
 }  # fmt: skip
 """Pools that a service keeps when idle."""
 MAX_IDLE = {"descriptors": 128, "threads": 32, "tasks": 96}
@@ -109,7 +113,8 @@ class Scenario:
         dice = random.Random(f"settings {seed}")
         self._engine_pause_s = dice.choice(world.pace.engine_s)
         sizes, tenants = random.Random(f"sizes {seed}"), random.Random(f"tenants {seed}")
-        self.cluster = Cluster(world, CHUNK_BYTES, dice, sizes, tenants)
+        remotes = random.Random(f"remote {seed}")
+        self.cluster = Cluster(world, CHUNK_BYTES, dice, sizes, tenants, remotes)
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
         is_embedded = len(self._vllm_nodes) != 3 and engine_dice.random() < EMBEDDED_CHANCE
@@ -141,7 +146,7 @@ class Scenario:
     def run(self) -> list[str]:
         """Run the schedule; return the violations."""
         self._kernel.start_process("operator", self._world.machine("operator"), self._operate)
-        longest_s = self._work_s + self._world.pace.calm_s + 5 * FOUND_S + 4 * self._index_s
+        longest_s = self._work_s + self._world.pace.calm_s + 12 * FOUND_S + 4 * self._index_s
         longest_s += len(self.cluster.tenants) * (
             self._world.pace.calm_s + self._world.pace.lease_s
         )
@@ -187,6 +192,8 @@ class Scenario:
         kernel.sleep(self._world.pace.calm_s)
         self._is_watching = False
         self._check_found()
+        self._check_found_in_remote()
+        self._check_replaced()
         for engine in self.engines.values():
             engine.is_working = False
         self._await_end([f"engine-{node}" for node in SIDECARS])
@@ -198,6 +205,7 @@ class Scenario:
         self._check_swept()
         self._check_announced_again()
         self._check_cleared()
+        self._check_temporary()
         for name in reversed(SERVICES):
             self._world.signal(self.cluster.processes[name], signal.SIGTERM)
             self._await_end([name])
@@ -269,6 +277,8 @@ class Scenario:
             self._check_pins()
             self._check_pinned_memory()
             self._check_intact()
+            for name, path in self.cluster.directories.items():
+                self._world.files.disks[name].remove_oldest(path, DIRECTORY_BYTES)
 
     def _collect(self, engine: SimulatedEngine) -> None:
         for fault in engine.faults:
@@ -293,10 +303,10 @@ class Scenario:
     def _check_sizes(self) -> None:
         for name in (*SIDECARS, *STORAGES):
             limit = self.cluster.disk_bytes(name)
-            used = self._world.files.disks[name].used_bytes()
+            used = self._world.files.disks[name].used_bytes(self.cluster.disk_path(name))
             if used > limit * DISK_SLACK and self._has_read_disk(name):
                 self._complain(f"{name} has {used} bytes on its disk; the limit is {limit}")
-            if name not in self.faults.damaged:
+            if self.faults.damaged.isdisjoint({name, self.cluster.machine_of_remote(name)}):
                 num_damaged = self._num_damaged(name)
                 if num_damaged:
                     self._complain(f"{name} took {num_damaged} intact chunks for damaged")
@@ -410,8 +420,14 @@ class Scenario:
 
     def _num_damaged(self, name: str) -> int:
         node = self._world.nodes.get(name)
-        disk = None if node is None else node.tiers.disk_files
-        return 0 if disk is None else disk.stats()["corrupt_chunks"]
+        if node is None:
+            return 0
+        tiers = [] if node.tiers.disk_files is None else [node.tiers.disk_files]
+        # In a connection that ends within a chunk, that chunk is damaged.
+        url = self.cluster.remotes.get(name, "")
+        if node.tiers.remote is not None and not url.startswith("http:"):
+            tiers.append(node.tiers.remote)
+        return sum(tier.stats()["corrupt_chunks"] for tier in tiers)
 
     def _tiers(self, name: str) -> list[tuple[Any, float | None]]:
         """Return the tiers of a running node, and the tenant's quota in each."""
@@ -450,6 +466,86 @@ class Scenario:
                 self._complain(
                     f"engine-{engine.node} found {engine.found} of 224 tokens of prompt {prompt}"
                 )
+
+    def _check_found_in_remote(self) -> None:
+        """Check that each engine finds in its remote tier what the next one with the same remote
+        tier stored.
+        """
+        groups: dict[tuple[bool, bool, str], list[SimulatedEngine]] = {}
+        for node, url in self.cluster.remotes.items():
+            is_embedded = node in self._embedded_nodes  # as one of the default tenant
+            kind = node in self._vllm_nodes, is_embedded and not url.startswith("lm:"), url
+            groups.setdefault(kind, []).append(self.engines[node])
+        readers = {
+            engine: group[number - 1]
+            for group in groups.values()
+            for number, engine in enumerate(group)
+            if (len(group) > 1 or engine.node not in self._embedded_nodes)
+            and self._serde_of(group[number - 1]) in ("naive", *self._decodable(engine))
+        }
+        deadline, prompt = self._kernel.now + 2 * FOUND_S, FIRST_REMOTE_PROMPT
+        while readers and self._kernel.now < deadline:
+            prompts = {engine: prompt + number for number, engine in enumerate(readers.values())}
+            prompt += len(prompts)
+            self._ask(prompts)
+            for name in SIDECARS:
+                self._call(name, "POST", "/v1/admin/clear")
+            self._ask({reader: prompts[writer] for reader, writer in readers.items()})
+            readers = {
+                reader: writer for reader, writer in readers.items() if (reader.found or 0) < 7 * 32
+            }
+        for reader, writer in readers.items():
+            self._complain(
+                f"engine-{reader.node} found {reader.found} of 224 tokens that"
+                f" engine-{writer.node} stored in {self.cluster.remotes[reader.node]}"
+            )
+        self._check_alive()
+
+    def _check_replaced(self) -> None:
+        """Check that stores replace files of remote tiers whose payloads cannot be read."""
+        directories = self.cluster.directories
+        asked = {
+            self.engines[node]: FIRST_BROKEN_PROMPT + number
+            for number, node in enumerate(SIDECARS)
+            if self.cluster.machine_of_remote(node) in directories
+            and node not in self._embedded_nodes
+        }
+        for is_broken in (True, False):
+            self._ask(asked)
+            for name in SIDECARS if asked else ():
+                self._call(name, "POST", "/v1/admin/clear")
+            for name, path in directories.items() if is_broken else ():
+                self._world.files.disks[name].break_ends(path)
+        self._ask(asked)
+        for engine, prompt in asked.items():
+            if (engine.found or 0) < 7 * 32:
+                self._complain(
+                    f"engine-{engine.node} found {engine.found} of 224 tokens of prompt {prompt},"
+                    " which replaced files that could not be read"
+                )
+
+    def _serde_of(self, writer: SimulatedEngine) -> str:
+        if writer.node in self._embedded_nodes:
+            return "naive"
+        serde: str = self._world.nodes[writer.node].settings.remote_serde
+        return serde
+
+    def _decodable(self, reader: SimulatedEngine) -> set[str]:
+        """Return the encodings that an engine's tiers decode: those with which they are set up."""
+        if reader.node in self._embedded_nodes:
+            return set()
+        settings = self._world.nodes[reader.node].settings
+        return {settings.disk_serde, settings.remote_serde, settings.peer_serde}
+
+    def _ask(self, prompts: dict[SimulatedEngine, int]) -> None:
+        if not prompts:
+            return
+        for engine, prompt in prompts.items():
+            engine.found, engine.prompt = None, prompt
+        deadline = self._kernel.now + FOUND_S
+        while any(one.prompt is not None for one in prompts) and self._kernel.now < deadline:
+            self._kernel.sleep(FOUND_PAUSE_S)
+        self._kernel.sleep(FOUND_PAUSE_S)  # slower tiers are written to later
 
     @property
     def _index_s(self) -> float:
@@ -584,6 +680,9 @@ class Scenario:
             for one in {one.rpartition("_")[0] or one for one in threads} - IDLE_THREADS:
                 if one != f"{name}.main":
                     self._complain(f"{name} has threads {one} when idle")
+            for one in process.descriptors.values():
+                if self._is_in_remote(getattr(one, "path", "")):
+                    self._complain(f"{name} keeps {one.path} open when idle")
         for name in (*SIDECARS, *STORAGES):
             self._check_memory(name)
             self._check_files(name)
@@ -638,6 +737,9 @@ class Scenario:
                         f"{name} answers {code} to token {token} of {self.cluster.shown}"
                     )
 
+    def _is_in_remote(self, path: str) -> bool:
+        return any(path.startswith(f"{one}/") for one in self.cluster.directories.values())
+
     def _check_cleared(self) -> None:
         """Check that no memory is in use once all chunks are removed."""
         for name in SIDECARS:
@@ -658,8 +760,23 @@ class Scenario:
         room, layout = tier._store._room, tier._layout
         known = {str(layout.record(key)) for key in tier._index._entries} | {str(layout.lock)}
         known.update(str(path) for path in (*room.unread, *room.damaged, *room.later))
-        if stray := sorted(path for path in disk.paths() if path not in known):
+        if stray := sorted(path for path in disk.paths(layout.root) if path not in known):
             self._complain(f"{name} has {len(stray)} files that its tier forgot, as {stray[0]}")
+
+    def _check_temporary(self) -> None:
+        """Check that a later start removes files that dead writers left in remote tiers."""
+        from lmcache_core.storage.disk.files import DiskFiles
+        from lmcache_core.storage.remote.file import STALE_S, SharedDirectory
+
+        process = self._kernel.process
+        assert process is not None
+        machine = process.machine
+        machine.wall_offset_s = 2 * STALE_S
+        for name, path in self.cluster.directories.items():
+            SharedDirectory(path, DiskFiles()).remove_stale()
+            if left := self._world.files.disks[name].temporary_files(path):
+                self._complain(f"{path} keeps {len(left)} files of dead writers")
+        machine.wall_offset_s = 0.0
 
     def _check_memory(self, name: str) -> None:
         """Check that all memory in use is that of chunks that are served."""

@@ -232,6 +232,8 @@ LARGEST = "9223372036854775807"
 SMALLEST = "-9223372036854775808"
 NO_INTEGERS = ("", " 1", "1 ", "+1", "01", "-0", "1.0", "1e3", "x", TOO_LARGE, b"\xff", "1_000")
 
+PLACES = (0, 1, 2, 3, 9, -1, -2, -3, -4, LARGEST, SMALLEST, "x")
+
 CASES: dict[str, list[Command]] = {
     "texts": [
         ("GET", "k"),
@@ -247,6 +249,11 @@ CASES: dict[str, list[Command]] = {
         ("DEL", "k", "k", "none"),
         ("UNLINK", BINARY, "k"),
         ("EXISTS", "k"),
+    ],
+    "parts of texts": [
+        ("SET", "k", "abc"),
+        *(("GETRANGE", "k", first, last) for first in PLACES for last in PLACES),
+        ("GETRANGE", "none", 0, 1),
     ],
     "a text replaces what was there, and its time": [
         ("HSET", "k", "f", "v"),
@@ -462,6 +469,7 @@ KINDS: dict[str, Command] = {
 # One of each command on a key.
 ON_A_KEY: list[Command] = [
     ("GET", "k"),
+    ("GETRANGE", "k", 0, 1),
     ("INCR", "k"),
     ("EXISTS", "k"),
     ("PTTL", "k"),
@@ -976,6 +984,7 @@ def words(name: str, *parts: st.SearchStrategy[Any], more: int = 0) -> st.Search
 limits = st.sampled_from([(), ("LIMIT", 0, 2), ("LIMIT", 1, -1), ("LIMIT", -1, 1), ("limit", 0)])
 commands = st.one_of(
     words("GET", keys),
+    words("GETRANGE", keys, integers, integers),
     words("SET", keys, values),
     st.builds(
         lambda head, unit, ttl: (*head, unit, ttl),

@@ -221,6 +221,65 @@ async def test_a_damaged_file_is_written_anew(tier, tmp_path):
     assert await get(tier, "a") == [make_payload("a")]
 
 
+class BadSectors(DiskFiles):
+    """Cannot read the payload of some files.
+
+    Attributes:
+        bad: Their inode numbers.
+    """
+
+    def __init__(self) -> None:
+        self.bad: set[int] = set()
+
+    def read(self, fd, buffer, at):
+        if at and os.fstat(fd).st_ino in self.bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, buffer, at)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+async def test_a_put_replaces_a_file_whose_payload_could_not_be_read(tmp_path, lossy):
+    files, payload = BadSectors(), make_payload("new", 3000)
+    tier = FileBackend(tmp_path, RemoteOptions(timeout_s=TIMEOUT_S), files)
+    await tier.open()
+    await tier.batched_put([make_chunk("a", lossy=lossy)])
+    files.bad.add(record_of(tmp_path).stat().st_ino)
+    assert await tier.batched_contains([make_key("a")]) == [True]
+    assert await get(tier, "a") == [MissReason.UNAVAILABLE]
+    assert await tier.batched_contains([make_key("a")]) == [False], "or it is not stored again"
+    assert await tier.batched_put([make_chunk("a", payload=payload, lossy=lossy)]) == [True]
+    assert await tier.batched_contains([make_key("a")]) == [True]
+    assert await get(tier, "a") == [payload]
+    await tier.close()
+
+
+async def test_a_put_replaces_a_file_whose_payload_is_damaged_and_may_still_grow(tier, tmp_path):
+    await tier.batched_put([make_chunk("a")])
+    path = record_of(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert await get(tier, "a") == [MissReason.CORRUPT]
+    assert await tier.batched_put([make_chunk("a")]) == [True]
+    assert await get(tier, "a") == [make_payload("a")]
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+async def test_a_lossy_chunk_does_not_replace_a_lossless_file_that_could_not_be_read(
+    tmp_path, is_readable
+):
+    files = BadSectors()
+    tier = FileBackend(tmp_path, RemoteOptions(timeout_s=TIMEOUT_S), files)
+    await tier.open()
+    await tier.batched_put([make_chunk("a")])
+    files.bad.add(record_of(tmp_path).stat().st_ino)
+    assert await get(tier, "a") == [MissReason.UNAVAILABLE]
+    if is_readable:
+        files.bad.clear()
+    await tier.batched_put([make_chunk("a", payload=b"x", lossy=True)])
+    files.bad.clear()
+    assert await get(tier, "a") == [make_payload("a")]
+    await tier.close()
+
+
 async def test_a_good_file_that_has_just_taken_the_name_of_a_damaged_one_stays(
     tier, tmp_path, files
 ):

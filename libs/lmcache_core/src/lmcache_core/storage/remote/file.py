@@ -10,7 +10,9 @@ import errno
 import logging
 import os
 import stat
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -211,6 +213,7 @@ STALE_S = 86400.0
 """A temporary file this old was left by a writer that died."""
 MAX_STALE_FILES = 1024
 """Stale files removed in one call."""
+MAX_UNREAD_KEYS = 4096
 
 _TAKES_NO_MORE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -246,6 +249,31 @@ class FoundRecord:
         os.close(self.fd)
 
 
+class _Unread:
+    """Remembers chunks whose payload could not be read or was damaged; the oldest are forgotten
+    first. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: OrderedDict[ChunkKey, tuple[int, int]] = OrderedDict()
+
+    def has(self, key: ChunkKey, status: os.stat_result) -> bool:
+        """Return whether reading this file failed, and not one that another writer replaced."""
+        with self._lock:
+            return self._keys.get(key) == (status.st_ino, status.st_mtime_ns)
+
+    def note(self, key: ChunkKey, status: os.stat_result) -> None:
+        with self._lock:
+            self._keys[key] = status.st_ino, status.st_mtime_ns
+            if len(self._keys) > MAX_UNREAD_KEYS:
+                self._keys.popitem(last=False)
+
+    def forget(self, key: ChunkKey) -> None:
+        with self._lock:
+            self._keys.pop(key, None)
+
+
 class SharedDirectory:
     """Looks up, reads, writes and removes records. File names are those of the disk tier.
 
@@ -258,14 +286,16 @@ class SharedDirectory:
         self._layout = DiskLayout(root)
         self._files = files
         self._backoff = WriteBackoff()
+        self._unread = _Unread()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks have a file.
+        """Return which chunks have a file. One that could not be read is reported as absent, so
+        that it is stored again.
 
         Raises:
             OSError: The directory is missing or does not respond.
         """
-        found = [self._is_file(key) for key in keys]
+        found = [self._is_there(key) for key in keys]
         if not any(found):
             self._check_root()
         return found
@@ -307,9 +337,12 @@ class SharedDirectory:
             read_payload(self._files, found.fd, len(found.head), found.header, memory.byte_array)
         except RecordError as exc:
             memory.ref_count_down()
+            self._unread.note(found.key, found.status)
             return self._refuse(found.key, found.path, found.status, exc)
-        except OSError:
+        except OSError as exc:
             memory.ref_count_down()
+            if exc.errno == errno.EIO:  # others say nothing about the file
+                self._unread.note(found.key, found.status)
             return Miss(MissReason.UNAVAILABLE)
         except BaseException:
             memory.ref_count_down()
@@ -352,6 +385,7 @@ class SharedDirectory:
                     exc.strerror,
                 )
             return False
+        self._unread.forget(chunk.key)
         if self._backoff.succeeded():
             logger.info("shared directory takes writes again: path=%s", self._layout.root)
         return True
@@ -404,6 +438,18 @@ class SharedDirectory:
         except _ABSENT:
             return False
 
+    def _is_there(self, key: ChunkKey) -> bool:
+        path = self._layout.find(key)
+        try:
+            status = None if path is None else self._files.stat(path)
+        except _ABSENT:
+            return False
+        return (
+            status is not None
+            and stat.S_ISREG(status.st_mode)
+            and not self._unread.has(key, status)
+        )
+
     def _found(self, key: ChunkKey, path: Path, fd: int) -> FoundRecord | Miss:
         try:
             status = os.fstat(fd)
@@ -436,9 +482,29 @@ class SharedDirectory:
             return False
         try:
             found = self._found(chunk.key, path, fd)
-            return isinstance(found, FoundRecord) and (chunk.lossy or not found.header.lossy)
+            return (
+                isinstance(found, FoundRecord)
+                and (chunk.lossy or not found.header.lossy)
+                and self._is_readable(found, chunk)
+            )
         finally:
             self._files.close(fd)
+
+    def _is_readable(self, found: FoundRecord, chunk: Chunk) -> bool:
+        """Return whether the payload is whole, if an earlier read of it failed; one that cannot be
+        read now may be readable later, so a lossy chunk does not replace a lossless record.
+        """
+        if not self._unread.has(chunk.key, found.status):
+            return True
+        try:
+            self._files.drop_cached(found.fd)
+            check_payload(self._files, found.fd, len(found.head), found.header, found.payload_bytes)
+        except RecordError:
+            return False
+        except OSError:
+            return chunk.lossy and not found.header.lossy
+        self._unread.forget(chunk.key)
+        return True
 
     def _refuse(self, key: ChunkKey, path: Path, status: os.stat_result, exc: RecordError) -> Miss:
         """Remove a damaged record if its path still refers to it: not one that has just replaced
