@@ -63,6 +63,16 @@ SIDECAR_SETTINGS = tuple(
 )
 
 
+def worker_name(engine: str, rank: int) -> str:
+    """Return the name of an engine's worker in its own process."""
+    return f"{engine}.rank-{rank}"
+
+
+def engine_of(process: str) -> str:
+    """Return the name of the engine of a worker; of another process, its own name."""
+    return process.partition(".")[0]
+
+
 class Cluster:
     """Starts and stops the services' real code in a world.
 
@@ -113,6 +123,10 @@ class Cluster:
     def disk_bytes(self, name: str) -> int:
         """Return the limit on the disk tier of a service."""
         return int(self._disk_chunk * _DISK_CHUNKS[name.split("-")[0]])
+
+    def processes_of(self, engine: str) -> list[str]:
+        """Return the names of an engine's processes: its own, and those of its workers."""
+        return [name for name in self.processes if engine_of(name) == engine]
 
     def socket(self, name: str) -> Path:
         """Where engines reach the sidecar of a node."""

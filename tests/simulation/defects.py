@@ -196,8 +196,8 @@ DEFECTS = (
     Defect(
         "an answer that has come is waited for",
         f"{VLLM}/scheduler.py",
-        "if is_final or now - first_asked > self._patience_s:",
-        "if is_final and now - first_asked > self._patience_s:",
+        "if is_final or is_late:",
+        "if is_final and is_late:",
     ),
     Defect(
         "a load beside the steps is not begun",
