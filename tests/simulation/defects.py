@@ -200,6 +200,12 @@ DEFECTS = (
         "if is_final and is_late:",
     ),
     Defect(
+        "a chunk counts though a rank lacks it",
+        f"{CORE}/storage/staging.py",
+        "return range(num_found // num_ranks)",
+        "return range(-(-num_found // num_ranks))",
+    ),
+    Defect(
         "a load beside the steps is not begun",
         f"{VLLM}/worker.py",
         "self._loads.submit(load, self._begun)",

@@ -59,6 +59,8 @@ MAX_NEW_TOKENS = (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
 LOSS_CHANCE, RESET_CHANCE, REPEAT_CHANCE = 0.05, 0.4, 0.5
+NOTICE_S = 0.5
+"""After the death of a worker, its engine and the other workers run for this time."""
 END_S = 60.0
 """Requests that are served at once have ended after this time, times when paused left out."""
 CALLS = (
@@ -274,6 +276,7 @@ class _WorkerProcess:
     def _watch(self) -> None:
         self._kernel.wait_process(self._process)
         if not self._is_closed:
+            self._kernel.sleep(NOTICE_S)
             self._kernel.end_process(self._engine, 1)
 
 
