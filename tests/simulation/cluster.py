@@ -84,6 +84,16 @@ DIRECTORY_OF = "storage-0"
 EMBEDDED_DISK_CHANCE = 0.5
 
 
+def worker_name(engine: str, rank: int) -> str:
+    """Return the name of an engine's worker in its own process."""
+    return f"{engine}.rank-{rank}"
+
+
+def engine_of(process: str) -> str:
+    """Return the name of the engine of a worker; of another process, its own name."""
+    return process.partition(".")[0]
+
+
 class Cluster:
     """Starts and stops the services' real code in a world.
 
@@ -182,6 +192,10 @@ class Cluster:
     def move(self, node: str) -> None:
         """Give a node to the other tenant from its next start on."""
         self._others ^= {node}
+
+    def processes_of(self, engine: str) -> list[str]:
+        """Return the names of an engine's processes: its own, and those of its workers."""
+        return [name for name in self.processes if engine_of(name) == engine]
 
     def socket(self, name: str) -> Path:
         """Where engines reach the sidecar of a node."""

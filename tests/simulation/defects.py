@@ -196,8 +196,14 @@ DEFECTS = (
     Defect(
         "an answer that has come is waited for",
         f"{VLLM}/scheduler.py",
-        "if is_final or now - first_asked > self._patience_s:",
-        "if is_final and now - first_asked > self._patience_s:",
+        "if is_final or is_late:",
+        "if is_final and is_late:",
+    ),
+    Defect(
+        "a chunk counts though a rank lacks it",
+        f"{CORE}/storage/staging.py",
+        "return range(num_found // num_ranks)",
+        "return range(-(-num_found // num_ranks))",
     ),
     Defect(
         "a load beside the steps is not begun",

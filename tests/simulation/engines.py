@@ -42,6 +42,7 @@ class SimulatedEngine:
         pause_s: Mean time between two requests.
         is_vllm: Whether it is vLLM with the connector; otherwise it calls the library.
         is_embedded: Whether vLLM has tiers in its own process instead of a sidecar.
+        shape: Of vLLM's KV.
         on_call: Called with the name of each call of the engine as it begins.
 
     Attributes:
@@ -62,6 +63,7 @@ class SimulatedEngine:
         pause_s: float,
         is_vllm: bool,
         is_embedded: bool,
+        shape: Any,
         on_call: Callable[[str], object],
     ) -> None:
         self.cluster = cluster
@@ -70,6 +72,7 @@ class SimulatedEngine:
         self.pause_s = pause_s
         self.is_vllm = is_vllm
         self.is_embedded = is_embedded
+        self.shape = shape
         self.on_call = on_call
         self.is_working = True
         self.is_idle = False

@@ -21,6 +21,7 @@ from tests.simulation.cluster import (
     STORAGES,
     TWO_TENANTS_CHANCE,
     Cluster,
+    engine_of,
 )
 from tests.simulation.kernel import MAX_DESCRIPTORS, MAX_THREADS, Machine, Process
 from tests.simulation.pace import pace_of
@@ -217,8 +218,13 @@ class Faults:
             self.start_again(name)
 
     def start_again(self, name: str) -> None:
-        """Start a service or an engine unless it runs."""
+        """Start a service or an engine unless it runs; an engine starts its workers."""
+        if name != engine_of(name):
+            return
         process = self._cluster.processes[name]
+        for worker in self._cluster.processes_of(name)[1:]:
+            if self._cluster.processes[worker].exit_code:  # what is left of its engine ends
+                self._signal(name, signal.SIGKILL)
         if not process.is_dead or not self._world.network.has_power(process.machine):
             return
         if name in ENGINES:
@@ -249,8 +255,12 @@ class Faults:
 
     def _signal(self, name: str, number: int) -> None:
         process = self._cluster.processes[name]
-        self.expected_deaths.add(process.pid)
+        self.expected_deaths |= {process.pid, self._cluster.processes[engine_of(name)].pid}
         self._world.signal(process, number)
+
+    def _part(self, engine: str) -> str:
+        """Return one of the processes of an engine."""
+        return self._dice.choice(self._cluster.processes_of(engine))
 
     def _pairs(self, names: Sequence[str] = MACHINES) -> list[tuple[Machine, Machine]]:
         """Return two of these machines, or one with each of the others."""
@@ -402,7 +412,7 @@ class Faults:
         """SIGSTOP to an engine, possibly while it writes to the arena; SIGCONT after its sidecar
         may have dropped it.
         """
-        self._pause(self._dice.choice(self._engines), LONGEST_S)
+        self._pause(self._part(self._dice.choice(self._engines)), LONGEST_S)
 
     def _pause(self, name: str, most_s: float) -> None:
         process = self._cluster.processes[name]
@@ -462,7 +472,7 @@ class Faults:
         }
         recorded = [node for node, place in arenas.items() if (place / "kv.journal").exists()]
         node = self._dice.choice(recorded or self._sidecars)
-        names = (node, f"engine-{node}")
+        names = (node, *self._cluster.processes_of(f"engine-{node}"))
         for name in names:
             self._signal(name, signal.SIGKILL)
         for path in arenas[node].glob("kv.arena"):
@@ -480,12 +490,13 @@ class Faults:
 
     def kill_engine(self) -> None:
         """SIGKILL to an engine, now or when it copies KV next."""
-        name = self._dice.choice(self._engines)
+        engine = self._dice.choice(self._engines)
+        name = self._part(engine)
         process = self._cluster.processes[name]
 
         def undo() -> None:
             process.at_copy = None
-            self.start_again(name)
+            self.start_again(engine)
 
         if self._dice.random() < 0.5:
             self._signal(name, signal.SIGKILL)
@@ -500,10 +511,11 @@ class Faults:
         node = self._dice.choice(self._sidecars)
         engine, killed = f"engine-{node}", self._dice.choice([[], [0], [1], [1], [0, 1]])
         is_stopped = not killed or self._dice.random() < 0.3
-        process = self._cluster.processes[engine]
+        part = self._dice.choice(self._cluster.processes_of(engine)[1:] or [engine])
+        process = self._cluster.processes[part]
 
         def at_copy() -> None:
-            for name in [(node, engine)[one] for one in killed if one == 0 or not is_stopped]:
+            for name in [(node, part)[one] for one in killed if one == 0 or not is_stopped]:
                 self._signal(name, signal.SIGKILL)
             if is_stopped:
                 self._world.signal(process, signal.SIGSTOP)

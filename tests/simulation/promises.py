@@ -33,6 +33,7 @@ def install(world: World) -> None:
     _pull_from_peers(world)
     _keep_peers_that_send(world)
     _wait_for_lifts(world)
+    _hold_what_is_offered(world)
     _drop_no_only_copy(world)
     _send_what_is_asked(world)
     _start_few_threads(world)
@@ -256,6 +257,27 @@ def _wait_for_lifts(world: World) -> None:
             world.complaints.append(f"{process.name}: says all about chunks while it lifts some")
 
     Stager._lift_block = lift_block_judged  # type: ignore[method-assign]
+
+
+def _hold_what_is_offered(world: World) -> None:
+    """Each chunk that a ticket says to be there is held for it, that of every rank."""
+    from lmcache_core.storage.staging import StageTicket
+
+    staged = StageTicket.staged
+
+    def staged_judged(ticket: Any) -> Any:
+        process, held = world.kernel.process, {chunk.key for chunk in ticket.held}
+        assert process is not None
+        for chain in ticket.chains if not ticket.is_over else ():
+            there = [number for number, tier in enumerate(chain.tiers) if tier]
+            missing = set(chain.names_of(there) if there else ()) - held
+            if missing:
+                world.complaints.append(
+                    f"{process.name}: offers {len(there)} chunks and does not hold {len(missing)}"
+                )
+        return staged(ticket)
+
+    StageTicket.staged = staged_judged  # type: ignore[method-assign]
 
 
 def _drop_no_only_copy(world: World) -> None:

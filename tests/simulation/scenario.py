@@ -31,6 +31,7 @@ from tests.simulation.cluster import (
     STORAGES,
     TENANTS,
     Cluster,
+    engine_of,
 )
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.faults import DISKS, Fault, Faults, focus_of
@@ -100,6 +101,7 @@ class Scenario:
         only_first: bool = False,
     ) -> None:
         from tests.chaos.cluster.worker import CHUNK_BYTES
+        from tests.simulation.vllm_engines import draw_shape
 
         self._world = world
         self._kernel = world.kernel
@@ -118,6 +120,8 @@ class Scenario:
         engine_dice = random.Random(f"engines {seed}")
         self._vllm_nodes = engine_dice.sample(SIDECARS, engine_dice.choice(NUM_VLLM))
         is_embedded = len(self._vllm_nodes) != 3 and engine_dice.random() < EMBEDDED_CHANCE
+        self._shape = draw_shape(random.Random(f"shape {seed}"))
+        is_embedded &= self._shape.num_ranks == 1  # tiers in a process serve one worker
         self._embedded_nodes = set(self._vllm_nodes[:1] if is_embedded else ())
         self.engines: dict[str, SimulatedEngine] = {}
         victims, focus = random.Random(f"victims {seed}"), focus_of(seed)
@@ -244,9 +248,12 @@ class Scenario:
             self._engine_pause_s,
             node in self._vllm_nodes,
             node in self._embedded_nodes,
+            self._shape,
             self._count_pairs,
         )
         name = f"engine-{node}"
+        for worker in self.cluster.processes_of(name)[1:]:
+            del self.cluster.processes[worker]
         self.engines[node] = new
         self.cluster.processes[name] = self._kernel.start_process(
             name, self.cluster.machines[node], new.main
@@ -290,7 +297,8 @@ class Scenario:
 
     def _check_alive(self) -> None:
         for name, process in self.cluster.processes.items():
-            if process.is_dead and process.pid not in self.faults.expected_deaths:
+            has_ended = name != engine_of(name) and process.exit_code == 0  # with its engine
+            if process.is_dead and not has_ended and process.pid not in self.faults.expected_deaths:
                 self.faults.expected_deaths.add(process.pid)
                 self._complain(f"{name} has ended by itself, exit code {process.exit_code}")
                 self.faults.start_again(name)

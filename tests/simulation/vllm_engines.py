@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from lmcache_core.integrations.vllm.scheduler import WINDOW_TICKET
 
 from tests.chaos.cluster.worker import (
     BOUND_S,
@@ -25,22 +28,39 @@ from tests.chaos.cluster.worker import (
     prompt_of,
 )
 from tests.fixtures.fake_vllm import imported_connector
-from tests.fixtures.vllm_engine import Engine, GroupShape, Limits, Request, Shape
+from tests.fixtures.vllm_engine import Engine, GroupShape, Limits, Request, Shape, local
 from tests.fixtures.vllm_engine.memory import POISON
+from tests.fixtures.vllm_engine.shapes import STATE_KIND
 from tests.fixtures.vllm_engine.stores import WrappedStore
+from tests.fixtures.vllm_engine.workers import Worker
 from tests.fixtures.vllm_engine.worlds import beside, embedded, make_model
+from tests.simulation.cluster import worker_name
 from tests.simulation.engines import SimulatedEngine
-from tests.simulation.kernel import Process
+from tests.simulation.kernel import Kernel, Process, Thread
 
-BLOCK_SIZE = 16
 SHARED_TOKENS = (HEAD_CHUNKS + BRANCH_CHUNKS) * CHUNK_SIZE
-NUM_BLOCKS = (26, 40)
-"""Its memory holds one prompt or two, so that requests are preempted."""
+NUM_LAYERS = 8
+PLAIN = Shape((GroupShape(num_layers=NUM_LAYERS),), block_size=CHUNK_SIZE // 2)
+TWO_RANKS = replace(PLAIN, num_ranks=2)
+WITH_LOCAL = replace(PLAIN, groups=(*PLAIN.groups, local(2 * CHUNK_SIZE, NUM_LAYERS)))
+WITH_STATE = Shape(
+    (*PLAIN.groups, GroupShape(STATE_KIND, 2, NUM_LAYERS)), CHUNK_SIZE, zeroes_early=True
+)
+SHAPES = (TWO_RANKS, WITH_LOCAL, PLAIN, PLAIN, WITH_STATE, TWO_RANKS, PLAIN)
+"""Those of a run's engines, of which it draws one."""
+NUM_BLOCKS = {PLAIN: (26, 40), TWO_RANKS: (26, 40), WITH_LOCAL: (48, 60), WITH_STATE: (17, 26)}
+"""An engine's memory holds one prompt or two, so that requests are preempted."""
+MAX_AT_ONCE = {PLAIN: 4, TWO_RANKS: 4, WITH_LOCAL: 2, WITH_STATE: 4}
+"""With local attention, vLLM reserves too little for requests that load: three can wait for each
+other's blocks forever.
+"""
 LIMITS = Limits(token_budget=128, reserves_whole_prompt=False)
-MAX_AT_ONCE, MAX_NEW_TOKENS = 4, (8, 24)
+MAX_NEW_TOKENS = (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
 LOSS_CHANCE, RESET_CHANCE, REPEAT_CHANCE = 0.05, 0.4, 0.5
+NOTICE_S = 0.5
+"""After the death of a worker, its engine and the other workers run for this time."""
 END_S = 60.0
 """Requests that are served at once have ended after this time, times when paused left out."""
 CALLS = (
@@ -53,10 +73,19 @@ ASKING = ("get_num_new_matched_tokens", "start_load_kv", "wait_for_save")
 """Those behind which a sidecar is asked."""
 
 
+def draw_shape(dice: random.Random) -> Shape:
+    """Return the shape of all engines of a run."""
+    return dice.choice(SHAPES)
+
+
+_opened = contextlib.ExitStack()
+"""Never closed: reports of workers are pickled, which looks up the connector's modules by name."""
+
+
 @functools.cache
 def _connector() -> ModuleType:
     """Return the connector's module, after installing a permanent stand-in for vLLM."""
-    module = imported_connector().__enter__()
+    module = _opened.enter_context(imported_connector())
     from lmcache_core.integrations.vllm.worker import WorkerSide
 
     result, open_store = WorkerSide._result, module.open_store
@@ -70,9 +99,9 @@ def _connector() -> ModuleType:
     def result_judged(side: Any, load: Any, first_bad: int | None) -> Any:
         """Blocks before the first chunk that is missing are not reported."""
         found, books = result(side, load, first_bad), _clients[os.getpid()]
-        num_blocks = books.loaded.pop(threading.get_ident(), 0) * CHUNK_SIZE // BLOCK_SIZE
-        (run,) = load.runs
-        if loaded := found.bad_blocks.intersection(run.block_ids[:num_blocks]):
+        block_size = books.engine.shape.block_size
+        num_blocks = books.loaded.pop(threading.get_ident(), 0) * CHUNK_SIZE // block_size
+        if loaded := found.bad_blocks.intersection(load.runs[0].block_ids[:num_blocks]):
             books.engine.faults.append(f"error: {len(loaded)} loaded blocks count as missing")
         return found
 
@@ -88,19 +117,22 @@ class _Books:
     Attributes:
         engine: The engine.
         is_async: Whether it loads beside its steps.
-        kept: Hashes of chunks that are kept for requests, by ticket.
+        kept: Chunks that are kept for requests, each its group and its hash, by ticket.
         loaded: How many chunks each thread has loaded last.
     """
 
     engine: SimulatedEngine
     is_async: bool
-    kept: dict[str, set[str]] = field(default_factory=dict)
+    kept: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     loaded: dict[int, int] = field(default_factory=dict)
 
-    def keeps(self, request_id: str, hashes: Sequence[str]) -> bool:
-        """Return whether the store keeps these chunks for a request."""
-        tickets = [ticket for ticket in self.kept if ticket.endswith(f":{request_id}")]
-        return set(hashes) <= set().union(*(self.kept[ticket] for ticket in tickets))
+    def keeps(self, request_id: str, group: str, hashes: Sequence[str]) -> bool:
+        """Return whether the store keeps these chunks of a group for a request."""
+        kept = set[tuple[str, str]]()
+        for ticket, chunks in self.kept.items():
+            if ticket.removesuffix(WINDOW_TICKET).endswith(f":{request_id}"):
+                kept |= chunks
+        return {(group, one) for one in hashes} <= kept
 
 
 class _Store(WrappedStore):
@@ -116,7 +148,7 @@ class _Store(WrappedStore):
 
     def __init__(self, inner: Any, books: _Books) -> None:
         super().__init__(inner)
-        self._dice = random.Random(books.engine.seed)
+        self._dice = random.Random(books.engine.seed + os.getpid())
         self._books = books
         self._rejected: dict[int, Any] = {}
 
@@ -124,7 +156,7 @@ class _Store(WrappedStore):
         staged = self.inner.stage(ticket, chains, **options)
         if staged is not None and staged.tiers:
             self._books.kept[ticket] = {
-                key.chunk_hash for chain in chains for key in chain.keys_of_rank(0)
+                (chain.group, key.chunk_hash) for chain in chains for key in chain.keys_of_rank(0)
             }
         return staged
 
@@ -160,8 +192,119 @@ _clients: dict[int, _Books] = {}
 """By process."""
 
 
+class _WorkerProcess:
+    """A worker in its own process, as vLLM has them with several ranks. It ends with the engine's
+    process, and that with it.
+
+    Args:
+        kernel: The kernel.
+        name: The process's name.
+        make: Makes the worker.
+        is_started: Called with the process before it runs.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        name: str,
+        make: Callable[[], Worker],
+        is_started: Callable[[Process], object],
+    ) -> None:
+        assert kernel.process is not None
+        self._kernel = kernel
+        self._engine = kernel.process
+        self._thread: Thread | None = None
+        self._caller: Thread | None = None
+        self._tasks: list[Callable[[], Any]] = []
+        self._results: list[Any] = []
+        self._is_closed = False
+        self._process = kernel.start_process(name, self._engine.machine, self._serve)
+        is_started(self._process)
+        kernel.spawn(self._engine, "monitor", self._watch)
+        self._worker: Worker = self.call(make)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def call(self, task: Callable[[], Any]) -> Any:
+        """Run a task in the process; return its result."""
+        self.begin(task)
+        return self.result()
+
+    def begin(self, task: Callable[[], Any]) -> None:
+        """Let the process run a task."""
+        self._tasks.append(task)
+        self._wake(self._thread)
+
+    def result(self) -> Any:
+        """Await the result of the last task."""
+        self._caller = self._kernel.current
+        while not self._results:
+            self._kernel.block(None)
+        result = self._results.pop()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Shut it down."""
+        self.call(self._worker.close)
+        self._is_closed = True
+        self._wake(self._thread)
+        self._kernel.wait_process(self._process)
+
+    def _serve(self) -> int:
+        assert self._kernel.current is not None
+        self._thread = self._kernel.current
+        self._engine.watchers.append(self._thread)
+        while True:
+            while not (self._tasks or self._is_closed or self._engine.is_dead):
+                self._kernel.block(None)
+            if self._is_closed or self._engine.is_dead:
+                return 0
+            try:
+                result = self._tasks.pop()()
+            except Exception as exc:
+                result = exc
+            self._results.append(result)
+            self._wake(self._caller)
+
+    def _wake(self, thread: Thread | None) -> None:
+        if thread is not None:
+            self._kernel.wake(thread)
+
+    def _watch(self) -> None:
+        self._kernel.wait_process(self._process)
+        if not self._is_closed:
+            self._kernel.sleep(NOTICE_S)
+            self._kernel.end_process(self._engine, 1)
+
+
 class _Engine(Engine):
-    """An engine whose steps take time."""
+    """An engine whose steps take time, and whose workers have their own processes if there are
+    several.
+
+    Args:
+        client: Whose engine it is.
+        *args: As for `Engine`.
+    """
+
+    def __init__(self, client: VllmClient, *args: Any, **options: Any) -> None:
+        self._client = client
+        super().__init__(*args, **options)
+
+    def start_worker(self, rank: int, make: Callable[[], Worker]) -> Any:
+        if self.shape.num_ranks == 1:
+            return self._client.judged(make())
+        return self._client.start_worker(rank, make)
+
+    def call_workers(self, name: str, output: Any) -> list[Any]:
+        if self.shape.num_ranks == 1:
+            return super().call_workers(name, output)
+        workers: Any = self.workers
+        for worker in workers:
+            worker.begin(functools.partial(getattr(worker, name), output))
+        return [worker.result() for worker in workers]
 
     def compute(self, output: SimpleNamespace) -> Mapping[str, str]:
         self._check_copied(output)
@@ -171,11 +314,14 @@ class _Engine(Engine):
 
     def _check_copied(self, output: SimpleNamespace) -> None:
         """Check that no block that a step writes to is still to be copied."""
+        size = self.shape.block_size
         written = {
             block
             for run in self._runs(output)
-            for ids in run.block_ids
-            for block in ids[run.first // BLOCK_SIZE : -(-run.last // BLOCK_SIZE)]
+            for group, ids in zip(self.shape.groups, run.block_ids, strict=True)
+            for block in ids[
+                (run.last - 1 if group.is_state else run.first) // size : -(-run.last // size)
+            ]
         }
         for worker in self.workers:
             side = worker.connector._worker_side
@@ -189,19 +335,6 @@ class _Engine(Engine):
                         " not copied"
                     )
 
-    def poison(self, books: _Books) -> None:
-        """Overwrite what the loads of a step must replace, and check that the store keeps it."""
-        (worker,) = self.workers
-        for load in worker.connector._get_connector_metadata().loads:
-            for run in load.runs:
-                hashes = [run.hashes[i : i + 32].hex() for i in range(0, len(run.hashes), 32)]
-                if not books.keeps(load.request_id, hashes):
-                    books.engine.faults.append(f"error: {load.request_id} loads what may be gone")
-                for i, block in enumerate(run.block_ids):
-                    if run.first * CHUNK_SIZE + i * BLOCK_SIZE >= load.begin:
-                        for tensor in worker.memory.by_name.values():
-                            tensor[block] = POISON
-
 
 class VllmClient:
     """An engine process: vLLM's scheduler and its worker.
@@ -209,11 +342,15 @@ class VllmClient:
     Args:
         engine: The engine, whose faults and totals are updated.
         process: The simulated process.
+
+    Attributes:
+        books: Those of its store.
     """
 
     def __init__(self, engine: SimulatedEngine, process: Process) -> None:
         self._simulated = engine
         self._process = process
+        self._processes = [process]
         self._seed = engine.seed
         self._dice = random.Random(engine.seed)
         self._num_tails = 0
@@ -229,7 +366,7 @@ class VllmClient:
         dice = self._dice
         requests = [
             self._engine.add(self._prompt(), dice.randint(1, self._max_new_tokens))
-            for _ in range(dice.randint(1, MAX_AT_ONCE))
+            for _ in range(dice.randint(1, MAX_AT_ONCE[self._simulated.shape]))
         ]
         aborted = [one for one in requests if dice.random() < 0.1]
         self._serve(requests, aborted, dice.randint(1, 16), dice.random() < RESET_CHANCE)
@@ -251,10 +388,12 @@ class VllmClient:
         self._forget((), True)
         prompt, num_found = prompt_of(family, 0, 0, 0).tolist(), 0
         for num_tokens in (HEAD_CHUNKS * CHUNK_SIZE, len(prompt)):
-            began_s, paused_s = time.monotonic(), self._process.paused_s
-            request = self._engine.add([*prompt[:num_tokens], 1])
+            began_s, paused_s = time.monotonic(), self._paused_s
+            # Several workers store what a step with a synchronous load has computed a step later.
+            max_tokens = 1 if self._simulated.shape.num_ranks == 1 else 2
+            request = self._engine.add([*prompt[:num_tokens], 1], max_tokens)
             self._serve([request])
-            waited_s = self._answered_s - began_s - (self._process.paused_s - paused_s)
+            waited_s = self._answered_s - began_s - (self._paused_s - paused_s)
             if waited_s > TIMEOUT_S:
                 self._simulated.faults.append(f"late: an offer came after {waited_s:.2f} s")
             tally = self._engine.scheduler.tallies.get(request.request_id)
@@ -280,34 +419,69 @@ class VllmClient:
             extra = embedded(**options, **cluster.embedded(node))
         else:
             extra = beside(cluster.socket(node), **options)
-        shape = Shape(
-            (GroupShape(num_layers=8),),
-            block_size=BLOCK_SIZE,
-            num_blocks=self._dice.choice(NUM_BLOCKS),
-        )
-        books = _clients[self._process.pid] = _Books(self._simulated, options["load"] == "async")
+        shape = self._simulated.shape
+        is_async = options["load"] == "async" or len(shape.groups) > 1
+        self.books = _clients[self._process.pid] = _Books(self._simulated, is_async)
         engine = _Engine(
+            self,
             _connector(),
             make_model(place),
             extra,
-            shape,
+            replace(shape, num_blocks=self._dice.choice(NUM_BLOCKS[shape])),
             LIMITS,
             engine_id=f"engine-{self._seed}",
         )
         # What the connector cannot see: with it, a hit across tenants is wrong KV.
         engine.model.weights += f" of {cluster.tenant_of(node)}"
-        (worker,) = engine.workers
+        self._time_calls(engine.connector)
+        return engine
+
+    def start_worker(self, rank: int, make: Callable[[], Worker]) -> _WorkerProcess:
+        """Start a worker in its own process."""
+        cluster, engine = self._simulated.cluster, self._process.name
+
+        def is_started(process: Process) -> None:
+            _clients[process.pid] = self.books
+            cluster.processes[worker_name(engine, rank)] = process
+            self._processes.append(process)
+
+        kernel, name = cluster.world.kernel, worker_name(engine, rank)
+        return _WorkerProcess(kernel, name, lambda: self.judged(make()), is_started)
+
+    def judged(self, worker: Worker) -> Worker:
+        """Return a worker whose calls are judged."""
         load = worker.connector.start_load_kv
 
         def load_poisoned(*args: Any) -> None:
-            engine.poison(books)
+            self._poison(worker)
             load(*args)
 
         worker.connector.start_load_kv = load_poisoned
-        for connector in (engine.connector, *(worker.connector for worker in engine.workers)):
-            for name in CALLS:
-                setattr(connector, name, self._timed(name, getattr(connector, name)))
-        return engine
+        self._time_calls(worker.connector)
+        return worker
+
+    def _time_calls(self, connector: Any) -> None:
+        for name in CALLS:
+            setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def _poison(self, worker: Worker) -> None:
+        """Overwrite what the loads of a step must replace, and check that the store keeps it."""
+        faults, size = self._simulated.faults, self._simulated.shape.block_size
+        groups = worker.connector._worker_side._groups
+        for load in worker.connector._get_connector_metadata().loads:
+            for run in load.runs:
+                hashes = [run.hashes[i : i + 32].hex() for i in range(0, len(run.hashes), 32)]
+                if not self.books.keeps(load.request_id, groups[run.group].name, hashes):
+                    faults.append(f"error: {load.request_id} loads what may be gone")
+                for i, block in enumerate(run.block_ids):
+                    if run.first * CHUNK_SIZE + i * size >= load.begin:
+                        for tensor in worker.memory.by_name.values():
+                            tensor[block] = POISON
+
+    @property
+    def _paused_s(self) -> float:
+        """Return how long its processes have been paused."""
+        return sum(process.paused_s for process in self._processes)
 
     def _prompt(self) -> list[int]:
         dice = self._dice
@@ -344,13 +518,16 @@ class VllmClient:
                 self._engine.abort(request)
             if is_reset:
                 self._engine.scheduler.preempt_all()
-            began_s, paused_s = time.monotonic(), self._process.paused_s
+            began_s, paused_s = time.monotonic(), self._paused_s
             while self._engine.scheduler.has_requests:
                 if not self._engine.step():
                     time.sleep(STEP_S)
-                lasted_s = time.monotonic() - began_s - (self._process.paused_s - paused_s)
+                lasted_s = time.monotonic() - began_s - (self._paused_s - paused_s)
                 if lasted_s > END_S:
-                    raise AssertionError(f"{len(requests)} requests have not ended in {END_S:g} s")
+                    raise AssertionError(
+                        f"{len(requests)} requests have not ended in {END_S:g} s:"
+                        f" {self._engine._described()}"
+                    )
 
         if not self._checked("request", run):
             self._engine.close()
@@ -378,7 +555,9 @@ class VllmClient:
         def timed(*args: Any, **options: Any) -> Any:
             if name in ASKING:
                 self._simulated.on_call(name)
-            began_s, paused_s = time.monotonic(), self._process.paused_s
+            process = self._simulated.cluster.world.kernel.process
+            assert process is not None
+            began_s, paused_s = time.monotonic(), process.paused_s
             try:
                 result = call(*args, **options)
                 if name == "get_num_new_matched_tokens" and result[0] is not None:
@@ -387,7 +566,7 @@ class VllmClient:
             finally:
                 lasted_s = time.monotonic() - began_s
                 self._simulated.totals["calls"] += 1
-                if lasted_s > BOUND_S and self._process.paused_s == paused_s:
+                if lasted_s > BOUND_S and process.paused_s == paused_s:
                     self._simulated.faults.append(
                         f"late: {name} lasted {lasted_s:.2f} s, the bound is {BOUND_S} s"
                     )

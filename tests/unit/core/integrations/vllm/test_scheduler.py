@@ -203,6 +203,20 @@ def test_patience_ends_and_what_is_there_is_taken(clock: Clock) -> None:
     assert side.num_matched(request, 0) == (16, False)
 
 
+@pytest.mark.parametrize(("windows", "num_external"), [(b"\1", 16), (b"\0", 0)])
+def test_what_is_there_when_patience_ends_has_its_windows(
+    clock: Clock, windows: bytes, num_external: int
+) -> None:
+    part = hot(2, is_ready=False)
+    store = ScriptedStore([part, part, Staged(True, (windows,))])
+    side = scheduler_side(store, Shape((FULL, window(6))), tier_timeout_s=3.0)
+    request = request_of()
+    side.new_request(request)
+    clock.now += 3.0 + module.PATIENCE_MARGIN_S + 0.01
+    assert side.num_matched(request, 0)[0] == num_external
+    assert [is_prefix for _, _, is_prefix in store.asked][:3] == [True, True, False]
+
+
 @pytest.mark.parametrize(("num_found", "life"), [(5, "WHOLE_OFFER_S"), (3, "PARTIAL_OFFER_S")])
 def test_old_offers_are_looked_up_again(clock: Clock, num_found: int, life: str) -> None:
     store = ScriptedStore([hot(num_found), hot(4)])

@@ -313,13 +313,14 @@ class SchedulerSide:
         rate = self._prefill.tokens_per_s or ASSUMED_TOKENS_PER_S
         saving_s = self._loadable(state) / rate
         limit = self._limit_of(state)
+        first_asked = state.asked_at if state.asked_at is not None else now
+        is_late = now - first_asked > self._patience_s
         offer, is_final = self._offers.ask(
-            state.request_id, names.hashes, limit, self.recompute_s, wait_s, saving_s
+            state.request_id, names.hashes, limit, self.recompute_s, wait_s, saving_s, is_late
         )
         if offer is None:
             state.polled_at = 0.0  # checking whether the answer has arrived costs nothing
-        first_asked = state.asked_at if state.asked_at is not None else now
-        if is_final or now - first_asked > self._patience_s:
+        if is_final or is_late:
             # The offer's lifetime begins now, even if no answer has arrived.
             state.offer, state.asked_at, state.polled_at = offer or Offer(0), None, now
             state.stored = [max(stored, state.offer.num_chunks) for stored in state.stored]
@@ -380,6 +381,7 @@ class Offers:
         recompute_s: float | None,
         wait_s: float | None = None,
         saving_s: float = 0.0,
+        is_late: bool = False,
     ) -> tuple[Offer | None, bool]:
         """Return what is available of these chunks, and whether the answer is final. No offer while
         the store has not answered.
@@ -391,6 +393,7 @@ class Offers:
             recompute_s: Cost of computing one chunk; None if unknown.
             wait_s: As for `ChunkStore.stage`.
             saving_s: As for `ChunkStore.stage`.
+            is_late: What is available now is taken, even if the answer is not final.
         """
         stage = partial(
             self._store.stage, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s
@@ -401,7 +404,7 @@ class Offers:
         known, bound = self._bounds.pop(ticket, (b"", None))
         if bound is None or known != hashes:
             offer, is_final = self._of_whole_groups(stage, ticket, hashes)
-            if offer is None or not is_final or not self._windowed:
+            if offer is None or not (is_final or is_late) or not self._windowed:
                 return offer, is_final
             bound = _Bound(offer.origins, offer.num_chunks)
         offer, is_final = self._shortened_to_windows(stage, ticket, hashes, bound, num_tokens)
