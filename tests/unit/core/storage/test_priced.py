@@ -105,6 +105,23 @@ async def test_a_tier_that_is_too_dear_is_probed_now_and_then(priced: Guard, tie
     assert priced.stats()["reads_too_dear"] == 3 * PROBE_INTERVAL
 
 
+async def test_a_probe_that_finds_nothing_is_followed_by_another(
+    priced: Guard, tier: Timed
+) -> None:
+    tier.latency_s = 1.0
+    await learn(priced)
+    tier.is_empty = True
+    assert [priced.num_worth(3, LIMIT_S) for _ in range(PROBE_INTERVAL)][-1] == 3
+    for _ in range(3):
+        await read(priced, 3)
+        assert priced.num_worth(3, LIMIT_S) == 3, "nothing is known of its price"
+    tier.is_empty = False
+    await read(priced, 3)
+    assert priced.num_worth(3, LIMIT_S) == 0
+    await read(priced, 3)
+    assert priced.num_worth(3, LIMIT_S) == 0
+
+
 async def test_a_bypassed_tier_is_probed_whatever_it_cost(tier: Timed) -> None:
     options = GuardOptions(num_failures=MIN_OBSERVATIONS + 2, cool_down_s=1.0)
     priced = Guard(tier, options, is_priced=True, clock=tier.clock)

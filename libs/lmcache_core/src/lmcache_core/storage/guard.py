@@ -43,7 +43,7 @@ READ_GRACE_S = 1.0
 """Extra time for a get, beyond its caller's limit, to hand over what it has."""
 PROBE_INTERVAL = 16
 """One in this many reads that look too expensive is made anyway, within its deadline; otherwise a
-tier that has recovered would never be noticed.
+tier that has recovered would never be noticed. If it finds nothing, so is the next.
 """
 
 
@@ -199,7 +199,8 @@ class Guard(StorageBackend):
         lister = lister_of(backend)
         self._lister: StorageBackend | None = lister if isinstance(lister, StorageBackend) else None
         self._cost = ReadCost() if is_priced else None
-        self._num_too_dear = 0
+        self._num_too_dear = self._num_withheld = 0
+        self._is_asking_price = False
         self._observers = (
             (TraceObserver(), LogObserver(), MetricsObserver())
             if observers is None
@@ -225,7 +226,11 @@ class Guard(StorageBackend):
             num = 0
         if num == 0:
             self._num_too_dear += 1
-            return num_chunks if self._num_too_dear % PROBE_INTERVAL == 0 else 0
+            self._num_withheld += 1
+            if self._num_withheld < PROBE_INTERVAL:
+                return 0
+            self._num_withheld, self._is_asking_price = 0, True
+            return num_chunks
         return num
 
     @override
@@ -276,6 +281,9 @@ class Guard(StorageBackend):
             raise
         if self._cost is not None and (attempt.num_chunks or MissReason.DEADLINE in attempt.misses):
             self._cost.observe(attempt.num_chunks, attempt.num_bytes, self._clock() - began)
+        elif self._is_asking_price:  # a tier that lacks the chunks has told no price
+            self._num_withheld = PROBE_INTERVAL - 1
+        self._is_asking_price = False
         return results
 
     @override
