@@ -75,7 +75,7 @@ def _run_many(options: argparse.Namespace) -> int:
 
     from tests.simulation.many import (
         KNOWN_SEEDS,
-        KNOWN_SLOW_RUNS,
+        OTHER_KNOWN_RUNS,
         NUM_FRESH,
         fresh_seeds,
         run_seeds,
@@ -85,7 +85,7 @@ def _run_many(options: argparse.Namespace) -> int:
 
     if options.known:
         seeds = [*KNOWN_SEEDS, *fresh_seeds(NUM_FRESH)]
-        runs = [*((seed, options.seconds) for seed in seeds), *KNOWN_SLOW_RUNS]
+        runs = [*((seed, options.seconds) for seed in seeds), *OTHER_KNOWN_RUNS]
     else:
         # A run also takes a minute to begin and to end.
         run_s = options.seconds + pace_of(options.seconds).calm_s + 60
