@@ -75,8 +75,8 @@ def _run_many(options: argparse.Namespace) -> int:
 
     from tests.simulation.many import (
         KNOWN_SEEDS,
-        OTHER_KNOWN_RUNS,
         NUM_FRESH,
+        OTHER_KNOWN_RUNS,
         fresh_seeds,
         run_seeds,
         summary,
