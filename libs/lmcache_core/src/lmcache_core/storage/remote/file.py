@@ -295,7 +295,10 @@ class SharedDirectory:
         Raises:
             OSError: The directory is missing or does not respond.
         """
-        found = [self._is_there(key) for key in keys]
+        found = [
+            (status := self._status_of(key)) is not None and not self._unread.has(key, status)
+            for key in keys
+        ]
         if not any(found):
             self._check_root()
         return found
@@ -399,7 +402,7 @@ class SharedDirectory:
         present = [
             path
             for key in keys
-            if self._is_file(key) and (path := self._layout.find(key)) is not None
+            if self._status_of(key) and (path := self._layout.find(key)) is not None
         ]
         for path in present:
             self._files.unlink(path)
@@ -431,24 +434,14 @@ class SharedDirectory:
     def _check_root(self) -> None:
         self._files.stat(self._layout.root)
 
-    def _is_file(self, key: ChunkKey) -> bool:
-        path = self._layout.find(key)
-        try:
-            return path is not None and stat.S_ISREG(self._files.stat(path).st_mode)
-        except _ABSENT:
-            return False
-
-    def _is_there(self, key: ChunkKey) -> bool:
+    def _status_of(self, key: ChunkKey) -> os.stat_result | None:
+        """Return the status of a chunk's file; None if it has none."""
         path = self._layout.find(key)
         try:
             status = None if path is None else self._files.stat(path)
         except _ABSENT:
-            return False
-        return (
-            status is not None
-            and stat.S_ISREG(status.st_mode)
-            and not self._unread.has(key, status)
-        )
+            return None
+        return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def _found(self, key: ChunkKey, path: Path, fd: int) -> FoundRecord | Miss:
         try:
