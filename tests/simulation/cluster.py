@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,12 +225,13 @@ class Cluster:
             options["max_local_disk_size"] = self.disk_bytes(node) / GB
         return options
 
-    def machine_of_remote(self, name: str) -> str | None:
-        """Return the machine that holds the remote tier of a node; None for storages."""
+    def machines_of_remote(self, name: str) -> Sequence[str]:
+        """Return the machines that hold the remote tier of a node."""
         url = self.remotes.get(name, "")
         if url.startswith(REDIS_URL):
-            return "redis"
-        return next((one for one, path in self.directories.items() if path.as_uri() == url), None)
+            return ("redis",)
+        owners = [one for one, path in self.directories.items() if path.as_uri() == url]
+        return owners or STORAGES
 
     def _draw_remotes(self, dice: random.Random) -> dict[str, str]:
         """Draw the URL of each node's remote tier."""

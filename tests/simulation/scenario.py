@@ -318,7 +318,7 @@ class Scenario:
             used = self._world.files.disks[name].used_bytes(self.cluster.disk_path(name))
             if used > limit * DISK_SLACK and self._has_read_disk(name):
                 self._complain(f"{name} has {used} bytes on its disk; the limit is {limit}")
-            if self.faults.damaged.isdisjoint({name, self.cluster.machine_of_remote(name)}):
+            if self.faults.damaged.isdisjoint({name, *self.cluster.machines_of_remote(name)}):
                 num_damaged = self._num_damaged(name)
                 if num_damaged:
                     self._complain(f"{name} took {num_damaged} intact chunks for damaged")
@@ -519,8 +519,7 @@ class Scenario:
         asked = {
             self.engines[node]: FIRST_BROKEN_PROMPT + number
             for number, node in enumerate(SIDECARS)
-            if self.cluster.machine_of_remote(node) in directories
-            and node not in self._embedded_nodes
+            if self.cluster.remotes[node].startswith("file:") and node not in self._embedded_nodes
         }
         for is_broken in (True, False):
             self._ask(asked)
