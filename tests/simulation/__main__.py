@@ -142,6 +142,8 @@ def _run(options: argparse.Namespace, keep: set[int] | None) -> int:
     scenario = Scenario(world, options.seed, options.seconds, schedule, options.first)
     begin_s = processor_s()
     violations = scenario.run()
+    # A run that ends at its first violation may do so within a command whose output is collected.
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     took_s = processor_s() - begin_s
     for line in (*(world.kernel.log_lines or ()), *(world.logs if options.logs else ())):
         print(line)
