@@ -9,10 +9,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from lmcache_core.concurrency import LoopThread
+from lmcache_core.concurrency import LoopThread, bridge
+from lmcache_core.concurrency.started_pool import loop_pool
 from lmcache_core.errors import ConfigError, UnavailableError
+
+from tests.fixtures.limits import without_threads
 
 
 @pytest.fixture
@@ -35,6 +39,21 @@ async def fail(error: BaseException) -> int:
 async def block(seconds: float) -> int:
     time.sleep(seconds)
     return 7
+
+
+def test_a_loop_without_a_thread_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = LoopThread("test-loop")
+    with contextlib.ExitStack() as limits:
+
+        def last_threads() -> ThreadPoolExecutor:
+            pool = loop_pool()
+            limits.enter_context(without_threads())
+            return pool
+
+        monkeypatch.setattr(bridge, "loop_pool", last_threads)
+        with pytest.raises(UnavailableError, match="test-loop: can't start new thread"):
+            made.open()
+    made.close()
 
 
 def test_a_loop_that_does_not_stop_is_named(caplog: pytest.LogCaptureFixture) -> None:

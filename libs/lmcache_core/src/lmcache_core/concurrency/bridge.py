@@ -37,11 +37,16 @@ class LoopThread:
         Raises:
             UnavailableError: This process may not have that many more threads.
         """
-        threads = loop_pool()
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(threads)
-        self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-        self._thread.start()
+        pool = loop_pool()
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(pool)
+        thread = threading.Thread(target=loop.run_forever, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:
+            loop.close()
+            raise UnavailableError(f"{self._name}: {exc}; allow one more thread") from exc
+        self._loop, self._thread = loop, thread
 
     def run(
         self,
