@@ -216,6 +216,19 @@ async def test_damaged_files_of_earlier_runs_are_charged_and_bounded(tmp_path):
     await disk.close()
 
 
+async def test_damaged_files_whose_size_cannot_be_read_are_bounded_too(tmp_path):
+    (tmp_path / ".bad").mkdir()
+    for i in range(12):
+        (tmp_path / ".bad" / f"{i}.bad").write_bytes(b"x")
+    files = TroubledFiles({"stat": errno.EIO})
+    files.only = ".bad/"
+    disk = await opened(tmp_path, files=files)
+    assert len(list((tmp_path / ".bad").iterdir())) == 8
+    assert disk.stats()["quarantined_files"] == 8
+    disk.check_integrity()
+    await disk.close()
+
+
 async def being_read(root, monkeypatch) -> tuple[DiskBackend, threading.Event]:
     """A tier with the chunk "a" that goes on reading its directory when the event is set."""
     await fill(root, "a")

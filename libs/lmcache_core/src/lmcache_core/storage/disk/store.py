@@ -4,7 +4,6 @@ threads.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import threading
@@ -517,8 +516,13 @@ class DiskStore:
         )
 
     def _hold_damaged(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            self._room.hold_damaged(path, charged_bytes(self._files.stat(path).st_size))
+        try:
+            num_bytes = self._files.stat(path).st_size
+        except FileNotFoundError:
+            return
+        except OSError:
+            num_bytes = 0  # unknown
+        self._room.hold_damaged(path, charged_bytes(num_bytes))
 
     def _paths_in(self, directory: Path) -> list[Path]:
         try:
