@@ -17,7 +17,7 @@ from typing import Any
 from tests.simulation.__main__ import FIXED
 
 ROOT = Path(__file__).resolve().parents[2]
-KNOWN_SEEDS = (2, 4, 5, 6, 490679675, 1787743731, 1223285715, 1227964489)
+KNOWN_SEEDS = (2, 4, 5, 6, 490679675, 1787743731, 1223285715, 1227964489, 69250424)
 """Runs of 300 s that violated something once."""
 OTHER_KNOWN_RUNS = ((30, 80.0), (101, 14400.0), (1325379166, 14400.0))
 """The same with other lengths: seed and virtual seconds."""
@@ -111,17 +111,21 @@ def run_seeds(runs: Iterable[tuple[int, float]], jobs: int) -> list[Result]:
                 f"seed={result['seed']} virtual_s={result.get('virtual_s', 0)}"
                 f" processor_s={result.get('processor_s', 0)} faults={num_faults}"
                 f" violations={len(result['violations'])}",
+                *_broken(result),
+                sep="\n",
                 flush=True,
             )
-            for text in result["violations"]:
-                print(f"  VIOLATION {text}")
-            if result["violations"]:
-                print(f"  replay: {replay(result)}", flush=True)
     return results
 
 
+def _broken(result: Result) -> list[str]:
+    """Return lines about what a run violated; none for a good run."""
+    lines = [f"  VIOLATION {text}" for text in result["violations"]]
+    return [*lines, f"  replay: {replay(result)}"] if lines else []
+
+
 def summary(results: Collection[Result]) -> str:
-    """Return the figures of many runs, and a table of operations that met each kind of fault."""
+    """Return a table of operations that met each kind of fault, what was violated, and figures."""
     pairs: Counter[tuple[str, str]] = Counter()
     faults: Counter[str] = Counter()
     for result in results:
@@ -136,6 +140,8 @@ def summary(results: Collection[Result]) -> str:
         cells = "".join(f"{pairs[kind, operation] or '.':>6}" for operation in operations)
         lines.append(f"{kind:18}{number:>8}{cells}")
     lines += [f"{place:>6}: {operation}" for place, operation in enumerate(operations)]
+    for result in results:
+        lines += _broken(result)
     num_failed = sum(bool(result["violations"]) for result in results)
     lines.append(
         f"seeds={len(results)} failed={num_failed} virtual_hours={virtual_s / 3600:.2f}"
