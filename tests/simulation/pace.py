@@ -24,6 +24,8 @@ class Pace:
         sweep_s: The same for a sweep of the index, which takes many steps.
         look_s: The same for `look`: storages move chunks only after several looks at the same
             servers.
+        measure_s: The same for the measurement of what only one sidecar holds, which asks lookup
+            about many chunks.
         lease_s: Leases of instances and peers.
     """
 
@@ -36,6 +38,7 @@ class Pace:
     repeat_s: float
     sweep_s: float
     look_s: float
+    measure_s: float
     lease_s: float
 
 
@@ -49,6 +52,7 @@ BUSY = Pace(
     repeat_s=5.0,
     sweep_s=5.0,
     look_s=1.0,
+    measure_s=5.0,
     lease_s=15.0,
 )
 SLOW = Pace(
@@ -61,6 +65,7 @@ SLOW = Pace(
     repeat_s=200.0,
     sweep_s=20.0,
     look_s=200.0,
+    measure_s=900.0,
     lease_s=900.0,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import signal
 import sys
@@ -68,6 +69,7 @@ class World:
         import ssl
 
         import torch
+        import typer.main
         import uvicorn
         from anyio._backends import _asyncio as anyio
         from lmcache_core.concurrency import supervisor
@@ -88,6 +90,8 @@ class World:
         ProcessCollector.collect = lambda *_: ()  # type: ignore[method-assign, assignment]
         # It belongs to the operating system's thread, which all simulated threads share.
         torch.inference_mode = _NoMode  # type: ignore[assignment, misc]
+        # Each command line of `lmcachectl` would build all its commands again, in 50 ms.
+        typer.main.get_command = functools.cache(typer.main.get_command)
         # The operator's calls count as those of the pod itself, as over a forwarded port.
         explain._check_loopback = lambda _: None
         connections = (BoundedHttpProtocol, FrameStream, LmSession, EngineSession)
@@ -108,10 +112,10 @@ class World:
                 server.loop.call_soon_threadsafe(server.told_to_exit.set)
 
         repeat, pace = supervisor.TaskSupervisor.repeat, self.pace
+        least_s = {"look": pace.look_s, "sole-bytes": pace.measure_s, **WAITING}
 
         def repeat_seldom(tasks: Any, name: str, work: Any, interval_s: float) -> bool:
-            least_s = pace.look_s if name == "look" else WAITING.get(name, pace.repeat_s)
-            return repeat(tasks, name, work, max(interval_s, least_s))
+            return repeat(tasks, name, work, max(interval_s, least_s.get(name, pace.repeat_s)))
 
         members.REFRESH_S = max(members.REFRESH_S, pace.repeat_s)
         backend.LOOK_AGAIN_S = max(backend.LOOK_AGAIN_S, pace.repeat_s)
