@@ -163,6 +163,27 @@ def test_a_process_listens_and_ends_cleanly(
     assert "/v1/things" not in service.output
 
 
+def test_a_request_that_outlasts_a_graceful_end_is_answered_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    service = ServiceProcess(
+        "tests.fixtures.sample_service",
+        tmp_path,
+        {"LMCACHE_SAMPLE_PORT": "0", "LMCACHE_SAMPLE_SHUTDOWN_GRACE_S": "1"},
+    )
+    service.start()
+    with socket.create_connection(("127.0.0.1", service.ports["port"]), timeout=60.0) as waiting:
+        waiting.sendall(b"GET /v1/hang HTTP/1.1\r\nHost: kit\r\n\r\n")
+        httpx.get(f"{service.url}/healthz", trust_env=False)  # the other has begun
+        assert service.stop() == 0
+        answer = b"".join(iter(lambda: waiting.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"application/problem+json" in answer
+    assert "request not answered in time, the process ends: request=GET /v1/hang" in service.output
+    assert "Traceback" not in service.output
+
+
 def test_without_descriptors_a_service_says_so_once_and_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,12 +90,12 @@ class RequestMiddleware:
         # Other path segments written by callers may be secret.
         begin = _BEGIN.match(scope["path"])
         name = f"{scope['method']} {begin[0] if begin else UNMATCHED}"
-        status, started = 500, time.perf_counter()
+        status, has_begun, started = 500, False, time.perf_counter()
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_begun = message["status"], True
                 logger.debug("request answered: request=%s status=%d", name, status)
                 headers = [*message.get("headers", ()), (_REQUEST_ID, came.request_id.encode())]
                 message = {**message, "headers": headers}
@@ -105,6 +105,12 @@ class RequestMiddleware:
         with working_for(name, came, tracer):
             try:
                 await self._app(scope, receive, watch)
+            except asyncio.CancelledError:
+                # Nothing else cancels requests; raised, it would be logged with its traceback.
+                logger.warning("request not answered in time, the process ends: request=%s", name)
+                if not has_begun:
+                    response = problem_response(503, "Service Unavailable", headers=_CLOSE)
+                    await response(scope, receive, watch)
             finally:
                 end_audit(scope, self._service, self._state.settings.instance_id, status)
                 self._count(scope, status, time.perf_counter() - started)
