@@ -126,7 +126,7 @@ class DiskBackend(StorageBackend):
             else:
                 self._loading.add_done_callback(_log_failure)
         except OSError as exc:  # includes timeouts
-            await self.close()
+            await self._close(0.0)
             raise UnavailableError(
                 f"disk path {self._layout.root}: {exc.strerror or 'no answer'}"
             ) from exc
@@ -141,14 +141,7 @@ class DiskBackend(StorageBackend):
         """Let running file operations finish, for up to `CLOSE_WAIT_S` seconds, and unlock the
         directory. Idempotent.
         """
-        await self._tasks.close()
-        if await self._pool.close(CLOSE_WAIT_S):
-            self._lock.release()
-        elif self._acquiring is not None and self._acquiring.done():
-            logger.warning(
-                "disk does not answer, directory stays locked until this process ends: path=%s",
-                self._layout.root,
-            )
+        await self._close(CLOSE_WAIT_S)
 
     async def wait_loaded(self) -> None:
         """Wait until the tier is open and its directory has been read, or reading it has failed."""
@@ -249,6 +242,16 @@ class DiskBackend(StorageBackend):
             IntegrityError: The totals do not add up.
         """
         self._index.check_integrity()
+
+    async def _close(self, wait_s: float) -> None:
+        await self._tasks.close()
+        if await self._pool.close(wait_s):
+            self._lock.release()
+        elif self._acquiring is not None and self._acquiring.done():
+            logger.warning(
+                "disk does not answer, directory stays locked until this process ends: path=%s",
+                self._layout.root,
+            )
 
     def _acquire(self) -> None:
         self._files.make_directory(self._layout.root)
