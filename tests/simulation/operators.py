@@ -161,8 +161,10 @@ class Operator:
         habits = {
             kind: dice.sample(some, dice.randint(2, len(some))) for kind, some in calls.items()
         }
-        while is_working():
+        while True:
             self._kernel.sleep(dice.expovariate(1 / pause_s))
+            if not is_working():
+                return
             service = dice.choice(SERVICES)
             method, path = dice.choice(habits[service.split("-")[0]])
             tenant = self._cluster.tenant_of(service)
@@ -177,8 +179,10 @@ class Operator:
         dice = random.Random(f"commands {self._seed}")
         pause_s = dice.choice(self._pace.operator_s)
         habits = dice.sample(COMMANDS, dice.randint(3, len(COMMANDS)))
-        while is_working():
+        while True:
             self._kernel.sleep(dice.expovariate(1 / pause_s))
+            if not is_working():
+                return
             node, storage = dice.choice(SIDECARS), dice.choice(STORAGES)
             words = dice.choice(habits).format(
                 id=f"{dice.getrandbits(128):032x}",
