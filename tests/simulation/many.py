@@ -19,7 +19,13 @@ from tests.simulation.__main__ import FIXED
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN_SEEDS = (2, 4, 5, 6, 490679675, 1787743731, 1223285715, 1227964489, 69250424)
 """Runs of 300 s that violated something once."""
-OTHER_KNOWN_RUNS = ((30, 80.0), (101, 14400.0), (1325379166, 14400.0))
+OTHER_KNOWN_RUNS = (
+    (30, 80.0),
+    (101, 14400.0),
+    (1325379166, 14400.0),
+    (315659006, 36000.0),
+    (315659019, 36000.0),
+)
 """The same with other lengths: seed and virtual seconds."""
 NUM_FRESH = 5
 MAX_PROCESSOR_S = 900
