@@ -212,13 +212,15 @@ class Cluster:
 
     def embedded(self, node: str) -> dict[str, object]:
         """Return options of an engine of a node that uses no sidecar."""
-        url = self.remotes[node]
+        url, tenant = self.remotes[node], self.tenant_of(node)
+        has_token = url.startswith(("lm:", "http:"))
         options: dict[str, object] = {
             "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self._memory_chunk / GB,
             "remote_url": url,
-            "salt": self._salts[self.tenant_of(node)],
+            # Only a token tells tenants apart in tiers of engines; files stay when a node moves.
+            "salt": (self._salts if has_token and not self._has_embedded_disk else SALTS)[tenant],
         }
-        if url.startswith(("lm:", "http:")):
+        if has_token:
             options["remote_token_file"] = str(self._token_file(node))
         if self._has_embedded_disk and self.disk_bytes(node):
             options["local_disk"] = str(self.disk_path(node).with_name("engine"))
