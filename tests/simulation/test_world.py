@@ -188,7 +188,8 @@ def check_digest(room: Room) -> None:
         def step(number: int) -> None:
             for _ in range(5):
                 time.sleep(random.random())
-                room.kernel.record(f"step {number} {os.urandom(2).hex()}")
+                drawn = random.Random().random(), random.SystemRandom().random()
+                room.kernel.record(f"step {number} {os.urandom(2).hex()} {drawn}")
 
         threads = [threading.Thread(target=step, args=(n,)) for n in range(5)]
         for thread in threads:

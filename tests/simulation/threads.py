@@ -260,6 +260,15 @@ def install(one: Kernel) -> None:
     random_: Any = random
     random_._urandom = chance.randbytes
     random.seed(chance.random())
+    seeds = random.Random(f"seeds {one.seed}")
+
+    class SeededRandom(random.Random):
+        """Takes its seed from the simulation if none is given; otherwise the system draws it."""
+
+        def __init__(self, x: Any = None) -> None:
+            super().__init__(seeds.random() if x is None else x)
+
+    random_.Random = SeededRandom
     _import_at_once()
     for name in ("asyncio", "concurrent.futures", "uvicorn", "torch", "httpx"):
         assert name not in sys.modules, f"{name} was imported before the simulation's clocks"
