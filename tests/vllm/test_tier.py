@@ -317,9 +317,12 @@ def test_an_engine_s_identity(world: World) -> None:
     assert len({plain, *others}) == 4
     assert None not in others
     assert _identity(_config(world, enable_lora=True, max_lora_rank=8), kv, {}) is None
-    assert (
-        _identity(_config(world, enable_lora=True, max_lora_rank=8), kv, {"identity": "x"}) == "x"
-    )
+    named = {"identity": "x"}
+    adapted = _identity(_config(world, enable_lora=True, max_lora_rank=8), kv, named)
+    some = _config(world, enable_lora=True, max_lora_rank=8, lora_target_modules=["q_proj"])
+    assert len({adapted, _identity(some, kv, named), _identity(_config(world), kv, named)}) == 3
+    rotated = _config(world, hf_overrides={"rope_theta": 5e5})
+    assert _identity(rotated, kv, named) != _identity(_config(world), kv, named)
 
 
 def test_refused_settings(world: World) -> None:

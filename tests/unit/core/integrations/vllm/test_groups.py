@@ -221,13 +221,20 @@ def test_a_backend_that_packs_its_kv_is_told_apart_or_refused(
             check_packing(after, "tokens")
 
 
-def test_what_older_releases_do_not_say_is_what_later_ones_say_by_default() -> None:
+def test_kv_whose_packing_an_older_release_does_not_tell_is_not_packed() -> None:
     older, later = config_of(FULL), config_of(FULL)
     vars(later.kv_cache_groups[0].kv_cache_spec).update(
         {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
     )
-    check_packing(cache_groups(later), "tokens")
-    assert cache_groups(older)[0].describe() == cache_groups(later)[0].describe()
+    for config in (older, later):
+        check_packing(cache_groups(config), "tokens")
+
+
+@pytest.mark.parametrize("fact", ["model_version", "cache_dtype_str", "non_causal", "of_tomorrow"])
+def test_each_fact_of_a_group_counts(fact: str) -> None:
+    plain, other = config_of(FULL), config_of(FULL)
+    vars(other.kv_cache_groups[0].kv_cache_spec)[fact] = "v4"
+    assert cache_groups(plain)[0].describe() != cache_groups(other)[0].describe()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ another name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from lmcache_core.integrations.vllm import identity as module
 from lmcache_core.integrations.vllm.groups import cache_groups
 from lmcache_core.integrations.vllm.identity import KVIdentity, identity_of
 from lmcache_core.integrations.vllm.options import read_options
+from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.token_database.hashing import identity_root
 
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
-from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
-from tests.fixtures.vllm_engine.worlds import embedded, make_model
+from tests.fixtures.vllm_engine.shapes import kv_cache_config, settings, vllm_config
+from tests.fixtures.vllm_engine.worlds import embedded, make_adapter, make_model
 
 Change = Callable[[Any], None]
 PLAIN = Shape()
@@ -30,13 +32,14 @@ def identity(
     shape: Shape = PLAIN,
     change: Change = lambda config: None,
     release: str = "0.32.0",
+    variables: Mapping[str, str] = MappingProxyType({}),
     **options: Any,
 ) -> KVIdentity:
     config = vllm_config(shape, model, embedded(**options), 0)
     change(config)
     caches = kv_cache_config(shape)
     read = read_options(config.kv_transfer_config.kv_connector_extra_config, "cpu")
-    return identity_of(config, caches, cache_groups(caches), read, release)
+    return identity_of(config, caches, cache_groups(caches), read, release, variables)
 
 
 def root(of: KVIdentity) -> bytes:
@@ -70,12 +73,134 @@ def test_the_same_weights_in_another_folder_of_that_name(model: Path, tmp_path: 
         ("cache_config.cache_dtype", "fp8"),
         ("load_config.load_format", "dummy"),
         ("speculative_config", SimpleNamespace(method="eagle", model="draft")),
+        ("additional_config", {"scale": 2}),
+        ("a_setting_of_tomorrow", True),
+        ("model_config.quantization_config", {"ignore": ["lm_head"]}),
+        ("cache_config.kv_cache_dtype_skip_layers", ["0"]),
+        ("load_config.ignore_patterns", ["adapter*"]),
         ("parallel_config.tensor_parallel_size", 2),
         ("parallel_config.pipeline_parallel_size", 2),
     ],
 )
 def test_what_makes_other_kv_gives_other_names(model: Path, path: str, value: object) -> None:
     assert root(identity(model, change=setting(path, value))) != root(identity(model))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("cache_config.gpu_memory_utilization", 0.5),
+        ("model_config.max_model_len", 8192),
+        ("model_config.override_generation_config", {"temperature": 0.5}),
+        ("model_config.tokenizer", "/models/another/path"),
+        ("model_config.served_model_name", "assistant"),
+        ("scheduler_config.max_num_seqs", 8),
+        ("observability_config", settings("ObservabilityConfig", kv_cache_metrics=True)),
+        ("kv_events_config", settings("KVEventsConfig", publisher="zmq")),
+        ("parallel_config.data_parallel_rank", 3),
+        ("instance_id", "a1b2"),
+    ],
+)
+def test_engines_that_compute_the_same_kv_share_it(model: Path, path: str, value: object) -> None:
+    assert root(identity(model, change=setting(path, value))) == root(identity(model))
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"architectures": ["Phi3ForCausalLM"], "rope_parameters": LONGROPE},
+        {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su"}},
+        {"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_type": "of tomorrow"}},
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {}},
+        },
+        {"architectures": ["LlamaForCausalLM"], "layers": [{"rope_type": "dynamic"}]},
+        {"architectures": ["Llama4ForConditionalGeneration"]},
+        {"architectures": ["LlamaForCausalLM", "OfAPlugin"]},
+        {"architectures": None},
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_model_len", 8192),
+        ("override_generation_config", {"attn_temperature_tuning": True}),
+        ("try_get_generation_config", staticmethod(lambda: {"attn_temperature_tuning": True})),
+    ],
+)
+def test_the_longest_prompt_counts_where_a_model_may_read_it(
+    model: Path, options: dict[str, Any], name: str, value: object
+) -> None:
+    def with_options(config: Any) -> None:
+        config.model_config.hf_config = SimpleNamespace(**options)
+
+    def changed(config: Any) -> None:
+        with_options(config)
+        is_method = isinstance(value, staticmethod)
+        setattr(type(config.model_config) if is_method else config.model_config, name, value)
+
+    before = root(identity(model, change=with_options))
+    assert before == root(identity(model, change=with_options))
+    assert root(identity(model, change=changed)) != before
+
+
+def test_variables_of_vllm_count_unless_listed(model: Path) -> None:
+    plain = root(identity(model))
+    assert root(identity(model, variables={"VLLM_MARLIN_INPUT_DTYPE": "int8"})) != plain
+    assert root(identity(model, variables={"VLLM_OF_TOMORROW": "1"})) != plain
+    assert root(identity(model, variables={"VLLM_PORT": "tcp://10.0.0.1:80"})) == plain
+
+
+def test_a_setting_that_no_text_names_is_refused(model: Path) -> None:
+    for value in (threading.Lock(), {"nested": [lambda: 1]}):
+        with pytest.raises(LayoutError, match=r"vllm_config\.additional_config.* cannot be named"):
+            identity(model, change=setting("additional_config", value))
+
+
+def test_a_setting_nested_without_end_is_refused(model: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(LayoutError, match="nested more than"):
+        identity(model, change=setting("additional_config", endless))
+
+
+def test_how_an_adapter_is_applied_is_part_of_its_name(model: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", "one")
+    lora = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(adapter), load_inplace=False)
+
+    def roots(**fields: Any) -> tuple[bytes | None, bytes | None]:
+        given = settings("LoRAConfig", **{"target_modules": None, "max_loras": 1} | fields)
+        namer = RequestNamer(identity(model, change=setting("lora_config", given)), 4)
+        namer.use_salt("")
+        return namer.root_of(request()), namer.root_of(request(lora_request=lora))
+
+    plain, adapted = roots()
+    assert roots(max_loras=4) == (plain, adapted)
+    assert roots(target_modules=["q_proj"])[0] == plain == roots(lora_dtype="float16")[0]
+    assert len({adapted, roots(target_modules=["q_proj"])[1], roots(lora_dtype="float16")[1]}) == 3
+
+
+def test_drafts_of_other_weights_are_told_apart(model: Path, tmp_path: Path) -> None:
+    draft = make_model(tmp_path / "draft")
+
+    def name() -> bytes:
+        drafts = settings(
+            "SpeculativeConfig",
+            method="eagle",
+            model=str(draft),
+            draft_model_config=settings(
+                "ModelConfig", model=str(draft), hf_config=SimpleNamespace(layers=1)
+            ),
+        )
+        return root(identity(model, change=setting("speculative_config", drafts)))
+
+    before = name()
+    (draft / "model.safetensors").write_text("other weights")
+    assert name() != before
 
 
 def test_drafts_without_kv_change_nothing(model: Path) -> None:
@@ -135,7 +260,7 @@ def test_blocks_are_of_a_release_and_a_machine_tokens_are_not(
 @pytest.mark.parametrize(
     ("change", "variable"),
     [
-        (setting("attention_config", SimpleNamespace(backend="FLASHINFER")), None),
+        (setting("attention_config.backend", "FLASHINFER"), None),
         (lambda config: None, "VLLM_ATTENTION_BACKEND"),
         (lambda config: None, "VLLM_KV_CACHE_LAYOUT"),
     ],
@@ -168,6 +293,7 @@ def test_how_layers_are_spread_over_a_pipeline_counts(
         ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2"),
         ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size=2"),
         ("cache_config.calculate_kv_scales", True, "calculate_kv_scales"),
+        ("weight_transfer_config", SimpleNamespace(backend="nccl"), "weight_transfer_config"),
         # vLLM turns its own prefix cache off for such a model, and asks a connector all the same.
         ("model_config.is_prefix_caching_supported", False, "needs every token"),
     ],
@@ -233,7 +359,7 @@ def test_a_worker_does_not_read_the_weights(tmp_path: Path) -> None:
     """All ranks would read the same files; they name no chunks."""
     absent = tmp_path / "absent"
     config, caches = vllm_config(PLAIN, absent, embedded(), 0), kv_cache_config(PLAIN)
-    arguments = config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.32.0"
+    arguments = config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.32.0", {}
     with pytest.raises(LayoutError):
         identity_of(*arguments)
     of_worker = identity_of(*arguments, is_worker=True)
@@ -260,6 +386,6 @@ def test_older_releases_do_not_say_who_holds_the_same(
     del caches.kv_tp_replicas
     config = vllm_config(shape, model, embedded(), 0)
     of = identity_of(
-        config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.27.1"
+        config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.27.1", {}
     )
     assert (of.num_ranks, of.replicas) == (2 // replicas, replicas)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from lmcache_core.integrations.vllm.weights import (
     adapter_fingerprint,
     adapter_version,
     model_fingerprint,
-    options_fingerprint,
 )
 
 from tests.fixtures.vllm_engine.worlds import make_adapter, make_model
@@ -92,23 +90,28 @@ def test_a_branch_of_a_hub_tells_no_weights(hub: Path, revision: str | None) -> 
     assert of_hub(OTHER, "org/other") is not None
 
 
-@pytest.mark.parametrize("as_method", [True, False])
-def test_options_of_the_model_count_and_its_names_do_not(as_method: bool) -> None:
-    def of(**options: Any) -> str:
-        config = (
-            SimpleNamespace(to_dict=lambda: options) if as_method else SimpleNamespace(**options)
-        )
-        return options_fingerprint(config)
+@pytest.mark.parametrize(
+    "name", ["hf_quant_config.json", "modeling_own.py", "model.safetensors.index.json", "new.dat"]
+)
+def test_any_other_file_of_a_model_counts(tmp_path: Path, name: str) -> None:
+    model = make_model(tmp_path)
+    before = fingerprint(model)
+    (model / name).write_text("{}")
+    added = fingerprint(model)
+    (model / name).write_text('{"bits": 4}')
+    assert len({before, added, fingerprint(model)}) == 3
 
-    base = {"rope_theta": 1e4, "text_config": {"layers": 2, "_name_or_path": "a"}}
-    same = {
-        "text_config": {"_name_or_path": "b", "layers": 2},
-        "rope_theta": 1e4,
-        "transformers_version": "5",
-    }
-    assert of(**base) == of(**same)
-    assert of(**base) != of(**(base | {"rope_theta": 1e5}))
-    assert of(**base) != of(**(base | {"text_config": {"layers": 3}}))
+
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "LICENSE", "tokenizer.json", "tokenizer_config.json", "vocab.txt", ".gitignore"],
+)
+def test_texts_and_tokenizers_do_not_count(tmp_path: Path, name: str) -> None:
+    model, adapter = make_model(tmp_path), make_adapter(tmp_path / "adapter", "one")
+    before = fingerprint(model), adapter_fingerprint(adapter)
+    for folder in (model, adapter):
+        (folder / name).write_text("other words")
+    assert (fingerprint(model), adapter_fingerprint(adapter)) == before
 
 
 def test_an_adapter_is_told_by_its_whole_content(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ How to use it: `docs/vllm.md`.
 | `worker.py`, `memory.py` | a worker's side: between vLLM's blocks and the store |
 | `store_threads.py` | when stores run, and when their blocks may be overwritten |
 | `identity.py`, `groups.py` | what the KV is |
+| `kv_settings.py` | which settings make it other KV |
 | `weights.py`, `file_digests.py` | which weights made it |
+| `tier.py` | the sidecar behind vLLM's own offloading |
 | `options.py`, `stores.py` | configuration, and the chunk store that it names |
 | `stats.py` | figures, and where hits came from |
 
-Only `connector.py` and `stats.py` import vLLM, so that the rest can be tested without it.
+Only `connector.py`, `tier.py` and `stats.py` import vLLM, so that the rest can be tested without
+it.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
@@ -33,6 +34,7 @@ from lmcache_core.integrations.vllm.groups import (
     fails_by_block,
 )
 from lmcache_core.integrations.vllm.identity import identity_of
+from lmcache_core.integrations.vllm.kv_settings import set_variables
 from lmcache_core.integrations.vllm.memory import attention_backends, create_scales
 from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
@@ -146,7 +148,15 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         if capability is not None:
             release += f";sm{tuple(capability)}"
         identity = identity_of(
-            vllm_config, kv_cache_config, groups, options, release, is_worker=is_worker
+            *(
+                vllm_config,
+                kv_cache_config,
+                groups,
+                options,
+                release,
+                set_variables(envs.environment_variables),
+            ),
+            is_worker=is_worker,
         )
         namer = RequestNamer(identity, options.engine.chunk_size)
         rank = parallel.rank if is_worker else 0

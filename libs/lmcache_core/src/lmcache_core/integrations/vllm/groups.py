@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.vllm.kv_settings import fingerprint_of
 from lmcache_core.integrations.vllm.options import TOKENS
 
 NULL_BLOCK = 0
@@ -23,11 +24,6 @@ the state after the last one.
 """
 ALIGNED = "align"
 """vLLM's `mamba_cache_mode` in which a block holds the state after its last token."""
-_FACTS = (
-    *("num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_bytes", "kv_quant_mode"),
-    *("num_head_slots", "state_content_bytes", "tokens_per_state", "page_size_padded"),
-)
-_STATE_FACTS = ("shapes", "dtypes", "mamba_type", "tp_replicated")
 _UNPACKED = {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
 """vLLM's descriptions of KV whose cells hold K and V of one head and one token."""
 
@@ -226,6 +222,5 @@ def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
 
 def described(spec: Any) -> str:
     """Return text that differs if the KV of a layer means something else."""
-    names = _FACTS + (_STATE_FACTS if type(spec).__name__ in STATE_SPECS else ())
-    facts = (f"{name}={getattr(spec, name, _UNPACKED.get(name))}" for name in names)
-    return f"{type(spec).__name__}({','.join(facts)})"
+    size = getattr(spec, "page_size_bytes", None)
+    return f"{type(spec).__name__}({size},{fingerprint_of(spec, 'kv_cache_spec')})"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import torch
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.kv_settings import fingerprint_of, settings_fingerprint
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
-from lmcache_core.integrations.vllm.weights import model_fingerprint, options_fingerprint
+from lmcache_core.integrations.vllm.weights import model_fingerprint
 
 FMT = "vllm"
 
@@ -33,18 +33,8 @@ FILE_FORMATS = frozenset(
 DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 """vLLM's speculative methods that add no layer to the KV cache."""
 
-_CONTENT_OPTIONS = (
-    *("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype"),
-    *("mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method"),
-)
-_CONTENT_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""How a model processes multimodal contents affects their KV, and is not part of vLLM's name of
-them.
-"""
+_CONTENT_FILES = "*process*.json"
+"""How a model processes multimodal contents; not part of vLLM's names of them."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +48,14 @@ class KVIdentity:
         replicas: Neighbouring workers that hold the same bytes; the first of them stores.
         contents: Other settings that affect the KV of multimodal contents, see
             `contents_fingerprint`.
+        adapters: Text that differs if the same files of an adapter are applied differently.
     """
 
     metadata: LMCacheEngineMetadata
     num_ranks: int
     replicas: int
     contents: str | None = ""
+    adapters: str = ""
 
     def rank_of(self, worker_rank: int) -> int:
         """Return the KV rank of a worker."""
@@ -80,6 +72,7 @@ def identity_of(
     groups: Sequence[CacheGroup],
     options: ConnectorOptions,
     release: str,
+    variables: Mapping[str, str],
     *,
     is_worker: bool = False,
 ) -> KVIdentity:
@@ -91,6 +84,7 @@ def identity_of(
         groups: The groups that are cached.
         options: Options.
         release: vLLM's version and the type of GPU.
+        variables: The environment variables that vLLM knows and that are set.
         is_worker: Leave the weights out: only the scheduler's side names chunks, so that one
             process per engine reads the weights.
 
@@ -124,10 +118,16 @@ def identity_of(
         FMT,
         str(getattr(first.spec, "dtype", "uint8")),
         shape,
-        revision="" if is_worker else revision_text(vllm_config, options.revision),
+        revision="" if is_worker else revision_text(vllm_config, options.revision, variables),
         layout=_layout_text(vllm_config, kv_cache_config, groups, options, release),
     )
-    return KVIdentity(metadata, num_ranks, int(replicas), contents_fingerprint(vllm_config))
+    return KVIdentity(
+        metadata,
+        num_ranks,
+        int(replicas),
+        contents_fingerprint(vllm_config),
+        fingerprint_of(getattr(vllm_config, "lora_config", None), "lora_config"),
+    )
 
 
 def check_shareable(vllm_config: Any) -> None:
@@ -150,6 +150,8 @@ def check_shareable(vllm_config: Any) -> None:
             f"the workers of one engine are on {num_nodes} nodes: each node's sidecar would hold a"
             " part of each chunk"
         )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise LayoutError("weight_transfer_config: the weights may change while the engine runs")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise LayoutError(
             "calculate_kv_scales: the scales of quantised KV then depend on what an engine saw"
@@ -187,46 +189,67 @@ def contents_fingerprint(vllm_config: Any) -> str | None:
         and not vllm_config.cache_config.enable_prefix_caching
     ):
         return None
-    facts = {name: getattr(options, name, None) for name in _CONTENT_OPTIONS}
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    for name in _CONTENT_FILES:
-        file = Path(model.model, name)
+    facts = fingerprint_of(options, "multimodal_config")
+    digest = hashlib.sha256(facts.encode())
+    scales = getattr(options, "mm_encoder_fp8_scale_path", None)
+    files = [*sorted(Path(model.model).glob(_CONTENT_FILES)), *([Path(scales)] if scales else [])]
+    for file in files:
         if file.is_file():
-            digest.update(f"\0{name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+            digest.update(f"\0{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:32]
 
 
-def revision_text(vllm_config: Any, revision: str | None) -> str:
+def revision_text(vllm_config: Any, revision: str | None, variables: Mapping[str, str]) -> str:
     """Return everything else that affects the KV of these tokens: the weights and how they are
     used.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        revision: The name that a user gives the weights; None: that of their content.
+        variables: The environment variables that vLLM knows and that are set.
+
+    Raises:
+        LayoutError: The weights, or a setting, cannot be named.
     """
-    model, draft = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
-    load = getattr(vllm_config, "load_config", None)
-    load_format: str = getattr(load, "load_format", "auto")
-    is_dummy = load_format == "dummy"
-    weights = revision or ("" if is_dummy else None)
-    is_own = load_format in FILE_FORMATS and not getattr(model, "model_weights", None)
-    if weights is None and is_own:
-        has_own_config = getattr(model, "hf_config_path", None) in (None, model.model)
-        config = model.hf_config if has_own_config else None
-        weights = model_fingerprint(
-            model.model, model.revision, config, getattr(load, "download_dir", None)
-        )
+    model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
+    is_dummy = getattr(load, "load_format", "auto") == "dummy"
+    weights = revision or ("" if is_dummy else _weights_text(model, load))
     if weights is None:
         raise LayoutError(
             f'the weights of {model.model} cannot be identified: name them with "lmcache.revision"'
         )
     facts = {
         "weights": weights,
-        "options": options_fingerprint(model.hf_config),
-        "dtype": model.dtype,
-        "quantization": model.quantization,
         "dummy": model.seed if is_dummy else "",
-        "draft": "",
+        "settings": settings_fingerprint(vllm_config, variables),
+        "draft": _draft_text(getattr(vllm_config, "speculative_config", None), load),
     }
-    if draft is not None and getattr(draft, "method", None) not in DRAFTS_WITHOUT_KV:
-        facts["draft"] = f"{getattr(draft, 'method', '')}:{getattr(draft, 'model', '')}"
     return ";".join(f"{name}={value}" for name, value in facts.items())
+
+
+def _weights_text(model: Any, load: Any) -> str | None:
+    if getattr(load, "load_format", "auto") not in FILE_FORMATS:
+        return None
+    if getattr(model, "model_weights", None):
+        return None
+    has_own_config = getattr(model, "hf_config_path", None) in (None, model.model)
+    config = model.hf_config if has_own_config else None
+    folder = getattr(load, "download_dir", None)
+    return model_fingerprint(model.model, getattr(model, "revision", None), config, folder)
+
+
+def _draft_text(draft: Any, load: Any) -> str:
+    """Return text that differs if a draft model has other KV; "" if it has none."""
+    if draft is None or getattr(draft, "method", None) in DRAFTS_WITHOUT_KV:
+        return ""
+    model = getattr(draft, "draft_model_config", None)
+    load = getattr(draft, "draft_load_config", None) or load
+    weights = None if model is None else _weights_text(model, load)
+    # Other KV of drafts costs accepted tokens, not right answers: a path is name enough for
+    # weights that cannot be read.
+    if weights is None:
+        weights = f"{getattr(draft, 'model', '')}@{getattr(draft, 'revision', '')}"
+    return f"{weights}:{fingerprint_of(draft, 'speculative_config')}"
 
 
 def _layout_text(

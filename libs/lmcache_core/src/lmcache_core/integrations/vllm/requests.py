@@ -246,7 +246,7 @@ class RequestNamer:
         self._chunk_size = chunk_size
         self._salt: str | None = None
         self._epoch = ""
-        self.adapters = Adapters()
+        self.adapters = Adapters(identity.adapters)
 
     def use_salt(self, salt: str) -> None:
         """Set the tenant's salt; nothing can be named before."""

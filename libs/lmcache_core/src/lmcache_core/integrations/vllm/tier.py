@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
@@ -38,6 +39,7 @@ from lmcache_core.integrations.vllm.identity import (
     revision_text,
     shared_name,
 )
+from lmcache_core.integrations.vllm.kv_settings import fingerprint_of, set_variables
 from lmcache_core.integrations.vllm.memory import create_scales
 from lmcache_core.integrations.vllm.options import read_options
 from lmcache_core.keys import CacheEngineKey
@@ -57,7 +59,7 @@ try:
 except ImportError as exc:
     raise ConfigError(
         f"vLLM {vllm.__version__} has no secondary tiers that LMCacheTier knows: use vLLM 0.31"
-        ' or 0.32, or the connector "LMCacheConnector"'
+        ' or later, or the connector "LMCacheConnector"'
     ) from exc
 
 logger = logging.getLogger(__name__)
@@ -128,7 +130,7 @@ class LMCacheTier(SecondaryTierManager):
         tier_type: vLLM's name of this tier.
         sidecar_socket: The sidecar's socket.
         identity: Text that differs if equal tokens have other KV. `LMCacheOffloadingConnector`
-            provides it.
+            makes it of what is given here, or of the weights, and of vLLM's settings.
         timeout_s: Longest wait for the sidecar's tiers.
         backpressure_detector: vLLM's, if configured.
 
@@ -405,20 +407,22 @@ class _Rows(GPUConnectorInterface):
 
 
 def _identity(vllm_config: Any, kv_cache_config: Any, tier: dict[str, Any]) -> str | None:
-    """Return text that differs if equal tokens have other KV, for a tier that does not say; None if
-    the KV cannot be shared.
+    """Return text that differs if equal tokens have other KV; None if the KV cannot be shared.
+
+    A tier's own `identity` names the weights, and answers for its adapters.
     """
     try:
-        return str(tier.get("identity") or _identity_of(vllm_config, kv_cache_config))
+        return _identity_of(vllm_config, kv_cache_config, tier.get("identity"))
     except LayoutError as exc:
         logger.error("KV stays in vLLM's host memory: reason=%s", exc)
         return None
 
 
-def _identity_of(vllm_config: Any, kv_cache_config: Any) -> str:
+def _identity_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> str:
     check_shareable(vllm_config)
     cache = vllm_config.cache_config
-    if getattr(vllm_config, "lora_config", None) is not None:
+    adapters = getattr(vllm_config, "lora_config", None)
+    if adapters is not None and not weights:
         raise LayoutError("vLLM names a chunk by its LoRA adapter's name, not by its weights")
     if not cache.prefix_caching_hash_algo.startswith("sha256"):
         raise LayoutError(
@@ -429,7 +433,8 @@ def _identity_of(vllm_config: Any, kv_cache_config: Any) -> str:
     if contents is None:
         raise LayoutError("vLLM numbers images and other content instead of hashing them")
     facts = {
-        "weights": revision_text(vllm_config, None),
+        "weights": revision_text(vllm_config, weights, set_variables(envs.environment_variables)),
+        "adapters": fingerprint_of(adapters, "lora_config"),
         "hash": cache.prefix_caching_hash_algo,
         "kv": cache.cache_dtype,
         "contents": contents,

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,20 @@ logger = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 1024
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-ADAPTER_SUFFIXES = WEIGHT_SUFFIXES | {".json"}
+"""A folder without such a file has no weights."""
+FILES_WITHOUT_KV = (
+    *(".*", "*.md", "*.part", "*.tmp", "LICENSE*", "NOTICE*", "USE_POLICY*", "README*"),
+    *("added_tokens.json", "chat_template*", "merges.txt", "special_tokens_map.json"),
+    *("tekken.json", "tokenizer*", "vocab*"),
+)
+"""Files of a model's or adapter's folder that name no KV: texts, tokenizers. All others count:
+weights, their index, code, quantisation, processors.
+"""
+COUNTED_AS_CONFIGURATION = ("config.json",)
+"""vLLM's configuration holds its content, with the user's changes."""
 FileVersions = tuple[tuple[str, int, int], ...]
 """Name, size and modification time of each file."""
 _COMMIT = re.compile("[0-9a-f]{40}")
-_NOT_OF_THE_KV = frozenset(
-    {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
-)
 
 
 def model_fingerprint(
@@ -36,7 +43,7 @@ def model_fingerprint(
     """Return text that differs for other weights, independent of their path; None if the weights
     cannot be identified.
 
-    Every byte of a folder's weights is read (`file_digests`).
+    Every byte of its files is read (`file_digests`), except `FILES_WITHOUT_KV`.
 
     Args:
         model: Folder of the model, or its only file, or its name on a hub.
@@ -50,9 +57,10 @@ def model_fingerprint(
     """
     path = Path(model)
     if path.exists():
-        files = [path] if path.is_file() else _files(path, WEIGHT_SUFFIXES)
         try:
-            return "files-" + _files_fingerprint(files) if files else None
+            files = [path] if path.is_file() else _files(path, COUNTED_AS_CONFIGURATION)
+            has_weights = path.is_file() or any(file.suffix in WEIGHT_SUFFIXES for file in files)
+            return "files-" + _files_fingerprint(files) if has_weights else None
         except OSError as exc:
             raise LayoutError(f"the weights in {model} cannot be read: {exc}") from exc
     # A branch or a tag may point to other weights tomorrow: only a commit identifies them.
@@ -77,35 +85,19 @@ def downloaded_folder(
         return None
 
 
-def options_fingerprint(hf_config: Any) -> str:
-    """Return text that differs if the same weights would give other KV: position encoding,
-    activation, attention, norm.
-    """
-
-    def without_names(options: Any) -> Any:
-        if not isinstance(options, Mapping):
-            return options
-        kept = {str(name): value for name, value in options.items() if name not in _NOT_OF_THE_KV}
-        return {name: without_names(value) for name, value in kept.items()}
-
-    options = hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
-    text = json.dumps(without_names(options), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def adapter_fingerprint(folder: Path) -> str:
     """Return text that differs for other LoRA weights, computed from the whole content of the
     adapter's files.
     """
     # Called by the scheduler's thread: reading an adapter twice is better than a waiting engine.
-    return "files-" + _files_fingerprint(_files(folder, ADAPTER_SUFFIXES), lock_wait_s=0.0)
+    return "files-" + _files_fingerprint(_files(folder), lock_wait_s=0.0)
 
 
 def adapter_version(folder: Path) -> FileVersions:
     """Return text that changes when an adapter's files may have changed; cheap enough for every
     request.
     """
-    stats = [(file.name, file.stat()) for file in _files(folder, ADAPTER_SUFFIXES)]
+    stats = [(file.name, file.stat()) for file in _files(folder)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
@@ -116,8 +108,13 @@ def _files_fingerprint(files: Sequence[Path], lock_wait_s: float | None = None) 
     return digest.hexdigest()[:32]
 
 
-def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
+def _files(folder: Path, left_out: tuple[str, ...] = ()) -> list[Path]:
+    patterns = FILES_WITHOUT_KV + left_out
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if not any(fnmatch(file.name, pattern) for pattern in patterns) and file.is_file()
+    )
 
 
 _AdapterKey = tuple[int, str, str]
@@ -138,9 +135,13 @@ class Adapters:
 
     vLLM re-reads an adapter if that is requested (`load_inplace`), and otherwise only after
     dropping it; it identifies adapters by their numbers alone.
+
+    Args:
+        settings: Text that differs if the engine applies the same files differently.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: str = "") -> None:
+        self._settings = settings
         self._known: dict[_AdapterKey, _KnownAdapter] = {}
         self._loaded: dict[int, str] = {}
         """What vLLM has loaded under each number, according to the last request with it."""
@@ -163,7 +164,8 @@ class Adapters:
                 why = "are in no folder of this machine"
             elif is_first or is_reread:
                 try:
-                    name = f"{len(key[1])}:{key[1]}@{adapter_fingerprint(folder)}"
+                    content = adapter_fingerprint(folder)
+                    name = f"{len(key[1])}:{key[1]}@{content};{self._settings}"
                 except (LayoutError, OSError) as exc:
                     why = f"cannot be read ({exc})"
             known = self._remember(key, version, name, why)
