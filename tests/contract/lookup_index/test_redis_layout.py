@@ -90,6 +90,19 @@ async def test_what_another_replica_wrote_is_read(index: RedisIndex, raw: redis.
     assert await index.holders("acme", [CHUNK]) == [[Holder("a", "sidecar", "disk", 99)]]
 
 
+@pytest.mark.parametrize("kind", ["store", "remove"])
+async def test_an_event_of_an_earlier_life_leaves_a_later_one_alone(
+    index: RedisIndex, raw: redis.Redis, kind: str
+) -> None:
+    """It was let in before the later life began, and arrives after that life's own events."""
+    await put(index)
+    later = pack_holder(StoredHolder(number_of(raw), 9, 5, "disk"))
+    raw.hset(KEY, CHUNK, later)
+    event = IndexEvent(kind, "acme", CHUNK, "hot", 5)  # type: ignore[arg-type]
+    await index.apply("acme", EventBatch("a", 7, 1, [event]))
+    assert raw.hget(KEY, CHUNK) == later
+
+
 @pytest.mark.parametrize("kind", ["empty", "short", "cut", "other number", "long"])
 async def test_foreign_bytes_hold_nothing(index: RedisIndex, raw: redis.Redis, kind: str) -> None:
     await put(index)

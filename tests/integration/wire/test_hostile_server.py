@@ -258,14 +258,15 @@ async def test_a_put_that_nobody_reads_ends_at_its_deadline() -> None:
     arena.check_empty()
 
 
-async def test_wrong_numbers_of_booleans_are_refused() -> None:
+@pytest.mark.parametrize("present", [[], [True], [True, False, True]])
+async def test_wrong_numbers_of_booleans_are_refused(present: list[bool]) -> None:
     async def behave(raw: RawConnection) -> None:
         await answer_hello(raw)
         header, _, _ = await raw.read()
-        await raw.say(header.correlation_id, messages.ContainsOk([True]))
+        await raw.say(header.correlation_id, messages.ContainsOk(present))
 
     async with hostile_server(behave) as port, client_of(port) as client:
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ProtocolError, match="one boolean per key"):
             await client.contains(keys_of(1, 2))
 
 

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from lmcache_core.wire.messages import Put, PutOk, build_frame
 from lmcache_core.wire.served import ServerLimits
+from lmcache_core.wire.stream import paced
 from lmcache_storage.chunks import receive_record
 from lmcache_storage.problems import SlowClientError
 from starlette.requests import Request
@@ -32,6 +33,14 @@ PIECE_BYTES = 64 << 10
 def record_of(num_bytes: int) -> tuple[bytes, bytes]:
     chunk = make_chunk("a", payload=bytes(num_bytes))
     return chunk.head, bytes(num_bytes)
+
+
+async def test_bytes_that_came_before_buy_a_stalled_sender_no_time() -> None:
+    async with asyncio.timeout(BOUND_S) as bound:
+        with pytest.raises(TimeoutError):
+            async with paced(lambda num_bytes: 0.01 + num_bytes * BOUND_S, lambda: 1_000):
+                await asyncio.Event().wait()
+    assert not bound.expired()
 
 
 async def test_a_stalled_put_over_lm() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from lmcache_broker.peers import pulls
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
+from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.transfers import scheduler as module
 from lmcache_core.p2p.messages import ChunkHolders, TransferResponse
 from lmcache_core.security import Principal, TicketVerifier
@@ -150,6 +151,32 @@ async def test_who_gives_up_takes_no_place(office: Office) -> None:
     await office.end(first, "r1")
     await asyncio.sleep(0.1)
     assert office.directory.get(ACME, "a").num_pulls == MAX_PULLS - 1
+
+
+async def test_who_gives_up_while_it_is_served_takes_no_place(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await office.ask("r1")
+    await office.ask("r2")
+    waiting = await office.queue("r3")
+    refresh, num_refreshed = PeerRegistry.refresh, 0
+
+    async def giving_up(registry: PeerRegistry) -> None:
+        nonlocal num_refreshed
+        num_refreshed += 1
+        if num_refreshed == 2:  # the queue was looked at, and a place is about to be given
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await refresh(registry)
+
+    monkeypatch.setattr(PeerRegistry, "refresh", giving_up)
+    await office.end(first, "r1")
+    async with asyncio.timeout(60):
+        await asyncio.gather(waiting, return_exceptions=True)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert num_refreshed == 2
+    assert len((await office.ask("r4", wait_ms=0)).assignments) == 1
 
 
 async def test_nobody_ends_another_ones_pull(office: Office) -> None:

@@ -14,6 +14,7 @@ from lmcache_core.storage.remote.http import (
     BATCH_KEYS,
     FEW_KEYS,
     LARGE_RECORD_BYTES,
+    MAX_JSON_BYTES,
     HttpBackend,
     RecordStream,
 )
@@ -107,6 +108,12 @@ async def test_fields_of_a_later_version_are_passed_over() -> None:
 async def test_what_is_no_answer_is_an_error_of_ours(answer: bytes) -> None:
     with pytest.raises(UnavailableError, match=r"contains was not answered|keys were answered"):
         await contains(answer)
+
+
+async def test_an_answer_without_end_is_not_read_to_it() -> None:
+    padding = b" " * (2 * MAX_JSON_BYTES)
+    with pytest.raises(UnavailableError, match="an answer of more than"):
+        await contains(b'{"present": [true]' + padding + b"}")
 
 
 async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:

@@ -242,6 +242,19 @@ async def test_a_ticket_that_nobody_speaks_about_is_forgotten() -> None:
         assert w.stage("old") == Staged(True, ())
 
 
+async def test_a_ticket_that_is_polled_outlives_one_that_is_not() -> None:
+    chain = chain_of(range(2))
+    async with world() as w:
+        w.make_hot(names_of(chain.keys_of_rank(0)))
+        w.stage("polled", chain)
+        w.now = STAGE_LEASE_S - 1
+        w.stage("polled")
+        w.now = STAGE_LEASE_S + 1
+        w.staging.run(w.staging.expire())
+        assert w.staging.num_tickets == 1
+        assert w.stage("polled").tiers == (b"\1\1",)
+
+
 async def test_a_client_has_a_bounded_number_of_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_module, "MAX_TICKETS", 3)
     chain = chain_of(range(2))
