@@ -193,5 +193,5 @@ def test_no_restarted_engine_finds_kv_that_it_would_not_compute(tmp_path: Path) 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_hundred_thousand_restarts(tmp_path: Path, seed: int) -> None:
     num_found, num_shared = restart(tmp_path, 100 + seed, 5000)
-    assert num_found > 1000
+    assert num_found > 500
     assert num_shared > 50
