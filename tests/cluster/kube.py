@@ -182,7 +182,7 @@ class Cluster:
             text
             for plural in ("deployments", "statefulsets")
             for one in self.items(self.path(plural, api="apis/apps/v1"))
-            if (text := shortfall(one))
+            if (text := shortfall(plural, one))
         ]
         missing += [
             f"{name_of(pod)} is ending" for pod in pods if pod["metadata"].get("deletionTimestamp")
@@ -521,11 +521,16 @@ def stuck(pods: Iterable[Manifest]) -> str:
     )
 
 
-def shortfall(workload: Manifest) -> str:
-    """Return how a Deployment or StatefulSet differs from its specification, "" if it does not."""
+def shortfall(plural: str, workload: Manifest) -> str:
+    """Return how a workload differs from its specification, "" if it does not.
+
+    Args:
+        plural: Of its kind: an API server's lists name the kind in none of their items.
+        workload: An object of `deployments` or `statefulsets`.
+    """
     status, wanted = workload["status"], workload["spec"].get("replicas", 1)
     counts = {name: status.get(name, 0) for name in ("replicas", "readyReplicas")}
-    if workload["kind"] == "Deployment":
+    if plural == "deployments":
         counts["updatedReplicas"] = status.get("updatedReplicas", 0)
     is_seen = status.get("observedGeneration", 0) >= workload["metadata"]["generation"]
     is_new = status.get("currentRevision") == status.get("updateRevision")
