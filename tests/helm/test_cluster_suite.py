@@ -171,6 +171,26 @@ def test_the_policies_let_the_traffic_through(rendering: Rendering) -> None:
         assert any(selects(peer["podSelector"]) for peer in peers), component
 
 
+def test_a_plain_deployment_has_shared_memory_as_the_chart_s(rendering: Rendering) -> None:
+    """vLLM does not start with the 64 MiB that Kubernetes gives."""
+
+    def shared_memory(spec: Manifest) -> list[tuple[Manifest, Manifest]]:
+        volumes = {one["name"]: one for one in spec.get("volumes", [])}
+        return [
+            (mount, volumes[mount["name"]])
+            for one in spec["containers"]
+            for mount in one.get("volumeMounts", [])
+            if mount["mountPath"] == "/dev/shm"
+        ]
+
+    deployment = manifests.plain_deployment("vllm")
+    model = rendering.get("Deployment", names.MODEL_SERVICE.removeprefix(f"{names.BASE}-"))
+    ours = shared_memory(model["spec"]["template"]["spec"])
+    assert ours
+    for made in (deployment["spec"]["template"], manifests.plain_pod(deployment)):
+        assert shared_memory(made["spec"]) == ours
+
+
 def test_a_plain_deployment_is_injected(rendering: Rendering, tmp_path: Path) -> None:
     template = manifests.plain_deployment("registry.example.com/a/lmcache-vllm-cpu-tiny:1.2")
     document = {"apiVersion": "v1", "kind": "Pod", **template["spec"]["template"]}
