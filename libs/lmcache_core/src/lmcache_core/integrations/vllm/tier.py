@@ -408,11 +408,13 @@ def _identity(vllm_config: Any, kv_cache_config: Any, tier: dict[str, Any]) -> s
     """Return text that differs if equal tokens have other KV, for a tier that does not say; None if
     the KV cannot be shared.
     """
-    try:
-        return str(tier.get("identity") or _identity_of(vllm_config, kv_cache_config))
-    except LayoutError as exc:
-        logger.error("KV stays in vLLM's host memory: reason=%s", exc)
-        return None
+    # What a newer vLLM calls otherwise fails here: it must not end the engine.
+    with DegradingGuard(Counters(), raised=(ConfigError, ValueError))("identity"):
+        try:
+            return str(tier.get("identity") or _identity_of(vllm_config, kv_cache_config))
+        except LayoutError as exc:
+            logger.error("KV stays in vLLM's host memory: reason=%s", exc)
+    return None
 
 
 def _identity_of(vllm_config: Any, kv_cache_config: Any) -> str:
