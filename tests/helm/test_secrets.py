@@ -86,6 +86,7 @@ RESOURCES = {
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
+    "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
     "batch/v1": {"jobs": "Job", "cronjobs": "CronJob"},
     "rbac.authorization.k8s.io/v1": {
         "roles": "Role",
@@ -115,7 +116,7 @@ def discovery() -> dict[str, Manifest]:
             "groupVersion": group_version,
             "resources": listed,
         }
-        version = {"groupVersion": group_version, "version": "v1"}
+        version = {"groupVersion": group_version, "version": group_version.rpartition("/")[2]}
         groups.append(
             {
                 "name": group_version.partition("/")[0],
