@@ -105,6 +105,11 @@ def test_the_suite_s_rules_hold(rendering: Rendering) -> None:
     assert len(reached) > 8
 
 
+@pytest.mark.parametrize("component", ["lookup", "broker"])
+def test_redis_on_a_busy_machine_is_waited_for(rendering: Rendering, component: str) -> None:
+    assert rendering.config(component)["redis_timeout_ms"] == 1000
+
+
 def test_every_object_is_found_by_its_label(rendering: Rendering) -> None:
     key, _, value = names.INSTANCE.partition("=")
     labels = [one["metadata"]["labels"].get(key) for one in rendering.manifests]
