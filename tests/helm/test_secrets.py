@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +20,8 @@ import pytest
 import yaml
 from lmcache_core.security import TokenTable, read_ticket_keys
 
-from tests.helm.conftest import SET_REGISTRY, both_helms
 from tests.fixtures.http_server import Handler, served
+from tests.helm.conftest import SET_REGISTRY, both_helms
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering

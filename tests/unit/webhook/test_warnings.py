@@ -14,8 +14,8 @@ from lmcache_webhook.settings import TenantEntry, WebhookSettings
 
 from tests.fixtures.pods import Pod, container, plain, pod
 
-OWN = {"name": "default", "namespaces": ["cache"]}
-TEAM = {"name": "a", "namespaces": ["team-a"]}
+OWN: dict[str, object] = {"name": "default", "namespaces": ["cache"]}
+TEAM: dict[str, object] = {"name": "a", "namespaces": ["team-a"]}
 
 
 async def answered(document: Pod, namespace: str, *tenants: dict[str, object]) -> AdmissionResponse:
