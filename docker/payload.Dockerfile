@@ -15,10 +15,11 @@ RUN for minor in 11 12 13 14; do \
 COPY libs/lmcache_core libs/lmcache_core
 COPY kernels kernels
 COPY docker/payload_install.py /payload/install
-# Our packages and nothing else: whatever lies here comes before what vLLM brings.
+# Our packages and nothing else: whatever lies here comes before what vLLM brings. A checkout may be readable for its owner alone.
 RUN pip install --no-cache-dir --no-compile --no-deps --target /payload/python ./libs/lmcache_core ./kernels \
     && mv /payload/bundled /payload/python/lmcache_core/bundled \
-    && python /payload/install --stamp
+    && python /payload/install --stamp \
+    && chmod -R a+rX /payload
 
 FROM python:3.12-slim
 LABEL org.opencontainers.image.title="lmcache-payload" \

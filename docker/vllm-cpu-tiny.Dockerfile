@@ -16,7 +16,8 @@ RUN pip --python /opt/vllm/bin/python install --no-cache-dir -c constraints.txt 
 
 COPY tests/vllm/models.py tests/vllm/pictures.py tests/vllm/
 COPY docker/tiny_model.py docker/
-RUN PYTHONPATH=/src /opt/vllm/bin/python docker/tiny_model.py /opt/model
+# safetensors writes for its owner alone, which is root here and not the image's user.
+RUN PYTHONPATH=/src /opt/vllm/bin/python docker/tiny_model.py /opt/model && chmod -R a+rX /opt/model
 
 FROM python:3.12-slim
 LABEL org.opencontainers.image.title="lmcache-vllm-cpu-tiny" \

@@ -145,7 +145,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the state of every pod, warnings and logs to the report of a failure."""
+    """Add the state of every pod, warnings and logs to the report of a failure, and print both:
+    pytest's own report comes at the end of the whole run.
+    """
     report = yield
     if report.failed:
         try:
@@ -153,6 +155,7 @@ def pytest_runtest_makereport(
         except ClusterError as exc:
             text = f"cannot be described: {exc}"
         report.sections.append((f"namespace {NAMESPACE}", text))
+        progress(f"{item.name} failed: {report.longreprtext}\n{text}")
     return report
 
 

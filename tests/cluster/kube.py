@@ -19,6 +19,9 @@ from tests.cluster.waiting import ClusterError, progress, wait_until
 Manifest = dict[str, Any]
 
 CALL_TIMEOUT_S = 30
+READ_TRIES = 4
+"""How often what only reads is asked in all: a busy API server leaves a call without an answer."""
+READ_PAUSE_S = 2.0
 PAGE = 500
 EXEC_TIMEOUT_S = 150
 OWN = "lmcache-cluster-test"
@@ -48,6 +51,10 @@ class ApiError(ClusterError):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class NoAnswerError(ClusterError):
+    """The API server did not answer a call, or not to its end."""
 
 
 class Cluster:
@@ -94,12 +101,29 @@ class Cluster:
         query: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Any:
-        """Make one call; return its JSON, or text where the API has text.
+        """Make one call; return its JSON, or text where the API has text. One that only reads is
+        made again if it is not answered.
 
         Raises:
             ApiError: It was refused.
-            ClusterError: It was not answered.
+            NoAnswerError: It was not answered.
         """
+        for _ in range(READ_TRIES - 1 if method == "GET" else 0):
+            try:
+                return self._call(method, path, body, query, content_type)
+            except NoAnswerError as exc:
+                progress(f"asked again: {exc}")
+                time.sleep(READ_PAUSE_S)
+        return self._call(method, path, body, query, content_type)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Manifest | None,
+        query: Mapping[str, Any] | None,
+        content_type: str,
+    ) -> Any:
         try:
             response = self._api.call_api(
                 path,
@@ -117,7 +141,7 @@ class Cluster:
             text = str(exc.body)[:1000]
             raise ApiError(exc.status, f"{method} {path}: {exc.status}: {text}") from exc
         except HTTPError as exc:
-            raise ClusterError(f"{method} {path}: no answer: {exc}") from exc
+            raise NoAnswerError(f"{method} {path}: no answer: {exc}") from exc
         if "json" in response.headers.get("content-type", ""):
             return json.loads(text)
         return text
@@ -182,7 +206,7 @@ class Cluster:
             text
             for plural in ("deployments", "statefulsets")
             for one in self.items(self.path(plural, api="apis/apps/v1"))
-            if (text := shortfall(one))
+            if (text := shortfall(plural, one))
         ]
         missing += [
             f"{name_of(pod)} is ending" for pod in pods if pod["metadata"].get("deletionTimestamp")
@@ -521,11 +545,16 @@ def stuck(pods: Iterable[Manifest]) -> str:
     )
 
 
-def shortfall(workload: Manifest) -> str:
-    """Return how a Deployment or StatefulSet differs from its specification, "" if it does not."""
+def shortfall(plural: str, workload: Manifest) -> str:
+    """Return how a workload differs from its specification, "" if it does not.
+
+    Args:
+        plural: Of its kind: an API server's lists name the kind in none of their items.
+        workload: An object of `deployments` or `statefulsets`.
+    """
     status, wanted = workload["status"], workload["spec"].get("replicas", 1)
     counts = {name: status.get(name, 0) for name in ("replicas", "readyReplicas")}
-    if workload["kind"] == "Deployment":
+    if plural == "deployments":
         counts["updatedReplicas"] = status.get("updatedReplicas", 0)
     is_seen = status.get("observedGeneration", 0) >= workload["metadata"]["generation"]
     is_new = status.get("currentRevision") == status.get("updateRevision")

@@ -17,6 +17,7 @@ STOP_FILE = "/tmp/stop"
 STRANGER = "cluster-test-stranger"
 ALONE = "cluster-test-alone"
 PULL_SECRET = "cluster-test-pull"
+SHARED_MEMORY = "shm"
 
 Manifest = dict[str, Any]
 
@@ -136,7 +137,10 @@ def plain_deployment(
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         },
+        "volumeMounts": [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],
     }
+    # As the chart's `shmSize`: vLLM does not start with the 64 MiB that Kubernetes gives.
+    shared_memory = {"medium": "Memory", "sizeLimit": "2Gi"}
     pod = {
         "metadata": {"labels": {**labels, "lmcache.io/inject": "true"}},
         "spec": {
@@ -150,6 +154,7 @@ def plain_deployment(
             "terminationGracePeriodSeconds": 120,
             "imagePullSecrets": [{"name": pull_secret}] if pull_secret else [],
             "containers": [container],
+            "volumes": [{"name": SHARED_MEMORY, "emptyDir": shared_memory}],
         },
     }
     return {

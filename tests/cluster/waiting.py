@@ -9,7 +9,8 @@ from collections.abc import Callable
 POLL_S = 2.0
 REPORT_EVERY_S = 10.0
 START_TIMEOUT_S = 900
-DELETE_TIMEOUT_S = 300
+DELETE_TIMEOUT_S = 600
+"""Kubernetes deletes a namespace minutes after its last pod if one had a long grace period."""
 LIST_ALL_S = 10.0
 """Pause between two lists of all objects."""
 REVIEW_S = 0.5

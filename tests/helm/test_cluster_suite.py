@@ -105,6 +105,11 @@ def test_the_suite_s_rules_hold(rendering: Rendering) -> None:
     assert len(reached) > 8
 
 
+@pytest.mark.parametrize("component", ["lookup", "broker"])
+def test_redis_on_a_busy_machine_is_waited_for(rendering: Rendering, component: str) -> None:
+    assert rendering.config(component)["redis_timeout_ms"] == 1000
+
+
 def test_every_object_is_found_by_its_label(rendering: Rendering) -> None:
     key, _, value = names.INSTANCE.partition("=")
     labels = [one["metadata"]["labels"].get(key) for one in rendering.manifests]
@@ -169,6 +174,26 @@ def test_the_policies_let_the_traffic_through(rendering: Rendering) -> None:
             if not peer.get("namespaceSelector")
         ]
         assert any(selects(peer["podSelector"]) for peer in peers), component
+
+
+def test_a_plain_deployment_has_shared_memory_as_the_chart_s(rendering: Rendering) -> None:
+    """vLLM does not start with the 64 MiB that Kubernetes gives."""
+
+    def shared_memory(spec: Manifest) -> list[tuple[Manifest, Manifest]]:
+        volumes = {one["name"]: one for one in spec.get("volumes", [])}
+        return [
+            (mount, volumes[mount["name"]])
+            for one in spec["containers"]
+            for mount in one.get("volumeMounts", [])
+            if mount["mountPath"] == "/dev/shm"
+        ]
+
+    deployment = manifests.plain_deployment("vllm")
+    model = rendering.get("Deployment", names.MODEL_SERVICE.removeprefix(f"{names.BASE}-"))
+    ours = shared_memory(model["spec"]["template"]["spec"])
+    assert ours
+    for made in (deployment["spec"]["template"], manifests.plain_pod(deployment)):
+        assert shared_memory(made["spec"]) == ours
 
 
 def test_a_plain_deployment_is_injected(rendering: Rendering, tmp_path: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import kubernetes_validate
 import pytest
 
 from tests.helm import extensions
-from tests.helm.conftest import MODEL, MODELS, both_helms
+from tests.helm.conftest import MODEL, MODELS, both_helms, parsed
 from tests.helm.queries import selectors
+from tests.helm.test_secrets import OWNER, FakeCluster, kubeconfig, run_against
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.helm.conftest import Chart, Manifest
 
+__all__ = ["kubeconfig"]
 SCALED = dict.fromkeys(("lookup", "broker", "vllm-tiny"), "Deployment") | {"storage": "StatefulSet"}
 CONTAINERS = {"storage": "storage", "lookup": "lookup", "broker": "broker", "vllm-tiny": "vllm"}
 HPA: Manifest = {
@@ -63,7 +68,71 @@ def test_each_component_has_one_and_it_alone_sets_replicas(
             "kind": SCALED[name],
             "name": f"cache-lmcache-{name}",
         }
-        assert "replicas" not in rendering.get(SCALED[name], name)["spec"]
+        least = spec.get("minReplicas") or spec["minReplicaCount"]
+        assert rendering.get(SCALED[name], name)["spec"]["replicas"] == least
+
+
+SCALED_BY = {
+    "helm": [{"manager": "helm", "operation": "Apply"}],
+    "autoscaler": [
+        {"manager": "helm", "operation": "Apply"},
+        {"manager": "kube-controller-manager", "operation": "Update", "subresource": "status"},
+        {"manager": "kube-controller-manager", "operation": "Update", "subresource": "scale"},
+    ],
+    "nobody": None,
+}
+"""Managers of a workload's fields, as an API server lists them."""
+
+
+@both_helms
+@pytest.mark.parametrize(
+    ("live", "scaled_by", "number"),
+    [
+        (None, "nobody", 2),
+        (1, "helm", 2),
+        (2, "helm", 2),
+        (10, "helm", 10),
+        (10, "nobody", 10),
+        (3, "autoscaler", 3),
+        (1, "autoscaler", 1),
+        (0, "autoscaler", 0),
+    ],
+)
+def test_an_upgrade_to_an_autoscaler_ends_no_pods(
+    chart: Chart, kubeconfig: Path, helm: str, live: int | None, scaled_by: str, number: int
+) -> None:
+    """A field that goes would become 1. Nor is a number that scaling has set overwritten, which
+    Helm 4 would be refused for.
+    """
+    for name, kind in SCALED.items():
+        if live is not None:
+            (found,) = [one for one in chart.render(MODELS).workloads() if is_of(one, kind, name)]
+            metadata = found["metadata"] | {"annotations": OWNER}
+            if SCALED_BY[scaled_by] is not None:
+                metadata["managedFields"] = SCALED_BY[scaled_by]
+            changed = {"metadata": metadata, "spec": found["spec"] | {"replicas": live}}
+            FakeCluster.objects[f"{kind.lower()}s/{metadata['name']}"] = found | changed
+    values = HPA | {
+        f"{name}.autoscaling.minReplicas": 2 for name in ("storage", "lookup", "broker")
+    }
+    values["modelDefaults.autoscaling.minReplicas"] = 2
+    words = [f"{name}={json.dumps(value)}" for name, value in values.items()]
+    answer = run_against(
+        chart, kubeconfig, helm, *(w for one in words for w in ("--set-json", one))
+    )
+    assert answer.returncode == 0, answer.stderr
+    workloads = [one for one in parsed(answer.stdout) if one["kind"] in set(SCALED.values())]
+    numbers = {
+        name: one["spec"].get("replicas")
+        for name, kind in SCALED.items()
+        for one in workloads
+        if is_of(one, kind, name)
+    }
+    assert numbers == dict.fromkeys(SCALED, number)
+
+
+def is_of(workload: Manifest, kind: str, name: str) -> bool:
+    return (workload["kind"], workload["metadata"]["name"]) == (kind, f"cache-lmcache-{name}")
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])

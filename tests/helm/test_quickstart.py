@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.helm.conftest import REPOSITORY, Rendering, both_helms, parsed
 
 if TYPE_CHECKING:
@@ -126,3 +128,17 @@ def test_kubectl_has_every_flag_of_the_commands_to_paste(helms: dict[str, Path])
         usage = told(*verb.split(), "--help") + general
         for flag in re.findall(r"(?<=\s)--?[a-z][\w-]*", f" {arguments}"):
             assert re.search(rf"(?:^|\s){flag}[ ,=]", usage, re.MULTILINE), f"{verb} {flag}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "helm/lmcache/README.md"])
+def test_the_chart_s_dependency_is_built_before_it_is_installed(name: str) -> None:
+    """A clone has no `charts` folder, without which Helm ends."""
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    assert text.index("\nhelm dependency build helm/lmcache\n") < text.index("\nhelm install ")
+
+
+@pytest.mark.parametrize("text", [README, BESIDE], ids=["README", "quickstart"])
+def test_the_webhook_serves_before_a_pod_asks_for_it(text: str) -> None:
+    """Else the pod starts without, and nobody is told."""
+    waits = text.index("\nkubectl -n my-models rollout status deployment cache-lmcache-webhook\n")
+    assert text.index("\nhelm install ") < waits < text.index("\nkubectl -n my-models patch ")

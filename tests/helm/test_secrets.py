@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +20,8 @@ import pytest
 import yaml
 from lmcache_core.security import TokenTable, read_ticket_keys
 
-from tests.helm.conftest import SET_REGISTRY, both_helms
 from tests.fixtures.http_server import Handler, served
+from tests.helm.conftest import SET_REGISTRY, both_helms
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -86,6 +85,7 @@ RESOURCES = {
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
+    "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
     "batch/v1": {"jobs": "Job", "cronjobs": "CronJob"},
     "rbac.authorization.k8s.io/v1": {
         "roles": "Role",
@@ -115,7 +115,7 @@ def discovery() -> dict[str, Manifest]:
             "groupVersion": group_version,
             "resources": listed,
         }
-        version = {"groupVersion": group_version, "version": "v1"}
+        version = {"groupVersion": group_version, "version": group_version.rpartition("/")[2]}
         groups.append(
             {
                 "name": group_version.partition("/")[0],

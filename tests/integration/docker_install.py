@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -27,7 +28,7 @@ from pathlib import Path
 import hcl2
 import pytest
 
-from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, ignored, parse
+from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, ignored, parse, unreadable
 from tests.fixtures.sealed import USER, can_seal, protect, sealed
 
 SERVICES = {
@@ -146,10 +147,25 @@ def test_the_test_image_makes_its_model() -> None:
     assert all((REPOSITORY / name).is_file() and not ignored(name) for name in copied)
     assert final.all("USER") == [f"{USER}:{USER}"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "docker/tiny_model.py", f"{folder}/model"]
-        env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)}
-        subprocess.run(command, cwd=REPOSITORY, env=env, check=True, timeout=120)
-        made = {path.name for path in Path(folder, "model").iterdir()}
+        model = Path(folder, "model")
+        (command,) = [one for one in build.all("RUN") if "tiny_model.py" in one]
+        for there, here in (
+            ("/opt/vllm/bin/python", sys.executable),
+            ("/opt/model", str(model)),
+            ("/src", str(REPOSITORY)),
+        ):
+            command = command.replace(there, shlex.quote(here))
+        env = {"PATH": os.environ["PATH"]}
+        subprocess.run(
+            ["/bin/sh", "-c", command],
+            cwd=REPOSITORY,
+            env=env,
+            check=True,
+            timeout=120,
+            umask=0o022,
+        )
+        made = {path.name for path in model.iterdir()}
+        assert unreadable(model) == []
     assert made >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
@@ -207,6 +223,7 @@ def test_the_image_installs_and_starts(image: str, house: Path) -> None:
     assert f"./services/{SERVICES[service]}" in stage.all("RUN")[-1]
     build.run(stage)
     tree = house / VENV.lstrip("/")
+    assert unreadable(tree) == []
     binaries = tree / "bin"
     version = build.shell([str(binaries / f"lmcache-{service}"), "--version"])
     assert version.startswith(f"lmcache-{service} 0.1.0")
@@ -246,6 +263,7 @@ def test_the_payload_installs_into_a_volume(house: Path) -> None:
     build = Build(house)
     build.run(parse(REPOSITORY / "docker" / "payload.Dockerfile")[0])
     tree, volume = house / PAYLOAD.lstrip("/"), house / "volume"
+    assert unreadable(tree) == []
     volume.mkdir()
     size = BASE_MB + megabytes(tree)
     print(

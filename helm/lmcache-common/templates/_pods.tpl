@@ -158,10 +158,27 @@ lifecycle:
 {{- end -}}
 {{- end -}}
 
-{{/* The field of a workload, left out if the value is null: then `kubectl scale` or an autoscaler owns it. Takes: the value. */}}
+{{/*
+The number of a workload's pods, as its field; nothing if it is null: then `kubectl scale` owns it.
+
+With an autoscaler it is the number that the workload has. A field that an upgrade leaves out becomes 1, which would end all other pods
+before the autoscaler has looked. It is never another number than one that was set by scaling (the subresource), since Helm 4 refuses to
+overwrite that. Without a cluster to look at it is the least number.
+Takes: root, kind, component or name, values (replicaCount, autoscaling where it has one).
+*/}}
 {{- define "lmcache-common.replicas" -}}
-{{- if not (kindIs "invalid" .) -}}
-replicas: {{ int . }}
+{{- $scaling := default dict .values.autoscaling -}}
+{{- if $scaling.enabled -}}
+{{- $name := default (include "lmcache-common.componentName" .) .name -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace $name | default dict -}}
+{{- $number := int (dig "spec" "replicas" $scaling.minReplicas $live) -}}
+{{- $isScaled := false -}}
+{{- range dig "metadata" "managedFields" list $live -}}
+{{- $isScaled = or $isScaled (eq (default "" .subresource) "scale") -}}
+{{- end -}}
+replicas: {{ ternary $number (max $number (int $scaling.minReplicas)) $isScaled }}
+{{- else if not (kindIs "invalid" .values.replicaCount) -}}
+replicas: {{ int .values.replicaCount }}
 {{- end -}}
 {{- end -}}
 

@@ -9,7 +9,7 @@ kind: Deployment
 metadata:
   {{- include "lmcache-common.metadata" . | nindent 2 }}
 spec:
-  {{- with include "lmcache-common.replicas" (ternary nil .values.replicaCount .values.autoscaling.enabled) }}
+  {{- with include "lmcache-common.replicas" (merge (dict "kind" "Deployment") .) }}
   {{- . | nindent 2 }}
   {{- end }}
   {{- with include "lmcache-common.updateStrategy" .values.updateStrategy }}

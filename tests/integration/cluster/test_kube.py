@@ -234,6 +234,23 @@ def test_commands_are_run_in_pods(api: ClusterApi, cluster: Cluster) -> None:
         cluster.execute("a", "main", ["touch", "/tmp/stop"])
 
 
+def test_what_only_reads_is_asked_again(
+    api: ClusterApi, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as there is hope; what changes something may have done so."""
+    monkeypatch.setattr(kube, "READ_PAUSE_S", 0.0)
+    api.put(f"{PODS}/a", status=READY)
+    api.half_answers = kube.READ_TRIES - 1
+    assert [kube.name_of(pod) for pod in cluster.pods()] == ["a"]
+    api.half_answers = kube.READ_TRIES
+    with pytest.raises(ClusterError, match=f"GET {PODS}: no answer"):
+        cluster.pods()
+    api.half_answers = 1
+    with pytest.raises(ClusterError, match=f"POST {NAMESPACE}/configmaps: no answer"):
+        cluster.create("configmaps", {"metadata": {"name": "c"}})
+    assert api.calls == [("POST", f"{NAMESPACE}/configmaps")]
+
+
 def test_workloads_are_scaled(api: ClusterApi, cluster: Cluster) -> None:
     made = api.put(f"{APPS}/statefulsets/storage", spec={"replicas": 1})
     cluster.scale("statefulsets", "storage", 3)
@@ -412,5 +429,6 @@ def test_a_failure_shows_events_and_logs_and_cleans_up(api: ClusterApi, tmp_path
         "Pod/bad x3 Failed: no such Secret",
     ):
         assert text in answer.stdout
+        assert text in answer.stderr, "when it happens, not only at the end"
     assert api.calls.count(("DELETE", mine)) == 2, "before and after"
     assert not [path for path in api.objects if path.startswith(mine)]

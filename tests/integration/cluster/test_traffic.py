@@ -196,6 +196,19 @@ def test_a_result_is_missed_only_where_that_is_allowed() -> None:
     assert failed.startswith("lookup: 1 of 12 calls failed"), "a failure is more than a miss"
 
 
+def test_a_few_lookups_may_be_degraded_at_any_time() -> None:
+    """No share of anything else is: a chunk that was acknowledged is there."""
+    for num_degraded, problems in (
+        (0, []),
+        (2, []),
+        (3, ["lookup: 3 of 100 calls degraded, at most 2% may be"]),
+    ):
+        calls = {"ok": 100 - num_degraded, "degraded": num_degraded}
+        assert Report({"lookup": calls}).problems(["lookup"]) == problems
+    for kind, outcome in (("get", "missed"), ("put", "refused"), ("lookup", "failed")):
+        assert Report({kind: {"ok": 9999, outcome: 1}}).problems([kind])
+
+
 def test_traffic_that_did_not_happen_is_no_success(tmp_path: Path) -> None:
     report = Report({"get": {"ok": 9, "wrong": 1}, "put": {"ok": 3, "refused": 40}})
     assert report.problems(["put", "get", "lookup"]) == [

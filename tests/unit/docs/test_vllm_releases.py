@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from lmcache_core.integrations.vllm.releases import LEAST, text_of
 
 from tests.unit.docs.pages import PAGES, ROOT, name_of
 
@@ -30,6 +31,12 @@ def test_those_that_are_named_are_run(name: str) -> None:
 def test_no_older_release_is_promised(place: Path) -> None:
     found = PROMISE.findall(place.read_text(encoding="utf-8"))
     assert set(found) <= set(RELEASES[:1])
+
+
+@pytest.mark.parametrize("name", ["vllm.md", "injection.md"])
+def test_the_least_release_is_the_code_s(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert set(PROMISE.findall(text)) == {text_of(LEAST)}
 
 
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "helm/lmcache/README.md"])

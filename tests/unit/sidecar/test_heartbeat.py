@@ -22,7 +22,12 @@ from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_sidecar import metrics
-from lmcache_sidecar.heartbeat import MAX_SAMPLED_CHUNKS, ExclusiveBytes, heartbeat_figures
+from lmcache_sidecar.heartbeat import (
+    MAX_SAMPLED_CHUNKS,
+    ExclusiveBytes,
+    OwnLoad,
+    heartbeat_figures,
+)
 from lmcache_sidecar.holders import Holders
 
 from tests.fixtures.local_chunks import local_chunks
@@ -173,3 +178,14 @@ def test_of_many_peers_those_that_sent_last_are_told() -> None:
     assert len(found) == MAX_COUNTED_PEERS
     assert found["often"] == MAX_COUNTED_PEERS + 2
     assert "p0" not in found
+
+
+def test_the_load_is_the_sidecar_s_own() -> None:
+    """An idle one has none on a machine without an idle processor."""
+    now_s, used_s = 100.0, 7.0
+    load = OwnLoad(lambda: now_s, lambda: used_s)
+    loads = [load()]
+    for passed_s, busy_s in ((10.0, 0.0), (10.0, 2.5), (0.5, 0.5), (9.5, 4.5), (10.0, 17.0)):
+        now_s, used_s = now_s + passed_s, used_s + busy_s
+        loads.append(load())
+    assert loads == [0.0, 0.0, 0.25, 0.25, 0.5, 1.0]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lmcache_core.integrations.vllm.releases import too_old
 from lmcache_webhook.injection.command_line import OPTION
 from lmcache_webhook.injection.sidecar import transfer_config
 
@@ -31,3 +32,7 @@ def test_the_words_for_scripts_are_the_argument() -> None:
     assert all(
         word.isascii() and not set(word) & set(" '\"$\\`{}[]*?;&|()<>#~!") for word in words
     ), "plain in any quotes"
+
+
+def test_the_page_says_what_an_older_vllm_is_told() -> None:
+    assert f"`{too_old('0.11.0')}`" in PAGE.read_text()

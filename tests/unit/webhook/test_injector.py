@@ -12,6 +12,7 @@ from typing import Any
 import jsonpatch
 import kubernetes_validate
 import pytest
+from lmcache_core.integrations.vllm import releases
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.injection.injector import PodReview, review_pod
@@ -24,10 +25,12 @@ from lmcache_webhook.injection.sidecar import (
     transfer_config,
 )
 
-from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
+from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT, SHAPES, Pod, container, plain, pod
 
 KUBERNETES_VERSIONS = ("1.29", "1.33", "1.37")
 STATUS = "lmcache.io/inject-status"
+LEAST = releases.text_of(releases.LEAST)
+LEAST_WITH_TIERS = releases.text_of(releases.LEAST_WITH_TIERS)
 every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
 # Of the pod `several_containers` the second container is vLLM's.
 ENGINES = {"several_containers": 1}
@@ -702,7 +705,86 @@ def test_pods_that_cannot_have_it_are_told_why(
 
 
 def test_a_namespace_without_a_tenant_is_told_so(options: InjectionOptions) -> None:
-    assert "knows no tenant for the namespace elsewhere" in declined(options, plain(), "elsewhere")
+    assert declined(options, plain(), "elsewhere").startswith(
+        "not injected: the webhook of team-a knows no tenant for the namespace elsewhere: "
+    )
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "vllm/vllm-openai:v0.11.0",
+        "vllm/vllm-openai:v0.11.0@sha256:" + "0" * 64,
+        "registry.example.com:5000/team/vllm-openai:v0.11.0-cu129",
+        "localhost:5000/my-vllm:0.11.0",
+        "rocm/vllm:rocm7.0.0_vllm_0.11.0_20251111",
+        "rocm/ubi:vllm-v0.11.0",
+    ],
+)
+def test_a_vllm_that_is_too_old_by_its_tag_is_declined(
+    image: str, options: InjectionOptions
+) -> None:
+    reason = declined(options, pod(container(image=image, command=["vllm", "serve", "m"])))
+    assert reason == f"not injected: vLLM 0.11.0 is older than {LEAST}"
+
+
+@pytest.mark.parametrize(
+    ("image", "release"),
+    [
+        ("vllm/vllm-openai:v0.27.0", "0.27.0"),
+        ("intel/vllm:0.10.0-xpu", "0.10.0"),
+        ("aibrix/vllm-openai:v0.6.2-distributed", "0.6.2"),
+        ("public.ecr.aws/deep-learning-containers/vllm:0.11-gpu-py312", "0.11"),
+    ],
+)
+def test_the_release_of_a_tag_is_said(image: str, release: str, options: InjectionOptions) -> None:
+    reason = declined(options, pod(container(image=image, args=["--model", "m"])))
+    assert reason == f"not injected: vLLM {release} is older than {LEAST}"
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        f"vllm/vllm-openai:v{LEAST}",
+        "vllm/vllm-openai:v0.100.0",
+        "vllm/vllm-openai:nightly",
+        "vllm/vllm-openai:nightly-0a1b2c3d4e5f60718293a4b5c6d7e8f901234567",
+        "vllm/vllm-openai:latest",
+        "vllm/vllm-openai:2025.11.3",
+        "vllm/vllm-openai",
+        "vllm/vllm-openai@sha256:" + "0" * 64,
+        "registry.example.com:5000/vllm/vllm-openai",
+        "registry.example.com:5000/vllm/vllm-openai@sha256:" + "0" * 64,
+        "registry.example.com/llm:0.3.1",
+        "ghcr.io/llm-d/llm-d:v0.2",
+        "kserve/huggingfaceserver:v0.15.0",
+        "nvcr.io/nvidia/ai-dynamo/vllm-runtime:0.7.1",
+        "lmcache/vllm-openai:v0.3.9",
+        "registry.example.com/lmcache-vllm-cpu-tiny:0.1.0",
+    ],
+)
+def test_a_tag_that_tells_no_older_vllm_is_injected(image: str, options: InjectionOptions) -> None:
+    """The last six have releases of their own."""
+    injected(options, pod(container(image=image, command=["vllm", "serve", "m"])))
+
+
+def test_vllms_own_offloading_needs_a_later_vllm(options: InjectionOptions) -> None:
+    annotations = {"lmcache.io/connector": "offloading-tier"}
+    old, new = (
+        pod(
+            container(image=f"vllm/vllm-openai:v{release}", args=["--model", "m"]),
+            annotations=annotations,
+        )
+        for release in (LEAST, LEAST_WITH_TIERS)
+    )
+    assert declined(options, old).endswith(f"is older than {LEAST_WITH_TIERS}")
+    injected(options, new)
+
+
+def test_a_container_that_names_the_connector_gets_its_module(options: InjectionOptions) -> None:
+    """Else vLLM would not start, of whatever release it is."""
+    command = ["sh", "-c", f"vllm serve m {CONNECTOR_IN_A_SCRIPT}"]
+    injected(options, pod(container(image="vllm/vllm-openai:v0.11.0", command=command)))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -33,13 +33,37 @@ from lmcache_sidecar.holders import Holders
 MAX_SAMPLED_CHUNKS: Final = 32
 """Size of the sample: each chunk that the remote tier lacks may cost one request to lookup."""
 MEASURE_INTERVAL_S: Final = 60.0
+MIN_LOAD_INTERVAL_S: Final = 1.0
+"""A shorter one says little about a heartbeat's interval."""
 
 
-def machine_load() -> float:
-    """Return the runnable processes per processor over the last minute: 0 (idle) to 1 (all
-    processors busy).
+class OwnLoad:
+    """How busy this sidecar is: the share of one processor that its process has used since it was
+    last asked. What else runs on the node does not count, for then all of its sidecars would be
+    last choices whether they work or not.
+
+    Args:
+        clock: Seconds that have passed.
+        used: Seconds of processor time that this process has used.
     """
-    return min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._clock, self._used = clock, used
+        self._last = clock(), used()
+        self._load = 0.0
+
+    def __call__(self) -> float:
+        """Return it: 0 (idle) to 1 (a processor or more)."""
+        now, used = self._clock(), self._used()
+        passed_s = now - self._last[0]
+        if passed_s >= MIN_LOAD_INTERVAL_S:
+            self._load = min(1.0, (used - self._last[1]) / passed_s)
+            self._last = now, used
+        return self._load
 
 
 def heartbeat_figures(

@@ -45,8 +45,8 @@ from lmcache_sidecar.handover.takers import PeerSource, RemoteSource, TakerSourc
 from lmcache_sidecar.heartbeat import (
     MEASURE_INTERVAL_S,
     ExclusiveBytes,
+    OwnLoad,
     heartbeat_figures,
-    machine_load,
 )
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.metrics import DESCRIBED
@@ -166,7 +166,7 @@ class SidecarNode(Node[SidecarSettings]):
                 None if first_tokens is None else first_tokens.model,
             ),
             requests,
-            machine_load,
+            OwnLoad(),
         )
         await self.opened(self.socket_server)
         owner.start(self.tasks, self.tiers.hot, self.announcer, self.counters)

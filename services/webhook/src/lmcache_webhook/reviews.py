@@ -206,7 +206,7 @@ class Reviewer:
         self.counts[outcome.verdict] += 1
         warnings = (
             [f"lmcache: {outcome.reason}"[:MAX_WARNING_CHARS]]
-            if outcome.verdict == "declined"
+            if outcome.verdict == "declined" and outcome.is_warned_of
             else None
         )
         return AdmissionAnswer(

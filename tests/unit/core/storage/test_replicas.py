@@ -16,7 +16,7 @@ from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote.base import Locate
 from lmcache_core.storage.remote.members import Members, ServerAddress
 from lmcache_core.storage.remote.rendezvous import home, ranked
-from lmcache_core.storage.remote.replicas import ReplicatedBackend
+from lmcache_core.storage.remote.replicas import MAX_PUT_TIMEOUTS, ReplicatedBackend
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.server import LmServer
 
@@ -186,6 +186,65 @@ async def test_what_one_refuses_goes_to_the_second_choice() -> None:
         for store in made.stores.values():
             store.takes = False
         assert await made.tier.batched_put([make_chunk("new")]) == [False]
+
+
+NAMES = tuple(f"s-{number}" for number in range(6))
+
+
+@pytest.mark.parametrize("num_left", [1, 2])
+async def test_a_put_tries_choice_by_choice_while_a_server_is_left(num_left: int) -> None:
+    """Some are gone, others refuse: each chunk ends at the best of those that take it."""
+    async with cluster(*NAMES) as made:
+        left = NAMES[-num_left:]
+        for name in NAMES[:-num_left:2]:
+            await made.stop(name)
+        for name in NAMES[1:-num_left:2]:
+            made.stores[name].takes = False
+        assert await made.put(KEYS) == [True] * len(KEYS)
+        for key in KEYS:
+            assert made.where(key) == [home(left, key.key.chunk_id())]
+
+
+async def test_a_put_that_every_server_refuses_is_no_failure() -> None:
+    """Though most of them are gone."""
+    async with cluster("s-0", "s-1", "s-2", "s-3") as made:
+        for name in ("s-0", "s-1", "s-2"):
+            await made.stop(name)
+        made.stores["s-3"].takes = False
+        assert await made.put(KEYS) == [False] * len(KEYS)
+
+
+async def test_a_put_that_reaches_no_server_fails() -> None:
+    async with cluster("s-0", "s-1", "s-2", "s-3") as made:
+        for name in made.stores:
+            await made.stop(name)
+        with pytest.raises(UnavailableError, match=r"s-\d: "):
+            await made.put(KEYS)
+
+
+async def test_a_put_at_servers_that_hang_ends_within_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many there are."""
+    asked: list[str] = []
+    put = LmClient.put
+
+    async def noted(
+        self: LmClient, chunks: Sequence[Chunk], timeout_s: float | None = None
+    ) -> list[bool]:
+        asked.append(str(self.server))
+        return await put(self, chunks, timeout_s)
+
+    monkeypatch.setattr(LmClient, "put", noted)
+    async with cluster(*NAMES, timeout_s=0.2) as made:
+        for store in made.stores.values():
+            store.gate = asyncio.Event()
+        with pytest.raises(UnavailableError):
+            await made.put(KEYS[:1])
+        assert 1 <= len(asked) <= MAX_PUT_TIMEOUTS
+        assert asked == ranked(NAMES, KEYS[0].key.chunk_id())[: len(asked)]
+        for store in made.stores.values():
+            store.gate.set()
 
 
 async def test_a_silent_one_costs_one_deadline_and_is_left_alone_then(

@@ -152,7 +152,7 @@ class HangingRemote:
 
 
 class LookupOf:
-    """Two peers hold the first chunk, one the third."""
+    """Two peers hold the first chunk, one of them on its disk too, and one the third."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
@@ -160,6 +160,7 @@ class LookupOf:
             key_of(HASHES[0]).key.chunk_id(): [
                 Holder("b", "sidecar", "memory", 1),
                 Holder("c", "sidecar", "memory", 1),
+                Holder("b", "sidecar", "disk", 1),
             ],
             key_of(HASHES[2]).key.chunk_id(): [Holder("c", "sidecar", "memory", 1)],
         }

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.integrations.vllm import append_missing
+from lmcache_core.integrations.vllm.fitting import fitting_connector
+from lmcache_core.integrations.vllm.releases import LEAST_WITH_TIERS
 
 if TYPE_CHECKING:
     from lmcache_core.integrations.vllm.tier import LMCacheOffloadingConnector, LMCacheTier
@@ -17,6 +19,9 @@ __all__ = ["LMCacheOffloadingConnector", "LMCacheTier"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "LMCacheOffloadingConnector":
+        append_missing()
+        return fitting_connector("lmcache_core.integrations.vllm.tier", name, LEAST_WITH_TIERS)
     if name in __all__:
         append_missing()
         from lmcache_core.integrations.vllm import tier

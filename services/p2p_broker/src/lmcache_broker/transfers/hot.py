@@ -125,7 +125,7 @@ class HotChunks:
                 heat = self._count(principal.tenant, chunk_id, now_s)
                 if depths[chunk_id] >= heat.depth:
                     heat.head, heat.depth, heat.requester = head, depths[chunk_id], requester
-                heat.num_holders = 1 + len(wanted[chunk_id].holders)
+                heat.num_holders = len({*wanted[chunk_id].holders, requester})
                 if not self._is_hot(heat, now_s):
                     continue
                 if peers is None:

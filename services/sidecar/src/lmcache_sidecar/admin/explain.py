@@ -383,7 +383,7 @@ async def _ask_lookup(
         answer = await holders.of([keys[i].key.chunk_id() for i in chain], MAX_QUESTIONS)
         for i, holding in zip(chain, answer, strict=True):
             if holding is not None:
-                peers = [holder.instance for holder in holding]
+                peers = list(dict.fromkeys(holder.instance for holder in holding))
                 found[i] = (
                     PlaceView(tier=PEER_TIER, state="present", peers=peers)
                     if peers

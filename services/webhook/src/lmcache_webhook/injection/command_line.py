@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from lmcache_core.integrations.vllm.releases import Release, too_old
+
 from lmcache_webhook.injection.connector_options import find_lmcache
 from lmcache_webhook.injection.plan import CONNECTOR, CONTAINER, REPLACE
 from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
@@ -21,6 +23,7 @@ from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
 OPTION: Final = "--kv-transfer-config"
 CONNECTOR_MODULE: Final = "lmcache_core.integrations.vllm"
 DYNAMO: Final = "dynamo.vllm"
+_DYNAMO_IMAGE: Final = "vllm-runtime"
 HUGGING_FACE: Final = "huggingfaceserver"
 """KServe's server for models of Hugging Face: module and image have this name. It runs vLLM unless
 told to use transformers.
@@ -96,7 +99,34 @@ def _includes_loopback(host: str) -> bool:
 
 
 def _image_name(container: Container) -> str:
-    return (container.image or "").partition("@")[0].rsplit("/", 1)[-1].partition(":")[0]
+    return _last_part(container).partition(":")[0]
+
+
+def _last_part(container: Container) -> str:
+    """Return an image's name with its tag, without registry, folders and digest."""
+    return (container.image or "").partition("@")[0].rsplit("/", 1)[-1]
+
+
+def refuse_old_vllm(container: Container, least: Release) -> None:
+    """Refuse a vLLM that cannot take the connector, where the image's tag tells its release. Where
+    it does not, the connector itself declines when vLLM starts.
+
+    Args:
+        container: The one that runs vLLM.
+        least: The least release that the connector is for.
+
+    Raises:
+        DeclinedError: It is older.
+    """
+    name, _, tag = _last_part(container).partition(":")
+    _, is_named, after = tag.rpartition("vllm")  # rocm6.4_vllm_0.10.1
+    if is_named:
+        tag = after.lstrip("-_")
+    elif "vllm" not in name or name == _DYNAMO_IMAGE or "lmcache" in (container.image or ""):
+        return  # the tag is another program's release
+    sentence = too_old(tag, least)
+    if sentence:
+        raise DeclinedError(sentence)
 
 
 def runs_ray(container: Container) -> bool:

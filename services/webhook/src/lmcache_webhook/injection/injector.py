@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from lmcache_core.integrations.vllm.releases import LEAST, LEAST_WITH_TIERS
 from pydantic import ValidationError
 
 from lmcache_webhook.injection.command_line import (
@@ -19,6 +20,7 @@ from lmcache_webhook.injection.command_line import (
     names_our_connector,
     plan_arguments,
     plan_script_variable,
+    refuse_old_vllm,
     runs_ray,
 )
 from lmcache_webhook.injection.connector_options import (
@@ -35,6 +37,7 @@ from lmcache_webhook.injection.plan import (
     SIDECARS,
     STATUS,
     InjectionOptions,
+    OtherNamespaceError,
     PodPlan,
     PodRequest,
     host_memory,
@@ -78,11 +81,14 @@ class PodReview:
             pod that we can read).
         operations: JSON patch.
         reason: For people; empty if there was nothing to do.
+        is_warned_of: Whether a declined pod's creator is warned: not of a pod that is probably
+            another release's.
     """
 
     verdict: Verdict
     operations: list[Operation] = field(default_factory=list)
     reason: str = ""
+    is_warned_of: bool = True
 
 
 def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace: str) -> PodReview:
@@ -114,7 +120,8 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
         patch = Patch(document)  # drop the partial patch
         reason = f"not injected: {exc}"[:MAX_STATUS_CHARS]
         patch.put(("metadata", "annotations", STATUS), reason)
-        return PodReview("declined", patch.operations, reason)
+        is_ours = not isinstance(exc, OtherNamespaceError)
+        return PodReview("declined", patch.operations, reason, is_ours)
     patch.put(("metadata", "annotations", STATUS), reason)
     return PodReview("injected", patch.operations, reason)
 
@@ -126,6 +133,8 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     host_memory_gb = host_memory(options.settings, request)
     config = offloading_config(host_memory_gb) if host_memory_gb else transfer_config()
     index, engine = find_engine(pod.spec, request.container, config)
+    if not names_our_connector(engine):  # else it would start without the module that it names
+        refuse_old_vllm(engine, LEAST_WITH_TIERS if host_memory_gb else LEAST)
     if request.connector is None and names_our_connector(engine):
         # Only its author knows which one that is, and gives it its memory.
         request = dataclasses.replace(request, connector="lmcache")

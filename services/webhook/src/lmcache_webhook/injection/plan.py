@@ -52,6 +52,10 @@ MAX_INSTANCE_ID_CHARS: Final = 128
 MAX_GENERATED_CHARS: Final = 10
 
 
+class OtherNamespaceError(DeclinedError):
+    """The pod is in a namespace that the webhook is not for."""
+
+
 @dataclass(frozen=True, slots=True)
 class PodRequest:
     """What one pod requests; None: the default in the webhook's settings.
@@ -221,9 +225,12 @@ def plan_pod(
         if not {namespace, ANY_NAMESPACE}.isdisjoint(tenant.namespaces)
     ]
     if not here:
-        raise DeclinedError(
-            f"the webhook knows no tenant for the namespace {namespace}: add it to one of `tenants`"
-            " in its settings"
+        own = settings.tenants[0].namespaces[0]  # the release's, as the chart writes them
+        # A webhook without further tenants serves its own namespace: another's may serve this one.
+        kind = OtherNamespaceError if len(settings.tenants) == 1 else DeclinedError
+        raise kind(
+            f"the webhook of {own} knows no tenant for the namespace {namespace}: add it to one of"
+            " `tenants` in its settings"
         )
     tenant = _tenant_of(here, namespace, request.tenant)
     service = (

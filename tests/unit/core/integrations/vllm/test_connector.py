@@ -108,6 +108,23 @@ def test_state_outside_of_blocks_is_refused(
     assert "use_replayssm: a part of the recurrent state" in caplog.text
 
 
+@pytest.mark.parametrize("part", ["parallel_config", "cache_config", "scheduler_config"])
+def test_a_configuration_of_another_shape_is_served_without(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """A newer vLLM may have it: its engine starts, and a worker refuses what is promised to it."""
+    config = vllm_config(PLAIN, model, embedded(), 0)
+    setattr(config, part, SimpleNamespace())
+    roles = module.base.KVConnectorRole
+    scheduler, worker = (
+        module.LMCacheConnector(config, role, kv_cache_config(PLAIN)) for role in roles
+    )
+    assert scheduler.get_num_new_matched_tokens(request_of(), 0) == (0, False)
+    assert scheduler.build_connector_meta(output_of()) == StepPlan()
+    assert worker.build_connector_worker_meta().is_out
+    assert "call failed, continuing without the cache: operation=start" in caplog.text
+
+
 def test_a_model_that_cannot_be_cached_is_served_without(
     module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

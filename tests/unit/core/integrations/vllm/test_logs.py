@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
-from types import ModuleType
 
 import pytest
+from lmcache_core.integrations.vllm.logs import log_as
 
 
 def logger_of(
@@ -33,34 +33,28 @@ def manager() -> logging.Manager:
 @pytest.mark.parametrize(
     ("level", "seen"), [(logging.INFO, "INFO ours.sidecar connected\n"), (logging.WARNING, "")]
 )
-def test_lines_go_where_vllms_go(
-    module: ModuleType, manager: logging.Manager, level: int, seen: str
-) -> None:
+def test_lines_go_where_vllms_go(manager: logging.Manager, level: int, seen: str) -> None:
     stream = io.StringIO()
     theirs, ours = logger_of(manager, "theirs", stream, level), logger_of(manager, "ours")
     for _ in range(2):  # scheduler and worker in one process
-        module.log_as(theirs, ours)
+        log_as(theirs, ours)
     manager.getLogger("ours.sidecar").info("connected")
     manager.getLogger("ours.sidecar").debug("and so on")
     assert stream.getvalue() == seen
 
 
 @pytest.mark.parametrize("configured", ["ours", "root"])
-def test_what_somebody_has_configured_stays(
-    module: ModuleType, manager: logging.Manager, configured: str
-) -> None:
+def test_what_somebody_has_configured_stays(manager: logging.Manager, configured: str) -> None:
     theirs = logger_of(manager, "theirs", io.StringIO(), logging.INFO)
     ours = logger_of(manager, "ours", io.StringIO() if configured == "ours" else None)
     if configured == "root":
         manager.root.addHandler(logging.StreamHandler(io.StringIO()))
     before = list(ours.handlers)
-    module.log_as(theirs, ours)
+    log_as(theirs, ours)
     assert (ours.handlers, ours.level) == (before, logging.NOTSET)
 
 
-def test_a_vllm_that_logs_nothing_changes_nothing(
-    module: ModuleType, manager: logging.Manager
-) -> None:
+def test_a_vllm_that_logs_nothing_changes_nothing(manager: logging.Manager) -> None:
     ours = logger_of(manager, "ours")
-    module.log_as(logger_of(manager, "theirs"), ours)
+    log_as(logger_of(manager, "theirs"), ours)
     assert (ours.handlers, ours.level) == ([], logging.NOTSET)

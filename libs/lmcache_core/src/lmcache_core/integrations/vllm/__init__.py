@@ -1,4 +1,4 @@
-"""The KV connector for vLLM 0.27.1 and later.
+"""The KV connector for vLLM (the least release: `releases.py`).
 
 How to use it: `docs/vllm.md`.
 
@@ -17,9 +17,10 @@ How to use it: `docs/vllm.md`.
 | `tier.py` | the sidecar behind vLLM's own offloading |
 | `options.py`, `stores.py` | configuration, and the chunk store that it names |
 | `stats.py` | figures, and where hits came from |
+| `releases.py`, `fitting.py`, `idle.py` | what happens in a vLLM that the connector does not fit |
 
-Only `connector.py`, `tier.py` and `stats.py` import vLLM, so that the rest can be tested without
-it.
+Only `connector.py`, `stats.py`, `tier.py`, `fitting.py` and `idle.py` import vLLM, so that the rest
+can be tested without it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from lmcache_core.integrations.vllm.fitting import fitting_connector
+from lmcache_core.integrations.vllm.releases import LEAST
 
 if TYPE_CHECKING:
     from lmcache_core.integrations.vllm.connector import LMCacheConnector
@@ -44,7 +48,7 @@ them to the copy of this package that goes into a pod; they exist nowhere else.
 def __getattr__(name: str) -> Any:
     if name in __all__:
         append_missing()
-        return getattr(importlib.import_module(f"{__name__}.connector"), name)
+        return fitting_connector(f"{__name__}.connector", name, LEAST)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

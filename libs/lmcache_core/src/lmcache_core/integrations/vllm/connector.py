@@ -35,8 +35,9 @@ from lmcache_core.integrations.vllm.groups import (
 )
 from lmcache_core.integrations.vllm.identity import identity_of
 from lmcache_core.integrations.vllm.kv_settings import set_variables
+from lmcache_core.integrations.vllm.logs import log_as_vllm
 from lmcache_core.integrations.vllm.memory import attention_backends, create_scales
-from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, ConnectorOptions, read_options
+from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
@@ -85,7 +86,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        log_as(theirs=logging.getLogger("vllm"), ours=logging.getLogger("lmcache_core"))
+        log_as_vllm()
         self._counters = Counters()
         self._guard = DegradingGuard(self._counters, raised=())
         self._told = dict.fromkeys(DESCRIBED, 0)
@@ -94,6 +95,21 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         self._worker_side: WorkerSide | None = None
         self._open_store: OpenStore | None = None
         is_worker = self.role is base.KVConnectorRole.WORKER
+        is_open = False
+        try:
+            # What a newer vLLM calls otherwise fails here: it must not end the engine.
+            with DegradingGuard(self._counters, raised=(ConfigError, ValueError))("start"):
+                self._open(vllm_config, kv_cache_config, is_worker)
+                is_open = True
+        except LayoutError as exc:
+            logger.error("model served without the cache: reason=%s", exc)
+        if not is_open:
+            self._scheduler = self._worker_side = None
+            # The scheduler's side may not know of this, and promise loads.
+            refusing = RefusingWorker(reports_blocks=not HAS_TRANSFER_RESULTS)
+            self._worker = refusing if is_worker else None
+
+    def _open(self, vllm_config: Any, kv_cache_config: Any, is_worker: bool) -> None:
         transfer = vllm_config.kv_transfer_config
         if not (transfer.is_kv_producer and transfer.is_kv_consumer):
             # vLLM keeps running steps away from blocks that a load may write to only for consumers.
@@ -101,19 +117,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
                 f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role'
                 ' to "kv_both"'
             )
-        device = vllm_config.device_config.device_type
-        options = read_options(transfer.kv_connector_extra_config, device)
-        try:
-            self._open(vllm_config, kv_cache_config, options, is_worker)
-        except LayoutError as exc:
-            logger.error("model served without the cache: reason=%s", exc)
-            if is_worker:
-                # The scheduler's side may not know of this, and promise loads.
-                self._worker = RefusingWorker(reports_blocks=not HAS_TRANSFER_RESULTS)
-
-    def _open(
-        self, vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions, is_worker: bool
-    ) -> None:
+        device_type = vllm_config.device_config.device_type
+        options = read_options(transfer.kv_connector_extra_config, device_type)
         parallel = vllm_config.parallel_config
         groups = cache_groups(kv_cache_config)
         check_chunk_size(groups, options.engine.chunk_size)
@@ -162,10 +167,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         rank = parallel.rank if is_worker else 0
         # Workers with the same name must agree on a chunk's content: within a pipeline, those of
         # one stage.
-        engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        engine_id = str(transfer.engine_id)
         if parallel.pipeline_parallel_size > 1:
             engine_id += f"/stage{rank // parallel.tensor_parallel_size}"
-        device_type = vllm_config.device_config.device_type
         client = SidecarClient(
             f"vllm/{engine_id}",
             () if is_worker else tuple(group.name for group in groups),
@@ -191,7 +195,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             )
             self._worker = RefusingWorker(self._worker_side.reports_blocks)
             return
-        transfer = vllm_config.kv_transfer_config
         policy = getattr(transfer, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
             logger.warning(
@@ -435,19 +438,3 @@ def overwrites_early(vllm_config: Any, kv_cache_config: Any) -> bool:
         getattr(vllm_config.cache_config, "prefix_match_unit", None)
     )
     return hits_parts or getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
-
-
-def log_as(theirs: logging.Logger, ours: logging.Logger) -> None:
-    """Send the records of `ours` to the handlers of `theirs`, with the same format and level,
-    unless `ours` is already configured.
-
-    vLLM configures only its own logger. For a logger without handlers, Python prints warnings
-    without time or process and drops everything below: an operator would not see that a sidecar has
-    returned.
-    """
-    if ours.hasHandlers():
-        return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    if theirs.handlers and not ours.level:
-        ours.setLevel(theirs.level)

@@ -411,11 +411,13 @@ def _identity(vllm_config: Any, kv_cache_config: Any, tier: dict[str, Any]) -> s
 
     A tier's own `identity` names the weights, and answers for its adapters.
     """
-    try:
-        return _identity_of(vllm_config, kv_cache_config, tier.get("identity"))
-    except LayoutError as exc:
-        logger.error("KV stays in vLLM's host memory: reason=%s", exc)
-        return None
+    # What a newer vLLM calls otherwise fails here: it must not end the engine.
+    with DegradingGuard(Counters(), raised=(ConfigError, ValueError))("identity"):
+        try:
+            return _identity_of(vllm_config, kv_cache_config, tier.get("identity"))
+        except LayoutError as exc:
+            logger.error("KV stays in vLLM's host memory: reason=%s", exc)
+    return None
 
 
 def _identity_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) -> str:

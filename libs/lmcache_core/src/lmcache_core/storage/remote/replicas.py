@@ -23,6 +23,10 @@ MAX_FURTHER_CHOICES = 3
 home did not exist, or had not existed.
 """
 LOCATE_TIMEOUT_S = 0.25
+MAX_PUT_TIMEOUTS = 2
+"""Deadlines of a call that a put may take in all, so that the next choice has one of its own where
+the home hangs.
+"""
 
 _MAY_BE_ELSEWHERE = frozenset(
     {
@@ -135,28 +139,40 @@ class ReplicatedBackend(RemoteBackend):
 
     @override
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-        """Store chunks. Chunks that their home does not accept, because it is full, shutting down
-        or unreachable, go to the second choice.
+        """Store chunks. Those that their home does not accept, because it is full, shutting down or
+        unreachable, go to their next choices, one after the other, while there are any.
+
+        Returns:
+            Which are stored: none of those that every server refused.
+
+        Raises:
+            UnavailableError: No server has answered.
         """
         await seal_all(chunks)
         servers = self._servers()
-        stored = [False] * len(chunks)
         keys = [chunk.key for chunk in chunks]
-        at_home = homes(keys, range(len(keys)), list(servers))
-        answers = await self._put(chunks, at_home, servers, stored)
-        second: dict[str, list[int]] = {}
-        for name, places in at_home.items():
-            others = [
-                other
-                for other, server in servers.items()
-                if other != name and not server.is_resting
-            ]
-            left = [i for i in places if not stored[i]] if others else []
-            for other, at in homes(keys, left, others).items():
-                second.setdefault(other, []).extend(at)
-        later = await self._put(chunks, second, servers, stored)
-        if not later.by_name:
-            answers.require_one()
+        stored = [False] * len(chunks)
+        asked: list[set[str]] = [set() for _ in chunks]
+        failure: UnavailableError | None = None
+        has_answer = False
+        now = asyncio.get_running_loop().time
+        deadline = now() + MAX_PUT_TIMEOUTS * self._timeout_s
+        places = homes(keys, range(len(keys)), list(servers))
+        while places and (left_s := deadline - now()) > 0:  # each server once for each chunk
+            timeout_s = min(self._timeout_s, left_s)
+            answers = await self._put(chunks, places, servers, stored, timeout_s)
+            failure = answers.failure or failure
+            has_answer = has_answer or bool(answers.by_name)
+            for name, at in places.items():
+                for i in at:
+                    asked[i].add(name)
+            awake = {name for name, server in servers.items() if not server.is_resting}
+            places = {}
+            for i in range(len(chunks)):
+                if not stored[i] and (choices := awake - asked[i]):
+                    places.setdefault(home(list(choices), keys[i].key.chunk_id()), []).append(i)
+        if failure is not None and not has_answer:
+            raise failure
         self._stored_chunks += sum(stored)
         return stored
 
@@ -198,11 +214,16 @@ class ReplicatedBackend(RemoteBackend):
         return {name: server for name, server in known.items() if not server.is_resting} or known
 
     async def _put(
-        self, chunks: Sequence[Chunk], places: Places, servers: Servers, stored: list[bool]
+        self,
+        chunks: Sequence[Chunk],
+        places: Places,
+        servers: Servers,
+        stored: list[bool],
+        timeout_s: float,
     ) -> Answers[list[bool]]:
         """Put chunks at these servers, and record in `stored` which were stored."""
         puts = {
-            name: servers[name].client.put([chunks[i] for i in at], self._timeout_s)
+            name: servers[name].client.put([chunks[i] for i in at], timeout_s)
             for name, at in places.items()
         }
         answers = await ask(servers, puts)
