@@ -299,10 +299,15 @@ class PromptBlender:
     def __init__(
         self, model: PreTrainedModel, engine: LMCacheEngine, separator: torch.Tensor | None
     ) -> None:
-        if separator is None or separator.ndim != 1 or len(separator) == 0:
+        if separator is None:
             raise ConfigError(
                 "enable_blending=True: blending needs a separator, the token ids that end each"
                 " document; give it, or leave blending out"
+            )
+        if separator.ndim != 1 or len(separator) == 0:
+            raise ConfigError(
+                f"separator={separator.tolist()!r}: must be a row of at least one token id, such as"
+                " [250]"
             )
         config, metadata = engine.config, engine.metadata
         self._engine = engine
