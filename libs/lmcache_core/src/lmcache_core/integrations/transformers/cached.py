@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from lmcache_core.config import LMCacheEngineMetadata
@@ -254,27 +253,16 @@ class CachedCausalLM:
         if self._engine is not None and look is not None:
             kv = look.known.kv
 
-            def allocate(num_tokens: int) -> list[tuple[torch.Tensor, ...]]:
+            def allocate(num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
                 # One tensor for each layer: it is freed as soon as the model has appended to it.
-                shape = 2, num_tokens, kv.num_heads, kv.head_size
-                layers[:] = [
-                    torch.empty(shape, dtype=kv.dtype, device=kv.device)
-                    for _ in range(kv.num_layers)
-                ]
-                return [tuple(layer) for layer in layers]
+                layers[:] = kv.allocate(num_tokens)
+                return [kv.sides_in(layer) for layer in layers]
 
             loaded = self._engine.retrieve(input_ids.cpu(), kvcaches=allocate)
             num_reused = min(int(loaded.sum()), len(input_ids) - 1)
             if num_reused and not self._is_still(look):
                 num_reused = 0
-        sides = []
-        if num_reused:
-            # `[1, num_heads, num_tokens, head_size]`
-            k, v = (
-                [layer[i, :num_reused, :, :size].transpose(0, 1)[None] for layer in layers]
-                for i, size in enumerate((kv.key_size, kv.value_size))
-            )
-            sides = list(zip(k, v, strict=True))
+        sides = [kv.kv_in(layer, num_reused) for layer in layers] if num_reused else []
         cache = cache_of(self._model, sides)
         self._looks[cache] = look
         return cache, num_reused
@@ -297,18 +285,13 @@ class CachedCausalLM:
         mask = torch.ones(len(input_ids), dtype=torch.bool)
         mask[: num_known - num_known % chunk_size] = False
 
-        def whole(side: torch.Tensor) -> torch.Tensor:
-            """Return `[num_tokens, num_heads, head_size]`."""
-            padding = kv.head_size - side.shape[-1]
-            return (F.pad(side, (0, padding)) if padding else side)[0].transpose(0, 1)
-
         with self._engine.naming:
             if not self._is_still(look):
                 _LOG.warning(
                     "the model changed while it ran, not storing: tokens=%d", len(input_ids)
                 )
                 return
-            kvcaches = [(whole(layer.keys), whole(layer.values)) for layer in cache.layers]
+            kvcaches = [kv.sides_of(layer.keys, layer.values) for layer in cache.layers]
             self._engine.store(input_ids.cpu(), mask, kvcaches=kvcaches)
 
     def _look(self) -> _Look | None:

@@ -43,7 +43,7 @@ def described(
 ) -> LMCacheEngineMetadata:
     """Describe the KV of a model that was looked at."""
     kv = known.kv
-    shape = kv.num_layers, 2, config.chunk_size, kv.num_heads, kv.head_size
+    shape = kv.num_layers, 2, config.chunk_size, *kv.chunk_heads
     return LMCacheEngineMetadata(
         model_name, 1, 0, FMT, kv.dtype, shape, revision=known.revision, layout=kv.layout
     )
@@ -60,4 +60,5 @@ def connector_of(model: PreTrainedModel) -> VLLMNestedTupleGPUConnector:
 
 def connector_for(kv: MeasuredKV) -> VLLMNestedTupleGPUConnector:
     """Return the GPU connector for measured KV."""
-    return VLLMNestedTupleGPUConnector(kv.num_heads * kv.head_size, kv.num_layers)
+    heads, size = kv.chunk_heads
+    return VLLMNestedTupleGPUConnector(heads * size, kv.num_layers)

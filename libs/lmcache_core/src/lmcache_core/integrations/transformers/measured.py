@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -19,6 +20,7 @@ PROBE_TOKENS: Final = 16
 PREFIX_TOKENS: Final = 11
 _EXACT: Final = 1e-5
 """Relative difference that rounding in float32 leaves where the same shapes are computed."""
+_SHOWN: Final = 4
 _CLOSE: Final = 1e-3
 """The same where other shapes are computed."""
 
@@ -48,16 +50,64 @@ class MeasuredKV:
     device: torch.device
 
     @property
-    def head_size(self) -> int:
-        """Elements of a head in a chunk: the shorter side is padded."""
-        return max(self.key_size, self.value_size)
+    def chunk_heads(self) -> tuple[int, int]:
+        """Heads of each side of a chunk, and their size. Where keys and values are not equally
+        long, a token's keys and values follow each other, and a side is half of that.
+        """
+        if self.key_size == self.value_size:
+            return self.num_heads, self.key_size
+        return 1, -(-self.num_heads * (self.key_size + self.value_size) // 2)
 
     @property
     def layout(self) -> str:
         """What the shape of a chunk does not say about it."""
         if self.key_size == self.value_size:
             return ""
-        return f"key_size={self.key_size};value_size={self.value_size}"
+        return f"joined;heads={self.num_heads};key={self.key_size};value={self.value_size}"
+
+    def allocate(self, num_tokens: int) -> list[torch.Tensor]:
+        """Return memory for each layer: for the sides of a chunk, see `sides_in`, and for keys and
+        values, see `kv_in`.
+        """
+        heads, size = self.chunk_heads
+        is_joined = bool(self.layout)
+        shape = (num_tokens, 2, size) if is_joined else (2, num_tokens, heads, size)
+        return [
+            torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)
+        ]
+
+    def sides_in(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the two sides of a chunk in a layer's memory, `[num_tokens, …]`."""
+        return (layer[:, 0], layer[:, 1]) if self.layout else (layer[0], layer[1])
+
+    def kv_in(self, layer: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the first tokens in a layer's memory, `[1, num_heads,
+        num_tokens, size]`.
+        """
+        if self.layout:
+            row, num_keys = layer.flatten(1), self.num_heads * self.key_size
+            k = row[:, :num_keys].unflatten(1, (self.num_heads, self.key_size))
+            num_values = self.num_heads * self.value_size
+            v = row[:, num_keys : num_keys + num_values]
+            v = v.unflatten(1, (self.num_heads, self.value_size))
+        else:
+            k, v = layer
+        return k[:num_tokens].transpose(0, 1)[None], v[:num_tokens].transpose(0, 1)[None]
+
+    def sides_of(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of a layer as the two sides of a chunk, `[num_tokens, …]`.
+
+        Args:
+            k: `[1, num_heads, num_tokens, key_size]`.
+            v: `[1, num_heads, num_tokens, value_size]`.
+        """
+        k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        if not self.layout:
+            return k, v
+        row = torch.cat([k.flatten(1), v.flatten(1)], 1)
+        _, size = self.chunk_heads
+        row = F.pad(row, (0, 2 * size - row.shape[1]))
+        return row[:, :size], row[:, size:]
 
 
 def run(model: PreTrainedModel, tokens: torch.Tensor, cache: DynamicCache) -> Any:
@@ -101,6 +151,7 @@ def measured_shape(model: PreTrainedModel) -> MeasuredKV:
         ValueError: Not the KV of every token on every layer, alike.
         Exception: What the model itself raises.
     """
+    _check_layers(model)
     with torch.no_grad():
         return _after(model, probe_tokens(model), cache_of(model, []))[0]
 
@@ -112,6 +163,7 @@ def measured_kv(model: PreTrainedModel) -> MeasuredKV:
         ValueError: It may not; the message says what was found.
         Exception: What the model itself raises.
     """
+    _check_layers(model)
     _check_rotation(model)
     with torch.no_grad():
         ids = probe_tokens(model)
@@ -123,7 +175,7 @@ def measured_kv(model: PreTrainedModel) -> MeasuredKV:
         # The same prefix before other tokens. The shapes are the same, so a causal model computes
         # the same bits, or nearly, if it sorts tokens by expert.
         before_other = cache_of(model, [])
-        _after(model, torch.cat([prefix, rest.flip(0)]), before_other)
+        _after(model, torch.cat([prefix, prefix[: len(rest)]]), before_other)
         _compare(
             "the KV of a token depends on later tokens",
             whole,
@@ -135,7 +187,10 @@ def measured_kv(model: PreTrainedModel) -> MeasuredKV:
         # What a hit does: the prefix by itself, and then the rest, the last token alone.
         alone = cache_of(model, [])
         tolerance = max(_CLOSE, 16 * eps)
-        differs = "KV that follows a cached prefix differs from that of the whole prompt"
+        differs = (
+            "KV that follows a cached prefix differs from that of the whole prompt, which holds a"
+            " token for padding if there is one"
+        )
         if _after(model, prefix, alone)[0] != kv:
             raise Unsupported("the shape of its KV depends on the prompt")
         _compare(differs, whole, alone, slice(0, PREFIX_TOKENS), tolerance)
@@ -196,7 +251,7 @@ def _after(
         raise Unsupported("its logits are not numbers")
     given = getattr(output, "past_key_values", None)
     if given is not cache:
-        raise Unsupported(f"it returns {type(given).__name__} rather than the cache it was given")
+        raise Unsupported(f"it returns {type(given).__name__}, not the cache of KV it was given")
     return _shape_of(cache, num_cached or len(tokens)), logits[0, -1]
 
 
@@ -207,16 +262,6 @@ def _shape_of(cache: DynamicCache, num_tokens: int) -> MeasuredKV:
         ValueError: Not the KV of that many tokens on every layer, alike.
     """
     layers = list(cache.layers)
-    odd = [
-        f"{i}: {type(one).__name__}"
-        for i, one in enumerate(layers)
-        if type(one) is not DynamicLayer
-    ]
-    if odd or not layers:
-        raise Unsupported(
-            f"{len(odd)} of its {len(layers)} layers keep something else than the KV of every token"
-            f" (layer {'; '.join(odd[:4])}{'; …' if len(odd) > 4 else ''})"
-        )
     empty = [i for i, layer in enumerate(layers) if not isinstance(layer.keys, torch.Tensor)]
     if empty:
         raise Unsupported(f"layer {empty[0]} of {len(layers)} keeps no KV")
@@ -242,6 +287,22 @@ def _shape_of(cache: DynamicCache, num_tokens: int) -> MeasuredKV:
 
 def _sides(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Refuse layers that forget tokens, or keep something that is not theirs alone.
+
+    Raises:
+        ValueError: There are some.
+    """
+    kinds = [type(layer) for layer in cache_of(model, []).layers]
+    others = [f"{i}: {kind.__name__}" for i, kind in enumerate(kinds) if kind is not DynamicLayer]
+    if others:
+        more = "; …" if len(others) > _SHOWN else ""
+        raise Unsupported(
+            f"{len(others)} of its {len(kinds)} layers do not keep the KV of every token, and"
+            f" nothing else ({'; '.join(others[:_SHOWN])}{more})"
+        )
 
 
 def _compare(
@@ -279,8 +340,10 @@ def _check_rotation(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config(decoder=True)
     declared = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    # Of the decoder alone: an encoder of images turns by places in an image.
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     rotary = [
-        one for one in model.modules() if hasattr(one, "rope_type") or hasattr(one, "inv_freq")
+        one for one in decoder.modules() if hasattr(one, "rope_type") or hasattr(one, "inv_freq")
     ]
     kinds = {*_strings(getattr(one, "rope_type", None) for one in rotary), *_kinds(declared)}
     unknown = kinds - STATIC_ROPE

@@ -248,6 +248,8 @@ def _described(model: PreTrainedModel) -> tuple[list[object], list[_Named]]:
             raise Unsupported(f"{where} is in train mode, call model.eval()")
         _check_hooks(where, [*module._forward_hooks.values(), *module._forward_pre_hooks.values()])
         own = vars(module)
+        if isinstance(own.get("_active_adapter"), str):  # peft: a name is a list of one
+            own = own | {"_active_adapter": [own["_active_adapter"]]}
         if "forward" in own and getattr(own["forward"], "__closure__", True):
             _check_hooks(where, [getattr(own["forward"], "func", own["forward"])])
         state.append((path, type(module).__module__, type(module).__qualname__))
