@@ -160,7 +160,7 @@ def with_an_own_table() -> LlamaForCausalLM:
     model = llama()
     rotary = model.model.rotary_emb
 
-    class OwnRotary(type(rotary)):  # type: ignore[misc]
+    class OwnRotary(type(rotary)):
         def forward(
             self, x: torch.Tensor, position_ids: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +212,7 @@ def that_counts() -> LlamaForCausalLM:
     model = llama()
     norm = model.model.norm
 
-    class Counting(type(norm)):  # type: ignore[misc]
+    class Counting(type(norm)):
         num_runs = 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_memory_for_kv_is_taken_once_the_cache_has_answered() -> None:
 
             return retrieve(tokens, kvcaches=allocate)
 
-        engine.retrieve = watching  # type: ignore[method-assign, assignment]
+        engine.retrieve = watching
         cache.generate(PROMPT, 1)
         assert asked == [], "nothing was found"
         cache.generate(torch.cat([PROMPT[:40], PROMPT]), 1)
@@ -342,7 +342,7 @@ def test_token_ids_of_any_integer_type_are_taken(form: str) -> None:
     else:
         ids, given = PROMPT, FORMS[form]
     plain = CachedCausalLM(make_model(0), None)
-    assert plain.generate(given, 8).tokens == plain.generate(ids, 8).tokens  # type: ignore[arg-type]
+    assert plain.generate(given, 8).tokens == plain.generate(ids, 8).tokens
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_token_ids_of_any_integer_type_are_taken(form: str) -> None:
 )
 def test_what_is_no_token_id_is_refused(given: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="input_ids"):
-        CachedCausalLM(make_model(0), None).generate(given, 1)  # type: ignore[arg-type]
+        CachedCausalLM(make_model(0), None).generate(given, 1)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from lmcache_core.integrations.transformers.architectures import (
     reason_against_rotation,
     rope_parameters_of,
 )
+from lmcache_core.integrations.transformers.watched import reason_against_state
 
 _LOG = logging.getLogger(__name__)
 ROWS_OF_A_BLOCK = 128
@@ -272,9 +273,14 @@ def blending_model_of(
     """Return a model that blends according to a profile.
 
     Raises:
-        ValueError: The model's layers or its rotation are unknown.
+        ValueError: The model's layers or its rotation are unknown; or it is in train mode, or has
+            hooks.
     """
-    reason = reason_against_layers(model) or reason_against_rotation(model)
+    reason = (
+        reason_against_layers(model)
+        or reason_against_rotation(model)
+        or reason_against_state(model)
+    )
     if reason is not None:
         raise ValueError(reason)
     executor = CacheBlendImpl(

@@ -85,11 +85,10 @@ class MeasuredKV:
         num_tokens, size]`.
         """
         if self.layout:
-            row, num_keys = layer.flatten(1), self.num_heads * self.key_size
-            k = row[:, :num_keys].unflatten(1, (self.num_heads, self.key_size))
-            num_values = self.num_heads * self.value_size
-            v = row[:, num_keys : num_keys + num_values]
-            v = v.unflatten(1, (self.num_heads, self.value_size))
+            row, heads = layer.flatten(1), self.num_heads
+            num_keys, num_values = heads * self.key_size, heads * self.value_size
+            k = row[:, :num_keys].view(-1, heads, self.key_size)
+            v = row[:, num_keys : num_keys + num_values].view(-1, heads, self.value_size)
         else:
             k, v = layer
         return k[:num_tokens].transpose(0, 1)[None], v[:num_tokens].transpose(0, 1)[None]
@@ -329,7 +328,9 @@ def _compare(
 def _differences(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return by how much each row differs, relative to its length, `[num_rows]`."""
     a, b = a.double(), b.double()
-    return (a - b).norm(dim=-1) / torch.maximum(a.norm(dim=-1), b.norm(dim=-1)).clamp_min(1e-30)
+    size = torch.maximum(a.norm(dim=-1), b.norm(dim=-1)).clamp_min(1e-30)
+    by_row: torch.Tensor = (a - b).norm(dim=-1) / size
+    return by_row
 
 
 def _check_rotation(model: PreTrainedModel) -> None:

@@ -185,6 +185,15 @@ class WatchedModel:
         )
 
 
+def reason_against_state(model: PreTrainedModel) -> str | None:
+    """Return why nothing tells what a model computes; None if its state does."""
+    try:
+        _described(model)
+    except Unsupported as exc:
+        return str(exc)
+    return None
+
+
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Return text that differs if any weight differs: the revision of a model without one. Reads
     all weights once.
@@ -301,7 +310,7 @@ def _plain(value: object, path: str, tensors: list[_Named]) -> object:
     if isinstance(value, dict):
         return sorted((repr(k), repr(_plain(v, f"{path}.{k}", tensors))) for k, v in value.items())
     named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"  # type: ignore[attr-defined]
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _check_hooks(where: str, hooks: Iterable[object]) -> None:
