@@ -38,12 +38,14 @@ class AdaptedLinear(torch.nn.Linear):
             }
         )
         self.scaling = {"a": 1.0, "b": 1.0}
-        self._active_adapter = ["a"]
+        self._active_adapter: str | list[str] = "a"
         self._disable_adapters = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        for name in [] if self._disable_adapters else self._active_adapter:
+        active = self._active_adapter
+        active = [active] if isinstance(active, str) else active
+        for name in [] if self._disable_adapters else active:
             y = y + self.scaling[name] * torch.nn.functional.linear(x, self.adapters[name])
         return y
 
@@ -177,10 +179,9 @@ def test_changed_model_answers_as_it_is_now_and_leaves_the_old_name_alone(
 def test_model_that_returns_to_an_adapter_finds_its_kv_again(tmp_path: Path) -> None:
     model = adapted_model()
     with opened(model, tmp_path) as cache:
-        want = {}
-        for names in (("a",), ("b",)):
-            activate(*names)(model)
-            want[names] = cache.generate(PROMPT, 12).tokens
+        want = {("a",): cache.generate(PROMPT, 12).tokens}
+        activate("b")(model)
+        want["b",] = cache.generate(PROMPT, 12).tokens
         assert want["a",] != want["b",]
         for names in (("a",), ("b",), ("a",)):
             activate(*names)(model)

@@ -43,6 +43,8 @@ _NOT_OF_THE_STATE: Final = frozenset(
 """Attributes of modules that do not affect its KV; all others are part of the identity."""
 _MAX_ERROR_CHARACTERS: Final = 200
 _PLAIN: Final = (bool, int, float, str)
+_ADAPTER_NAMES: Final = frozenset({"active_adapter", "_active_adapter"})
+"""What peft keeps a name in, or a list of one, which is the same."""
 _HARMLESS_HOOKS: Final = ("transformers.utils.output_capturing", "accelerate.hooks")
 
 _Named = tuple[str, torch.Tensor, bool]
@@ -257,8 +259,9 @@ def _described(model: PreTrainedModel) -> tuple[list[object], list[_Named]]:
             raise Unsupported(f"{where} is in train mode, call model.eval()")
         _check_hooks(where, [*module._forward_hooks.values(), *module._forward_pre_hooks.values()])
         own = vars(module)
-        if isinstance(own.get("_active_adapter"), str):  # peft: a name is a list of one
-            own = own | {"_active_adapter": [own["_active_adapter"]]}
+        for name in _ADAPTER_NAMES & own.keys():
+            if isinstance(own[name], str):
+                own = own | {name: [own[name]]}
         if "forward" in own and getattr(own["forward"], "__closure__", True):
             _check_hooks(where, [getattr(own["forward"], "func", own["forward"])])
         state.append((path, type(module).__module__, type(module).__qualname__))
