@@ -29,6 +29,7 @@ LONG = (
     "integration/test_flip_every_byte.py",
     "integration/test_flip_every_byte_disk.py",
     "integration/test_tutorial.py",
+    "integration/transformers/test_every_kind.py",
     "property/test_engine_linearisable.py",
     "property/test_engine_model.py",
     "unit/ctl/certify/test_blend.py",

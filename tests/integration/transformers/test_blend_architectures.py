@@ -199,3 +199,15 @@ def test_attention_that_may_be_another_is_refused() -> None:
     assert (reason_against_layers(model), reason_against_rotation(model)) == (None, None)
     model.config._attn_implementation_internal = "my_own_attention"
     assert "my_own_attention" in (reason_against_layers(model) or "")
+
+
+@pytest.mark.parametrize("disturb", [nn.Module.train, lambda model: add_hook(model)])
+def test_model_that_computes_noise_or_has_hooks_is_not_blended(disturb: Any) -> None:
+    model = made("llama")
+    disturb(model)
+    with pytest.raises(ValueError, match=r"is in train mode|has a hook"):
+        blending_model_of(model, DocumentRetriever(model), BlendProfile("deviation", 1.0, (VOCAB,)))
+
+
+def add_hook(model: PreTrainedModel) -> None:
+    model.model.norm.register_forward_hook(lambda _m, _i, output: output * 2)

@@ -8,6 +8,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,7 @@ class RadixTokenDatabase(TokenDatabase):
         self.chunk_size = config.chunk_size
         self._metadata = metadata
         self._max_chunks = max_tokens // config.chunk_size
+        self._salt = config.salt
         self._known = _KnownChunks(identity_root(metadata, config.salt), self._max_chunks)
 
     @property
@@ -172,7 +174,14 @@ class RadixTokenDatabase(TokenDatabase):
     @override
     def use_salt(self, salt: str) -> None:
         """Forget everything named with the previous salt."""
+        self._salt = salt
         self._known = _KnownChunks(identity_root(self._metadata, salt), self._max_chunks)
+
+    @override
+    def use_revision(self, revision: str) -> None:
+        """Forget everything named with the previous revision."""
+        self._metadata = replace(self._metadata, revision=revision)
+        self._known = _KnownChunks(identity_root(self._metadata, self._salt), self._max_chunks)
 
     def clear(self) -> None:
         """Forget all sequences."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -61,6 +62,10 @@ class LMCacheEngine:
     ) -> None:
         self.config = config
         self.metadata = metadata
+        self.naming = threading.RLock()
+        """Held while the revision of the model changes. Hold it to store KV that must not get a
+        name given meanwhile.
+        """
         self.counters = Counters()
         self._token_database = token_database
         self._gpu_connector = gpu_connector
@@ -259,6 +264,18 @@ class LMCacheEngine:
         measure it.
         """
         self._prefill.note(num_tokens, elapsed_s)
+
+    def use_revision(self, revision: str) -> None:
+        """Name KV by another revision of the model from now on: its weights or its state have
+        changed. What the old name has is kept, and found again under that name.
+
+        Raises:
+            ConfigError: The token database does not support it.
+        """
+        with self.naming:
+            if revision != self.metadata.revision:
+                self._token_database.use_revision(revision)
+                self.metadata = replace(self.metadata, revision=revision)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the figures of the tiers, by name."""

@@ -251,6 +251,7 @@ class KVTransfer:
                 return is_right
 
             if num_fitting:
+                kwargs = self._gpu_connector.loading(kwargs, named[num_fitting - 1][1])
                 kwargs = self._gpu_connector.checked(kwargs)
                 launched = LaunchedCopies()
                 kwargs = self._gpu_connector.launching(kwargs, launched)

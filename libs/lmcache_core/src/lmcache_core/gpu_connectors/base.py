@@ -62,6 +62,12 @@ class GPUConnectorInterface(ABC):
         """
         return kwargs
 
+    def loading(self, kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+        """Return the keyword arguments for loading so many tokens from the first: the cache has
+        answered, and memory for them may be allocated now.
+        """
+        return kwargs
+
     def launching(self, kwargs: dict[str, Any], launched: LaunchedCopies) -> dict[str, Any]:
         """Return arguments with which `from_gpu` and `to_gpu` may return while their copies run:
         they add these to `launched`. Keep the arguments and the memory objects until all have

@@ -90,7 +90,8 @@ class _CheckedKV:
 
 class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
     """For KV passed as `kvcaches`: `num_layers` pairs (K, V), each `[num_tokens, num_heads,
-    head_size]` (any split of hidden_dim_size).
+    head_size]` (any split of hidden_dim_size); for loading also a function that allocates them for
+    a number of tokens, called once the cache has answered.
 
     Everything is checked before anything is written. Both directions have finished when they
     return.
@@ -105,6 +106,12 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
     def __init__(self, hidden_dim_size: int, num_layers: int) -> None:
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
+
+    @override
+    def loading(self, kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+        """Call `kvcaches` with the number of tokens if it is a function that allocates them."""
+        kvcaches = kwargs.get("kvcaches")
+        return {**kwargs, "kvcaches": kvcaches(num_tokens)} if callable(kvcaches) else kwargs
 
     @override
     def checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:

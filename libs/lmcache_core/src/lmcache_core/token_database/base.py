@@ -53,7 +53,7 @@ class TokenDatabase(ABC):
 
     Only `process_tokens(tokens, mask)` is required. Without the parameter `spans` a database serves
     text only, since spans are passed only if there are some; without `use_salt` it serves tenants
-    without a salt.
+    without a salt, and without `use_revision` models whose weights never change.
     """
 
     @abstractmethod
@@ -92,3 +92,14 @@ class TokenDatabase(ABC):
                 f"salt: {type(self).__name__} does not make it part of its keys; use a token"
                 " database that does, or no salt"
             )
+
+    def use_revision(self, revision: str) -> None:
+        """Make another revision of the model part of every key from now on.
+
+        Raises:
+            ConfigError: This database does not support it.
+        """
+        raise ConfigError(
+            f"revision: {type(self).__name__} cannot name the KV of a model that has changed; use a"
+            " token database that can, or open the cache again"
+        )

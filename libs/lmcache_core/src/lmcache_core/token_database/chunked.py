@@ -4,7 +4,9 @@ before it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,8 @@ class ChunkedTokenDatabase(TokenDatabase):
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata) -> None:
         self.chunk_size = config.chunk_size
         self._metadata = metadata
+        self._salt = config.salt
+        self._renaming = threading.Lock()
         self._root = identity_root(metadata, config.salt)
 
     @override
@@ -54,7 +58,15 @@ class ChunkedTokenDatabase(TokenDatabase):
 
     @override
     def use_salt(self, salt: str) -> None:
-        self._root = identity_root(self._metadata, salt)
+        with self._renaming:
+            self._salt = salt
+            self._root = identity_root(self._metadata, salt)
+
+    @override
+    def use_revision(self, revision: str) -> None:
+        with self._renaming:
+            self._metadata = replace(self._metadata, revision=revision)
+            self._root = identity_root(self._metadata, self._salt)
 
 
 def num_masked_tokens(mask: torch.Tensor | None, num_tokens: int, chunk_size: int) -> int:

@@ -14,7 +14,10 @@ with needs_extra("transformers"):
     from lmcache_core.integrations.transformers.identity import (
         connector_of,
         metadata_of,
+    )
+    from lmcache_core.integrations.transformers.watched import (
         options_fingerprint,
+        state_fingerprint,
         weights_fingerprint,
     )
 
@@ -25,5 +28,6 @@ __all__ = [
     "metadata_of",
     "open",
     "options_fingerprint",
+    "state_fingerprint",
     "weights_fingerprint",
 ]

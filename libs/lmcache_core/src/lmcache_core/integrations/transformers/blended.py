@@ -30,6 +30,7 @@ from lmcache_core.integrations.transformers.architectures import (
     reason_against_rotation,
     rope_parameters_of,
 )
+from lmcache_core.integrations.transformers.watched import reason_against_state
 
 _LOG = logging.getLogger(__name__)
 ROWS_OF_A_BLOCK = 128
@@ -272,9 +273,14 @@ def blending_model_of(
     """Return a model that blends according to a profile.
 
     Raises:
-        ValueError: The model's layers or its rotation are unknown.
+        ValueError: The model's layers or its rotation are unknown; or it is in train mode, or has
+            hooks.
     """
-    reason = reason_against_layers(model) or reason_against_rotation(model)
+    reason = (
+        reason_against_layers(model)
+        or reason_against_rotation(model)
+        or reason_against_state(model)
+    )
     if reason is not None:
         raise ValueError(reason)
     executor = CacheBlendImpl(
@@ -299,10 +305,15 @@ class PromptBlender:
     def __init__(
         self, model: PreTrainedModel, engine: LMCacheEngine, separator: torch.Tensor | None
     ) -> None:
-        if separator is None or separator.ndim != 1 or len(separator) == 0:
+        if separator is None:
             raise ConfigError(
                 "enable_blending=True: blending needs a separator, the token ids that end each"
                 " document; give it, or leave blending out"
+            )
+        if separator.ndim != 1 or len(separator) == 0:
+            raise ConfigError(
+                f"separator={separator.tolist()!r}: must be a row of at least one token id, such as"
+                " [250]"
             )
         config, metadata = engine.config, engine.metadata
         self._engine = engine

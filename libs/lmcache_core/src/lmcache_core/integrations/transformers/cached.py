@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, SupportsIndex
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.config.options import shown
 from lmcache_core.engine import LMCacheEngine
+from lmcache_core.errors import ConfigError
 from lmcache_core.integrations.transformers.blended import BlendedPrefill, PromptBlender
-from lmcache_core.integrations.transformers.identity import kv_shape_of
+from lmcache_core.integrations.transformers.identity import described
+from lmcache_core.integrations.transformers.measured import cache_of, run, vocabulary_of
+from lmcache_core.integrations.transformers.watched import KnownModel, WatchedModel
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,10 @@ class Generation:
 class CachedCausalLM:
     """A causal LM with a cache engine; a context manager that closes what it owns.
 
+    The model may change: each call looks whether it has, and the engine then names KV by what it
+    has become. What it had before is found again when it returns to that, such as to an adapter.
+    While its KV cannot be cached (train mode, hooks), prompts are computed, and a warning says why.
+
     Args:
         model: A model in eval mode; not changed.
         engine: An open engine for this model (see `metadata_of`, `connector_of`). None computes
@@ -46,10 +59,14 @@ class CachedCausalLM:
         separator: Token ids that end each document of a prompt, `[num_tokens]`; for an engine with
             `enable_blending`.
         owns_engine: Whether `close` closes the engine too.
+        watched: The model as it was looked at for the engine's metadata; by default it is looked at
+            here, which reads its weights again unless the engine has a revision of them.
 
     Raises:
-        ConfigError: The engine has `enable_blending`, and there is no separator.
+        ConfigError: The engine has `enable_blending`, and there is no separator, or none that can
+            occur in a prompt.
         TypeError: The separator is not token ids.
+        ValueError: The model's KV cannot be cached, or is not what the engine was made for.
     """
 
     def __init__(
@@ -59,13 +76,26 @@ class CachedCausalLM:
         separator: Sequence[int] | torch.Tensor | None = None,
         *,
         owns_engine: bool = False,
+        watched: WatchedModel | None = None,
     ) -> None:
         self._model = model
         self._engine = engine
         self._owns_engine = owns_engine
+        self._watched = watched
+        self._looks: WeakKeyDictionary[DynamicCache, _Look | None] = WeakKeyDictionary()
+        self._last_reason = ""
         self._blender: PromptBlender | None = None
-        if engine is not None and engine.config.enable_blending:
+        if engine is None:
+            return
+        if watched is None:
+            weights = engine.metadata.revision.split(";")[0]
+            given = None if weights.startswith("weights-") or not weights else weights
+            self._watched = WatchedModel(model, engine.metadata.model_name, given)
+        self._blended_revision = self._named(engine).metadata.revision
+        if engine.config.enable_blending:
             ends = None if separator is None else _token_ids("separator", separator)
+            if ends is not None and ends.ndim == 1:
+                _check_vocabulary("separator", ends, model, ConfigError)
             self._blender = PromptBlender(model, engine, ends)
 
     def close(self) -> None:
@@ -91,7 +121,20 @@ class CachedCausalLM:
     @property
     def reason_against_blending(self) -> str | None:
         """Why prompts are not blended; None if they are."""
-        return "enable_blending is off" if self._blender is None else self._blender.reason_against
+        if self._blender is None or self._engine is None:
+            return "enable_blending is off"
+        if self._blender.reason_against is None and not self._is_certified(self._engine.metadata):
+            return "the model has changed since its certificate was read; open it again"
+        return self._blender.reason_against
+
+    def model_changed(self) -> None:
+        """Look at the model anew, and read its weights: call this after writing to them in a way
+        that leaves no mark, through `.data`, through numpy, or in inference mode. Any other change
+        is noticed.
+        """
+        if self._watched is not None:
+            self._watched.forget()
+            self._look()
 
     def keep_document(self, document: torch.Tensor | Sequence[Any]) -> None:
         """Store the KV of a document for prompts that contain it anywhere. It is computed alone or
@@ -107,7 +150,7 @@ class CachedCausalLM:
         document = self._as_prompt(document)
         if self._blender is not None:
             self._blender.check_document(document)
-        self._generate_exact(document, time.perf_counter(), 1, frozenset())
+        self._generate_exact(document, time.perf_counter(), 1, frozenset(), self._look())
 
     def generate(
         self,
@@ -139,16 +182,23 @@ class CachedCausalLM:
         input_ids = self._as_prompt(input_ids)
         ends = self._ends(eos_token_id)
         begin = time.perf_counter()
-        blended = self._blender.prefill(input_ids) if self._blender is not None else None
-        if blended is not None:
-            return self._generate_blended(input_ids, blended, begin, max_new_tokens, ends)
-        return self._generate_exact(input_ids, begin, max_new_tokens, ends)
+        look = self._look()
+        if self._blender is not None and look is not None and self._is_certified(look.metadata):
+            blended = self._blender.prefill(input_ids)
+            if blended is not None and self._is_still(look):
+                return self._generate_blended(input_ids, blended, begin, max_new_tokens, ends)
+        return self._generate_exact(input_ids, begin, max_new_tokens, ends, look)
 
     def _generate_exact(
-        self, input_ids: torch.Tensor, begin: float, max_new_tokens: int, ends: frozenset[int]
+        self,
+        input_ids: torch.Tensor,
+        begin: float,
+        max_new_tokens: int,
+        ends: frozenset[int],
+        look: _Look | None,
     ) -> Generation:
         with torch.inference_mode():
-            cache, num_reused = self.load(input_ids)
+            cache, num_reused = self._load(input_ids, look)
             loaded = time.perf_counter()
             logits = self._forward(input_ids[num_reused:], cache)
             tokens = [int(logits.argmax())]
@@ -194,27 +244,31 @@ class CachedCausalLM:
         Returns:
             The cache and the number of tokens in it.
         """
-        cache = DynamicCache(config=self._model.config)
-        if self._engine is None:
-            return cache, 0
-        num_layers, num_heads, head_size = kv_shape_of(self._model)
-        sides = torch.empty(
-            (num_layers, 2, len(input_ids), num_heads, head_size),
-            dtype=self._model.dtype,
-            device=self._model.device,
-        )
-        kvcaches = tuple(tuple(layer) for layer in sides)
-        num_loaded = int(self._engine.retrieve(input_ids.cpu(), kvcaches=kvcaches).sum())
-        num_reused = min(num_loaded, len(input_ids) - 1)
-        if num_reused:
-            for i, layer in enumerate(kvcaches):
-                # `[1, num_heads, num_tokens, head_size]`
-                k, v = (side[:num_reused].transpose(0, 1)[None].contiguous() for side in layer)
-                cache.update(k, v, i)
+        return self._load(input_ids, self._look())
+
+    def _load(self, input_ids: torch.Tensor, look: _Look | None) -> tuple[DynamicCache, int]:
+        """Return the same, for a model as it was looked at; None: it cannot be cached now."""
+        layers: list[torch.Tensor] = []
+        num_reused = 0
+        if self._engine is not None and look is not None:
+            kv = look.known.kv
+
+            def allocate(num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+                # One tensor for each layer: it is freed as soon as the model has appended to it.
+                layers[:] = kv.allocate(num_tokens)
+                return [kv.sides_in(layer) for layer in layers]
+
+            loaded = self._engine.retrieve(input_ids.cpu(), kvcaches=allocate)
+            num_reused = min(int(loaded.sum()), len(input_ids) - 1)
+            if num_reused and not self._is_still(look):
+                num_reused = 0
+        sides = [kv.kv_in(layer, num_reused) for layer in layers] if num_reused else []
+        cache = cache_of(self._model, sides)
+        self._looks[cache] = look
         return cache, num_reused
 
     def save(self, input_ids: torch.Tensor, cache: DynamicCache, num_known: int = 0) -> None:
-        """Store the prompt's KV.
+        """Store the prompt's KV, unless the model has changed since `load` returned the cache.
 
         Args:
             input_ids: Prompt, shape `[num_tokens]`.
@@ -224,14 +278,67 @@ class CachedCausalLM:
         """
         if self._engine is None:
             return
-        chunk_size = self._engine.config.chunk_size
+        look = self._looks[cache] if cache in self._looks else self._look()
+        if look is None:
+            return
+        chunk_size, kv = self._engine.config.chunk_size, look.known.kv
         mask = torch.ones(len(input_ids), dtype=torch.bool)
         mask[: num_known - num_known % chunk_size] = False
-        kvcaches = [
-            (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
-            for layer in cache.layers
-        ]
-        self._engine.store(input_ids.cpu(), mask, kvcaches=kvcaches)
+
+        with self._engine.naming:
+            if not self._is_still(look):
+                _LOG.warning(
+                    "the model changed while it ran, not storing: tokens=%d", len(input_ids)
+                )
+                return
+            kvcaches = [kv.sides_of(layer.keys, layer.values) for layer in cache.layers]
+            self._engine.store(input_ids.cpu(), mask, kvcaches=kvcaches)
+
+    def _look(self) -> _Look | None:
+        """Return what the model is now, by which the engine names KV from now on; None if its KV
+        cannot be cached, or there is no engine.
+        """
+        if self._engine is None:
+            return None
+        try:
+            look = self._named(self._engine)
+        except ValueError as exc:  # among them, a token database that cannot name another model
+            if str(exc) != self._last_reason:
+                _LOG.warning("computing without the cache: reason=%s", exc)
+            self._last_reason = str(exc)
+            return None
+        self._last_reason = ""
+        return look
+
+    def _named(self, engine: LMCacheEngine) -> _Look:
+        """Return what the model is now, by which the engine names KV from now on.
+
+        Raises:
+            ValueError: Its KV cannot be cached, or is not what the engine was made for.
+        """
+        assert self._watched is not None
+        known = self._watched.known()
+        ours = described(known, engine.metadata.model_name, engine.config)
+        fixed = ("kv_shape", "kv_dtype_name", "layout")
+        now, then = ([getattr(one, name) for name in fixed] for one in (ours, engine.metadata))
+        if now != then:
+            raise ValueError(
+                f"model {engine.metadata.model_name!r} keeps KV of {now}, and its engine was made"
+                f" for {then}; open it again"
+            )
+        with engine.naming:
+            engine.use_revision(known.revision)
+            return _Look(known, engine.metadata)
+
+    def _is_still(self, look: _Look) -> bool:
+        """Return whether neither the model nor the engine's name for it has changed."""
+        assert self._engine is not None
+        assert self._watched is not None
+        return self._engine.metadata is look.metadata and self._watched.is_still(look.known)
+
+    def _is_certified(self, metadata: LMCacheEngineMetadata) -> bool:
+        """Return whether the model is the one whose certificate was read."""
+        return metadata.revision == self._blended_revision
 
     def _save_decoded(
         self, input_ids: torch.Tensor, tokens: list[int], cache: DynamicCache
@@ -273,36 +380,69 @@ class CachedCausalLM:
             raise ValueError(
                 f"input_ids holds {len(input_ids)} prompts: generate takes one, call it for each"
             )
-        row = input_ids[0] if is_batch else input_ids
-        try:
-            prompt = torch.as_tensor(row, device=self._model.device)
-        except TypeError as exc:
-            raise TypeError(_no_token_ids(input_ids)) from exc
-        if prompt.ndim != 1 or len(prompt) == 0 or prompt.is_floating_point():
+        prompt = _as_tensor(input_ids[0] if is_batch else input_ids)
+        if prompt is None:
+            raise TypeError(_no_token_ids(input_ids))
+        if prompt.ndim != 1 or len(prompt) == 0 or not _is_integral(prompt):
             raise ValueError(
                 "input_ids must be one prompt of at least one token, not"
                 f" {prompt.dtype} of shape {tuple(prompt.shape)}"
             )
-        return prompt
+        prompt = prompt.to(torch.int64)
+        _check_vocabulary("input_ids", prompt, self._model, ValueError)
+        return prompt.to(self._model.device)
 
     def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        output = self._model(
-            input_ids=tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
-        logits: torch.Tensor = output.logits[0, -1]
+        logits: torch.Tensor = run(self._model, tokens, cache).logits[0, -1]
         return logits
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    """What one call saw of the model.
+
+    Attributes:
+        known: The model.
+        metadata: The engine's, which name KV by it. Renamed, the engine has others.
+    """
+
+    known: KnownModel
+    metadata: LMCacheEngineMetadata
 
 
 def _token_ids(name: str, value: Any) -> torch.Tensor:
     """Return an argument's token ids."""
-    try:
-        ids = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as exc:
-        raise TypeError(f"{name}={shown(value)}: must be token ids") from exc
+    ids = _as_tensor(value)
     # Without a number in it, a list has torch's default dtype.
-    if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
+    if ids is None or (ids.numel() and not _is_integral(ids)):
         raise TypeError(f"{name}={shown(value)}: must be token ids")
-    return ids
+    return ids.to(torch.int64)
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return numbers as a tensor, from any dtype and byte order; None if they are none."""
+    try:
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+            value = value.astype(np.int64)  # torch has neither all unsigned nor foreign byte orders
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def _is_integral(ids: torch.Tensor) -> bool:
+    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+
+
+def _check_vocabulary(
+    name: str, ids: torch.Tensor, model: PreTrainedModel, error: type[Exception]
+) -> None:
+    """Refuse ids that a model has no embedding for: on a device they would end the process."""
+    size = vocabulary_of(model)
+    if size is None or not ids.numel():
+        return
+    outside = ids[(ids < 0) | (ids >= size)]
+    if len(outside):
+        raise error(f"{name} has the token id {int(outside[0])}: the model knows 0 … {size - 1}")
 
 
 def _no_token_ids(value: object) -> str:

@@ -16,7 +16,8 @@ from lmcache_core.config.sources import DEFAULT_DISK_GB
 from lmcache_core.engine.engine import create_engine
 from lmcache_core.errors import ConfigError
 from lmcache_core.integrations.transformers.cached import CachedCausalLM
-from lmcache_core.integrations.transformers.identity import connector_of, metadata_of
+from lmcache_core.integrations.transformers.identity import connector_for, described
+from lmcache_core.integrations.transformers.watched import WatchedModel
 
 _OWN_NAMES = MappingProxyType(
     {
@@ -46,7 +47,9 @@ def open(
     Use it in a `with` statement, or call `close`: pending writes are finished then.
 
     Args:
-        model: In eval mode, with full attention on every layer; not changed.
+        model: In eval mode, with full attention on every layer; not changed, but run on a few
+            tokens. It may change later: KV is then named by what it has become, see
+            `CachedCausalLM`.
         memory_gb: Host memory for chunks, taken at once; ignored with a sidecar.
         disk: Directory for chunks, a path or a `file://` URL; none: no disk.
         disk_gb: Room for them.
@@ -60,7 +63,7 @@ def open(
     Raises:
         ConfigError: An option is unknown, its value impossible, or it contradicts another.
         TypeError: The model is not a loaded one, or the name not a string.
-        ValueError: A layer of the model does not keep the KV of every token.
+        ValueError: The model's KV cannot be cached, see `metadata_of`.
     """
     # by attribute, not by class: adapters and compiled models wrap a PreTrainedModel
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "name_or_path"):
@@ -85,11 +88,13 @@ def open(
         )
     except ConfigError as exc:
         raise ConfigError(_in_own_names(str(exc))) from exc
-    metadata = metadata_of(model, name or _name_of(model), config)
-    engine = create_engine(config, metadata, connector_of(model))
+    name = name or _name_of(model)
+    watched = WatchedModel(model, name)
+    known = watched.known()
+    engine = create_engine(config, described(known, name, config), connector_for(known.kv))
     engine.open()
     try:
-        return CachedCausalLM(model, engine, separator, owns_engine=True)
+        return CachedCausalLM(model, engine, separator, owns_engine=True, watched=watched)
     except BaseException:
         engine.close()
         raise
@@ -107,7 +112,7 @@ def _name_of(model: PreTrainedModel) -> str:
     source: str = model.name_or_path
     if source and Path(source).is_dir():
         source = Path(os.path.abspath(source)).name  # noqa: PTH100 (a link keeps its own name)
-    return source or str(model.config.model_type)
+    return source or str(getattr(model.config, "model_type", type(model).__name__))
 
 
 def _directory_url(value: Any) -> Any:
