@@ -106,7 +106,7 @@ def _constructed(loader: _Loader, node: yaml.Node) -> Any:
     if _count(node, {}) > MAX_NODES:
         raise yaml.MarkedYAMLError(problem="too many values", problem_mark=node.start_mark)
     try:
-        return loader.construct_document(node)  # type: ignore[no-untyped-call]
+        return loader.construct_document(node)
     except (AttributeError, LookupError, TypeError, OverflowError):  # as of `!!timestamp x`
         raise yaml.MarkedYAMLError(
             problem="a value that its tag does not fit", problem_mark=node.start_mark

@@ -148,7 +148,7 @@ def _unquoted(text: str) -> str:
     if text[:1] in ("'", '"'):
         with contextlib.suppress(ValueError):
             return "".join(shlex.split(text, comments=True))
-    return re.sub(r"\s+#.*", "", text).strip()
+    return text.replace("\t#", " #").partition(" #")[0].strip()
 
 
 def _is_plain(documents: list[Any]) -> bool:

@@ -171,7 +171,8 @@ class _Migrator:
             del self._named[name]
         values, refused = translated(self._named, self.options, self._origin)
         self.refused += refused
-        idle, asks_nothing = [], []
+        idle: list[str] = []
+        asks_nothing: list[str] = []
         for name, value in self._named.items():
             if name not in FOREIGN_NAMES:
                 continue
