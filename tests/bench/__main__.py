@@ -31,6 +31,7 @@ from tests.bench import (
     paged,
     peers,
     questions,
+    readme,
     redis_tier,
     report,
     scale,
@@ -178,6 +179,7 @@ def measure_vllm(bench: Bench, console: Console, machine: str) -> None:
         vllm_part.described(machine),
         [*(section.as_markdown() for section in found.sections), found.remark],
     )
+    readme.rewrite(DOCUMENT)
 
 
 def measure_tier(bench: Bench, console: Console, machine: str) -> None:
@@ -229,7 +231,7 @@ def measure_peers(bench: Bench, console: Console, machine: str) -> None:
     if bench.rows or bench.mib != peers.FULL_MIB:
         return  # the document has the whole table
     report.rewrite(DOCUMENT, "peers", f"Machine: {machine}.", [section.as_markdown(), remark])
-    peers.rewrite_readme(DOCUMENT.parents[1] / "README.md", section)
+    readme.rewrite(DOCUMENT)
 
 
 def measure_scale(bench: Bench, console: Console, machine: str) -> None:

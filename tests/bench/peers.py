@@ -10,7 +10,6 @@ comes back is compared.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,13 +26,6 @@ ROUNDS = 5
 FULL_MIB = 512
 BYTES_A_TOKEN = Shape(1).num_bytes
 QUIET_CORES = 0.2
-README_PLACES = {
-    "in memory": "hot, contiguous",
-    "from disk": "disk, no fsync",
-    "over `lm://`": "lm://",
-    "from Redis": "Redis",
-}
-"""How the README calls a place, and how the names of its rows begin."""
 
 
 class PeerMissingError(Exception):
@@ -73,33 +65,6 @@ def measure(
             rows += PARTS[name](run, directory, rounds)
     title = f"In turn with LMCache {lmcache_version()} and vLLM {RELEASE}: {mib} MiB"
     return Section(title, HEADINGS, [row.cells() for row in rows]), _remark(rows, rounds, directory)
-
-
-def load_rates(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the peer's load rates with ours as 1, as the README says them. Of a place that is in
-    several rows, the first counts.
-    """
-    column = headings.index("ours against peer")
-    rates: dict[str, str] = {}
-    for place, beginning in README_PLACES.items():
-        for row in rows:
-            if row[0].startswith(beginning) and ": retrieve" in row[0]:
-                rates.setdefault(place, f"{1 / float(row[column]):.1f}")
-    return rates
-
-
-def rewrite_readme(readme: Path, section: Section) -> None:
-    """Bring the comparison in the README up to date with the table."""
-    rates = load_rates(section.headings, section.rows)
-    said = ", ".join(f"{rate} {place}" for place, rate in rates.items())
-    text, count = re.subn(
-        r"(\| \[)\d\.\d in memory, [^\]]*(\]\(docs/benchmarks\.md#in-turn-with-lmcache\))",
-        rf"\g<1>{said}\g<2>",
-        readme.read_text(encoding="utf-8"),
-    )
-    if count != 1:
-        raise ValueError(f"{readme} does not say the load rates of LMCache once, but {count} times")
-    readme.write_text(text, encoding="utf-8")
 
 
 def _remark(rows: Sequence[Row], rounds: int, directory: Path) -> str:

@@ -1,5 +1,6 @@
 """`python -m tests.gpu.table gpu.jsonl`: put the figures into the part `gpu` of
-`docs/benchmarks.md`, and the estimates of what was not measured; without a file all estimates.
+`docs/benchmarks.md`, and the estimates of what was not measured; without a file all estimates. The
+README follows.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench import readme
 from tests.bench.report import rewrite
 from tests.gpu.estimates import INTRODUCTION, table_of
 from tests.gpu.report import read_lines
@@ -73,6 +75,7 @@ def main() -> int:
         return 2
     machine, tables = section_of([line for file in files for line in read_lines(file)])
     rewrite(PAGE, "gpu", machine, tables)
+    readme.rewrite(PAGE)
     return 0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_core.extras import EXTRAS
+from lmcache_core.extras import EXTRAS, install_line
+from lmcache_ctl.cli import EXTRAS as CTL_EXTRAS
+from lmcache_ctl.cli import FOLDERS as CTL_FOLDERS
+from lmcache_storage.s3 import FOLDERS as STORAGE_FOLDERS
 from packaging.requirements import Requirement
 
 from tests.fixtures.ctl import no_cluster as no_cluster
@@ -33,7 +37,9 @@ GIVEN = {
     "lmcache-core": {"vllm", "prometheus-client", "typing-extensions"},
     "lmcache-ctl": {"lmcache-servicekit"},
 }
-EXTRA = re.compile(r"\b(lmcache-[a-z]+)\[([a-z0-9,_]+)\]")
+EXTRA = re.compile(r"\./((?:libs|services)/\w+)\[([a-z0-9,_]+)\]")
+ON_AN_INDEX = re.compile(r"\blmcache-[a-z]+\[|pip install (?:-\S+ )*'?lmcache[-_\[ ]")
+"""A name that pip would look up there, where ours are not, and where anyone can take one."""
 TEXTS = [
     ROOT / "README.md",
     *(
@@ -95,19 +101,53 @@ def test_what_is_imported_is_declared(manifest: Path) -> None:
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    extras = {
-        project["name"]: set(project.get("optional-dependencies", {}))
-        for project in map(project_of, MANIFESTS)
-    }
     named = {
-        (package, extra)
+        (folder, extra)
         for path in TEXTS
-        for package, listed in EXTRA.findall(path.read_text(encoding="utf-8"))
+        for folder, listed in EXTRA.findall(path.read_text(encoding="utf-8"))
         for extra in listed.split(",")
     }
-    named |= {("lmcache-core", extra) for extra in EXTRAS.values()}
+    named |= {("libs/lmcache_core", extra) for extra in EXTRAS.values()}
+    named |= {(CTL_FOLDERS[-1], extra) for extra in CTL_EXTRAS.values()}
     assert len(named) > 8
-    assert {(package, extra) for package, extra in named if extra not in extras[package]} == set()
+    for folder, extra in named:
+        assert extra in project_of(ROOT / folder / "pyproject.toml")["optional-dependencies"]
+
+
+def test_no_text_names_a_package_of_ours_on_an_index() -> None:
+    assert {path for path in TEXTS if ON_AN_INDEX.search(path.read_text(encoding="utf-8"))} == set()
+
+
+@pytest.mark.parametrize(
+    ("extra", "folders"),
+    [
+        *((extra, ()) for extra in sorted(set(EXTRAS.values()))),
+        *((extra, CTL_FOLDERS) for extra in ("codec", "model", "redis")),
+        ("s3", STORAGE_FOLDERS),
+    ],
+)
+def test_an_extra_is_installed_from_a_checkout_alone(extra: str, folders: tuple[str, ...]) -> None:
+    """All packages of ours that it brings are in the command, the one with the extra last."""
+    command = install_line(extra, *folders)
+    told = re.fullmatch(r"pip install (.*) in a checkout", command)
+    assert told is not None, command
+    *before, last = shlex.split(told[1])
+    folder, _, named = last.partition("[")
+    assert named == f"{extra}]"
+    ours = {project_of(ROOT / each / "pyproject.toml")["name"] for each in [*before, folder]}
+    project = project_of(ROOT / folder / "pyproject.toml")
+    wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    seen: set[str] = set()
+    manifests = {project_of(path)["name"]: project_of(path) for path in MANIFESTS}
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        if requirement.name in manifests and str(requirement) not in seen:
+            seen.add(str(requirement))
+            assert requirement.name in ours, requirement
+            of = manifests[requirement.name]
+            wanted += of["dependencies"]
+            for each in requirement.extras:
+                wanted += of["optional-dependencies"][each]
 
 
 BLOCKED = """
@@ -146,6 +186,7 @@ def without(modules: str, program: str) -> subprocess.CompletedProcess[str]:
             "kernels",
         ),
         ("transformers", "import lmcache_core; lmcache_core.open", "transformers"),
+        ("torch", "import lmcache_core; lmcache_core.open", "transformers"),
         ("torch transformers", "import lmcache_core.integrations.transformers", "transformers"),
         (
             "numba",
@@ -173,7 +214,7 @@ def test_a_missing_package_is_one_sentence_with_the_command(
 ) -> None:
     told = without(missing, statement).stderr.splitlines()[-1]
     assert repr(missing.split()[0]) in told or missing in told
-    assert f"pip install 'lmcache-core[{extra}]'" in told
+    assert f": {install_line(extra)}" in told
 
 
 MAX_CTL_BYTES = 60_000_000
@@ -225,12 +266,12 @@ def test_the_command_line_needs_no_codec_but_for_codecs() -> None:
     done = without(HEAVY, program.format(words="'codec', 'measure', '--tokens', '1'"))
     assert (done.returncode, done.stderr) == (
         2,
-        "lmcachectl: this needs the package 'numpy': install lmcache-ctl[codec]\n",
+        f"lmcachectl: this needs the package 'numpy': {install_line('codec', *CTL_FOLDERS)}\n",
     )
     done = without(
         HEAVY, program.format(words="'certify', 'blend', '--model', '/nowhere', '--separator', 'x'")
     )
-    assert (done.returncode, "lmcache-ctl[model]" in done.stderr) == (2, True)
+    assert (done.returncode, install_line("model", *CTL_FOLDERS) in done.stderr) == (2, True)
     for words in (
         "'status'",
         "'version'",

@@ -2,9 +2,9 @@
 shell that stops at the first failure.
 
 Bash, make, Helm, python3 and lmcachectl are real; lmcachectl reaches real services through a
-stand-in for the Kubernetes API. Docker, kind, kubectl and pip are stand-ins, and so are the Python
-that `make demo` installs with and the demo, which `tests/integration/demo` runs. Helm renders what
-it would install.
+stand-in for the Kubernetes API. Git, Docker, kind, kubectl and pip are stand-ins, and so are the
+Python that `make` installs with, pytest, and the demo, which `tests/integration/demo` runs. Helm
+renders what it would install.
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ case $1 in
   *) exec "$REAL/helm4" "$@" ;;
 esac
 """,
+    # The shell is in the clone already
+    "git": """#!/bin/bash
+case $1 in
+  clone) ln -s . lmcache ;;
+  *) exit 2 ;;
+esac
+""",
 }
 
 
@@ -73,7 +80,7 @@ def pasted(name: str, directory: Path, api: PodsApi) -> tuple[str, list[str], Pa
     subprocess.run(["bash", "-c", copy, "bash", clone], cwd=ROOT, check=True)
     tools = StandIns(stand_ins, ("docker", "kind", "kubectl", "helm", "pip"), [*ANSWERS, *HEALTHY])
     (clone / INSTALLED).mkdir(parents=True)
-    StandIns(clone / INSTALLED, ("python", "lmcache-demo"), [])
+    StandIns(clone / INSTALLED, ("python", "lmcache-demo", "pytest"), [])
     for program, text in PROGRAMS.items():
         (programs / program).write_text(text)
         (programs / program).chmod(0o755)
@@ -118,9 +125,10 @@ def kinds_of(clone: Path) -> set[str]:
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_the_readme(tmp_path: Path, api: PodsApi) -> None:
     printed, calls, clone = pasted("README.md", tmp_path, api)
-    [*installs, demo] = (clone / INSTALLED / "calls").read_text().splitlines()
-    assert all(" -m pip install " in call for call in installs[:-1]), installs
-    assert (installs[-1], demo) == ("python -m lmcache_core.serde.warm_up", "lmcache-demo")
+    *installs, compiled, demo, tools, tests = (clone / INSTALLED / "calls").read_text().splitlines()
+    assert all(" -m pip install " in call for call in (*installs, tools)), installs
+    assert (compiled, demo) == ("python -m lmcache_core.serde.warm_up", "lmcache-demo")
+    assert tests.startswith("pytest -n auto ")
     assert [line.split() for line in printed.splitlines() if line.startswith("model-b")] == [
         ["model-b", "87", "3840", "of", "4000"]
     ]

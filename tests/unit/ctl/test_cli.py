@@ -233,6 +233,9 @@ CONTEXT = (
     [
         (b"a: [", "no usable kubeconfig (it is damaged)"),
         (b"hello", "no usable kubeconfig (it is damaged)"),
+        (b"[" * 2000, "no usable kubeconfig (it is damaged)"),
+        (b"contexts: !!bool x", "no usable kubeconfig (it is damaged)"),
+        (b"contexts: !!int ''", "no usable kubeconfig (it is damaged)"),
         (bytes(range(128, 256)), "no usable kubeconfig (it is damaged)"),
         (b"", "file is empty"),
         (b"kind: Config\ncontexts: 7\n", "no usable kubeconfig"),

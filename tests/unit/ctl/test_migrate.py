@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import jsonschema
 import pytest
 import yaml
-from lmcache_core.config import OPTIONS
+from hypothesis import given
+from hypothesis import strategies as st
+from lmcache_core.config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
+from lmcache_core.config.options import SIDECAR_SETTING
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.migrate import CHART_SIZES, IN_CHART, migration_of
+from lmcache_ctl.migrate import CHART_SIZES, IN_CHART, _print, migration_of
+from lmcache_ctl.output import OutputFormat, show
 from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.ctl import Ctl
@@ -30,6 +39,7 @@ def test_tiers_become_the_sidecars_and_the_rest_stays_with_the_engine(tmp_path: 
         chunk_size=128,
         max_local_cpu_size=20,
         local_disk="file:///local/disk/",
+        max_local_disk_size=5,
         remote_url="redis://cache:6379",
         remote_serde="cachegen",
         cache_policy="LRU",
@@ -39,7 +49,7 @@ def test_tiers_become_the_sidecars_and_the_rest_stays_with_the_engine(tmp_path: 
     assert found.sidecar == {
         "arena_gb": 20,
         "disk_path": "/local/disk/",
-        "disk_gb": 5.0,
+        "disk_gb": 5,
         "remote_url": "redis://cache:6379",
         "remote_serde": "cachegen",
         "eviction_policy": "lru",
@@ -67,7 +77,7 @@ def test_the_chart_has_these_values() -> None:
 def test_what_has_no_effect_is_told(tmp_path: Path) -> None:
     idle = {"blend_check_layers": 1, "mp_port": 5555, "remote_serde": "cachegen"}
     found = migration_of(written(tmp_path, chunk_size=128, cache_policy="LRU", **idle))
-    assert found.notes[1] == f"left out, without what they belong to: {', '.join(sorted(idle))}"
+    assert f"left out, without what they belong to: {', '.join(sorted(idle))}" in found.notes
     assert not found.refused
     given = written(tmp_path, remote_url="redis://h:1", remote_serde="cachegen")
     assert "left out" not in " ".join(migration_of(given).notes)
@@ -97,7 +107,6 @@ def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:
     for name in options.keys() - {"local_cpu", "remote_url"}:
         assert f"{name}=" in told or f"{name!r}" in told, name
     assert Ctl().json("migrate", tmp_path / "lmcache.yaml", code=1)["sidecar"] == {
-        "arena_gb": 5.0,
         "remote_url": "lm://h:1",
     }
 
@@ -107,7 +116,13 @@ def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:
     [
         {},
         {"max_local_disk_size": 10, "remote_serde": "cachegen", "disk_fsync": True},
-        {"local_disk": "/d/", "local_disk_serde": "lossless", "chunk_ttl_s": 60, "salt": "s"},
+        {
+            "local_disk": "/d/",
+            "max_local_disk_size": 1,
+            "local_disk_serde": "lossless",
+            "chunk_ttl_s": 60,
+            "salt": "s",
+        },
     ],
 )
 def test_the_settings_are_ones_that_a_sidecar_takes(options: Any, tmp_path: Path) -> None:
@@ -117,8 +132,534 @@ def test_the_settings_are_ones_that_a_sidecar_takes(options: Any, tmp_path: Path
     assert "'s'" not in str(found), "a secret"
 
 
-def test_what_is_no_configuration_is_a_wrong_call(tmp_path: Path) -> None:
-    for content in ("[", "- a"):
-        (tmp_path / "x.yaml").write_text(content)
-        with pytest.raises(UsageError, match=r"x\.yaml"):
-            migration_of(tmp_path / "x.yaml")
+@pytest.mark.parametrize("name", sorted({*OPTIONS, *FOREIGN_NAMES}))
+def test_null_asks_for_nothing_under_any_name(name: str, tmp_path: Path) -> None:
+    found = migration_of(written(tmp_path, **{name: None}))
+    assert (found.sidecar, found.engine, found.refused) == ({}, {}, [])
+    assert name in " ".join(found.notes)
+
+
+def test_a_size_that_is_not_there_is_to_be_chosen(tmp_path: Path) -> None:
+    found = migration_of(written(tmp_path, local_disk="/d/"))
+    assert found.sidecar == {"disk_path": "/d/"}
+    assert found.chart == {"sidecar": {"config": {}}}
+    assert found.to_choose == {
+        "arena_gb": "max_local_cpu_size is not in the source",
+        "disk_gb": "max_local_disk_size is not in the source",
+    }
+    told = Ctl().text("migrate", tmp_path / "lmcache.yaml")
+    for setting in ("arena_gb", "disk_gb", "sidecar.arenaSize", "sidecar.diskSize"):
+        assert f"# {setting} has to be chosen: max_local_" in told
+    assert "5.0" not in told
+
+
+@pytest.mark.parametrize(
+    ("size", "gb", "quantity"),
+    [
+        (5, 5, "5Gi"),
+        (5.5, 5.5, "5.5Gi"),
+        ("32.0", 32, "32Gi"),
+        (" 64 ", 64, "64Gi"),
+        (1234567.25, None, None),
+        (40000.0625, 40000.0625, "40000.0625Gi"),
+        (1e-5, 1e-5, "0.00001Gi"),
+        ("5Gi", None, None),
+        ("abc", None, None),
+        (0, None, None),
+        (-1, None, None),
+        (True, None, None),
+        ([5], None, None),
+        ({"a": 5}, None, None),
+        (10737418240, None, None),
+        (float("nan"), None, None),
+        (float("inf"), None, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["max_local_cpu_size", "max_local_cache_size"])
+def test_a_size_is_taken_as_it_is_or_refused(
+    name: str, size: Any, gb: float | None, quantity: str | None, tmp_path: Path
+) -> None:
+    """A refused one is not replaced by a default."""
+    found = migration_of(written(tmp_path, **{name: size}))
+    assert found.sidecar.get("arena_gb") == gb
+    assert found.chart["sidecar"].get("arenaSize") == quantity
+    assert (name in found.to_choose.get("arena_gb", "")) == (gb is None)
+
+
+def test_a_disk_of_a_refused_size_keeps_its_directory(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, local_disk="/d/", max_local_disk_size="64.0", max_local_cpu_size=10737418240
+    )
+    assert migration_of(file).sidecar == {"disk_path": "/d/", "disk_gb": 64}
+    file = written(tmp_path, local_disk="/d/", max_local_disk_size=10737418240)
+    found = migration_of(file)
+    assert found.sidecar == {"disk_path": "/d/"}
+    assert found.to_choose["disk_gb"] == "max_local_disk_size is refused"
+    assert any("max_local_disk_size=10737418240" in line for line in found.refused)
+
+
+HOSTILE = {
+    "nothing": b"",
+    "a comment": b"# nothing\n",
+    "null": b"null",
+    "a list": b"- a\n- b\n",
+    "a text": b"text",
+    "a number": b"3",
+    "not closed": b"[",
+    "a tab": b"a:\n\tb: 1",
+    "deep": b"[" * 2000,
+    "bytes": bytes(range(256)),
+    "UTF-16": "chunk_size: 3".encode("utf-16"),
+    "NUL": b"chunk_size: 3\0",
+    "a tag without its form": b"salt: !!timestamp x",
+    "a tag of a truth value": b"local_cpu: !!bool x",
+    "a tag of Python's": b"salt: !!python/object:os.system {}",
+    "a number without end": b"chunk_size: 0x" + b"f" * 6000,
+    "a name without end": b"? 0x" + b"f" * 6000 + b"\n: 1\n",
+    "a policy without end": b"cache_policy: 0x" + b"f" * 6000,
+    "a hash without end": b"pre_caching_hash_algorithm: 0x" + b"f" * 6000,
+    "half a character": b'salt: "\\ud800"\nlocal_disk: "/\\udcff/"\n',
+    "half a character in names": b'extra_config: {"\\ud800": 1}\n"\\ud801": 1\n',
+    "names of all kinds": b"1: 2\n2.5: 3\ntrue: 4\nnull: 5\n2020-01-01: 6\n!!binary aGk=: 7\n",
+    "its own alias": b"extra_config: &a [*a]",
+    "aliases of aliases": b"a: &a [x,x,x,x,x,x,x,x,x,x]\n"
+    + b"".join(
+        b"%c: &%c [%s]\n" % (each, each, b",".join([b"*%c" % (each - 1)] * 10))
+        for each in range(ord("b"), ord("n"))
+    ),
+    "aliases in an option": b"extra_config: [&a [x,x,x,x,x,x,x,x,x,x]"
+    + b"".join(
+        b", &%c [%s]" % (each, b",".join([b"*%c" % (each - 1)] * 10))
+        for each in range(ord("b"), ord("g"))
+    )
+    + b"]\n",
+    "many names": b"".join(b"k%d: 1\n" % number for number in range(600)),
+    "several documents": b"chunk_size: 3\n---\nchunk_size: 4\n",
+    "a duplicate": b"chunk_size: 3\nchunk_size: 4\n",
+    "variables without options": b"A=1\nB=2\n",
+    "a manifest of something else": b"kind: Pod\nspec: {containers: [{name: x}]}\n",
+    "a connector of nothing": b"kv_connector: [1]\nkv_connector_extra_config: 3\n",
+    "a connector that is no JSON": b"args: [--kv-transfer-config, '{']\n",
+    "a connector that is missing": b"args: [--kv-transfer-config]\n",
+    "a script that is not closed": b"args: ['vllm --kv-transfer-config \"{']\n",
+    "an environment of anything": b"env: [{name: LMCACHE_SALT, value: [1]}, 3, {name: 4}, null]\n",
+    "lmcacheConfig of anything": b"x: {lmcacheConfig: {enabled: true, 1: 2, remoteUrl: [1]}}\n",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_any_file_is_an_answer_or_one_sentence(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_bytes(content)
+    code = 2
+    with contextlib.suppress(UsageError):
+        code = 1 if migration_of(file).refused else 0
+    for output in ("table", "json", "yaml"):
+        told = Ctl().run("migrate", file, "-o", output, code=code)
+        assert told.stdout.encode() or code == 2
+        assert len(told.stderr.splitlines()) == (code == 2)
+        assert len(told.stderr) < 1000
+
+
+PASSWORD = "s3cret@/:#?%&+ é"
+ENCODED = quote(PASSWORD, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "url"),
+    [
+        ({"remote_url": f"redis://u:{ENCODED}@h:1/2"}, f"redis://u:{ENCODED}@h:1/2"),
+        ({"remote_url": f"redis://:{ENCODED}@h:1"}, f"redis://:{ENCODED}@h:1"),
+        ({"remote_url": f"rediss://h:1?password={ENCODED}"}, f"rediss://h:1?password={ENCODED}"),
+        (
+            {"remote_url": f"redis-sentinel://u:{ENCODED}@h:1,g:2/name"},
+            f"redis-sentinel://u:{ENCODED}@h:1,g:2/name",
+        ),
+        (
+            {"remote_url": "resp://h:1", "extra_config": {"username": "u", "password": PASSWORD}},
+            f"redis://u:{ENCODED}@h:1",
+        ),
+        ({"remote_url": f"resp://u:{ENCODED}@h:1"}, f"redis://u:{ENCODED}@h:1"),
+        (
+            {"remote_url": "resp://h:1", "extra_config": f'{{"password": "{PASSWORD}"}}'},
+            f"redis://:{ENCODED}@h:1",
+        ),
+        (
+            {
+                "remote_url": "valkey://h:1",
+                "extra_config": {"valkey_password": PASSWORD, "valkey_database": 3},
+            },
+            f"redis://:{ENCODED}@h:1/3",
+        ),
+        # not carried over
+        ({"remote_url": f"redis-cluster://u:{ENCODED}@h:1"}, None),
+        ({"remote_url": f"s3://{ENCODED}@bucket?secret={ENCODED}"}, None),
+        ({"remote_url": f"lm://h:1?token={ENCODED}"}, None),
+        ({"remote_url": f"h:1?token={ENCODED}"}, None),
+        ({"remote_url": f"u:{ENCODED}@h:1"}, None),
+        ({"remote_url": "h:1", "extra_config": {"password": PASSWORD}}, None),
+        ({"remote_url": "h:1", "extra_config": f"password={PASSWORD}"}, None),
+        ({"extra_config": [{"password": PASSWORD}]}, None),
+        ({"remote_url": [{"password": PASSWORD}]}, None),
+        (
+            {
+                "remote_url": "valkey://h:1",
+                "extra_config": {"valkey_mode": "cluster", "valkey_password": PASSWORD},
+            },
+            None,
+        ),
+        ({"salt": PASSWORD}, None),
+        ({"lookup_url": f"http://u:{ENCODED}@h:1"}, None),
+        ({"distributed_url": f"lm://u:{ENCODED}@h:1"}, None),
+        ({"audit_actual_remote_url": f"redis://u:{ENCODED}@h:1"}, None),
+        ({"hf_token": PASSWORD}, None),
+    ],
+    ids=str,
+)
+def test_a_password_is_carried_over_or_its_option_named_and_never_told(
+    options: Any, url: str | None, tmp_path: Path
+) -> None:
+    found = migration_of(written(tmp_path, **options))
+    assert found.sidecar.get("remote_url") == url
+    told = "\n".join([*found.notes, *found.refused, *found.to_choose.values()])
+    assert "s3cret" not in told
+    for name in options:
+        assert name in told
+    assert (url is None) == ("s3cret" not in str(found))
+
+
+def test_credentials_of_variables_are_part_of_the_url(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.env"
+    file.write_text(
+        "# of LMCache\nexport LMCACHE_REMOTE_URL=resp://\nLMCACHE_RESP_HOST=h\n"
+        "LMCACHE_RESP_PORT=6379\nLMCACHE_RESP_USERNAME=u\nLMCACHE_RESP_PASSWORD='s3 cret$x'\n"
+        "LMCACHE_CHUNK_SIZE=128 # small\nLMCACHE_LOCAL_CPU=True\nLMCACHE_USE_EXPERIMENTAL=True\n"
+        'LMCACHE_SALT="$SALT"\nHF_TOKEN=s3cret\nLMCACHE_CONFIG_FILE=/a.yaml\n'
+    )
+    found = migration_of(file)
+    assert found.sidecar == {"remote_url": "redis://u:s3%20cret%24x@h:6379"}
+    assert found.engine == {"chunk_size": 128}
+    told = "\n".join([*found.notes, *found.refused])
+    assert "s3" not in told.replace(str(file), "")
+    for name in ("HF_TOKEN", "LMCACHE_SALT", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_CONFIG_FILE"):
+        assert name in told
+    assert len(found.refused) == 1
+    file.write_text("LMCACHE_RESP_PASSWORD=s3cret\n")
+    [line] = migration_of(file).refused
+    assert "resp_password" in line
+    assert "s3cret" not in line
+
+
+@pytest.mark.parametrize(
+    ("url", "ours", "said"),
+    [
+        ("fs://host:0/mnt/kv", "file:///mnt/kv", "fs:// is file:///mnt/kv here"),
+        ("fs://host:0/with%41 space", "file:///with%2541%20space", "must exist"),
+        ("s3://bucket.region", None, "storage.s3 of the chart"),
+        ("valkey://h:1", "redis://h:1", "valkey:// is redis:// here"),
+        ("resp://h:1", "redis://h:1", "resp:// is redis:// here"),
+        ("unix:///socket", None, "over TCP"),
+        ("redis-cluster://h:1,g:1", None, "a cluster is no remote tier here"),
+        ("fs://host:0/", None, "write file:///dir"),
+        ("mooncakestore://h:1", None, "must be a URL with one of the schemes"),
+    ],
+)
+def test_a_scheme_of_lmcache_is_ours_or_told_what_to_do(
+    url: str, ours: str | None, said: str, tmp_path: Path
+) -> None:
+    found = migration_of(written(tmp_path, remote_url=url))
+    assert found.sidecar.get("remote_url") == ours
+    assert said in "\n".join([*found.notes, *found.refused])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"distributed_url": "localhost:8201"}, "must be lm://host:port"),
+        ({"distributed_url": "lm://0.0.0.0:1"}, "unspecified"),
+        ({"distributed_url": "lm://h:1", "peer_tls_cert_file": "/c"}, "write lm+tls://"),
+        ({"lookup_url": "http://h:99999"}, "port"),
+        ({"broker_url": "h:1"}, "http://host:port"),
+        ({"remote_url": "lm://h:1/path"}, "must be lm://host:port"),
+        ({"peer_tls_name": "x" * 300}, "253"),
+        (
+            {"remote_url": "lm://h:1", "remote_token_file": "/a", "peer_token_file": "/b"},
+            "one service_token_file",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_sidecar_would_refuse_is_not_printed(
+    options: Any, said: str, tmp_path: Path
+) -> None:
+    found = migration_of(written(tmp_path, **options))
+    assert any(said in line for line in found.refused), found.refused
+    SidecarSettings(**found.sidecar)
+
+
+def test_peers_need_both_addresses(tmp_path: Path) -> None:
+    found = migration_of(written(tmp_path, lookup_url="http://h:1"))
+    assert "broker_url" in found.to_choose
+    both = migration_of(written(tmp_path, lookup_url="http://h:1", broker_url="http://h:2"))
+    assert "broker_url" not in both.to_choose
+    SidecarSettings(**both.sidecar)
+
+
+MANIFEST = """
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: lmcache}
+data:
+  lmcache.yaml: |
+    chunk_size: 128
+    max_local_cpu_size: "20"
+---
+apiVersion: v1
+kind: Secret
+metadata: {name: a}
+data: {LMCACHE_SALT: czNjcmV0}
+---
+apiVersion: apps/v1
+kind: Deployment
+spec:
+  template:
+    spec:
+      containers:
+      - name: vllm
+        command: [/bin/sh, -c]
+        args:
+        - >-
+          vllm serve m --kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", "kv_role":
+          "kv_both", "kv_connector_extra_config": {"lmcache.cache_policy": "LRU", "other": 1}}'
+        env:
+        - {name: LMCACHE_LOCAL_DISK, value: /cache/}
+        - {name: LMCACHE_MAX_LOCAL_DISK_SIZE, value: "50"}
+        - {name: LMCACHE_USE_LAYERWISE, value: "True"}
+        - {name: LMCACHE_REMOTE_URL, value: "redis://:$(PASSWORD)@redis:6379"}
+        - {name: LMCACHE_REMOTE_SERDE, valueFrom: {configMapKeyRef: {name: a, key: b}}}
+        - {name: VLLM_USE_V1, value: "1"}
+"""
+STACK = """
+servingEngineSpec:
+  modelSpec:
+  - name: llama
+    vllmConfig: {maxModelLen: 4096}
+    lmcacheConfig:
+      enabled: true
+      cpuOffloadingBufferSize: "60"
+      diskOffloadingBufferSize: 100Gi
+      enableController: true
+      instanceId: default1
+      hf_token: s3cret
+    env:
+    - {name: LMCACHE_LOCAL_DISK, value: /disk}
+cacheserverSpec: {servicePort: 81}
+"""
+
+
+def test_options_are_found_in_manifests(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(MANIFEST)
+    found = migration_of(file)
+    assert found.sidecar == {
+        "arena_gb": 20,
+        "disk_gb": 50,
+        "disk_path": "/cache/",
+        "eviction_policy": "lru",
+    }
+    assert found.engine == {"chunk_size": 128}
+    assert not found.to_choose
+    refused = "\n".join(found.refused)
+    for name in ("LMCACHE_SALT", "use_layerwise", "LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_SERDE"):
+        assert name in refused
+    assert "unknown option" not in refused
+    assert "s3cret" not in str(found)
+    assert "lmcache.io/replace-connector" in "\n".join(found.notes)
+    assert "other" in "\n".join(found.notes)
+
+
+def test_options_are_found_in_values_of_production_stack(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(STACK)
+    found = migration_of(file)
+    assert found.sidecar == {"arena_gb": 60, "disk_path": "/disk"}
+    assert found.to_choose == {"disk_gb": "max_local_disk_size is refused"}
+    refused = "\n".join(found.refused)
+    assert "max_local_disk_size='100Gi'" in refused
+    assert "enable_controller=True" in refused
+    assert "unknown option" not in refused
+    notes = "\n".join(found.notes)
+    for told in ("cacheserverSpec", "hf_token", "lmcache.io/replace-connector"):
+        assert told in notes
+    assert "s3cret" not in str(found)
+
+
+def test_an_option_with_two_values_is_neither(tmp_path: Path) -> None:
+    """As of a prefill and a decode deployment."""
+    file = tmp_path / "values.yaml"
+    entry = "- env: [{{name: LMCACHE_CHUNK_SIZE, value: '{}'}}]\n"
+    file.write_text("".join(map(entry.format, (128, 256, 128))))
+    found = migration_of(file)
+    assert not found.engine
+    assert len(found.refused) == 2
+    assert all("chunk_size" in line for line in found.refused)
+
+
+def test_another_role_and_another_connector_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    of = {"lmcache.chunk_size": 128, "lmcache.mp.port": 1}
+    ours = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_producer"}
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {
+            "connectors": [
+                {"kv_connector": "NixlConnector"},
+                ours | {"kv_connector_extra_config": of},
+            ]
+        },
+    }
+    file.write_text(yaml.safe_dump({"args": ["--kv-transfer-config", json.dumps(several)]}))
+    found = migration_of(file)
+    assert found.engine == {"chunk_size": 128}
+    assert any("kv_role='kv_producer'" in line for line in found.refused)
+    notes = "\n".join(found.notes)
+    for told in ("MultiConnector", "NixlConnector", "lmcache.mp.port"):
+        assert told in notes
+
+
+# --- Any configuration --------------------------------------------------------------------------
+
+CHOSEN = {"arena_gb": 1.0, "disk_gb": 1.0, "lookup_url": "http://h:1", "broker_url": "http://h:1"}
+CHART = jsonschema.Draft7Validator(
+    json.loads((VALUES.parent / "values.schema.json").read_text(encoding="utf-8"))
+)
+NAMES = sorted({*OPTIONS, *FOREIGN_NAMES})
+URLS = st.sampled_from(
+    [
+        *("lm://h:1", "lm+tls://h:1,g:2", "redis://u:p%40@h:1/2?ttl_s=3", "redis-sentinel://h:1"),
+        *("resp://h:1", "valkey://h:1/0", "fs://h:0/a b/", "file:///a/", "s3://b", "https://h:1"),
+        *("http://h:1", "http://u:p@h:1", "localhost:8201", "lm://", "://", "http://[", "h:0"),
+    ]
+)
+# In names, what is before an @ or behind a question mark is masked.
+TEXTS = st.text(
+    st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="@?"),
+    max_size=8,
+)
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    TEXTS,
+    URLS,
+    st.sampled_from(["5", "5Gi", "5.5", "True", "null", "/d/", "file:///d/", "lru", "LRU", "x/y"]),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(TEXTS, TEXTS, max_size=2),
+)
+
+
+def fitting(name: str) -> st.SearchStrategy[Any]:
+    """Values that the option takes, if it is one of ours."""
+    if name not in OPTIONS:
+        return ODD
+    option = OPTIONS[name]
+    if option.choices:
+        return st.sampled_from(option.choices)
+    low, high = option.limits
+    kinds: dict[type, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(int(low), int(high)),
+        float: st.floats(low, high),
+        str: URLS | st.sampled_from(["/a", "/b", "x" * 300]),
+    }
+    return kinds[option.kind]
+
+
+CONFIGURATIONS = st.lists(
+    st.sampled_from(list(OPTIONS)) | st.sampled_from(NAMES) | TEXTS, max_size=8, unique=True
+).flatmap(lambda names: st.fixed_dictionaries({name: fitting(name) | ODD for name in names}))
+
+
+BECOMES = {
+    "max_local_cpu_size": "arena_gb",
+    "max_local_cache_size": "arena_gb and disk_gb",
+    "max_local_disk_size": "disk_gb",
+    "local_device": "disk_path",
+    "blocking_timeout_secs": "tier_timeout_s",
+    "cache_policy": "eviction_policy",
+}
+
+
+def derived(value: Any) -> list[Any]:
+    """What a value of the source may become: itself, or the same in our form."""
+    if not isinstance(value, str):
+        return [value]
+    forms: list[Any] = [value, value.lower(), value.removeprefix("file://")]
+    forms += [value.strip().lower() == "true"] if value.strip().lower() in ("true", "false") else []
+    with contextlib.suppress(ValueError):
+        forms.append(float(value))
+    for scheme, ours in (("resp://", "redis://"), ("valkey://", "redis://")):
+        forms += [value.replace(scheme, ours, 1)]
+    if value.startswith("fs://"):
+        forms.append("file://" + quote(value.partition(":0")[2]))
+    return forms
+
+
+def check(file: Path, source: dict[str, Any]) -> None:
+    try:
+        found = migration_of(file)
+    except UsageError:
+        assert not source.keys() & set(NAMES)
+        return
+    for output in OutputFormat:
+        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
+            show(found, output, _print)
+    SidecarSettings(
+        **{name: CHOSEN.get(name, "/chosen") for name in found.to_choose} | found.sidecar
+    )
+    LMCacheEngineConfig.from_defaults(**{"remote_url": None, "sidecar_socket": "/s"} | found.engine)
+    CHART.validate(found.chart)
+    possible = [each for value in source.values() for each in derived(value)]
+    for setting, value in {**found.sidecar, **found.engine}.items():
+        assert any(value == each for each in possible), (setting, value)
+    told = "\n".join([*found.notes, *found.refused, *found.to_choose.values()])
+    carried = {**found.sidecar, **found.engine}
+    for name, value in source.items():
+        instead = OPTIONS[name].beside_sidecar if name in OPTIONS else ""
+        settings = [name, *BECOMES.get(name, instead.removeprefix(SIDECAR_SETTING)).split(" and ")]
+        is_carried = any(carried.get(each) in derived(value) for each in settings)
+        assert is_carried or name in told or repr(name)[1:-1] in told, name
+
+
+@given(source=CONFIGURATIONS)
+def test_any_option_is_carried_over_or_named(
+    source: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every value of the result is the source's, and all that takes them takes the result."""
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_text(json.dumps(source), encoding="utf-8")  # which is YAML
+    check(file, source)
+
+
+@given(source=CONFIGURATIONS)
+def test_any_connector_of_a_manifest_is_carried_over_or_named(
+    source: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    extra = {f"lmcache.{name}": value for name, value in source.items()}
+    config = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    args = ["--kv-transfer-config", json.dumps(config)]
+    file.write_text(json.dumps({"kind": "Pod", "args": args}), encoding="utf-8")
+    check(file, source)
+
+
+@given(content=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode()))
+def test_any_bytes_are_an_answer_or_one_sentence(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_bytes(content)
+    with contextlib.suppress(UsageError):
+        migration_of(file)

@@ -16,7 +16,7 @@ from lmcache_ctl.states import DrainStatus, ServiceStatus, State, Tier, Traffic
 from lmcache_ctl.status import print_status, summed
 from lmcache_ctl.top import moment, print_moment
 
-EVIL = "a\x1b]0;title\x07b\x9b2Jc\rd[red]e"
+EVIL = "a\x1b]0;title\x07b\x9b2Jc\rd[red]e\udcff"
 
 
 def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +25,7 @@ def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[st
     state = ServiceStatus(Kind.LOOKUP, EVIL, "http://h", State.OK, problem=EVIL)
     print_moment(moment([state], [state], 1.0))
     shown = capsys.readouterr().out
-    assert not set("\x1b\x07\x9b\r") & set(shown)
+    assert not set("\x1b\x07\x9b\r\udcff") & set(shown)
     assert shown.count("a?]0;title?b?2Jc?d[red]e") == 5
 
 

@@ -24,7 +24,9 @@ README, QUICKSTART, TUTORIAL = (
 )
 PASTED = (README, QUICKSTART)
 LANGUAGES = {README: {"sh", "python"}, QUICKSTART: {"", "sh"}, TUTORIAL: {"sh", "text"}}
-PROGRAMS = {"cat", "docker", "export", "helm", "kubectl", "lmcachectl", "make", "pip", "python3"}
+PROGRAMS = {
+    *("cat", "docker", "export", "git", "helm", "kubectl", "lmcachectl", "make", "pip", "python3"),
+}
 WORDS_OF_SHELL = {"for", "done", "sleep", "umask"}
 
 

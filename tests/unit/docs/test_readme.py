@@ -5,22 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tests.bench import peers
+import pytest
+
+from tests.bench import readme
 from tests.unit.docs.pages import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BENCHMARKS = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
 FIRST_SCREEN = README.partition("\n[vllm]: ")[0]
-# What the README calls each column, and what the benchmark calls its row.
-MEASURED = {
-    "recomputed": "cold",
-    "vLLM's own prefix cache": "vLLM's own prefix cache",
-    "the pod's sidecar": "memory of the sidecar, sync",
-    "the sidecar's disk": "disk of the sidecar",
-    "the storage service": "storage service",
-    "another pod": "sidecar of another pod",
-}
-OURS = list(MEASURED)[2:]
+PAGE_OF_VLLM = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+GENERATED = re.compile(
+    rf"{readme.BEGIN}.*{readme.END}|^\| (?:Load|Store) rate, ours = 1 \|.*$",
+    re.DOTALL | re.MULTILINE,
+)
 MAX_LINES, FIRST_LINES, FIRST_WORDS = 110, 42, 600
 
 
@@ -33,37 +30,80 @@ def rows(text: str, begin: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.split("|")]
 
 
-def hits() -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield where KV came from, with the milliseconds and how many times faster it was."""
+def rewritten(benchmarks: str) -> str:
+    """The README that follows from a page of benchmarks."""
+    return readme.rewritten(README, benchmarks)
+
+
+def with_row(name: str, cells: dict[str, str]) -> str:
+    """The page of benchmarks, with other figures in a row."""
+    head, *_ = rows(BENCHMARKS, "\n### In turn with")
+    [line] = re.findall(rf"^\| {re.escape(name)} \|.*$", BENCHMARKS, re.MULTILINE)
+    found = [cell.strip() for cell in line.strip("|").split("|")]
+    for column, cell in cells.items():
+        found[head.index(column)] = cell
+    return BENCHMARKS.replace(line, f"| {' | '.join(found)} |")
+
+
+def test_the_figures_are_those_of_the_benchmarks() -> None:
+    assert rewritten(BENCHMARKS) == README
+
+
+def test_a_hit_is_told_with_the_default_settings() -> None:
+    measured = {row[0]: row[1:3] for row in rows(BENCHMARKS, "\n## vLLM\n")}
     names, times, factors = rows(README, "**What a hit saves**")
-    for name, time, factor in zip(names[1:], times[1:], factors[1:], strict=True):
-        yield name, (time, factor)
+    said = {name: [times[i], factors[i]] for i, name in enumerate(names)}
+    assert re.search(r"^\| `load` \| `async` \|", PAGE_OF_VLLM, re.MULTILINE)
+    assert said["the pod's sidecar"] == measured["memory of the sidecar, async"]
+    beside = measured["vLLM's own prefix cache, with the connector"]
+    assert said["the same, with our connector"] == beside
 
 
-def test_the_figures_are_those_of_the_benchmark() -> None:
-    measured = {row[0]: row[1:] for row in rows(BENCHMARKS, "\n## vLLM\n")}
-    said = dict(hits())
-    costs = {row[0]: row[1:] for row in rows(BENCHMARKS, "what storing costs a cold request")}
-    storing = "{} ({})".format(*costs["storing adds"][:2])
-    assert said == {name: tuple(measured[source][:2]) for name, source in MEASURED.items()} | {
-        "storing adds": (storing, "")
-    }
-    [release] = re.findall(r"vLLM ([\d.]+) on the CPU", BENCHMARKS)
-    assert f"vLLM {release}" in README.partition("**What a hit saves**")[2]
+@pytest.mark.parametrize(("call", "said"), [("retrieve", "Load rate"), ("store", "Store rate")])
+def test_every_row_of_a_place_counts(call: str, said: str) -> None:
+    """Also those that are least kind to us."""
+    _, *table = rows(BENCHMARKS, "\n### In turn with")
+    beginnings = [each for place in readme.PLACES.values() for each in place]
+    names = [
+        row[0]
+        for row in table
+        if f": {call}" in row[0] and row[0].startswith((*beginnings, "tier behind"))
+    ]
+    assert len(names) >= 10
+    for name in names:
+        [line] = re.findall(
+            rf"^\| {said}, .*$",
+            rewritten(with_row(name, {"ours against peer": "0.01"})),
+            re.MULTILINE,
+        )
+        assert re.search(r"(?:\[| to )100\.0 ", line), name
 
 
-def test_the_comparison_says_what_was_measured() -> None:
-    table = {row[0]: row[1:] for row in rows(README, "**Against what you may run today**")}
-    factors = [int(factor) for name, (_, factor) in hits() if name in OURS]
-    assert table["A hit against recomputing"][0].startswith(f"{min(factors)} to {max(factors)} ")
-    assert "in-process mode" in table["A hit against recomputing"][2], "not the column's mode"
-    said = {
-        place: factor
-        for factor, place in re.findall(r"(\d\.\d) ([^,\]]+)", table["Load rate, ours = 1"][2])
-    }
-    head, *measured = rows(BENCHMARKS, "\n### In turn with")
-    assert said == peers.load_rates(head, measured)
-    assert list(said) == list(peers.README_PLACES)
+def test_the_worst_hit_beside_vllms_own_cache_counts() -> None:
+    """In each table that has one."""
+    name = "vLLM, hit by its own prefix cache, 1,025 tokens"
+    worse = rewritten(with_row(name, {"ours": "90.5", "limit": "10"}))
+    assert "times as long with our connector (at worst 90.5 ms instead of 10)" in worse
+    assert " to 9.05 times as long" in worse
+    shorter = BENCHMARKS.replace("| 182.5 | 175.3 |", "| 100 | 912.5 |")
+    assert "(at worst 912.5 ms instead of 100)" in rewritten(shorter)
+    first = re.sub(r"(with the connector \|) 23\.1 ", r"\1 205 ", BENCHMARKS)
+    assert "(at worst 205 ms instead of 20.5)" in rewritten(first)
+
+
+def test_estimates_of_a_gpu_are_told_until_they_are_measured() -> None:
+    assert "**On a GPU** nothing is measured" in README
+    measured = re.sub(r"^\| load, Llama-3\.1-8B, p.*\n", "", BENCHMARKS, flags=re.MULTILINE)
+    assert "**On a GPU**" not in rewritten(measured)
+
+
+def test_no_other_figure_is_on_the_first_screen() -> None:
+    written = GENERATED.sub("", FIRST_SCREEN)
+    assert not re.findall(r"\d[\d.,]*(?:%| ms| times| GB/s)", written)
+    section = BENCHMARKS.partition("\n## vLLM\n")[2].partition("\n## ")[0]
+    [method] = re.findall(r"\*\*What a hit saves\*\*.*", written)
+    for figure in re.findall(r"(?<![\w.-])\d[\d,.]*\d", method.partition("](")[0]):
+        assert figure in section, figure
 
 
 def test_every_cell_of_the_comparison_has_a_source() -> None:
@@ -86,10 +126,10 @@ def test_the_first_screen_answers_what_a_visitor_asks() -> None:
         "vLLM on Kubernetes",
         "**Use it if**",
         "**Skip it if**",
-        "make demo",
         "Not in this release",
     ):
         assert answer in FIRST_SCREEN
+    assert re.search(r"^git clone .*\nmake demo +# .*\nmake test +# ", FIRST_SCREEN, re.MULTILINE)
     for table in ("**What a hit saves**", "**Against what you may run today**"):
         assert list(rows(FIRST_SCREEN, table))
     assert FIRST_SCREEN.count("\n") <= FIRST_LINES

@@ -61,7 +61,8 @@ def test_structured_variables_are_yaml() -> None:
     assert (settings.quota.max_bytes, settings.quota.tenants) == (5, ["x", "y"])
     assert settings.labels == {"a": "b"}
     assert (settings.ratio, settings.allow_anonymous) == (0.5, True)
-    assert "LMCACHE_SAMPLE_LABELS: its text is not YAML" in refusal(LABELS="{")
+    for text in ("{", "{a: 2020-13-45}", "{a: !!bool x}", "[" * 2000):
+        assert "LMCACHE_SAMPLE_LABELS: its text is not YAML" in refusal(LABELS=text)
     assert "the name 'a' is there twice" in refusal(LABELS="{a: b, a: c}")
 
 

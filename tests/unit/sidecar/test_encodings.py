@@ -159,7 +159,8 @@ def test_a_missing_package_is_told_with_the_option_and_what_to_install(
     )
     assert done.stdout == (
         f"remote_serde='{serde}': this serde needs the package '{missing}':"
-        " pip install 'lmcache-core[codec]', or run the image lmcache-sidecar-codec\n"
+        " pip install './libs/lmcache_core[codec]' in a checkout, or run the image"
+        " lmcache-sidecar-codec\n"
     )
 
 

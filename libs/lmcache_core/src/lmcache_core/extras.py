@@ -22,11 +22,28 @@ EXTRAS = MappingProxyType(
     }
 )
 """The extra of lmcache-core that brings a package, by the package's import name."""
+_WITH_KERNELS = ("kernels", "model", "transformers")
+"""Extras that bring lmcache-kernels."""
 
 
-def install_line(extra: str) -> str:
-    """Return the command that installs an extra of lmcache-core."""
-    return f"pip install 'lmcache-core[{extra}]'"
+class _MissingPackageError(ModuleNotFoundError):
+    """A package is missing, and the text says what to install."""
+
+
+def install_line(extra: str, *folders: str) -> str:
+    """Return the command that installs an extra. Our packages are on no index: their names may be
+    a stranger's there.
+
+    Args:
+        extra: Its name.
+        folders: Of packages: those of ours that it needs, then the one with the extra; by default
+            lmcache-core.
+    """
+    *before, last = folders or ("libs/lmcache_core",)
+    if extra in _WITH_KERNELS:
+        before.insert(0, "kernels")
+    wanted = [*(f"./{folder}" for folder in before), f"'./{last}[{extra}]'"]
+    return f"pip install {' '.join(wanted)} in a checkout"
 
 
 @contextmanager
@@ -34,7 +51,8 @@ def needs_extra(extra: str | None = None) -> Iterator[None]:
     """Tell what to install if an import in the block fails for a package that an extra contains.
 
     Args:
-        extra: The extra to name; by default that of the missing package.
+        extra: The extra to name; by default the one that an inner block named, or that of the
+            missing package.
 
     Raises:
         ModuleNotFoundError: A package is missing.
@@ -43,10 +61,10 @@ def needs_extra(extra: str | None = None) -> Iterator[None]:
         yield
     except ModuleNotFoundError as exc:
         name = (exc.name or "").partition(".")[0]
-        if name not in EXTRAS:
+        if name not in EXTRAS or (extra is None and isinstance(exc, _MissingPackageError)):
             raise
         line = install_line(extra or EXTRAS[name])
-        raise ModuleNotFoundError(f"the package {name!r} is missing: {line}", name=name) from exc
+        raise _MissingPackageError(f"the package {name!r} is missing: {line}", name=name) from exc
 
 
 def resolve(package: str, modules: Mapping[str, str], name: str) -> Any:

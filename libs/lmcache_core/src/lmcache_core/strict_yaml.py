@@ -6,6 +6,10 @@ from typing import Any, Final
 
 import yaml
 
+MAX_NODES: Final = 1 << 20
+"""Values in a document, those behind aliases counted at each alias: a short text could otherwise
+name more than fits into memory.
+"""
 MAX_BRACKETS: Final = 64
 """Limit for untrusted text: PyYAML's scanner looks ahead, in time quadratic in the open
 brackets.
@@ -46,9 +50,22 @@ def load_yaml(text: bytes | str) -> Any:
 
     Raises:
         DuplicateNameError: A mapping has a name twice.
-        yaml.YAMLError: It is not YAML.
+        yaml.YAMLError: It is not YAML, a value does not fit its tag, or aliases name more than
+            `MAX_NODES` values.
     """
     return _load(_Loader(text))
+
+
+def load_yaml_documents(text: bytes | str) -> list[Any]:
+    """Parse a text of any number of documents; see `load_yaml`."""
+    loader = _Loader(text)
+    try:
+        found = []
+        while loader.check_node():
+            found.append(_constructed(loader, loader.get_node()))
+        return found
+    finally:
+        loader.dispose()
 
 
 class _ForeignLoader(_Loader):
@@ -79,6 +96,41 @@ def load_foreign_yaml(text: str) -> Any:
 
 def _load(loader: _Loader) -> Any:
     try:
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        return None if node is None else _constructed(loader, node)
     finally:
         loader.dispose()
+
+
+def _constructed(loader: _Loader, node: yaml.Node) -> Any:
+    if _count(node, {}) > MAX_NODES:
+        raise yaml.MarkedYAMLError(problem="too many values", problem_mark=node.start_mark)
+    try:
+        return loader.construct_document(node)
+    except (AttributeError, LookupError, TypeError, OverflowError):  # as of `!!timestamp x`
+        raise yaml.MarkedYAMLError(
+            problem="a value that its tag does not fit", problem_mark=node.start_mark
+        ) from None
+
+
+def _count(node: yaml.Node, counted: dict[int, int]) -> int:
+    """Return how many values a node is, all aliases followed.
+
+    Args:
+        node: The node.
+        counted: What is known, by the identity of nodes; 0: this call is in such a node.
+    """
+    known = counted.get(id(node))
+    if known == 0:
+        raise yaml.MarkedYAMLError(
+            problem="an alias within its own value", problem_mark=node.start_mark
+        )
+    if known is None:
+        counted[id(node)] = 0
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children = [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        known = counted[id(node)] = 1 + sum(_count(each, counted) for each in children)
+    return known

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 from lmcache_core._typing import override
 from lmcache_core.errors import LMCacheError
+from lmcache_core.extras import install_line
 from typer.core import TyperCommand, TyperGroup
 
 from lmcache_ctl import lookup, sidecar
@@ -32,9 +33,13 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXTRAS: Final = {
     **dict.fromkeys(("numpy", "numba", "llvmlite"), "codec"),
-    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors"), "model"),
+    **dict.fromkeys(
+        ("torch", "transformers", "tokenizers", "safetensors", "lmcache_kernels"), "model"
+    ),
 }
 """The extras with packages that only some commands need."""
+FOLDERS: Final = ("libs/lmcache_core", "libs/lmcache_ctl")
+"""Where this package is in a checkout, after what it needs."""
 CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG})
 """Errors of writing to standard output, not counting a reader that has closed it."""
 COMMANDS: Final[dict[str, Callable[..., None]]] = {
@@ -191,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         package = (exc.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        extra = f"lmcache-ctl[{EXTRAS[package]}]"
-        typer.echo(f"lmcachectl: this needs the package {package!r}: install {extra}", err=True)
+        line = install_line(EXTRAS[package], *FOLDERS)
+        typer.echo(f"lmcachectl: this needs the package {package!r}: {line}", err=True)
         sys.exit(EXIT_USAGE)
     except OSError as exc:
         if exc.errno not in CANNOT_PRINT:

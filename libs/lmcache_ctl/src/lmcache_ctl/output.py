@@ -27,7 +27,7 @@ MICRO = 1e-6
 UNKNOWN = "-"
 UNLIMITED_COLUMNS: Final = 10_000
 MIN_PROSE_COLUMNS: Final = 16
-_STEERING = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+_STEERING = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 T = TypeVar("T")
 
@@ -98,7 +98,9 @@ def show(
 
 
 def plain(text: str) -> str:
-    """Return text that is safe on a terminal: control characters become question marks."""
+    """Return text that is safe on a terminal: control characters, and halves of characters as in
+    names of files that are not UTF-8, become question marks.
+    """
     return _STEERING.sub("?", text)
 
 

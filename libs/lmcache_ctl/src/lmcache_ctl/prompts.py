@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from lmcache_core.keys import MAX_TOKEN_ID
 
 from lmcache_ctl.asking import tls_context
 from lmcache_ctl.errors import CtlError, UsageError
@@ -24,6 +25,7 @@ CHAT_FIELDS: Final = (
 )
 """What of a chat request decides about its tokens."""
 _SEPARATORS = re.compile(r"[\s,]+")
+_TOKEN_ID = re.compile(r"[0-9]{1,20}")  # Python refuses to read thousands of digits
 
 
 class TokensAnswer(msgspec.Struct):
@@ -58,7 +60,7 @@ def read_token_ids(path: Path) -> list[int]:
             f"{path} is empty: write token ids as numbers, separated by commas or blanks"
         )
     words = _SEPARATORS.split(inside)
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(_TOKEN_ID.fullmatch(word) and int(word) <= MAX_TOKEN_ID for word in words):
         raise UsageError(
             f"{path} holds something other than token ids: write numbers separated by commas or"
             " blanks"
@@ -88,7 +90,7 @@ def read_messages(path: Path) -> dict[str, Any]:
     """
     try:
         body = msgspec.json.decode(read_text(path))
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, RecursionError) as exc:
         raise UsageError(f"{path} is not JSON: write the messages, or a chat request") from exc
     if isinstance(body, list):
         body = {"messages": body}

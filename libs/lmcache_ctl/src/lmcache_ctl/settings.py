@@ -18,6 +18,8 @@ PREFIX: Final = "LMCACHE_CTL_"
 CONFIG_NAME: Final = "CONFIG"
 MAX_CONFIG_FILE_BYTES: Final = 1 << 20
 MAX_URLS: Final = 1024
+MALFORMED: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What PyYAML, and who reads its values, raises for a kubeconfig of another form."""
 MAX_TIMEOUT_S: Final = 600.0
 DEFAULT_TIMEOUT_S: Final = 5.0
 UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -118,7 +120,7 @@ def _has_context(kubeconfig: Path) -> bool:
 
     try:
         return bool((yaml.safe_load(kubeconfig.read_bytes()) or {}).get("current-context"))
-    except (OSError, AttributeError, yaml.YAMLError):
+    except (OSError, *MALFORMED, yaml.YAMLError):
         return True
 
 
@@ -128,7 +130,7 @@ def context_names(settings: CtlSettings) -> list[str]:
 
     names: dict[str, None] = {}
     for path in str(settings.kubeconfig or kubeconfig_paths()).split(os.pathsep):
-        with contextlib.suppress(OSError, AttributeError, TypeError, KeyError, yaml.YAMLError):
+        with contextlib.suppress(OSError, *MALFORMED, yaml.YAMLError):
             document = yaml.safe_load(Path(path).expanduser().read_bytes())
             names |= dict.fromkeys(str(one["name"]) for one in document["contexts"])
     return list(names)

@@ -490,7 +490,7 @@ def _parse_yaml(name: str, text: str) -> Any:
         raise ConfigError(
             f"{name}: the name {exc.name!r} is there twice; keep one of them"
         ) from None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(
             f"{name}: its text is not YAML; write for example [a, b] or {{name: value}}"
         ) from None

@@ -87,9 +87,9 @@ class SidecarSettings(NodeSettings):
         remote_url: Remote tier, for example `lm://cache-storage:65432`; also `redis://`,
             `redis-sentinel://`, `http://` and `file://`.
         remote_serde: Encoding for the remote tier: `naive` (none), `lossless`, or with loss
-            `cachegen`, `cachegen:high`, `cachegen:low`; all but the first need
-            `lmcache-core[codec]`. Chunks that others stored with loss are misses unless a lossy one
-            is chosen.
+            `cachegen`, `cachegen:high`, `cachegen:low`; all but the first need the extra `codec` of
+            lmcache-core. Chunks that others stored with loss are misses unless a lossy one is
+            chosen.
         disk_serde: Encoding for the disk.
         peer_serde: Encoding for peers that can read it; a lossy one also accepts loss from peers.
         distributed_url: Where peers reach this sidecar, `lm://host:port`; None: `lm_host` and

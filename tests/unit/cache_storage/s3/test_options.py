@@ -44,7 +44,9 @@ def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.Mon
     for name in ("obstore", "lmcache_storage.s3.objects", "lmcache_storage.s3.backend"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ConfigError, match=r"'obstore': pip install 'lmcache-storage\[s3\]'"):
+    with pytest.raises(
+        ConfigError, match=r"'obstore': pip install .* './services/cache_storage\[s3\]'"
+    ):
         create_s3_backend(StorageSettings(s3_bucket="kv"))
 
 

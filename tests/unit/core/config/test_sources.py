@@ -281,3 +281,27 @@ def test_no_variable_makes_more_than_a_config_error(name, text):
         LMCacheEngineConfig.from_env({f"LMCACHE_{name}": text})
     except ConfigError:
         return
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!timestamp x",
+        "!!bool x",
+        "!!int ''",
+        "&a [*a]",
+        "{<<: 3}",
+        "0x" + "f" * 6000,
+        "["
+        + ", ".join(
+            f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" if i else "&a0 [x]" for i in range(9)
+        )
+        + "]",
+    ],
+    ids=lambda value: value[:20],
+)
+@pytest.mark.parametrize("name", ["chunk_size", "cache_policy", "pre_caching_hash_algorithm"])
+def test_a_value_of_any_form_is_refused_in_short(tmp_path, name, value):
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(tmp_path, f"{name}: {value}")
+    assert len(str(caught.value)) < 600

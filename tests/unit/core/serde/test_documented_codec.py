@@ -36,4 +36,4 @@ def test_without_its_package_it_says_what_to_install(serde: str, package: str) -
     )
     assert done.stdout.startswith("ConfigError")
     assert package in done.stdout
-    assert "lmcache-core[torch]" in done.stdout
+    assert "./libs/lmcache_core[torch]" in done.stdout

@@ -153,8 +153,10 @@ def test_without_numba_it_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> None:
-        raise ConfigError("this serde needs the package 'numba'; install lmcache-core[codec]")
+        raise ConfigError(
+            "this serde needs the package 'numba'; pip install './libs/lmcache_core[codec]'"
+        )
 
     monkeypatch.setattr(warm_up, "load_loops", missing)
     assert warm_up.main([]) == 2
-    assert "lmcache-core[codec]" in capsys.readouterr().err
+    assert "./libs/lmcache_core[codec]" in capsys.readouterr().err

@@ -82,7 +82,7 @@ class LMCacheEngineConfig:
         "Remote tier",
         "Encoding in the remote tier. lossless: smaller, exact. cachegen: several times smaller, "
         "with the documented loss; cachegen:high and cachegen:low: finer and coarser. These need "
-        "lmcache-core[codec]. torch, safetensor, fast: documented formats, no smaller. Lossy "
+        "the extra `codec`. torch, safetensor, fast: documented formats, no smaller. Lossy "
         "chunks are misses for readers without a cachegen serde.",
         choices=REMOTE_SERDES,
         sidecar="remote_serde",

@@ -9,7 +9,7 @@ configuration reference of LMCache's documentation, its definitions and their de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,12 +29,18 @@ class ForeignName:
         translate: Maps the value, and all names with it, to our options; None refuses the value.
         instead: Advice if the value is refused.
         part_of: The name without which LMCache ignores this one, "" for none.
+        secret: It may hold a password: of its value only the names of a mapping are shown.
     """
 
     accepted: str
     translate: _Translation
     instead: str
     part_of: str = ""
+    secret: bool = False
+
+    def shown(self, value: Any) -> str:
+        """Return a value for display."""
+        return "…" if self.secret and not isinstance(value, Mapping) else shown(value)
 
 
 def in_our_names(
@@ -71,11 +77,13 @@ def translated(
         if name in options:
             continue
         if name not in FOREIGN_NAMES:
-            problems.append(f"{origin}: unknown option {name!r}{did_you_mean(str(name), options)}")
+            near = did_you_mean(name if isinstance(name, str) else "", options)
+            problems.append(f"{origin}: unknown option {shown(name)}{near}")
             continue
         translated = FOREIGN_NAMES[name].translate(value, named)
         if translated is None:
-            problems.append(f"{origin}: {name}={shown(value)}: {FOREIGN_NAMES[name].instead}")
+            known = FOREIGN_NAMES[name]
+            problems.append(f"{origin}: {name}={known.shown(value)}: {known.instead}")
             continue
         for ours, meant in translated.items():
             if ours in values and values[ours] != meant:
@@ -102,9 +110,9 @@ def _max_local_cache_size(value: Any, named: Mapping[str, Any]) -> dict[str, Any
 
 
 def _cache_policy(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | None:
-    name = str(value).lower()
     if value is None:
         return {}
+    name = value.lower() if isinstance(value, str) else ""
     return {"eviction_policy": name} if name in ("lru", "s3fifo") else None
 
 
@@ -177,7 +185,10 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "pre_caching_hash_algorithm": ForeignName(
             "builtin, sha256…, null: chunks are always named by SHA-256",
             lambda value, _: (
-                {} if value in (None, "builtin") or str(value).startswith("sha256") else None
+                {}
+                if value in (None, "builtin")
+                or (isinstance(value, str) and value.startswith("sha256"))
+                else None
             ),
             "chunks are always named by SHA-256; leave it out",
         ),
@@ -218,8 +229,12 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "all tiers are asked, fastest first; name fewer in lookup's search_range"
         ),
         "store_location": _only("chunks go to all tiers; leave out the tiers that you do not want"),
-        "extra_config": _only(
-            "nothing reads it here; see which options there are, and leave it out"
+        "extra_config": replace(
+            _only(
+                "nothing reads it here; see which options there are, and leave it out; a password"
+                " of Redis is part of remote_url"
+            ),
+            secret=True,
         ),
         "pin_timeout_sec": _only("pins end with the connection that holds them; leave it out", 300),
         "pin_check_interval_sec": _only(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import itertools
 import os
 import re
 import typing
@@ -16,7 +17,7 @@ from types import MappingProxyType, NoneType
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
-from lmcache_core.config.registry import REMOTE_SCHEMES
+from lmcache_core.config.registry import FOREIGN_SCHEMES, REMOTE_SCHEMES
 
 VERIFY_HOT_MODES = ("always", "sampled", "never")
 DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")
@@ -25,6 +26,8 @@ REMOTE_SERDES = (*DISK_SERDES, "torch", "safetensor", "fast")
 BLEND_POLICIES = ("deviation", "first_of_chunk", "none")
 SIDECAR_SETTING = "set the sidecar's "
 MAX_SHOWN_CHARS = 200
+MAX_SHOWN_ITEMS = 8
+MAX_DECIMAL_BITS = 1 << 10
 _METADATA_KEY = "option"
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
 KIND_NAMES = MappingProxyType(
@@ -39,10 +42,12 @@ class Form:
     Attributes:
         fits: Returns whether a text has it.
         wanted: Description of the form.
+        advice: Returns what else helps with a text that does not have it, "" if nothing does.
     """
 
     fits: Callable[[str], bool]
     wanted: str
+    advice: Callable[[str], str] = lambda _: ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ class Option:
             return None
         unit = f" ({self.unit})" if self.unit else ""
         near = _nearest(value, self.choices)
+        if self.form is not None and isinstance(value, str) and (advice := self.form.advice(value)):
+            near = f"; {advice}"
         return f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}"
 
     def shown(self, value: Any) -> str:
@@ -173,15 +180,34 @@ def shown(value: Any) -> str:
     """Return a value for an error: bounded, without a URL's credentials and query, and for a
     mapping only the names.
     """
-    text = f"{{{', '.join(map(str, value))}}}" if isinstance(value, Mapping) else repr(value)
+    text = _text(value, 2)
     quote = text[0] if text[:1] in ("'", '"') else ""
     before, at, after = text.rpartition("@")
     if at:
         scheme = _SCHEME.match(before)
         text = (scheme[0] if scheme else quote) + "…@" + after
-    if "://" in text and "?" in text:
+    if "?" in text and ("://" in text or "=" in text.partition("?")[2]):
         text = text.partition("?")[0] + "?…" + quote
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+
+
+def _text(value: Any, depth: int) -> str:
+    """Return a value without the values of mappings. Aliases in YAML can make it endless, and
+    Python refuses to print the decimals of a very large integer.
+    """
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        open_, close = "{}" if isinstance(value, (Mapping, set, frozenset)) else "[]"
+        names_only = isinstance(value, Mapping)
+        first = itertools.islice(value, MAX_SHOWN_ITEMS if depth else 0)
+        items = [
+            each if names_only and isinstance(each, str) else _text(each, depth - 1)
+            for each in first
+        ]
+        items += ["…"] if len(value) > len(items) else []
+        return f"{open_}{', '.join(items)}{close}"
+    if isinstance(value, int) and value.bit_length() > MAX_DECIMAL_BITS:
+        return f"{value:#x}"
+    return repr(value)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -277,6 +303,7 @@ def _as_yaml(value: Any) -> str:
 REMOTE_URL = Form(
     is_remote_url,
     f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, and a port in 1 … 65535 if any",
+    advice=lambda text: FOREIGN_SCHEMES.get(text.partition("://")[0].lower(), ""),
 )
 DIRECTORY_URL = Form(
     is_directory_url,

@@ -48,3 +48,15 @@ REMOTE_SCHEMES = MappingProxyType(
     }
 )
 """Schemes of `remote_url`, each with its tier."""
+
+FOREIGN_SCHEMES = MappingProxyType(
+    {
+        "s3": "a bucket is cache_storage's: set storage.s3 of the chart, or its s3_bucket",
+        "resp": "write redis://user:password@host:port, all percent-encoded",
+        "valkey": "write redis://user:password@host:port/database, all percent-encoded",
+        "redis-cluster": "a cluster is no remote tier here; name one server, redis://host:port",
+        "unix": "Redis is reached over TCP; write redis://host:port",
+        "fs": "write file:///dir, a directory that all can reach",
+    }
+)
+"""Schemes that LMCache has and no tier here, each with what to do instead."""

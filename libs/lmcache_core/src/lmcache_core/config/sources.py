@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lmcache_core.config.foreign_names import FOREIGN_NAMES, in_our_names
 from lmcache_core.config.options import KIND_NAMES, Option, did_you_mean, shown
@@ -57,11 +57,11 @@ def values_of_environment(
     for variable, text in variables.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name in options:
-            named[name] = _parse(options[name], text)
-        elif _is_not_ours(variable, text):
+            named[name] = parse_text(options[name], text)
+        elif is_not_ours(variable, text):
             continue
         elif name in FOREIGN_NAMES:
-            named[name] = _parse_foreign(variable, text)
+            named[name] = parse_foreign(variable, text)
         else:
             raise ConfigError(
                 f"environment: {variable} names no option{did_you_mean(name, options)}"
@@ -98,6 +98,15 @@ def named_in_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
         ConfigError: The file cannot be read, is not a mapping, or names something twice. The text
             shows none of the file's contents.
     """
+    return as_named(document_of(content_of(path), path), path, options)
+
+
+def content_of(path: str) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        ConfigError: It cannot be read, or is longer than `MAX_FILE_BYTES`.
+    """
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -105,7 +114,11 @@ def named_in_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: is longer than {MAX_FILE_BYTES} bytes; is it the right file?")
-    data = _parse_yaml(text, path)
+    return text
+
+
+def as_named(data: Any, path: str, options: Mapping[str, Option]) -> dict[Any, Any]:
+    """Return what a file's document sets; see `named_in_file`."""
     if data is None:
         data = {}
     if not isinstance(data, dict):
@@ -116,16 +129,35 @@ def named_in_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
     }
 
 
-def _parse_yaml(text: bytes, path: str) -> Any:
-    """Return the file's contents. Errors are raised without their cause: PyYAML's quote the file,
-    which may contain a secret.
+def document_of(text: bytes, path: str) -> Any:
+    """Return the document of a YAML file.
+
+    Raises:
+        ConfigError: It is not YAML, has several documents, or names something twice. The text
+            shows none of the file's contents.
+    """
+    from lmcache_core.strict_yaml import load_yaml
+
+    return _parsed(load_yaml, text, path)
+
+
+def documents_of(text: bytes, path: str) -> list[Any]:
+    """Return all documents of a YAML file; see `document_of`."""
+    from lmcache_core.strict_yaml import load_yaml_documents
+
+    return cast("list[Any]", _parsed(load_yaml_documents, text, path))
+
+
+def _parsed(load: Callable[[bytes], Any], text: bytes, path: str) -> Any:
+    """Errors are raised without their cause: PyYAML's quote the file, which may contain a
+    secret.
     """
     import yaml  # here, since a process that reads no file may not have it
 
-    from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
+    from lmcache_core.strict_yaml import DuplicateNameError
 
     try:
-        return load_yaml(text)
+        return load(text)
     except DuplicateNameError as exc:
         raise ConfigError(
             f"{path}, line {exc.line}: the name {exc.name!r} is there twice; keep one of them"
@@ -138,7 +170,10 @@ def _parse_yaml(text: bytes, path: str) -> Any:
         raise ConfigError(f"{path}: is not valid YAML ({type(exc).__name__})") from None
 
 
-def _is_not_ours(variable: str, text: str) -> bool:
+def is_not_ours(variable: str, text: str) -> bool:
+    """Return whether a variable with our prefix is no option: another program's, a service's, or
+    one that Kubernetes adds.
+    """
     return (
         variable in (CONFIG_FILE_ENV, *IGNORED_ENV_NAMES)
         or variable.startswith(SERVICE_ENV_PREFIXES)
@@ -147,7 +182,12 @@ def _is_not_ours(variable: str, text: str) -> bool:
     )
 
 
-def _parse(option: Option, text: str) -> Any:
+def parse_text(option: Option, text: str) -> Any:
+    """Return the value of a variable.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
     stripped = text.strip()
     if option.optional and stripped.lower() in _NONE_TEXTS:
         return None
@@ -164,7 +204,7 @@ def _parse(option: Option, text: str) -> Any:
         ) from None
 
 
-def _parse_foreign(variable: str, text: str) -> Any:
+def parse_foreign(variable: str, text: str) -> Any:
     """Return a list, mapping, number or truth value parsed as YAML; any other text unchanged.
 
     Raises:

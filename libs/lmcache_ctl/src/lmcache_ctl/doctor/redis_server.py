@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lmcache_core.errors import LMCacheError
+from lmcache_core.extras import install_line
 
 from lmcache_ctl.doctor.configuration import Loaded
 from lmcache_ctl.doctor.findings import Finding, Subject
@@ -35,7 +36,8 @@ def _of_url(url: str, where: str, settings: Any, timeout_s: float) -> Iterator[F
     try:
         import redis
     except ModuleNotFoundError:
-        fix = "install lmcache-ctl[redis], or check it in the service's image"
+        line = install_line("redis", "libs/lmcache_core", "libs/lmcache_ctl")
+        fix = f"{line}, or check it in the service's image"
         yield subject.warning("not checked: the package redis is not installed here", fix)
         return
     try:

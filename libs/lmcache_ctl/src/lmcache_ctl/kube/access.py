@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, Self
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.settings import (
     DEFAULT_KUBECONFIG,
+    MALFORMED,
     POD_NAMESPACE_FILE,
     CtlSettings,
     finds_kubeconfig,
@@ -188,8 +189,7 @@ def _unusable() -> tuple[type[Exception], ...]:
     import yaml
     from kubernetes.config import ConfigException
 
-    shapes = (ValueError, TypeError, KeyError, AttributeError)
-    return (ConfigException, OSError, yaml.YAMLError, *shapes)
+    return (ConfigException, OSError, yaml.YAMLError, *MALFORMED)
 
 
 def _found(named: str | None) -> tuple[str, str, bool]:

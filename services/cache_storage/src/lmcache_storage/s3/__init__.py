@@ -7,13 +7,19 @@ bucket is configured.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.extras import install_line
 
 if TYPE_CHECKING:
     from lmcache_storage.s3.backend import S3Backend
     from lmcache_storage.settings import S3Settings
+
+FOLDERS: Final = (
+    *("libs/lmcache_core", "services/servicekit", "services/node", "services/cache_storage"),
+)
+"""Where this package is in a checkout, after what it needs."""
 
 
 def create_s3_backend(settings: S3Settings) -> S3Backend | None:
@@ -30,6 +36,6 @@ def create_s3_backend(settings: S3Settings) -> S3Backend | None:
     except ModuleNotFoundError as exc:
         raise ConfigError(
             f"s3_bucket={settings.s3_bucket!r} needs the package {exc.name!r}:"
-            " pip install 'lmcache-storage[s3]', or leave s3_bucket out"
+            f" {install_line('s3', *FOLDERS)}, or leave s3_bucket out"
         ) from exc
     return S3Backend(BucketObjects(settings), settings.s3_timeout_s)

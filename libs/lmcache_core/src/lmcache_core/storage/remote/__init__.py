@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from urllib.parse import urlsplit
 
-from lmcache_core.config.registry import REMOTE_SCHEMES
+from lmcache_core.config.registry import FOREIGN_SCHEMES, REMOTE_SCHEMES
 from lmcache_core.errors import ConfigError
 from lmcache_core.extras import EXTRAS, install_line
 from lmcache_core.security import ClientTls, ShownToken
@@ -81,11 +81,13 @@ def check_remote_scheme(url: str) -> str:
     if scheme not in REMOTE_SCHEMES:
         raise ConfigError(
             f"remote_url={mask_url(url)!r}: its scheme must be one of {', '.join(REMOTE_SCHEMES)}"
+            + (f"; {FOREIGN_SCHEMES[scheme]}" if scheme in FOREIGN_SCHEMES else "")
         )
     return scheme
 
 
 def mask_url(url: str) -> str:
-    """Return the URL without its credentials, for display."""
-    scheme, separator, rest = url.partition("://")
-    return scheme + separator + rest.rpartition("@")[2]
+    """Return the URL without its credentials and query, for display."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    place, mark, _ = rest.rpartition("@")[2].partition("?")
+    return f"{scheme}{separator}{place}{mark and '?…'}"
