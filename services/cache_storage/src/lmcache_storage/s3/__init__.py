@@ -1,15 +1,14 @@
 """The further store: a bucket of S3-compatible object storage after memory and disk (ADR 14). Off
 unless `s3_bucket` is set.
 
-`objects` talks to the bucket, `backend` is the tier. The client library is imported only if a
-bucket is configured.
+`backend` is the tier over `objects`, records under their names; `client` sends signed requests
+(`signature`, `credentials`) over `connections` with deadlines. Imported only if a bucket is
+configured.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-from lmcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache_storage.s3.backend import S3Backend
@@ -20,16 +19,11 @@ def create_s3_backend(settings: S3Settings) -> S3Backend | None:
     """Create the tier in the settings, not opened; None if they name no bucket.
 
     Raises:
-        ConfigError: The client library is not installed, or a file cannot be read.
+        ConfigError: A file cannot be read.
     """
     if settings.s3_bucket is None:
         return None
-    try:
-        from lmcache_storage.s3.backend import S3Backend
-        from lmcache_storage.s3.objects import BucketObjects
-    except ModuleNotFoundError as exc:
-        raise ConfigError(
-            f"s3_bucket={settings.s3_bucket!r} needs the package {exc.name!r}:"
-            " pip install 'lmcache-storage[s3]', or leave s3_bucket out"
-        ) from exc
+    from lmcache_storage.s3.backend import S3Backend
+    from lmcache_storage.s3.objects import BucketObjects
+
     return S3Backend(BucketObjects(settings), settings.s3_timeout_s)
