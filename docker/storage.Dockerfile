@@ -11,7 +11,7 @@ COPY libs/lmcache_core/pyproject.toml libs/lmcache_core/
 COPY services/servicekit/pyproject.toml services/servicekit/
 COPY services/node/pyproject.toml services/node/
 COPY services/cache_storage/pyproject.toml services/cache_storage/
-RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' services/node 'services/cache_storage[s3]' > requirements.txt \
+RUN python dependencies.py 'libs/lmcache_core[redis]' 'services/servicekit[fast,traces]' services/node services/cache_storage > requirements.txt \
     && pip --python /opt/lmcache/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
 
 COPY libs/lmcache_core libs/lmcache_core

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +32,8 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], what: str) -> None
     assert "hush" not in str(refused.value)
 
 
-def test_without_a_bucket_there_is_none_and_its_library_is_not_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
+def test_without_a_bucket_there_is_none() -> None:
     assert create_s3_backend(StorageSettings()) is None
-
-
-def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("obstore", "lmcache_storage.s3.objects", "lmcache_storage.s3.backend"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(
-        ConfigError, match=r"'obstore': pip install .* './services/cache_storage\[s3\]'"
-    ):
-        create_s3_backend(StorageSettings(s3_bucket="kv"))
 
 
 @pytest.mark.parametrize("option", ["s3_ca_file", "s3_access_key_file"])

@@ -21,7 +21,7 @@ from lmcache_core.storage.remote.file import GROWING_S, STALE_S, FileBackend
 
 from tests.fixtures.wire import until
 from tests.suites.backend_suite import Arena, payload_of
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 TIMEOUT_S = 5.0
 NUM_WRITERS = 3
@@ -161,6 +161,68 @@ async def test_a_damaged_file_is_removed_once_it_cannot_be_one_that_still_grows(
     assert await get(tier, "a") == [MissReason.CORRUPT]
     assert not path.exists()
     assert await get(tier, "a") == [MissReason.NEVER_STORED]
+
+
+def other_record(path: Path) -> None:
+    path.write_bytes(make_record("other"))
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    "change", [other_record, zeros, cut, empty], ids=lambda change: change.__name__
+)
+async def test_a_file_that_is_read_as_no_record_stays_is_absent_and_is_replaced(
+    tier, tmp_path, change
+):
+    """Another host or a server may be the reason; only its own digest condemns a record."""
+    await tier.batched_put([make_chunk("a")])
+    path = record_of(tmp_path)
+    change(path)
+    make_old(path)
+    changed = path.read_bytes()
+    [reason] = await get(tier, "a")
+    assert reason in (MissReason.CORRUPT, MissReason.IDENTITY)
+    assert path.read_bytes() == changed
+    assert await tier.batched_contains([make_key("a")]) == [False]
+    assert await tier.batched_put([make_chunk("a")]) == [True]
+    assert await get(tier, "a") == [make_payload("a")]
+    assert await tier.batched_contains([make_key("a")]) == [True]
+
+
+async def test_a_root_that_is_a_file_is_an_unavailable_tier(tmp_path):
+    root = tmp_path / "file"
+    root.write_bytes(b"mine")
+    tier = FileBackend(root, RemoteOptions())
+    await tier.open()
+    for call in (
+        tier.batched_get([make_key("a")], Arena()),
+        tier.batched_contains([make_key("a")]),
+        tier.batched_put([make_chunk("a")]),
+    ):
+        with pytest.raises(UnavailableError, match="Not a directory"):
+            await call
+    await tier.close()
+
+
+async def test_a_root_may_be_a_link_to_a_directory(tmp_path):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "directory")
+    tier = FileBackend(tmp_path / "link", RemoteOptions())
+    await tier.open()
+    assert await get(tier, "a") == [MissReason.NEVER_STORED]
+    assert await tier.batched_put([make_chunk("a")]) == [True]
+    await tier.close()
 
 
 class WrongOnce(DiskFiles):
@@ -458,6 +520,9 @@ async def test_clearing_leaves_foreign_files(tier, tmp_path):
     for path in foreign:
         path.write_bytes(b"mine")
     (tmp_path / "lost+found").mkdir()
+    named_like_records = record_of_any(tmp_path).parent
+    (named_like_records / f"{'0' * 64}.kvr").mkdir()
+    os.mkfifo(named_like_records / f"{'1' * 64}.kvr")
     for name in (b"\xff\xfe", "ü".encode() * 100):
         (tmp_path / os.fsdecode(name)).mkdir()
     assert await tier.clear() == 3

@@ -172,7 +172,7 @@ async def test_a_value_without_room_is_skipped_and_spoils_no_other():
 async def test_an_empty_value_is_a_miss_and_spoils_no_later_call():
     arena = Arena()
     # what is damaged is read again
-    async with ScriptedRedis([b"", b"", b"", b"", make_record(1)]) as server:
+    async with ScriptedRedis([b"", b"", make_record(1)]) as server:
         backend = RedisBackend(server.client, 5.0)
         assert await backend.batched_get([make_key(0)], arena) == [Miss(MissReason.CORRUPT)]
         [result] = await backend.batched_get([make_key(1)], arena)

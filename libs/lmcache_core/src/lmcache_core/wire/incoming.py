@@ -75,6 +75,10 @@ async def verified(
     return Chunk(key, header, head, memory, tier) if is_whole else Miss(MissReason.CORRUPT)
 
 
+class OversizedBlobError(Exception):
+    """A blob is no record of its size, and too long to be read to its end."""
+
+
 class IncomingRecord:
     """Receives the record in the blob of one frame. The blob is consumed to its end, even if the
     record is damaged.
@@ -83,12 +87,20 @@ class IncomingRecord:
         stream: Positioned at the first byte of the blob.
         blob_bytes: Length of the blob.
         allocate: Allocates memory for the payload.
+        max_skipped_bytes: How much of a blob is read for nothing; None: all of it.
     """
 
-    def __init__(self, stream: FrameStream, blob_bytes: int, allocate: Allocate) -> None:
+    def __init__(
+        self,
+        stream: FrameStream,
+        blob_bytes: int,
+        allocate: Allocate,
+        max_skipped_bytes: int | None = None,
+    ) -> None:
         self._stream = stream
         self._num_left = blob_bytes
         self._allocate = allocate
+        self._max_skipped_bytes = max_skipped_bytes
         self._memory: MemoryObj | None = None
         self._dropped = False
 
@@ -103,6 +115,7 @@ class IncomingRecord:
 
         Raises:
             UnavailableError: The connection ended.
+            OversizedBlobError: It is no record, and more than `max_skipped_bytes` are left.
         """
         try:
             if self._num_left < PREFIX_BYTES:
@@ -114,6 +127,8 @@ class IncomingRecord:
             head += await self._read(prefix.head_bytes - PREFIX_BYTES)
             header, payload_bytes = decode_head(head, expected)
         except RecordError as exc:
+            if self._max_skipped_bytes is not None and self._num_left > self._max_skipped_bytes:
+                raise OversizedBlobError from exc
             await self._stream.discard(self._num_left)
             return miss_for(exc)
         memory = None if self._dropped else self._allocate(payload_bytes)

@@ -17,6 +17,7 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, relea
 from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.pool import FilePool
+from lmcache_core.storage.unusable import UnusableRecords
 from lmcache_core.telemetry import Counters
 from typing_extensions import override
 
@@ -34,6 +35,8 @@ _COUNTED = {
     MissReason.IDENTITY: "corrupt_chunks",
     MissReason.EXPIRED: "expired_chunks",
 }
+_REFUSED = frozenset({MissReason.CORRUPT, MissReason.IDENTITY, MissReason.UNAVAILABLE})
+"""Misses of objects whose bytes were refused."""
 _COUNTS = (
     "stored_chunks",
     "served_chunks",
@@ -72,6 +75,7 @@ class S3Backend(StorageBackend):
         self._writing = FilePool("lmcache-s3-writes", MAX_WRITES)
         self._turns = asyncio.Semaphore(MAX_READS)
         self._backoff = WriteBackoff()
+        self._unusable = UnusableRecords()
         self._counters = Counters()
 
     async def open(self) -> None:
@@ -88,8 +92,11 @@ class S3Backend(StorageBackend):
             raise
 
     async def close(self) -> None:
-        """Let running requests finish, for up to `CLOSE_WAIT_S` seconds. Idempotent."""
+        """Let running requests finish, for up to `CLOSE_WAIT_S` seconds, and end the others.
+        Idempotent.
+        """
         await asyncio.gather(self._reading.close(CLOSE_WAIT_S), self._writing.close(CLOSE_WAIT_S))
+        self._objects.close()
 
     @property
     def refuses_writes(self) -> bool:
@@ -107,7 +114,8 @@ class S3Backend(StorageBackend):
 
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        # One HEAD per chunk, `MAX_READS` of them concurrently; the records are not read.
+        # One HEAD per chunk, `MAX_READS` of them concurrently; the records are not read. One that
+        # could not be used is absent, so that it is stored again.
         found = [False] * len(keys)
 
         async def ask(i: int, key: ChunkKey) -> None:
@@ -115,7 +123,9 @@ class S3Backend(StorageBackend):
                 found[i] = await self._reading.run(self._objects.contains, key)
 
         async with self._limit():
-            await run_together(ask(i, key) for i, key in enumerate(keys))
+            await run_together(
+                ask(i, key) for i, key in enumerate(keys) if key not in self._unusable
+            )
         return found
 
     @override
@@ -215,35 +225,43 @@ class S3Backend(StorageBackend):
     ) -> None:
         async with self._turns:
             try:
-                found = await self._reading.run(self._objects.find, key)
-                if isinstance(found, Miss):
-                    results[place] = found
-                else:
-                    memory = allocate(found.payload_bytes)
-                    results[place] = (
-                        Miss(MissReason.NO_MEMORY)
-                        if memory is None
-                        else await self._read(found, memory)
-                    )
-                if results[place] == Miss(MissReason.UNAVAILABLE):
+                result = results[place] = await self._find(key, allocate)
+                if isinstance(result, Chunk):
+                    self._unusable.forget([key])
+                elif result.reason in _REFUSED:
+                    self._unusable.note(key)
+                if result == Miss(MissReason.UNAVAILABLE):
                     self._counters.add("failed_reads")
             except UnavailableError as exc:
                 failures.append(exc)
                 self._counters.add("failed_reads")
                 results[place] = Miss(MissReason.UNAVAILABLE)
 
+    async def _find(self, key: ChunkKey, allocate: Allocate) -> Result:
+        found = await self._reading.run(self._objects.find, key, discard=_close)
+        if isinstance(found, Miss):
+            return found
+        memory = None
+        try:
+            memory = allocate(found.payload_bytes)
+        finally:
+            if memory is None:
+                found.close()
+        return Miss(MissReason.NO_MEMORY) if memory is None else await self._read(found, memory)
+
     async def _read(self, found: FoundObject, memory: MemoryObj) -> Result:
-        """Pass `memory` to a thread, which may outlive its caller."""
+        """Pass `found` and `memory` to a thread, which may outlive its caller."""
+
+        def give_back(reading: Future[Result] | None) -> None:
+            if reading is None or reading.cancelled():
+                found.close()
+                memory.ref_count_down()
+
         try:
             reading = self._reading.submit(self._objects.read, found, memory)
         except BaseException:
-            memory.ref_count_down()
+            give_back(None)
             raise
-
-        def give_back(done: Future[Result]) -> None:
-            if done.cancelled():
-                memory.ref_count_down()
-
         reading.add_done_callback(give_back)
         return await self._reading.result_of(reading, discard=_release)
 
@@ -259,6 +277,7 @@ class S3Backend(StorageBackend):
         writing.add_done_callback(lambda _: chunk.release())
         try:
             await self._writing.result_of(writing)
+            self._unusable.forget([chunk.key])
             kept[place] = True
         except UnavailableError as exc:
             failures.append(exc)
@@ -275,6 +294,11 @@ class S3Backend(StorageBackend):
             raise UnavailableError(
                 f"{self._objects.where}: no answer within {self._timeout_s} s"
             ) from exc
+
+
+def _close(found: FoundObject | Miss) -> None:
+    if isinstance(found, FoundObject):
+        found.close()
 
 
 def _release(result: Result) -> None:

@@ -1,5 +1,4 @@
-"""Records as objects of one bucket. Blocking, thread-safe; the only file that uses the client
-library.
+"""Records as objects of one bucket. Blocking, thread-safe.
 
 Objects are named `<prefix><tenant>/<2 hex>/<64 hex>.kvr`, one record each. The 64 digits are the
 SHA-256 of its canonical key, as in the names of the disk tier: a name reveals neither model nor
@@ -8,21 +7,24 @@ tokens, all names have the same length, and they are evenly distributed.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from html import unescape
+from typing import Final
 from urllib.parse import quote
 
-import obstore
-from lmcache_core.errors import ConfigError, RecordError, UnavailableError
+from lmcache_core.errors import RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.names import BUCKET_TIER
 from lmcache_core.record import (
+    MAX_HEAD_BYTES,
+    MAX_PAYLOAD_BYTES,
     PREFIX_BYTES,
     Chunk,
     Miss,
@@ -35,39 +37,31 @@ from lmcache_core.record import (
     decode_prefix,
     payload_hasher,
 )
-from lmcache_core.security import TokenFile
 from lmcache_core.storage.disk.layout import record_name
 from lmcache_core.wire.incoming import miss_for
-from obstore.exceptions import BaseError
-from obstore.store import S3Store
 
+from lmcache_storage.s3.client import BucketClient
+from lmcache_storage.s3.connections import FAILURES, Answer, why
 from lmcache_storage.settings import S3Settings
-
-if TYPE_CHECKING:
-    from obstore import GetResult
-    from obstore.store import ClientConfig, S3Config, S3Credential
 
 logger = logging.getLogger(__name__)
 
-STORED_AT: Final = "lmcache-stored-at"
+STORED_AT: Final = "x-amz-meta-lmcache-stored-at"
 """Metadata of an object that is newer than its chunk: when the chunk was stored, seconds since the
 epoch.
 """
-MAX_RETRIES: Final = 1
-RETRY_PAUSE_S: Final = 0.05
-RETRY_SHARE: Final = 0.5
-"""A failed request is repeated only within this part of its time."""
-CREDENTIALS_S: Final = 302.0
-"""Claimed lifetime of a key from files. The library refreshes keys five minutes before they expire:
-here, after two seconds.
-"""
 LIST_OBJECTS: Final = 1000
-MAX_CAUSE_CHARS: Final = 300
+MAX_LIST_BYTES: Final = 8 << 20
 CHECKED_BYTES: Final = 1 << 20
 """Size of the pieces in which an object is read for a check."""
+DIGESTED_BYTES: Final = 1 << 20
+"""A payload is digested piece by piece, while each is still in the processor's cache."""
+MAX_RECORD_BYTES: Final = MAX_HEAD_BYTES + MAX_PAYLOAD_BYTES
 PROBE: Final = "lmcache-probe"
 _OF_ANOTHER_VERSION: Final = frozenset({RecordReason.VERSION, RecordReason.EXTENSION})
 
+_ENTRY = re.compile(r"<Key>([^<]*)</Key>")
+_CONTINUED = re.compile(r"<NextContinuationToken>([^<]*)</NextContinuationToken>")
 _RECORD = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}\.kvr")
 _TENANT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*/")
 
@@ -108,27 +102,68 @@ class FoundObject:
         header: Its parsed head.
         head: Its head.
         payload_bytes: Length of its payload.
-        stored_at: When the chunk was stored, seconds since the epoch.
-        pieces: The rest of the object.
+        stored_at: When the chunk was stored, seconds since the epoch; None if unknown.
+        pieces: The rest of the object; its connection is held until `BucketObjects.read` or
+            `close`.
     """
 
     key: ChunkKey
     header: RecordHeader
     head: bytes
     payload_bytes: int
-    stored_at: float
+    stored_at: float | None
     pieces: _Pieces
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self.pieces.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """What the bucket says about an object.
+
+    Attributes:
+        size: Its length.
+        etag: Its tag, without quotes: of an object written by one request usually its MD5.
+        modified_at: When it was written, seconds since the epoch; None if that is not stated.
+        stored_at: When its chunk was stored; None if unknown.
+    """
+
+    size: int | None
+    etag: str
+    modified_at: float | None
+    stored_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One reading of a whole object.
+
+    Attributes:
+        error: Why it is not the record; None if it is.
+        size: How many bytes came.
+        md5: Their MD5, in hexadecimal.
+    """
+
+    error: RecordError | None
+    size: int
+    md5: str
 
 
 class BucketObjects:
     """Looks up, reads, writes and removes records. Makes no request by itself.
+
+    What arrives need not be what the bucket holds: gateways answer with pages of their own, with
+    another object or with a part of one. So a failed check removes nothing unless the bucket itself
+    vouches for the bytes, see `_refuse`.
 
     Args:
         settings: Name and address of the bucket.
         clock: Seconds since the epoch.
 
     Raises:
-        ConfigError: A file cannot be read, or the library rejects an option.
+        ConfigError: A file of the settings cannot be read.
     """
 
     def __init__(self, settings: S3Settings, clock: Callable[[], float] = time.time) -> None:
@@ -139,7 +174,11 @@ class BucketObjects:
         self.where = f"bucket {settings.s3_bucket!r}" + (
             f" at {settings.s3_endpoint_url}" if settings.s3_endpoint_url else ""
         )
-        self._store = _create_store(settings)
+        self._client = BucketClient(settings, clock)
+
+    def close(self) -> None:
+        """End running requests and close the connections. Idempotent."""
+        self._client.close()
 
     def probe(self) -> None:
         """Check that the bucket can be asked for an object.
@@ -147,10 +186,7 @@ class BucketObjects:
         Raises:
             UnavailableError: It cannot, or it reports that it does not exist.
         """
-        try:
-            obstore.list_with_delimiter(self._store, self._prefix + PROBE)
-        except (BaseError, OSError) as exc:
-            raise self._unavailable(exc) from exc
+        self._listed(self._prefix + PROBE, None)
 
     def contains(self, key: ChunkKey) -> bool:
         """Return whether there is an object for that chunk that has not expired, without reading
@@ -159,41 +195,44 @@ class BucketObjects:
         Raises:
             UnavailableError: The bucket cannot be reached.
         """
-        try:
-            answer = obstore.get(
-                self._store, object_name(self._prefix, key), options={"head": True}
-            )
-        except FileNotFoundError:
-            return False
-        except (BaseError, OSError) as exc:
-            raise self._unavailable(exc) from exc
-        return not self._is_past(_stored_at(answer))
+        version = self._version(object_name(self._prefix, key))
+        return version is not None and not self._is_past(version.stored_at)
 
     def find(self, key: ChunkKey) -> FoundObject | Miss:
         """Return the record of that chunk with its head read, or the reason why there is none. An
-        expired object is removed, and a damaged one if a second read finds the same error.
+        expired object is removed, and a damaged one if the bucket vouches for the damage.
 
         Raises:
             UnavailableError: The bucket cannot be read.
         """
         name = object_name(self._prefix, key)
-        try:
-            answer = obstore.get(self._store, name)
-            stored_at = _stored_at(answer)
-            if self._is_past(stored_at):
-                self._discard(name)
-                return Miss(MissReason.EXPIRED)
-            return _found(answer, key, stored_at)
-        except FileNotFoundError:
+        answer = self._get(name)
+        if answer is None:
             return Miss(MissReason.NEVER_STORED)
+        version = _version_of(answer)
+        pieces = _Pieces(answer)
+        found = None
+        try:
+            found = _found(pieces, key, version.stored_at)
         except RecordError as exc:
-            return self._refuse(key, exc)
-        except (BaseError, OSError) as exc:
+            refused = exc
+        except FAILURES as exc:
             raise self._unavailable(exc) from exc
+        finally:
+            if found is None:
+                pieces.close()
+        if found is None:
+            return self._refuse(key, refused)
+        if self._is_past(version.stored_at):
+            found.close()
+            if self._version(name) == version:
+                self._discard(name)
+            return Miss(MissReason.EXPIRED)
+        return found
 
     def read(self, found: FoundObject, memory: MemoryObj) -> Result:
         """Return the chunk in that memory, verified; or a miss, after releasing the memory. A
-        damaged object is removed if a second read finds the same error.
+        damaged object is removed if the bucket vouches for the damage.
 
         Raises:
             UnavailableError: The bucket cannot be read any more; the memory is released.
@@ -204,13 +243,16 @@ class BucketObjects:
             check_digest(found.header, hasher.digest())
         except RecordError as exc:
             memory.ref_count_down()
+            found.close()
             return self._refuse(found.key, exc)
-        except (BaseError, OSError) as exc:
+        except FAILURES as exc:
             memory.ref_count_down()
             raise self._unavailable(exc) from exc
         except BaseException:
             memory.ref_count_down()
             raise
+        finally:
+            found.close()
         return Chunk(found.key, found.header, found.head, memory, BUCKET_TIER, found.stored_at)
 
     def write(self, chunk: Chunk) -> None:
@@ -220,18 +262,13 @@ class BucketObjects:
         Raises:
             UnavailableError: The write was refused.
         """
-        attributes = {} if chunk.stored_at is None else {STORED_AT: repr(chunk.stored_at)}
+        headers = {} if chunk.stored_at is None else {STORED_AT: repr(chunk.stored_at)}
         name = object_name(self._prefix, chunk.key)
-        try:
-            obstore.put(
-                self._store,
-                name,
-                [chunk.head, chunk.memory.byte_array],
-                attributes=attributes,
-                use_multipart=False,
-            )
-        except (BaseError, OSError) as exc:
-            raise self._unavailable(exc) from exc
+        with self._request(
+            "PUT", name, headers=headers, body=[chunk.head, chunk.memory.byte_array]
+        ) as answer:
+            if answer.status != 200:
+                raise UnavailableError(f"{self.where}: status {answer.status}")
 
     def remove(self, key: ChunkKey) -> bool:
         """Remove a chunk's object; return whether there was one.
@@ -240,13 +277,9 @@ class BucketObjects:
             UnavailableError: The removal failed.
         """
         name = object_name(self._prefix, key)
-        try:
-            obstore.head(self._store, name)
-            obstore.delete(self._store, name)
-        except FileNotFoundError:
+        if self._version(name) is None:
             return False
-        except (BaseError, OSError) as exc:
-            raise self._unavailable(exc) from exc
+        self._delete(name)
         return True
 
     def clear(self, tenant: str | None) -> int:
@@ -258,202 +291,221 @@ class BucketObjects:
         """
         num_removed = 0
         under = self._prefix if tenant is None else f"{self._prefix}{tenant_name(tenant)}/"
-        try:
-            for batch in obstore.list(self._store, under or None, chunk_size=LIST_OBJECTS):
-                names = [
-                    found["path"]
-                    for found in batch
-                    if is_record(found["path"], self._prefix, tenant)
-                ]
-                if names:
-                    obstore.delete(self._store, names)
-                num_removed += len(names)
-        except FileNotFoundError:
-            return num_removed
-        except (BaseError, OSError) as exc:
-            raise self._unavailable(exc) from exc
-        return num_removed
+        token = None
+        while True:
+            names, following = self._listed(under, token)
+            for name in names:
+                if is_record(name, self._prefix, tenant):
+                    self._delete(name)
+                    num_removed += 1
+            if following in (None, token):
+                return num_removed
+            token = following
 
-    def _is_past(self, stored_at: float) -> bool:
+    def _is_past(self, stored_at: float | None) -> bool:
         return (
-            self._ttl_s is not None and min(stored_at, self._clock()) + self._ttl_s <= self._clock()
+            self._ttl_s is not None
+            and stored_at is not None
+            and min(stored_at, self._clock()) + self._ttl_s <= self._clock()
         )
 
     def _refuse(self, key: ChunkKey, exc: RecordError) -> Miss:
-        """Remove a damaged object if a second read finds the same error: other hosts share the
-        bucket, and this host's memory may be faulty.
+        """Return the miss for bytes that failed a check, and remove the object if it is proven to
+        be the damaged one.
+
+        The proof: the bytes are the record of this key but for its own digest, a second read finds
+        the same, and the bucket states their MD5 as the object's tag. Without the first, something
+        between may have answered in its place; without the last, this host's memory or a gateway
+        may have changed the bytes. What is not proven stays, and is replaced by the next store.
         """
         if exc.reason in _OF_ANOTHER_VERSION:
             return miss_for(exc)
         name = object_name(self._prefix, key)
-        again = self._error_of(key, name)
-        if again == str(exc):
-            self._discard(name)
-        elif again is not None:
-            logger.warning(
-                "two reads of an object differ, keeping it: object=%s first=%s second=%s",
-                name,
-                exc,
-                again or "whole",
-            )
-            return Miss(MissReason.UNAVAILABLE)
-        return miss_for(exc)
+        again = self._read_again(key, name)
+        if again is None:
+            return miss_for(exc)
+        version = self._version(name)
+        if str(again.error) != str(exc):
+            why_kept = f"another read found {again.error or 'a whole record'}"
+        elif version is None or (version.size, version.etag) != (again.size, again.md5):
+            why_kept = "the bucket does not vouch for these bytes"
+        else:
+            if exc.reason is RecordReason.DIGEST:
+                self._discard(name)
+            return miss_for(exc)
+        logger.warning(
+            "object unusable, keeping it: object=%s error=%s reason=%s", name, exc, why_kept
+        )
+        return Miss(MissReason.UNAVAILABLE)
 
-    def _error_of(self, key: ChunkKey, name: str) -> str | None:
-        """Return the error of an object, read as a whole: "" if it is intact, None if it is
-        gone.
-        """
-        try:
-            found = _found(obstore.get(self._store, name), key, 0)
-            block = memoryview(bytearray(min(CHECKED_BYTES, found.payload_bytes)))
-            hasher = payload_hasher()
-            for begin in range(0, found.payload_bytes, CHECKED_BYTES):
-                found.pieces.fill(block[: found.payload_bytes - begin], hasher.update)
-            check_digest(found.header, hasher.digest())
-        except FileNotFoundError:
+    def _read_again(self, key: ChunkKey, name: str) -> _Reading | None:
+        """Read a whole object into separate memory; None if it is gone."""
+        answer = self._get(name)
+        if answer is None:
             return None
-        except RecordError as exc:
-            return str(exc)
-        except (BaseError, OSError) as exc:
+        pieces = _Pieces(answer)
+        md5 = hashlib.md5(usedforsecurity=False)
+        size = 0
+
+        def saw(part: memoryview) -> None:
+            nonlocal size
+            md5.update(part)
+            size += len(part)
+
+        error = None
+        try:
+            try:
+                found = _found(pieces, key, None, saw)
+                block = memoryview(bytearray(min(CHECKED_BYTES, found.payload_bytes)))
+                hasher = payload_hasher()
+                for begin in range(0, found.payload_bytes, CHECKED_BYTES):
+                    part = block[: found.payload_bytes - begin]
+                    pieces.fill(part, saw)
+                    hasher.update(part)
+                check_digest(found.header, hasher.digest())
+            except RecordError as exc:
+                error = exc
+            pieces.drain(MAX_RECORD_BYTES, saw)
+        except FAILURES as exc:
             raise self._unavailable(exc) from exc
-        return ""
+        finally:
+            pieces.close()
+        return _Reading(error, size, md5.hexdigest())
 
     def _discard(self, name: str) -> None:
         """Remove an unusable object, so that a good one can be written there; if that fails, it is
-        a miss the next time, too.
+        written over.
         """
         try:
-            obstore.delete(self._store, name)
-        except (BaseError, OSError):
-            return
+            self._delete(name)
+        except UnavailableError as exc:
+            logger.warning("cannot remove object: object=%s error=%s", name, exc)
+
+    def _delete(self, name: str) -> None:
+        self._request("DELETE", name).close()
+
+    def _version(self, name: str) -> _Version | None:
+        """Return what the bucket says about an object; None if there is none."""
+        with self._request("HEAD", name) as answer:
+            return None if answer.status == 404 else _version_of(answer)
+
+    def _get(self, name: str) -> Answer | None:
+        answer = self._request("GET", name)
+        if answer.status == 200:
+            return answer
+        answer.close()
+        return None
+
+    def _listed(self, prefix: str, token: str | None) -> tuple[list[str], str | None]:
+        """Return names of objects, and the token for more of them; None at the end.
+
+        Raises:
+            UnavailableError: There is no list.
+        """
+        query = {"list-type": "2", "prefix": prefix, "max-keys": str(LIST_OBJECTS)}
+        if token is not None:
+            query["continuation-token"] = token
+        try:
+            with self._request("GET", query=query) as answer:
+                data = answer.read(MAX_LIST_BYTES).decode("utf-8", "replace")
+        except FAILURES as exc:
+            raise self._unavailable(exc) from exc
+        if answer.status != 200 or "<ListBucketResult" not in data:
+            raise UnavailableError(
+                f"{self.where}: status {answer.status} and no list of objects; is there such a"
+                " bucket?"
+            )
+        following = _CONTINUED.search(data)
+        return [unescape(entry) for entry in _ENTRY.findall(data)], (
+            unescape(following[1]) if following else None
+        )
+
+    def _request(
+        self,
+        method: str,
+        name: str = "",
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Sequence[bytes | memoryview] = (),
+    ) -> Answer:
+        try:
+            return self._client.request(
+                method, name, query=query or {}, headers=headers or {}, body=body
+            )
+        except UnavailableError as exc:
+            raise UnavailableError(f"{self.where}: {exc}") from exc
 
     def _unavailable(self, exc: Exception) -> UnavailableError:
-        return UnavailableError(f"{self.where}: {_cause(exc)}")
+        return UnavailableError(f"{self.where}: {why(exc)}")
 
 
 class _Pieces:
     """The bytes of an object as they arrive."""
 
-    def __init__(self, answer: GetResult) -> None:
-        self._pieces: Iterator[bytes] = iter(answer.stream(min_chunk_size=1))
-        self._piece = memoryview(b"")
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    @property
+    def size(self) -> int | None:
+        """The length of the object as the answer states it."""
+        return self._answer.size
 
     def fill(self, view: memoryview, saw: Callable[[memoryview], object] | None = None) -> None:
         """Fill a buffer with the next bytes, and pass each part of it to `saw`.
 
         Raises:
             RecordError: The object ends first.
+            OSError: The answer ends before the object does, or its time is over.
         """
         at = 0
         while at < len(view):
-            if not self._piece:
-                piece = next(self._pieces, None)
-                if piece is None:
-                    raise RecordError(RecordReason.SHORT, "the object ends within its record")
-                self._piece = memoryview(piece)
-                continue
-            taken = min(len(view) - at, len(self._piece))
-            view[at : at + taken] = self._piece[:taken]
+            got = self._answer.readinto(view[at : at + DIGESTED_BYTES])
+            if got == 0:
+                raise RecordError(RecordReason.SHORT, "the object ends within its record")
             if saw is not None:
-                saw(view[at : at + taken])
-            self._piece = self._piece[taken:]
-            at += taken
+                saw(view[at : at + got])
+            at += got
+
+    def drain(self, limit: int, saw: Callable[[memoryview], object]) -> None:
+        """Pass what is left to `saw`, at most `limit` bytes."""
+        block = memoryview(bytearray(CHECKED_BYTES))
+        while limit > 0 and (got := self._answer.readinto(block)):
+            saw(block[:got])
+            limit -= got
+
+    def close(self) -> None:
+        """Give the connection back. Idempotent."""
+        self._answer.close()
 
 
-def _found(answer: GetResult, key: ChunkKey, stored_at: float) -> FoundObject:
+def _found(
+    pieces: _Pieces,
+    key: ChunkKey,
+    stored_at: float | None,
+    saw: Callable[[memoryview], object] | None = None,
+) -> FoundObject:
     """Parse the head of a record.
 
     Raises:
         RecordError: It is malformed, or of another key.
     """
-    pieces = _Pieces(answer)
     head = bytearray(PREFIX_BYTES)
-    pieces.fill(memoryview(head))
+    pieces.fill(memoryview(head), saw)
     prefix = decode_prefix(head)
-    if answer.meta["size"] != prefix.head_bytes + prefix.payload_bytes:
-        raise RecordError(RecordReason.SHORT, f"{answer.meta['size']} bytes")
+    if pieces.size != prefix.head_bytes + prefix.payload_bytes:
+        raise RecordError(RecordReason.SHORT, f"{pieces.size} bytes")
     head += bytes(prefix.head_bytes - PREFIX_BYTES)
-    pieces.fill(memoryview(head)[PREFIX_BYTES:])
+    pieces.fill(memoryview(head)[PREFIX_BYTES:], saw)
     header, payload_bytes = decode_head(bytes(head), key.key)
     return FoundObject(key, header, bytes(head), payload_bytes, stored_at, pieces)
 
 
-class _KeyFiles:
-    """Current credentials from two files. Called by the library when it needs them."""
-
-    def __init__(self, access_key: TokenFile, secret_key: TokenFile) -> None:
-        self._access_key = access_key
-        self._secret_key = secret_key
-
-    def __call__(self) -> S3Credential:
-        return {
-            "access_key_id": self._access_key.text,
-            "secret_access_key": self._secret_key.text,
-            "token": None,
-            "expires_at": datetime.now(UTC) + timedelta(seconds=CREDENTIALS_S),
-        }
-
-
-def _create_store(settings: S3Settings) -> S3Store:
-    limit = timedelta(seconds=settings.s3_timeout_s)
-    is_encrypted = settings.s3_endpoint_url is None or settings.s3_endpoint_url.startswith(
-        "https://"
-    )
-    client: ClientConfig = {
-        "timeout": limit,
-        "connect_timeout": limit,
-        "allow_http": not is_encrypted,
-    }
-    if settings.s3_ca_file is not None:
-        try:
-            client["root_certificate"] = settings.s3_ca_file.read_bytes()
-        except OSError as exc:
-            raise ConfigError(
-                f"s3_ca_file={str(settings.s3_ca_file)!r} cannot be read: {exc.strerror or exc}"
-            ) from exc
-    keys = None
-    if settings.s3_access_key_file is not None and settings.s3_secret_key_file is not None:
-        keys = _KeyFiles(
-            TokenFile(settings.s3_access_key_file, "s3_access_key_file"),
-            TokenFile(settings.s3_secret_key_file, "s3_secret_key_file"),
-        )
-    pause = timedelta(seconds=RETRY_PAUSE_S)
-    config: S3Config = {
-        "region": settings.s3_region,
-        "virtual_hosted_style_request": not settings.s3_path_style,
-        # TLS and the record's own digest protect it; a third hash would be the largest cost of a
-        # write.
-        "unsigned_payload": is_encrypted,
-        "disable_bulk_delete": True,  # not every server supports it
-    }
-    if settings.s3_endpoint_url is not None:
-        config["endpoint"] = settings.s3_endpoint_url
-    try:
-        return S3Store(
-            settings.s3_bucket,
-            config=config,
-            client_options=client,
-            retry_config={
-                "max_retries": MAX_RETRIES,
-                "backoff": {"init_backoff": pause, "max_backoff": 2 * pause, "base": 2},
-                "retry_timeout": limit * RETRY_SHARE,
-            },
-            credential_provider=keys,
-        )
-    except (BaseError, ValueError) as exc:
-        raise ConfigError(f"s3_bucket={settings.s3_bucket!r}: {_cause(exc)}") from exc
-
-
-def _stored_at(answer: GetResult) -> float:
-    """Return when the chunk was stored, seconds since the epoch."""
-    made_at = answer.meta["last_modified"].timestamp()
-    try:
-        return min(made_at, float(answer.attributes.get(STORED_AT, made_at)))
-    except ValueError:
-        return made_at
-
-
-def _cause(exc: Exception) -> str:
-    """Return the error without the response body, which may repeat what was signed."""
-    first = str(exc).partition("\n")[0].partition(": <")[0]
-    return first[:MAX_CAUSE_CHARS] or type(exc).__name__
+def _version_of(answer: Answer) -> _Version:
+    made_at = answer.modified_at
+    stored_at = made_at
+    if made_at is not None:
+        with contextlib.suppress(ValueError):
+            stored_at = min(made_at, float(answer.header(STORED_AT) or made_at))
+    etag = (answer.header("etag") or "").strip('"').lower()
+    return _Version(answer.size, etag, made_at, stored_at)

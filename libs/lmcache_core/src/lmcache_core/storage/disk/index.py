@@ -17,6 +17,10 @@ from lmcache_core.storage.eviction import Clock, EvictionPolicy, Ledger, TierLim
 from lmcache_core.storage.eviction.ledger import RecentEvictions
 
 LISTED_AT_ONCE = 4096
+FULL_S = 300.0
+"""How long a volume that was full counts as no larger than what was held then."""
+MAX_FULL_IN_VAIN = 3
+"""How often chunks are given up for a full volume before a write succeeds."""
 
 _NEVER_STORED = Miss(MissReason.NEVER_STORED)
 
@@ -53,11 +57,15 @@ class DiskIndex:
     """Entries in the policy's order. Entries and reservations together never exceed the capacity,
     nor those of a tenant its quota.
 
+    A volume may be smaller than the capacity, or shared with other writers. One that was full
+    counts as large as what was held then, for `FULL_S`, so that each write evicts what it needs.
+
     Args:
         capacity_bytes: Bound on the bytes charged.
         policy: Eviction order; must not be shared with another index.
         limits: Limits of age and quota, applied even while there is room.
         clock: Seconds since the epoch, for the age of entries.
+        monotonic: Seconds, monotonic.
     """
 
     def __init__(
@@ -66,10 +74,15 @@ class DiskIndex:
         policy: EvictionPolicy,
         limits: TierLimits | None = None,
         clock: Clock = time.time,
+        monotonic: Clock = time.monotonic,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self._ledger = Ledger(policy, limits, clock)
         self._clock = clock
+        self._monotonic = monotonic
+        self._volume_bytes: int | None = None
+        self._full_at = 0.0
+        self._num_full_in_vain = 0
         self._lock = threading.RLock()
         self._entries: dict[ChunkKey, DiskEntry] = {}
         self._damaged = RecentEvictions()
@@ -129,7 +142,7 @@ class DiskIndex:
         """
         quota = self._ledger.quota(tenant)
         if quota is None or charge <= quota:
-            return charge <= self.capacity_bytes
+            return charge <= self._room_bytes
         self.refuse()
         return False
 
@@ -147,7 +160,7 @@ class DiskIndex:
         """
         with self._lock:
             if (
-                self._ledger.used_bytes + self._reserved_bytes + charge > self.capacity_bytes
+                self._ledger.used_bytes + self._reserved_bytes + charge > self._room_bytes
                 or self.is_over_quota(tenant, charge)
             ):
                 return False
@@ -156,6 +169,35 @@ class DiskIndex:
                 self._tenants_reserved_bytes.get(tenant, 0) + charge
             )
             return True
+
+    def note_full(self, charge: int) -> None:
+        """Record that the volume had no room for a write of that size. Later ones evict what they
+        need.
+
+        After `MAX_FULL_IN_VAIN` times without a success nothing more is given up: others take what
+        becomes free, or the volume does not tell the truth.
+        """
+        with self._lock:
+            writing = sum(self._tenants_reserved_bytes.values())
+            used = self._ledger.used_bytes + self._reserved_bytes - writing
+            self._full_at = self._monotonic()
+            is_lower = self._volume_bytes is None or used < self._volume_bytes
+            if charge <= used and is_lower and self._num_full_in_vain < MAX_FULL_IN_VAIN:
+                self._num_full_in_vain += 1
+                self._volume_bytes = used
+
+    def note_room(self) -> None:
+        """Record that a write succeeded: the capacity counts again `FULL_S` after the volume was
+        full.
+        """
+        with self._lock:
+            self._num_full_in_vain = 0
+            if self._volume_bytes is not None and self._monotonic() - self._full_at >= FULL_S:
+                self._volume_bytes = None
+
+    @property
+    def _room_bytes(self) -> int:
+        return min(self.capacity_bytes, self._volume_bytes or self.capacity_bytes)
 
     def charge_anyway(self, charge: int) -> None:
         """Charge a file that already exists, even beyond the capacity."""

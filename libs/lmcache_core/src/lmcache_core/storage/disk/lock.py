@@ -6,9 +6,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.storage.disk.files import DIRECTORY_MODE
 
 
 class DirectoryLock:
@@ -22,6 +24,7 @@ class DirectoryLock:
         self._path = path
         self._fd: int | None = None
         self._directory: os.stat_result | None = None
+        self._turn = threading.Lock()
 
     def acquire(self) -> None:
         """Lock, unless this object already holds the lock.
@@ -30,11 +33,52 @@ class DirectoryLock:
             ConfigError: Another process holds it.
             OSError: The file can be neither created nor opened.
         """
+        if self._fd is None:
+            self._lock()
+
+    def release(self) -> None:
+        """Unlock. Idempotent."""
         if self._fd is not None:
-            return
+            os.close(self._fd)
+            self._fd = None
+
+    def is_held(self) -> bool:
+        """Return whether this process still owns what lies at the path, so that it may write there
+        and may take a file that is not found for gone.
+
+        False if the locked file exists, but not here: its volume is unmounted or its directory was
+        moved. If the locked file was deleted, with the content of the directory or alone, the lock
+        is taken again, in a directory made again if need be; False if another process has it.
+        Thread-safe.
+        """
+        with self._turn, contextlib.suppress(OSError, ConfigError):
+            if self._fd is None:
+                return False
+            ours = os.fstat(self._fd)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(self._path.lstat(), ours):
+                    return True
+            # `rm -rf` on the content removes the lock file, too; on the directory, both. A file
+            # deleted on a network file system may keep its link until it is closed.
+            if ours.st_nlink and not self._is_our_directory():
+                return False
+            self._path.parent.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+            deleted = self._fd
+            self._lock()
+            os.close(deleted)
+            return True
+        return False
+
+    def _is_our_directory(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            now = self._path.parent.stat()
+            return self._directory is not None and os.path.samestat(now, self._directory)
+        return False
+
+    def _lock(self) -> None:
         fd = self._open()
         try:
-            self._directory = self._path.parent.stat()
+            directory = self._path.parent.stat()
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             owner = os.pread(fd, 32, 0).decode("ascii", errors="replace").strip()
@@ -50,32 +94,7 @@ class DirectoryLock:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
-        self._fd = fd
-
-    def release(self) -> None:
-        """Unlock. Idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def is_volume_there(self) -> bool:
-        """Distinguish a directory that was emptied or removed from one whose volume is gone.
-
-        Returns:
-            False if the locked directory is missing although it was not deleted: its files still
-                exist, on a volume that may come back.
-        """
-        with contextlib.suppress(OSError):
-            self._path.stat()
-            return True
-        # `rm -rf` on the content removes the lock file, too; on the directory, both.
-        with contextlib.suppress(OSError):
-            now = self._path.parent.stat()
-            if self._directory is not None and os.path.samestat(now, self._directory):
-                return True
-        with contextlib.suppress(OSError):
-            return self._fd is not None and os.fstat(self._fd).st_nlink == 0
-        return False
+        self._fd, self._directory = fd, directory
 
     def _open(self) -> int:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -84,4 +103,7 @@ class DirectoryLock:
         except OSError as exc:
             if exc.errno not in (errno.EROFS, errno.EACCES):
                 raise
-            return os.open(self._path, os.O_RDONLY | flags)
+            try:
+                return os.open(self._path, os.O_RDONLY | flags)
+            except FileNotFoundError:
+                raise exc from None  # there is no lock yet, and none may be made

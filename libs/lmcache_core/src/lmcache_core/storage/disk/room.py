@@ -37,7 +37,7 @@ class Unread(NamedTuple):
 
 class DiskRoom:
     """Files that are charged but not served, and the order in which space is freed: expired chunks,
-    damaged files, records of a later version, then the policy's victims.
+    damaged files, doubtful ones, records of a later version, then the policy's victims.
 
     An unreadable file is charged and never removed to make room, because its content is unknown.
     Not thread-safe: the store calls it under its lock for names.
@@ -52,6 +52,8 @@ class DiskRoom:
         unread: Files and directories that could not be read.
         unread_bytes: Sum of their charges; kept because every write needs it.
         damaged: Damaged files and files that cannot be removed, with their charges; oldest first.
+        doubtful: Files in place that were read as something other than their records, with their
+            charges: what was read need not be what they hold.
         later: Records of a later version, with their charges.
     """
 
@@ -67,6 +69,7 @@ class DiskRoom:
         self._files = files
         self._on_removed = on_removed
         self.damaged: dict[Path, int] = {}
+        self.doubtful: dict[Path, int] = {}
         self.later: dict[Path, int] = {}
         self.unread: dict[Path, Unread] = {}
         self.unread_bytes = 0
@@ -141,6 +144,12 @@ class DiskRoom:
         if len(self.damaged) > MAX_BAD_FILES:
             self._remove_first(self.damaged)
 
+    def hold_doubtful(self, path: Path, charge: int) -> None:
+        """Keep a file in place that was read as no record until its space is needed."""
+        self.forget(path)
+        self._index.charge_anyway(charge)
+        self.doubtful[path] = charge
+
     def hold_later(self, path: Path, charge: int) -> None:
         """Keep a good record of a later version in place until its space is needed."""
         self._index.charge_anyway(charge)
@@ -160,6 +169,7 @@ class DiskRoom:
         charges = (
             unread and unread.charge,
             self.damaged.pop(path, None),
+            self.doubtful.pop(path, None),
             self.later.pop(path, None),
         )
         held = [charge for charge in charges if charge is not None]
@@ -194,7 +204,7 @@ class DiskRoom:
         if self.expire(1):
             return True
         is_own = tenant is not None and self._index.is_over_quota(tenant, charge)
-        if not is_own and (self._remove_first(self.damaged) or self._remove_first(self.later)):
+        if not is_own and any(map(self._remove_first, (self.damaged, self.doubtful, self.later))):
             return True
         key = self._index.victim(tenant if is_own else None)
         if key is None:

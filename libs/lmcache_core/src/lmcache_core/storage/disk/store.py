@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from lmcache_core.errors import RecordError
+from lmcache_core.errors import RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.names import DISK_TIER
@@ -24,6 +25,7 @@ from lmcache_core.storage.disk.layout import FILE_DEPTH, DiskLayout, charged_byt
 from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.disk.record_file import (
     BLOCK_BYTES,
+    check_payload,
     name_record,
     opened,
     read_head,
@@ -41,6 +43,8 @@ NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ESPIPE})
 environment (descriptors, memory, permissions, a transient device error) and say nothing about the
 file.
 """
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a volume or quota without blocks or inodes left, whatever the capacity is."""
 AGAIN_S = 5.0
 """A file that causes device errors is set aside if it fails again this much later, while other
 files can be read.
@@ -149,7 +153,7 @@ class DiskStore:
     @property
     def has_unread(self) -> bool:
         """Return whether `look_again` has anything to do."""
-        return bool(self._room.unread) or not self.is_loaded
+        return bool(self._room.unread or self._room.doubtful) or not self.is_loaded
 
     def look_again(self) -> bool:
         """Retry files that could not be read, and serve those that can be read now.
@@ -164,17 +168,20 @@ class DiskStore:
             self.load()
             return True
         with self._names_lock:
-            unread = dict(self._room.unread)
+            unread = dict(self._room.unread) | {
+                path: Unread(charge) for path, charge in self._room.doubtful.items()
+            }
         places = [
             path for path, why in unread.items() if not why.needs_payload or self._is_readable(path)
         ]
         found = scan(self._layout, self._files, places)
-        if not self._lock.is_volume_there():
+        if not self._lock.is_held():
             return False  # a file that is not found here is not proven to be gone
         with self._names_lock:
             # A write or a removal may have come first: then the old facts no longer describe the
             # file.
-            still_unread = self._room.unread.keys() & set(places)
+            still_unread = (self._room.unread.keys() | self._room.doubtful.keys()) & set(places)
+            had_unread = bool(self._room.unread)
 
             def is_ours(path: Path) -> bool:
                 return not still_unread.isdisjoint({path, *path.parents})
@@ -189,7 +196,7 @@ class DiskStore:
             for path in still_unread:
                 self._room.forget(path)
             self._take_over(found)
-        if still_unread and not self._room.unread:
+        if had_unread and not self._room.unread:
             logger.info("files can be read again: path=%s", self._layout.root)
         return bool(found.records)
 
@@ -223,6 +230,8 @@ class DiskStore:
             is_kept = self._write_reserved(chunk, entry, path)
         except OSError as exc:
             self._counters.add("failed_writes")
+            if exc.errno in FULL:
+                self._index.note_full(entry.charge)
             if self._backoff.failed():
                 logger.warning(
                     "disk refuses writes, retrying later: path=%s error=%r",
@@ -232,9 +241,11 @@ class DiskStore:
             return False
         if not is_kept:  # refused before touching the disk
             self._counters.add("rejected_writes")
-        elif self._backoff.succeeded():
+            return False
+        self._index.note_room()
+        if self._backoff.succeeded():
             logger.info("disk takes writes again: path=%s", self._layout.root)
-        return is_kept
+        return True
 
     def read(self, key: ChunkKey, entry: DiskEntry, memory: MemoryObj) -> Chunk | Miss:
         """Read and verify one chunk.
@@ -298,7 +309,11 @@ class DiskStore:
         were.
 
         A file that cannot be removed stays charged.
+
+        Raises:
+            UnavailableError: The volume is gone, or another process owns the directory.
         """
+        self._check_held()
         num_removed = 0
         for key in keys:
             path = self._layout.find(key)
@@ -318,8 +333,9 @@ class DiskStore:
 
     def clear(self, tenant: str | None = None) -> int:
         """Remove everything (of that tenant) and return how many there were. Content of a directory
-        that cannot be read stays.
+        that cannot be read stays. Raises as `remove`.
         """
+        self._check_held()
         with self._names_lock:
             self._writing = {
                 write: key
@@ -328,7 +344,12 @@ class DiskStore:
             }
         num_removed = self.remove(self._index.keys(tenant))
         with self._names_lock:
-            for path in [*self._room.unread, *self._room.damaged, *self._room.later]:
+            for path in [
+                *self._room.unread,
+                *self._room.damaged,
+                *self._room.doubtful,
+                *self._room.later,
+            ]:
                 parts = path.relative_to(self._layout.root).parts
                 if len(parts) == FILE_DEPTH and tenant in (None, tenant_of(parts[0])):
                     self._room.unlink(path, self._room.forget(path) or 0)
@@ -336,15 +357,18 @@ class DiskStore:
         return num_removed
 
     def expire(self) -> None:
-        """Drop expired chunks and their files, a bounded number of them."""
-        with self._names_lock:
-            self._room.expire()
+        """Drop expired chunks and their files, a bounded number of them; none while the volume is
+        gone.
+        """
+        if self._lock.is_held():
+            with self._names_lock:
+                self._room.expire()
 
     def stats(self) -> dict[str, int]:
         """Return the figures of the index and this store's counters."""
         figures = self._index.stats() | {event: self._counters.value(event) for event in EVENTS}
         return figures | {
-            "quarantined_files": len(self._room.damaged),
+            "quarantined_files": len(self._room.damaged) + len(self._room.doubtful),
             "unread_files": len(self._room.unread),
             "is_failing": int(
                 self._backoff.is_failing or self._is_crowded_out(self._crowded_out_bytes)
@@ -370,7 +394,16 @@ class DiskStore:
                 self._room.unread_bytes,
             )
 
+    def _check_held(self) -> None:
+        if not self._lock.is_held():
+            raise UnavailableError(
+                f"disk path {self._layout.root}: its volume is gone, or another process has its"
+                " .lock"
+            )
+
     def _write_reserved(self, chunk: Chunk, entry: DiskEntry, path: Path) -> bool:
+        if not self._lock.is_held():  # below a mount point lies another file system
+            raise OSError(errno.ENODEV, "the volume is gone, or another process has its .lock")
         if not self._index.reserve(entry.charge, chunk.key.tenant):
             with self._names_lock:
                 if not self._room.reserve(entry.charge, chunk.key.tenant):
@@ -432,7 +465,7 @@ class DiskStore:
 
     def _take_over(self, found: Found) -> None:
         for path, size in found.damaged:
-            self._room.set_aside(path, charged_bytes(size))
+            self._hold_refused(path, charged_bytes(size))
         for path, size in found.later:
             self._room.hold_later(path, charged_bytes(size))
         for path, size in found.unread.items():
@@ -466,20 +499,40 @@ class DiskStore:
         return head, header
 
     def _unreadable(self, key: ChunkKey, entry: DiskEntry, exc: OSError | RecordError) -> Miss:
-        is_missing = isinstance(exc, FileNotFoundError) and self._lock.is_volume_there()
+        """Return the miss for a file that could not be used, and stop serving it if that is its
+        own fault.
+
+        Only its own digest, read twice, condemns a record: it is set aside. What was read as
+        something else (zeros, a part, another record) stays in place and is looked at again, since
+        the system may have answered for the file.
+        """
+        is_missing = isinstance(exc, FileNotFoundError) and self._lock.is_held()
         if isinstance(exc, OSError) and not is_missing and exc.errno not in NOT_A_FILE:
             self._counters.add("failed_reads")
             if exc.errno == errno.EIO and self._fails_again(entry):
                 self._set_aside_unread(key, entry, exc)
             return Miss(MissReason.UNAVAILABLE)
         path = self._layout.record(key)
+        is_condemned = isinstance(exc, RecordError) and exc.reason is RecordReason.DIGEST
+        if is_condemned and (again := self._error_of(key, path)) != str(exc):
+            self._counters.add("failed_reads")
+            logger.warning(
+                "two reads of a file differ, keeping it: path=%s first=%s second=%s",
+                path,
+                exc,
+                again or "whole",
+            )
+            return Miss(MissReason.UNAVAILABLE)
         with self._names_lock:
             if self._index.remove(key, entry) is None:
                 return Miss(MissReason.EVICTED)
             if isinstance(exc, RecordError) and exc.reason in LATER_VERSION:
                 self._room.hold_later(path, entry.charge)
             elif not is_missing:
-                self._room.set_aside(path, entry.charge)
+                if is_condemned:
+                    self._room.set_aside(path, entry.charge)
+                else:
+                    self._hold_refused(path, entry.charge)
                 self._index.note_damage(key)
         self._on_removed(key)
         self._counters.add("missing_files" if is_missing else "corrupt_chunks")
@@ -490,6 +543,35 @@ class DiskStore:
         )
         is_other = isinstance(exc, RecordError) and exc.reason == RecordReason.WRONG_KEY
         return Miss(MissReason.IDENTITY if is_other else MissReason.CORRUPT)
+
+    def _error_of(self, key: ChunkKey, path: Path) -> str:
+        """Return the error of a record, read from its device into separate memory; "" if it is
+        valid.
+        """
+        try:
+            with opened(self._files, path) as fd:
+                self._files.drop_cached(fd)
+                head = read_head(self._files, fd)
+                header, payload_bytes = decode_head(head, key.key)
+                check_payload(self._files, fd, len(head), header, payload_bytes)
+        except (OSError, RecordError) as exc:
+            return str(exc)
+        return ""
+
+    def _hold_refused(self, path: Path, charge: int) -> None:
+        """Keep a file that was read as no record; move aside what is no file, so that a record can
+        be written there.
+        """
+        try:
+            is_file = stat.S_ISREG(self._files.stat(path).st_mode)
+        except FileNotFoundError:
+            return
+        except OSError:
+            is_file = True  # unknown
+        if is_file:
+            self._room.hold_doubtful(path, charge)
+        else:
+            self._room.set_aside(path, charge)
 
     def _fails_again(self, entry: DiskEntry) -> bool:
         """Return whether that file failed at least `AGAIN_S` ago and other files were read

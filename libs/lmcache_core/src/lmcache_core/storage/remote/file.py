@@ -352,6 +352,7 @@ class SharedDirectory:
             raise
         finally:
             found.close()
+        self._unread.forget(found.key)
         return Chunk(found.key, found.header, found.head, memory, STORAGE_TIER)
 
     def write(self, chunk: Chunk) -> bool:
@@ -416,8 +417,10 @@ class SharedDirectory:
         """
         num_removed = 0
         for path in self._records(tenant):
-            self._files.unlink(path)
-            num_removed += 1
+            with contextlib.suppress(*_ABSENT):  # removed by another process
+                if stat.S_ISREG(self._files.stat(path).st_mode):
+                    self._files.unlink(path)
+                    num_removed += 1
         return num_removed
 
     def remove_stale(self) -> None:
@@ -432,7 +435,11 @@ class SharedDirectory:
                         self._files.unlink(path)
 
     def _check_root(self) -> None:
-        self._files.stat(self._layout.root)
+        status = self._files.stat(self._layout.root)
+        if stat.S_ISLNK(status.st_mode):
+            status = self._layout.root.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
     def _status_of(self, key: ChunkKey) -> os.stat_result | None:
         """Return the status of a chunk's file; None if it has none."""
@@ -500,11 +507,13 @@ class SharedDirectory:
         return True
 
     def _refuse(self, key: ChunkKey, path: Path, status: os.stat_result, exc: RecordError) -> Miss:
-        """Remove a damaged record if its path still refers to it: not one that has just replaced
-        it, and not one of a later version.
+        """Remove a record that its own digest condemns, if its path still refers to it: not one
+        that has just replaced it.
 
         The record is read a second time, and removed only if the same error occurs: other hosts
-        share the directory, and this host's memory may be faulty.
+        share the directory, and this host's memory may be faulty. What was read as something else
+        (zeros, a part, another record) stays, since a server may have answered for the file; it is
+        reported as absent, and replaced by the next store.
         """
         is_ours = exc.reason not in (RecordReason.VERSION, RecordReason.EXTENSION)
         if not is_ours or time.time() - status.st_mtime <= GROWING_S:
@@ -520,7 +529,9 @@ class SharedDirectory:
                         again or "whole",
                     )
                     return Miss(MissReason.UNAVAILABLE)
-                if self._is_still(path, status):
+                if exc.reason is not RecordReason.DIGEST:
+                    self._unread.note(key, status)
+                elif self._is_still(path, status):
                     self._files.unlink(path)
                     logger.warning("unusable file removed: path=%s error=%s", path, exc)
         except _ABSENT:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +41,8 @@ from lmcache_core.storage.remote.base import (
     is_damaged,
 )
 from lmcache_core.storage.sealing import seal_all
-from lmcache_core.wire.incoming import IncomingRecord, Received, verified
+from lmcache_core.storage.unusable import UnusableRecords
+from lmcache_core.wire.incoming import IncomingRecord, OversizedBlobError, Received, verified
 from lmcache_core.wire.stream import STAGED_READ_BYTES, FrameStream
 
 logger = logging.getLogger(__name__)
@@ -49,10 +52,33 @@ AHEAD_BYTES = 64 << 20
 """Replies that Redis may have to buffer for one of our calls."""
 ASSUMED_RECORD_BYTES = 8 << 20
 """Assumed size until the first record has been read."""
+MAX_SKIPPED_BYTES = 1 << 20
+"""A longer value that is no record is not read to its end: its connection is given up instead, and
+the value is removed.
+"""
 BATCH_KEYS = 256
 DEFAULT_SENTINEL_PORT = 26379
 KEY_PREFIX = "lmc"
 TTL_OPTION = "ttl_s"
+
+_JUDGE = """
+if redis.sha1hex(redis.call('GETRANGE', KEYS[1], 0, ARGV[2] - 1)) ~= ARGV[1] then return 0 end
+if redis.call('STRLEN', KEYS[1]) ~= tonumber(ARGV[3]) then return 0 end
+if ARGV[4] == '1' then redis.call('UNLINK', KEYS[1]) end
+return 1
+"""
+"""Return whether a value begins with the bytes that a reader saw and has the length that it was
+told, and remove it if it does and the reader wants that. What is between a reader and Redis may
+answer with other bytes, and another host may have replaced the value since.
+"""
+_REMOVE_OTHER_TYPE = """
+if redis.call('TYPE', KEYS[1]).ok == 'string' then return 0 end
+redis.call('UNLINK', KEYS[1])
+return 1
+"""
+"""Remove a value that is a list, a hash or the like, and so no record."""
+OTHER_TYPE = -1
+"""Stands for the size of such a value."""
 
 
 def create(url: str, options: RemoteOptions) -> RedisBackend:
@@ -96,6 +122,11 @@ class RedisBackend(RemoteBackend):
     asked for at most about `AHEAD_BYTES` ahead of what has been read, judging by the size of the
     last record. Payloads move between the socket and the chunks' memory without another copy.
 
+    A value that fails a check is reported as absent and replaced by the next store. It is removed
+    only if Redis itself vouches for the bytes (see `_JUDGE`), and they are the record of its name
+    but for its own digest, or no record and either of another type or so long that each read of it
+    costs others their time.
+
     Args:
         client: Client without response decoding; closed with this tier.
         timeout_s: Deadline of a call.
@@ -118,6 +149,7 @@ class RedisBackend(RemoteBackend):
         self._sentinels = sentinels
         self._ttl_s = ttl_s
         self._record_bytes = ASSUMED_RECORD_BYTES
+        self._unusable = UnusableRecords()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -129,23 +161,35 @@ class RedisBackend(RemoteBackend):
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         async with self._mapped(self._timeout_s):
             return [
-                bool(found)
-                for found in await self._pipelined([("EXISTS", _name(key)) for key in keys])
+                bool(found) and key not in self._unusable
+                for key, found in zip(
+                    keys,
+                    await self._pipelined([("EXISTS", _name(key)) for key in keys]),
+                    strict=True,
+                )
             ]
 
     @override
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        """Read chunks. A value that is a damaged record, or no record, is deleted.
-
-        The record is read a second time before that: other hosts share Redis, and this host's
-        memory may be faulty.
+        """Read chunks. A value that fails a check is read a second time: this host's memory may be
+        faulty.
         """
 
         async def read(results: list[Result | None]) -> None:
+            ends_at = asyncio.get_running_loop().time() + self._timeout_s
+            suspected: dict[int, int] = {}
             async with self._mapped(self._timeout_s):
-                await self._get(keys, allocate, results)
+                await self._get(keys, allocate, results, suspected)
+            found = {i: results[i] for i in suspected}
+            for i in suspected:
+                results[i] = Miss(MissReason.UNAVAILABLE)  # until Redis vouches for what was read
+                self._unusable.note(keys[i])
+            with contextlib.suppress(UnavailableError):  # what was read is served all the same
+                async with self._mapped(ends_at - asyncio.get_running_loop().time()):
+                    for i, size in suspected.items():
+                        results[i] = await self._judge(keys[i], size, found[i])
 
         return await self._collect(len(keys), timeout_s, read)
 
@@ -169,6 +213,9 @@ class RedisBackend(RemoteBackend):
         if requests:
             async with self._mapped(self._timeout_s):
                 await exchange(self._client, requests, lambda: MAX_AHEAD, read, note)
+        self._unusable.forget(
+            chunk.key for chunk, is_stored in zip(chunks, stored, strict=True) if is_stored
+        )
         self._stored_chunks += sum(stored)
         return stored
 
@@ -195,22 +242,38 @@ class RedisBackend(RemoteBackend):
         return num_removed
 
     async def _get(
-        self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Result | None]
+        self,
+        keys: Sequence[ChunkKey],
+        allocate: Allocate,
+        results: list[Result | None],
+        suspected: dict[int, int],
     ) -> None:
+        """Fill in results, and note places and sizes of values that are no record of their
+        names.
+        """
+        sizes: dict[int, int] = {}
         received: dict[int, Received] = {}
-        suspected: list[int] = []
-        damaged: list[str] = []
+        begin = 0
 
-        async def read(i: int, replies: Replies) -> None:
+        async def read(number: int, replies: Replies) -> None:
+            i = begin + number
             size = await replies.read_size()
             if isinstance(size, ResponseError):
                 if not str(size).startswith("WRONGTYPE"):
                     raise size
-                results[i] = Miss(MissReason.CORRUPT)
-                damaged.append(_name(keys[i]))
+                results[i], suspected[i] = Miss(MissReason.CORRUPT), OTHER_TYPE
             elif size is not None:
+                sizes[i] = size
+                record: Received | Miss
+                try:
+                    record = await IncomingRecord(
+                        replies, size, allocate, MAX_SKIPPED_BYTES
+                    ).receive(keys[i].key)
+                except OversizedBlobError:
+                    results[i] = Miss(MissReason.CORRUPT)
+                    suspected[i] = sizes[i]
+                    raise EndOfReplies from None
                 self._record_bytes = max(size, 1)
-                record = await IncomingRecord(replies, size, allocate).receive(keys[i].key)
                 try:
                     await replies.end()
                 except BaseException:
@@ -221,46 +284,60 @@ class RedisBackend(RemoteBackend):
                     received[i] = record
                 else:
                     results[i] = record
+                    if record.reason is not MissReason.NO_MEMORY:
+                        suspected[i] = sizes[i]
 
-        async def check(i: int, reply: None) -> None:
+        async def check(number: int, reply: None) -> None:
+            i = begin + number
             if i in received:
                 one = received.pop(i)
                 results[i] = await verified(keys[i], one.header, one.head, one.memory, STORAGE_TIER)
-            result = results[i]
-            if (
-                isinstance(result, Miss)
-                and result.reason is not MissReason.NO_MEMORY
-                and _name(keys[i]) not in damaged
-            ):
-                suspected.append(i)
+                if isinstance(results[i], Miss):
+                    suspected[i] = sizes[i]
+                else:
+                    self._unusable.forget([keys[i]])
 
         try:
-            if keys:
-                await exchange(
+            while begin < len(keys):
+                num_read = await exchange(
                     self._client,
-                    [encoded("GET", _name(key)) for key in keys],
+                    [encoded("GET", _name(key)) for key in keys[begin:]],
                     lambda: AHEAD_BYTES // self._record_bytes,
                     read,
                     check,
                 )
+                begin += num_read + 1  # the reply that ended them counts, too
         finally:
             for one in received.values():
                 one.memory.ref_count_down()
-        for i in suspected:
-            name = _name(keys[i])
-            head: Any = await self._client.getrange(name, 0, MAX_HEAD_BYTES - 1)
-            if _is_of_another_version(head):
-                continue
-            values: list[Any] = [await self._client.get(name) for _ in range(2)]
-            if None in values:
-                continue  # deleted by another process
-            if await asyncio.to_thread(_are_damaged, values, keys[i]):
-                damaged.append(name)
-            else:
+
+    async def _judge(self, key: ChunkKey, size: int, result: Result | None) -> Result | None:
+        """Return the miss for a value that failed a check, and remove the value if it may be."""
+        name = _name(key)
+        if size == OTHER_TYPE:
+            await self._client.eval(_REMOVE_OTHER_TYPE, 1, name)
+            return result
+        head: Any = await self._client.getrange(name, 0, MAX_HEAD_BYTES - 1)
+        if not head:
+            return result  # empty, or deleted by another process
+        if _is_of_another_version(head):
+            self._unusable.forget([key])
+            return result
+        seen, may_go = head, size > MAX_SKIPPED_BYTES
+        if _is_head_of(head, key, size):
+            seen = await self._client.get(name)
+            if seen is None:
+                return result
+            may_go = await asyncio.to_thread(is_damaged, seen, key)
+            if not may_go:
+                self._unusable.forget([key])
                 logger.warning("two reads of a value differ, keeping it: key=%s", name)
-                results[i] = Miss(MissReason.UNAVAILABLE)
-        if damaged:
-            await self._client.unlink(*damaged)
+                return Miss(MissReason.UNAVAILABLE)
+        digest = hashlib.sha1(seen, usedforsecurity=False).hexdigest()
+        if await self._client.eval(_JUDGE, 1, name, digest, len(seen), size, int(may_go)):
+            return result
+        logger.warning("Redis does not vouch for a value that was read, keeping it: key=%s", name)
+        return Miss(MissReason.UNAVAILABLE)
 
     async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the replies to pipelined commands."""
@@ -319,8 +396,14 @@ def _name(key: ChunkKey) -> str:
     return f"{KEY_PREFIX}:{key.tenant}:{key.key.to_url()}"
 
 
-def _are_damaged(values: Sequence[bytes], key: ChunkKey) -> bool:
-    return values[0] == values[1] and is_damaged(values[0], key)
+def _is_head_of(head: bytes, key: ChunkKey, size: int) -> bool:
+    """Return whether a value of that size begins with a head of a record of that key and size."""
+    try:
+        prefix = decode_prefix(head[:PREFIX_BYTES])
+        decode_head(head[: prefix.head_bytes], key.key)
+    except RecordError:
+        return False
+    return prefix.head_bytes + prefix.payload_bytes == size
 
 
 def _is_of_another_version(record: bytes) -> bool:
@@ -341,6 +424,10 @@ NOT_READY = ("LOADING", "NOAUTH", "MASTERDOWN")
 
 Request = Sequence[bytes | memoryview]
 T = TypeVar("T")
+
+
+class EndOfReplies(Exception):
+    """Raised by the reader of an exchange: it takes no further reply."""
 
 
 class Replies(FrameStream):
@@ -422,7 +509,7 @@ async def exchange(
     num_ahead: Callable[[], int],
     read: Read[T],
     on_reply: OnReply[T],
-) -> None:
+) -> int:
     """Send requests over one connection, and read and handle each reply as it arrives: one round
     trip in total. One reply is handled while the next one is read.
 
@@ -434,8 +521,12 @@ async def exchange(
         requests: Encoded requests.
         num_ahead: Returns how many may be without a reply; queried repeatedly, clamped to
             1..`MAX_AHEAD`.
-        read: Reads the reply to the request of that number, to its end.
+        read: Reads the reply to the request of that number, to its end; or raises `EndOfReplies`,
+            and the connection is closed with whatever else it would bring.
         on_reply: Called with the number of a request and what `read` returned; never concurrently.
+
+    Returns:
+        How many replies were handled.
 
     Raises:
         RedisError: No connection could be made.
@@ -455,9 +546,13 @@ async def exchange(
                     parts = (part for request in requests[num_sent:end] for part in request)
                     await replies.send(*_merged(parts))
                     num_sent = max(num_sent, end)
-                    await handler.take(await read(i, replies))
+                    try:
+                        reply = await read(i, replies)
+                    except EndOfReplies:
+                        break
+                    await handler.take(reply)
                 await handler.join()
-            return
+            return handler.num_taken
         except UnavailableError:
             if is_last or handler.num_taken or replies.is_open:
                 raise
@@ -469,6 +564,7 @@ async def exchange(
                     # Later replies on it would be taken for those of another request.
                     await connection.disconnect(nowait=True)
                 await pool.release(connection)
+    raise AssertionError("the last attempt returns or raises")
 
 
 class _Handler(Generic[T]):

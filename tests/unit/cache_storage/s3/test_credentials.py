@@ -1,0 +1,143 @@
+"""Where the bucket's key comes from without files, against a server that plays the source."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from lmcache_core.errors import UnavailableError
+from lmcache_storage.s3.credentials import KeyChain
+from lmcache_storage.s3.signature import Credentials
+
+from tests.fixtures.raw_server import RawServer, running_raw_server
+
+NOW = 1_800_000_000.0
+ENDS_AT = NOW + 3600
+ENDS = "2027-01-15T09:00:00Z"
+LIMIT_S = 30.0
+SESSION = Credentials("id-of-tests", "secret/of+tests", "token==", ENDS_AT)
+JSON_KEY = json.dumps(
+    {
+        "AccessKeyId": SESSION.access_key,
+        "SecretAccessKey": SESSION.secret_key,
+        "Token": SESSION.token,
+        "Expiration": ENDS,
+        "Code": "Success",
+    }
+).encode()
+XML_KEY = (
+    f"<AssumeRoleWithWebIdentityResponse><Credentials><AccessKeyId>{SESSION.access_key}"
+    f"</AccessKeyId><SecretAccessKey>{SESSION.secret_key}</SecretAccessKey><SessionToken>"
+    f"{SESSION.token}</SessionToken><Expiration>{ENDS}</Expiration></Credentials>"
+    "</AssumeRoleWithWebIdentityResponse>"
+).encode()
+
+
+@pytest.fixture
+def source() -> Iterator[RawServer]:
+    with running_raw_server() as server:
+        yield server
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chain(environ: dict[str, str], clock: Clock | None = None) -> KeyChain:
+    return KeyChain("eu-1", ssl.create_default_context(), environ, clock or Clock())
+
+
+def said(body: bytes, status: int = 200) -> list[bytes]:
+    return [f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode(), body]
+
+
+def test_variables_come_first(tmp_path: Path) -> None:
+    environ = {
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_ROLE_ARN": "arn",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "absent"),
+    }
+    assert chain(environ).find(LIMIT_S) == Credentials("id", "secret", None)
+    environ["AWS_SESSION_TOKEN"] = "token"
+    assert chain(environ).find(LIMIT_S) == Credentials("id", "secret", "token")
+
+
+def test_a_web_identity_is_exchanged_for_a_key(tmp_path: Path, source: RawServer) -> None:
+    (tmp_path / "token").write_text("identity\n")
+    source.reply = lambda method, path: said(XML_KEY)
+    environ = {
+        "AWS_ROLE_ARN": "arn:aws:iam::1:role/kv",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token"),
+        "AWS_ENDPOINT_URL_STS": source.url,
+    }
+    assert chain(environ).find(LIMIT_S) == SESSION
+    assert source.asked == [("POST", "/")], "the token is not in the URL"
+
+
+def test_a_container_is_asked_for_its_key(source: RawServer) -> None:
+    source.reply = lambda method, path: said(JSON_KEY)
+    environ = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{source.url}/v1/credentials?x=1"}
+    assert chain(environ).find(LIMIT_S) == SESSION
+    assert source.asked == [("GET", "/v1/credentials?x=1")]
+
+
+def test_a_machine_is_asked_for_its_key(source: RawServer) -> None:
+    answers = {
+        ("PUT", "/latest/api/token"): b"machine-token",
+        ("GET", "/latest/meta-data/iam/security-credentials/"): b"role-of-nodes\n",
+        ("GET", "/latest/meta-data/iam/security-credentials/role-of-nodes"): JSON_KEY,
+    }
+    source.reply = lambda method, path: said(answers[method, path])
+    assert chain({"AWS_EC2_METADATA_SERVICE_ENDPOINT": source.url}).find(LIMIT_S) == SESSION
+    assert source.asked == list(answers)
+
+
+def test_a_key_is_kept_until_shortly_before_its_end_and_used_until_then(source: RawServer) -> None:
+    clock = Clock()
+    source.reply = lambda method, path: said(JSON_KEY)
+    keys = chain({"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{source.url}/"}, clock)
+    for _ in range(3):
+        assert keys.find(LIMIT_S) == SESSION
+    assert len(source.asked) == 1
+    clock.now = ENDS_AT - 60
+    source.reply = lambda method, path: said(b"", 500)
+    assert keys.find(LIMIT_S) == SESSION, "its source may be away for a while"
+    assert len(source.asked) == 2
+    clock.now = ENDS_AT
+    with pytest.raises(UnavailableError, match="status 500"):
+        keys.find(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"<html>", b"[" * 100_000, b"{}", JSON_KEY.replace(b"2027", b"soon")]
+)
+def test_what_is_no_key_is_an_unavailable_bucket(source: RawServer, answer: bytes) -> None:
+    source.reply = lambda method, path: said(answer)
+    with pytest.raises(UnavailableError, match="without a key"):
+        chain({"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{source.url}/"}).find(LIMIT_S)
+
+
+def test_without_any_key_the_options_are_named() -> None:
+    with pytest.raises(UnavailableError, match="none found; set s3_access_key_file"):
+        chain({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1"}).find(LIMIT_S)
+
+
+def test_a_source_that_drips_has_the_deadline_of_its_caller(source: RawServer) -> None:
+    def drip(method: str, path: str) -> Iterable[bytes]:
+        yield b"HTTP/1.1 200 OK\r\ncontent-length: 60000\r\n\r\n"
+        while True:
+            time.sleep(0.02)
+            yield b" "
+
+    source.reply = drip
+    with pytest.raises(UnavailableError, match="no answer in time"):
+        chain({"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{source.url}/"}).find(0.5)
