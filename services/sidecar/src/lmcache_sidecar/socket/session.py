@@ -51,6 +51,10 @@ LARGE_REQUEST_TIMEOUT_S = 10.0
 """How long a larger request may wait for its turn and then take to arrive; clients wait less for
 their answers.
 """
+DECODING_S = 0.2
+"""Time to decode chunks for a client even if reading them took all of its time. Clients wait a
+little longer than they allow the sidecar.
+"""
 _REQUESTS = frozenset(
     {
         FrameType.RESERVE,
@@ -334,6 +338,8 @@ class EngineSession:
         self.memory.require_pins(len(names))
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
         timeout_s, stack = request.deadline_ms / 1000, self._context.stack
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
         got = await stack.batched_get(
             names,
             timeout_s,
@@ -342,7 +348,10 @@ class EngineSession:
             most_bytes=self._most_bytes,
         )
         if self._context.readers is not None:
-            got = await self._context.readers.readable(got, self._decodes, stack.hot, timeout_s)
+            left_s = max(deadline - now(), DECODING_S)
+            got = await self._context.readers.readable(
+                got, self._decodes, stack, left_s, self._most_bytes
+            )
         results = self.memory.fitting(got)
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))
