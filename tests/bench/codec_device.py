@@ -16,7 +16,8 @@ from lmcache_core.serde.device import (
     device_tables,
     encode_on_device,
 )
-from lmcache_core.serde.quantised_blob import PlaneLayout, Quantiser
+from lmcache_core.serde.plane_layout import PlaneLayout
+from lmcache_core.serde.quantised_blob import Quantiser
 from lmcache_core.serde.tables import bell_curves
 from lmcache_kernels.cachegen_decode import cachegen_decode
 from lmcache_kernels.cachegen_encode import cachegen_encode

@@ -61,6 +61,16 @@ def make_chunk(
     return Chunk(key, header, encode_head(header, len(data)), memory, "test")
 
 
+def overstated(name: object) -> Chunk:
+    """A whole record of some hundred bytes that states tensors of 30 MiB, encoded without loss."""
+    data = bytes(200)
+    key = make_key(name)
+    spec = TensorSpec("", "bfloat16", (2, 30, 256, 1024), 0, len(data))
+    header = RecordHeader(key.key.canonical(), "lossless", "", False, (spec,), payload_digest(data))
+    memory = BytesBufferMemoryObj(data)
+    return Chunk(key, header, encode_head(header, len(data)), memory, "test")
+
+
 def make_record(name: object, payload: bytes | None = None) -> bytes:
     """The record of that chunk, as it lies in a file or goes over a socket."""
     chunk = make_chunk(name, payload=payload)

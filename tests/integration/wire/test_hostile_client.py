@@ -26,7 +26,7 @@ from tests.fixtures.wire import (
     serving,
     until,
 )
-from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record, overstated
 
 QUICK = ServerLimits(
     hello_timeout_s=0.4, idle_timeout_s=0.4, transfer_timeout_s=0.4, min_bytes_per_s=100 << 20
@@ -189,6 +189,12 @@ async def test_a_damaged_put_is_refused_and_the_connection_goes_on(
         await raw.say(3, messages.Put(), make_record("a"))
         assert (await raw.read())[1] == messages.PutOk(True, "")
         assert len(store.chunks) == 1
+
+
+async def test_record_that_states_more_than_can_be_decoded_from_it_is_refused() -> None:
+    async with serving(MemoryStore()) as server, client_of(server.port) as client:
+        assert await client.put([overstated("a"), make_chunk("b")]) == [False, True]
+        assert await client.contains([make_key("a"), make_key("b")]) == [False, True]
 
 
 async def test_a_put_larger_than_the_limit_ends_the_connection() -> None:

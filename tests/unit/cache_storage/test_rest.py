@@ -18,7 +18,7 @@ from lmcache_storage.chunks import SLICE_BYTES
 from lmcache_storage.storage import StorageNode
 
 from tests.fixtures.storage_app import assert_problem, serving
-from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record, overstated
 
 A, B = make_key("a").key.to_url(), make_key("b").key.to_url()
 RECORD_TYPE = "application/vnd.lmcache.record"
@@ -174,6 +174,17 @@ async def test_a_head_that_promises_too_much_takes_no_memory(
         yield head + b"little"
 
     assert_problem(await rest.put(f"/v1/chunks/{A}", content=undeclared()), 413, "too-large")
+    assert parts.stack.hot.stats()["arena_used_bytes"] == 0
+
+
+async def test_record_that_states_more_than_can_be_decoded_from_it_is_refused(
+    rest: httpx.AsyncClient, parts: StorageNode
+) -> None:
+    chunk = overstated("a")
+    record = chunk.head + bytes(chunk.memory.byte_array)
+    detail = assert_problem(await rest.put(f"/v1/chunks/{A}", content=record), 422, "bad-record")
+    assert "encoded tensor" in detail
+    assert parts.stack.hot.keys() == []
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0
 
 

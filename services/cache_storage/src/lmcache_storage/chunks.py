@@ -9,9 +9,10 @@ from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from lmcache_core.errors import CapacityError, RecordError
+from lmcache_core.errors import CapacityError, RecordError, SerdeError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
+from lmcache_core.serde.stated_size import check_stated_size
 from lmcache_core.storage.remote.http import RecordStream
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.served import ServedStore, ServerLimits
@@ -283,7 +284,8 @@ async def receive_record(
         limits: Bounds on a record's size and on slow clients.
 
     Raises:
-        RecordError: The body is not one intact record of that key.
+        RecordError: The body is not one intact record of that key, or states shapes that cannot be
+            decoded from it.
         RecordTooLargeError: It declares more than `max_blob_bytes`.
         CapacityError: There is no room for it.
         SlowClientError: The body did not arrive in time, or its client disconnected.
@@ -335,11 +337,14 @@ async def receive_record(
                 more = await records.next_head()
             if more is not None or records.is_damaged:
                 raise RecordError(RecordReason.BOUNDS, "there are bytes after the record")
+            check_stated_size(result.described, result.memory.byte_array)
         except BaseException:
             result.release()
             raise
     except TimeoutError as exc:
         raise SlowClientError("the rest of the body did not arrive in time") from exc
+    except SerdeError as exc:
+        raise RecordError(RecordReason.BOUNDS, str(exc)) from exc
     return result
 
 

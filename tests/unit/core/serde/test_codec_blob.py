@@ -10,10 +10,8 @@ from lmcache_core.errors import SerdeError
 from lmcache_core.serde.blob import HEAD, Head, Mode, Reader, next_power_of_two
 from lmcache_core.serde.cachegen import MAX_LAYERS
 from lmcache_core.serde.chunk_codec import Profile, error_groups, quantiser_of
+from lmcache_core.serde.plane_layout import MAX_CHANNELS, MAX_TOKENS, PlaneLayout
 from lmcache_core.serde.quantised_blob import (
-    MAX_CHANNELS,
-    MAX_TOKENS,
-    PlaneLayout,
     can_be_quantised,
 )
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from lmcache_core.serde.blob import next_power_of_two
 from lmcache_core.serde.machine_code import load_loops
-from lmcache_core.serde.quantised_blob import MAX_TOKENS, PlaneLayout
+from lmcache_core.serde.plane_layout import MAX_TOKENS, PlaneLayout
 from lmcache_core.serde.symbols import NUM_SUMS
 from lmcache_core.serde.tables import DELTA_FLAG, LEVELS, MAX_LEVELS, bell_curves
 

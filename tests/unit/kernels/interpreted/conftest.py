@@ -11,8 +11,9 @@ import torch
 import triton
 from lmcache_core.serde.blob import Mode, Reader
 from lmcache_core.serde.machine_code import load_loops
+from lmcache_core.serde.plane_layout import PlaneLayout
 from lmcache_core.serde.quantised import QuantisedCoder
-from lmcache_core.serde.quantised_blob import PlaneLayout, Quantiser
+from lmcache_core.serde.quantised_blob import Quantiser
 from lmcache_core.serde.tables import TableSet, bell_curves
 from lmcache_kernels.checks import WORD_DTYPES
 from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes

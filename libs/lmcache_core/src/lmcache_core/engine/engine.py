@@ -6,6 +6,7 @@ The one data path, in five hops: `LMCacheEngine.retrieve` -> `TokenDatabase.proc
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,10 +19,11 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine.guard import CallGuard, DegradingGuard
 from lmcache_core.engine.prefill_rate import PrefillRate
-from lmcache_core.engine.stores import BYTES_PER_GB, create_chunk_store
+from lmcache_core.engine.stores import BYTES_PER_GB, SidecarClient, create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.memory.base import MemoryAllocatorInterface
+from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.names import DOCUMENTED_TIERS, tier_name
 from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import REQUESTED_TOKENS_TOTAL, Counters
@@ -70,8 +72,12 @@ class LMCacheEngine:
         self._token_database = token_database
         self._gpu_connector = gpu_connector
         self._workers = Workers("lmcache-digest")
+        client = SidecarClient(
+            f"engine-{os.getpid()}",
+            chunk_bytes=_chunk_bytes(token_database, gpu_connector, metadata),
+        )
         self._store = store or create_chunk_store(
-            config, metadata, memory_allocator, self.counters, self._workers
+            config, metadata, memory_allocator, self.counters, self._workers, client
         )
         self._transfer = KVTransfer(
             self._store, gpu_connector, metadata, self.counters, self._workers
@@ -288,6 +294,15 @@ class LMCacheEngine:
         # A token database need not have the parameter `spans` if there are none.
         more = (spans,) if spans else ()
         return list(self._token_database.process_tokens(tokens, mask, *more))
+
+
+def _chunk_bytes(
+    database: TokenDatabase, connector: GPUConnectorInterface, metadata: LMCacheEngineMetadata
+) -> int:
+    """Return the size of a whole chunk; 0 for a token database with chunks of any length."""
+    if not isinstance(database, ChunkedTokenDatabase):
+        return 0
+    return num_bytes(connector.get_shape(database.chunk_size), metadata.kv_dtype_name)
 
 
 def create_engine(

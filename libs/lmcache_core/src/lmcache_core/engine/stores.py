@@ -39,12 +39,15 @@ class SidecarClient:
             does not name chunks.
         loads_beside: Whether one thread loads while another one stores.
         decodes: Encodings of records that this process loads, beside raw (`encoding_of`).
+        chunk_bytes: Size of the largest payload of a chunk that this process can use, decoded; 0 if
+            unknown.
     """
 
     name: str
     groups: tuple[str, ...] = ("",)
     loads_beside: bool = False
     decodes: tuple[str, ...] = ()
+    chunk_bytes: int = 0
 
 
 def create_chunk_store(
@@ -80,7 +83,8 @@ def create_chunk_store(
     else:
         from lmcache_core.storage.manager import StorageManager
 
-        store = StorageManager(config, memory_allocator, counters, workers)
+        most_bytes = client.chunk_bytes or None
+        store = StorageManager(config, memory_allocator, counters, workers, most_bytes)
     if config.otlp_endpoint is None:
         return store
     from lmcache_core.telemetry.tracing import open_tracer
@@ -98,7 +102,12 @@ def _sidecar_store(
     client: SidecarClient,
 ) -> ChunkStore:
     from lmcache_core.sidecar import SidecarChunkStore
-    from lmcache_core.wire.capabilities import ON_DEVICE, SERDE_PREFIX, SIDECAR_CAPABILITIES
+    from lmcache_core.wire.capabilities import (
+        CHUNK_BYTES_PREFIX,
+        ON_DEVICE,
+        SERDE_PREFIX,
+        SIDECAR_CAPABILITIES,
+    )
     from lmcache_core.wire.messages import Describe, EngineInfo, engine_hello
 
     engine = EngineInfo(
@@ -111,7 +120,8 @@ def _sidecar_store(
     )
     on_device = [ON_DEVICE] if torch.cuda.is_available() else []
     decodes = [SERDE_PREFIX + encoding for encoding in client.decodes]
-    hello = engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device, *decodes])
+    largest = [f"{CHUNK_BYTES_PREFIX}{client.chunk_bytes}"] if client.chunk_bytes else []
+    hello = engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device, *largest, *decodes])
 
     def describe(salt: str) -> Describe:
         """Return how this engine names chunks, once the salt is known."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 import struct
 from enum import IntEnum
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from lmcache_core.errors import SerdeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAGIC = b"KVB1"
 HEAD = struct.Struct("<4sBBBBIIII")
@@ -85,6 +87,8 @@ class Reader:
 
     def array(self, dtype: str, count: int) -> npt.NDArray[np.generic]:
         """Return the next array, little-endian; a view if it is aligned, else a copy."""
+        import numpy as np  # heads are read where there are no packages for codecs
+
         view = self.take(np.dtype(dtype).itemsize * count)
         return np.require(np.frombuffer(view, dtype), requirements=["A"])
 

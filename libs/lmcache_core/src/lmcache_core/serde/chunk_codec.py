@@ -28,11 +28,11 @@ from lmcache_core.serde.codec import (
 )
 from lmcache_core.serde.lossless import LosslessCoder
 from lmcache_core.serde.machine_code import Loops, load_loops
+from lmcache_core.serde.plane_layout import PlaneLayout
 from lmcache_core.serde.quantised import QuantisedCoder, group_errors
 from lmcache_core.serde.quantised_blob import (
     KINDS,
     NotQuantisableError,
-    PlaneLayout,
     Quantiser,
     can_be_quantised,
 )

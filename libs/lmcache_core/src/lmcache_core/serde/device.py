@@ -27,11 +27,11 @@ from lmcache_core.memory.views import tensor_over
 from lmcache_core.record import RecordHeader
 from lmcache_core.serde.blob import HEAD, Head, Mode, Reader
 from lmcache_core.serde.codec import CACHEGEN_SERDE, TABLES_MARK, encoding_of
+from lmcache_core.serde.plane_layout import PlaneLayout
 from lmcache_core.serde.quantised_blob import (
     FOREIGN_STREAMS,
     KINDS,
     NotQuantisableError,
-    PlaneLayout,
     Quantiser,
     can_be_quantised,
     read_quantised,

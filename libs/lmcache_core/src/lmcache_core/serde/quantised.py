@@ -13,11 +13,11 @@ import numpy.typing as npt
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde.blob import Head, Mode, Reader
 from lmcache_core.serde.machine_code import Loops, side_by_side
+from lmcache_core.serde.plane_layout import PlaneLayout
 from lmcache_core.serde.quantised_blob import (
     FOREIGN_STREAMS,
     KINDS,
     NotQuantisableError,
-    PlaneLayout,
     Quantiser,
     read_quantised,
 )

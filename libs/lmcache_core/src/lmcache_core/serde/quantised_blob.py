@@ -1,9 +1,4 @@
-"""The bytes of a quantised tensor: its shape, and the arrays of its blob, checked. No torch, no
-numba.
-
-The split of a tensor into planes, groups of channels and sections follows from its shape
-(docs/codec.md).
-"""
+"""The bytes of a quantised tensor: the arrays of its blob, checked. No torch, no numba."""
 
 from __future__ import annotations
 
@@ -18,8 +13,9 @@ import numpy.typing as npt
 
 from lmcache_core.errors import SerdeError
 from lmcache_core.record import RecordHeader
-from lmcache_core.serde.blob import Head, Mode, Reader, next_power_of_two
+from lmcache_core.serde.blob import Head, Mode, Reader
 from lmcache_core.serde.cachegen import MAX_LAYERS
+from lmcache_core.serde.plane_layout import MAX_CHANNELS, MAX_PLANES, MAX_TOKENS, PlaneLayout
 from lmcache_core.serde.tables import (
     BFLOAT16,
     DELTA_FLAG,
@@ -34,73 +30,6 @@ from lmcache_core.serde.tables import (
 Array = npt.NDArray[Any]
 
 KINDS = MappingProxyType({"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32})
-MAX_TOKENS = 1 << 15
-MAX_CHANNELS = 1 << 20
-MAX_PLANES = 1 << 16
-SECTION_CHANNELS = 128
-SECTION_TOKENS = 128
-"""A section has `SECTION_CHANNELS` channels, or more if there are fewer than `SECTION_TOKENS`
-tokens.
-"""
-GROUP_SYMBOLS = 64
-"""Channels with fewer symbols than this share a table."""
-
-
-@dataclass(frozen=True)
-class PlaneLayout:
-    """The shape of a quantised tensor `[sides, layers, tokens, channels]`; a plane is one layer of
-    one side.
-
-    Attributes:
-        planes: Number of planes.
-        tokens: Rows of a plane.
-        channels: Values of a row.
-    """
-
-    planes: int
-    tokens: int
-    channels: int
-
-    def __post_init__(self) -> None:
-        if not (
-            0 < self.planes <= MAX_PLANES
-            and 0 < self.tokens <= MAX_TOKENS
-            and 0 < self.channels <= MAX_CHANNELS
-        ):
-            raise SerdeError(
-                f"{self.planes} planes of {self.tokens} tokens of {self.channels} channels cannot"
-                " be quantised"
-            )
-
-    @property
-    def group(self) -> int:
-        """Channels that share shift and table."""
-        return next_power_of_two(-(-GROUP_SYMBOLS // self.tokens))
-
-    @property
-    def groups(self) -> int:
-        """Groups of a plane."""
-        return -(-self.channels // self.group)
-
-    @property
-    def section(self) -> int:
-        """Channels of a section; the last section of a plane may have fewer."""
-        return min(
-            self.channels, SECTION_CHANNELS * next_power_of_two(-(-SECTION_TOKENS // self.tokens))
-        )
-
-    @property
-    def sections(self) -> int:
-        """Sections of a plane."""
-        return -(-self.channels // self.section)
-
-    @property
-    def widths(self) -> list[int]:
-        """Channels of each section of a plane."""
-        return [
-            min(self.section, self.channels - first)
-            for first in range(0, self.channels, self.section)
-        ]
 
 
 def can_be_quantised(dtype: str, shape: Sequence[int]) -> bool:

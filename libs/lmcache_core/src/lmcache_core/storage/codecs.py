@@ -37,6 +37,7 @@ from lmcache_core.serde.codec import (
     report_extension,
 )
 from lmcache_core.serde.documented_codec import DocumentedCodec
+from lmcache_core.serde.stated_size import check_stated_size
 from lmcache_core.storage.disk.pool import ChunkJob, FilePool
 from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
 
@@ -197,7 +198,8 @@ class Codecs:
             return Miss(codec)
         try:
             num_bytes = decoded_bytes(chunk.described)
-        except RecordError:
+            check_stated_size(chunk.described, chunk.memory.byte_array)
+        except (RecordError, SerdeError):
             return Miss(MissReason.CORRUPT)
         memory = None if allocate is None else allocate(num_bytes)
         if memory is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -27,6 +28,17 @@ MAX_VICTIMS_PER_ALLOCATION = 1024
 """Chunks examined before an allocation gives up; the next one continues from there."""
 RECEIVING_SHARE = 2
 """Payloads being received for one tenant may hold at most one part in this many of the memory."""
+UNASKED_SHARE = 64
+"""A payload is unusually large if it takes more than one part in this many of the memory, and more
+than any chunk that has been held here before.
+"""
+ENVELOPE_SHARE = 8
+MIN_ENVELOPE_BYTES = 4096
+"""Some encodings are larger than what they encode: by one part in `ENVELOPE_SHARE`, and this."""
+MAX_FREED_NOTES = 1024
+"""Payloads noted as being received although their memory has been freed, before those are looked
+for.
+"""
 KEPT_SHARE = 4
 """One part in this many of the memory is never lent to payloads being received."""
 GAPS_SHARE = 8
@@ -75,6 +87,59 @@ class HeldChunk(NamedTuple):
     lossy: bool
 
 
+class Incoming:
+    """Memory lent to payloads that are being received. The borrower may free it without a word, so
+    the sums are upper bounds until they are recounted.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[int, tuple[MemoryObj, str | None]] = {}
+        self._bytes: Counter[str | None] = Counter()
+        self._recount_at = MAX_FREED_NOTES
+
+    def recounted(self, tenant: str | None) -> int:
+        """Return the bytes that are lent to a tenant, after forgetting what has been freed."""
+        for memory_obj, _ in list(self._lent.values()):
+            if memory_obj.get_ref_count() <= 0:
+                self.discard(memory_obj)
+        self._recount_at = 2 * len(self._lent) + MAX_FREED_NOTES
+        return self._bytes[tenant]
+
+    def has_room(
+        self, num_bytes: int, tenant: str | None, share_bytes: int, capacity_bytes: int
+    ) -> bool:
+        """Return whether a tenant may borrow so much more, within its share and within what all
+        may borrow of the memory together.
+        """
+
+        def fits() -> bool:
+            kept_bytes = capacity_bytes // KEPT_SHARE
+            return (
+                self._bytes[tenant] + num_bytes <= share_bytes
+                and self._bytes.total() + num_bytes <= capacity_bytes - kept_bytes
+            )
+
+        if fits():
+            return True
+        self.recounted(tenant)
+        return fits()
+
+    def add(self, memory_obj: MemoryObj, tenant: str | None) -> None:
+        """Note that memory is lent; without a reference, until it is freed or discarded."""
+        self._lent[id(memory_obj)] = memory_obj, tenant
+        self._bytes[tenant] += memory_obj.metadata.phy_size
+        if len(self._lent) >= self._recount_at:
+            self.recounted(tenant)
+
+    def discard(self, memory_obj: MemoryObj) -> None:
+        """Forget memory that has become a chunk, if it was lent."""
+        lent = self._lent.pop(id(memory_obj), None)
+        if lent is not None:
+            self._bytes[lent[1]] -= memory_obj.metadata.phy_size
+            if not self._bytes[lent[1]]:
+                del self._bytes[lent[1]]
+
+
 class LocalCPUBackend(StorageBackend):
     """Chunks in host memory. The sync methods are thread-safe and never wait for I/O; the async
     ones do the same.
@@ -120,7 +185,8 @@ class LocalCPUBackend(StorageBackend):
         self._ledger = Ledger(policy, limits, clock)
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._num_failed_allocations = 0
-        self._incoming: list[tuple[MemoryObj, str]] = []
+        self._largest_bytes = 0
+        self._incoming = Incoming()
 
     def allocate(self, num_bytes: int) -> MemoryObj | None:
         """Return memory for a payload, evicting chunks if necessary; the caller owns one reference.
@@ -170,12 +236,49 @@ class LocalCPUBackend(StorageBackend):
         """
         gone: list[ChunkKey] = []
         with self._lock:
-            self._incoming = [entry for entry in self._incoming if entry[0].get_ref_count() > 0]
-            memory_obj = self._lend(num_bytes, tenant, gone)
-            if memory_obj is None:
+            quota = self._ledger.quota(tenant)
+            own = 0 if quota is None else self._incoming.recounted(tenant)
+            if quota is not None and own + num_bytes > quota:
+                self._ledger.refuse()
                 self._num_failed_allocations += 1
+                return None
+            is_over = self._ledger.is_over_quota(tenant, own + num_bytes)
+            victims = self._give_up(MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None)
+            share = self._memory.capacity_bytes // RECEIVING_SHARE
+            memory_obj = self._lend(num_bytes, tenant, share, victims, gone)
+        self._report(gone)
+        return memory_obj
+
+    def receive_asked(self, num_bytes: int, most_bytes: int | None = None) -> MemoryObj | None:
+        """Return memory for a payload that a slower tier has announced for one of its readers; the
+        caller owns one reference.
+
+        The bytes may never arrive, or decode to less than they state. Until they form a chunk, all
+        that is being received and read together leaves one part in `KEPT_SHARE` of the memory
+        alone.
+
+        Args:
+            num_bytes: Announced size.
+            most_bytes: Size of the largest payload that the reader can use; None: unknown. An
+                unusually large one (`UNASKED_SHARE`) may then take free memory, up to one part in
+                `RECEIVING_SHARE`, and evicts nothing.
+
+        Returns:
+            None if there is no room, or if the payload is larger than the reader can use.
+        """
+        gone: list[ChunkKey] = []
+        victims: Iterator[ChunkKey]
+        capacity = self._memory.capacity_bytes
+        with self._lock:
+            usual = most_bytes
+            if usual is None:
+                usual = max(self._largest_bytes, capacity // UNASKED_SHARE)
+            if num_bytes <= usual + usual // ENVELOPE_SHARE + MIN_ENVELOPE_BYTES:
+                victims, share = self._give_up(MAX_VICTIMS_PER_ALLOCATION), capacity
             else:
-                self._incoming.append((memory_obj, tenant))
+                victims = iter(())
+                share = capacity // RECEIVING_SHARE if most_bytes is None else 0
+            memory_obj = self._lend(num_bytes, None, share, victims, gone)
         self._report(gone)
         return memory_obj
 
@@ -219,6 +322,29 @@ class LocalCPUBackend(StorageBackend):
             for chunk in reversed(chunks):
                 self._put(chunk)
         return self.contains_many([chunk.key for chunk in chunks])
+
+    def replace(self, held: Chunk, better: Chunk) -> bool:
+        """Serve `better` (borrowed, in this arena's memory) in the place of a chunk that the tier
+        returned earlier: the same KV in another encoding. The name is held throughout.
+
+        Returns:
+            False if that chunk is no longer what the tier holds, or if its tenant's quota leaves no
+                room for the difference; nothing has changed then.
+        """
+        gone: list[ChunkKey] = []
+        with self._lock:
+            current = self._chunks.get(held.key)
+            is_replaced = (
+                current is not None
+                and current.memory is held.memory
+                and self._makes_room_in_quota(held.key, better.memory.metadata.phy_size, gone)
+            )
+            if is_replaced:
+                better.memory.ref_count_up()
+                self._drop(held.key)
+                self._hold(better.moved(better.memory, self.name))
+        self._report(gone)
+        return is_replaced
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return which chunks are held. Does not count as an access."""
@@ -410,17 +536,9 @@ class LocalCPUBackend(StorageBackend):
             is_admitted = self._admits(chunk, memory_obj.metadata.phy_size, gone)
             if is_admitted:
                 is_ours = memory_obj is chunk.memory and chunk.tier == self.name
-                kept = chunk if is_ours else chunk.moved(memory_obj, self.name)
-                if kept.stored_at is None:
-                    kept.stored_at = self._clock()
-                if kept.key in self._chunks:  # it replaces a lossy one
-                    self._drop(kept.key)
-                self._chunks[kept.key] = kept
-                self._ledger.add(kept.key, memory_obj.metadata.phy_size, kept.stored_at)
-                if self._incoming:
-                    self._incoming = [held for held in self._incoming if held[0] is not memory_obj]
-                if self._on_kept is not None:
-                    self._on_kept(kept)
+                if chunk.key in self._chunks:  # it replaces a lossy one
+                    self._drop(chunk.key)
+                self._hold(chunk if is_ours else chunk.moved(memory_obj, self.name))
         if not is_admitted:
             memory_obj.ref_count_down()
         if gone:
@@ -453,38 +571,53 @@ class LocalCPUBackend(StorageBackend):
             return None
         return chunk
 
-    def _lend(self, num_bytes: int, tenant: str, gone: list[ChunkKey]) -> MemoryObj | None:
-        """Return memory for an announced payload; None if the tenant may not borrow so much more,
-        or there is no room.
+    def _lend(
+        self,
+        num_bytes: int,
+        tenant: str | None,
+        share_bytes: int,
+        victims: Iterator[ChunkKey],
+        gone: list[ChunkKey],
+    ) -> MemoryObj | None:
+        """Return memory for an announced payload; None if no more may be borrowed, or there is no
+        room.
 
         Args:
             num_bytes: Announced size.
-            tenant: The tenant that asks.
+            tenant: The tenant that will store it; None: a reader asked for it.
+            share_bytes: What the tenant, or all readers, may borrow at a time.
+            victims: Evicts chunks to make room.
             gone: Receives the keys that were evicted.
         """
-        own = sum(memory.metadata.phy_size for memory, whose in self._incoming if whose == tenant)
-        of_all = sum(memory.metadata.phy_size for memory, _ in self._incoming)
+        memory_obj = None
         capacity = self._memory.capacity_bytes
-        quota = self._ledger.quota(tenant)
-        if quota is not None and own + num_bytes > quota:
-            self._ledger.refuse()
-            return None
-        if (
-            own + num_bytes > capacity // RECEIVING_SHARE
-            or of_all + num_bytes > capacity - capacity // KEPT_SHARE
-        ):
-            return None
-        memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
-        if memory_obj is not None:
-            return memory_obj
-        is_over = self._ledger.is_over_quota(tenant, own + num_bytes)
-        least_bytes = self._ledger.used_bytes - num_bytes - min(num_bytes, capacity // GAPS_SHARE)
-        for key in self._give_up(MAX_VICTIMS_PER_ALLOCATION, tenant if is_over else None):
-            gone.append(key)
+        if self._incoming.has_room(num_bytes, tenant, share_bytes, capacity):
             memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
-            if memory_obj is not None or self._ledger.used_bytes <= least_bytes:
-                break
+            gap = min(num_bytes, capacity // GAPS_SHARE)
+            least_bytes = self._ledger.used_bytes - num_bytes - gap
+            while memory_obj is None and self._ledger.used_bytes > least_bytes:
+                key = next(victims, None)
+                if key is None:
+                    break
+                gone.append(key)
+                memory_obj = self._allocator.allocate((num_bytes,), None, MemoryFormat.BINARY)
+        if memory_obj is None:
+            self._num_failed_allocations += 1
+        else:
+            self._incoming.add(memory_obj, tenant)
         return memory_obj
+
+    def _hold(self, kept: Chunk) -> None:
+        """Begin to serve a chunk, whose reference passes to the tier."""
+        memory_obj = kept.memory
+        if kept.stored_at is None:
+            kept.stored_at = self._clock()
+        self._chunks[kept.key] = kept
+        self._ledger.add(kept.key, memory_obj.metadata.phy_size, kept.stored_at)
+        self._incoming.discard(memory_obj)
+        self._largest_bytes = max(self._largest_bytes, memory_obj.get_size())
+        if self._on_kept is not None:
+            self._on_kept(kept)
 
     def _admits(self, chunk: Chunk, num_bytes: int, gone: list[ChunkKey]) -> bool:
         """Return whether a chunk is to be stored. Evicts chunks of its tenant if the quota requires
@@ -498,14 +631,21 @@ class LocalCPUBackend(StorageBackend):
         held = self._find(chunk.key)
         if held is not None and (chunk.lossy or not held.lossy):
             return False
-        tenant = chunk.key.tenant
+        return self._makes_room_in_quota(chunk.key, num_bytes, gone)
+
+    def _makes_room_in_quota(self, key: ChunkKey, num_bytes: int, gone: list[ChunkKey]) -> bool:
+        """Return whether the quota lets `key` take that much memory, in place of what it takes now.
+        Evicts other chunks of its tenant, noting their keys in `gone`, if that is required.
+        """
+        tenant = key.tenant
         quota = self._ledger.quota(tenant)
         if quota is None:
             return True
+        held = self._find(key)
         more_bytes = num_bytes - (0 if held is None else held.memory.metadata.phy_size)
         if num_bytes <= quota and self._ledger.is_over_quota(tenant, more_bytes):
-            for key in self._give_up(tenant=tenant, spared=chunk.key):
-                gone.append(key)
+            for victim in self._give_up(tenant=tenant, spared=key):
+                gone.append(victim)
                 if not self._ledger.is_over_quota(tenant, more_bytes):
                     break
         if self._ledger.is_over_quota(tenant, more_bytes):

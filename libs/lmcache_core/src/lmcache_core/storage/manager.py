@@ -66,6 +66,8 @@ class StorageManager(ChunkStore):
         memory_allocator: Host memory for chunks.
         counters: Counters for misses.
         workers: Threads that check digests; opened and closed by their owner.
+        chunk_bytes: Size of the largest payload of a chunk that the engine can use; a larger record
+            in a slower tier is a miss. None: unknown.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class StorageManager(ChunkStore):
         memory_allocator: MemoryAllocatorInterface,
         counters: Counters,
         workers: Workers | None = None,
+        chunk_bytes: int | None = None,
     ) -> None:
+        self._most_bytes = chunk_bytes
         self._peers: PeerGroup | None = None
         if config.enable_p2p:
             from lmcache_core.storage.peer_group import PeerGroup
@@ -255,7 +259,11 @@ class StorageManager(ChunkStore):
                 else min(self._timeout_s, recompute_s * len(names))
             )
             work = stack.batched_get(
-                names, self._timeout_s, prefix_only=True, recompute_s=recompute_s
+                names,
+                self._timeout_s,
+                prefix_only=True,
+                recompute_s=recompute_s,
+                most_bytes=self._most_bytes,
             )
             results = self._wait(work, limit_s, release_all)
         return self._prefix(
@@ -329,6 +337,7 @@ class StorageManager(ChunkStore):
             raise
         room = ChunkBudget(self._hot.stats()["capacity_bytes"] // STAGED_SHARE)
         self._staging = Stager(stack, DEFAULT_TENANT, room, self._start_lift)
+        self._staging.most_bytes = self._most_bytes
         self._tasks = TaskSupervisor("lmcache-storage")
         self._tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
         return stack
@@ -353,7 +362,11 @@ class StorageManager(ChunkStore):
 
     async def _lift(self, stack: TierStack, names: Sequence[ChunkKey]) -> None:
         try:
-            release_all(await stack.batched_get(names, self._timeout_s, prefix_only=True))
+            release_all(
+                await stack.batched_get(
+                    names, self._timeout_s, prefix_only=True, most_bytes=self._most_bytes
+                )
+            )
         finally:
             self._prefetches.release()
 

@@ -47,10 +47,12 @@ class ReadLimit:
     Attributes:
         deadline: Time on the loop's clock.
         recompute_s: Cost of recomputing one chunk; None if unknown.
+        most_bytes: Size of the largest payload that the reader can use; None if unknown.
     """
 
     deadline: float
     recompute_s: float | None = None
+    most_bytes: int | None = None
 
     def left_s(self, num_chunks: int) -> float:
         """Return how many seconds remain that reading `num_chunks` is worth; not positive if none
@@ -187,6 +189,7 @@ class TierStack:
         prefix_only: bool = False,
         search_range: Sequence[str] | None = None,
         recompute_s: float | None = None,
+        most_bytes: int | None = None,
     ) -> list[Result]:
         """Read chunks, each from the fastest tier that has it; chunks from slower tiers are kept
         hot.
@@ -201,6 +204,8 @@ class TierStack:
             search_range: Names of the slower tiers to ask; None: all.
             recompute_s: Cost of recomputing one chunk; bounds the deadline for chunks that are not
                 hot.
+            most_bytes: Size of the largest payload that the reader can use; a larger one in a
+                slower tier is a miss. None: unknown (`LocalCPUBackend.receive_asked`).
 
         Returns:
             Results in the order of the keys; the caller owns every chunk.
@@ -213,9 +218,8 @@ class TierStack:
                 timeout_s if recompute_s is None else min(timeout_s, recompute_s * len(missing))
             )
             try:
-                await self._fill_from_below(
-                    keys, results, ReadLimit(began + limit_s, recompute_s), search_range
-                )
+                limit = ReadLimit(began + limit_s, recompute_s, most_bytes)
+                await self._fill_from_below(keys, results, limit, search_range)
             except BaseException:
                 _release(results, 0)
                 raise
@@ -235,6 +239,13 @@ class TierStack:
         for writer in self._writers.values():
             writer.offer(held)
         return kept
+
+    def replace_hot(self, held: Chunk, better: Chunk) -> bool:
+        """Call `LocalCPUBackend.replace`, and tell the listener the new size."""
+        is_replaced = self.hot.replace(held, better)
+        if is_replaced:
+            self._written(better, self.hot.name)
+        return is_replaced
 
     async def batched_remove(
         self, keys: Sequence[ChunkKey], search_range: Sequence[str] | None = None
@@ -359,9 +370,10 @@ class TierStack:
         wanted = [keys[i] for i in missing[:num_asked]]
         got: Sequence[Result] = [Miss(MissReason.DEADLINE)] * len(wanted)
         if wanted:
+            allocate = partial(self.hot.receive_asked, most_bytes=limit.most_bytes)
             try:
                 async with asyncio.timeout(limit_s + GRACE_S):
-                    got = await tier.batched_get(wanted, self.hot.allocate, limit_s)
+                    got = await tier.batched_get(wanted, allocate, limit_s)
             except TimeoutError:
                 pass
             except UnavailableError:

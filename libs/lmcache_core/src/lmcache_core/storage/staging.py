@@ -183,6 +183,8 @@ class Stager:
 
     Attributes:
         may_lift: Set to False to stage only hot chunks from now on.
+        most_bytes: Size of the largest payload that the client can use; larger ones are not lifted.
+            None: unknown.
     """
 
     def __init__(
@@ -202,6 +204,7 @@ class Stager:
         self._tickets: OrderedDict[str, StageTicket] = OrderedDict()
         self._is_closed = False
         self.may_lift = True
+        self.most_bytes: int | None = None
 
     @property
     def num_tickets(self) -> int:
@@ -436,6 +439,7 @@ class Stager:
             prefix_only=ticket.is_prefix,
             search_range=sorted({tier for tier in tiers if tier is not None}),
             recompute_s=None if recompute_s is None else recompute_s / num_ranks,
+            most_bytes=self.most_bytes,
         )
         codes = [
             max(

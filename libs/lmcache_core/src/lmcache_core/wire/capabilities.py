@@ -25,6 +25,11 @@ LOCKS = "locks"
 """The client locks the sidecar's generation before it maps the arena; otherwise the next sidecar
 cannot know whether it still writes to it.
 """
+CHUNK_BYTES_PREFIX = "chunk_bytes:"
+"""Before the size of the largest payload that the client can use, decoded, in decimal digits: the
+sidecar reads no larger record from a slower tier for it.
+"""
+MAX_CHUNK_BYTES_DIGITS = 15
 SIDECAR_CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
 """What a sidecar's socket supports beyond HELLO, loads and stores."""
 
@@ -58,6 +63,15 @@ class Accepts:
             SERDE_PREFIX + serde for serde in sorted(self.serdes)
         ]
         return tuple(names[:MAX_CAPABILITIES])
+
+
+def chunk_bytes_said_by(capabilities: Iterable[str]) -> int | None:
+    """Return the size of the largest payload that a client can use; None if it does not say."""
+    for name in capabilities:
+        digits = name.removeprefix(CHUNK_BYTES_PREFIX)
+        if digits != name and digits.isascii() and digits.isdecimal():
+            return int(digits) if len(digits) <= MAX_CHUNK_BYTES_DIGITS else None
+    return None
 
 
 ONLY_LOSSLESS = Accepts()

@@ -20,12 +20,14 @@ from lmcache_core.errors import (
     CapacityError,
     LMCacheError,
     ProtocolError,
+    SerdeError,
     UnavailableError,
 )
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, release_all
 from lmcache_core.security import Principal, speaks_for_all_tenants
 from lmcache_core.security.handshakes import BoundedContext
+from lmcache_core.serde.stated_size import check_stated_size
 from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.telemetry.tracing import Tracer
@@ -402,6 +404,10 @@ class LmSession:
         if isinstance(record, Miss):
             return messages.PutOk(False, record.reason.value)
         if not await payload_is_whole(record.header, record.memory.byte_array):
+            return messages.PutOk(False, MissReason.CORRUPT.value)
+        try:
+            check_stated_size(record.header, record.memory.byte_array)
+        except SerdeError:
             return messages.PutOk(False, MissReason.CORRUPT.value)
         key = ChunkKey(tenant, record.header.engine_key())
         chunk = Chunk(key, record.header, record.head, record.memory, TIER)

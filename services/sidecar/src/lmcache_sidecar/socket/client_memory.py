@@ -6,13 +6,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
-from itertools import takewhile
 
 from lmcache_core.errors import ProtocolError, RecordError
 from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.free_list import extent_bytes
 from lmcache_core.names import documented_tier
-from lmcache_core.record import Chunk, Miss, MissReason, Result, verify_payload
+from lmcache_core.record import Chunk, Miss, MissReason, Result, release_all, verify_payload
 from lmcache_core.wire.frames import MAX_ARENA_META_BYTES
 from lmcache_core.wire.messages import Extent
 
@@ -75,9 +74,13 @@ class ClientMemory:
         return memory
 
     def fitting(self, results: list[Result]) -> list[Result]:
-        """Reserve room for the chunks before the first miss. Pass each of them to `pin`. Chunks
-        without room, or that do not fit into one answer, are released and count as misses.
+        """Return the chunks before the first miss, with room reserved for them, and that miss. Pass
+        each of the chunks to `pin`. Those without room, or that do not fit into one answer, count
+        as misses. All others are released.
         """
+        num_prefix = next((i for i, r in enumerate(results) if isinstance(r, Miss)), len(results))
+        release_all(results[num_prefix:])
+        results = results[: num_prefix + 1]
         meta_bytes = 0
         for i, result in enumerate(results):
             if isinstance(result, Chunk):  # other writers' heads may be large
@@ -85,8 +88,7 @@ class ClientMemory:
             if meta_bytes > MAX_ARENA_META_BYTES:
                 results = _cut(results, i)
                 break
-        prefix = takewhile(lambda result: isinstance(result, Chunk), results)
-        chunks = [chunk for chunk in prefix if isinstance(chunk, Chunk)]
+        chunks = [result for result in results if isinstance(result, Chunk)]
         num_fitting = self._context.pinned.take(chunks, unit=1)
         return results if num_fitting == len(chunks) else _cut(results, num_fitting)
 
@@ -184,7 +186,5 @@ class ClientMemory:
 
 
 def _cut(results: list[Result], num_kept: int) -> list[Result]:
-    for surplus in results[num_kept:]:
-        if isinstance(surplus, Chunk):
-            surplus.release()
+    release_all(results[num_kept:])
     return [*results[:num_kept], Miss(MissReason.NO_MEMORY)]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Collection
+from functools import partial
 
 from lmcache_core.errors import SerdeError
 from lmcache_core.record import RAW_SERDE, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.serde.codec import encoding_of
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.disk.pool import ChunkJob, finish
-from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import CodecFigures
 
 
@@ -53,45 +53,47 @@ class EncodedReaders:
         self,
         results: list[Result],
         encodings: Collection[str],
-        hot: LocalCPUBackend,
+        stack: TierStack,
         timeout_s: float,
+        most_bytes: int | None = None,
     ) -> list[Result]:
-        """Return chunks for a client, those that it cannot decode decoded. In the arena they then
-        replace the encoded ones, so that this happens once.
+        """Return a prefix of chunks for a client, those that it cannot decode decoded, several at a
+        time. In the arena they then replace the encoded ones, so that this happens once.
 
         Args:
             results: Chunks and misses; their references pass to the result.
             encodings: What the client decodes.
-            hot: The arena's tier.
+            stack: The tiers, which hold the chunks in the arena.
             timeout_s: Limit on the decoding; what is late is a miss.
+            most_bytes: Size of the largest payload that the client can use; None: unknown.
         """
-        now = asyncio.get_running_loop().time
-        deadline = now() + timeout_s
+        allocate = partial(stack.hot.receive_asked, most_bytes=most_bytes)
+        jobs: dict[int, tuple[Chunk, ChunkJob[Result]]] = {}
         try:
             for i, result in enumerate(results):
-                if isinstance(result, Chunk) and not _is_readable(result, encodings):
-                    results[i] = Miss(MissReason.DEADLINE)  # `_decoded` owns the chunk now
-                    results[i] = await self._decoded(result, hot, max(0.0, deadline - now()))
+                if isinstance(result, Miss):
+                    break  # what lies behind is of no use to the client
+                if _is_readable(result, encodings):
+                    continue
+                results[i] = Miss(MissReason.UNAVAILABLE)  # the job owns the chunk now
+                begun = self._codecs.begin_decoding(result, allocate, self._figures, seals=True)
+                if isinstance(begun, Miss):
+                    result.release()
+                    results[i] = begun
+                    break
+                jobs[i] = result, begun
+            await finish([job for _, job in jobs.values()], timeout_s)
         except BaseException:
+            for _, job in jobs.values():
+                job.abandon()
             release_all(results)
             raise
+        for i, (encoded, job) in jobs.items():
+            decoded = job.take(Miss(MissReason.DEADLINE), Miss(MissReason.UNAVAILABLE))
+            results[i] = decoded
+            if isinstance(decoded, Chunk):
+                stack.replace_hot(encoded, decoded)
         return results
-
-    async def _decoded(self, chunk: Chunk, hot: LocalCPUBackend, timeout_s: float) -> Result:
-        begun = self._codecs.begin_decoding(chunk, hot.allocate, self._figures, seals=True)
-        if not isinstance(begun, ChunkJob):
-            chunk.release()
-            return begun
-        try:
-            await finish([begun], timeout_s)
-        except BaseException:
-            begun.abandon()
-            raise
-        decoded = begun.take(Miss(MissReason.DEADLINE), Miss(MissReason.UNAVAILABLE))
-        if isinstance(decoded, Chunk):
-            hot.remove_many([decoded.key])
-            hot.put_many([decoded])
-        return decoded
 
 
 def _is_readable(chunk: Chunk, encodings: Collection[str]) -> bool:

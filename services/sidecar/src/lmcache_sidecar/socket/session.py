@@ -18,12 +18,18 @@ from lmcache_core.errors import (
 from lmcache_core.keys import CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory import MemoryObj
 from lmcache_core.names import MEMORY_TIER, documented_tier, tier_name
-from lmcache_core.record import Chunk, Miss, decode_head
+from lmcache_core.record import Chunk, Miss, decode_head, release_all
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.staging import Stager
 from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import LOCKS, ON_DEVICE, SIDECAR_CAPABILITIES, Accepts
+from lmcache_core.wire.capabilities import (
+    LOCKS,
+    ON_DEVICE,
+    SIDECAR_CAPABILITIES,
+    Accepts,
+    chunk_bytes_said_by,
+)
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.messages import ErrorMessage, Message, NameRun
 from lmcache_core.wire.requests import RequestReader
@@ -44,6 +50,10 @@ thousand chunks.
 LARGE_REQUEST_TIMEOUT_S = 10.0
 """How long a larger request may wait for its turn and then take to arrive; clients wait less for
 their answers.
+"""
+DECODING_S = 0.2
+"""Time to decode chunks for a client even if reading them took all of its time. Clients wait a
+little longer than they allow the sidecar.
 """
 _REQUESTS = frozenset(
     {
@@ -91,6 +101,7 @@ class EngineSession:
         if context.is_draining:
             self.staging.may_lift = False
         self.engine: m.EngineInfo | None = None
+        self._most_bytes: int | None = None
 
     async def run(self) -> None:
         """Serve until the client leaves or violates the protocol, then release everything."""
@@ -228,6 +239,7 @@ class EngineSession:
             raise ProtocolError("HELLO on a sidecar's socket must describe the engine")
         self._context.greet(engine)
         self.engine = engine
+        self.staging.most_bytes = self._most_bytes = chunk_bytes_said_by(hello.capabilities)
         context = self._context
         if context.readers is not None:
             self._decodes = Accepts.said_by(hello.capabilities).serdes
@@ -258,11 +270,11 @@ class EngineSession:
         return m.ContainsOk([tier is not None for tier in tiers])
 
     async def _lift(self, names: list[ChunkKey]) -> None:
-        for result in await self._context.stack.batched_get(
-            names, self._context.timeout_s, prefix_only=True
-        ):
-            if isinstance(result, Chunk):
-                result.release()
+        release_all(
+            await self._context.stack.batched_get(
+                names, self._context.timeout_s, prefix_only=True, most_bytes=self._most_bytes
+            )
+        )
 
     def _reserve(self, request: m.ReserveExtents) -> m.Extents:
         known = self._context.stack.hot.contains_many(self._names(request.names))
@@ -326,9 +338,20 @@ class EngineSession:
         self.memory.require_pins(len(names))
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
         timeout_s, stack = request.deadline_ms / 1000, self._context.stack
-        got = await stack.batched_get(names, timeout_s, prefix_only=True, recompute_s=recompute_s)
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
+        got = await stack.batched_get(
+            names,
+            timeout_s,
+            prefix_only=True,
+            recompute_s=recompute_s,
+            most_bytes=self._most_bytes,
+        )
         if self._context.readers is not None:
-            got = await self._context.readers.readable(got, self._decodes, stack.hot, timeout_s)
+            left_s = max(deadline - now(), DECODING_S)
+            got = await self._context.readers.readable(
+                got, self._decodes, stack, left_s, self._most_bytes
+            )
         results = self.memory.fitting(got)
         counters = self._context.counters
         counters.add(metrics.REQUESTED_CHUNKS_TOTAL, len(names))

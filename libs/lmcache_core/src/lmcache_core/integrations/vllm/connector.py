@@ -32,6 +32,7 @@ from lmcache_core.integrations.vllm.groups import (
     check_chunk_size,
     check_packing,
     fails_by_block,
+    largest_chunk_bytes,
 )
 from lmcache_core.integrations.vllm.identity import identity_of
 from lmcache_core.integrations.vllm.kv_settings import set_variables
@@ -175,6 +176,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             () if is_worker else tuple(group.name for group in groups),
             loads_beside=is_worker,
             decodes=device_encodings(device_type) if is_worker else (),
+            chunk_bytes=largest_chunk_bytes(groups, options.engine.chunk_size),
         )
         metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
         self._open_store = open_store(

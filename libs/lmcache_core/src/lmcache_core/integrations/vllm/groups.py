@@ -12,6 +12,8 @@ from lmcache_core.integrations.vllm.options import TOKENS
 
 NULL_BLOCK = 0
 """vLLM's placeholder for a block that a request no longer has, or never had."""
+LARGEST_PAGE = 4
+"""No layer of a group has pages more than this many times as large as those of its first layer."""
 MAX_GROUPS = 16
 """Limit on the groups in one question to the sidecar."""
 FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
@@ -107,6 +109,21 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
     return tuple(
         _cache_group(number, index, group, is_only=len(wanted) == 1)
         for number, (index, group) in enumerate(wanted)
+    )
+
+
+def largest_chunk_bytes(groups: Sequence[CacheGroup], chunk_size: int) -> int:
+    """Return a size that no chunk of these groups exceeds; 0 if vLLM does not say how large its
+    pages are.
+
+    It is generous: the scheduler knows the page of each group's first layer alone.
+    """
+    return max(
+        len(group.layers)
+        * (1 if group.is_state else max(1, chunk_size // group.block_size))
+        * max(int(getattr(spec, "page_size_bytes", 0)) for spec in (group.spec, *group.specs))
+        * LARGEST_PAGE
+        for group in groups
     )
 
 

@@ -72,7 +72,7 @@ def open_store(
             from lmcache_core.memory import PinMemoryAllocator
 
             allocator = PinMemoryAllocator(int(config.max_local_cpu_size * BYTES_PER_GB))
-            shared = create_chunk_store(config, metadata, allocator, counters)
+            shared = create_chunk_store(config, metadata, allocator, counters, client=client)
             shared.open(lambda salt: None)
         _embedded[name] = shared, num_users + 1
     on_salt(config.salt)

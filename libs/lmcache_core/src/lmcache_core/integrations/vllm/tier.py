@@ -187,7 +187,12 @@ class LMCacheTier(SecondaryTierManager):
             None,
             self._counters,
             self._workers,
-            SidecarClient(f"vllm/{offloading_spec.config.engine_id}", (), loads_beside=True),
+            SidecarClient(
+                f"vllm/{offloading_spec.config.engine_id}",
+                (),
+                loads_beside=True,
+                chunk_bytes=self.block_size_bytes,
+            ),
         )
         self._store = cast("SidecarChunkStore", store)
         self._transfer = KVTransfer(
