@@ -198,9 +198,12 @@ class RedisIndex(LookupIndex):
 
     @override
     async def clear(self, tenant: str) -> None:
-        # The instances are asked to announce again first, so that nothing stored in between counts.
-        await self._write(self._client.run, scripts.RESYNC, [LEASES_KEY], [tenant])
-        await self._write(self._client.many, _to_every_bucket("UNLINK", tenant))
+        # An instance may announce as soon as it is asked: what it announces must not be deleted. If
+        # only a part could be deleted, it is announced again all the same.
+        try:
+            await self._write(self._client.many, _to_every_bucket("UNLINK", tenant))
+        finally:
+            await self._write(self._client.run, scripts.RESYNC, [LEASES_KEY], [tenant])
 
     @override
     async def sweep(self) -> int:
