@@ -14,6 +14,7 @@ import pytest_asyncio
 import redis
 from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder, InstanceKind
+from lmcache_core.security import SHARED_OWNER
 from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
 from lmcache_lookup.index.embedded import EmbeddedIndex
@@ -349,6 +350,39 @@ async def test_a_tenant_does_not_take_the_places_of_others(index: LookupIndex) -
     assert await join(index, "late") == TAKEN
 
 
+async def test_tenants_do_not_take_the_places_of_storage_servers(index: LookupIndex) -> None:
+    for number in range(MAX_INSTANCES):
+        await join(index, f"long-{number}", owner="acme" if number < 4 else "rival")
+    with pytest.raises(CapacityError, match="max_instances="):
+        await join(index, "late", owner="third")
+    for number in range(MAX_INSTANCES_PER_TENANT):
+        assert await join(index, f"st-{number}", owner=SHARED_OWNER, kind="storage") == TAKEN
+    with pytest.raises(CapacityError, match="max_instances_per_tenant="):
+        await join(index, "late", owner=SHARED_OWNER, kind="storage")
+
+
+async def test_lease_of_a_tenant_does_not_touch_a_shared_one(index: LookupIndex) -> None:
+    await join(index, "st", 7, owner=SHARED_OWNER, kind="storage")
+    await tell(index, "st", event(1), event(2, tenant="rival"), owner=SHARED_OWNER, incarnation=7)
+    assert await join(index, "st", (1 << 63) - 1) == TAKEN
+    assert (await tell(index, "st", event(1, "remove"), incarnation=7)).resync
+    assert await index.end("acme", "st")
+    assert [await held(index, 1), await held(index, 2, tenant="rival")] == [[["st/hot"]]] * 2
+    assert await join(index, "st", 7, owner=SHARED_OWNER, kind="storage") == EventsAck(2, False)
+    for owner in ("acme", "rival"):
+        assert [entry.instance for entry in await index.instances(owner)] == ["st"]
+        assert (await index.stats(owner)).num_instances == 1
+
+
+async def test_renewal_says_what_kind_the_instance_is(index: LookupIndex) -> None:
+    await join(index, "a", kind="storage")
+    await tell(index, "a", event(1))
+    assert (await index.holders("acme", [chunk(1)]))[0][0].kind == "storage"
+    await join(index, "a", kind="sidecar")
+    assert (await index.holders("acme", [chunk(1)]))[0][0].kind == "sidecar"
+    assert [entry.kind for entry in await index.instances("acme")] == ["sidecar"]
+
+
 async def test_a_tenant_with_too_many_chunks_forgets_its_own(index: LookupIndex) -> None:
     await join(index, "a")
     await join(index, "b", owner="rival")
@@ -432,6 +466,15 @@ async def test_clearing_asks_storage_servers_that_hold_chunks_of_all_tenants(
     assert await join(index, "s", 2, owner="ops", kind="storage") == TAKEN
     await tell(index, "s", event(1), incarnation=2, owner="ops")
     assert await held(index, 1) == [["s/hot"]]
+
+
+async def test_clearing_asks_all_shared_instances(index: LookupIndex) -> None:
+    """A sidecar with an admin's token may hold chunks of any tenant."""
+    await join(index, "a", owner=SHARED_OWNER)
+    await tell(index, "a", event(1), owner=SHARED_OWNER)
+    await index.clear("acme")
+    assert await held(index, 1) == [[]]
+    assert (await join(index, "a", owner=SHARED_OWNER)).resync
 
 
 async def test_sweeping_clears_what_is_dead_and_nothing_else(index: LookupIndex) -> None:

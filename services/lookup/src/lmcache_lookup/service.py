@@ -25,7 +25,7 @@ from lmcache_core.lookup.messages import (
     StoreEvent,
     pack_run,
 )
-from lmcache_core.security import Principal, speaks_for_all_tenants
+from lmcache_core.security import Principal, owner_of, speaks_for_all_tenants
 from lmcache_servicekit.errors import PermissionDeniedError
 
 from lmcache_lookup.index import EventBatch, IndexEvent, LookupIndex
@@ -141,7 +141,8 @@ class LookupService:
                 "reporting for another tenant needs a token with the role storage or admin"
             )
         state = await self.index.apply(
-            caller.tenant, EventBatch(body.instance, body.incarnation, body.first_sequence, events)
+            owner_of(caller),
+            EventBatch(body.instance, body.incarnation, body.first_sequence, events),
         )
         self.metrics.resyncs.inc(state.resync)
         self.metrics.events.inc(0 if state.resync else len(events))

@@ -10,6 +10,7 @@ from typing import Final
 
 from lmcache_core.lookup import Holder, InstanceKind
 from lmcache_core.lookup.messages import EventsAck, InstanceEntry, StatsAnswer
+from lmcache_core.security import SHARED_OWNER
 from typing_extensions import override
 
 from lmcache_lookup.index.base import (
@@ -79,7 +80,7 @@ class EmbeddedIndex(LookupIndex):
 
     Args:
         max_chunks: Bound on chunks of all tenants.
-        max_instances: Bound on leases.
+        max_instances: Bound on leases of tenants, and on shared ones.
         max_chunks_per_tenant: Bound on chunks of one tenant; None: only the common one.
         max_instances_per_tenant: Bound on leases of one owner; None: only the common one.
         clock: Seconds, monotonic.
@@ -137,6 +138,7 @@ class EmbeddedIndex(LookupIndex):
             lease = self._leases[key] = _Lease(
                 owner, claim.instance, claim.kind, claim.incarnation, 0.0
             )
+        lease.kind = claim.kind
         lease.expires_at = self._clock() + claim.ttl_ms / 1000
         return EventsAck(lease.next_sequence, lease.resync)
 
@@ -182,8 +184,8 @@ class EmbeddedIndex(LookupIndex):
                 lease.next_sequence,
                 int((lease.expires_at - now) * 1000),
             )
-            for _, lease in sorted(self._leases.items())
-            if lease.owner == owner and self._is_alive(lease)
+            for _, lease in sorted(self._leases.items(), key=lambda item: item[0][1])
+            if lease.owner in (owner, SHARED_OWNER) and self._is_alive(lease)
         ]
 
     @override
@@ -202,7 +204,8 @@ class EmbeddedIndex(LookupIndex):
             self._cleared.append(chunks)
         self._largest = _TenantChunks()
         for lease in self._leases.values():
-            lease.resync = lease.resync or lease.owner == tenant or lease.kind == "storage"
+            is_concerned = lease.owner in (tenant, SHARED_OWNER) or lease.kind == "storage"
+            lease.resync = lease.resync or is_concerned
 
     @override
     async def sweep(self) -> int:
@@ -247,7 +250,8 @@ class EmbeddedIndex(LookupIndex):
     def _places(self, owner: str) -> tuple[bool, bool]:
         """Return whether there is room for one more lease, and for one of this owner."""
         num_own = sum(other == owner for other, _ in self._leases)
-        return len(self._leases) < self._max_instances, num_own < self._max_instances_per_tenant
+        num_counted = num_own if owner == SHARED_OWNER else len(self._leases)
+        return num_counted < self._max_instances, num_own < self._max_instances_per_tenant
 
     def _take(self, lease: _Lease, event: IndexEvent) -> None:
         place = (lease.owner, lease.instance, event.tier)

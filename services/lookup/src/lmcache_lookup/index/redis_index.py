@@ -16,6 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from lmcache_core.keys import CHUNK_ID_BYTES
 from lmcache_core.lookup import Holder
 from lmcache_core.lookup.messages import EventsAck, InstanceEntry, StatsAnswer
+from lmcache_core.security import SHARED_OWNER
 from lmcache_servicekit.redis_client import Argument, RedisAccess, RedisCommand, create_redis_client
 from lmcache_servicekit.redis_cluster import RedisClusterClient
 from typing_extensions import override
@@ -67,7 +68,7 @@ class RedisIndexOptions:
     Attributes:
         read_timeout_s: Limit on lookups, from waiting for a connection to the last byte.
         write_timeout_s: Limit on everything else.
-        max_instances: Bound on leases.
+        max_instances: Bound on leases of tenants, and on shared ones.
         max_instances_per_tenant: Bound on leases of one owner.
         max_chunks_per_tenant: Bound on chunks of one tenant, enforced in each bucket.
     """
@@ -181,7 +182,7 @@ class RedisIndex(LookupIndex):
                     max(0, int((live.expires_at - asked_at) * 1000)),
                 )
                 for (_, incarnation), live in table.by_identity.items()
-                if live.owner == owner
+                if live.owner in (owner, SHARED_OWNER)
             ),
             key=lambda status: status.instance,
         )

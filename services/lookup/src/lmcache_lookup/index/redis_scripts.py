@@ -104,10 +104,13 @@ if raw then
   if alive and incarnation < lease[2] then return {0, 1, 1} end
   if alive and incarnation == lease[2] then
     lease[4] = now_ms + ttl_ms
+    local is_same_kind = lease[3] == kind
+    lease[3] = kind
     -- A Redis without room refuses a script's first write that could take some, and none after a write that takes none.
     -- Leases must be renewed even then, or all that is known dies with them.
     redis.call('HDEL', KEYS[1], field)
     save(field, lease)
+    if not is_same_kind then touch(KEYS[2]) end
     return {lease[5], lease[6], 1}
   end
   if incarnation > lease[2] then number = lease[1] end
@@ -118,7 +121,8 @@ else
     for _, other in ipairs(redis.call('HKEYS', KEYS[1])) do
       if string.sub(other, 1, #prefix) == prefix then own = own + 1 end
     end
-    return redis.call('HLEN', KEYS[1]) < tonumber(ARGV[5]), own < tonumber(ARGV[9])
+    local counted = prefix == '*/' and own or redis.call('HLEN', KEYS[1])
+    return counted < tonumber(ARGV[5]), own < tonumber(ARGV[9])
   end
   local fits, own_fits = places()
   if not (fits and own_fits) then
@@ -181,8 +185,8 @@ return {lease[5], 0}
 """  # noqa: E501
 )
 
-# KEYS leases. ARGV owner. Marks its leases and those of storage servers, so that these instances
-# announce everything again.
+# KEYS leases. ARGV owner. Marks its leases, shared ones and those of storage servers, so that these
+# instances announce everything again.
 RESYNC: Final = Script(
     NOW
     + """
@@ -190,7 +194,8 @@ local leases = redis.call('HGETALL', KEYS[1])
 local prefix = ARGV[1] .. '/'
 for i = 1, #leases, 2 do
   local lease = cjson.decode(leases[i + 1])
-  if string.sub(leases[i], 1, #prefix) == prefix or lease[3] == 'storage' then
+  local is_own = string.sub(leases[i], 1, #prefix) == prefix
+  if is_own or string.sub(leases[i], 1, 2) == '*/' or lease[3] == 'storage' then
     lease[6] = 1
     save(leases[i], lease)
   end
