@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
 import pytest
@@ -401,6 +401,104 @@ async def test_a_tenant_with_too_many_chunks_forgets_its_own(index: LookupIndex)
     assert 0.9 * MAX_CHUNKS_PER_TENANT < num_kept <= MAX_CHUNKS_PER_TENANT
     assert (await index.stats("rival")).num_chunks == num_kept
     assert (await index.holders("rival", rivals[-1:]))[0], "what comes last is kept"
+
+
+IN_EVERY_BUCKET = 64
+BUCKET_HOLDERS = MAX_CHUNKS_PER_TENANT // IN_EVERY_BUCKET
+
+
+def one_in_each_bucket(number: int, tier: str = "memory") -> list[IndexEvent]:
+    return [
+        IndexEvent("store", "acme", bytes([bucket << 2, number]) * 8, tier, 5)
+        for bucket in range(IN_EVERY_BUCKET)
+    ]
+
+
+def ids_of(events: Sequence[IndexEvent]) -> list[bytes]:
+    return list(dict.fromkeys(event.chunk_id for event in events))
+
+
+async def test_bound_counts_each_holder_of_a_chunk(index: LookupIndex) -> None:
+    """Whatever a client calls its tiers and instances."""
+    await join(index, "a")
+    events = [
+        event
+        for number in range(BUCKET_HOLDERS)
+        for tier in range(5)
+        for event in one_in_each_bucket(number, f"t{tier}")
+    ]
+    for first in range(0, len(events), 160):
+        await tell(index, "a", *events[first : first + 160], first=first)
+    found = await index.holders("acme", ids_of(events))
+    assert 0.5 * MAX_CHUNKS_PER_TENANT < sum(map(len, found)) <= MAX_CHUNKS_PER_TENANT
+    assert (await index.stats("acme")).num_chunks == sum(map(bool, found))
+    assert all(await index.holders("acme", ids_of(events[-64:]))), "what comes last is kept"
+    assert index.num_dropped >= len(found) - sum(map(bool, found)) > 0
+
+
+async def test_places_of_removed_holders_are_free_again(index: LookupIndex) -> None:
+    """However they were removed: by events, evicted, cleared, or swept after their lease."""
+    await join(index, "a")
+    first = 0
+
+    async def fill() -> None:
+        nonlocal first
+        for number in range(BUCKET_HOLDERS // 2):
+            for tier in ("memory", "disk"):
+                await tell(index, "a", *one_in_each_bucket(number, tier), first=first)
+                first += IN_EVERY_BUCKET
+
+    await fill()
+    ids = ids_of(
+        [event for number in range(BUCKET_HOLDERS // 2) for event in one_in_each_bucket(number)]
+    )
+    for chunk_id in ids:
+        gone = [IndexEvent("remove", "acme", chunk_id, tier, 0) for tier in ("disk", "memory")]
+        await tell(index, "a", *gone, first=first)
+        first += 2
+    assert not any(await index.holders("acme", ids))
+    await fill()
+    assert await index.evict("acme", ids) == len(ids)
+    await fill()
+    await index.end("acme", "a")
+    await join(index, "a")
+    for _ in range(32):
+        await index.sweep()
+    first = 0
+    await fill()
+    await index.clear("acme")
+    await join(index, "a", 2)
+    for number in range(BUCKET_HOLDERS):
+        await tell(
+            index,
+            "a",
+            *one_in_each_bucket(number),
+            first=number * IN_EVERY_BUCKET,
+            incarnation=2,
+        )
+    assert (await index.stats("acme")).num_chunks == MAX_CHUNKS_PER_TENANT
+    assert index.num_dropped == 0
+
+
+@pytest.mark.parametrize("is_dead_older", [True, False])
+async def test_full_index_loses_dead_holders_before_live_ones(
+    index: LookupIndex, is_dead_older: bool
+) -> None:
+    half = BUCKET_HOLDERS // 2
+    dead = [event for number in range(half) for event in one_in_each_bucket(number)]
+    live = [event for number in range(half, 2 * half) for event in one_in_each_bucket(number)]
+    for instance, events in [("dead", dead), ("live", live)][:: 1 if is_dead_older else -1]:
+        await join(index, instance)
+        await tell(index, instance, *events)
+    await index.end("acme", "dead")
+    more = [event for number in range(100, 100 + half) for event in one_in_each_bucket(number)]
+    await tell(index, "live", *more, first=len(live))
+    assert all(await index.holders("acme", ids_of(live + more)))
+    assert index.num_dropped == 0
+    await tell(index, "live", *one_in_each_bucket(200), first=len(live + more))
+    assert index.num_dropped == IN_EVERY_BUCKET
+    assert all(await index.holders("acme", ids_of(one_in_each_bucket(200))))
+    assert (await index.stats("acme")).num_chunks == MAX_CHUNKS_PER_TENANT
 
 
 async def test_what_is_held_is_known_as_long_as_its_lease_lives(

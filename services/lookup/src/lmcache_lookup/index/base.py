@@ -96,6 +96,8 @@ class LookupIndex(abc.ABC):
     """Name of the implementation, for display."""
     where = "this process"
     """Location of the index, for display."""
+    num_dropped = 0
+    """Chunks with a live holder that were dropped to keep a bound, until this is set to 0."""
 
     @abc.abstractmethod
     async def open(self) -> None:
