@@ -1177,13 +1177,25 @@ other_lookup_calls = st.one_of(
         lambda ends, number, most, batch: call(
             lookup_scripts.TAKE,
             [BUCKETS[0]],
-            *(ends, number, most, 1000),
+            *(ends, number, most, 2),
             *(part for _, *event in batch for part in event),
         ),
         mostly(NOW_MS + 90_000, NOW_MS - 1, NOW_MS),
         instance_numbers,
         st.integers(1, 3),
         events,
+    ),
+    st.builds(
+        lambda bucket, ids: call(lookup_scripts.EVICT, [bucket], *ids),
+        st.sampled_from([*BUCKETS, "none"]),
+        st.lists(chunks, max_size=3),
+    ),
+    st.builds(
+        lambda bucket, most, at, ids: call(lookup_scripts.TRIM, [bucket], most, at, *ids),
+        st.sampled_from([*BUCKETS, "none"]),
+        st.integers(0, 3),
+        st.sampled_from(["0", "17"]),
+        st.lists(chunks, max_size=3),
     ),
     st.builds(
         lambda field, incarnation, claim, number: call(
@@ -1347,18 +1359,23 @@ def test_no_script_of_the_product_is_left_out() -> None:
         assert scripts <= set(re.findall(rf"\b{name}\.([A-Z_]+)\b", source))
 
 
-def test_a_full_bucket_forgets_one_chunk(port: int) -> None:
+def test_full_bucket_is_trimmed_in_the_order_asked_for(port: int) -> None:
     client = Client(port)
     life = pack_life(1, 5, "hot")
     number = pack_number(7)
     words: list[Word] = [NOW_MS + 1000, number, 4, 3]
     ids = [bytes([at]) * 16 for at in range(9)]
     client.ask("SET", CLOCK_KEY, NOW_MS // 1000)
-    for chunk_id in ids:
+    for place, chunk_id in enumerate(ids):
         answer = client.ask(*call(lookup_scripts.TAKE, ["bucket"], *words, chunk_id, life, 1))
-        assert answer == Answer(":", 1)
+        assert answer == Answer(":", int(place >= 3)), "the fourth is one too many"
         assert client.ask("HGET", "bucket", chunk_id).value == number + life
-    assert client.ask("HLEN", "bucket").value == 3
+    for asked, left, is_full in ((ids[:2], ids[2:], 1), (ids, ids[6:], 0)):
+        answer = client.ask(*call(lookup_scripts.TRIM, ["bucket"], 3, 17, *asked))
+        assert [each.value for each in answer.value] == [is_full, len(ids) - len(left)]
+        found = {each.value for each in client.ask("HKEYS", "bucket").value}
+        assert found == {*left, b"#at"}
+        ids = left
     client.close()
 
 

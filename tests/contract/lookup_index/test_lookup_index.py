@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
 import pytest
@@ -14,6 +14,7 @@ import pytest_asyncio
 import redis
 from lmcache_core.errors import CapacityError
 from lmcache_core.lookup import Holder, InstanceKind
+from lmcache_core.security import SHARED_OWNER
 from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
 from lmcache_lookup.index.embedded import EmbeddedIndex
@@ -349,6 +350,39 @@ async def test_a_tenant_does_not_take_the_places_of_others(index: LookupIndex) -
     assert await join(index, "late") == TAKEN
 
 
+async def test_tenants_do_not_take_the_places_of_storage_servers(index: LookupIndex) -> None:
+    for number in range(MAX_INSTANCES):
+        await join(index, f"long-{number}", owner="acme" if number < 4 else "rival")
+    with pytest.raises(CapacityError, match="max_instances="):
+        await join(index, "late", owner="third")
+    for number in range(MAX_INSTANCES_PER_TENANT):
+        assert await join(index, f"st-{number}", owner=SHARED_OWNER, kind="storage") == TAKEN
+    with pytest.raises(CapacityError, match="max_instances_per_tenant="):
+        await join(index, "late", owner=SHARED_OWNER, kind="storage")
+
+
+async def test_lease_of_a_tenant_does_not_touch_a_shared_one(index: LookupIndex) -> None:
+    await join(index, "st", 7, owner=SHARED_OWNER, kind="storage")
+    await tell(index, "st", event(1), event(2, tenant="rival"), owner=SHARED_OWNER, incarnation=7)
+    assert await join(index, "st", (1 << 63) - 1) == TAKEN
+    assert (await tell(index, "st", event(1, "remove"), incarnation=7)).resync
+    assert await index.end("acme", "st")
+    assert [await held(index, 1), await held(index, 2, tenant="rival")] == [[["st/hot"]]] * 2
+    assert await join(index, "st", 7, owner=SHARED_OWNER, kind="storage") == EventsAck(2, False)
+    for owner in ("acme", "rival"):
+        assert [entry.instance for entry in await index.instances(owner)] == ["st"]
+        assert (await index.stats(owner)).num_instances == 1
+
+
+async def test_renewal_says_what_kind_the_instance_is(index: LookupIndex) -> None:
+    await join(index, "a", kind="storage")
+    await tell(index, "a", event(1))
+    assert (await index.holders("acme", [chunk(1)]))[0][0].kind == "storage"
+    await join(index, "a", kind="sidecar")
+    assert (await index.holders("acme", [chunk(1)]))[0][0].kind == "sidecar"
+    assert [entry.kind for entry in await index.instances("acme")] == ["sidecar"]
+
+
 async def test_a_tenant_with_too_many_chunks_forgets_its_own(index: LookupIndex) -> None:
     await join(index, "a")
     await join(index, "b", owner="rival")
@@ -367,6 +401,104 @@ async def test_a_tenant_with_too_many_chunks_forgets_its_own(index: LookupIndex)
     assert 0.9 * MAX_CHUNKS_PER_TENANT < num_kept <= MAX_CHUNKS_PER_TENANT
     assert (await index.stats("rival")).num_chunks == num_kept
     assert (await index.holders("rival", rivals[-1:]))[0], "what comes last is kept"
+
+
+IN_EVERY_BUCKET = 64
+BUCKET_HOLDERS = MAX_CHUNKS_PER_TENANT // IN_EVERY_BUCKET
+
+
+def one_in_each_bucket(number: int, tier: str = "memory") -> list[IndexEvent]:
+    return [
+        IndexEvent("store", "acme", bytes([bucket << 2, number]) * 8, tier, 5)
+        for bucket in range(IN_EVERY_BUCKET)
+    ]
+
+
+def ids_of(events: Sequence[IndexEvent]) -> list[bytes]:
+    return list(dict.fromkeys(event.chunk_id for event in events))
+
+
+async def test_bound_counts_each_holder_of_a_chunk(index: LookupIndex) -> None:
+    """Whatever a client calls its tiers and instances."""
+    await join(index, "a")
+    events = [
+        event
+        for number in range(BUCKET_HOLDERS)
+        for tier in range(5)
+        for event in one_in_each_bucket(number, f"t{tier}")
+    ]
+    for first in range(0, len(events), 160):
+        await tell(index, "a", *events[first : first + 160], first=first)
+    found = await index.holders("acme", ids_of(events))
+    assert 0.5 * MAX_CHUNKS_PER_TENANT < sum(map(len, found)) <= MAX_CHUNKS_PER_TENANT
+    assert (await index.stats("acme")).num_chunks == sum(map(bool, found))
+    assert all(await index.holders("acme", ids_of(events[-64:]))), "what comes last is kept"
+    assert index.num_dropped >= len(found) - sum(map(bool, found)) > 0
+
+
+async def test_places_of_removed_holders_are_free_again(index: LookupIndex) -> None:
+    """However they were removed: by events, evicted, cleared, or swept after their lease."""
+    await join(index, "a")
+    first = 0
+
+    async def fill() -> None:
+        nonlocal first
+        for number in range(BUCKET_HOLDERS // 2):
+            for tier in ("memory", "disk"):
+                await tell(index, "a", *one_in_each_bucket(number, tier), first=first)
+                first += IN_EVERY_BUCKET
+
+    await fill()
+    ids = ids_of(
+        [event for number in range(BUCKET_HOLDERS // 2) for event in one_in_each_bucket(number)]
+    )
+    for chunk_id in ids:
+        gone = [IndexEvent("remove", "acme", chunk_id, tier, 0) for tier in ("disk", "memory")]
+        await tell(index, "a", *gone, first=first)
+        first += 2
+    assert not any(await index.holders("acme", ids))
+    await fill()
+    assert await index.evict("acme", ids) == len(ids)
+    await fill()
+    await index.end("acme", "a")
+    await join(index, "a")
+    for _ in range(32):
+        await index.sweep()
+    first = 0
+    await fill()
+    await index.clear("acme")
+    await join(index, "a", 2)
+    for number in range(BUCKET_HOLDERS):
+        await tell(
+            index,
+            "a",
+            *one_in_each_bucket(number),
+            first=number * IN_EVERY_BUCKET,
+            incarnation=2,
+        )
+    assert (await index.stats("acme")).num_chunks == MAX_CHUNKS_PER_TENANT
+    assert index.num_dropped == 0
+
+
+@pytest.mark.parametrize("is_dead_older", [True, False])
+async def test_full_index_loses_dead_holders_before_live_ones(
+    index: LookupIndex, is_dead_older: bool
+) -> None:
+    half = BUCKET_HOLDERS // 2
+    dead = [event for number in range(half) for event in one_in_each_bucket(number)]
+    live = [event for number in range(half, 2 * half) for event in one_in_each_bucket(number)]
+    for instance, events in [("dead", dead), ("live", live)][:: 1 if is_dead_older else -1]:
+        await join(index, instance)
+        await tell(index, instance, *events)
+    await index.end("acme", "dead")
+    more = [event for number in range(100, 100 + half) for event in one_in_each_bucket(number)]
+    await tell(index, "live", *more, first=len(live))
+    assert all(await index.holders("acme", ids_of(live + more)))
+    assert index.num_dropped == 0
+    await tell(index, "live", *one_in_each_bucket(200), first=len(live + more))
+    assert index.num_dropped == IN_EVERY_BUCKET
+    assert all(await index.holders("acme", ids_of(one_in_each_bucket(200))))
+    assert (await index.stats("acme")).num_chunks == MAX_CHUNKS_PER_TENANT
 
 
 async def test_what_is_held_is_known_as_long_as_its_lease_lives(
@@ -432,6 +564,15 @@ async def test_clearing_asks_storage_servers_that_hold_chunks_of_all_tenants(
     assert await join(index, "s", 2, owner="ops", kind="storage") == TAKEN
     await tell(index, "s", event(1), incarnation=2, owner="ops")
     assert await held(index, 1) == [["s/hot"]]
+
+
+async def test_clearing_asks_all_shared_instances(index: LookupIndex) -> None:
+    """A sidecar with an admin's token may hold chunks of any tenant."""
+    await join(index, "a", owner=SHARED_OWNER)
+    await tell(index, "a", event(1), owner=SHARED_OWNER)
+    await index.clear("acme")
+    assert await held(index, 1) == [[]]
+    assert (await join(index, "a", owner=SHARED_OWNER)).resync
 
 
 async def test_sweeping_clears_what_is_dead_and_nothing_else(index: LookupIndex) -> None:

@@ -8,7 +8,9 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partialmethod
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -26,7 +28,7 @@ from lmcache_lookup.index.packing import (
 )
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_lookup.index.redis_sweeper import MAX_BUCKETS_PER_STEP, SWEEP_PAGE_CHUNKS
-from lmcache_servicekit.redis_client import CLIENT_ERRORS, RedisAccess
+from lmcache_servicekit.redis_client import CLIENT_ERRORS, RedisAccess, RedisClient
 
 from tests.fixtures.redis_server import RedisServer, running_redis
 
@@ -218,6 +220,69 @@ async def test_two_replicas_agree_at_once(index: RedisIndex, server: RedisServer
     await index.end("acme", "a")
     assert await other.holders("acme", [CHUNK]) == [[]]
     await other.close()
+
+
+@pytest.mark.parametrize("num_done", [0, 1])
+async def test_what_an_instance_announces_while_a_tenant_is_cleared_is_kept(
+    index: RedisIndex, server: RedisServer, monkeypatch: pytest.MonkeyPatch, num_done: int
+) -> None:
+    """Its heartbeat reaches another replica before the first or the second step of a clear."""
+    other = RedisIndex(
+        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+    )
+    chunks = [bytes([number << 2]) * 16 for number in range(NUM_BUCKETS)]
+    stores = [IndexEvent("store", "acme", chunk_id, "hot", 5) for chunk_id in chunks]
+    incarnation = 7
+    num_calls = 0
+    is_heartbeat = False
+
+    async def heartbeat() -> None:
+        nonlocal incarnation, is_heartbeat
+        is_heartbeat = True
+        claim = LeaseClaim("a", incarnation, "sidecar", 60_000)
+        if (await other.renew("acme", claim)).resync:
+            incarnation += 1
+            await other.renew("acme", LeaseClaim("a", incarnation, "sidecar", 60_000))
+            await other.apply("acme", EventBatch("a", incarnation, 0, stores))
+        is_heartbeat = False
+
+    async def step(client: RedisClient, call: Callable[..., Awaitable[Any]], *given: Any) -> Any:
+        nonlocal num_calls
+        if not is_heartbeat:
+            if num_calls == num_done:
+                await heartbeat()
+            num_calls += 1
+        return await call(client, *given)
+
+    await other.renew("acme", LeaseClaim("a", incarnation, "sidecar", 60_000))
+    await other.apply("acme", EventBatch("a", incarnation, 0, stores))
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisClient, "many", partialmethod(step, RedisClient.many))
+        await index.clear("acme")
+    assert num_calls == 2
+    await heartbeat()
+    assert all(await other.holders("acme", chunks))
+    await other.close()
+
+
+async def test_clear_that_fails_in_the_middle_asks_all_the_same(
+    index: RedisIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(index)
+
+    failures = [ConnectionError("gone")]
+    many = RedisClient.many
+
+    async def fail_once(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await many(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisClient, "many", fail_once)
+        with pytest.raises(UnavailableError):
+            await index.clear("acme")
+    assert (await index.renew("acme", LeaseClaim("a", 7, "sidecar", 60_000))).resync
 
 
 async def test_scripts_that_redis_forgot_are_sent_again(

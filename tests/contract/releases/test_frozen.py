@@ -346,10 +346,19 @@ def check_shared_index(old: Program, new: Replica) -> None:
 
 def test_two_replicas_of_lookup_at_one_redis(frozen: Path, tmp_path: Path) -> None:
     with running_redis() as redis, running(frozen / "redis_index.py", redis.port) as old:
-        environ = {"LMCACHE_LOOKUP_PORT": "0", "LMCACHE_LOOKUP_REDIS_URL": redis.url}
+        token = "a-client-0123456789abcdef"
+        (tmp_path / "tokens.yaml").write_text(
+            f"tokens:\n  - {{name: c, tenant: default, role: client, token: {token}}}\n"
+        )
+        environ = {
+            "LMCACHE_LOOKUP_PORT": "0",
+            "LMCACHE_LOOKUP_REDIS_URL": redis.url,
+            "LMCACHE_LOOKUP_AUTH_TOKENS_FILE": str(tmp_path / "tokens.yaml"),
+        }
+        headers = {"authorization": f"Bearer {token}"}
         with (
             running_service("lmcache_lookup", tmp_path, environ) as service,
-            httpx.Client(base_url=service.url, trust_env=False) as rest,
+            httpx.Client(base_url=service.url, headers=headers, trust_env=False) as rest,
         ):
             check_shared_index(old, Replica(rest))
 

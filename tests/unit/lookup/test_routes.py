@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fastapi import APIRouter, Depends, Request, Response
 from lmcache_core.lookup import MAX_CHUNKS_PER_LOOKUP, MAX_EVENTS_PER_BATCH
+from lmcache_core.names import KNOWN_TIERS
 from lmcache_lookup.app import create_app
 from lmcache_lookup.index import LookupIndex, create_index
 from lmcache_lookup.routes import DirectRoute, Service
@@ -175,6 +176,33 @@ async def test_malformed_questions_are_refused(path: str, body: dict[str, Any]) 
 async def test_malformed_instances_are_refused(instance: str) -> None:
     async with serving() as client:
         assert (await lease(client, instance)).status_code in (404, 405, 422)
+
+
+async def test_unknown_tiers_are_refused_in_a_sentence() -> None:
+    """Each would take room in the index for each chunk."""
+    async with serving() as client:
+        await lease(client)
+        for op in ("store", "remove"):
+            events = [
+                {"op": op, "chunk_id": ID, "tier": tier} for tier in ("memory", "t1", "tier-63")
+            ]
+            response = await client.post("/v1/events", json=EVENTS | {"events": events})
+            assert response.status_code == 422
+            [error] = response.json()["errors"]
+            assert error["at"] == "body.events"
+            assert error["message"].startswith("a tier's name must be one of Hot, LocalDiskBackend")
+        assert (await client.get("/v1/stats")).json()["num_chunks"] == 0
+        for first, tier in enumerate(sorted(KNOWN_TIERS)):
+            event = {"op": "store", "chunk_id": ID, "tier": tier}
+            body = EVENTS | {"first_sequence": first, "events": [event]}
+            assert (await client.post("/v1/events", json=body)).status_code == 200
+
+
+async def test_chunks_that_a_full_index_drops_are_counted() -> None:
+    async with serving(max_chunks=2) as client:
+        await lease(client)
+        await store(client, *(f"{number:032x}" for number in range(5)))
+        assert "lmcache_lookup_dropped_chunks_total 3.0" in (await client.get("/metrics")).text
 
 
 async def test_a_field_of_a_newer_client_is_ignored() -> None:

@@ -24,6 +24,18 @@ DOCUMENTED_TIERS: Final = MappingProxyType(
 """Tiers by LMCache's names, as its documented calls, the sidecar's socket and older instances name
 them.
 """
+KNOWN_TIERS: Final = frozenset(
+    {
+        MEMORY_TIER,
+        DISK_TIER,
+        PEER_TIER,
+        STORAGE_TIER,
+        BUCKET_TIER,
+        *DOCUMENTED_TIERS,
+        *(name.lower() for name in DOCUMENTED_TIERS),
+    }
+)
+"""All names of tiers that an instance may report: each takes room in the index for each chunk."""
 _DOCUMENTED_NAMES: Final = MappingProxyType({ours: name for name, ours in DOCUMENTED_TIERS.items()})
 
 TENANT_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,62}"

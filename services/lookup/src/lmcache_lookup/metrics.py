@@ -11,6 +11,7 @@ FOUND_CHUNKS_TOTAL: Final = "lmcache_lookup_found_chunks_total"
 DEGRADED_ANSWERS_TOTAL: Final = "lmcache_lookup_degraded_answers_total"
 EVENTS_TOTAL: Final = "lmcache_lookup_events_total"
 RESYNCS_TOTAL: Final = "lmcache_lookup_resyncs_total"
+DROPPED_CHUNKS_TOTAL: Final = "lmcache_lookup_dropped_chunks_total"
 SWEPT_ENTRIES_TOTAL: Final = "lmcache_lookup_swept_entries_total"
 
 
@@ -23,6 +24,7 @@ class LookupMetrics:
         degraded_answers: Answers given without the index.
         events: Stores and removals applied.
         resyncs: Requests to an instance to announce everything again.
+        dropped_chunks: Chunks with a live holder that were dropped because the index was full.
         swept_entries: Entries of ended leases that were cleared.
     """
 
@@ -39,6 +41,11 @@ class LookupMetrics:
         self.events = Counter(EVENTS_TOTAL, "Stores and removals applied.", registry=registry)
         self.resyncs = Counter(
             RESYNCS_TOTAL, "Instances asked to announce everything again.", registry=registry
+        )
+        self.dropped_chunks = Counter(
+            DROPPED_CHUNKS_TOTAL,
+            "Chunks with a live holder, dropped because the index was full.",
+            registry=registry,
         )
         self.swept_entries = Counter(
             SWEPT_ENTRIES_TOTAL, "Entries of ended leases that were cleared.", registry=registry

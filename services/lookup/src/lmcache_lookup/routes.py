@@ -32,11 +32,13 @@ from lmcache_core.lookup.messages import (
     TenantsAnswer,
 )
 from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
+from lmcache_core.security import owner_of
 from lmcache_servicekit.auth import (
     AdminPrincipal,
     ClientPrincipal,
     GuardedRoute,
     refuse_unknown_parameters,
+    require_role_for,
 )
 from lmcache_servicekit.bodies import (
     BodyTypes,
@@ -202,7 +204,7 @@ async def list_locations(
 
 @instances_router.put(
     "/instances/{instance}",
-    **bodies.route(LEASE, InstanceLease, failing=(503, 507)),
+    **bodies.route(LEASE, InstanceLease, failing=(403, 503, 507)),
 )
 async def renew_lease(
     request: Request, instance: InstanceInPath, caller: ClientPrincipal, service: Service
@@ -210,14 +212,16 @@ async def renew_lease(
     """Take or renew a lease.
 
     The instance's chunks are found until the lease ends. The lease belongs to the caller's
-    tenant. A higher incarnation voids what earlier ones reported, and begins with event 0; a lower
-    one than the live lease's changes nothing and must resync. 507: too many instances have leases.
-    503: the index did not answer in time; repeat the call.
+    tenant; those of the roles `storage` and `admin` belong to no tenant. A higher incarnation voids
+    what earlier ones reported, and begins with event 0; a lower one than the live lease's changes
+    nothing and must resync. 403: the role does not allow this kind. 507: too many instances have
+    leases. 503: the index did not answer in time; repeat the call.
     """
     body = await LEASE.read(request)
+    require_role_for(caller, body.kind)
     ttl_ms = service.settings.granted_ttl_ms(body.ttl_ms)
     state = await service.index.renew(
-        caller.tenant, LeaseClaim(instance, body.incarnation, body.kind, ttl_ms)
+        owner_of(caller), LeaseClaim(instance, body.incarnation, body.kind, ttl_ms)
     )
     service.metrics.resyncs.inc(state.resync)
     return answered(request, InstanceLease(ttl_ms, state.next_sequence, state.resync))
@@ -232,10 +236,11 @@ async def end_lease(
 ) -> None:
     """End a lease.
 
-    The instance's chunks are not found from now on. 204 also if there was no such lease. 503:
-    the index did not answer in time; repeat the call.
+    The instance's chunks are not found from now on. Ends only what the caller could take: a
+    lease of its tenant, or with the role `storage` or `admin` one of theirs. 204 also if there was
+    no such lease. 503: the index did not answer in time; repeat the call.
     """
-    await service.index.end(caller.tenant, instance, incarnation)
+    await service.index.end(owner_of(caller), instance, incarnation)
 
 
 @instances_router.get(
@@ -245,7 +250,8 @@ async def end_lease(
 async def list_instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """List live leases.
 
-    Those that tokens of the caller's tenant took. 503: the index did not answer in time.
+    Those that tokens of the caller's tenant took, or tokens with the role `storage` or `admin`.
+    503: the index did not answer in time.
     """
     return answered(request, InstancesAnswer(await service.index.instances(caller.tenant)))
 

@@ -25,7 +25,9 @@ from lmcache_core.lookup.messages import (
     StoreEvent,
     pack_run,
 )
-from lmcache_core.security import Principal, speaks_for_all_tenants
+from lmcache_core.names import KNOWN_TIERS
+from lmcache_core.security import Principal, owner_of, speaks_for_all_tenants
+from lmcache_servicekit.bodies import invalid
 from lmcache_servicekit.errors import PermissionDeniedError
 
 from lmcache_lookup.index import EventBatch, IndexEvent, LookupIndex
@@ -123,11 +125,17 @@ class LookupService:
         """Apply a batch of events.
 
         Raises:
+            RequestValidationError: The name of a tier is unknown.
             PermissionDeniedError: An event concerns another tenant, and the caller's role covers
                 only its own.
             UnavailableError: The index is unavailable; sending the batch again is safe.
         """
         reported: Sequence[StoreEvent | PackedEvent] = body.events
+        # Each name of a tier would take room for each chunk.
+        if not KNOWN_TIERS.issuperset(event.tier for event in reported):
+            raise invalid(
+                f"a tier's name must be one of {', '.join(sorted(KNOWN_TIERS))}", "events"
+            )
         events = [
             IndexEvent(
                 event.op, event.tenant or caller.tenant, chunk_id, event.tier, event.size_bytes
@@ -141,8 +149,11 @@ class LookupService:
                 "reporting for another tenant needs a token with the role storage or admin"
             )
         state = await self.index.apply(
-            caller.tenant, EventBatch(body.instance, body.incarnation, body.first_sequence, events)
+            owner_of(caller),
+            EventBatch(body.instance, body.incarnation, body.first_sequence, events),
         )
+        dropped, self.index.num_dropped = self.index.num_dropped, 0
+        self.metrics.dropped_chunks.inc(dropped)
         self.metrics.resyncs.inc(state.resync)
         self.metrics.events.inc(0 if state.resync else len(events))
         return state

@@ -15,9 +15,10 @@ class LookupSettings(RedisSettings):
         workers: Processes that serve the port; more than one needs `redis_url`.
         redis_timeout_ms: Longest wait of a lookup for the index; after it the answer is `degraded`.
         redis_write_timeout_ms: The same for leases and events.
-        max_chunks: Chunks in an index in this process; beyond it the largest tenant's oldest goes.
-        max_chunks_per_tenant: Chunks of one tenant; beyond it its oldest goes, in Redis any of the
-            same bucket.
+        max_chunks: Entries in an index in this process: a chunk counts once for each instance and
+            tier that holds it. Beyond it the largest tenant's oldest chunk goes.
+        max_chunks_per_tenant: Entries of one tenant; beyond it its oldest chunk goes, in Redis
+            one of the same bucket.
         max_instances: Instances with a lease.
         max_instances_per_tenant: Instances of one tenant with a lease.
         default_ttl_ms: Lease of an instance that asks for none.

@@ -11,9 +11,8 @@ from typing import Final
 
 import msgspec
 from lmcache_core.p2p import FirstTokens, ModelFigures, PeerFigures, PeerStatus, TierFigures
-from lmcache_core.security import Principal, unix_ms
+from lmcache_core.security import SHARED_OWNER, Principal, unix_ms
 
-from lmcache_broker.peers.directory import SHARED_OWNER
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.transfers.hot import HotChunks, HotPrefix

@@ -161,7 +161,8 @@ async def list_peers(principal: ClientPrincipal, parts: Parts) -> Response:
 async def get_peer(peer_id: PeerIdPath, principal: ClientPrincipal, parts: Parts) -> Response:
     """Show a live peer.
 
-    One of the caller's tenant, or else a shared one. 404: no such peer is live.
+    A storage server, or else one of the caller's tenant, or else a shared one. 404: no such peer is
+    live.
     """
     return json_answer(await parts.registry.get(principal, peer_id))
 

@@ -142,5 +142,26 @@ def _required(dependant: Dependant) -> Iterator[RoleRequired]:
         yield from _required(needed)
 
 
+STORAGE_KIND: Final = "storage"
+
+
+def require_role_for(caller: Principal, kind: str) -> None:
+    """Check that a caller may take a lease, or register, as an instance of that kind: clients as
+    sidecars, the role `storage` as storage servers, admins as both.
+
+    Others trust a storage server with the chunks of all tenants, or forget their own because it
+    holds them.
+
+    Raises:
+        PermissionDeniedError: It may not.
+    """
+    if caller.role != "admin" and (caller.role == "storage") != (kind == STORAGE_KIND):
+        needed = "storage" if kind == STORAGE_KIND else "client"
+        raise PermissionDeniedError(
+            f"kind={kind}: needs a token with the role {needed} (or admin), this one has"
+            f" {caller.role}"
+        )
+
+
 ClientPrincipal = Annotated[Principal, Depends(RoleRequired("client"))]
 AdminPrincipal = Annotated[Principal, Depends(RoleRequired("admin"))]

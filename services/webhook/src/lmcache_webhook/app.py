@@ -51,7 +51,9 @@ async def review_pod(
     """
     declared = request.headers.get("content-length", "")
     return await reviewer.answer(
-        question.request, int(declared) if declared.isdecimal() else MAX_BODY_BYTES
+        question.request,
+        int(declared) if declared.isdecimal() else MAX_BODY_BYTES,
+        "" if request.client is None else request.client.host,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, Final, Literal
 
+from lmcache_core.errors import CapacityError
 from lmcache_core.security import RateLimiter
 from lmcache_servicekit.docstrings import ApiModel
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
@@ -22,6 +23,7 @@ from pydantic import ConfigDict, Field
 
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
+from lmcache_webhook.turns import FairTurns
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,6 @@ MAX_WAITING_BYTES: Final = 4 << 20
 """Bodies of all reviews that wait for their turn: parsed, up to 24 times as large."""
 MAX_WARNING_CHARS: Final = 250
 """Kubernetes cuts longer ones off."""
-_EVERYBODY: Final = "api-server"
 
 
 class GroupVersionKind(ApiModel):
@@ -136,12 +137,13 @@ class Reviewer:
     run or not.
 
     Each review runs in its own thread, one at a time: it is pure Python, so two would only compete
-    for the interpreter. A thread that runs out of time cannot be stopped; it is abandoned, and as a
-    daemon does not keep the process alive.
+    for the interpreter. Callers share the turns, the room for waiting bodies and the rate, since
+    anyone who reaches the port may ask. A thread that runs out of time cannot be stopped; it is
+    abandoned, and as a daemon does not keep the process alive.
 
     Args:
         options: The webhook's options.
-        max_per_s: Reviews per second; further pods pass unchanged.
+        max_per_s: Reviews per second of each caller; further pods pass unchanged.
 
     Attributes:
         counts: Reviews so far, by verdict.
@@ -150,17 +152,19 @@ class Reviewer:
     def __init__(self, options: InjectionOptions, max_per_s: float) -> None:
         self._options = options
         self._limiter = RateLimiter(max_per_s)
-        self._turn = asyncio.Lock()
+        self._turns = FairTurns(MAX_WAITING_BYTES)
         self._unfinished: set[threading.Thread] = set()
-        self._waiting_bytes = 0
         self.counts: Counter[str] = Counter()
 
-    async def answer(self, request: AdmissionRequest, num_bytes: int = 0) -> AdmissionAnswer:
+    async def answer(
+        self, request: AdmissionRequest, num_bytes: int = 0, caller: str = ""
+    ) -> AdmissionAnswer:
         """Answer one review within `REVIEW_TIMEOUT_S`. Always allow the pod.
 
         Args:
             request: The review.
             num_bytes: Length of its body.
+            caller: Address of the caller.
         """
         if (
             request.kind.kind != "Pod"
@@ -169,23 +173,22 @@ class Reviewer:
             or request.object is None
         ):
             return self._pass_on(request, "unchanged", "")
-        if self._limiter.wait_s(_EVERYBODY) > 0:
+        if self._limiter.wait_s(caller) > 0:
             return self._pass_on(
                 request,
                 THROTTLED,
                 "lmcache: not injected: the webhook is asked more often than max_reviews_per_s"
                 " allows",
             )
-        if self._waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+        try:
+            async with asyncio.timeout(REVIEW_TIMEOUT_S), self._turns.turn(caller, num_bytes):
+                outcome, patch = await self._in_thread(request)
+        except CapacityError:
             return self._pass_on(
                 request,
                 THROTTLED,
                 "lmcache: not injected: too many large reviews wait at the webhook",
             )
-        self._waiting_bytes += num_bytes
-        try:
-            async with asyncio.timeout(REVIEW_TIMEOUT_S), self._turn:
-                outcome, patch = await self._in_thread(request)
         except TimeoutError:
             logger.warning(
                 "review not finished in time: namespace=%s limit_s=%g",
@@ -198,8 +201,6 @@ class Reviewer:
                 "lmcache: not injected: the review could not be finished within"
                 f" {REVIEW_TIMEOUT_S:g} s",
             )
-        finally:
-            self._waiting_bytes -= num_bytes
         self._tell(request, outcome)
         if not outcome.operations:
             return self._pass_on(request, outcome.verdict, outcome.reason)

@@ -91,7 +91,7 @@ class WebhookSettings(ServiceSettings):
             `kubernetes_service`). Pods of `kubernetes_namespace` get its label if they are of the
             first tenant there. None: sidecars register by themselves.
         kubernetes_namespace: Namespace of that Service.
-        max_reviews_per_s: Reviews per second; further pods pass unchanged.
+        max_reviews_per_s: Reviews per second of each caller's address; further pods pass unchanged.
     """
 
     about = "Adds the sidecar and the connector to pods of vLLM that are labelled for it."

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
@@ -169,10 +170,22 @@ async def test_what_somebody_else_holds_who_stays_is_not_sent(tmp_path: Path) ->
     async with peer(tmp_path, "b") as b, peer(tmp_path, "leaving", draining=True) as leaving:
         holders = held_by("b", KEYS[0], KEYS[4]) | held_by("store", KEYS[2], kind="storage")
         holders |= held_by("leaving", KEYS[1]) | held_by("dead", KEYS[3])
-        progress = await hand_over(Broker([b.status, leaving.status]), Lookup(holders))
+        store = msgspec.structs.replace(PEER, id="store", kind="storage", draining=True)
+        progress = await hand_over(Broker([b.status, leaving.status, store]), Lookup(holders))
         assert set(b.hot.keys()) == {KEYS[1], KEYS[3], KEYS[5]}
         assert not leaving.hot.keys(), "who is about to end itself takes nothing"
         assert (progress.handed_over, progress.already_elsewhere, progress.left) == (3, 3, 0)
+
+
+async def test_storage_server_that_the_broker_does_not_list_holds_nothing(tmp_path: Path) -> None:
+    """Lookup alone may have been told so by an impostor."""
+    async with peer(tmp_path) as b:
+        store = msgspec.structs.replace(PEER, id="store", kind="storage")
+        holders = held_by("unknown", *KEYS[:2], kind="storage")
+        holders |= held_by("b", KEYS[2], kind="storage") | held_by("store", KEYS[3])
+        progress = await hand_over(Broker([b.status, store]), Lookup(holders))
+        assert (progress.handed_over, progress.already_elsewhere) == (NUM_CHUNKS, 0)
+        assert set(b.hot.keys()) == set(KEYS)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from lmcache_core.keys import CHUNK_ID_BYTES
-from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
+from lmcache_core.names import INSTANCE_PATTERN, KNOWN_TIERS, TENANT_PATTERN
 
 MSGPACK: Final = "application/vnd.msgpack"
 JSON: Final = "application/json"
@@ -90,6 +90,19 @@ TierText = Annotated[
         description="The instance's tier that has the chunk, for example `memory`.",
     ),
 ]
+KnownTierText = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=f"^{TIER_PATTERN}${NO_LINE_END}",
+        max_length=32,
+        description=(
+            "The instance's tier: one of `memory`, `disk`, `peers`, `storage` and `bucket`, or"
+            " LMCache's name of one."
+        ),
+        # Checked by the service, which says so in a sentence.
+        extra_json_schema={"enum": sorted(KNOWN_TIERS)},
+    ),
+]
 PackedIds = Annotated[
     bytes,
     msgspec.Meta(
@@ -157,7 +170,7 @@ class Holding(NamedTuple):
 
     Attributes:
         chunk_id: 16 bytes.
-        tier: Name of the tier; any short word.
+        tier: Name of the tier, one of `lmcache_core.names.KNOWN_TIERS`.
         size_bytes: Size of the record.
         tenant: Tenant that owns it; None is the tenant of the instance's own token. Another one
             needs a token with the role `admin`.
@@ -174,7 +187,7 @@ class StoreEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     op: EventOp
     chunk_id: ChunkIdText
-    tier: TierText
+    tier: KnownTierText
     size_bytes: SizeBytes = 0
     tenant: ChunksTenant = None
 
@@ -271,7 +284,7 @@ class PackedEvent(msgspec.Struct, frozen=True, array_like=True):
 
     op: EventOp
     chunk_id: PackedId
-    tier: TierText
+    tier: KnownTierText
     size_bytes: SizeBytes = 0
     tenant: ChunksTenant = None
 

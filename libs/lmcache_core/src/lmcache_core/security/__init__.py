@@ -20,10 +20,12 @@ from lmcache_core.security.tls import (
 )
 from lmcache_core.security.token_file import ShownToken, TokenFile, token_text
 from lmcache_core.security.tokens import (
+    SHARED_OWNER,
     Principal,
     RateLimiter,
     Role,
     TokenTable,
+    owner_of,
     speaks_for_all_tenants,
 )
 
@@ -32,6 +34,7 @@ __all__ = [
     "Principal",
     "RateLimiter",
     "Role",
+    "SHARED_OWNER",
     "ShownToken",
     "TlsFiles",
     "TokenFile",
@@ -43,6 +46,7 @@ __all__ = [
     "TicketVerifier",
     "client_context",
     "no_context",
+    "owner_of",
     "parse_ticket_keys",
     "read_ticket_keys",
     "server_context",

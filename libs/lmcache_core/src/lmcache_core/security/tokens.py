@@ -65,6 +65,19 @@ def speaks_for_all_tenants(role: str) -> bool:
     return role in ("storage", "admin")
 
 
+SHARED_OWNER: Final = "*"
+"""Owner of what serves every tenant: leases and registrations of the roles that speak for all
+tenants. No tenant can have this name.
+"""
+
+
+def owner_of(principal: Principal) -> str:
+    """Return the owner of the leases and registrations that a caller takes, so that no tenant can
+    take, replace or end those of another one, or of a server of all tenants.
+    """
+    return SHARED_OWNER if speaks_for_all_tenants(principal.role) else principal.tenant
+
+
 _ANONYMOUS: Final = Principal("default", "admin", "anonymous")
 
 

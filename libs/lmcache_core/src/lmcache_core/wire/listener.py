@@ -9,7 +9,8 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -88,9 +89,6 @@ class FrameListener:
         goodbye: Message for such connections; None closes them without a word.
         max_strangers: Concurrent connections that have not been `let_in`; a new one displaces the
             oldest. 0: every connection is let in immediately.
-
-    Attributes:
-        sessions: Sessions of the connections being served.
     """
 
     def __init__(
@@ -108,10 +106,10 @@ class FrameListener:
         self._turned_away = turned_away
         self._goodbye = goodbye
         self._server: asyncio.Server | None = None
-        self.sessions: set[FrameSession] = set()
+        self._sessions: dict[FrameStream, FrameSession] = {}
         self._max_strangers = max_strangers
         self._strangers: dict[FrameStream, None] = {}  # oldest first
-        self._served: set[FrameStream] = set()
+        self._served: dict[FrameStream, str] = {}  # with the owner, oldest first
         self._leaving: set[FrameStream] = set()
         self._tasks = TaskSupervisor(name, 2 * (max_connections + max_strangers))
         self._is_closing = False
@@ -133,14 +131,39 @@ class FrameListener:
         """Open connections, except those being turned away."""
         return len(self._served) + len(self._strangers)
 
-    def let_in(self, stream: FrameStream) -> bool:
-        """Promote a stranger to the connections that are served; False if there is no room."""
+    @property
+    def sessions(self) -> Collection[FrameSession]:
+        """Sessions of the open connections."""
+        return self._sessions.values()
+
+    def let_in(self, stream: FrameStream, owner: str) -> bool:
+        """Promote a stranger to the connections that are served; False if there is no room.
+
+        One owner may have all places while no other wants one. Then the owner with the most gives
+        up its oldest connection for one of an owner with fewer, after the requests underway.
+
+        Args:
+            stream: The connection.
+            owner: Tenant, or another name under which connections share the places.
+        """
         if stream in self._strangers:
-            if len(self._served) >= self._max_connections:
+            if len(self._served) >= self._max_connections and not self._make_room(owner):
                 self._turned_away(stream)
                 return False
             del self._strangers[stream]
-            self._served.add(stream)
+            self._served[stream] = owner
+        return True
+
+    def _make_room(self, owner: str) -> bool:
+        counts = Counter(self._served.values())
+        [(largest, count)] = counts.most_common(1)
+        if count <= counts[owner] + 1:
+            return False
+        oldest = next(stream for stream, each in self._served.items() if each == largest)
+        self._turned_away(oldest)
+        del self._served[oldest]
+        self._leaving.add(oldest)
+        self._sessions[oldest].drain()
         return True
 
     async def listen(
@@ -229,7 +252,7 @@ class FrameListener:
             and len(self._served) < self._max_connections
             and self._tasks.start("connection", self._serve(stream))
         ):
-            self._served.add(stream)
+            self._served[stream] = ""
         else:
             self._turned_away(stream)
             if self._goodbye is not None and self._tasks.start(
@@ -241,12 +264,13 @@ class FrameListener:
 
     async def _serve(self, stream: FrameStream) -> None:
         session = self._begin(stream)
-        self.sessions.add(session)
+        self._sessions[stream] = session
         try:
             await session.run()
         finally:
-            self.sessions.discard(session)
-            self._served.discard(stream)
+            del self._sessions[stream]
+            self._served.pop(stream, None)
+            self._leaving.discard(stream)
             self._strangers.pop(stream, None)
 
     async def _turn_away(self, stream: FrameStream, goodbye: ErrorMessage) -> None:

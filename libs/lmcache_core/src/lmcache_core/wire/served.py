@@ -165,7 +165,9 @@ class ServerLimits:
     """Bounds on what one client can make a server do.
 
     Attributes:
-        max_connections: Concurrent connections; beyond it a new one is refused with `busy`.
+        max_connections: Concurrent connections; beyond it a new one is refused with `busy`, or
+            takes the place of one of the tenant with the most. The roles that speak for all tenants
+            share places of their own.
         max_strangers: Connections without a valid token or ticket so far; beyond it the oldest of
             them is closed. They do not count towards `max_connections`.
         max_handshakes: Concurrent TLS handshakes; beyond it a new connection is closed.

@@ -25,7 +25,7 @@ from lmcache_core.errors import (
 )
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, release_all
-from lmcache_core.security import Principal, speaks_for_all_tenants
+from lmcache_core.security import Principal, owner_of, speaks_for_all_tenants
 from lmcache_core.security.handshakes import BoundedContext
 from lmcache_core.serde.stated_size import check_stated_size
 from lmcache_core.telemetry.request_context import Carried, working_for
@@ -196,7 +196,7 @@ class LmSession:
         self._client = hello.client
         try:
             caller = server.authenticate(hello.token)
-            self._require_place()
+            self._require_place(owner_of(caller))
             self._caller, self._token = caller, hello.token
             self._check_again_at = time.monotonic() + self._limits.reauthenticate_s
         except AuthenticationError:
@@ -222,8 +222,8 @@ class LmSession:
             messages.HelloOk(version, agreed, server.name, self._limits.max_batch),
         )
 
-    def _require_place(self) -> None:
-        if not self._server.let_in(self._stream):
+    def _require_place(self, owner: str) -> None:
+        if not self._server.let_in(self._stream, owner):
             raise CapacityError("too many connections")
 
     async def _serve(self) -> None:
@@ -460,7 +460,7 @@ class LmSession:
             raise AuthenticationError("HELD needs a token with the role storage or admin")
         if self._caller is None:
             tenant = self._tenant_by_ticket(message)
-            self._require_place()
+            self._require_place(tenant)
         else:
             tenant = self._caller.tenant
         if self._limits.admit is not None:

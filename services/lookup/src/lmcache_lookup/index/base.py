@@ -3,7 +3,9 @@
 Every implementation passes the suite in `tests/contract/lookup_index`. The rules are those of
 `docs/protocols.md`, lookup:
 
-- A lease belongs to (owner, instance), where the owner is the tenant of the token that took it.
+- A lease belongs to (owner, instance), where the owner is the tenant of the token that took it, or
+  `SHARED_OWNER` for the roles that speak for all tenants. The owner's leases count against its own
+  bound; those of tenants also against the common one, which so cannot keep a storage server out.
 - Entries count only while the lease of their instance lives in their incarnation.
 - Events of an incarnation are numbered from 0. Those applied before are skipped; after a gap
   nothing is applied.
@@ -94,6 +96,8 @@ class LookupIndex(abc.ABC):
     """Name of the implementation, for display."""
     where = "this process"
     """Location of the index, for display."""
+    num_dropped = 0
+    """Chunks with a live holder that were dropped to keep a bound, until this is set to 0."""
 
     @abc.abstractmethod
     async def open(self) -> None:
@@ -124,7 +128,7 @@ class LookupIndex(abc.ABC):
         """End a lease: its entries are dead immediately.
 
         Args:
-            owner: The tenant that took it.
+            owner: Its owner.
             instance: The instance.
             incarnation: End it only if it belongs to this incarnation.
 
@@ -149,7 +153,7 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def instances(self, owner: str) -> list[InstanceEntry]:
-        """Return the live leases that `owner` took, sorted by instance."""
+        """Return the live leases of `owner` and the shared ones, sorted by instance."""
 
     @abc.abstractmethod
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
@@ -162,7 +166,7 @@ class LookupIndex(abc.ABC):
     @abc.abstractmethod
     async def clear(self, tenant: str) -> None:
         """Forget all chunks of a tenant, and make instances announce theirs again: those with its
-        leases, and storage servers, which hold chunks of all tenants.
+        leases and with shared ones, which may hold chunks of all tenants.
         """
 
     @abc.abstractmethod
@@ -175,7 +179,9 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def stats(self, tenant: str) -> StatsAnswer:
-        """Return figures of one tenant: its chunks, and the instances with its leases."""
+        """Return figures of one tenant: its chunks, and the instances with its leases or shared
+        ones.
+        """
 
     @abc.abstractmethod
     async def tenants(self) -> list[str]:

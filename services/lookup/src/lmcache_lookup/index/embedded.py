@@ -10,6 +10,7 @@ from typing import Final
 
 from lmcache_core.lookup import Holder, InstanceKind
 from lmcache_core.lookup.messages import EventsAck, InstanceEntry, StatsAnswer
+from lmcache_core.security import SHARED_OWNER
 from typing_extensions import override
 
 from lmcache_lookup.index.base import (
@@ -23,7 +24,9 @@ from lmcache_lookup.index.base import (
 
 SWEEP_CHUNKS: Final = 1024
 DROPS_PER_LOOK: Final = 64
-"""Chunks that the largest tenant loses before all tenants are compared again."""
+"""Chunks that the largest tenant loses before all tenants are compared again, and that a full
+tenant loses before it is searched for dead ones again.
+"""
 
 
 @dataclass(slots=True)
@@ -53,10 +56,16 @@ class _TenantChunks:
     Sweeping moves them from `unswept` to `swept`, so that it can stop anywhere: all of `swept` was
     stored before all of `unswept`. A single dict would have to skip every emptied slot at its front
     to find the first chunk.
+
+    Attributes:
+        num_entries: Entries of all chunks.
+        drops_left: Drops before the next search for dead entries.
     """
 
     swept: OrderedDict[bytes, _Entries] = field(default_factory=OrderedDict)
     unswept: OrderedDict[bytes, _Entries] = field(default_factory=OrderedDict)
+    num_entries: int = 0
+    drops_left: int = 0
 
     def __len__(self) -> int:
         return len(self.swept) + len(self.unswept)
@@ -65,22 +74,26 @@ class _TenantChunks:
         return self.unswept.get(chunk_id) or self.swept.get(chunk_id)
 
     def pop(self, chunk_id: bytes) -> _Entries | None:
-        return self.unswept.pop(chunk_id, None) or self.swept.pop(chunk_id, None)
+        entries = self.unswept.pop(chunk_id, None) or self.swept.pop(chunk_id, None)
+        self.num_entries -= len(entries or ())
+        return entries
 
     def drop_oldest(self) -> None:
-        (self.swept or self.unswept).popitem(last=False)
+        _, entries = (self.swept or self.unswept).popitem(last=False)
+        self.num_entries -= len(entries)
 
 
 class EmbeddedIndex(LookupIndex):
     """Bounded dictionaries.
 
-    A tenant with too many chunks loses the one stored longest ago. If there are too many in total,
-    one of the largest tenants does; which one is determined again after 64 such losses.
+    A tenant with too many entries loses dead ones, or else the chunk stored longest ago. If there
+    are too many in total, one of the largest tenants does; which one is determined again after 64
+    such losses.
 
     Args:
-        max_chunks: Bound on chunks of all tenants.
-        max_instances: Bound on leases.
-        max_chunks_per_tenant: Bound on chunks of one tenant; None: only the common one.
+        max_chunks: Bound on entries of all tenants. A chunk counts once for each holder and tier.
+        max_instances: Bound on leases of tenants, and on shared ones.
+        max_chunks_per_tenant: Bound on entries of one tenant; None: only the common one.
         max_instances_per_tenant: Bound on leases of one owner; None: only the common one.
         clock: Seconds, monotonic.
     """
@@ -102,7 +115,7 @@ class EmbeddedIndex(LookupIndex):
         self._clock = clock
         self._leases: dict[tuple[str, str], _Lease] = {}
         self._tenants: dict[str, _TenantChunks] = {}
-        self._num_chunks = 0
+        self._num_entries = 0
         self._largest = _TenantChunks()
         self._drops_left = 0
         self._to_sweep: deque[str] = deque()
@@ -118,7 +131,7 @@ class EmbeddedIndex(LookupIndex):
         self._leases.clear()
         self._tenants.clear()
         self._cleared.clear()
-        self._num_chunks = 0
+        self._num_entries = 0
 
     @override
     async def ping(self) -> None:
@@ -137,6 +150,7 @@ class EmbeddedIndex(LookupIndex):
             lease = self._leases[key] = _Lease(
                 owner, claim.instance, claim.kind, claim.incarnation, 0.0
             )
+        lease.kind = claim.kind
         lease.expires_at = self._clock() + claim.ttl_ms / 1000
         return EventsAck(lease.next_sequence, lease.resync)
 
@@ -182,15 +196,16 @@ class EmbeddedIndex(LookupIndex):
                 lease.next_sequence,
                 int((lease.expires_at - now) * 1000),
             )
-            for _, lease in sorted(self._leases.items())
-            if lease.owner == owner and self._is_alive(lease)
+            for _, lease in sorted(self._leases.items(), key=lambda item: item[0][1])
+            if lease.owner in (owner, SHARED_OWNER) and self._is_alive(lease)
         ]
 
     @override
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:
         chunks = self._tenants.get(tenant) or _TenantChunks()
+        before = chunks.num_entries
         num_known = sum(chunks.pop(chunk_id) is not None for chunk_id in chunk_ids)
-        self._num_chunks -= num_known
+        self._num_entries += chunks.num_entries - before
         return num_known
 
     @override
@@ -198,11 +213,12 @@ class EmbeddedIndex(LookupIndex):
         # The sweep frees the memory in small steps.
         chunks = self._tenants.pop(tenant, None)
         if chunks:
-            self._num_chunks -= len(chunks)
+            self._num_entries -= chunks.num_entries
             self._cleared.append(chunks)
         self._largest = _TenantChunks()
         for lease in self._leases.values():
-            lease.resync = lease.resync or lease.owner == tenant or lease.kind == "storage"
+            is_concerned = lease.owner in (tenant, SHARED_OWNER) or lease.kind == "storage"
+            lease.resync = lease.resync or is_concerned
 
     @override
     async def sweep(self) -> int:
@@ -247,46 +263,70 @@ class EmbeddedIndex(LookupIndex):
     def _places(self, owner: str) -> tuple[bool, bool]:
         """Return whether there is room for one more lease, and for one of this owner."""
         num_own = sum(other == owner for other, _ in self._leases)
-        return len(self._leases) < self._max_instances, num_own < self._max_instances_per_tenant
+        num_counted = num_own if owner == SHARED_OWNER else len(self._leases)
+        return num_counted < self._max_instances, num_own < self._max_instances_per_tenant
 
     def _take(self, lease: _Lease, event: IndexEvent) -> None:
         place = (lease.owner, lease.instance, event.tier)
         if event.op == "remove":
             chunks = self._tenants.get(event.tenant) or _TenantChunks()
             entries = chunks.get(event.chunk_id)
-            if entries is not None and entries.pop(place, None) is not None and not entries:
-                chunks.unswept.pop(event.chunk_id, None)
-                chunks.swept.pop(event.chunk_id, None)
-                self._num_chunks -= 1
+            if entries is not None and entries.pop(place, None) is not None:
+                chunks.num_entries -= 1
+                self._num_entries -= 1
+                if not entries:
+                    chunks.unswept.pop(event.chunk_id, None)
+                    chunks.swept.pop(event.chunk_id, None)
             return
         chunks = self._tenants.setdefault(event.tenant, _TenantChunks())
-        entries = chunks.pop(event.chunk_id)
-        self._num_chunks += entries is None
-        entries = entries or {}
+        before = chunks.num_entries
+        entries = chunks.pop(event.chunk_id) or {}
         entries.pop(place, None)
         if len(entries) >= MAX_STORED_HOLDERS_PER_CHUNK:
             del entries[next(iter(entries))]
         entries[place] = (lease, event.size_bytes)
         chunks.unswept[event.chunk_id] = entries
-        if len(chunks) > self._max_chunks_per_tenant:
-            chunks.drop_oldest()
-            self._num_chunks -= 1
-        elif self._num_chunks > self._max_chunks:
-            self._find_largest(len(chunks))
-            self._largest.drop_oldest()
+        chunks.num_entries += len(entries)
+        self._num_entries += chunks.num_entries - before
+        # The chunk that was just stored stays, whatever the number of its own entries.
+        while chunks.num_entries > self._max_chunks_per_tenant and len(chunks) > 1:
+            self._drop_one(chunks)
+        while self._num_entries > self._max_chunks:
+            self._find_largest(chunks.num_entries)
+            if self._largest is chunks and len(chunks) == 1:
+                break
+            self._drop_one(self._largest)
             self._drops_left -= 1
-            self._num_chunks -= 1
+
+    def _drop_one(self, chunks: _TenantChunks) -> None:
+        """Make room: clear what is dead among a bounded number of chunks, or else drop the oldest
+        chunk.
+        """
+        if not chunks.drops_left:
+            chunks.drops_left = DROPS_PER_LOOK
+            num_cleared = 0
+            for _ in range(min(SWEEP_CHUNKS, len(chunks))):
+                if not chunks.unswept:
+                    chunks.swept, chunks.unswept = chunks.unswept, chunks.swept
+                num_cleared += self._sweep_oldest(chunks)
+            if num_cleared:
+                return
+        chunks.drops_left -= 1
+        before = chunks.num_entries
+        chunks.drop_oldest()
+        self._num_entries += chunks.num_entries - before
+        self.num_dropped += 1
 
     def _find_largest(self, num_growing: int) -> None:
         """Compare all tenants only occasionally: the result is kept while it is close enough.
 
         Args:
-            num_growing: Chunks of the tenant that has just stored one.
+            num_growing: Entries of the tenant that has just stored one.
         """
-        fair_share = self._num_chunks / len(self._tenants)
+        fair_share = self._num_entries / len(self._tenants)
         too_small = max(num_growing - 1, fair_share - DROPS_PER_LOOK, 0)
-        if not self._drops_left or len(self._largest) <= too_small:
-            self._largest = max(self._tenants.values(), key=len)
+        if not self._drops_left or self._largest.num_entries <= too_small:
+            self._largest = max(self._tenants.values(), key=lambda chunks: chunks.num_entries)
             self._drops_left = DROPS_PER_LOOK
 
     def _holders_of(self, entries: _Entries) -> list[Holder]:
@@ -306,12 +346,16 @@ class EmbeddedIndex(LookupIndex):
                 if not chunks:
                     del self._tenants[tenant]
             return 0
+        return self._sweep_oldest(chunks)
+
+    def _sweep_oldest(self, chunks: _TenantChunks) -> int:
+        """Clear dead entries of the oldest chunk that is not swept; return how many."""
         chunk_id, entries = chunks.unswept.popitem(last=False)
         dead = [place for place, (lease, _) in entries.items() if not self._is_alive(lease)]
         for place in dead:
             del entries[place]
         if entries:
             chunks.swept[chunk_id] = entries
-        else:
-            self._num_chunks -= 1
+        chunks.num_entries -= len(dead)
+        self._num_entries -= len(dead)
         return len(dead)

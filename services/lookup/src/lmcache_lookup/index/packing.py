@@ -3,7 +3,9 @@
 A different layout uses a prefix other than `lmc2:`, so versions never mix.
 
 ```
-lmc2:{b:00f2}:<tenant>  hash: chunk id (16 bytes) -> holders, concatenated
+lmc2:{b:00f2}:<tenant>  hash: chunk id (16 bytes) -> holders, concatenated; and, if not 0, two
+                        numbers: `#n`, the holders above one for each chunk; `#at`, the hand of
+                        `TRIM`
 lmc2:{i}:leases         hash: "<owner>/<instance>" -> JSON array of the lease (see redis_scripts)
 lmc2:{i}:version        last change of leases: "<seconds>.<microseconds>" by the server's clock
 lmc2:{i}:numbers        last instance number; starts at the time in seconds
@@ -21,8 +23,9 @@ two letters put bucket k into the k-th of 64 equal ranges of a cluster's slots. 
 21  .. the tier's name
 ```
 A chunk with two holders takes 120 bytes of Redis, each further holder 24 to 32, at most 64 holders.
-A tenant has at most `max_chunks_per_tenant` chunks, a 64th per bucket; a full bucket drops an
-arbitrary chunk. A holder counts while its lease lives in its incarnation; lookups clear dead
+A tenant has at most `max_chunks_per_tenant` holders, a 64th per bucket, but for those of the last
+chunk. A full bucket loses dead holders, or else the chunks at which a hand points that goes around
+the bucket. A holder counts while its lease lives in its incarnation; lookups clear dead
 entries. A lookup is one pipeline per server. Events are one script; in a cluster they are claimed,
 written and settled (ADR 10). An unsettled claim ends after two seconds plus the write timeout;
 until then callers get 503.

@@ -16,7 +16,14 @@ from typing import Any, Final, ParamSpec, TypeVar
 from lmcache_core.keys import CHUNK_ID_BYTES
 from lmcache_core.lookup import Holder
 from lmcache_core.lookup.messages import EventsAck, InstanceEntry, StatsAnswer
-from lmcache_servicekit.redis_client import Argument, RedisAccess, RedisCommand, create_redis_client
+from lmcache_core.security import SHARED_OWNER
+from lmcache_servicekit.redis_client import (
+    Argument,
+    RedisAccess,
+    RedisCommand,
+    call,
+    create_redis_client,
+)
 from lmcache_servicekit.redis_cluster import RedisClusterClient
 from typing_extensions import override
 
@@ -39,6 +46,7 @@ from lmcache_lookup.index.packing import (
     VERSION_KEY,
     LiveTable,
     bucket_key,
+    bucket_of,
     lease_field,
     split_by_bucket,
     unpack_holders,
@@ -67,9 +75,9 @@ class RedisIndexOptions:
     Attributes:
         read_timeout_s: Limit on lookups, from waiting for a connection to the last byte.
         write_timeout_s: Limit on everything else.
-        max_instances: Bound on leases.
+        max_instances: Bound on leases of tenants, and on shared ones.
         max_instances_per_tenant: Bound on leases of one owner.
-        max_chunks_per_tenant: Bound on chunks of one tenant, enforced in each bucket.
+        max_chunks_per_tenant: Bound on entries of one tenant, enforced in each bucket.
     """
 
     read_timeout_s: float = 0.1
@@ -106,9 +114,8 @@ class RedisIndex(LookupIndex):
         self._breaker = IndexBreaker(self.name)
         self._client = create_redis_client(access, options.write_timeout_s)
         self.where = self._client.where
-        bounds = WriteBounds(
-            MAX_STORED_HOLDERS_PER_CHUNK, -(-options.max_chunks_per_tenant // NUM_BUCKETS)
-        )
+        self._max_bucket_chunks = -(-options.max_chunks_per_tenant // NUM_BUCKETS)
+        bounds = WriteBounds(MAX_STORED_HOLDERS_PER_CHUNK, self._max_bucket_chunks)
         self._writer = (
             ClusterWriter(self._client, bounds, options.write_timeout_s)
             if isinstance(self._client, RedisClusterClient)
@@ -153,9 +160,7 @@ class RedisIndex(LookupIndex):
     async def apply(self, owner: str, batch: EventBatch) -> EventsAck:
         field = lease_field(owner, batch.instance)
         return await self._breaker.call(
-            lambda: self._client.within(
-                self._options.write_timeout_s, self._writer.take(field, batch)
-            ),
+            lambda: self._client.within(self._options.write_timeout_s, self._apply(field, batch)),
             write="apply",
         )
 
@@ -181,7 +186,7 @@ class RedisIndex(LookupIndex):
                     max(0, int((live.expires_at - asked_at) * 1000)),
                 )
                 for (_, incarnation), live in table.by_identity.items()
-                if live.owner == owner
+                if live.owner in (owner, SHARED_OWNER)
             ),
             key=lambda status: status.instance,
         )
@@ -193,14 +198,20 @@ class RedisIndex(LookupIndex):
             for bucket, inside in enumerate(split_by_bucket(chunk_ids))
             if inside
         ]
-        commands = [RedisCommand(key, ("HDEL", key, *inside)) for key, inside in asked]
+        commands = [call(scripts.EVICT, [key], inside) for key, inside in asked]
         return sum(count or 0 for count in await self._write(self._client.many, commands))
 
     @override
     async def clear(self, tenant: str) -> None:
-        # The instances are asked to announce again first, so that nothing stored in between counts.
-        await self._write(self._client.run, scripts.RESYNC, [LEASES_KEY], [tenant])
-        await self._write(self._client.many, _to_every_bucket("UNLINK", tenant))
+        # An instance may announce as soon as it is asked: what it announces must not be deleted. If
+        # only a part could be deleted, it is announced again all the same.
+        try:
+            await self._write(
+                self._client.many,
+                [RedisCommand(key, ("UNLINK", key)) for key in _buckets_of(tenant)],
+            )
+        finally:
+            await self._write(self._client.run, scripts.RESYNC, [LEASES_KEY], [tenant])
 
     @override
     async def sweep(self) -> int:
@@ -208,8 +219,13 @@ class RedisIndex(LookupIndex):
 
     @override
     async def stats(self, tenant: str) -> StatsAnswer:
-        counts = await self._write(self._client.many, _to_every_bucket("HLEN", tenant))
-        num_chunks = sum(count or 0 for count in counts)
+        keys = _buckets_of(tenant)
+        sizes = [RedisCommand(key, ("HLEN", key)) for key in keys]
+        others = [RedisCommand(key, ("HMGET", key, "#n", "#at")) for key in keys]
+        answers = await self._write(self._client.many, sizes + others)
+        num_chunks = sum(count or 0 for count in answers[:NUM_BUCKETS])
+        for fields in answers[NUM_BUCKETS:]:
+            num_chunks -= sum(value is not None for value in fields or ())
         num_instances = len(await self.instances(tenant))
         return StatsAnswer(self.name, False, num_chunks, num_instances)
 
@@ -240,6 +256,18 @@ class RedisIndex(LookupIndex):
         next_sequence, resync, taken = await self._client.run(scripts.RENEW, keys, argv)
         check_places(taken != 0, taken >= 0, bounds.max_instances, bounds.max_instances_per_tenant)
         return EventsAck(next_sequence, bool(resync))
+
+    async def _apply(self, field: str, batch: EventBatch) -> EventsAck:
+        answer = await self._writer.take(field, batch)
+        while self._writer.full:
+            bucket = self._writer.full.pop()
+            newest = [
+                event.chunk_id
+                for event in batch.events
+                if bucket_key(event.tenant, bucket_of(event.chunk_id)) == bucket
+            ]
+            self.num_dropped += await self._sweeper.trim(bucket, self._max_bucket_chunks, newest)
+        return answer
 
     async def _holders(self, tenant: str, chunk_ids: Sequence[bytes]) -> list[list[Holder]]:
         # The version is requested together with the values, and before them on its server: an
@@ -279,7 +307,7 @@ class RedisIndex(LookupIndex):
         if kept is None:
             if len(self._reads) >= MAX_TENANTS_KEPT:
                 self._reads.clear()
-            keys = [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]
+            keys = _buckets_of(tenant)
             kept = self._reads[tenant] = [
                 (
                     key,
@@ -327,6 +355,5 @@ class RedisIndex(LookupIndex):
         )
 
 
-def _to_every_bucket(name: str, tenant: str) -> list[RedisCommand]:
-    keys = [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]
-    return [RedisCommand(key, (name, key)) for key in keys]
+def _buckets_of(tenant: str) -> list[str]:
+    return [bucket_key(tenant, bucket) for bucket in range(NUM_BUCKETS)]

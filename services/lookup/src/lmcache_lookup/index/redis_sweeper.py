@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final
 
+from lmcache_core.keys import CHUNK_ID_BYTES
 from lmcache_servicekit.redis_client import Argument, RedisClient, RedisCommand
 from redis.exceptions import ResponseError
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_PAGE_CHUNKS: Final = 1024
 MAX_BUCKETS_PER_STEP: Final = 16
+TRIM_PAGE_CHUNKS: Final = 64
+MAX_PAGES_PER_TRIM: Final = 64
 
 _BEGIN: Final = b"0"
 _IDENTITY: Final = struct.Struct("<IQ")
@@ -60,6 +63,42 @@ class BucketSweeper:
             if self._cursor == _BEGIN:
                 self._bucket = None
         return num_swept
+
+    async def trim(self, bucket: str, max_holders: int, newest: Sequence[bytes]) -> int:
+        """Make room in a bucket that has more than `max_holders`: dead ones go first, then chunks
+        in the order of a hand that goes around the bucket.
+
+        Args:
+            bucket: Its key.
+            max_holders: Bound.
+            newest: Chunks that were just stored, in order: they go last, and the last one stays.
+
+        Returns:
+            How many chunks with a live holder were dropped.
+        """
+        num_dropped = 0
+        rank = {chunk_id: place for place, chunk_id in enumerate(newest)}
+        look = RedisCommand(bucket, ("HGET", bucket, "#at"))
+        at = (await self._client.many([look]))[0] or _BEGIN
+        for _ in range(MAX_PAGES_PER_TRIM):
+            scan = RedisCommand(bucket, ("HSCAN", bucket, at, "COUNT", TRIM_PAGE_CHUNKS))
+            answer: Any = (await self._client.many([scan]))[0]
+            if answer is None:
+                break
+            at, flat = answer
+            page = dict(zip(flat[::2], flat[1::2], strict=True))
+            await self._prune(bucket, page)
+            chunk_ids = [each for each in page if len(each) == CHUNK_ID_BYTES]
+            chunk_ids.sort(key=lambda each: rank.get(each, -1))
+            if newest and chunk_ids[-1:] == [newest[-1]]:
+                del chunk_ids[-1]
+            is_full, num_gone = await self._client.run(
+                scripts.TRIM, [bucket], [max_holders, at, *chunk_ids]
+            )
+            num_dropped += num_gone
+            if not is_full:
+                break
+        return num_dropped
 
     async def _begin_bucket(self) -> None:
         self._cursor = _BEGIN

@@ -49,7 +49,7 @@ class WriteBounds:
 
     Attributes:
         max_holders: Holders of a chunk.
-        max_bucket_chunks: Chunks of one bucket; beyond it one of them is dropped for another.
+        max_bucket_chunks: Holders in one bucket; beyond it chunks are dropped for others.
     """
 
     max_holders: int
@@ -79,11 +79,15 @@ class ServerWriter:
     Args:
         client: The server's client, owned by the caller.
         bounds: Bounds on entries.
+
+    Attributes:
+        full: Buckets that have more holders than their bound since a batch.
     """
 
     def __init__(self, client: RedisClient, bounds: WriteBounds) -> None:
         self._client = client
         self._bounds = bounds
+        self.full: set[str] = set()
 
     async def take(self, field: str, batch: EventBatch) -> EventsAck:
         """Apply the batch to a lease's `field`; see `LookupIndex.apply`.
@@ -104,9 +108,11 @@ class ServerWriter:
             self._bounds.max_bucket_chunks,
             self._bounds.max_holders,
         ]
-        next_sequence, resync = await self._client.run(
-            scripts.APPLY, list(keys), [*head, len(tenants), *tenants, *flat]
+        names = list(keys)
+        next_sequence, resync, *full = await self._client.run(
+            scripts.APPLY, names, [*head, len(tenants), *tenants, *flat]
         )
+        self.full.update(names[place - 1] for place in full)
         return EventsAck(next_sequence, bool(resync))
 
     async def masters_seen(self) -> MastersSeen:
@@ -168,9 +174,9 @@ class ClusterWriter(ServerWriter):
         if resync or not number:
             return EventsAck(next_sequence, bool(resync))
         try:
-            await self._client.many(
-                self._takes(batch, next_sequence - batch.first_sequence, number, ends_ms)
-            )
+            takes = self._takes(batch, next_sequence - batch.first_sequence, number, ends_ms)
+            is_full = await self._client.many(list(takes.values()))
+            self.full.update(key for key, full in zip(takes, is_full, strict=True) if full)
         except ResponseError:
             # All servers have answered, so nothing of this batch is still underway: the next
             # attempt need not wait for the claim to end.
@@ -187,7 +193,7 @@ class ClusterWriter(ServerWriter):
 
     def _takes(
         self, batch: EventBatch, begin: int, number: int, ends_ms: int
-    ) -> list[RedisCommand]:
+    ) -> dict[str, RedisCommand]:
         """Return one script for each bucket, with its events from `begin` on."""
         by_bucket: defaultdict[str, list[Argument]] = defaultdict(list)
         for event in batch.events[begin:]:
@@ -199,7 +205,7 @@ class ClusterWriter(ServerWriter):
             self._bounds.max_holders,
             self._bounds.max_bucket_chunks,
         ]
-        return [call(scripts.TAKE, [key], [*head, *argv]) for key, argv in by_bucket.items()]
+        return {key: call(scripts.TAKE, [key], [*head, *argv]) for key, argv in by_bucket.items()}
 
     @override
     async def masters_seen(self) -> MastersSeen:

@@ -11,11 +11,11 @@ from typing import Final
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.p2p import Peer
+from lmcache_core.security import SHARED_OWNER
 
 from lmcache_broker.discovery.cluster import SERVICE_ACCOUNT, ClusterApi
 from lmcache_broker.discovery.costs import COST_INTERVAL_S, DeletionCosts
 from lmcache_broker.discovery.watch import EndpointWatch, Sighting
-from lmcache_broker.peers.directory import SHARED_OWNER
 from lmcache_broker.peers.registry import PeerRegistry
 from lmcache_broker.settings import DiscoverySettings
 

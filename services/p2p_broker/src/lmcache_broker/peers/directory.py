@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
 
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import (
@@ -18,17 +17,11 @@ from lmcache_core.p2p import (
     PeerStatus,
     parse_distributed_url,
 )
-from lmcache_core.security import Principal, speaks_for_all_tenants
-from lmcache_servicekit.errors import ConflictError, NotFoundError, PermissionDeniedError
+from lmcache_core.security import SHARED_OWNER, Principal, owner_of
+from lmcache_servicekit.auth import STORAGE_KIND, require_role_for
+from lmcache_servicekit.errors import ConflictError, NotFoundError
 
 from lmcache_broker.peers.record import PeerRecord, SharedPeer
-
-SHARED_OWNER: Final = "*"
-"""Owner of peers that serve every tenant: storage servers, and peers registered by an admin.
-
-No tenant can have this name.
-"""
-STORAGE_KIND: Final = "storage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +43,12 @@ class PeerDirectory:
     """Live peers by owner and id.
 
     A client's peers belong to its tenant; storage servers and an admin's peers serve every tenant.
-    A principal sees its tenant's peers and the shared ones; if an id exists in both, the tenant's
-    own wins. So no tenant can see, replace or squat on another one's peers.
+    A principal sees its tenant's peers and the shared ones; if an id exists in both, a storage
+    server wins, and otherwise the tenant's own. So no tenant can see, replace or squat on another
+    one's peers, and no client can stand in for a storage server by taking its name.
 
     Storage servers show each other their tokens and hand each other all tenants' chunks. A client
-    must therefore not register as one: `may_register`.
+    must therefore not register as one: `require_role_for`.
 
     Args:
         limits: Bounds.
@@ -88,12 +82,7 @@ class PeerDirectory:
             ConflictError: A newer incarnation is live: the caller is a left-over process.
             CapacityError: The peer is new and the directory, or its owner's share, is full.
         """
-        if not may_register(principal, peer):
-            needed = "storage" if peer.kind == STORAGE_KIND else "client"
-            raise PermissionDeniedError(
-                f"kind={peer.kind}: needs a token with the role {needed} (or admin), this one has"
-                f" {principal.role}"
-            )
+        require_role_for(principal, peer.kind)
         now_s = self._clock()
         key = (owner_of(principal), peer.id)
         ttl_ms = min(ttl_ms, self._limits.max_lease_ttl_ms)
@@ -123,9 +112,11 @@ class PeerDirectory:
         none.
         """
         now_s = self._clock()
-        return self._live((principal.tenant, peer_id), now_s) or self._live(
-            (SHARED_OWNER, peer_id), now_s
-        )
+        own = self._live((principal.tenant, peer_id), now_s)
+        shared = self._live((SHARED_OWNER, peer_id), now_s)
+        if own is None or (shared is not None and shared.peer.kind == STORAGE_KIND):
+            return shared
+        return own
 
     def get(self, principal: Principal, peer_id: str) -> PeerStatus:
         """Return the public status of a peer.
@@ -302,24 +293,15 @@ class PeerDirectory:
 
     def _make_room(self, owner: str, now_s: float) -> None:
         self._forget_expired(now_s)
-        if len(self._records) >= self._limits.max_peers:
+        num_own = sum(key[0] == owner for key in self._records)
+        # Shared peers count by themselves: all tenants together cannot keep a storage server out.
+        num_counted = num_own if owner == SHARED_OWNER else len(self._records)
+        if num_counted >= self._limits.max_peers:
             raise CapacityError(f"max_peers ({self._limits.max_peers}) is reached")
-        if sum(key[0] == owner for key in self._records) >= self._limits.max_peers_per_owner:
+        if num_own >= self._limits.max_peers_per_owner:
             raise CapacityError(
                 f"max_peers_per_tenant ({self._limits.max_peers_per_owner}) is reached"
             )
-
-
-def owner_of(principal: Principal) -> str:
-    """Return the owner of the peers that `principal` registers."""
-    return SHARED_OWNER if speaks_for_all_tenants(principal.role) else principal.tenant
-
-
-def may_register(principal: Principal, peer: Peer) -> bool:
-    """Return whether a caller may register a peer of that kind: clients register sidecars, the role
-    `storage` storage servers, admins both.
-    """
-    return principal.role == "admin" or (principal.role == "storage") == (peer.kind == STORAGE_KIND)
 
 
 def _is_sighting_of(record: PeerRecord, peer: Peer) -> bool:

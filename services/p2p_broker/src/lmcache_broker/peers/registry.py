@@ -16,10 +16,10 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerFigures, PeerStatus
-from lmcache_core.security import Principal
+from lmcache_core.security import Principal, owner_of
 from lmcache_servicekit.errors import ConflictError
 
-from lmcache_broker.peers.directory import PeerDirectory, owner_of
+from lmcache_broker.peers.directory import PeerDirectory
 from lmcache_broker.peers.pulls import BookedPull, PullBook, Requester
 from lmcache_broker.peers.record import PeerRecord, PlacedOrder, SharedPeer
 from lmcache_broker.peers.redis_peers import RedisPeers

@@ -115,16 +115,18 @@ class PeerSource(TakerSource):
             tls=tls,
         )
         self._clients: dict[str, LmClient] = {}
-        self._live: frozenset[str] = frozenset()
+        self._live: frozenset[tuple[str, str]] = frozenset()
 
     @override
     async def takers(self) -> Sequence[Taker]:
-        peers = [
-            peer
-            for peer in await self._broker.peers()
-            if peer.id != self._instance and not peer.draining
-        ]
-        self._live = frozenset(peer.id for peer in peers)
+        listed = [peer for peer in await self._broker.peers() if peer.id != self._instance]
+        peers = [peer for peer in listed if not peer.draining]
+        # A storage server that drains hands its chunks to the others, or keeps them on its disk.
+        self._live = frozenset(
+            (peer.id, peer.kind)
+            for peer in listed
+            if peer.kind == STORAGE_KIND or not peer.draining
+        )
         able = sorted(
             (peer for peer in peers if peer.kind == PEER_KIND),
             key=lambda peer: (peer.load, peer.num_pulls, peer.id),
@@ -155,8 +157,8 @@ class PeerSource(TakerSource):
         return peer_client(distributed_url, self._token, self._options)
 
     async def _has(self, client: LmClient, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks are held by another instance that is not about to shut down. Without
-        lookup only this peer is asked.
+        """Return which chunks are held by another instance that the broker lists, of the same kind,
+        and that is not about to shut down. Without lookup only this peer is asked.
         """
         try:
             found = await self._holders.of([key.key.chunk_id() for key in keys], MAX_BATCH_CHUNKS)
@@ -165,10 +167,7 @@ class PeerSource(TakerSource):
         if None in found:  # unknown to lookup
             return await _mapped(client.contains(keys))
         return [
-            any(
-                holder.kind == STORAGE_KIND or holder.instance in self._live
-                for holder in holders or ()
-            )
+            any((holder.instance, holder.kind) in self._live for holder in holders or ())
             for holders in found
         ]
 
