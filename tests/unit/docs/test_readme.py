@@ -15,7 +15,7 @@ FIRST_SCREEN = README.partition("\n[vllm]: ")[0]
 MEASURED = {
     "recomputed": "cold",
     "vLLM's own prefix cache": "vLLM's own prefix cache",
-    "the pod's sidecar": "memory of the sidecar, sync",
+    "the pod's sidecar": "memory of the sidecar",
     "the sidecar's disk": "disk of the sidecar",
     "the storage service": "storage service",
     "another pod": "sidecar of another pod",
