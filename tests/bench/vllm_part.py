@@ -41,11 +41,10 @@ FIRST_TOKEN_ROWS = {
         "asked, nothing to do",
     ),
     rounds.MEMORY: (
-        "memory of the sidecar, sync",
+        "memory of the sidecar",
         f"goal: {GOAL_MEMORY:g} times vLLM's prefix cache",
     ),
-    rounds.MEMORY_ASYNC: ("memory of the sidecar, async", "loaded in a second thread"),
-    rounds.EMBEDDED: ("memory inside vLLM, sync", "no sidecar"),
+    rounds.EMBEDDED: ("memory inside vLLM", "no sidecar"),
     rounds.ON_DISK: ("disk of the sidecar", "files in the page cache"),
     rounds.PEER: (
         "sidecar of another pod",

@@ -25,7 +25,7 @@ SETTLE_TIMEOUT_S = 30.0
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """For arenas: a pod's volume for them is one in memory too."""
 EVERYTHING_BYTES = 1 << 40
-INSIDE = {"max_local_cpu_size": NEIGHBOUR_ARENA_GB, "chunk_size": CHUNK_SIZE, "load": "sync"}
+INSIDE = {"max_local_cpu_size": NEIGHBOUR_ARENA_GB, "chunk_size": CHUNK_SIZE}
 """Options of a connector without a sidecar."""
 
 
@@ -39,8 +39,7 @@ class Places:
         keeper: The storage service.
         far: A sidecar that has memory of its own, and that storage.
         plain: An engine without a connector.
-        sync: An engine at `pod` that loads before its steps.
-        beside: An engine at `pod` that loads beside its steps.
+        connected: An engine at `pod`.
         embedded: An engine with a cache inside.
         at_peer: An engine at `peer`.
         at_far: An engine at `far`.
@@ -51,8 +50,7 @@ class Places:
     keeper: Service
     far: Service
     plain: TimedEngine
-    sync: TimedEngine
-    beside: TimedEngine
+    connected: TimedEngine
     embedded: TimedEngine
     at_peer: TimedEngine
     at_far: TimedEngine
@@ -60,7 +58,7 @@ class Places:
     @property
     def engines(self) -> Sequence[TimedEngine]:
         """All engines."""
-        return (self.plain, self.sync, self.beside, self.embedded, self.at_peer, self.at_far)
+        return (self.plain, self.connected, self.embedded, self.at_peer, self.at_far)
 
     def settle(self) -> None:
         """Wait until what was stored at `pod` is where it belongs: on the disk, announced, in
@@ -95,7 +93,7 @@ def running_places(model: Path) -> Iterator[Places]:
         places = _started(owner, model, Path(arenas))
         with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
             list(pool.map(TimedEngine.open, places.engines))
-        places.sync.watch()
+        places.connected.watch()
         try:
             yield places
         finally:
@@ -118,7 +116,7 @@ def running_pair(model: Path) -> Iterator[tuple[TimedEngine, TimedEngine]]:
         pod = _sidecar(owner, "pod", Path(arenas), arena_gb=ARENA_GB)
         pair = (
             TimedEngine(owner, "plain", model),
-            TimedEngine(owner, "sync", model, _at(owner, pod, load="sync")),
+            TimedEngine(owner, "connected", model, _at(owner, pod)),
         )
         with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
             list(pool.map(TimedEngine.open, pair))
@@ -148,11 +146,10 @@ def _started(owner: Owner, model: Path, arenas: Path) -> Places:
         keeper,
         far,
         plain=TimedEngine(owner, "plain", model),
-        sync=TimedEngine(owner, "sync", model, _at(owner, pod, load="sync")),
-        beside=TimedEngine(owner, "beside", model, _at(owner, pod, load="async")),
+        connected=TimedEngine(owner, "connected", model, _at(owner, pod)),
         embedded=TimedEngine(owner, "embedded", model, INSIDE),
-        at_peer=TimedEngine(owner, "at-peer", model, _at(owner, peer, load="sync")),
-        at_far=TimedEngine(owner, "at-far", model, _at(owner, far, load="sync")),
+        at_peer=TimedEngine(owner, "at-peer", model, _at(owner, peer)),
+        at_far=TimedEngine(owner, "at-far", model, _at(owner, far)),
     )
 
 
@@ -162,9 +159,8 @@ def _sidecar(owner: Owner, name: str, arenas: Path, **settings: Any) -> Service:
     return sidecar(owner, name, **{"arena_gb": NEIGHBOUR_ARENA_GB, "arena_path": arena} | settings)
 
 
-def _at(owner: Owner, service: Service, load: str) -> dict[str, Any]:
+def _at(owner: Owner, service: Service) -> dict[str, Any]:
     return {
         "sidecar_socket": str(socket_of(owner, service.name)),
         "chunk_size": CHUNK_SIZE,
-        "load": load,
     }

@@ -39,7 +39,7 @@ COLD, STORED = "cold", "cold, stored"
 SHORT_COLD, SHORT_AGAIN = "short cold", "short again"
 PLAIN, CONNECTED = "plain vLLM", "with the connector"
 PREFIX, PREFIX_BESIDE_US = "prefix cache", "prefix cache beside us"
-MEMORY, MEMORY_ASYNC, EMBEDDED = "memory", "memory, async", "embedded"
+MEMORY, EMBEDDED = "memory", "embedded"
 ON_DISK, PEER, STORAGE = "disk", "peer", "storage"
 
 
@@ -104,7 +104,7 @@ class Rounds:
 
     def short_round(self, number: int) -> None:
         """One round of short prompts."""
-        engines = {PLAIN: self._places.plain, CONNECTED: self._places.sync}
+        engines = {PLAIN: self._places.plain, CONNECTED: self._places.connected}
         for what, took in short_round(engines, self._dice, number, SHORT_TOKENS):
             self.short[what].append(took)
 
@@ -125,13 +125,12 @@ class Rounds:
             self._cold(row, cold[row])
         stored = cold[STORED]
         self._hit(PREFIX, places.plain, kept, "device")
-        self._hit(PREFIX_BESIDE_US, places.sync, stored, "device")
-        self._hit(MEMORY, places.sync, stored, "host", places.pod)
-        self._hit(MEMORY_ASYNC, places.beside, stored, "host", places.pod)
+        self._hit(PREFIX_BESIDE_US, places.connected, stored, "device")
+        self._hit(MEMORY, places.connected, stored, "host", places.pod)
         self._hit(EMBEDDED, places.embedded, kept, "host")
         for sidecar in (places.pod, places.peer, places.far):
             empty_memory(sidecar)
-        self._hit(ON_DISK, places.sync, stored, "disk", places.pod, is_lifted=True)
+        self._hit(ON_DISK, places.connected, stored, "disk", places.pod, is_lifted=True)
         self._hit(PEER, places.at_peer, stored, "p2p", places.peer, is_lifted=True)
         self._hit(
             STORAGE, places.at_far, stored, "external_unspecified", places.far, is_lifted=True
@@ -142,14 +141,14 @@ class Rounds:
         until all is written.
         """
         places, pid = self._places, self._places.pod.pid
-        places.sync.switch_stores(row == STORED)
+        places.connected.switch_stores(row == STORED)
         before, before_cpu = num_chunks(places.pod), cpu_seconds(pid)
-        took = places.sync.first_token(prompt)
+        took = places.connected.first_token(prompt)
         time.sleep(WRITE_S)
         self.sidecar_cpu[row].append(cpu_seconds(pid) - before_cpu)
         _check(took, 0, row)
         places.settle()
-        places.sync.switch_stores(True)
+        places.connected.switch_stores(True)
         if row == STORED and num_chunks(places.pod) - before != len(prompt) // CHUNK_SIZE:
             raise AssertionError(
                 f"{num_chunks(places.pod) - before} chunks of {len(prompt)} tokens were stored"

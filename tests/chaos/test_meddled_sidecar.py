@@ -40,7 +40,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         yield imported
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize(
     ("side", "seed"), [(Side.ANSWERS, 1), (Side.ANSWERS, 2), (Side.REQUESTS, 3)]
 )
@@ -51,7 +50,6 @@ def test_nothing_that_a_peer_says_is_wrong_kv_or_an_error(
     monkeypatch: pytest.MonkeyPatch,
     side: Side,
     seed: int,
-    load: str,
 ) -> None:
     # A busy machine must not make the sidecar late, which is then not asked: that is another
     # matter.
@@ -64,7 +62,7 @@ def test_nothing_that_a_peer_says_is_wrong_kv_or_an_error(
     ):
         for attempt in range(MAX_ENGINES):
             meddler.share = SHARE
-            with running(module, model, beside(path, load=load, tier_timeout_s=0.25)) as engine:
+            with running(module, model, beside(path, tier_timeout_s=0.25)) as engine:
                 use_meddled(engine, 100 * (attempt + 1))
                 meddler.share = 0.0
                 finds_its_sidecar_again(engine)

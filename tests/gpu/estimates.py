@@ -77,7 +77,7 @@ ESTIMATES = (
         "a hit's first token, beyond its load",
         "2 steps",
         "starts after step N, vLLM is told after N + 1, it is in N + 2",
-        "ours, async",
+        "ours",
     ),
     Estimate(
         "a store's time in the step",

@@ -34,12 +34,11 @@ STORES, LOADS = "lmcache-stores", "lmcache-loads"
 """The connector's threads."""
 RENEWED = {"arena_gb": 2 * ARENA_BYTES / (1 << 30)}
 KILLED = {
-    "a store": ("async", STORES, {}),
-    "an asynchronous load": ("async", LOADS, {}),
-    "a synchronous load": ("sync", "", RENEWED),
+    "a store": (STORES, {}),
+    "a load": (LOADS, {}),
+    "a load, and its arena replaced": (LOADS, RENEWED),
 }
-"""Kind of loads, thread whose copy is hit ("": the engine's own), and settings of the sidecar that
-comes next, by name. With `RENEWED` it replaces the arena."""
+"""Thread whose copy is hit, and settings of the sidecar that comes next, by name."""
 SPIN_CYCLES = 400_000_000
 """0.2 s on a GPU of 2 GHz, in which the sidecar dies."""
 STORED, OTHER, LENGTH = 1, 2, 45
@@ -59,9 +58,9 @@ def run(report: Report) -> None:
     except ImportError as exc:
         report.note("without a sidecar", text=str(exc))
         return
-    for name, (load, thread, settings) in KILLED.items():
+    for name, (thread, settings) in KILLED.items():
         try:
-            _killed(report, name, load, thread, settings)
+            _killed(report, name, thread, settings)
         except WrongKV as exc:
             raise WrongBytes(f"sidecar killed during {name}: {exc}") from exc
 
@@ -111,7 +110,7 @@ def _copies(report: Report, name: str, pages: Sequence[Pages] = ()) -> None:
     report.equal(name, target.content(slots), source.content(slots))
 
 
-def _killed(report: Report, name: str, load: str, thread: str, settings: dict[str, float]) -> None:
+def _killed(report: Report, name: str, thread: str, settings: dict[str, float]) -> None:
     """Kill a sidecar during a copy. The engine goes on without a cache, and finds the next one."""
     with contextlib.ExitStack() as opened:
         place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
@@ -119,7 +118,7 @@ def _killed(report: Report, name: str, load: str, thread: str, settings: dict[st
         sidecar = RestartedSidecar(processes, place)
         module = opened.enter_context(imported_connector())
         opened.enter_context(compute_stream(report))
-        extra = beside(sidecar.socket, load=load, layout="tokens")
+        extra = beside(sidecar.socket, layout="tokens")
         shape = Shape((FULL,), 4, 48, HND, device=report.device)
         engine = opened.enter_context(running(module, make_model(place), extra, shape=shape))
         engine.ask(prompt(STORED, LENGTH))
@@ -155,7 +154,6 @@ def _num_loaded(engine: Engine, number: int) -> int:
 def _killing(report: Report, sidecar: RestartedSidecar, thread: str) -> Iterator[None]:
     """Within, kill the sidecar during a thread's first copy between arena and device."""
     copy, hit = torch.Tensor.copy_, threading.Event()
-    thread = thread or threading.current_thread().name
 
     def copy_and_kill(
         target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False

@@ -58,39 +58,36 @@ WORLDS = {
 
 
 def run(report: Report) -> None:
-    """Every world with synchronous and with asynchronous loads."""
-    num_steps = (NUM_DRY_STEPS if report.is_dry else NUM_STEPS) // (2 * len(WORLDS))
+    """Every world."""
+    num_steps = (NUM_DRY_STEPS if report.is_dry else NUM_STEPS) // len(WORLDS)
     num_preemptions = num_aborted = 0
     for number, (name, world) in enumerate(WORLDS.items()):
         shape = replace(world, num_blocks=48, device=report.device)
-        for load in ("sync", "async"):
-            with contextlib.ExitStack() as opened:
-                place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-                socket = opened.enter_context(_sidecar(report, place))
-                if socket is None and shape.num_ranks > 1:
-                    continue
-                options = {"load": load, "layout": "tokens"}
-                extra = embedded(**options) if socket is None else beside(socket, **options)
-                module = opened.enter_context(imported_connector())
-                used = opened.enter_context(compute_stream(report))
-                limits = Limits(32, 6, reserves_whole_prompt=False)
-                engine = opened.enter_context(
-                    running(module, make_model(place), extra, shape=shape, limits=limits)
-                )
-                try:
-                    requests = _drive(report, engine, random.Random(number), num_steps)
-                except WrongKV as exc:
-                    raise WrongBytes(f"{name}, {load} loads: {exc}") from exc
-                num_loaded = sum(engine.tally(request).num_external for request in requests)
-                num_preemptions += sum(request.num_preemptions for request in requests)
-                num_aborted += sum(one.status is Status.FINISHED_ABORTED for one in requests)
-                report.note(
-                    f"{name}, {load} loads", steps=engine.num_steps, loaded_tokens=num_loaded
-                )
-                if not num_loaded:
-                    raise AssertionError(f"{name}, {load} loads: nothing was loaded")
-                if not used >= {"lmcache-stores", *(["lmcache-loads"] if load == "async" else [])}:
-                    raise AssertionError(f"{name}, {load} loads: only {used} have a stream")
+        with contextlib.ExitStack() as opened:
+            place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+            socket = opened.enter_context(_sidecar(report, place))
+            if socket is None and shape.num_ranks > 1:
+                continue
+            options = {"layout": "tokens"}
+            extra = embedded(**options) if socket is None else beside(socket, **options)
+            module = opened.enter_context(imported_connector())
+            used = opened.enter_context(compute_stream(report))
+            limits = Limits(32, 6, reserves_whole_prompt=False)
+            engine = opened.enter_context(
+                running(module, make_model(place), extra, shape=shape, limits=limits)
+            )
+            try:
+                requests = _drive(report, engine, random.Random(number), num_steps)
+            except WrongKV as exc:
+                raise WrongBytes(f"{name}: {exc}") from exc
+            num_loaded = sum(engine.tally(request).num_external for request in requests)
+            num_preemptions += sum(request.num_preemptions for request in requests)
+            num_aborted += sum(one.status is Status.FINISHED_ABORTED for one in requests)
+            report.note(name, steps=engine.num_steps, loaded_tokens=num_loaded)
+            if not num_loaded:
+                raise AssertionError(f"{name}: nothing was loaded")
+            if not used >= {"lmcache-stores", "lmcache-loads"}:
+                raise AssertionError(f"{name}: only {used} have a stream")
     report.note("all worlds", preemptions=num_preemptions, aborted_requests=num_aborted)
     if not (num_preemptions and num_aborted):
         raise AssertionError(f"{num_preemptions} preemptions, {num_aborted} aborted requests")

@@ -21,16 +21,16 @@ from tests.gpu.report import Report, WrongBytes
 
 NONE, OFFLOADING = "no connector", "vLLM's OffloadingConnector"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-KINDS: dict[str, tuple[str, dict[str, str]]] = {
-    NONE: ("", {}),
-    "ours, sync": ("sync", {}),
-    "ours, async": ("async", {}),
-    OFFLOADING: ("", {}),
-    "ours, async, model runner V1": ("async", {RUNNER: "0"}),
-    "ours, async, model runner V2": ("async", {RUNNER: "1"}),
+OURS = "ours"
+KINDS: dict[str, dict[str, str]] = {
+    NONE: {},
+    OURS: {},
+    OFFLOADING: {},
+    f"{OURS}, model runner V1": {RUNNER: "0"},
+    f"{OURS}, model runner V2": {RUNNER: "1"},
 }
-"""How ours loads, and vLLM's environment, by name."""
-DRY_KINDS = tuple(KINDS)[:4]
+"""vLLM's environment, by name."""
+DRY_KINDS = tuple(KINDS)[:3]
 LAYOUTS_SINCE = (0, 32)
 """First release that the tests of layouts know."""
 CHUNK_SIZE = 256
@@ -163,9 +163,9 @@ def _measure(
     from tests.vllm.engines import engine_options
     from tests.vllm.sidecars import Growth, sidecar
 
-    load, environment = KINDS[kind]
+    is_ours, environment = kind.startswith(OURS), KINDS[kind]
     arena = {"arena_gb": sizes.cpu_bytes / (1 << 30), "arena_path": shared / owner.directory.name}
-    service = sidecar(owner, **arena) if load else None
+    service = sidecar(owner, **arena) if is_ours else None
     transfer = _transfer(kind, owner, sizes, report)
     options = engine_options(model, **sizes.options, **transfer)
     command = [sys.executable, "-m", "tests.gpu.vllm_child"]
@@ -189,9 +189,9 @@ def _measure(
         prefix = ask("prefix cache", tokens)
         engine.reset()
         again = ask("after its reset", tokens)
-        if load and again["num_cached"] < sizes.num_stored:
+        if is_ours and again["num_cached"] < sizes.num_stored:
             raise AssertionError(f"{kind}: {again['num_cached']} tokens were loaded")
-        if again["kv"] != cold["kv"] or (load and not again["kv"]):
+        if again["kv"] != cold["kv"] or (is_ours and not again["kv"]):
             raise WrongBytes(f"{kind}: other KV was loaded than was computed")
         if number == 0:  # the first round compiles
             ms.clear()
@@ -245,9 +245,8 @@ def _transfer(kind: str, owner: Any, sizes: Sizes, report: Report) -> dict[str, 
     from tests.vllm.engines import transfer_config
     from tests.vllm.sidecars import socket_of
 
-    load, _ = KINDS[kind]
-    if load:
-        own = {"sidecar_socket": str(socket_of(owner)), "chunk_size": CHUNK_SIZE, "load": load}
+    if kind.startswith(OURS):
+        own = {"sidecar_socket": str(socket_of(owner)), "chunk_size": CHUNK_SIZE}
         # Hits, however quickly so small a model computes.
         own |= {"prefill_tokens_per_s": 100.0}
         extra = {f"lmcache.{name}": value for name, value in own.items()}

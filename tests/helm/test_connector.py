@@ -35,12 +35,20 @@ def test_vllm_finds_its_sidecar(chart: Chart) -> None:
 
 
 def test_options_reach_the_connector(chart: Chart) -> None:
-    options = {"lmcache.load": "sync", "lmcache.chunk_size": 512, "lmcache.save_decode_cache": True}
+    options = {
+        "lmcache.layout": "blocks",
+        "lmcache.chunk_size": 512,
+        "lmcache.save_decode_cache": True,
+    }
     config = transfer_config(chart, connector={"options": options})
     socket = {"lmcache.sidecar_socket": "/run/lmcache/socket/sidecar.sock"}
     assert config["kv_connector_extra_config"] == socket | options
     read = read_options(config["kv_connector_extra_config"], "cuda")
-    assert (read.load, read.engine.chunk_size, read.engine.save_decode_cache) == ("sync", 512, True)
+    assert (read.layout, read.engine.chunk_size, read.engine.save_decode_cache) == (
+        "blocks",
+        512,
+        True,
+    )
     assert read.engine.sidecar_socket == "/run/lmcache/socket/sidecar.sock"
 
 

@@ -89,7 +89,6 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         data=st.data(),
         release=st.sampled_from([NEW, NEW, OLD]),
-        load=st.sampled_from(["sync", "async"]),
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
         limits=st.builds(
             Limits, st.sampled_from([5, 16, 64]), st.sampled_from([1, 3, 8]), st.booleans()
@@ -103,7 +102,6 @@ class EngineMachine(RuleBasedStateMachine):
         self,
         data: Any,
         release: str,
-        load: str,
         policy: str,
         limits: Limits,
         room: str,
@@ -118,7 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         if any(group.is_state for group in shape.groups):
             options = options | {"chunk_size": shape.block_size}
         extra = self.open_store(room) | {
-            f"lmcache.{name}": value for name, value in (options | {"load": load}).items()
+            f"lmcache.{name}": value for name, value in options.items()
         }
         self.engine = Engine(
             module,

@@ -190,8 +190,8 @@ DEFECTS = (
     Defect(
         "an offer outlives its load",
         f"{VLLM}/scheduler.py",
-        "            if not state.is_loading:\n                state.forget_offer()\n",
-        "",
+        "                state.is_loading = False\n                state.forget_offer()\n",
+        "                state.is_loading = False\n",
     ),
     Defect(
         "an answer that has come is waited for",

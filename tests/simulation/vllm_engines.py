@@ -116,13 +116,11 @@ class _Books:
 
     Attributes:
         engine: The engine.
-        is_async: Whether it loads beside its steps.
         kept: Chunks that are kept for requests, each its group and its hash, by ticket.
         loaded: How many chunks each thread has loaded last.
     """
 
     engine: SimulatedEngine
-    is_async: bool
     kept: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     loaded: dict[int, int] = field(default_factory=dict)
 
@@ -137,9 +135,7 @@ class _Books:
 
 class _Store(WrappedStore):
     """Has room for chunks, which are copied then, some steps late now and then, and lacks the last
-    chunks of an asynchronous load now and then.
-
-    When a synchronous one fails, vLLM lets requests that share its blocks read them too early.
+    chunks of a load now and then.
 
     Args:
         inner: The store.
@@ -167,7 +163,7 @@ class _Store(WrappedStore):
 
     def get(self, keys: Sequence[Any], *args: Any, **options: Any) -> Any:
         self._books.loaded.pop(threading.get_ident(), None)
-        if self._books.is_async and self._dice.random() < LOSS_CHANCE:
+        if self._dice.random() < LOSS_CHANCE:
             keys = keys[: self._dice.randrange(len(keys))]
         return self.inner.get(keys, *args, **options) if keys else []
 
@@ -389,9 +385,7 @@ class VllmClient:
         prompt, num_found = prompt_of(family, 0, 0, 0).tolist(), 0
         for num_tokens in (HEAD_CHUNKS * CHUNK_SIZE, len(prompt)):
             began_s, paused_s = time.monotonic(), self._paused_s
-            # Several workers store what a step with a synchronous load has computed a step later.
-            max_tokens = 1 if self._simulated.shape.num_ranks == 1 else 2
-            request = self._engine.add([*prompt[:num_tokens], 1], max_tokens)
+            request = self._engine.add([*prompt[:num_tokens], 1])
             self._serve([request])
             waited_s = self._answered_s - began_s - (self._paused_s - paused_s)
             if waited_s > TIMEOUT_S:
@@ -413,15 +407,13 @@ class VllmClient:
             "chunk_size": CHUNK_SIZE,
             "prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
             "tier_timeout_s": TIMEOUT_S,
-            "load": self._dice.choice(("sync", "async")),
         }
         if self._simulated.is_embedded:
             extra = embedded(**options, **cluster.embedded(node))
         else:
             extra = beside(cluster.socket(node), **options)
         shape = self._simulated.shape
-        is_async = options["load"] == "async" or len(shape.groups) > 1
-        self.books = _clients[self._process.pid] = _Books(self._simulated, is_async)
+        self.books = _clients[self._process.pid] = _Books(self._simulated)
         engine = _Engine(
             self,
             _connector(),

@@ -24,14 +24,13 @@ from tests.vllm.models import LLAMA
 from tests.vllm.processes import vllm_environment
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, num_chunks
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World, await_found, beside_example, fill
+from tests.vllm.worlds import BOUND_S, World, await_found, beside_example, fill
 
 
-@EITHER_LOAD
 @pytest.mark.smoke
-def test_vllm_starts_without_a_sidecar_and_joins_it_later(world: World, load: str) -> None:
+def test_vllm_starts_without_a_sidecar_and_joins_it_later(world: World) -> None:
     first, second = Ask(prompt(240, 1000)), Ask(prompt(241, 1000))
-    with running_engine(world.options(lmcache_load=load)) as engine:
+    with running_engine(world.options()) as engine:
         alone = [engine.ask(first), *engine.generate([first, second])]
         assert max(answer.took_s for answer in alone) < BOUND_S
         engine.reset()
@@ -45,15 +44,13 @@ def test_vllm_starts_without_a_sidecar_and_joins_it_later(world: World, load: st
     world.references.check([*alone, hit], [first, first, second, first], LLAMA)
 
 
-@EITHER_LOAD
 @pytest.mark.smoke
-def test_a_cache_inside_vllm(world: World, load: str) -> None:
+def test_a_cache_inside_vllm(world: World) -> None:
     """No sidecar at all: the same connector with memory, disk and all of its own."""
     ask = Ask(prompt(242, 1000))
     extra = {
         "lmcache.max_local_cpu_size": 0.25,
         "lmcache.chunk_size": CHUNK_SIZE,
-        "lmcache.load": load,
         "lmcache.remote_url": None,
     }
     extra |= {
@@ -157,14 +154,11 @@ def is_ours(connector: object) -> bool:
     return type(connector).__name__ == "LMCacheConnector"
 
 
-@EITHER_LOAD
-def test_beside_another_connector(world: World, load: str) -> None:
+def test_beside_another_connector(world: World) -> None:
     """As a child of vLLM's MultiConnector: what the first child has not, the second one gives."""
     sidecar = world.sidecar()
     ask, other = Ask(prompt(244, 1000)), Ask(prompt(245, 700))
-    with running_engine(
-        beside_example(world.options(lmcache_load=load), world.owner.directory)
-    ) as engine:
+    with running_engine(beside_example(world.options(), world.owner.directory)) as engine:
         fill(engine, sidecar, ask)
         hit = engine.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE

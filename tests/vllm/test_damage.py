@@ -13,17 +13,16 @@ from tests.vllm.models import LLAMA
 from tests.vllm.processes import Service
 from tests.vllm.references import distance, prompt
 from tests.vllm.sidecars import Growth, delete, eventually, fetch, num_chunks, put, storage
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, await_found, fill
+from tests.vllm.worlds import BOUND_S, UNHURRIED, World, await_found, fill
 
 PAGE = 4096
 
 
-@EITHER_LOAD
-def test_a_chunk_damaged_in_the_arena(world: World, load: str) -> None:
+def test_a_chunk_damaged_in_the_arena(world: World) -> None:
     arena = world.owner.directory / "arena"
     sidecar = world.sidecar(arena_path=arena, verify_hot="always")
     ask = Ask(prompt(200, 1000))
-    with running_engine(world.options(lmcache_load=load)) as engine:
+    with running_engine(world.options()) as engine:
         fill(engine, sidecar, ask)
         (file,) = [path for path in arena.iterdir() if path.stat().st_size > PAGE * 1000]
         with file.open("r+b") as memory:
@@ -83,8 +82,8 @@ def zero(keeper: Service) -> int:
     return len(keys)
 
 
-@pytest.mark.parametrize(("load", "zeroed"), [("sync", False), ("sync", True), ("async", True)])
-def test_zeros_with_a_valid_digest_change_the_answer(world: World, load: str, zeroed: bool) -> None:
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_zeros_with_a_valid_digest_change_the_answer(world: World, zeroed: bool) -> None:
     """The control of all other tests: what is loaded is what is computed with. Without the zeros
     the same way gives the same answer.
     """
@@ -99,7 +98,7 @@ def test_zeros_with_a_valid_digest_change_the_answer(world: World, load: str, ze
     if zeroed:
         assert zero(keeper) >= 3
     world.sidecar("second", **remote)
-    with running_engine(world.options(at="second", lmcache_load=load, **UNHURRIED)) as engine:
+    with running_engine(world.options(at="second", **UNHURRIED)) as engine:
         answer = engine.ask(ask)
     assert answer.num_cached == 3 * CHUNK_SIZE
     if not zeroed:

@@ -1,5 +1,5 @@
-"""Loads that were promised and fail: both policies of vLLM, both ways of loading, and the trap
-of offering the same again for ever.
+"""Loads that were promised and fail: both policies of vLLM, and the trap of offering the same again
+for ever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA, SLIDING
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import await_calm
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, World
+from tests.vllm.worlds import BOUND_S, World
 
 
 class NothingComes:
@@ -29,15 +29,15 @@ class NothingComes:
         return []
 
 
-@pytest.mark.parametrize(("model", "load"), [(LLAMA, "sync"), (LLAMA, "async"), (SLIDING, "async")])
+@pytest.mark.parametrize("model", [LLAMA, SLIDING])
 @pytest.mark.smoke
-def test_recompute(world: World, monkeypatch: pytest.MonkeyPatch, model: str, load: str) -> None:
+def test_recompute(world: World, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """The trap: vLLM asks again after a failed load, and would be offered the same, thousands of
     times a second.
     """
     sidecar = world.sidecar()
     ask, branch = Ask(prompt(50, 1000)), Ask(prompt(50, 700) + prompt(51, 200))
-    with running_engine(world.options(model, lmcache_load=load)) as engine:
+    with running_engine(world.options(model)) as engine:
         engine.ask(ask)
         await_calm(sidecar)
         engine.reset()
@@ -54,12 +54,11 @@ def test_recompute(world: World, monkeypatch: pytest.MonkeyPatch, model: str, lo
     world.references.check([failed, *both, again], [ask, ask, branch, ask], model)
 
 
-@EITHER_LOAD
-def test_fail(world: World, monkeypatch: pytest.MonkeyPatch, load: str) -> None:
+def test_fail(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM then does is end the request, and only that."""
     sidecar = world.sidecar()
     ask, other = Ask(prompt(52, 1000)), Ask(prompt(53, 500))
-    with running_engine(world.options(policy="fail", lmcache_load=load)) as engine:
+    with running_engine(world.options(policy="fail")) as engine:
         engine.ask(ask)
         await_calm(sidecar)
         engine.reset()

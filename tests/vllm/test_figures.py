@@ -15,15 +15,14 @@ import zmq
 from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, release, running_engine
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, eventually, storage
-from tests.vllm.worlds import EITHER_LOAD, UNHURRIED, World, fill
+from tests.vllm.worlds import UNHURRIED, World, fill
 
 
-@EITHER_LOAD
 @pytest.mark.smoke
-def test_metrics(world: World, load: str) -> None:
+def test_metrics(world: World) -> None:
     sidecar = world.sidecar()
     ask = Ask(prompt(220, 1000))
-    with running_engine(world.options(lmcache_load=load)) as engine:
+    with running_engine(world.options()) as engine:
         fill(engine, sidecar, ask)
         before = engine.metrics()
         assert engine.ask(ask).num_cached == 3 * CHUNK_SIZE
@@ -34,7 +33,7 @@ def test_metrics(world: World, load: str) -> None:
     assert before["vllm:lmcache_stored_chunks"] == 3
     assert grown["vllm:prompt_tokens_by_source{source=external_kv_transfer}"] == 3 * CHUNK_SIZE
     assert grown["vllm:lmcache_failed_calls"] == 0
-    if load == "sync" or release() >= (
+    if release() >= (
         0,
         32,
     ):  # older ones, in one process, lose the figures of steps in which no token is made

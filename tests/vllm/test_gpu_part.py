@@ -26,7 +26,7 @@ def test_a_dry_run_passes(tmp_path: Path) -> None:
     assert all(ms > 0 for line in lines if "ms" in line for ms in line["ms"].values())
     rounds = [line for line in lines if "cached" in line]
     checked = {line["name"].partition(":")[0] for line in rounds if line["checked_bytes"]}
-    assert checked == {"ours, sync", "ours, async"}
+    assert checked == {vllm.OURS}
     (layouts,) = (line for line in lines if line["name"] == "layouts")
     assert "passed" in layouts["text"]
     stored = vllm.DRY_SIZES.num_stored

@@ -13,7 +13,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, release, running_engine
 from tests.vllm.models import LLAMA, LOCAL, MLA, SHARED, SLIDING
 from tests.vllm.references import assert_same, prompt
 from tests.vllm.sidecars import Growth, await_calm, eventually
-from tests.vllm.worlds import BACK_S, EITHER_LOAD, World, fill, is_found, whole_chunks
+from tests.vllm.worlds import BACK_S, World, fill, is_found, whole_chunks
 
 ABSTRACT = ("KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs")
 """Bases of others, and a collection of specs of several layers."""
@@ -21,13 +21,12 @@ TP_TOLERANCE = 1e-4
 """Two workers add their halves in another order than one."""
 
 
-@EITHER_LOAD
 @pytest.mark.since("0.30")
 @pytest.mark.smoke
-def test_latent_kv(world: World, load: str) -> None:
+def test_latent_kv(world: World) -> None:
     sidecar = world.sidecar()
     ask, branch = Ask(prompt(10, 700)), Ask(prompt(10, 600) + prompt(11, 200))
-    with running_engine(world.options(MLA, lmcache_load=load)) as engine:
+    with running_engine(world.options(MLA)) as engine:
         fill(engine, sidecar, ask)
         hit, branched = engine.ask(ask), engine.ask(branch)
         assert [hit.num_cached, branched.num_cached] == [2 * CHUNK_SIZE, 2 * CHUNK_SIZE]

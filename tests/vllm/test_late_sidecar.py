@@ -14,7 +14,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
 from tests.vllm.processes import Service
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import await_calm, eventually, socket_of
-from tests.vllm.worlds import EITHER_LOAD, World, is_found
+from tests.vllm.worlds import World, is_found
 
 LATE_S = 0.05
 PATIENCE_S = 0.25  # more than a busy machine adds to the answer of a local sidecar
@@ -42,15 +42,12 @@ def asked(engine: Engine, relay: LateSocket, ask: Ask) -> tuple[list[str], int]:
     return sorted(set(relay.names()) - {"DONE tickets"}), answer.num_cached
 
 
-@EITHER_LOAD
 @pytest.mark.smoke
 def test_no_question_is_asked_in_vain(
-    world: World, relay: LateSocket, load: str, monkeypatch: pytest.MonkeyPatch
+    world: World, relay: LateSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "QUICK_S", PATIENCE_S)
-    with running_engine(
-        world.options(lmcache_load=load, lmcache_sidecar_socket=str(relay.path))
-    ) as engine:
+    with running_engine(world.options(lmcache_sidecar_socket=str(relay.path))) as engine:
         assert asked(engine, relay, Ask(prompt(500, 100))) == ([], 0)
         ask = Ask(prompt(501, 1000))
         assert asked(engine, relay, ask) == (["COMMIT", "RESERVE", "STAGE"], 0)

@@ -8,7 +8,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, release, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, SilentServer, eventually, neighbourhood
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, fill
+from tests.vllm.worlds import BOUND_S, UNHURRIED, World, fill
 
 
 def test_two_vllms_with_two_sidecars(world: World) -> None:
@@ -42,9 +42,8 @@ def test_two_vllms_with_two_sidecars(world: World) -> None:
     world.references.check([hit, again], [ask, ask], LLAMA)
 
 
-@EITHER_LOAD
 @pytest.mark.smoke
-def test_a_remote_tier_that_hangs(world: World, load: str) -> None:
+def test_a_remote_tier_that_hangs(world: World) -> None:
     """It takes connections and never says a word. Requests wait a bounded time, then not at all,
     and memory goes on serving.
     """
@@ -53,7 +52,7 @@ def test_a_remote_tier_that_hangs(world: World, load: str) -> None:
             remote_url=f"lm://127.0.0.1:{silent.port}", tier_timeout_s=1.0, drain_timeout_s=0.5
         )
         asks = [Ask(prompt(261 + i, 1000)) for i in range(3)]
-        with running_engine(world.options(lmcache_load=load, lmcache_tier_timeout_s=1.0)) as engine:
+        with running_engine(world.options(lmcache_tier_timeout_s=1.0)) as engine:
             stored = Growth(sidecar)
             cold = [engine.ask(ask) for ask in asks]
             assert silent.num_accepted > 0, "nobody has asked it"

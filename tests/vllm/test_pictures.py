@@ -12,7 +12,7 @@ from tests.vllm.models import PLACEHOLDER_ID, SEEING
 from tests.vllm.pictures import PICTURE_TOKENS
 from tests.vllm.references import distance, prompt
 from tests.vllm.sidecars import Growth, await_calm
-from tests.vllm.worlds import EITHER_LOAD, World
+from tests.vllm.worlds import World
 
 HASHER = {"mm_hasher_algorithm": "sha256"}
 """How vLLM names a picture; its usual hash is of a package that need not be there."""
@@ -33,16 +33,15 @@ def chunks(num_tokens: int) -> int:
     return num_tokens // CHUNK_SIZE * CHUNK_SIZE
 
 
-@EITHER_LOAD
 @pytest.mark.smoke
-def test_other_pictures_share_only_what_stands_before_them(world: World, load: str) -> None:
+def test_other_pictures_share_only_what_stands_before_them(world: World) -> None:
     """And a hit that ends within a picture is one: the rest is computed from the picture."""
     sidecar = world.sidecar()
     short, red, blue = seen(1, after=20), seen(1), seen(2)
     whole = chunks(BEFORE + PICTURE_TOKENS + AFTER)
     assert BEFORE < 2 * CHUNK_SIZE < BEFORE + PICTURE_TOKENS < whole == 3 * CHUNK_SIZE
     asks, hits = [short, red, blue, red, blue], [0, 2 * CHUNK_SIZE, chunks(BEFORE), whole, whole]
-    with running_engine(world.options(SEEING, lmcache_load=load, **HASHER)) as engine:
+    with running_engine(world.options(SEEING, **HASHER)) as engine:
         stored, answers = Growth(sidecar), []
         for ask, num_cached, num_stored in zip(asks, hits, [2, 3, 5, 5, 5], strict=True):
             engine.reset()

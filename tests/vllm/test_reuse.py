@@ -10,20 +10,19 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth
-from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
+from tests.vllm.worlds import World, fill, whole_chunks
 
 
-@EITHER_LOAD
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.smoke
-def test_cold_hit_and_shared_prefix(world: World, dtype: str, load: str) -> None:
+def test_cold_hit_and_shared_prefix(world: World, dtype: str) -> None:
     sidecar = world.sidecar()
     first, branch, other = (
         Ask(prompt(1, 1000)),
         Ask(prompt(1, 640) + prompt(2, 300)),
         Ask(prompt(3, 900)),
     )
-    with running_engine(world.options(dtype=dtype, lmcache_load=load)) as engine:
+    with running_engine(world.options(dtype=dtype)) as engine:
         stored = Growth(sidecar)
         cold = engine.ask(first)
         assert cold.num_cached == 0
@@ -70,11 +69,10 @@ def test_prompt_embeddings(world: World) -> None:
     world.references.check([cold, *answers], [asks[0], *asks], LLAMA)
 
 
-@EITHER_LOAD
-def test_two_requests_at_once_that_share_a_prefix(world: World, load: str) -> None:
+def test_two_requests_at_once_that_share_a_prefix(world: World) -> None:
     sidecar = world.sidecar()
     short, long = Ask(prompt(4, 600)), Ask(prompt(4, 600) + prompt(5, 500))
-    with running_engine(world.options(lmcache_load=load)) as engine:
+    with running_engine(world.options()) as engine:
         fill(engine, sidecar, long)
         both = engine.generate([short, long])
         assert [answer.num_cached >= 512 for answer in both] == [True, True]
@@ -84,15 +82,14 @@ def test_two_requests_at_once_that_share_a_prefix(world: World, load: str) -> No
     world.references.check([*both, *swapped], [short, long, long, short], LLAMA)
 
 
-@EITHER_LOAD
 @pytest.mark.smoke
-def test_logprobs_of_the_prompt(world: World, load: str) -> None:
+def test_logprobs_of_the_prompt(world: World) -> None:
     """vLLM has them of tokens that it computes: nothing is loaded for such a request. What it
     computes is stored.
     """
     sidecar = world.sidecar()
     asking, plain = Ask(prompt(7, 900), prompt_logprobs=3), Ask(prompt(7, 900))
-    with running_engine(world.options(lmcache_load=load)) as engine:
+    with running_engine(world.options()) as engine:
         fill(engine, sidecar, asking)
         again = engine.ask(asking)
         assert again.num_cached == 0
@@ -102,14 +99,13 @@ def test_logprobs_of_the_prompt(world: World, load: str) -> None:
     world.references.check([again, hit], [asking, plain], LLAMA)
 
 
-@EITHER_LOAD
-def test_prompts_that_end_with_a_chunk(world: World, load: str) -> None:
+def test_prompts_that_end_with_a_chunk(world: World) -> None:
     """At least one token has to be computed, or there is nothing to sample from. Loaded
     asynchronously, a prompt may be there as a whole; vLLM then computes its last token again.
     """
     sidecar = world.sidecar()
     asks = [Ask(prompt(6 + i, 4 * CHUNK_SIZE + i)) for i in (-1, 0, 1)]
-    with running_engine(world.options(lmcache_load=load)) as engine:
+    with running_engine(world.options()) as engine:
         for ask in asks:
             fill(engine, sidecar, ask)
         hits = [engine.ask(ask) for ask in asks]

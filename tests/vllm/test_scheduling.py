@@ -8,7 +8,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA
 from tests.vllm.references import assert_same, prompt
 from tests.vllm.sidecars import Growth
-from tests.vllm.worlds import EITHER_LOAD, World, whole_chunks
+from tests.vllm.worlds import World, whole_chunks
 
 BATCH_TOLERANCE = 1e-4
 """Requests that are decoded together are added up in another order than one that is alone, two
@@ -16,14 +16,11 @@ hundred times over.
 """
 
 
-@EITHER_LOAD
-def test_prompts_that_are_computed_in_pieces(world: World, load: str) -> None:
+def test_prompts_that_are_computed_in_pieces(world: World) -> None:
     """Pieces end in the middle of blocks and of chunks, and other requests stand between them."""
     sidecar = world.sidecar()
     asks = [Ask(prompt(20, 1500)), Ask(prompt(21, 700)), Ask(prompt(20, 900) + prompt(22, 300))]
-    with running_engine(
-        world.options(lmcache_load=load, max_num_batched_tokens=200, max_num_seqs=4)
-    ) as engine:
+    with running_engine(world.options(max_num_batched_tokens=200, max_num_seqs=4)) as engine:
         stored = Growth(sidecar)
         cold = engine.generate(asks)
         stored.reaches(whole_chunks(1500, 700) + 1)
@@ -37,12 +34,10 @@ def test_prompts_that_are_computed_in_pieces(world: World, load: str) -> None:
     world.references.check([*cold, *hits], [*asks, *asks], LLAMA)
 
 
-@EITHER_LOAD
-def test_requests_that_are_preempted_and_resumed(world: World, load: str) -> None:
+def test_requests_that_are_preempted_and_resumed(world: World) -> None:
     sidecar = world.sidecar()
     asks = [Ask(prompt(23 + i, 380), num_new=200) for i in range(3)]
     few = world.options(
-        lmcache_load=load,
         lmcache_save_decode_cache=True,
         num_gpu_blocks_override=12,
         max_model_len=1024,

@@ -14,7 +14,7 @@ from tests.vllm.processes import Service
 from tests.vllm.references import prompt
 from tests.vllm.sabotage import AFTER, BEFORE, Sabotage
 from tests.vllm.sidecars import eventually
-from tests.vllm.worlds import BOUND_S, EITHER_LOAD, UNHURRIED, World, await_found, fill
+from tests.vllm.worlds import BOUND_S, UNHURRIED, World, await_found, fill
 
 LOAD_POINTS = [
     ("STAGE", BEFORE),
@@ -22,20 +22,16 @@ LOAD_POINTS = [
     ("LOAD", BEFORE),
     ("LOAD", AFTER),
     ("DONE", BEFORE),
-    ("DONE", AFTER),
 ]
 STORE_POINTS = [("RESERVE", BEFORE), ("RESERVE", AFTER), ("COMMIT", BEFORE), ("COMMIT", AFTER)]
 
 
-@pytest.mark.parametrize(("load", "points"), [("sync", LOAD_POINTS), ("async", LOAD_POINTS[2:5])])
 @pytest.mark.timeout(300)
-def test_killed_around_a_load(
-    world: World, monkeypatch: pytest.MonkeyPatch, load: str, points: list[tuple[str, str]]
-) -> None:
+def test_killed_around_a_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sidecar = world.sidecar()
     asks, answers = [], []
-    with running_engine(world.options(lmcache_load=load)) as engine:
-        for number, (message, when) in enumerate(points):
+    with running_engine(world.options()) as engine:
+        for number, (message, when) in enumerate(LOAD_POINTS):
             ask, other = Ask(prompt(60 + number, 1000)), Ask(prompt(80 + number, 300))
             fill(engine, sidecar, ask)
             with Sabotage(monkeypatch, message, when, sidecar.kill) as sabotage:
@@ -73,25 +69,24 @@ def test_killed_around_a_store(world: World, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("load", "message", "when"),
+    ("message", "when"),
     [
-        ("sync", "STAGE", BEFORE),
-        ("sync", "LOAD", BEFORE),
-        ("async", "LOAD", BEFORE),
-        ("async", "DONE", BEFORE),
-        ("sync", "RESERVE", BEFORE),
-        ("sync", "COMMIT", BEFORE),
+        ("STAGE", BEFORE),
+        ("LOAD", BEFORE),
+        ("DONE", BEFORE),
+        ("RESERVE", BEFORE),
+        ("COMMIT", BEFORE),
     ],
 )
 def test_frozen_in_the_middle(
-    world: World, monkeypatch: pytest.MonkeyPatch, load: str, message: str, when: str
+    world: World, monkeypatch: pytest.MonkeyPatch, message: str, when: str
 ) -> None:
     """It holds its sockets open and answers nobody: one request waits a bounded time, those
     after it do not wait; later it is back.
     """
     sidecar = world.sidecar()
     ask, others = Ask(prompt(140, 1000)), [Ask(prompt(141 + i, 600)) for i in range(3)]
-    with running_engine(world.options(lmcache_load=load, lmcache_tier_timeout_s=1.0)) as engine:
+    with running_engine(world.options(lmcache_tier_timeout_s=1.0)) as engine:
         if message not in ("RESERVE", "COMMIT"):
             fill(engine, sidecar, ask)
         with Sabotage(monkeypatch, message, when, sidecar.freeze) as sabotage:
@@ -145,12 +140,11 @@ class Trouble:
         self._may_end.wait()
 
 
-@EITHER_LOAD
-def test_killed_and_restarted_again_and_again(world: World, load: str) -> None:
+def test_killed_and_restarted_again_and_again(world: World) -> None:
     """While requests come and go."""
     sidecar = world.sidecar(disk_path=world.owner.directory / "disk", disk_gb=0.5)
     asks = [Ask(prompt(180 + i, 700 + 100 * i)) for i in range(4)]
-    with running_engine(world.options(lmcache_load=load)) as engine, Trouble(sidecar) as trouble:
+    with running_engine(world.options()) as engine, Trouble(sidecar) as trouble:
         answers = []
         while trouble.num_kills < 4 or len(answers) < 20:
             answers += engine.generate(asks)

@@ -11,7 +11,7 @@ from tests.vllm.models import EAGLE, LLAMA, LOCAL, MLA, MTP, SLIDING
 from tests.vllm.processes import EngineProcess
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth
-from tests.vllm.worlds import EITHER_LOAD, World, fill, whole_chunks
+from tests.vllm.worlds import World, fill, whole_chunks
 
 pytestmark = [pytest.mark.since("0.31"), pytest.mark.smoke]
 
@@ -31,7 +31,6 @@ def _drafting(world: World, model: str, drafts: dict[str, Any], **options: Any) 
     return engine
 
 
-@EITHER_LOAD
 @pytest.mark.parametrize(
     ("model", "drafts"),
     [
@@ -43,10 +42,10 @@ def _drafting(world: World, model: str, drafts: dict[str, Any], **options: Any) 
     ids=["draft_model", "eagle", "mtp", "eagle of windows"],
 )
 def test_a_draft_model_whose_kv_is_cached_too(
-    world: World, model: str, drafts: dict[str, Any], load: str
+    world: World, model: str, drafts: dict[str, Any]
 ) -> None:
     sidecar = world.sidecar()
-    engine = _drafting(world, model, drafts, lmcache_load=load)
+    engine = _drafting(world, model, drafts)
     stored = Growth(sidecar)
     cold = engine.ask(WHOLE)
     stored.reaches(whole_chunks(len(WHOLE.tokens)))

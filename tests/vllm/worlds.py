@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, engine_options, transfer_config
 from tests.vllm.models import LLAMA
 from tests.vllm.processes import EngineProcess, Owner, Service
@@ -29,8 +27,6 @@ UNHURRIED = {"lmcache_prefill_tokens_per_s": 100.0}
 """For hits: so slow an engine waits for them. A tiny model soon computes faster than a sidecar
 answers on a busy machine, and rightly does not wait.
 """
-
-EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 
 
 @dataclass

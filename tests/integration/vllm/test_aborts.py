@@ -58,7 +58,7 @@ class World:
 
     def __init__(self, module: ModuleType, model: Path, shape: Shape, **options: Any) -> None:
         self.gates: list[GatedStore] = []
-        extra = embedded(load="async", save_decode_cache=True)
+        extra = embedded(save_decode_cache=True)
         self.opened = running(
             module, model, extra, shape=shape, wrap_store=self.wrap, limits=Limits(16), **options
         )

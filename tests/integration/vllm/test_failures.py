@@ -26,7 +26,6 @@ from tests.fixtures.vllm_engine import (
 from tests.fixtures.vllm_engine.stores import METHODS, ForgingStore, RaisingStore, WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
 
-EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 SHAPES = pytest.mark.parametrize(
     "shape",
     [
@@ -69,13 +68,12 @@ class Wrapped:
             setattr(wrapper, name, value)
 
 
-@EITHER_LOAD
 @SHAPES
 @pytest.mark.parametrize("num_kept", [0, 1, 3])
-def test_recompute(module: ModuleType, model: Path, load: str, shape: Shape, num_kept: int) -> None:
+def test_recompute(module: ModuleType, model: Path, shape: Shape, num_kept: int) -> None:
     stores = Wrapped(LosingStore)
     with running(
-        module, model, embedded(load=load), shape=shape, wrap_store=stores, limits=Limits(16)
+        module, model, embedded(), shape=shape, wrap_store=stores, limits=Limits(16)
     ) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
@@ -96,10 +94,9 @@ def test_recompute(module: ModuleType, model: Path, load: str, shape: Shape, num
         )
 
 
-@EITHER_LOAD
-def test_recompute_before_030(any_module: ModuleType, model: Path, load: str) -> None:
+def test_recompute_before_030(any_module: ModuleType, model: Path) -> None:
     stores = Wrapped(LosingStore)
-    with running(any_module, model, embedded(load=load), wrap_store=stores) as engine:
+    with running(any_module, model, embedded(), wrap_store=stores) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         stores.set("num_kept", 2)
@@ -108,13 +105,12 @@ def test_recompute_before_030(any_module: ModuleType, model: Path, load: str) ->
     assert engine.tally(failed).num_loads == 1
 
 
-@EITHER_LOAD
 @SHAPES
-def test_fail(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
+def test_fail(module: ModuleType, model: Path, shape: Shape) -> None:
     """vLLM then ends the request, and only that."""
     stores = Wrapped(LosingStore)
     with running(
-        module, model, embedded(load=load), shape=shape, wrap_store=stores, policy="fail"
+        module, model, embedded(), shape=shape, wrap_store=stores, policy="fail"
     ) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
@@ -128,14 +124,9 @@ def test_fail(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
         assert engine.tally(engine.ask(prompt(1, 43))).num_external == 40
 
 
-def test_requests_that_share_blocks_of_a_failed_load(module: ModuleType, model: Path) -> None:
-    """In a synchronous load the blocks are found by others in the same step; what they compute
-    behind wrong KV must not be stored.
-    """
+def test_requests_that_share_a_prefix_whose_load_fails(module: ModuleType, model: Path) -> None:
     stores = Wrapped(LosingStore)
-    with running(
-        module, model, embedded(load="sync"), wrap_store=stores, limits=Limits(64)
-    ) as engine:
+    with running(module, model, embedded(), wrap_store=stores, limits=Limits(64)) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         stores.set("num_kept", 1)
@@ -148,18 +139,15 @@ def test_requests_that_share_blocks_of_a_failed_load(module: ModuleType, model: 
         assert all(request.status is Status.FINISHED_STOPPED for request in requests)
 
 
-@EITHER_LOAD
 @SHAPES
 @pytest.mark.parametrize(
     "methods", [METHODS, *((name,) for name in METHODS)], ids=["all", *METHODS]
 )
 def test_the_connector_never_raises(
-    module: ModuleType, model: Path, load: str, shape: Shape, methods: tuple[str, ...]
+    module: ModuleType, model: Path, shape: Shape, methods: tuple[str, ...]
 ) -> None:
     stores = Wrapped(RaisingStore, methods)
-    engine = Engine(
-        module, model, embedded(load=load), shape=shape, wrap_store=stores, limits=Limits(16)
-    )
+    engine = Engine(module, model, embedded(), shape=shape, wrap_store=stores, limits=Limits(16))
     try:
         engine.ask(prompt(1, 40))
         engine.forget()
@@ -189,7 +177,6 @@ def test_a_store_that_raises_when_vllm_starts(module: ModuleType, model: Path) -
             engine.forget()
 
 
-@EITHER_LOAD
 @pytest.mark.parametrize(
     "shape",
     [
@@ -202,7 +189,7 @@ def test_a_store_that_raises_when_vllm_starts(module: ModuleType, model: Path) -
 )
 @pytest.mark.parametrize("place", [0.0, 0.5, 0.999])
 def test_the_engine_notices_forged_kv(
-    module: ModuleType, model: Path, load: str, shape: Shape, place: float
+    module: ModuleType, model: Path, shape: Shape, place: float
 ) -> None:
     """The negative control: one number of a chunk is another, and the digest fits. Without this,
     nothing here would prove anything.
@@ -217,7 +204,7 @@ def test_the_engine_notices_forged_kv(
         )
 
     stores = Wrapped(ForgingStore, forge)
-    engine = Engine(module, model, embedded(load=load), shape=shape, wrap_store=stores)
+    engine = Engine(module, model, embedded(), shape=shape, wrap_store=stores)
     try:
         engine.ask(prompt(1, 40))
         engine.forget()
@@ -229,12 +216,11 @@ def test_the_engine_notices_forged_kv(
         engine.close()
 
 
-@EITHER_LOAD
-def test_damage_in_memory_is_a_failed_load(module: ModuleType, model: Path, load: str) -> None:
+def test_damage_in_memory_is_a_failed_load(module: ModuleType, model: Path) -> None:
     """`verify_hot: always`: bytes that have changed in memory do not have their digest, and the
     load fails as if they were lost.
     """
-    with running(module, model, embedded(load=load, verify_hot="always")) as engine:
+    with running(module, model, embedded(verify_hot="always")) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         hot = engine.connector._open_store.store._hot

@@ -19,7 +19,6 @@ from tests.fixtures.vllm_engine.shapes import (
 )
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, embedded, prompt
 
-EITHER_LOAD = pytest.mark.parametrize("load", ["sync", "async"])
 LAYOUTS = [
     ("blocks", PACKED, FULL),
     ("blocks", BLOCK_FIRST, FULL),
@@ -34,9 +33,8 @@ LAYOUTS = [
 HYBRID = Shape((FULL, window(6), window(6)), num_blocks=96)
 
 
-@EITHER_LOAD
-def test_a_prompt_that_vllm_has_forgotten(any_module: ModuleType, model: Path, load: str) -> None:
-    with running(any_module, model, embedded(load=load)) as engine:
+def test_a_prompt_that_vllm_has_forgotten(any_module: ModuleType, model: Path) -> None:
+    with running(any_module, model, embedded()) as engine:
         cold = engine.ask(prompt(1, 43), max_tokens=5)
         engine.forget()
         hit = engine.ask(prompt(1, 43), max_tokens=5)
@@ -45,14 +43,11 @@ def test_a_prompt_that_vllm_has_forgotten(any_module: ModuleType, model: Path, l
     assert hit.output == cold.output
 
 
-@EITHER_LOAD
-def test_logprobs_of_the_prompt_are_computed(
-    any_module: ModuleType, model: Path, load: str
-) -> None:
+def test_logprobs_of_the_prompt_are_computed(any_module: ModuleType, model: Path) -> None:
     """Before 0.31 vLLM leaves that to the connector: logprobs of tokens that are loaded would be
     uninitialised memory.
     """
-    with running(any_module, model, embedded(load=load)) as engine:
+    with running(any_module, model, embedded()) as engine:
         engine.ask(prompt(1, 43), prompt_logprobs=True)
         engine.forget()
         again = engine.ask(prompt(1, 43), prompt_logprobs=True)
@@ -100,15 +95,14 @@ def test_chunks_of_blocks_are_not_read_by_an_engine_with_other_blocks(
         assert other.tally(other.ask(prompt(1, 43))).num_loads == 0
 
 
-@EITHER_LOAD
 @pytest.mark.parametrize(
     "shape", [Shape(), Shape((window(10),)), HYBRID], ids=["full", "windowed", "hybrid"]
 )
 @pytest.mark.parametrize("num_tokens", [39, 40, 41])
 def test_a_prompt_of_whole_chunks_leaves_a_token_to_compute(
-    module: ModuleType, model: Path, load: str, shape: Shape, num_tokens: int
+    module: ModuleType, model: Path, shape: Shape, num_tokens: int
 ) -> None:
-    with running(module, model, embedded(load=load), shape=shape) as engine:
+    with running(module, model, embedded(), shape=shape) as engine:
         engine.ask(prompt(1, num_tokens))
         engine.forget()
         hit = engine.ask(prompt(1, num_tokens), max_tokens=3)
@@ -131,12 +125,9 @@ def test_windows_of_every_size(module: ModuleType, model: Path, reach: int) -> N
             engine.forget()
 
 
-@EITHER_LOAD
 @pytest.mark.parametrize("shape", [Shape(), HYBRID], ids=["full", "hybrid"])
-def test_what_vllm_has_itself_is_not_loaded(
-    module: ModuleType, model: Path, load: str, shape: Shape
-) -> None:
-    with running(module, model, embedded(load=load), shape=shape) as engine:
+def test_what_vllm_has_itself_is_not_loaded(module: ModuleType, model: Path, shape: Shape) -> None:
+    with running(module, model, embedded(), shape=shape) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         engine.ask(prompt(1, 16))
@@ -145,9 +136,8 @@ def test_what_vllm_has_itself_is_not_loaded(
     assert (tally.num_local, tally.num_external) == (16, 24)
 
 
-@EITHER_LOAD
-def test_a_shared_prefix_with_another_end(module: ModuleType, model: Path, load: str) -> None:
-    with running(module, model, embedded(load=load)) as engine:
+def test_a_shared_prefix_with_another_end(module: ModuleType, model: Path) -> None:
+    with running(module, model, embedded()) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()
         branch = engine.ask(prompt(1, 29) + prompt(2, 20))
@@ -156,15 +146,14 @@ def test_a_shared_prefix_with_another_end(module: ModuleType, model: Path, load:
         assert engine.tally(engine.ask(prompt(1, 29) + prompt(2, 20))).num_external == 48
 
 
-@EITHER_LOAD
 @pytest.mark.parametrize(
     "shape",
     [Shape(num_blocks=128), Shape((FULL, window(6)), num_blocks=160)],
     ids=["full", "hybrid"],
 )
-def test_many_at_once(module: ModuleType, model: Path, load: str, shape: Shape) -> None:
+def test_many_at_once(module: ModuleType, model: Path, shape: Shape) -> None:
     prompts = [prompt(1, 24) + prompt(number, 20) for number in range(2, 8)]
-    with running(module, model, embedded(load=load), shape=shape, limits=Limits(16)) as engine:
+    with running(module, model, embedded(), shape=shape, limits=Limits(16)) as engine:
         cold = [engine.add(tokens, max_tokens=4) for tokens in prompts]
         engine.run()
         engine.forget()
@@ -214,17 +203,14 @@ def test_the_answer_is_there_in_the_next_turn(module: ModuleType, model: Path, s
     assert engine.tally(second).num_external == (40 if saves else 16)
 
 
-@EITHER_LOAD
 @pytest.mark.parametrize(
     "shape", [Shape(num_blocks=20), Shape((FULL, window(6)), num_blocks=24)], ids=["full", "hybrid"]
 )
-def test_preempted_requests_load_again(
-    module: ModuleType, model: Path, load: str, shape: Shape
-) -> None:
+def test_preempted_requests_load_again(module: ModuleType, model: Path, shape: Shape) -> None:
     """The answers need more room than there is: whoever came last is thrown out, and what it had
     is loaded when it resumes.
     """
-    extra = embedded(load=load, save_decode_cache=True)
+    extra = embedded(save_decode_cache=True)
     with running(
         module, model, extra, shape=shape, limits=Limits(16, reserves_whole_prompt=False)
     ) as engine:

@@ -64,7 +64,7 @@ def late_engine(
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine that copies nothing until the gate opens."""
-    extra = beside(sidecar.path, load="async", **options)
+    extra = beside(sidecar.path, **options)
     with running(module, model, extra, shape=shape, limits=limits, wrap_store=LateStore) as engine:
         LateStore.gate.clear()
         yield engine
@@ -180,7 +180,7 @@ def test_what_was_copied_from_overwritten_blocks_is_not_published(
         assert gate.wait(PATIENCE_S)
         copy(*args, **kwargs)
 
-    extra = beside(sidecar.path, load="async", tier_timeout_s=0.5)
+    extra = beside(sidecar.path, tier_timeout_s=0.5)
     with running(module, model, extra, limits=Limits(64)) as engine:
         monkeypatch.setattr(PagedGPUConnector, "from_gpu", late)
         gate.clear()

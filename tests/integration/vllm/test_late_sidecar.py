@@ -67,17 +67,15 @@ def asked(engine: Engine, relay: LateSocket, tokens: list[int]) -> tuple[list[st
     return sorted(names), engine.tally(request).num_external
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
 def test_no_question_is_asked_in_vain(
     any_module: ModuleType,
     model: Path,
     relay: LateSocket,
-    load: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Otherwise a busy machine delays an answer for so long that it is not waited for.
     monkeypatch.setattr(pace, "QUICK_S", PATIENCE_S)
-    with running(any_module, model, beside(relay.path, load=load), limits=Limits(64)) as engine:
+    with running(any_module, model, beside(relay.path), limits=Limits(64)) as engine:
         assert asked(engine, relay, prompt(1, 7)) == ([], 0), "less than a chunk"
         assert asked(engine, relay, prompt(1, 43)) == (["COMMIT", "RESERVE", "STAGE"], 0)
         engine.forget()
@@ -100,14 +98,11 @@ def test_a_hybrid_gives_its_tickets_back_once(
         engine.forget()
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(
-    any_module: ModuleType, model: Path, relay: LateSocket, load: str
+    any_module: ModuleType, model: Path, relay: LateSocket
 ) -> None:
     """Every answer comes, so no connection is lost; but no step may wait for one."""
-    with running(
-        any_module, model, beside(relay.path, load=load, **HASTY), limits=Limits(64)
-    ) as engine:
+    with running(any_module, model, beside(relay.path, **HASTY), limits=Limits(64)) as engine:
         eventually(lambda: found(engine, 1), "nothing is found while the sidecar is quick")
         num_connections = relay.num_accepted
         relay.late_s = LATE_S

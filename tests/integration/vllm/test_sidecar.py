@@ -118,11 +118,10 @@ def hits(engine: Engine, number: int) -> int:
     return engine.tally(request).num_external
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_second_engine_finds_what_the_first_has_stored(
-    any_module: ModuleType, own_model: Path, shared: Sidecar, load: str
+    any_module: ModuleType, own_model: Path, shared: Sidecar
 ) -> None:
-    extra = beside(shared.socket, load=load)
+    extra = beside(shared.socket)
     with running(any_module, own_model, extra, limits=Limits(16)) as engine:
         assert hits(engine, 1) == 0
         assert hits(engine, 1) == 40
@@ -131,7 +130,6 @@ def test_a_second_engine_finds_what_the_first_has_stored(
         shared.check_nothing_held()
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize(
     ("groups", "replicas", "copies"),
     [((FULL,), 1, 2), ((FULL, window(6)), 1, 2), ((MLA,), 2, 1)],
@@ -141,7 +139,6 @@ def test_two_ranks(
     module: ModuleType,
     own_model: Path,
     shared: Sidecar,
-    load: str,
     groups: tuple[GroupShape, ...],
     replicas: int,
     copies: int,
@@ -150,7 +147,7 @@ def test_two_ranks(
     once.
     """
     shape = Shape(groups, num_blocks=96, num_ranks=2, replicas=replicas)
-    with running(module, own_model, beside(shared.socket, load=load), shape=shape) as engine:
+    with running(module, own_model, beside(shared.socket), shape=shape) as engine:
         before = shared.num_chunks()
         assert hits(engine, 1) == 0
         assert shared.num_chunks() - before == 5 * copies * len(groups)
@@ -200,7 +197,7 @@ def test_a_load_that_fails_on_one_rank_alone(
         stores.append(Losing(store))
         return stores[-1]
 
-    extra = beside(shared.socket, load="sync")
+    extra = beside(shared.socket)
     with running(module, own_model, extra, shape=Shape(num_ranks=2), wrap_store=wrap) as engine:
         assert hits(engine, 1) == 0
         stores[1].is_armed = True
@@ -289,7 +286,7 @@ def test_a_sidecar_that_is_killed_and_one_that_follows(
     module: ModuleType, model: Path, processes: Processes, tmp_path: Path
 ) -> None:
     sidecar = start(processes, tmp_path)
-    with running(module, model, beside(sidecar.socket, load="async"), limits=Limits(16)) as engine:
+    with running(module, model, beside(sidecar.socket), limits=Limits(16)) as engine:
         assert [hits(engine, 1), hits(engine, 1)] == [0, 40]
         requests = [engine.add(prompt(number, 43), 3) for number in (1, 2)]
         engine.step()

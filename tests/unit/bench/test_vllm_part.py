@@ -23,7 +23,7 @@ def test_first_tokens_are_held_against_those_of_the_same_round() -> None:
     rows = {row[0]: row[1:5] for row in vllm_part.first_tokens(found).rows}
     assert rows["cold"] == ("2000.0", "1000.0 … 4000.0", "1", "100.00")
     assert rows["vLLM's own prefix cache"] == ("20.0", "10.0 … 40.0", "100", "1.00")
-    assert rows["memory of the sidecar, sync"] == ("40.0", "20.0 … 80.0", "50", "2.00")
+    assert rows["memory of the sidecar"] == ("40.0", "20.0 … 80.0", "50", "2.00")
     assert len(rows) == len(vllm_part.FIRST_TOKEN_ROWS)
 
 

@@ -57,7 +57,7 @@ def test_a_dry_run_passes(tmp_path: Path) -> None:
     assert "torch" in machine
     assert rows.count("\n") > 20
     assert f"| {LLAMA}: matrix products during stores | " in others
-    on_a_gpu = "GPU: ", "pin ", "ours, "
+    on_a_gpu = "GPU: ", "pin ", "ours"
     for estimate in estimates.ESTIMATES:
         is_measured = estimate.measured_by and not estimate.measured_by.startswith(on_a_gpu)
         assert (f"| {estimate.what} |" in left) is not is_measured
@@ -105,7 +105,7 @@ def measured(report: Report, engine: Scripted, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tests.vllm.sidecars.Growth", lambda service: growth)
     engine.directory = report.path.parent  # type: ignore[attr-defined]
     paths = report.path.parent, report.path.parent
-    vllm._measure(report, "ours, sync", engine, *paths, vllm.DRY_SIZES)
+    vllm._measure(report, "ours", engine, *paths, vllm.DRY_SIZES)
 
 
 @pytest.mark.parametrize("kv", ["", "cd"])
@@ -119,7 +119,7 @@ def test_wrong_kv_in_a_real_vllm_is_told_apart(
 def test_nothing_loaded_in_a_real_vllm_is_an_error(
     report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(AssertionError, match="ours, sync: 768 tokens were loaded"):
+    with pytest.raises(AssertionError, match="ours: 768 tokens were loaded"):
         measured(report, Scripted(num_cached=768), monkeypatch)
 
 
@@ -131,7 +131,7 @@ def test_figures_of_a_real_vllm_are_a_table_of_their_own(
     _, (_, engines, _, _) = table.section_of(read_lines(report.path))
     heading, _, row = engines.splitlines()
     assert heading.startswith("| vLLM 0.32.0, ms | cold | prefix cache | after its reset |")
-    assert row.startswith("| ours, sync | 500.0 | 500.0 | 500.0 |")
+    assert row.startswith("| ours | 500.0 | 500.0 | 500.0 |")
 
 
 def test_the_list_names_every_kernel_check_and_profile() -> None:
@@ -272,7 +272,7 @@ def test_an_installed_vllm_does_not_replace_the_stand_in(
 def test_a_sidecar_that_is_not_hit_is_an_error(
     report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "KILLED", {"nothing": ("sync", "another thread", {})})
+    monkeypatch.setattr(faults, "KILLED", {"nothing": ("another thread", {})})
     with pytest.raises(AssertionError, match="another thread has copied nothing"):
         faults.run(report)
 

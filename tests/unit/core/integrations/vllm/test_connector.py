@@ -160,10 +160,7 @@ def test_a_model_that_cannot_be_cached_is_served_without(
     assert caplog.text.count("served without the cache") == 2
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_a_worker_that_could_not_open_answers_for_loads(
-    module: ModuleType, model: Path, is_async: bool
-) -> None:
+def test_a_worker_that_could_not_open_answers_for_loads(module: ModuleType, model: Path) -> None:
     """The scheduler's side has opened, and promises what other pods have stored: the request
     would wait for ever.
     """
@@ -177,18 +174,14 @@ def test_a_worker_that_could_not_open_answers_for_loads(
     worker = module.LMCacheConnector(config, module.base.KVConnectorRole.WORKER, caches)
     worker.register_kv_caches(RankMemory(PLAIN).by_name)
     run = ChunkRun(0, 0, bytes(32), (5, 6))
-    worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,), is_async),)))
+    worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,)),)))
     worker.start_load_kv(None)
     worker.wait_for_save()
     results = worker.get_transfer_results(set())
-    assert results.finished_recving == results.failed_recving == ({"r"} if is_async else set())
-    assert worker.get_block_ids_with_load_errors() == (set() if is_async else {5, 6})
+    assert results.finished_recving == results.failed_recving == {"r"}
+    assert worker.get_block_ids_with_load_errors() == set()
     report = worker.build_connector_worker_meta()
-    assert (report.failed, report.loaded, report.is_out) == (
-        {"r"},
-        set() if is_async else {"r"},
-        True,
-    )
+    assert (report.failed, report.is_out) == ({"r"}, True)
     assert worker.build_connector_worker_meta() == WorkerReport(is_out=True)
     worker.shutdown()
 
@@ -201,7 +194,7 @@ def test_a_worker_whose_memory_is_not_as_declared_answers_for_loads(
     assert "this worker neither loads nor stores" in caplog.text
     for _ in range(2):
         run = ChunkRun(0, 0, bytes(32), (5, 6))
-        worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,), is_async=True),)))
+        worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,)),)))
         worker.start_load_kv(None)
         worker.wait_for_save()
         assert worker.get_transfer_results(set()).finished_recving == {"r"}
@@ -306,15 +299,14 @@ def test_stages_of_a_pipeline_have_layouts_of_their_own(
     assert [hello.engine.rank for hello in hellos] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
 def test_loads_and_stores_have_connections_of_their_own(
-    module: ModuleType, model: Path, tmp_path: Path, load: str
+    module: ModuleType, model: Path, tmp_path: Path
 ) -> None:
     roles = module.base.KVConnectorRole
     with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
         for role, expected in ((roles.WORKER, 2), (roles.SCHEDULER, 1)):
             before = sidecar.num_connections
-            config = vllm_config(PLAIN, model, beside(sidecar.path, load=load), 0)
+            config = vllm_config(PLAIN, model, beside(sidecar.path), 0)
             connector = module.LMCacheConnector(config, role, kv_cache_config(PLAIN))
             assert sidecar.num_connections - before == expected
             connector.shutdown()
@@ -355,20 +347,6 @@ def test_blocks_are_of_a_gpus_generation(
         layouts.append(connector._worker_side._metadata.layout)
         connector.shutdown()
     assert len(set(layouts)) == 3
-
-
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_where_steps_overlap_loads_are_asynchronous(
-    module: ModuleType, model: Path, overlaps: bool
-) -> None:
-    """vLLM would hear that a synchronous one has failed when the next step has begun to compute
-    with it, and to store.
-    """
-    with running(module, model, embedded(load="sync"), overlaps=overlaps) as engine:
-        engine.ask(prompt(1, 40))
-        engine.forget()
-        assert engine.connector.get_num_new_matched_tokens(request_of(43), 0) == (40, overlaps)
-        engine.connector.request_finished(request_of(43), [])
 
 
 @pytest.mark.parametrize(("policy", "is_warned"), [("recompute", False), ("fail", True)])

@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 
 
 def load_of(name: str) -> Load:
-    return Load(name, 0, 8, (), True)
+    return Load(name, 0, 8, ())
 
 
 def good(load: Load, after: object = None) -> LoadResult:

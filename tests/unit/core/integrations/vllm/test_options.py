@@ -20,13 +20,17 @@ def _no_options_around(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("prefix", ["", "lmcache."])
 def test_names_with_and_without_prefix(prefix: str) -> None:
     options = read_options(
-        {prefix + "max_local_cpu_size": 2.0, prefix + "chunk_size": 64, prefix + "load": "async"},
+        {
+            prefix + "max_local_cpu_size": 2.0,
+            prefix + "chunk_size": 64,
+            prefix + "layout": "tokens",
+        },
         "cpu",
     )
-    assert (options.engine.max_local_cpu_size, options.engine.chunk_size, options.load) == (
+    assert (options.engine.max_local_cpu_size, options.engine.chunk_size, options.layout) == (
         2.0,
         64,
-        "async",
+        "tokens",
     )
 
 
@@ -42,16 +46,24 @@ def test_what_is_meant_for_others_is_passed_over() -> None:
 @pytest.mark.parametrize(("device", "layout"), [("cpu", "blocks"), ("cuda", "tokens")])
 def test_defaults_are_those_of_the_device(device: str, layout: str) -> None:
     options = read_options(PLACE, device)
-    assert (options.load, options.layout) == ("async", layout)
+    assert options.layout == layout
     assert read_options({**PLACE, "layout": "auto"}, device) == options
-    assert read_options({**PLACE, "load": "sync"}, device).load == "sync"
+
+
+@pytest.mark.parametrize(("load", "is_warned"), [("sync", True), ("async", False)])
+def test_an_engine_with_the_former_option_load_still_starts(
+    load: str, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_options({**PLACE, "lmcache.load": load}, "cpu") == read_options(PLACE, "cpu")
+    warning = "lmcache.load=sync has no effect, all loads are asynchronous: leave the option out"
+    assert (warning in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize(
     ("extra", "complaint"),
     [
         ({"lmcache.chunk_sise": 64}, r"lmcache\.chunk_sise is no option.*chunk_size"),
-        ({"lmcache.load": "later"}, r"lmcache\.load='later': must be one of async, sync"),
+        ({"lmcache.load": "later"}, r"lmcache\.load='later': must be async, or left out"),
         (
             {"lmcache.layout": "pages"},
             r"lmcache\.layout='pages': must be one of auto, blocks, tokens",

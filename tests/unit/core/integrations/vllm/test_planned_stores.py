@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lmcache_core.integrations.vllm.plan import WorkerReport
-from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 
 from tests.fixtures.vllm_engine import FULL, STATE, Shape, window
 from tests.fixtures.vllm_engine.parts import (
@@ -83,102 +81,6 @@ def test_generated_tokens_are_stored_if_that_is_wanted(saves: bool) -> None:
     request.append(5)
     stored = side.plan_stores(output_of(again=[("r", None, 15, 1)]), ())
     assert len(stored) == (1 if saves else 0)
-
-
-def test_several_workers_store_nothing_in_a_step_with_a_synchronous_load() -> None:
-    """One of them may find its KV gone, and what the others compute with it is not what their
-    chunks should hold.
-    """
-    side = scheduler_side(ScriptedStore([hot(3)]), Shape(num_ranks=2), load="sync")
-    request = request_of()
-    side.num_matched(request, 0)
-    side.allocated(request, TABLE, 24)
-    loads = side.plan_loads()
-    assert side.plan_stores(output_of([("r", TABLE, 24, 19)]), loads) == ()
-    (stored,) = side.plan_stores(output_of(again=[("r", None, 43, 1)]), ())
-    assert [(run.first, run.num_chunks) for run in stored.runs] == [(3, 2)], (
-        "a step later it is known to be right"
-    )
-
-
-def test_one_worker_stores_in_a_step_with_a_synchronous_load() -> None:
-    side = scheduler_side(ScriptedStore([hot(3)]))
-    request = request_of()
-    side.num_matched(request, 0)
-    side.allocated(request, TABLE, 24)
-    loads = side.plan_loads()
-    (stored,) = side.plan_stores(output_of([("r", TABLE, 24, 19)]), loads)
-    assert [(run.first, run.num_chunks) for run in stored.runs] == [(3, 2)]
-
-
-LOADING, BEHIND = (
-    ("r", TABLE, 24, 19),
-    ("behind", ([1, 2, 3, 4, 5, 6, 21, 22, 23, 24, 25],), 24, 19),
-)
-BEHIND_THAT = ("behind that", ([31, 32, 33, 34, 35, 36, 21, 22, 41, 42, 43],), 32, 11)
-BESIDE = ("beside", ([1, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60],), 4, 39)
-ALL = ("r", "behind", "behind that", "beside")
-
-
-def loading_beside_others(num_ranks: int) -> tuple[SchedulerSide, list[str]]:
-    """A step in which one request loads into blocks 2 to 6, and others compute; whose chunks are
-    stored after it.
-    """
-    store = ScriptedStore([hot(3), None])
-    side = scheduler_side(store, Shape(num_ranks=num_ranks), load="sync")
-    request = request_of()
-    assert side.num_matched(request, 4) == (20, False)
-    side.allocated(request, TABLE, 20)
-    for name, table, num_local, _ in (BEHIND, BEHIND_THAT, BESIDE):
-        other = request_of(name=name)
-        assert side.num_matched(other, num_local) == (0, False)
-        side.allocated(other, table, 0)
-    loads = side.plan_loads()
-    stored = side.plan_stores(output_of([LOADING, BEHIND, BEHIND_THAT, BESIDE]), loads)
-    return side, [store.request_id for store in stored]
-
-
-@pytest.mark.parametrize(("num_ranks", "stored"), [(1, ["r", "beside"]), (2, ["beside"])])
-def test_who_shares_no_block_with_a_synchronous_load_is_stored_beside_it(
-    num_ranks: int, stored: list[str]
-) -> None:
-    """Block 1 was there before; 2 to 6 are loaded, 21 and 22 are computed from them in the same
-    step. One worker knows when to store.
-    """
-    side, found = loading_beside_others(num_ranks)
-    assert found == stored
-    side.step_done(WorkerReport(loaded={"r"}), ())
-    again = [(name, None, 43, 1) for name in ALL]
-    assert [store.request_id for store in side.plan_stores(output_of(again=again), ())] == [
-        name for name in ALL if name not in stored
-    ]
-
-
-def test_who_loads_behind_what_another_one_loads_rests_on_it() -> None:
-    """Its own load may be good: what comes before is not known to be."""
-    side = scheduler_side(ScriptedStore([hot(3), hot(4)]), load="sync")
-    first, second = request_of(name="first"), request_of(name="second")
-    for request, num_local, num_external, table in (
-        (first, 4, 20, TABLE),
-        (second, 24, 8, BEHIND[1]),
-    ):
-        assert side.num_matched(request, num_local) == (num_external, False)
-        side.allocated(request, table, num_external)
-    loads = side.plan_loads()
-    step = output_of([("second", BEHIND[1], 32, 11), ("first", TABLE, 24, 19)])
-    assert [store.request_id for store in side.plan_stores(step, loads)] == ["first"]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_nothing_is_stored_any_more_of_what_rests_on_a_load_that_has_failed(num_ranks: int) -> None:
-    """vLLM may compute it again in one step with the blocks that it rests on, or not: who knows."""
-    side, _ = loading_beside_others(num_ranks)
-    side.step_done(WorkerReport(loaded={"r"}, failed={"r"}), ())
-    again = [(name, None, 24, 19) for name in ALL]
-    (stored,) = side.plan_stores(output_of(again=again), ())
-    assert (stored.request_id, stored.runs[0].num_chunks) == ("r", 5), (
-        "what failed is computed, and stored"
-    )
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])

@@ -71,54 +71,41 @@ def test_a_request_is_looked_up_when_it_comes() -> None:
     side = scheduler_side(store)
     request = request_of()
     side.new_request(request)
-    assert side.num_matched(request, 0) == (40, False)
-    assert side.num_matched(request, 16) == (24, False)
+    assert side.num_matched(request, 0) == (40, True)
+    assert side.num_matched(request, 16) == (24, True)
     assert len(store.asked) == 1, "asked again it answers from what it knows"
 
 
 @pytest.mark.parametrize(
-    ("load", "shape", "num_external"),
-    [
-        ("sync", Shape(), 39),
-        ("async", Shape(), 40),
-        ("async", Shape((FULL, window(6))), 39),
-        ("async", Shape((window(6),)), 39),
-    ],
-    ids=["sync", "async", "async and windows", "async and windows alone"],
+    ("shape", "num_external"),
+    [(Shape(), 40), (Shape((FULL, window(6))), 39), (Shape((window(6),)), 39)],
+    ids=["full", "full and windows", "windows alone"],
 )
-def test_a_token_is_left_to_compute(load: str, shape: Shape, num_external: int) -> None:
-    """vLLM steps back by one itself in an asynchronous load, but then a window would reach a
-    block that it has dropped.
-    """
-    side = scheduler_side(ScriptedStore([Staged(True, (b"\1" * 5,))]), shape, load=load)
-    assert side.num_matched(request_of(40), 0) == (num_external, load == "async")
+def test_a_token_is_left_to_compute(shape: Shape, num_external: int) -> None:
+    """vLLM steps back by one itself, but then a window would reach a block that it has dropped."""
+    side = scheduler_side(ScriptedStore([Staged(True, (b"\1" * 5,))]), shape)
+    assert side.num_matched(request_of(40), 0) == (num_external, True)
 
 
 def test_less_than_a_block_is_not_worth_a_load() -> None:
     side = scheduler_side(ScriptedStore([hot(5)]))
-    assert side.num_matched(request_of(40), 36) == (0, False)
-    assert side.num_matched(request_of(40), 35) == (4, False)
+    assert side.num_matched(request_of(40), 37) == (0, False)
+    assert side.num_matched(request_of(40), 36) == (4, True)
 
 
 def test_a_load_is_planned_once() -> None:
     store = ScriptedStore([hot(3)])
     side = scheduler_side(store, prefill_tokens_per_s=80.0)
     request = request_of()
-    assert side.num_matched(request, 8) == (16, False)
+    assert side.num_matched(request, 8) == (16, True)
     side.allocated(request, TABLE, 16)
     (load,) = side.plan_loads()
-    assert (load.request_id, load.begin, load.end, load.is_async, load.recompute_s) == (
-        "r",
-        8,
-        24,
-        False,
-        0.1,
-    )
+    assert (load.request_id, load.begin, load.end, load.recompute_s) == ("r", 8, 24, 0.1)
     (run,) = load.runs
     assert (run.group, run.first, run.num_chunks, run.block_ids) == (0, 1, 2, (3, 4, 5, 6))
     assert side.plan_loads() == ()
     assert store.given_back == [], "until the workers have it"
-    side.step_done(WorkerReport(loaded={"r"}), ())
+    side.step_done(None, ["r"])
     assert store.given_back == ["r"]
 
 
@@ -146,14 +133,13 @@ def test_vllm_may_want_nothing() -> None:
     assert store.given_back == ["r"]
 
 
-def test_an_asynchronous_load_is_told_of_twice_and_ends_when_all_workers_have_it() -> None:
+def test_a_load_is_told_of_twice_and_ends_when_all_workers_have_it() -> None:
     store = ScriptedStore([hot(5)])
-    side = scheduler_side(store, load="async")
+    side = scheduler_side(store)
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 40)
-    (load,) = side.plan_loads()
-    assert load.is_async
+    assert len(side.plan_loads()) == 1
     side.allocated(request, TABLE, 0)
     assert side.num_matched(request, 0) == (0, False)
     side.step_done(None, ())
@@ -189,7 +175,7 @@ def test_a_lift_is_waited_for_and_polled_at_leisure(clock: Clock) -> None:
     clock.now += 2 * module.POLL_S
     assert side.num_matched(request, 0) == (None, False)
     clock.now += 2 * module.POLL_S
-    assert side.num_matched(request, 0) == (32, False)
+    assert side.num_matched(request, 0) == (32, True)
     assert {ticket for ticket, _, _ in store.asked} == {"r"}
 
 
@@ -200,7 +186,7 @@ def test_patience_ends_and_what_is_there_is_taken(clock: Clock) -> None:
     clock.now += 3.0 + module.PATIENCE_MARGIN_S
     assert side.num_matched(request, 0) == (None, False)
     clock.now += 0.01
-    assert side.num_matched(request, 0) == (16, False)
+    assert side.num_matched(request, 0) == (16, True)
 
 
 @pytest.mark.parametrize(("windows", "num_external"), [(b"\1", 16), (b"\0", 0)])
@@ -224,9 +210,9 @@ def test_old_offers_are_looked_up_again(clock: Clock, num_found: int, life: str)
     request = request_of()
     side.new_request(request)
     clock.now += getattr(module, life)
-    assert side.num_matched(request, 0) == (8 * num_found, False)
+    assert side.num_matched(request, 0) == (8 * num_found, True)
     clock.now += 0.01
-    assert side.num_matched(request, 0) == (32, False)
+    assert side.num_matched(request, 0) == (32, True)
     assert store.given_back == ["r"]
 
 
@@ -236,7 +222,7 @@ def test_a_store_that_is_away_is_asked_again_when_the_answer_is_old(clock: Clock
     request = request_of()
     assert side.num_matched(request, 0) == (0, False)
     clock.now += module.PARTIAL_OFFER_S + 0.01
-    assert side.num_matched(request, 0) == (40, False)
+    assert side.num_matched(request, 0) == (40, True)
 
 
 def test_nothing_is_asked_before_the_salt_is_known() -> None:
@@ -250,7 +236,7 @@ def test_nothing_is_asked_before_the_salt_is_known() -> None:
     assert side.plan_stores(output_of([("r", TABLE, 0, 43)]), ()) == ()
     assert store.asked == []
     namer.use_salt("")
-    assert side.num_matched(request, 0) == (40, False)
+    assert side.num_matched(request, 0) == (40, True)
 
 
 def test_prompts_shorter_than_a_chunk_are_not_asked_for() -> None:
@@ -260,10 +246,9 @@ def test_prompts_shorter_than_a_chunk_are_not_asked_for() -> None:
     assert store.asked == []
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
-def test_what_failed_is_not_offered_again_and_is_stored_anew(load: str) -> None:
+def test_what_failed_is_not_offered_again_and_is_stored_anew() -> None:
     store = ScriptedStore([hot(5)])
-    side = scheduler_side(store, load=load)
+    side = scheduler_side(store)
     request = request_of()
     side.num_matched(request, 0)
     side.allocated(request, TABLE, 40)
@@ -271,10 +256,7 @@ def test_what_failed_is_not_offered_again_and_is_stored_anew(load: str) -> None:
     assert side.plan_stores(output_of([("r", TABLE, 40, 3)]), loads) == (), (
         "what was loaded is stored already"
     )
-    side.step_done(
-        WorkerReport(loaded={"r"} if load == "sync" else set(), failed={"r"}),
-        ["r"] if load == "async" else [],
-    )
+    side.step_done(WorkerReport(failed={"r"}), ["r"])
     assert store.given_back == ["r"]
     for _ in range(3):
         assert side.num_matched(request, 0) == (0, False)
@@ -285,13 +267,10 @@ def test_what_failed_is_not_offered_again_and_is_stored_anew(load: str) -> None:
     assert side.num_matched(other, 0)[0] == 40, "others are not to blame"
 
 
-@pytest.mark.parametrize(
-    "state", ["waiting", "offered", "to be loaded", "loading beside", "loaded", "running"]
-)
+@pytest.mark.parametrize("state", ["waiting", "offered", "to be loaded", "loading", "loaded"])
 def test_requests_may_end_in_every_state(state: str) -> None:
-    is_async = state == "loading beside"
     store = ScriptedStore([hot(5)])
-    side = scheduler_side(store, load="async" if is_async else "sync")
+    side = scheduler_side(store)
     request = request_of()
     if state == "waiting":
         store.answers = [hot(1, is_ready=False)]
@@ -302,10 +281,10 @@ def test_requests_may_end_in_every_state(state: str) -> None:
     if state not in ("waiting", "offered", "to be loaded"):
         side.plan_loads()
     if state == "loaded":
-        side.step_done(WorkerReport(loaded={"r"}), ())
+        side.step_done(None, ["r"])
     side.finished(request)
     assert side.plan_loads() == (), "its blocks belong to another request"
-    if is_async:
+    if state in ("to be loaded", "loading"):
         assert store.given_back == [], "a worker may still read what was staged"
         side.step_done(None, ["r"])
     assert "r" in store.given_back

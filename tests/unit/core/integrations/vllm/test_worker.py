@@ -79,13 +79,14 @@ class Rank:
     def run(self, plan: StepPlan) -> tuple[set[str], set[str], set[int], Any]:
         """One step of a runner; received, failed, bad blocks, report."""
         self.side.begin_loads(plan)
+        assert self.side._loads.wait_for_all(PATIENCE_S)
         self.side.store(plan)
         assert self.side._store_threads.wait(PATIENCE_S)
         received, failed = self.side.take_received()
         return received, failed, self.side.take_bad_blocks(), self.side.take_report()
 
     def received(self) -> tuple[set[str], set[str]]:
-        """The next asynchronous load to end: received, failed."""
+        """The next load to end: received, failed."""
         deadline = time.monotonic() + PATIENCE_S
         while not any(results := self.side.take_received()):
             assert time.monotonic() < deadline
@@ -105,11 +106,10 @@ def loading(
     blocks: tuple[int, ...],
     begin: int,
     end: int,
-    is_async: bool = False,
     group: int = 0,
     first: int = 0,
 ) -> StepPlan:
-    return StepPlan((Load("r", begin, end, (run_of(blocks, group, first),), is_async),))
+    return StepPlan((Load("r", begin, end, (run_of(blocks, group, first),)),))
 
 
 def run_of(blocks: tuple[int, ...], group: int = 0, first: int = 0) -> ChunkRun:
@@ -295,7 +295,7 @@ def test_blocks_behind_the_first_missing_chunk_are_bad(
     here.run(storing(BLOCKS[:4]))
     _, _, blocks, report = here.run(loading(OTHER_BLOCKS, begin, 24))
     assert blocks == set(bad)
-    assert (report.failed, report.loaded) == ({"r"}, {"r"})
+    assert report.failed == {"r"}
     assert here.run(StepPlan())[2:] == (set(), None), "it is said once"
 
 
@@ -304,40 +304,11 @@ def test_where_blocks_do_not_tell_the_request_is_named(
     rank: Callable[..., Rank], groups: tuple[GroupShape, ...]
 ) -> None:
     here = rank(Shape(groups))
-    here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24, is_async=True))
+    here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24))
     received, failed = here.received()
     assert (received, failed) == ({"r"}, {"r"})
     assert here.side.take_bad_blocks() == set()
     assert here.side.take_report().failed == {"r"}  # type: ignore[union-attr]
-
-
-def test_nothing_is_stored_of_a_request_whose_load_failed(rank: Callable[..., Rank]) -> None:
-    """Those that the step computes beside it have blocks of their own."""
-    here = rank()
-    here.fill(BLOCKS)
-    loads = loading(OTHER_BLOCKS, 0, 24).loads
-    here.run(StepPlan(loads, storing().stores))
-    assert here.counters.value(STORED_CHUNKS_TOTAL) == 0
-    (of_another,) = (replace(store, request_id="other") for store in storing().stores)
-    nothing_is_there = loading(OTHER_BLOCKS[:2], 0, 8, first=0).loads
-    here.run(StepPlan(nothing_is_there, (*storing((7, 8)).stores, of_another)))
-    assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
-
-
-def test_nothing_is_stored_of_such_a_step_behind_its_report(rank: Callable[..., Rank]) -> None:
-    """With speculative decoding a runner asks for the blocks first, and ends the step with the
-    stores.
-    """
-    here = rank()
-    here.fill(BLOCKS)
-    here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24))
-    assert here.side.take_bad_blocks() == set(OTHER_BLOCKS)
-    assert here.side.take_report() is not None
-    here.side.store(storing())
-    assert here.side._store_threads.wait(PATIENCE_S)
-    assert here.counters.value(STORED_CHUNKS_TOTAL) == 0
-    here.run(storing())
-    assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
 
 
 def test_blocks_in_front_of_a_window_are_none(rank: Callable[..., Rank]) -> None:
@@ -453,7 +424,7 @@ def test_a_load_waits_for_earlier_steps_and_not_for_its_own(
     runtime.log.clear()
     ended: list[str] = []
     runtime.compute.launch(lambda: here.fill(OTHER_BLOCKS, base=1e6))
-    plan = loading(OTHER_BLOCKS, 0, 24, is_async=True)
+    plan = loading(OTHER_BLOCKS, 0, 24)
     here.side.begin_step(plan)
     runtime.compute.launch(lambda: ended.append("the step"))
     here.side.begin_loads(plan)
@@ -465,9 +436,8 @@ def test_a_load_waits_for_earlier_steps_and_not_for_its_own(
     assert "copy 0" not in runtime.log, "on the stream of vLLM's thread"
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 def test_chunks_are_released_when_their_copies_have_ended(
-    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, is_async: bool
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime
 ) -> None:
     """Others may get their memory then. Chunks are copied whole, also where only some of their
     slots are written.
@@ -485,11 +455,10 @@ def test_chunks_are_released_when_their_copies_have_ended(
     here.fill(BLOCKS)
     runtime.log.clear()
     here.run(storing())
-    plan = loading(OTHER_BLOCKS, 4, 24, is_async)
+    plan = loading(OTHER_BLOCKS, 4, 24)
     here.side.begin_step(plan)
     here.side.begin_loads(plan)
-    if is_async:
-        here.received()
+    here.received()
     names = [line.split()[0] for line in runtime.log[runtime.log.index("release") :]]
     assert names == ["release", *["copy", "scatter"] * 3, *["wait"] * 3, "release"]
     assert runtime.copied_bytes[-3:] == [here.side._transfers[0].chunk_bytes] * 3

@@ -38,7 +38,7 @@ from lmcache_core.integrations.vllm.identity import identity_of
 from lmcache_core.integrations.vllm.kv_settings import set_variables
 from lmcache_core.integrations.vllm.logs import log_as_vllm
 from lmcache_core.integrations.vllm.memory import attention_backends, create_scales
-from lmcache_core.integrations.vllm.options import ASYNC, PREFIX, read_options
+from lmcache_core.integrations.vllm.options import PREFIX, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
@@ -137,14 +137,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             raise LayoutError(
                 "use_replayssm: a part of the recurrent state is outside of the blocks"
             )
-        # vLLM plans a step before it has the results of the previous one.
-        steps_overlap = (
-            vllm_config.scheduler_config.async_scheduling or parallel.pipeline_parallel_size > 1
-        )
-        if not fails_by_block(groups) or steps_overlap:
-            # A failed synchronous load could not be reported, or only after a later step has begun
-            # to compute with it.
-            options = replace(options, load=ASYNC)
         if options.engine.sidecar_socket is None and parallel.world_size > 1:
             raise ConfigError(
                 f"a cache inside vLLM serves one worker, not {parallel.world_size}: {SIDECAR_HINT}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,11 @@ from lmcache_core.config.options import did_you_mean
 from lmcache_core.config.sources import ENV_PREFIX, read_environment
 from lmcache_core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "lmcache."
-SYNC, ASYNC = "sync", "async"
+LOAD, FORMER_LOAD = "async", "sync"
+"""The option `load` has one value left."""
 BLOCKS, TOKENS = "blocks", "tokens"
 AUTO = "auto"
 TEXTS = ("kv_cache_layout", "model_name", "revision", "config_file")
@@ -30,10 +34,6 @@ class ConnectorOptions:
 
     Attributes:
         engine: Options of the cache.
-        load: When KV is loaded: "async" (default), while the request waits and others continue; or
-            "sync", before the forward pass of the request's first step. If a synchronous load fails
-            and the request ends before it has computed that KV, vLLM may still treat the blocks as
-            KV, so use it only if necessary.
         layout: Content of a chunk: "tokens", so that engines with other layouts can use it; or
             "blocks", vLLM's blocks unchanged, for backends with packed blocks.
         kv_cache_layout: Layout to request from vLLM, in its terms; None: vLLM's choice.
@@ -42,7 +42,6 @@ class ConnectorOptions:
     """
 
     engine: LMCacheEngineConfig
-    load: str
     layout: str
     kv_cache_layout: str | None = None
     model_name: str | None = None
@@ -84,16 +83,22 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
                 f"kv_connector_extra_config: {PREFIX}{name}={own[name]!r}: must be text, or"
                 " left out"
             )
-    load, layout = own["load"] or ASYNC, own["layout"] or AUTO
-    for name, value, choices in (
-        ("load", load, (ASYNC, SYNC)),
-        ("layout", layout, (AUTO, BLOCKS, TOKENS)),
-    ):
-        if value not in choices:
-            raise ConfigError(
-                f"kv_connector_extra_config: {PREFIX}{name}={value!r}: must be one of"
-                f" {', '.join(choices)}"
-            )
+    if own["load"] == FORMER_LOAD:  # engines that were started with it must still start
+        logger.warning(
+            "%sload=%s has no effect, all loads are asynchronous: leave the option out",
+            PREFIX,
+            FORMER_LOAD,
+        )
+    elif own["load"] not in (None, LOAD):
+        raise ConfigError(
+            f"kv_connector_extra_config: {PREFIX}load={own['load']!r}: must be {LOAD}, or left out"
+        )
+    layout = own["layout"] or AUTO
+    if layout not in (choices := (AUTO, BLOCKS, TOKENS)):
+        raise ConfigError(
+            f"kv_connector_extra_config: {PREFIX}layout={layout!r}: must be one of"
+            f" {', '.join(choices)}"
+        )
     if layout == AUTO:
         layout = BLOCKS if device == "cpu" else TOKENS
     engine = _engine_config(own["config_file"], named)
@@ -108,7 +113,7 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
             " prefixes are reused without it"
         )
     return ConnectorOptions(
-        engine, load, layout, own["kv_cache_layout"], own["model_name"], own["revision"]
+        engine, layout, own["kv_cache_layout"], own["model_name"], own["revision"]
     )
 
 

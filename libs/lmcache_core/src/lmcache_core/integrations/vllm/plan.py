@@ -44,15 +44,14 @@ class ChunkRun:
 
 @dataclass(frozen=True)
 class Load:
-    """KV for a worker to load into vLLM's blocks.
+    """KV for a worker to load into vLLM's blocks, while the request waits for its id in
+    `finished_recving`.
 
     Attributes:
         request_id: The request.
         begin: First token that vLLM does not have.
         end: One past the last token that vLLM was promised.
         runs: The chunks that overlap `[begin, end)`, one run for each group.
-        is_async: vLLM waits for the request's id in `finished_recving`; otherwise the load ends
-            before the forward pass.
         recompute_s: Cost of computing one chunk; None if unknown.
     """
 
@@ -60,7 +59,6 @@ class Load:
     begin: int
     end: int
     runs: tuple[ChunkRun, ...]
-    is_async: bool
     recompute_s: float | None = None
 
 
@@ -82,7 +80,7 @@ class StepPlan:
     """Everything a worker does in one step.
 
     Attributes:
-        loads: Loads to perform or to start.
+        loads: Loads to start.
         stores: Chunks to store after the forward pass.
         waits_for_loads: All requests wait for loads: nothing is computed until one of them ends.
         recompute_s: As in `Load`.
@@ -107,14 +105,12 @@ class WorkerReport:
     """The results of one step from the workers.
 
     Attributes:
-        loaded: Requests whose synchronous load has ended.
         failed: Requests with a failed load.
         is_out: A worker cannot use its KV memory: nothing may be loaded.
         hosts: Hosts of the workers, in the first report of each.
         step: `StepPlan.step`.
     """
 
-    loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     is_out: bool = False
     hosts: set[str] = field(default_factory=set)
@@ -122,7 +118,6 @@ class WorkerReport:
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Merge another worker's report into this one."""
-        self.loaded |= other.loaded
         self.failed |= other.failed
         self.is_out |= other.is_out
         self.hosts |= other.hosts

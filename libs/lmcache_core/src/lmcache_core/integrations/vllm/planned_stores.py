@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
+from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import ConnectorOptions
-from lmcache_core.integrations.vllm.plan import Load, Store
+from lmcache_core.integrations.vllm.plan import Store
 from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ class StorePlanner:
         groups: The cache groups.
         states: The requests by id; kept by their owner.
         namer: Names their chunks.
-        num_workers: Number of workers that compute each step.
     """
 
     def __init__(
@@ -31,7 +30,6 @@ class StorePlanner:
         groups: Sequence[CacheGroup],
         states: Mapping[str, RequestState],
         namer: RequestNamer,
-        num_workers: int,
     ) -> None:
         self._chunk_size = options.engine.chunk_size
         has_states = any(group.is_state for group in groups)
@@ -40,8 +38,6 @@ class StorePlanner:
         self._groups = tuple(groups)
         self._states = states
         self._namer = namer
-        self._num_workers = num_workers
-        self._resting: list[RequestState] = []
         self._has_windows = any(group.window is not None for group in groups)
         self._storing: dict[str, int] = {}
         """Requests of which something was planned to be stored, and how often vLLM had preempted
@@ -59,13 +55,8 @@ class StorePlanner:
                     group.window,
                 )
 
-    def plan(self, output: Any, loads: Sequence[Load]) -> tuple[Store, ...]:
-        """Return what to store after this step.
-
-        Args:
-            output: vLLM's `SchedulerOutput`.
-            loads: The step's loads.
-        """
+    def plan(self, output: Any) -> tuple[Store, ...]:
+        """Return what to store after a step (vLLM's `SchedulerOutput`)."""
         for request_id, num_preemptions in list(self._storing.items()):
             if self._states[request_id].request.num_preemptions != num_preemptions:
                 self._overwritten.add(request_id)
@@ -80,16 +71,6 @@ class StorePlanner:
             )
             if request_id in cached.resumed_req_ids
         }
-        # Chunks computed from blocks that this step loads are stored once the load is known to have
-        # succeeded. So are the loading request's own, except with a single worker, which stores
-        # nothing after a failed load.
-        loading = {load.request_id: load.begin for load in loads if not load.is_async}
-        self._resting = self._resting_on(
-            loading, [state for state, _ in scheduled if loading and state.request_id in begun]
-        )
-        late = {state.request_id for state in self._resting}
-        if self._num_workers > 1:
-            late |= set(loading)
         # Another connector (in a `MultiConnector`) may load in this step, and our worker would not
         # learn that it failed. Since 0.29 vLLM reports such steps.
         if getattr(output, "has_sync_kv_loads", True) and any(
@@ -97,11 +78,7 @@ class StorePlanner:
             for request_id, num_computed in begun.items()
         ):
             return ()
-        stores = (
-            self._store(state, num_tokens)
-            for state, num_tokens in scheduled
-            if state.request_id not in late
-        )
+        stores = (self._store(state, num_tokens) for state, num_tokens in scheduled)
         planned = tuple(store for store in stores if store is not None)
         for store in planned:
             request = self._states[store.request_id].request
@@ -126,13 +103,6 @@ class StorePlanner:
         if self._has_windows or not has_blocks:  # blocks before a window are taken away at the end
             self._overwritten.add(request.request_id)
         return has_blocks
-
-    def load_failed(self) -> None:
-        """Record that a synchronous load of the last step failed: vLLM recomputes its blocks, but
-        possibly not in the same step as what was computed from them.
-        """
-        for state in self._resting:
-            state.is_outdated = True
 
     def lose_track(self) -> None:
         """Record that planning failed half-way: the known block tables may be wrong, so nothing
@@ -184,40 +154,6 @@ class StorePlanner:
         if state.drop_blocks(num_computed) and state.request_id in self._storing:
             self._overwritten.add(state.request_id)
 
-    def _resting_on(
-        self, loading: Mapping[str, int], begun: Sequence[RequestState]
-    ) -> list[RequestState]:
-        """Return the requests whose KV depends on blocks that are loaded for others in this step.
-
-        Args:
-            loading: The loading requests, and the first token that each loads.
-            begun: Requests that begin or resume in this step: all others have blocks of their own,
-                or had these before.
-        """
-
-        def tables(state: RequestState) -> Iterator[tuple[list[int], int]]:
-            """Yield each block table, and the index from which on it is loaded for the request
-            itself.
-            """
-            begin = loading.get(state.request_id)
-            for table, group in zip(state.tables, self._groups, strict=False):
-                yield table, len(table) if begin is None else begin // group.block_size
-
-        doubtful: set[int] = set()
-        num_known = -1
-        # A request that shares a block computed from doubtful ones computes more such blocks.
-        while num_known < len(doubtful):
-            num_known = len(doubtful)
-            for state in begun:
-                for table, own in tables(state):
-                    doubtful.update(table[min(own, _first_in(doubtful, table)) :])
-            doubtful.discard(NULL_BLOCK)
-        return [
-            state
-            for state in begun
-            if any(_first_in(doubtful, table) < own for table, own in tables(state))
-        ]
-
     def _store(self, state: RequestState, num_tokens: int) -> Store | None:
         """Return what to store for a request; None if there is nothing (yet)."""
         if num_tokens < self._chunk_size or not state.tables or self._namer.name(state) is None:
@@ -230,12 +166,3 @@ class StorePlanner:
         if not runs or not self._namer.check(state):
             return None
         return Store(state.request_id, tuple(runs))
-
-
-def _first_in(blocks: set[int], table: Sequence[int]) -> int:
-    """Return the index of a table's first block that is in `blocks`; the table's length if none
-    is.
-    """
-    if blocks.isdisjoint(table):
-        return len(table)
-    return next(place for place, block in enumerate(table) if block in blocks)

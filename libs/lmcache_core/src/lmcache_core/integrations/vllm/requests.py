@@ -95,7 +95,7 @@ class RequestState:
         asked_at: When the store was asked for the pending offer. Seconds, monotonic.
         polled_at: When the store was last asked.
         load: `[begin, end)` tokens to load in the next step.
-        is_loading: An asynchronous load is underway.
+        is_loading: A load is underway.
         gave_up: A load failed: nothing more is loaded for it.
         is_outdated: The weights, or its adapter's, have been replaced since it began: its KV is
             neither loaded nor stored.

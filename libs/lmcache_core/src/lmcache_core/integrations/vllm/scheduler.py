@@ -16,7 +16,7 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
-from lmcache_core.integrations.vllm.options import ASYNC, ConnectorOptions
+from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
 from lmcache_core.integrations.vllm.planned_stores import StorePlanner
 from lmcache_core.integrations.vllm.requests import Offer, RequestNamer, RequestState
@@ -77,7 +77,6 @@ class SchedulerSide:
         store: ChunkStore,
         namer: RequestNamer,
     ) -> None:
-        self._is_async = options.load == ASYNC
         self._patience_s = options.engine.tier_timeout_s + PATIENCE_MARGIN_S
         self._groups = tuple(groups)
         self._chunk_size = options.engine.chunk_size
@@ -87,9 +86,7 @@ class SchedulerSide:
         self._namer = namer
         self._states: dict[str, RequestState] = {}
         self._loads: dict[str, RequestState] = {}
-        self.stores = StorePlanner(
-            options, groups, self._states, namer, identity.num_ranks * identity.replicas
-        )
+        self.stores = StorePlanner(options, groups, self._states, namer)
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
         self.step = 0
         self._num_steps = 0
@@ -105,8 +102,8 @@ class SchedulerSide:
             self._ask(state, wait_s=0.0)
 
     def num_matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond vLLM's own can be loaded, and whether asynchronously; None
-        if not known yet: ask again.
+        """Return how many tokens beyond vLLM's own can be loaded, and whether asynchronously, which
+        is always so; None if not known yet: ask again.
         """
         state = self._state_of(request)
         state.num_local = num_local
@@ -126,7 +123,7 @@ class SchedulerSide:
                 return (None, False) if state.asked_at is not None else (0, False)
         num_offered = state.offer.num_chunks * self._chunk_size
         num_tokens = min(num_offered, self._limit_of(state)) - num_local
-        return (num_tokens, self._is_async) if num_tokens >= self._block_size else (0, False)
+        return (num_tokens, True) if num_tokens >= self._block_size else (0, False)
 
     def allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int
@@ -134,7 +131,7 @@ class SchedulerSide:
         """Plan the load of `num_external` tokens into blocks that vLLM has given a request."""
         state = self._state_of(request)
         if state.is_loading:
-            return  # the second call for an asynchronous load brings nothing new
+            return  # the second call for a load brings nothing new
         if num_external == 0:
             if state.offer is not None:
                 self._end_offer(state)
@@ -144,7 +141,7 @@ class SchedulerSide:
         state.load = state.num_local, state.num_local + num_external
         state.num_local += num_external
         state.stored = [state.offer.num_chunks] * len(self._groups)
-        state.is_loading = self._is_async
+        state.is_loading = True
         self._loads[state.request_id] = state
 
     def origins_of(self, request: Any, num_external: int) -> dict[int, int]:
@@ -161,7 +158,7 @@ class SchedulerSide:
         return counts
 
     def plan_loads(self) -> tuple[Load, ...]:
-        """Return the loads for the workers to perform or start in this step."""
+        """Return the loads for the workers to start in this step."""
         loads = []
         for state in self._loads.values():
             assert state.load is not None
@@ -169,18 +166,13 @@ class SchedulerSide:
             whole_blocks = -(-end // self._block_size) * self._block_size
             runs = tuple(state.load_runs(begin, end))
             state.load = None
-            if not state.is_loading:
-                state.forget_offer()
-            load = Load(
-                state.request_id, begin, whole_blocks, runs, state.is_loading, self.recompute_s
-            )
-            loads.append(load)
+            loads.append(Load(state.request_id, begin, whole_blocks, runs, self.recompute_s))
         self._loads.clear()
         return tuple(loads)
 
     def waits_for_loads(self, output: Any) -> bool:
         """Return whether a step (vLLM's `SchedulerOutput`) computes nothing because all requests
-        wait for asynchronous loads.
+        wait for loads.
         """
         states = self._states.values()
         return (
@@ -210,14 +202,14 @@ class SchedulerSide:
             self._timed[self.step] = num_tokens, time.monotonic()
             if len(self._timed) > MAX_TIMED_STEPS:
                 del self._timed[next(iter(self._timed))]
-        return self.stores.plan(output, loads)
+        return self.stores.plan(output)
 
     def step_done(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """Process the workers' report of a step.
 
         Args:
             report: Their report; None if there was nothing to report.
-            received: Requests whose asynchronous load has ended on all workers.
+            received: Requests whose load has ended on all workers.
         """
         now, step = time.monotonic(), report.step if report is not None else 0
         if step in self._timed:
@@ -226,9 +218,8 @@ class SchedulerSide:
             self._prefill.note(num_tokens, now - max(planned_at, self._last_ended))
             self._timed = {later: timed for later, timed in self._timed.items() if later > step}
         self._last_ended = now
-        over = list(report.loaded) if report is not None else []
-        for request_id in received:
-            over.append(request_id)
+        ended = list(received)
+        for request_id in ended:
             state = self._states.get(request_id)
             if state is not None:
                 state.is_loading = False
@@ -243,8 +234,6 @@ class SchedulerSide:
                     sorted(elsewhere),
                 )
             self._is_out |= report.is_out or bool(elsewhere)
-            if report.failed & report.loaded:
-                self.stores.load_failed()
             for request_id in report.failed & self._states.keys():
                 logger.warning("loading KV failed, recomputing: request=%s", request_id)
                 # Another offer could fail again, endlessly. What is computed instead is stored
@@ -253,7 +242,7 @@ class SchedulerSide:
                 state.gave_up = True
                 state.forget_offer()
                 state.stored = [0] * len(self._groups)
-        self._offers.give_back(over)
+        self._offers.give_back(ended)
 
     def finished(self, request: Any) -> None:
         """Forget a request that has ended or was aborted."""
@@ -328,13 +317,12 @@ class SchedulerSide:
             state.asked_at = first_asked
 
     def _limit_of(self, state: RequestState) -> int:
-        """Return the limit on tokens that can be loaded: the forward pass needs one.
+        """Return the limit on tokens that can be loaded.
 
-        In an asynchronous load vLLM itself steps back by that token, but a window then reaches back
-        to a token whose block it has dropped.
+        The forward pass needs one token. vLLM itself steps back by it after a load of the whole
+        prompt, but a window then reaches back to a token whose block it has dropped.
         """
-        leaves_one = self._has_windows or not self._is_async
-        return int(state.request.num_tokens) - leaves_one
+        return int(state.request.num_tokens) - self._has_windows
 
     def _loadable(self, state: RequestState) -> int:
         """Return how many tokens beyond vLLM's own could be loaded if all of its chunks were

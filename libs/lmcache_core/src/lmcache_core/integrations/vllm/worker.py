@@ -119,8 +119,7 @@ class RefusingWorker:
     stored, and reports say that this worker does not take part.
 
     Args:
-        reports_blocks: Report to vLLM which blocks of asynchronous loads failed; otherwise which
-            requests.
+        reports_blocks: Report to vLLM which blocks of loads failed; otherwise which requests.
     """
 
     def __init__(self, reports_blocks: bool) -> None:
@@ -141,8 +140,8 @@ class RefusingWorker:
         self._held.update(plan.held)
         for load in plan.loads:
             self._report.failed.add(load.request_id)
-            (self._received if load.is_async else self._report.loaded).add(load.request_id)
-            if self.reports_blocks or not load.is_async:
+            self._received.add(load.request_id)
+            if self.reports_blocks:
                 self._bad_blocks.update(*(run.block_ids for run in load.runs))
         self._bad_blocks.discard(NULL_BLOCK)
 
@@ -171,8 +170,8 @@ class RefusingWorker:
 
 
 class WorkerSide:
-    """Loads and stores for one worker. Called by one thread; stores run in two others, and
-    asynchronous loads in a fourth.
+    """Loads and stores for one worker. Called by one thread; stores run in two others, and loads in
+    a fourth.
 
     Args:
         options: Options.
@@ -222,9 +221,7 @@ class WorkerSide:
         self._streams = ThreadStreams()
         self._begun: torch.cuda.Event | None = None
         self._held: set[str] = set()
-        self._sync_results: list[LoadResult] = []
         self._bad_blocks: set[int] = set()
-        self._failed_in_step: set[str] = set()
         self._report = WorkerReport(hosts={this_host()})
 
     def register(
@@ -281,25 +278,18 @@ class WorkerSide:
         self._write_behind_copies(plan.overwritten)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Note where a step begins, before its forward pass is launched. Its asynchronous loads
-        wait for everything before, which may still use their blocks, and not for the step.
+        """Note where a step begins, before its forward pass is launched. Its loads wait for
+        everything before, which may still use their blocks, and not for the step.
         """
-        if any(load.is_async for load in plan.loads):
+        if plan.loads:
             self._begun = record_event(self._device)
 
     def begin_loads(self, plan: StepPlan) -> None:
-        """Perform the loads that this step waits for, and start the others."""
+        """Start the loads of this step."""
         self._held.update(plan.held)
-        self._failed_in_step = set()
         self._report.step = plan.step
         for load in plan.loads:
-            if load.is_async:
-                self._loads.submit(load, self._begun)
-                continue
-            result = self._load(load)
-            self._sync_results.append(result)
-            if not result.is_good:
-                self._failed_in_step.add(load.request_id)
+            self._loads.submit(load, self._begun)
         if plan.waits_for_loads:
             self._loads.wait(MAX_REST_S)
 
@@ -307,17 +297,12 @@ class WorkerSide:
         """Let the store threads copy out the chunks that the step has completed. Until then vLLM
         keeps their blocks (`take_sent`), or writes behind the copies (`before_overwriting`). Where
         that would be too late, this orders them.
-
-        With speculative decoding this is called after `take_bad_blocks`: the draft model writes KV,
-        too.
         """
-        # Whatever was computed from missing KV is wrong.
-        stores = [store for store in plan.stores if store.request_id not in self._failed_in_step]
-        if not (self._stores and stores and self._transfers):
+        if not (self._stores and plan.stores and self._transfers):
             return
         with self._guard("store"):
             computed = record_event(self._device)
-            for store in stores:
+            for store in plan.stores:
                 num_bytes = sum(
                     run.num_chunks * self._transfers[run.group].chunk_bytes for run in store.runs
                 )
@@ -334,21 +319,17 @@ class WorkerSide:
         return sent
 
     def take_received(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose asynchronous load has ended, and those of them whose load
-        failed.
-        """
+        """Return the requests whose load has ended, and those of them whose load failed."""
         results = self._loads.take_results()
-        self._note(results)
+        for result in results:
+            self._bad_blocks |= result.bad_blocks
+            if not result.is_good:
+                self._report.failed.add(result.request_id)
         failed = {result.request_id for result in results if not result.is_good}
         return {result.request_id for result in results}, failed
 
     def take_bad_blocks(self) -> set[int]:
-        """Return vLLM's blocks without the KV that was to be loaded; ends the step's synchronous
-        loads.
-        """
-        self._note(self._sync_results)
-        self._report.loaded.update(result.request_id for result in self._sync_results)
-        self._sync_results = []
+        """Return vLLM's blocks without the KV that was to be loaded."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
@@ -390,12 +371,6 @@ class WorkerSide:
         )
         lane = Lane(FMT, metadata.model_name, self._num_ranks, metadata.worker_id, group.name)
         return _GroupTransfer(group, memory, connector, transfer, lane, units)
-
-    def _note(self, results: Sequence[LoadResult]) -> None:
-        for result in results:
-            self._bad_blocks |= result.bad_blocks
-            if not result.is_good:
-                self._report.failed.add(result.request_id)
 
     @property
     def _device(self) -> torch.device:
@@ -492,7 +467,7 @@ class WorkerSide:
 
 
 class LoadThread:
-    """Runs asynchronous loads one after the other, in a thread that ends with the process.
+    """Runs loads one after the other, in a thread that ends with the process.
 
     Args:
         load: Performs a load, after an event on a device with streams; must not raise.
