@@ -13,7 +13,7 @@ FIRST_TOKENS = {
     "recomputed": "cold",
     PREFIX_CACHE: PREFIX_CACHE,
     "the same, with our connector": f"{PREFIX_CACHE}, with the connector",
-    "the pod's sidecar": "memory of the sidecar, async",
+    "the pod's sidecar": "memory of the sidecar",
     "the sidecar's disk": "disk of the sidecar",
     "the storage service": "storage service",
     "another pod": "sidecar of another pod",

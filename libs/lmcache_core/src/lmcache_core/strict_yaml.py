@@ -62,7 +62,8 @@ def load_yaml_documents(text: bytes | str) -> list[Any]:
     try:
         found = []
         while loader.check_node():
-            found.append(_constructed(loader, loader.get_node()))
+            if (node := loader.get_node()) is not None:
+                found.append(_constructed(loader, node))
         return found
     finally:
         loader.dispose()

@@ -62,9 +62,7 @@ def test_requests_are_signed_as_in_amazons_examples(
     signed = signed_headers(
         KEY,
         "us-east-1",
-        method,
-        encoded_path(path),
-        encoded_query(query),
+        (method, encoded_path(path), encoded_query(query)),
         HOST | headers,
         payload,
         AT,

@@ -121,9 +121,7 @@ class BucketClient:
                     signed_headers(
                         self._keys.find(ends_at - time.monotonic()),
                         self._region,
-                        method,
-                        path,
-                        arguments,
+                        (method, path, arguments),
                         {"host": self._pool.origin.host_header, **headers},
                         payload,
                         self._clock(),

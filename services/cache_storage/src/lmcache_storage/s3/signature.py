@@ -63,9 +63,7 @@ def payload_hash(body: Sequence[bytes | memoryview]) -> str:
 def signed_headers(
     credentials: Credentials,
     region: str,
-    method: str,
-    path: str,
-    query: str,
+    request: tuple[str, str, str],
     headers: Mapping[str, str],
     payload: str,
     now: float,
@@ -75,13 +73,12 @@ def signed_headers(
     Args:
         credentials: The key.
         region: Region of the bucket.
-        method: HTTP method.
-        path: Path of the request, encoded.
-        query: Its query, encoded.
+        request: HTTP method; path and query, encoded.
         headers: Further headers, `host` among them, with lower-case names.
         payload: Hash of the body, or `UNSIGNED_PAYLOAD`.
         now: Seconds since the epoch.
     """
+    method, path, query = request
     at = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
     covered = {**headers, "x-amz-content-sha256": payload, "x-amz-date": at}
     if credentials.token is not None:

@@ -466,9 +466,10 @@ def named_value(value: Any, path: str, depth: int = 0) -> Any:
         return _tagged("code", f"{value.__module__}.{value.__qualname__}")
     if hasattr(value, "to_dict"):  # a configuration of transformers
         return named_value(_without_names(value.to_dict()), path, depth)
-    if dataclasses.is_dataclass(value) or isinstance(value, SimpleNamespace):
-        is_data = dataclasses.is_dataclass(value)
-        names = [one.name for one in dataclasses.fields(value)] if is_data else sorted(vars(value))
+    is_data = dataclasses.is_dataclass(value)
+    if is_data or isinstance(value, SimpleNamespace):
+        known: Any = value
+        names = [one.name for one in dataclasses.fields(known)] if is_data else sorted(vars(known))
         listed = FIELDS_WITHOUT_KV.get(kind, frozenset())
         fields = {
             name: named_value(getattr(value, name, None), f"{path}.{name}", depth + 1)

@@ -325,7 +325,8 @@ class RedisBackend(RemoteBackend):
             return result
         seen, may_go = head, size > MAX_SKIPPED_BYTES
         if _is_head_of(head, key, size):
-            seen = await self._client.get(name)
+            whole: Any = await self._client.get(name)
+            seen = whole
             if seen is None:
                 return result
             may_go = await asyncio.to_thread(is_damaged, seen, key)
