@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 
 import httpx
+import msgspec
 import pytest
-from lmcache_core.p2p import FirstTokens, ModelFigures
+from lmcache_core.p2p import FirstTokens, ModelFigures, PeerFigures
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire.json_http import JsonHttpClient
+from lmcache_sidecar import metrics
 from lmcache_sidecar.first_tokens import FirstTokenCounter, first_tokens
 from lmcache_sidecar.heartbeat import heartbeat_figures
 
@@ -153,3 +156,66 @@ async def test_a_heartbeat_reports_waits_under_the_kvs_model(
     waits = FirstTokens(loaded=3, loaded_ms=750)
     assert told.models == {name: ModelFigures(0, 0, described.get(name, 0), waits)}
     assert heartbeat_figures(TierSet(hot=hot), counters, None, described).models == {}
+
+
+@pytest.mark.parametrize("counter_name", ["requests", "waited_s", "loaded"])
+@pytest.mark.parametrize(
+    "value", ["nan", "inf", "-inf", "-1", "1e300", "1e999", "9007199254740992", "9.3e18"]
+)
+async def test_counter_that_no_vllm_has_is_ignored(
+    counter_name: str,
+    value: str,
+    vllm: Vllm,
+    counter: FirstTokenCounter,
+    counters: Counters,
+) -> None:
+    await counter.look()
+    vllm.served(1, 0.5, loaded=500)
+    await counter.look()
+    before = dict(vllm.counts)
+    vllm.counts[counter_name] = float(value)
+    for _ in range(2):
+        await counter.look()
+    assert first_tokens(counters.snapshot()) == FirstTokens(loaded=1, loaded_ms=500)
+    vllm.counts = before
+    vllm.served(1, 0.5, loaded=500)
+    await counter.look()
+    assert first_tokens(counters.snapshot()) == FirstTokens(loaded=2, loaded_ms=1000)
+    heartbeat_is_taken(counters, vllm_model="m")
+
+
+@pytest.mark.parametrize("model", ["m", "", "m" * 1024])
+@pytest.mark.parametrize("count", [1 << 53, 1 << 63, 10**300])
+def test_heartbeat_is_one_that_the_broker_takes_whatever_was_counted(
+    count: int, model: str
+) -> None:
+    counters = Counters()
+    unlabelled = (
+        metrics.REQUESTED_CHUNKS_TOTAL,
+        metrics.STORED_CHUNKS_TOTAL,
+        metrics.STORED_BYTES_TOTAL,
+    )
+    labelled = (
+        *(metrics.LOADED_CHUNKS_TOTAL, metrics.LOADED_BYTES_TOTAL, metrics.MISSED_CHUNKS_TOTAL),
+        *(metrics.SAVED_TOKENS_TOTAL, metrics.SAVED_PREFILL_MICROSECONDS_TOTAL),
+    )
+    for name in unlabelled:
+        counters.add(name, count)
+    for name in labelled:
+        counters.add(name, count, model or "label")
+    for source in metrics.PROMPT_SOURCES:
+        counters.add(metrics.FIRST_TOKENS_TOTAL, count, source)
+        counters.add(metrics.FIRST_WAIT_MICROSECONDS_TOTAL, count, source)
+    heartbeat_is_taken(counters, count, {model: 64.0}, model)
+
+
+def heartbeat_is_taken(
+    counters: Counters,
+    exclusive_bytes: int | None = None,
+    chunk_tokens: Mapping[str, float] = MappingProxyType({}),
+    vllm_model: str | None = None,
+) -> None:
+    figures = heartbeat_figures(
+        TierSet(hot=hot_with(1)), counters, exclusive_bytes, chunk_tokens, vllm_model
+    )
+    assert msgspec.json.decode(msgspec.json.encode(figures), type=PeerFigures) == figures

@@ -19,14 +19,33 @@ A miss is not an exception: see `lmcache_core.storage.Miss`.
 from __future__ import annotations
 
 
+def one_line(text: str) -> str:
+    """Return text with characters that are not printable, such as line ends, escaped: text of
+    others must not look like lines of ours in a log.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 class LMCacheError(Exception):
-    """Root of all errors that this library raises on purpose."""
+    """Root of all errors that this library raises on purpose. Its text, which may quote a server,
+    is one line.
+    """
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class ConfigError(LMCacheError, ValueError):
     """An option is unknown, impossible or contradicts another one. The text names option, value
-    and fix.
+    and fix, and may have several lines.
     """
+
+    def __str__(self) -> str:
+        return ValueError.__str__(self)
 
 
 class IdentityError(LMCacheError, ValueError):

@@ -8,9 +8,10 @@ import json
 import logging
 import sys
 import time
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
+from lmcache_core.errors import one_line
 from lmcache_core.telemetry.request_context import current_request_id
 from pydantic import ConfigDict, Field
 from typing_extensions import override
@@ -54,6 +55,24 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class TextFormatter(logging.Formatter):
+    """One line per record, whatever others have put into its message. The lines of a traceback are
+    indented, so that none of them looks like a record.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT_FORMAT)
+
+    @override
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return one_line(super().formatMessage(record))
+
+    @override
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"    {one_line(line)}" for line in lines)
+
+
 class CallerFilter(logging.Filter):
     """Passes one warning of each kind per minute, for a library's logger that writes one for each
     caller that violates a protocol.
@@ -84,9 +103,7 @@ def configure_logging(level: str, log_format: str) -> None:
         log_format: `text` or `json`.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT)
-    )
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.getLogger().handlers[:] = [handler]
     logging.getLogger(_HTTP_SERVER).filters[:] = [CallerFilter()]
     audit = logging.StreamHandler(sys.stderr)

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import FirstTokens
-from lmcache_core.p2p.messages import MAX_LABEL_CHARS
+from lmcache_core.p2p.messages import MAX_COUNT, MAX_LABEL_CHARS, bounded_count
 from lmcache_core.telemetry import Counters
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.wire.json_http import JsonHttpClient
@@ -58,7 +58,7 @@ class Reading:
         """Return the counters in vLLM's `/metrics`; None if one of them is missing.
 
         Raises:
-            ValueError: A value is not a number.
+            ValueError: A value is no number that a counter can have.
         """
         found: dict[bytes, float] = {}
         tokens: dict[str, float] = {}
@@ -66,9 +66,9 @@ class Reading:
         for name, labels, value in _SAMPLE.findall(text):
             source = _SOURCE.search(labels)
             if source is not None:
-                tokens[source[1].decode()] = tokens.get(source[1].decode(), 0.0) + float(value)
+                tokens[source[1].decode()] = tokens.get(source[1].decode(), 0.0) + _count(value)
             else:
-                found[name] = found.get(name, 0.0) + float(value)
+                found[name] = found.get(name, 0.0) + _count(value)
             named = _MODEL.search(labels)
             if named is not None:
                 model = named[1].decode("utf-8", "replace")
@@ -96,6 +96,18 @@ class Reading:
             or self.waited_s < before.waited_s
             or any(self.tokens.get(name, 0) < count for name, count in before.tokens.items())
         )
+
+
+def _count(text: bytes) -> float:
+    """Return the value of a counter.
+
+    Raises:
+        ValueError: It is not one: it must be a number from 0 to `MAX_COUNT`.
+    """
+    value = float(text)
+    if not 0 <= value <= MAX_COUNT:  # nor is NaN
+        raise ValueError(f"a counter of {value:g}: must be from 0 to {MAX_COUNT}")
+    return value
 
 
 class FirstTokenCounter:
@@ -144,10 +156,10 @@ def first_tokens(values: Mapping[tuple[str, str], int]) -> FirstTokens:
     """Return the waits in a snapshot of counters, as heartbeats report them."""
 
     def count(source: str) -> int:
-        return values.get((metrics.FIRST_TOKENS_TOTAL, source), 0)
+        return bounded_count(values.get((metrics.FIRST_TOKENS_TOTAL, source), 0))
 
     def wait_ms(source: str) -> int:
-        return values.get((metrics.FIRST_WAIT_MICROSECONDS_TOTAL, source), 0) // 1000
+        return bounded_count(values.get((metrics.FIRST_WAIT_MICROSECONDS_TOTAL, source), 0) // 1000)
 
     return FirstTokens(
         count(LOADED),

@@ -15,10 +15,11 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.p2p import ModelFigures, PeerFigures
 from lmcache_core.p2p.messages import (
-    MAX_COUNT,
     MAX_COUNTED_LABELS,
     MAX_COUNTED_PEERS,
+    MAX_LABEL_CHARS,
     bounded,
+    bounded_count,
     tier_figures,
 )
 from lmcache_core.storage.base import StorageBackend
@@ -101,19 +102,24 @@ def heartbeat_figures(
     }
     # One vLLM has one model; the connector may name it otherwise than vLLM's clients do.
     waited = next(iter(chunk_tokens)) if len(chunk_tokens) == 1 else vllm_model
-    if vllm_model is not None and waited and (waited in models or len(models) < MAX_COUNTED_LABELS):
+    if (
+        vllm_model is not None
+        and waited
+        and len(waited) <= MAX_LABEL_CHARS
+        and (waited in models or len(models) < MAX_COUNTED_LABELS)
+    ):
         known = models.get(waited, ModelFigures(chunk_tokens=chunk_tokens.get(waited, 0)))
         models[waited] = msgspec.structs.replace(known, first_tokens=first_tokens(values))
     return PeerFigures(
-        requested_chunks=min(values.get((metrics.REQUESTED_CHUNKS_TOTAL, ""), 0), MAX_COUNT),
+        requested_chunks=bounded_count(values.get((metrics.REQUESTED_CHUNKS_TOTAL, ""), 0)),
         loaded_chunks=by_label(metrics.LOADED_CHUNKS_TOTAL),
         loaded_bytes=by_label(metrics.LOADED_BYTES_TOTAL),
         missed_chunks=by_label(metrics.MISSED_CHUNKS_TOTAL),
-        stored_chunks=min(values.get((metrics.STORED_CHUNKS_TOTAL, ""), 0), MAX_COUNT),
-        stored_bytes=min(values.get((metrics.STORED_BYTES_TOTAL, ""), 0), MAX_COUNT),
+        stored_chunks=bounded_count(values.get((metrics.STORED_CHUNKS_TOTAL, ""), 0)),
+        stored_bytes=bounded_count(values.get((metrics.STORED_BYTES_TOTAL, ""), 0)),
         pulled_bytes=(bounded(tiers.pulled or {}, MAX_COUNTED_PEERS)),
         tiers=tier_figures({tier.name: tier.stats() for tier in tiers.local}),
-        sole_bytes=exclusive_bytes,
+        sole_bytes=None if exclusive_bytes is None else bounded_count(exclusive_bytes),
         models=models,
     )
 

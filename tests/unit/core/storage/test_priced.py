@@ -213,3 +213,13 @@ async def test_what_is_not_there_says_nothing_about_the_price(answer: MissReason
     priced = guarded(tier)
     await read(priced, 4, 3 * MIN_OBSERVATIONS)
     assert priced.num_worth(4, 1e-9) == 4
+
+
+async def test_answer_to_another_read_does_not_answer_a_probe(priced: Guard, tier: Timed) -> None:
+    tier.latency_s = 1.0
+    await learn(priced)
+    assert [priced.num_worth(3, LIMIT_S) for _ in range(PROBE_INTERVAL)][-1] == 3
+    await asyncio.create_task(read(priced, 2))  # underway when the probe began, and ended first
+    tier.is_empty = True
+    await read(priced, 3)
+    assert priced.num_worth(3, LIMIT_S) == 3, "the probe has learned no price"

@@ -410,12 +410,17 @@ class PeersResponse(msgspec.Struct, frozen=True):
     peers: Annotated[list[PeerStatus], msgspec.Meta(max_length=MAX_PEERS_PER_LISTING)]
 
 
+def bounded_count(count: int) -> int:
+    """Return a count as a heartbeat accepts it."""
+    return min(max(count, 0), MAX_COUNT)
+
+
 def bounded(counts: Mapping[str, int], max_names: int = MAX_COUNTED_LABELS) -> dict[str, int]:
     """Return the largest of these counts, at most `max_names`, with names that a heartbeat
     accepts.
     """
     named = (
-        (name, min(count, MAX_COUNT))
+        (name, bounded_count(count))
         for name, count in counts.items()
         if 0 < len(name) <= MAX_LABEL_CHARS
     )
@@ -431,9 +436,9 @@ def tier_figures(stats: Mapping[str, Mapping[str, int]]) -> tuple[TierFigures, .
     return tuple(
         TierFigures(
             name,
-            figures.get("num_chunks", 0),
-            figures.get("used_bytes", 0),
-            figures.get("capacity_bytes", 0),
+            bounded_count(figures.get("num_chunks", 0)),
+            bounded_count(figures.get("used_bytes", 0)),
+            bounded_count(figures.get("capacity_bytes", 0)),
         )
         for name, figures in list(stats.items())[:MAX_TIERS]
     )

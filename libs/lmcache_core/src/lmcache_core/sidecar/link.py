@@ -170,7 +170,7 @@ class SidecarLink:
             return
         self._complaint = ""
         logger.info(
-            "connected to a sidecar: server=%s arena_bytes=%d",
+            "connected to a sidecar: server=%r arena_bytes=%d",
             connection.welcome.server,
             connection.arena_info.num_bytes,
         )

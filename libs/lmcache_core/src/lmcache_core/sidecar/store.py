@@ -78,7 +78,7 @@ class _Asked:
 
 class SidecarChunkStore(ChunkStore):
     """Reaches the tiers of the pod's sidecar. A call waits at most `TURN_S` + `timeout_s` +
-    `CALL_MARGIN_S`.
+    `CALL_MARGIN_S` for them, however many requests it takes.
 
     Args:
         path: The sidecar's socket.
@@ -119,7 +119,7 @@ class SidecarChunkStore(ChunkStore):
         self._newest: Callable[[], SidecarConnection | None] = lambda: None
         self._pace = Pace(self._probe)
         self._step_s = timeout_s / STEP_SHARE
-        self._deadline_ms = max(1, int(timeout_s * 1000))
+        self._deadline_ms = _milliseconds(timeout_s)
         self._asked: dict[str, _Asked] = {}
         self._unsaid: list[str] = []
 
@@ -147,15 +147,17 @@ class SidecarChunkStore(ChunkStore):
         connection = self._link.connection
         if connection is None or search_range == []:
             return 0
+        deadline = time.monotonic() + self._timeout_s
         for batch in _batches(keys):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
             tiers = tuple(documented_tier(tier) for tier in search_range or ())
-            request = m.Lookup(connection.names(batch), tiers, self._deadline_ms)
+            request = m.Lookup(connection.names(batch), tiers, _milliseconds(left_s))
             if search_range is not None and set(search_range) <= {MEMORY_TIER}:
                 answer = self._ask_in_step(connection, request, m.ContainsOk, len(batch))
             else:
-                answer = self._links.ask(
-                    connection, request, m.ContainsOk, self._timeout_s + CALL_MARGIN_S
-                )
+                answer = self._links.ask(connection, request, m.ContainsOk, left_s + CALL_MARGIN_S)
             if answer is None:
                 break
             found = answer.present[: len(batch)]
@@ -171,11 +173,15 @@ class SidecarChunkStore(ChunkStore):
         for the answer.
         """
         present: list[bool] = []
-        wait_s = self._timeout_s + CALL_MARGIN_S
         connection = self._link.connection
+        deadline = time.monotonic() + self._timeout_s
         if connection is not None:
             for batch in _batches(keys):
-                request = m.Lookup(connection.names(batch), (), self._deadline_ms)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                wait_s = left_s + CALL_MARGIN_S
+                request = m.Lookup(connection.names(batch), (), _milliseconds(left_s))
                 answer = self._links.ask(connection, request, m.ContainsOk, wait_s, wait_s)
                 if answer is None or len(answer.present) < len(batch):
                     break
@@ -297,9 +303,14 @@ class SidecarChunkStore(ChunkStore):
         connection = self._load_link.connection
         chunks: list[Chunk] = []
         reason: str = MissReason.UNAVAILABLE
+        deadline = time.monotonic() + self._timeout_s
         while connection is not None and len(chunks) < len(keys):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                reason = MissReason.DEADLINE
+                break
             batch = keys[len(chunks) : len(chunks) + m.MAX_NAMES]
-            good, reason = self._load(connection, batch, recompute_s, check_later)
+            good, reason = self._load(connection, batch, left_s, recompute_s, check_later)
             chunks += good
             if len(good) < len(batch):
                 break
@@ -320,7 +331,7 @@ class SidecarChunkStore(ChunkStore):
             and extent.is_lent
             and REJECT in extent.connection.welcome.capabilities
         ):
-            self._links.ask(extent.connection, m.Reject((extent.handle,)), m.Ok)
+            self._links.ask(extent.connection, m.Reject((extent.handle,)), m.Ok, self._step_s)
 
     @override
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -479,20 +490,17 @@ class SidecarChunkStore(ChunkStore):
         self,
         connection: SidecarConnection,
         keys: Sequence[CacheEngineKey],
+        left_s: float,
         recompute_s: float | None,
         check_later: bool,
     ) -> tuple[list[Chunk], str]:
         request = m.LoadExtents(
-            connection.names(keys), self._deadline_ms, _microseconds(recompute_s)
+            connection.names(keys), _milliseconds(left_s), _microseconds(recompute_s)
         )
         good: list[Chunk] = []
         connection.hold(len(keys))
         try:
-            limit_s = (
-                self._timeout_s
-                if recompute_s is None
-                else min(self._timeout_s, recompute_s * len(keys))
-            )
+            limit_s = left_s if recompute_s is None else min(left_s, recompute_s * len(keys))
             answer = self._links.ask(connection, request, m.Extents, limit_s + CALL_MARGIN_S)
             if answer is None:
                 return good, MissReason.UNAVAILABLE
@@ -520,7 +528,7 @@ class SidecarChunkStore(ChunkStore):
                 item.id for item in answer.items[len(good) :] if isinstance(item, m.Extent)
             )
             if unused:
-                self._links.ask(connection, m.DoneWith(unused), m.Ok)
+                self._links.ask(connection, m.DoneWith(unused), m.Ok, self._step_s)
         finally:
             connection.release(len(keys) - len(good))
         return good, reason
@@ -550,6 +558,10 @@ class SidecarChunkStore(ChunkStore):
 
 def _batches(items: Sequence[T]) -> list[Sequence[T]]:
     return [items[at : at + m.MAX_NAMES] for at in range(0, len(items), m.MAX_NAMES)]
+
+
+def _milliseconds(left_s: float) -> int:
+    return max(1, int(left_s * 1000))
 
 
 def _microseconds(recompute_s: float | None) -> int:

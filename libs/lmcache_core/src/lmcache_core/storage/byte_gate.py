@@ -32,8 +32,8 @@ class ByteGate:
             try:
                 await turn
             except asyncio.CancelledError:
-                if not turn.cancelled():  # admitted just before the cancellation
-                    self._give_back(taken)
+                # Admitted just before the cancellation, or in front of smaller requests.
+                self._give_back(0 if turn.cancelled() else taken)
                 raise
         else:
             self.used_bytes += taken

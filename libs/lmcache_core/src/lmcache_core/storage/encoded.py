@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from lmcache_core._typing import override
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import UnavailableError, one_line
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import (
     RAW_SERDE,
@@ -248,7 +248,7 @@ class EncodedBackend(StorageBackend):
                 "records cannot be used here, counting them as misses: tier=%s serde=%s lossy=%s"
                 " reason=%s",
                 self.name,
-                header.serde,
+                one_line(header.serde),
                 header.lossy,
                 reason.value,
             )

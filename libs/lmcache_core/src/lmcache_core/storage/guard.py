@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
+from weakref import WeakSet
 
 from lmcache_core._typing import override
 from lmcache_core.errors import UnavailableError
@@ -200,7 +202,7 @@ class Guard(StorageBackend):
         self._lister: StorageBackend | None = lister if isinstance(lister, StorageBackend) else None
         self._cost = ReadCost() if is_priced else None
         self._num_too_dear = self._num_withheld = 0
-        self._is_asking_price = False
+        self._asking_price: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._observers = (
             (TraceObserver(), LogObserver(), MetricsObserver())
             if observers is None
@@ -229,7 +231,9 @@ class Guard(StorageBackend):
             self._num_withheld += 1
             if self._num_withheld < PROBE_INTERVAL:
                 return 0
-            self._num_withheld, self._is_asking_price = 0, True
+            self._num_withheld = 0
+            if (reader := asyncio.current_task()) is not None:
+                self._asking_price.add(reader)  # others may read meanwhile
             return num_chunks
         return num
 
@@ -262,6 +266,10 @@ class Guard(StorageBackend):
     ) -> list[Result]:
         if not keys:
             return []
+        reader = asyncio.current_task()
+        is_asking_price = reader in self._asking_price
+        if reader is not None:
+            self._asking_price.discard(reader)
         if not self._breaker.admit():
             return [Miss(MissReason.BREAKER_OPEN)] * len(keys)
         results: list[Result] = [Miss(MissReason.UNAVAILABLE)] * len(keys)
@@ -281,9 +289,8 @@ class Guard(StorageBackend):
             raise
         if self._cost is not None and (attempt.num_chunks or MissReason.DEADLINE in attempt.misses):
             self._cost.observe(attempt.num_chunks, attempt.num_bytes, self._clock() - began)
-        elif self._is_asking_price:  # a tier that lacks the chunks has told no price
+        elif is_asking_price:  # a tier that lacks the chunks has told no price
             self._num_withheld = PROBE_INTERVAL - 1
-        self._is_asking_price = False
         return results
 
     @override
