@@ -12,7 +12,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NUMBER = r"(?:0[xX][0-9A-Fa-f]*|[0-9]+)"
 _NUMBERS = re.compile(rf"{_NUMBER}(?:\.{_NUMBER}){{0,3}}")
 _ENDS_IN_NUMBER = re.compile(rf"(?:.*\.)?{_NUMBER}")
-_THIS_NETWORK: Final = ipaddress.IPv4Network("0.0.0.0/8")
+_THIS_NETWORK: Final = ipaddress.IPv4Network((0, 8))
 _WITH_IPV4_AT_THE_END: Final = (
     ipaddress.IPv6Network("::/96"),  # IPv4-compatible
     ipaddress.IPv6Network("64:ff9b::/96"),  # NAT64
@@ -88,7 +88,7 @@ def may_be_loopback(host: str) -> bool:
 
 def is_unreachable(address: Address) -> bool:
     """Return whether no other pod can have that address: it is unspecified, multicast, link-local,
-    reserved, or of the network 0.0.0.0/8.
+    reserved, or begins with 0.
     """
     return (
         address.is_unspecified
