@@ -190,12 +190,40 @@ async def test_a_full_redis_is_swept_where_a_chunk_keeps_another_holder() -> Non
         await index.close()
 
 
-async def test_leases_that_are_not_ours_are_unavailability(
-    index: RedisIndex, raw: redis.Redis
+FOREIGN_LEASES = {
+    "no json": b"not json",
+    "empty": b"",
+    "not utf-8": b"\xff\xfe",
+    "number": b"7",
+    "object": b"{}",
+    "null": b"null",
+    "short": b"[1]",
+    "nulls": b"[null,null,null,null,null,null]",
+    "types": b'["1",7,"sidecar","x",0,0]',
+    "deep": b"[" * 2000,
+}
+
+
+@pytest.mark.parametrize("value", FOREIGN_LEASES.values(), ids=FOREIGN_LEASES)
+async def test_foreign_value_in_the_place_of_a_lease_is_replaced_and_costs_no_other(
+    index: RedisIndex, raw: redis.Redis, value: bytes
 ) -> None:
-    raw.hset("lmc2:{i}:leases", "acme/a", b"not json")
-    with pytest.raises(UnavailableError):
-        await index.instances("acme")
+    await put(index, "b")
+    await put(index, "a")
+    raw.hset("lmc2:{i}:leases", "acme/a", value)
+    raw.set("lmc2:{i}:version", "another")  # so that the leases are read again
+    assert [entry.instance for entry in await index.instances("acme")] == ["b"]
+    assert [holder.instance for holder in (await index.holders("acme", [CHUNK]))[0]] == ["b"]
+    assert not await index.end("acme", "a")
+    stores = [IndexEvent("store", "acme", CHUNK, "hot", 5)]
+    assert (await index.apply("acme", EventBatch("a", 7, 1, stores))).resync
+    claim = LeaseClaim("b", 7, "sidecar", 60_000)
+    assert (await index.renew("acme", claim)).next_sequence == 1
+    await put(index, "a", 8)
+    assert len((await index.holders("acme", [CHUNK]))[0]) == 2
+    raw.hset("lmc2:{i}:leases", "acme/a", value)
+    await index.clear("acme")
+    assert (await index.renew("acme", claim)).resync
 
 
 async def test_after_a_flush_old_entries_stay_dead_whoever_comes_first(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lmcache_core.addresses import is_loopback
 from lmcache_core.errors import ConfigError
 from lmcache_servicekit.settings import (
-    is_loopback,
+    is_unspecified,
     load_settings,
     render_settings,
 )
@@ -178,7 +179,13 @@ def test_an_open_door_needs_a_decision(host: str, tmp_path: Path) -> None:
 
 def test_loopback() -> None:
     assert all(map(is_loopback, ["127.0.0.1", "127.8.8.8", "::1", "localhost"]))
-    assert not any(map(is_loopback, ["localhost.example.org", "0", ""]))
+    for spelled in ("LOCALHOST", "localhost.", "127.1", "2130706433", "0x7f.1", "0177.0.0.1"):
+        assert is_loopback(spelled), spelled
+    assert all(map(is_loopback, ["127.0.0.1.", "::ffff:127.0.0.1", "::127.0.0.1"]))
+    assert not any(map(is_loopback, ["localhost.example.org", "0", "", "10.0.0.7", "1.127"]))
+    assert not is_loopback("me.localhost"), "a resolver may ask a server for it"
+    assert all(map(is_unspecified, ["", "0.0.0.0", "::", "0", "0.0", "0x0"]))
+    assert not any(map(is_unspecified, ["127.0.0.1", "0.0.0.1", "zero"]))
 
 
 def test_an_instance_id_is_safe_in_paths() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from lmcache_core.addresses import is_loopback
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import BYTES_PER_GB, DistributedUrlText, NodeSettings, Tenant
-from lmcache_servicekit.settings import Port, is_loopback, is_unspecified
+from lmcache_servicekit.settings import Port, is_unspecified
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from lmcache_core.addresses import is_loopback, may_be_loopback
 from lmcache_core.errors import ConfigError
 from lmcache_core.lookup.messages import JSON
 from lmcache_core.names import INSTANCE_PATTERN
@@ -26,7 +27,6 @@ from lmcache_core.p2p.messages import (
 )
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
 from lmcache_servicekit.bodies import BodyTypes, RequestBody, invalid, json_answer
-from lmcache_servicekit.settings import is_loopback
 
 from lmcache_broker.overview import MAX_SAMPLES, BrokerOverview, Overview
 from lmcache_broker.peers.registry import PeerRegistry
@@ -137,7 +137,7 @@ async def announce_peer(
 def _refuse_foreign_loopback(distributed_url: str, request: Request) -> None:
     """Refuse a remote peer with a loopback address: others would connect to themselves."""
     host, caller = parse_distributed_url(distributed_url).host, request.client
-    if is_loopback(host) and caller is not None and not is_loopback(caller.host):
+    if may_be_loopback(host) and caller is not None and not is_loopback(caller.host):
         raise ConfigError(
             f"distributed_url={distributed_url}: {host} is reachable only from its own machine;"
             " name an address of this peer"

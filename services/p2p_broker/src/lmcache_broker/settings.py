@@ -7,11 +7,12 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
+from lmcache_core.addresses import is_loopback
 from lmcache_core.names import INSTANCE_PATTERN
 from lmcache_core.p2p import PeerKind, parse_distributed_url
 from lmcache_core.security import TicketKeyFile, TicketKeys, parse_ticket_keys, validate_tenant
 from lmcache_servicekit.redis_settings import RedisSettings
-from lmcache_servicekit.settings import URL_PATTERN, Port, ServiceSettings, is_loopback
+from lmcache_servicekit.settings import URL_PATTERN, Port, ServiceSettings
 from pydantic import (
     AfterValidator,
     BaseModel,

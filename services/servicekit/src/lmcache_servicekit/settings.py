@@ -5,7 +5,6 @@ environment variables. A misspelt name is refused.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
 import re
 import socket
@@ -16,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get
 from urllib.parse import urlsplit
 
 import yaml
+from lmcache_core.addresses import is_loopback, parse_address
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import validate_instance_id
 from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
@@ -210,16 +210,6 @@ class ServiceSettings(BaseModel):
             )
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is certainly reachable from this machine only; a name other than
-    `localhost` is not.
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _overlap(host: str, other: str) -> bool:
     """Return whether two listeners on one port conflict at these hosts."""
     if host == other or is_unspecified(host) or is_unspecified(other):
@@ -229,10 +219,8 @@ def _overlap(host: str, other: str) -> bool:
 
 def is_unspecified(host: str) -> bool:
     """Return whether a listener at `host` takes every address of this machine."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return host == ""
+    address = parse_address(host)
+    return host == "" if address is None else address.is_unspecified
 
 
 def load_settings(

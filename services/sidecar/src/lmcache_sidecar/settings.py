@@ -9,13 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from lmcache_core.addresses import is_loopback
 from lmcache_core.config import DISK_SERDES
 from lmcache_core.config.options import REMOTE_URL, did_you_mean
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote import check_remote_scheme
 from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import DistributedUrlText, NodeSettings
-from lmcache_servicekit.settings import URL_PATTERN, Port, is_loopback
+from lmcache_servicekit.settings import URL_PATTERN, Port
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from typing_extensions import override
 

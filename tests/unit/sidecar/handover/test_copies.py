@@ -71,6 +71,17 @@ async def test_what_is_ordered_arrives_bit_for_bit_and_once(tmp_path: Path) -> N
         assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == 2
 
 
+@pytest.mark.parametrize("url", ["", "lm://", "lm://a:0", "http://a:1", "lm://[::1", "lm://0:1"])
+async def test_order_with_a_malformed_url_costs_no_other(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with peer(tmp_path) as b:
+        wrong = [CopyOrder(order(name, b).chunk_id, "wrong", url) for name in (0, 1)]
+        assert await Giver().copy([*wrong, order(1, b), order(2, b)]) == 2
+    assert f"copies not sent: peer={url!r}" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 async def test_several_takers_and_one_that_takes_nothing(tmp_path: Path) -> None:
     async with peer(tmp_path) as b, peer(tmp_path, "c") as c, peer(tmp_path, "d") as d:
         c.is_open = False

@@ -4,9 +4,15 @@ it is encrypted.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from typing import Final, NamedTuple
+
+from lmcache_core.addresses import (
+    embedded_ipv4,
+    is_unreachable,
+    looks_like_address,
+    parse_address,
+)
 
 MAX_DISTRIBUTED_URL_CHARS: Final = 300
 
@@ -16,9 +22,6 @@ _URL = re.compile(
     r"lm(?:\+tls)?://(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[1-9][0-9]{0,4})"
 )
 
-
-_NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
-_NOWHERE: Final = frozenset({ipaddress.ip_address("255.255.255.255")})
 _ENCRYPTED: Final = "lm+tls://"
 
 
@@ -39,7 +42,7 @@ def parse_distributed_url(url: str) -> DistributedUrl:
 
     Raises:
         ValueError: It has another form, or names an address that no other pod can have:
-            unspecified, multicast, link-local (where clouds serve credentials), or in a
+            unspecified, multicast, link-local (where clouds serve credentials), reserved, or in a
             non-standard spelling.
     """
     match = _URL.fullmatch(url) if len(url) <= MAX_DISTRIBUTED_URL_CHARS else None
@@ -51,21 +54,19 @@ def parse_distributed_url(url: str) -> DistributedUrl:
     host, port = match["host"].strip("[]"), int(match["port"])
     if port > 65535:
         raise ValueError("a distributed URL's port must be at most 65535")
-    address = _address(host, must_be_one=match["host"].startswith("["))
-    if address is None and _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None:
+    address = parse_address(host)
+    if match["host"].startswith("["):
+        if address is None or address.version != 6:
+            raise ValueError("a distributed URL must have an IPv6 address in brackets")
+    elif looks_like_address(host) and (address is None or str(address) != host):
         # The system's resolver also accepts 0, 127.1 or 0x7f000001 as addresses.
         raise ValueError("a distributed URL's IPv4 address must be four decimal numbers")
-    if address is not None and address.version == 6 and address.ipv4_mapped is not None:
+    if address is not None and embedded_ipv4(address) is not None:
         raise ValueError("a distributed URL's IPv4 address must not be embedded in an IPv6 address")
-    if address is not None and (
-        address.is_unspecified
-        or address.is_multicast
-        or address.is_link_local
-        or address in _NOWHERE
-    ):
+    if address is not None and is_unreachable(address):
         raise ValueError(
             "a distributed URL must name an address that others can reach: not an unspecified,"
-            " multicast or link-local one"
+            " multicast, link-local or reserved one"
         )
     return DistributedUrl(host, port)
 
@@ -78,12 +79,3 @@ def is_encrypted(url: str) -> bool:
 def distributed_url_of(host: str, port: int, encrypted: bool) -> str:
     """Return the distributed URL for a host and port."""
     return f"{_ENCRYPTED if encrypted else 'lm://'}{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _address(host: str, must_be_one: bool) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        if must_be_one:
-            raise ValueError("a distributed URL must have an IPv6 address in brackets") from None
-        return None

@@ -189,7 +189,7 @@ class LiveTable:
         which the request was made.
 
         Raises:
-            UnavailableError: Something other than our leases is stored there.
+            UnavailableError: Something other than a hash is stored there.
         """
         try:
             now_ms, version, flat = reply
@@ -198,14 +198,18 @@ class LiveTable:
             assert isinstance(flat, list)
             by_identity: dict[tuple[int, int], LiveInstance] = {}
             for name, raw in zip(flat[::2], flat[1::2], strict=True):
-                lease = msgspec.json.decode(raw, type=StoredLease)
-                if lease.expires_ms > now_ms:
+                try:
+                    lease = msgspec.json.decode(raw, type=StoredLease)
                     owner, _, instance = name.decode().partition("/")
+                    incarnation = int(lease.incarnation)
+                except ValueError:  # no lease of ours: its instance replaces it
+                    continue
+                if lease.expires_ms > now_ms:
                     expires_at = now + (lease.expires_ms - now_ms) / 1000
-                    by_identity[lease.number, int(lease.incarnation)] = LiveInstance(
+                    by_identity[lease.number, incarnation] = LiveInstance(
                         owner, instance, lease, expires_at
                     )
             stale_at = min((live.expires_at for live in by_identity.values()), default=float("inf"))
             return cls(version, by_identity, stale_at)
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, TypeError) as exc:
+        except (ValueError, TypeError) as exc:
             raise UnavailableError(f"the leases in Redis cannot be read: {exc}") from exc

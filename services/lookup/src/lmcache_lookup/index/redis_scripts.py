@@ -5,7 +5,7 @@ cluster with two more: the claim of the batch being taken, "" for none, and when
 Incarnations are decimal text of 20 digits, since Lua's numbers are doubles; times are on Redis' own
 clock. The version is the time of the last change: unlike a counter, it does not repeat after a
 flush. Instance numbers begin at the time in seconds for the same reason: a number that was lost
-with its lease is not assigned again.
+with its lease is not assigned again. A field that holds no lease counts as none, and is replaced.
 
 `APPLY` touches many buckets in one call, which only a single server allows; a cluster takes a batch
 by `CLAIM`, a `TAKE` for each bucket, and `SETTLE`.
@@ -21,6 +21,15 @@ NOW: Final = """
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local function touch(key) redis.call('SET', key, time[1] .. '.' .. time[2]) end
+local LEASE = {'number', 'string', 'string', 'number', 'number', 'number'}
+local function lease_of(raw)
+  local is_json, lease = pcall(cjson.decode, raw)
+  if not is_json or type(lease) ~= 'table' then return nil end
+  for i = 1, #LEASE do
+    if type(lease[i]) ~= LEASE[i] then return nil end
+  end
+  return lease
+end
 local function save(field, lease) redis.call('HSET', KEYS[1], field, cjson.encode(lease)) end
 """
 
@@ -123,14 +132,15 @@ if ARGV[8] ~= '' then
 end
 local leases = lost and redis.call('HGETALL', KEYS[1]) or {}
 for i = 1, #leases, 2 do
-  local lease = cjson.decode(leases[i + 1])
-  lease[6] = 1
-  save(leases[i], lease)
+  local lease = lease_of(leases[i + 1])
+  if lease then
+    lease[6] = 1
+    save(leases[i], lease)
+  end
 end
-local raw = redis.call('HGET', KEYS[1], field)
+local lease = lease_of(redis.call('HGET', KEYS[1], field))
 local number
-if raw then
-  local lease = cjson.decode(raw)
+if lease then
   local alive = lease[4] > now_ms
   if alive and incarnation < lease[2] then return {0, 1, 1} end
   if alive and incarnation == lease[2] then
@@ -159,7 +169,8 @@ else
   if not (fits and own_fits) then
     local leases = redis.call('HGETALL', KEYS[1])
     for i = 1, #leases, 2 do
-      if cjson.decode(leases[i + 1])[4] <= now_ms then redis.call('HDEL', KEYS[1], leases[i]) end
+      local other = lease_of(leases[i + 1])
+      if not other or other[4] <= now_ms then redis.call('HDEL', KEYS[1], leases[i]) end
     end
     fits, own_fits = places()
   end
@@ -180,9 +191,8 @@ return {0, 0, 1}
 END: Final = Script(
     NOW
     + """
-local raw = redis.call('HGET', KEYS[1], ARGV[1])
-if not raw then return 0 end
-local lease = cjson.decode(raw)
+local lease = lease_of(redis.call('HGET', KEYS[1], ARGV[1]))
+if not lease then return 0 end
 if ARGV[2] ~= '' and ARGV[2] ~= lease[2] then return 0 end
 redis.call('HDEL', KEYS[1], ARGV[1])
 touch(KEYS[2])
@@ -198,9 +208,8 @@ APPLY: Final = Script(
     + MERGE
     + """
 local field, incarnation, first, max_chunks, max_holders = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local raw = redis.call('HGET', KEYS[1], field)
-if not raw then return {0, 1} end
-local lease = cjson.decode(raw)
+local lease = lease_of(redis.call('HGET', KEYS[1], field))
+if not lease then return {0, 1} end
 if lease[4] <= now_ms or lease[2] ~= incarnation or lease[6] == 1 then return {0, 1} end
 if first > lease[5] then return {lease[5], 1} end
 local number = struct.pack('<I4', lease[1])
@@ -227,9 +236,9 @@ RESYNC: Final = Script(
 local leases = redis.call('HGETALL', KEYS[1])
 local prefix = ARGV[1] .. '/'
 for i = 1, #leases, 2 do
-  local lease = cjson.decode(leases[i + 1])
+  local lease = lease_of(leases[i + 1])
   local is_own = string.sub(leases[i], 1, #prefix) == prefix
-  if is_own or string.sub(leases[i], 1, 2) == '*/' or lease[3] == 'storage' then
+  if lease and (is_own or string.sub(leases[i], 1, 2) == '*/' or lease[3] == 'storage') then
     lease[6] = 1
     save(leases[i], lease)
   end
@@ -307,9 +316,8 @@ CLAIM: Final = Script(
     NOW
     + """
 local field, incarnation, first, claim = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[5]
-local raw = redis.call('HGET', KEYS[1], field)
-if not raw then return {0, 1, 0, 0} end
-local lease = cjson.decode(raw)
+local lease = lease_of(redis.call('HGET', KEYS[1], field))
+if not lease then return {0, 1, 0, 0} end
 if lease[4] <= now_ms or lease[2] ~= incarnation or lease[6] == 1 then return {0, 1, 0, 0} end
 if first > lease[5] then return {lease[5], 1, 0, 0} end
 if first + tonumber(ARGV[4]) <= lease[5] then return {lease[5], 0, 0, 0} end
@@ -341,9 +349,8 @@ return is_full
 SETTLE: Final = Script(
     NOW
     + """
-local raw = redis.call('HGET', KEYS[1], ARGV[1])
-if not raw then return {0, 1, 1} end
-local lease = cjson.decode(raw)
+local lease = lease_of(redis.call('HGET', KEYS[1], ARGV[1]))
+if not lease then return {0, 1, 1} end
 if lease[4] <= now_ms or lease[2] ~= ARGV[2] or lease[6] == 1 then return {0, 1, 1} end
 if lease[7] ~= ARGV[3] then return {lease[5], 0, 0} end
 if ARGV[4] ~= '' then lease[5] = math.max(lease[5], tonumber(ARGV[4])) end

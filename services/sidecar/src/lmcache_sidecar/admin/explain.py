@@ -9,6 +9,7 @@ from itertools import islice, takewhile
 from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query
+from lmcache_core.addresses import is_loopback
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import MAX_TOKEN_ID, ChunkKey
 from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER, STORAGE_TIER
@@ -19,7 +20,6 @@ from lmcache_servicekit.auth import GuardedRoute, RoleRequired
 from lmcache_servicekit.docstrings import ApiModel
 from lmcache_servicekit.errors import PermissionDeniedError
 from lmcache_servicekit.problems import failures
-from lmcache_servicekit.settings import is_loopback
 from pydantic import ConfigDict, Field, model_validator
 
 from lmcache_sidecar.admin.pins import ChunkHashes, OnlyModel

@@ -110,7 +110,11 @@ class BrokerRequests(LeaseListener):
         return found
 
     async def _copy_to(self, url: str, keys: Sequence[ChunkKey]) -> None:
-        client = self.connect(url)
+        try:
+            client = self.connect(url)
+        except ValueError as exc:
+            logger.warning("copies not sent: peer=%r error=%s", url, exc)
+            return
         try:
             for begin in range(0, len(keys), MAX_BATCH_CHUNKS):
                 batch = keys[begin : begin + MAX_BATCH_CHUNKS]
