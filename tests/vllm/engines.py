@@ -111,7 +111,7 @@ def from_plain(plain: Mapping[str, Any]) -> Answer:
 
 def engine_options(model: Path, **options: Any) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for a tiny model, as JSON can say them; `options` come on top."""
-    common = {
+    common: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
@@ -120,6 +120,9 @@ def engine_options(model: Path, **options: Any) -> dict[str, Any]:
         "disable_log_stats": False,
         "seed": 0,
     }
+    if model.name == "mla":
+        # The other one, which processors with AMX get, takes no float32.
+        common["attention_config"] = {"backend": "CPU_MLA"}
     return common | options
 
 
