@@ -349,7 +349,9 @@ async def test_tokens_keep_tenants_and_roles_apart(tmp_path: Path) -> None:
             assert await prefix(acme, A) == [["s-0"]]
             assert await prefix(rival, A) == []
             assert await prefix(ops, B) == [["s-0"]]
-            await rival.renew_instance("s-0", incarnation=9, kind="storage", ttl_ms=60_000)
+            with pytest.raises(UnavailableError, match="status 403"):
+                await rival.renew_instance("s-0", incarnation=9, kind="storage", ttl_ms=60_000)
+            await rival.renew_instance("s-0", incarnation=9, kind="sidecar", ttl_ms=60_000)
             assert await prefix(acme, A) == [["s-0"]]
             with pytest.raises(UnavailableError, match="status 403"):
                 await rival.send_events("s-0", incarnation=9, first_sequence=0, events=events)

@@ -179,6 +179,8 @@ def test_a_tenants_entries_are_its_own(guarded: Guarded) -> None:
             "the lease that ended was none of acme's"
         )
         lease = rival.put("/v1/instances/rival-0", json={"incarnation": 1, "kind": "storage"})
+        assert lease.status_code == 403
+        lease = rival.put("/v1/instances/rival-0", json={"incarnation": 1, "kind": "sidecar"})
         assert lease.status_code == 200
         event = {
             "op": "store",

@@ -32,7 +32,7 @@ from lmcache_core.lookup.messages import (
     TenantsAnswer,
 )
 from lmcache_core.names import INSTANCE_PATTERN, TENANT_PATTERN
-from lmcache_core.security import owner_of
+from lmcache_core.security import SHARED_OWNER, owner_of, speaks_for_all_tenants
 from lmcache_servicekit.auth import (
     AdminPrincipal,
     ClientPrincipal,
@@ -250,10 +250,13 @@ async def end_lease(
 async def list_instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """List live leases.
 
-    Those that tokens of the caller's tenant took, or tokens with the role `storage` or `admin`.
-    503: the index did not answer in time.
+    Those that tokens of the caller's tenant took; for the roles `storage` and `admin` also those
+    that tokens of these roles took. 503: the index did not answer in time.
     """
-    return answered(request, InstancesAnswer(await service.index.instances(caller.tenant)))
+    found = await service.index.instances(caller.tenant)
+    if speaks_for_all_tenants(caller.role):
+        found += await service.index.instances(SHARED_OWNER)
+    return answered(request, InstancesAnswer(sorted(found, key=lambda entry: entry.instance)))
 
 
 @events_router.post(

@@ -153,7 +153,7 @@ class LookupIndex(abc.ABC):
 
     @abc.abstractmethod
     async def instances(self, owner: str) -> list[InstanceEntry]:
-        """Return the live leases of `owner` and the shared ones, sorted by instance."""
+        """Return the live leases of `owner`, sorted by instance."""
 
     @abc.abstractmethod
     async def evict(self, tenant: str, chunk_ids: Sequence[bytes]) -> int:

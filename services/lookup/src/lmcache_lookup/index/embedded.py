@@ -196,8 +196,8 @@ class EmbeddedIndex(LookupIndex):
                 lease.next_sequence,
                 int((lease.expires_at - now) * 1000),
             )
-            for _, lease in sorted(self._leases.items(), key=lambda item: item[0][1])
-            if lease.owner in (owner, SHARED_OWNER) and self._is_alive(lease)
+            for _, lease in sorted(self._leases.items())
+            if lease.owner == owner and self._is_alive(lease)
         ]
 
     @override
@@ -237,7 +237,7 @@ class EmbeddedIndex(LookupIndex):
 
     @override
     async def stats(self, tenant: str) -> StatsAnswer:
-        num_instances = len(await self.instances(tenant))
+        num_instances = len(await self.instances(tenant) + await self.instances(SHARED_OWNER))
         num_chunks = len(self._tenants.get(tenant) or ())
         return StatsAnswer(self.name, False, num_chunks, num_instances)
 

@@ -186,7 +186,7 @@ class RedisIndex(LookupIndex):
                     max(0, int((live.expires_at - asked_at) * 1000)),
                 )
                 for (_, incarnation), live in table.by_identity.items()
-                if live.owner in (owner, SHARED_OWNER)
+                if live.owner == owner
             ),
             key=lambda status: status.instance,
         )
@@ -226,7 +226,7 @@ class RedisIndex(LookupIndex):
         num_chunks = sum(count or 0 for count in answers[:NUM_BUCKETS])
         for fields in answers[NUM_BUCKETS:]:
             num_chunks -= sum(value is not None for value in fields or ())
-        num_instances = len(await self.instances(tenant))
+        num_instances = len(await self.instances(tenant) + await self.instances(SHARED_OWNER))
         return StatsAnswer(self.name, False, num_chunks, num_instances)
 
     @override
