@@ -108,7 +108,7 @@ def test_state_outside_of_blocks_is_refused(
     assert "use_replayssm: a part of the recurrent state" in caplog.text
 
 
-@pytest.mark.parametrize("part", ["parallel_config", "cache_config", "scheduler_config"])
+@pytest.mark.parametrize("part", ["parallel_config", "cache_config"])
 def test_a_configuration_of_another_shape_is_served_without(
     module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
