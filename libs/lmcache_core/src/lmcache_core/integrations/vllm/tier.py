@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
 from lmcache_core._typing import override
-from lmcache_core.concurrency import Workers, started_pool
+from lmcache_core.concurrency import StartedPool, Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.engine.stores import SidecarClient, create_chunk_store
@@ -191,8 +191,8 @@ class LMCacheTier(SecondaryTierManager):
         self._transfer = KVTransfer(
             store, _Rows(self.block_size_bytes), self._metadata, self._counters, self._workers
         )
-        self._loads = started_pool(1, "lmcache-load")
-        self._stores = started_pool(1, "lmcache-store")
+        self._loads = StartedPool(1, "lmcache-load")
+        self._stores = StartedPool(1, "lmcache-store")
         self._lookups = _Lookups(self._present)
         store.open(self._use_salt)
 
@@ -333,7 +333,7 @@ class _Lookups:
         self._answers: dict[bytes, _Answer] = {}
         self._of_requests: dict[str, dict[bytes, _Answer]] = {}
         self._unasked: list[tuple[bytes, _Answer]] = []
-        self._thread = started_pool(1, "lmcache-lookup")
+        self._thread = StartedPool(1, "lmcache-lookup")
 
     def lookup(self, key: bytes, request_id: str) -> LookupResult:
         of_request = self._of_requests.get(request_id)

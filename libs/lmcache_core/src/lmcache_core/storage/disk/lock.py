@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.forks import enter_children
 
 
 class DirectoryLock:
@@ -51,12 +52,17 @@ class DirectoryLock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
         self._fd = fd
+        enter_children(self)
 
     def release(self) -> None:
         """Unlock. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def enter_child(self) -> None:
+        """Close the child's copy, which would keep the lock when the parent has ended."""
+        self.release()
 
     def is_volume_there(self) -> bool:
         """Distinguish a directory that was emptied or removed from one whose volume is gone.
