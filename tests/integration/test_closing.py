@@ -12,7 +12,7 @@ import pytest
 from lmcache_core.concurrency import LoopThread
 
 from tests.fixtures.closing_child import PROMPTS
-from tests.fixtures.embedded import PATIENT, embedded_engine
+from tests.fixtures.embedded import embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import kv_of
 from tests.fixtures.wire import MemoryStore, serving
@@ -68,7 +68,7 @@ def test_no_acknowledged_write_is_lost(way: str, tmp_path: Path) -> None:
     with storage_server() as (store, url):
         closed_in_child(way, str(tmp_path), url)
         assert len(store.chunks) >= NUM_CHUNKS
-    with embedded_engine(tmp_path, **PATIENT) as cache:
+    with embedded_engine(tmp_path, tier_timeout_s=60.0, prefill_tokens_per_s=0.001) as cache:
         for tokens in PROMPTS:
             target = empty_kv(len(tokens))
             assert cache.engine.retrieve(tokens, kvcaches=target).all()

@@ -11,7 +11,7 @@ from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.disk.lock import DirectoryLock
 
-from tests.fixtures.embedded import PATIENT, build_engine, embedded_engine, until
+from tests.fixtures.embedded import build_engine, embedded_engine, until
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
 
 TOKENS = tokens_of((0, 1, 2))
@@ -54,12 +54,17 @@ def test_closing_reads_no_secret_again(tmp_path: Path) -> None:
 def test_an_engine_that_could_not_open_writes_once_it_could(tmp_path: Path) -> None:
     lock = DirectoryLock(DiskLayout(tmp_path).lock)
     lock.acquire()
-    engine = build_engine(HostMemoryAllocator(8 * CHUNK_BYTES), tmp_path, **PATIENT)
+    engine = build_engine(
+        HostMemoryAllocator(8 * CHUNK_BYTES),
+        tmp_path,
+        tier_timeout_s=60.0,
+        prefill_tokens_per_s=0.001,
+    )
     with pytest.raises(ConfigError, match="in use by another process"):
         engine.open()
     lock.release()
     engine.open()
     engine.store(TOKENS, kvcaches=kv_of(TOKENS))
     engine.close()
-    with embedded_engine(tmp_path, **PATIENT) as cache:
+    with embedded_engine(tmp_path, tier_timeout_s=60.0, prefill_tokens_per_s=0.001) as cache:
         assert cache.engine.lookup(TOKENS) == len(TOKENS)

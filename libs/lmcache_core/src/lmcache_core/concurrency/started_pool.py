@@ -77,6 +77,11 @@ class StartedPool(ThreadPoolExecutor):
                 f"{name}: {exc}; allow this process {num_threads} more threads"
             ) from exc
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether it accepts no more work."""
+        return self._is_closed
+
     @override
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run `fn` in a thread.
@@ -85,10 +90,10 @@ class StartedPool(ThreadPoolExecutor):
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
         work = _Work(partial(fn, *args, **kwargs))
-        if not self._is_closed and self._process.is_here:
+        if not self.is_closed and self._process.is_here:
             self._queue.put(work)
-            # Closed concurrently: the threads may have ended before they came to it.
-            if not self._is_closed or not work.future.cancel():
+            # If it was closed concurrently, the threads may have ended before they came to this.
+            if not (self.is_closed and work.future.cancel()):
                 return work.future
         raise RuntimeError("cannot schedule new futures after shutdown")
 
