@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import random
 import resource
 import threading
@@ -65,6 +66,38 @@ def test_caches_that_were_reset_share_nothing_any_more(world: World) -> None:
         engine.store([3])
         engine.await_jobs()
         assert other.load([1, 2, 3]) == [True, True, False]
+
+
+def test_a_job_that_does_not_end_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has failed, and neither touches vLLM's memory nor stores anything afterwards."""
+    from lmcache_core.integrations.vllm import tier as module
+
+    world.sidecar()
+    monkeypatch.setattr(module, "DRAIN_S", 0.01)
+    with offloading(world) as engine:
+        engine.store([1])
+        engine.await_jobs()
+        (tier,) = engine.manager.secondary_tiers
+        may_go_on, have_begun = threading.Event(), queue.SimpleQueue[str]()
+
+        def hung(begin: Any, kind: str) -> Any:
+            def call(*args: Any) -> Any:
+                have_begun.put(kind)
+                assert may_go_on.wait(JOB_BOUND_S)
+                return begin(*args)
+
+            return call
+
+        monkeypatch.setattr(tier._transfer, "store", hung(tier._transfer.store, "store"))
+        engine.store([2, 3])
+        engine.step()
+        assert have_begun.get(timeout=JOB_BOUND_S) == "store"
+        engine.manager.reset_cache()
+        engine.rows[:] = 7
+        may_go_on.set()
+        engine.store([4])
+        engine.await_jobs()
+        assert engine.load([1, 2, 3, 4]) == [False, False, False, True]
 
 
 def test_stores_never_keep_all_of_the_host_memory(world: World) -> None:

@@ -98,3 +98,18 @@ def test_a_drain_that_leaves_or_loses_chunks_is_a_failure(
 def test_undrain_tells_whether_there_was_a_drain(before: str, told: str) -> None:
     caller = cast(Caller, Scripted(progress(before), progress("serving")))
     assert drain._takes(asyncio.run(drain._undrained(caller))) == told
+
+
+def test_a_peer_is_named_in_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is one segment, whatever it contains."""
+    paths: list[str] = []
+
+    class Noting(Scripted):
+        async def ask(self, _method: str, path: str) -> Any:
+            paths.append(path)
+            return await super().ask(_method, path)
+
+    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    asker = cast(Asker, Noting(progress("writing"), progress("done")))
+    asyncio.run(drain._drained(asker, STORAGE, 60.0, lambda *_: None, "a/../b?c#d"))
+    assert paths == ["/v1/admin/peers/a%2F..%2Fb%3Fc%23d:drain", "/v1/peers/a%2F..%2Fb%3Fc%23d"]

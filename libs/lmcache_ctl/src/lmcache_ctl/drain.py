@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
+from urllib.parse import quote
 
 import msgspec
 import typer
@@ -207,7 +208,8 @@ async def _drained(
         begin, look = PATHS[service.kind]
         outcome = DrainOutcome(str(service.kind), service.name)
     else:
-        begin, look = f"/v1/admin/peers/{peer}:drain", f"/v1/peers/{peer}"
+        named = quote(peer, safe="")
+        begin, look = f"/v1/admin/peers/{named}:drain", f"/v1/peers/{named}"
         outcome = DrainOutcome(PEER, peer)
     name = f"{outcome.kind} {outcome.name}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
+from urllib.parse import quote
 
 import typer
 
@@ -42,7 +43,7 @@ def status(
     output: ListOutput = ListFormat.TABLE,
 ) -> None:
     """Show where the index is, how much is in it, and which instances hold leases."""
-    stats = "/v1/stats" + ("" if tenant is None else f"?tenant={tenant}")
+    stats = "/v1/stats" + ("" if tenant is None else f"?tenant={quote(tenant, safe='')}")
 
     def ask(place: Reach) -> dict[str, Any]:
         return {
@@ -95,7 +96,7 @@ def _all_tenants(reach: Reach) -> list[str]:
         names += page["tenants"]
         if page["next_after"] is None:
             return names
-        after = f"?after={page['next_after']}"
+        after = f"?after={quote(page['next_after'], safe='')}"
     raise CtlError(f"more than {MAX_PAGES} pages of tenants")
 
 

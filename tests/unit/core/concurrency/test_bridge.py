@@ -167,3 +167,32 @@ def test_closing_ends_those_who_wait(loop: LoopThread) -> None:
     loop.close()
     waiter.join(5.0)
     assert len(faults) == 1
+
+
+def test_a_call_that_comes_too_late_to_begin_does_not_wait() -> None:
+    """It is scheduled when the loop has stopped, and is not closed yet."""
+    made, refused = LoopThread("test"), list[UnavailableError]()
+    made.open()
+    loop = made._loop
+    assert loop is not None
+    close = loop.close
+
+    def call() -> None:
+        with pytest.raises(UnavailableError) as refusal:
+            made.run(give(1), 600.0)
+        refused.append(refusal.value)
+
+    caller = threading.Thread(target=call)
+
+    def close_late() -> None:
+        caller.start()
+        while not made._unanswered:
+            time.sleep(0.001)
+        close()
+
+    loop.close = close_late  # type: ignore[method-assign]
+    loop.call_soon_threadsafe(made._is_over.set)
+    made._thread.join(60)  # type: ignore[union-attr]
+    caller.join(60)
+    assert len(refused) == 1
+    made.close()

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,3 +161,20 @@ def test_it_divides_as_ieee_754_says_and_lets_go_of_the_gil(path: Path) -> None:
     assert loop.targetoptions["nogil"] is True
     assert loop.targetoptions["fastmath"] is False
     assert loop.targetoptions["error_model"] == "numpy"
+
+
+def test_numba_that_may_not_compile_is_refused_with_the_fix() -> None:
+    told = (
+        "from lmcache_core.errors import ConfigError\n"
+        "from lmcache_core.storage.codecs import create_codecs\n"
+        "import asyncio\n"
+        "try:\n"
+        "    asyncio.run(create_codecs({'remote_serde': 'cachegen'}).open())\n"
+        "except ConfigError as exc:\n"
+        "    print(exc)\n"
+    )
+    environ = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    child = subprocess.run(
+        [sys.executable, "-c", told], env=environ, capture_output=True, text=True, check=True
+    )
+    assert child.stdout.startswith("remote_serde='cachegen': NUMBA_DISABLE_JIT is set"), child

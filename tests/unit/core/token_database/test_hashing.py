@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lmcache_core.errors import IdentityError
 from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
 from lmcache_core.token_database.hashing import (
     chain_hashes_of_bytes,
@@ -171,3 +172,12 @@ def test_many_spans_over_many_chunks_cost_what_they_overlap():
         )
         == 20_000
     )
+
+
+@pytest.mark.parametrize("field", ["model_name", "revision", "adapter"])
+def test_a_name_that_is_no_text_is_refused(field: str) -> None:
+    """As variables of the environment have it that are not UTF-8."""
+    with pytest.raises(IdentityError, match="not Unicode text"):
+        identity_root(dataclasses.replace(METADATA, **{field: "a\udcff"}))
+    with pytest.raises(IdentityError, match=r"salt .* is not Unicode text"):
+        identity_root(METADATA, "a\udcff")

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
+from lmcache_core.forks import ProcessMark
+
 MAX_THREADS = 4
 """More do not help: two or three concurrent copies or digests use all of the memory's bandwidth."""
 
@@ -47,8 +49,8 @@ class _Task(Generic[T]):
 
 
 class Workers:
-    """Runs functions in threads while it is open, and in the caller's thread while it is not, or if
-    no thread can be started.
+    """Runs functions in threads while it is open, and in the caller's thread while it is not, if no
+    thread can be started, or in a forked child of the process that has opened it.
 
     Args:
         name: Prefix of the threads' names.
@@ -60,15 +62,17 @@ class Workers:
         self._name = name
         self._num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool: ThreadPoolExecutor | None = None
+        self._process = ProcessMark()
 
     def open(self) -> None:
         """Allow threads, which are started on demand."""
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self._name)
+        self._process = ProcessMark()
 
     def close(self) -> None:
         """Let running work finish, and join the threads. Idempotent."""
         pool, self._pool = self._pool, None
-        if pool is not None:
+        if pool is not None and self._process.is_here:
             pool.shutdown()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -116,7 +120,7 @@ class Workers:
     def _takes(self, task: _Task[T]) -> bool:
         """Return whether a thread has begun the work, or will."""
         pool = self._pool
-        if pool is None:
+        if pool is None or not self._process.is_here:
             return False
         try:
             pool.submit(task.run)

@@ -14,7 +14,8 @@ Nothing else imports this package, except lazy re-exports under the documented n
 | `cachegen` | `lmcache_core.serde`, `.serde.cachegen` | CacheGen of one tensor, step by step |
 | `legacy_config` | `LMCacheEngineConfig.from_legacy` | the old names of backends |
 
-`cachegen.device` encodes and decodes on a CUDA device by the kernels `cachegen_quantize`,
-`cachegen_encode` and `cachegen_decode`. The live path (`lmcache_core.serde.CacheGenCodec`) runs on
-the CPU, in the sidecar, and writes the same bytes.
+CacheGen of one tensor encodes and decodes on a CUDA device by `serde.device` and the kernels
+`cachegen_quantize`, `cachegen_encode` and `cachegen_decode`. The live path encodes on the CPU
+(`serde.CacheGenCodec`), writes the same bytes, and decodes there or, in vLLM, on the GPU
+(`serde.device`).
 """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from lmcache_core.concurrency import Workers
+from lmcache_core.concurrency import Workers, close_apart
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.engine.guard import CallGuard, DegradingGuard
 from lmcache_core.engine.prefill_rate import PrefillRate
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 TIERS = frozenset(DOCUMENTED_TIERS.values())
 """The tiers that `lookup` can be limited to."""
+CLOSE_MARGIN_S = 2.0
+"""How much longer than `close_drain_s` closing an engine may hold its caller."""
 
 
 class LMCacheEngine:
@@ -105,9 +107,16 @@ class LMCacheEngine:
     def close(self) -> None:
         """Finish or abandon background work and free everything; `LMCacheEngineBuilder` forgets the
         engine. Idempotent.
+
+        Pending writes have `close_drain_s` seconds. It may be called from anywhere: by several
+        threads, by an exit handler or a finalizer, and by a signal handler in the middle of another
+        call. Closing then ends with that call at the latest.
         """
         LMCacheEngineBuilder._forget(self)
         self._is_open = False
+        close_apart(self._close, self.config.close_drain_s + CLOSE_MARGIN_S)
+
+    def _close(self) -> None:
         try:
             self._store.close()
         finally:
@@ -165,8 +174,8 @@ class LMCacheEngine:
             **kwargs: Arguments of the GPU connector, for example `kvcaches`.
 
         Raises:
-            ValueError: The number of Falses in the mask is not a multiple of the chunk size, or
-                engine memory is not as declared.
+            ValueError: A token id is not an integer in 0..2^32-1, the number of Falses in the mask
+                is not a multiple of the chunk size, or engine memory is not as declared.
         """
         with self._guard("store"):
             least = 1 if self.config.save_unfull_chunk else self.config.chunk_size
@@ -202,10 +211,10 @@ class LMCacheEngine:
                 their KV must be computed in any case.
 
         Raises:
-            ValueError: The number of Falses in the mask is not a multiple of the chunk size, or
-                engine memory is not as declared.
+            ValueError: A token id is not an integer in 0..2^32-1, the number of Falses in the mask
+                is not a multiple of the chunk size, or engine memory is not as declared.
         """
-        loaded = torch.zeros(len(tokens), dtype=torch.bool)
+        loaded = torch.zeros(_num_tokens(tokens), dtype=torch.bool)
         with self._guard("retrieve"):
             named = self._named(tokens, mask, spans)
             self.counters.add(REQUESTED_TOKENS_TOTAL, sum(end - start for start, end, _ in named))
@@ -233,7 +242,8 @@ class LMCacheEngine:
             spans: As in `store`.
 
         Raises:
-            ValueError: A name in the range is not one of these.
+            ValueError: A name in the range is not one of these, or a token id is not an integer in
+                0..2^32-1.
         """
         tiers = None
         if search_range is not None:
@@ -261,6 +271,10 @@ class LMCacheEngine:
             tokens: Token ids, shape `[seq_len]`.
             mask: As in `retrieve`.
             spans: As in `store`.
+
+        Raises:
+            ValueError: A token id is not an integer in 0..2^32-1, or the number of Falses in the
+                mask is not a multiple of the chunk size.
         """
         with self._guard("prefetch"):
             self._store.prefetch([key for _, _, key in self._named(tokens, mask, spans)])
@@ -305,6 +319,13 @@ def _chunk_bytes(
     return num_bytes(connector.get_shape(database.chunk_size), metadata.kv_dtype_name)
 
 
+def _num_tokens(tokens: torch.Tensor) -> int:
+    try:
+        return len(tokens)
+    except TypeError as exc:
+        raise ValueError(f"tokens must be one row of integers: {exc}") from exc
+
+
 def create_engine(
     config: LMCacheEngineConfig,
     metadata: LMCacheEngineMetadata,
@@ -328,7 +349,7 @@ class LMCacheEngineBuilder:
     """
 
     _instances: ClassVar[dict[str, LMCacheEngine]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # a signal handler may close an engine
 
     @classmethod
     def get_or_create(
@@ -371,9 +392,17 @@ class LMCacheEngineBuilder:
             engine.close()
 
     @classmethod
+    def _enter_child(cls) -> None:
+        """Begin without engines in a forked child: it opens its own."""
+        cls._instances, cls._lock = {}, threading.RLock()
+
+    @classmethod
     def _forget(cls, engine: LMCacheEngine) -> None:
         """Drop a closed engine, so that its id makes another one."""
         with cls._lock:
             for instance_id, known in list(cls._instances.items()):
                 if known is engine:
                     del cls._instances[instance_id]
+
+
+os.register_at_fork(after_in_child=LMCacheEngineBuilder._enter_child)

@@ -7,6 +7,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+from lmcache_core.forks import enter_children
+
 RISE = 0.5
 FALL = 0.05
 """A faster prefill than estimated is adopted immediately (deadlines become shorter, which is safe);
@@ -37,9 +39,14 @@ class PrefillRate:
     ) -> None:
         self._configured = tokens_per_s
         self._clock = clock
-        self._lock = threading.Lock()
         self._learned: float | None = None
         self._open: OrderedDict[Hashable, float] = OrderedDict()
+        self.enter_child()
+        enter_children(self)
+
+    def enter_child(self) -> None:
+        """Learn with a new lock."""
+        self._lock = threading.Lock()
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -17,6 +17,7 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.digests import SMALL_BYTES, FollowingDigest
 from lmcache_core.errors import SerdeError
+from lmcache_core.forks import enter_children
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface
 from lmcache_core.gpu_connectors.streams import LaunchedCopies
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
@@ -509,6 +510,11 @@ class LoadedWithLoss:
 
     def __init__(self) -> None:
         self._keys: OrderedDict[CacheEngineKey, None] = OrderedDict()
+        self.enter_child()
+        enter_children(self)
+
+    def enter_child(self) -> None:
+        """Remember with a new lock."""
         self._lock = threading.Lock()
 
     def __contains__(self, key: CacheEngineKey) -> bool:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.forks import ProcessMark
 
 GENERATION_SUFFIX = ".generation"
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -26,7 +27,7 @@ class FileLock:
 
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd
-        self._pid = os.getpid()
+        self._process = ProcessMark()
 
     @property
     def is_held(self) -> bool:
@@ -40,7 +41,7 @@ class FileLock:
         fd, self._fd = self._fd, None
         if fd is None:
             return
-        if self._pid == os.getpid():
+        if self._process.is_here:
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # effective even if a child still has the file open
         os.close(fd)

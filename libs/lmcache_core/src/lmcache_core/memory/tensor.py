@@ -15,6 +15,7 @@ import torch
 
 from lmcache_core._typing import override
 from lmcache_core.errors import CapacityError, ConfigError
+from lmcache_core.forks import ProcessMark
 from lmcache_core.memory.arena import touched_memory
 from lmcache_core.memory.base import MemoryFormat, MemoryObjMetadata
 from lmcache_core.memory.counted import CountedMemoryObj, CountingAllocator
@@ -273,7 +274,7 @@ def pin(
         addresses.append(begin)
         begin = end
     # The finalizer holds the arena, so that its pages are not freed before they are unpinned.
-    weakref.finalize(owner, _unpin_in, os.getpid(), arena, addresses, device)
+    weakref.finalize(owner, _unpin_in, ProcessMark(), arena, addresses, device)
     return True
 
 
@@ -288,9 +289,11 @@ def copy_parts(host: torch.Tensor) -> Iterator[slice]:
         begin = end
 
 
-def _unpin_in(pid: int, arena: torch.Tensor, addresses: list[int], device: torch.device) -> None:
+def _unpin_in(
+    process: ProcessMark, arena: torch.Tensor, addresses: list[int], device: torch.device
+) -> None:
     """Unpin unless this is a forked child, which has pinned nothing and cannot use CUDA."""
-    if os.getpid() == pid:
+    if process.is_here:
         _unpin(arena, addresses, device)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_core._typing import override
-from lmcache_core.concurrency import started_pool
+from lmcache_core.concurrency import StartedPool
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record import RecordHeader, TensorSpec
@@ -105,7 +105,7 @@ class _Tools:
 
     def __init__(self, loops: Loops, tables: TableSet, threads: int) -> None:
         self.tables = tables
-        self.pool = started_pool(threads, "lmcache-codec")
+        self.pool = StartedPool(threads, "lmcache-codec")
         self.quantised = QuantisedCoder(loops, tables, self.pool)
         self.lossless = LosslessCoder(loops, self.pool)
 
@@ -143,7 +143,7 @@ class CacheGenCodec(ChunkCodec):
     def close(self) -> None:
         tools, self._tools = self._tools, None
         if tools is not None:
-            tools.pool.shutdown()
+            tools.pool.shutdown(wait=False)
 
     @override
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:

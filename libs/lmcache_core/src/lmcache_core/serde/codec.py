@@ -122,7 +122,7 @@ class ChunkCodec(Protocol):
         """
 
     def close(self) -> None:
-        """End its threads. Idempotent."""
+        """Let its threads end, without waiting for them. Idempotent."""
 
     def encode(self, tensors: Sequence[TensorSpec], payload: memoryview) -> EncodedPayload | None:
         """Encode a raw payload. Blocks, uses the codec's threads, holds the GIL only between them.

@@ -70,17 +70,24 @@ def load_loops() -> Loops:
     repeated calls return immediately.
 
     Raises:
-        ConfigError: numba is not installed.
+        ConfigError: numba is not installed, or told not to compile.
     """
     check_numba()
     settle_processor()  # before the next line imports numba
+    from numba import config
+
     from lmcache_core.serde import planes, rans, symbols, values
 
+    if config.DISABLE_JIT:
+        raise ConfigError(
+            "NUMBA_DISABLE_JIT is set: this serde needs compiled code; unset it, or choose another"
+            " serde"
+        )
     return Loops(
         encode_sections=compiled(rans.encode_sections, [rans.ENCODE_SIGNATURE]),
         decode_sections=compiled(rans.decode_sections, [rans.DECODE_SIGNATURE]),
-        quantise_by_token=compiled(values.quantise_by_token, values.BY_TOKEN_SIGNATURES),
-        quantise_by_plane=compiled(values.quantise_by_plane, values.BY_PLANE_SIGNATURES),
+        quantise_by_token=compiled(values.quantise_by_token, values.QUANTISE_SIGNATURES),
+        quantise_by_plane=compiled(values.quantise_by_plane, values.QUANTISE_SIGNATURES),
         restore=compiled(values.restore, values.RESTORE_SIGNATURES),
         choose=compiled(symbols.choose, [symbols.CHOOSE_SIGNATURE]),
         split=compiled(planes.split, [planes.SPLIT_SIGNATURE]),

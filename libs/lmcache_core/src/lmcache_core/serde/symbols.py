@@ -1,5 +1,5 @@
 """The model of quantised values: what is expected of each channel, and what is left to code.
-Compiled by `entropy.compiled`.
+Compiled by `machine_code.compiled`.
 
 A channel's values are coded relative to its mean (its shift), or, where that is smaller, each
 relative to the value of the token before (delta). What is left is a symbol in `-levels … levels`,

@@ -3,7 +3,7 @@ or of values).
 
 Every operation is one of IEEE 754 in float32, in the order written here, nothing fused, rounded to
 nearest, ties to even. Sums are of integers, so that their order is free. That makes the result the
-same on every machine and on a GPU. Compiled by `entropy.compiled`.
+same on every machine and on a GPU. Compiled by `machine_code.compiled`.
 
 Raw values are uint16 (bfloat16, float16) or uint32 (float32) bit patterns.
 """
@@ -42,14 +42,10 @@ _BLOCK = 256
 """Channels whose sums are kept at a time: they stay in the first-level cache."""
 
 _READ_ONLY = "Array({}, 1, 'C', readonly=True)"
-_ROW_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
-_PLANE_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
+_QUANTISE_ARRAYS = "UniTuple(int64, 4), int16[::1], uint32[::1], int64[::1], uint32[::1])"
 _RESTORE_ARRAYS = "UniTuple(int64, 5), uint32[::1], int32[:, ::1], uint32[::1])"
-BY_TOKEN_SIGNATURES = tuple(
-    f"int64({_READ_ONLY.format(raw)}, {_ROW_ARRAYS}" for raw in ("uint16", "uint32")
-)
-BY_PLANE_SIGNATURES = tuple(
-    f"int64({_READ_ONLY.format(raw)}, {_PLANE_ARRAYS}" for raw in ("uint16", "uint32")
+QUANTISE_SIGNATURES = tuple(
+    f"int64({_READ_ONLY.format(raw)}, {_QUANTISE_ARRAYS}" for raw in ("uint16", "uint32")
 )
 RESTORE_SIGNATURES = tuple(
     f"void(uint8[::1], {raw}[::1], {_RESTORE_ARRAYS}" for raw in ("uint16", "uint32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
@@ -16,6 +15,7 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 
 from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
+from lmcache_core.forks import ProcessMark
 from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.memory.arena_locks import FileLock, join_generation
 from lmcache_core.memory.populate import BackgroundPopulation
@@ -119,7 +119,7 @@ class SidecarConnection:
         self._turn = threading.Lock()
         self._books = threading.Lock()
         self._socket: socket.socket | None = None
-        self._pid = 0
+        self._process = ProcessMark()
         self._is_usable = False
         self._num_held = 0
         self._unanswered: deque[Question[Message]] = deque()
@@ -139,7 +139,7 @@ class SidecarConnection:
     @property
     def is_open(self) -> bool:
         """Return whether calls can be made."""
-        return self._is_usable and self._pid == os.getpid()
+        return self._is_usable and self._process.is_here
 
     @property
     def has_ended(self) -> bool:
@@ -179,7 +179,7 @@ class SidecarConnection:
             raise UnavailableError(
                 f"sidecar at {self._path}: {exc}{_FIXES.get(type(exc), '')}"
             ) from exc
-        self._socket, self._pid, self._is_usable = connection, os.getpid(), True
+        self._socket, self._process, self._is_usable = connection, ProcessMark(), True
         begin = time.monotonic()
         try:
             self.welcome, info = self._greet()
@@ -522,7 +522,7 @@ class SidecarConnection:
         self._socket = None
         if self._generation_lock is not None:
             self._generation_lock.release()
-        if self._pid == os.getpid():  # in a forked child this would end the parent's connection
+        if self._process.is_here:  # in a forked child this would end the parent's connection
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         connection.close()

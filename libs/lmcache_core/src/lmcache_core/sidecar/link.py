@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
+from lmcache_core.forks import ProcessMark
 from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.mapping import ArenaMappings
 from lmcache_core.wire.messages import Hello, Message
@@ -78,7 +78,7 @@ class SidecarLink:
     @property
     def connection(self) -> SidecarConnection | None:
         """Return the connection; None if there is none."""
-        if os.getpid() != self._pid:
+        if not self._process.is_here:
             self._reset()
             self._reconnect_later(None)
         if self._lacks_thread:
@@ -103,6 +103,8 @@ class SidecarLink:
 
     def close(self) -> None:
         """Close the connection and stop reconnecting. Idempotent."""
+        if not self._process.is_here:
+            self._reset()
         self._closing.set()
         with self._lock:
             current, self._current = self._current, None
@@ -139,7 +141,7 @@ class SidecarLink:
         """Reset to the state without a connection; also in a forked child, whose parent keeps the
         connection, and which has no other thread and no CUDA.
         """
-        self._pid = os.getpid()
+        self._process = ProcessMark()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None

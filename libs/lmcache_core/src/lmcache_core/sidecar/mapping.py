@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmcache_core.forks import ProcessMark
 from lmcache_core.memory.shared import attach_shared_arena
 from lmcache_core.memory.views import tensor_over
 from lmcache_core.wire.messages import ArenaInfo
@@ -71,7 +71,7 @@ class ArenaMappings:
         Raises:
             UnavailableError: See `ArenaMapping`.
         """
-        if os.getpid() != self._pid:
+        if not self._process.is_here:
             self._reset()
         key = info.path, info.num_bytes, info.generation
         with self._lock:
@@ -81,7 +81,7 @@ class ArenaMappings:
             return found
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
+        self._process = ProcessMark()
         self._lock = threading.Lock()
         self._mapped: weakref.WeakValueDictionary[tuple[str, int, int], ArenaMapping] = (
             weakref.WeakValueDictionary()

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from lmcache_core.forks import enter_children
+
 QUICK_S = 0.003
 """A wait this short is always acceptable: a healthy sidecar answers in a fraction of it."""
 MAX_DELAY = 0.02
@@ -37,11 +39,16 @@ class Pace:
 
     def __init__(self, probe: Callable[[], float | None]) -> None:
         self._probe = probe
+        self._closing = threading.Event()
+        self.enter_child()
+        enter_children(self)
+
+    def enter_child(self) -> None:
+        """Begin without a thread, and without knowledge of the sidecar."""
         self._took_s = 0.0
         self._rests_until = 0.0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
 
     @property
     def is_quick(self) -> bool:

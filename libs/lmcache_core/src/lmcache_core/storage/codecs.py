@@ -216,7 +216,7 @@ class Codecs:
             if not all(have_ended):
                 logger.warning("codecs did not stop in time, leaving their threads")
         finally:
-            await asyncio.to_thread(_close_all, opened)  # a thread is not stopped by cancellation
+            _close_all(opened)
 
 
 def _open_all(

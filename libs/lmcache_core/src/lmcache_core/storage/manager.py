@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +21,7 @@ from lmcache_core.concurrency import LoopThread, TaskSupervisor, Workers
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.config.options import directory_of_url
 from lmcache_core.errors import LMCacheError, UnavailableError
+from lmcache_core.forks import OPEN_IN_EACH_PROCESS
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkChain, ChunkKey
 from lmcache_core.memory.base import MemoryAllocatorInterface, MemoryFormat, MemoryObj
 from lmcache_core.record import Chunk, HotVerifier, Miss, MissReason, Result, Staged, release_all
@@ -59,7 +65,8 @@ class StorageManager(ChunkStore):
 
     Hot chunks are served in the caller's thread; only others cross to the loop thread. Tiers that
     do not answer in time are misses. Before `open` and after `close` it acts as an empty cache that
-    stores nothing.
+    stores nothing; so it does in a forked child of the process that has opened it. What is still
+    open when the interpreter ends is closed then.
 
     Args:
         config: Configuration, which selects the tiers.
@@ -100,7 +107,10 @@ class StorageManager(ChunkStore):
         self._workers = workers or Workers("lmcache-digest")
         self._loop = LoopThread("lmcache-storage")
         self._tasks = TaskSupervisor("lmcache-storage")
-        self._stack: TierStack | None = None
+        self._was_opened = False
+        self._opened: TierStack | None = None  # what is to be closed
+        self._closing: asyncio.Task[None] | None = None
+        self._used: TierStack | None = None
         self._staging: Stager | None = None
         self._salt = config.salt
         self._prefetches = threading.Semaphore(MAX_PREFETCHES)
@@ -109,40 +119,64 @@ class StorageManager(ChunkStore):
         """Start the loop thread and open the tiers.
 
         Raises:
-            ConfigError: A tier's options are wrong, or another process owns its directory.
-            UnavailableError: The tiers did not open in time.
+            ConfigError: A tier's options are wrong, a token or TLS file cannot be read, or another
+                process owns its directory.
+            UnavailableError: The tiers did not open in time, or it was opened before a fork.
         """
+        if self._loop.is_inherited:
+            raise UnavailableError(OPEN_IN_EACH_PROCESS)
+        if self._was_opened:  # a slower tier can be opened only once
+            self._tiers = build_tiers(self._spec(), self._hot)
+        self._was_opened = True
+        self._closing = None
         on_salt(self._salt)
         self._loop.open()
+        _open_managers.add(self)
         try:
-            self._stack = self._loop.run(self._open_stack(), self._open_timeout_s)
+            stack = self._loop.run(self._open_stack(), self._open_timeout_s)
         except BaseException:
             self._loop.close()
             raise
+        if self._closing is None:
+            self._used = stack
 
     def close(self) -> None:
         """Finish background writes within `close_drain_s` seconds, abandon the rest, and stop the
-        loop thread. Idempotent.
+        loop thread.
+
+        Idempotent; every concurrent caller waits until it is done. In a forked child it leaves
+        everything to the parent.
         """
-        stack, self._stack = self._stack, None
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.run(staging.close())
-        if stack is not None:
-            try:
-                self._loop.run(self._close_stack(stack), self._close_drain_s + MARGIN_S)
-            except UnavailableError as exc:
+        self._used = None
+        if self._loop.is_inherited:
+            return
+        try:
+            self._loop.run(self._close_tiers(), self._close_drain_s + MARGIN_S)
+        except UnavailableError as exc:
+            if self._opened is not None:
                 logger.warning(
                     "tiers did not close, leaving them: tiers=%s error=%s",
                     ",".join(tier.name for tier in self._tiers.lower),
                     exc,
                 )
+        finally:
             self._loop.close()
-            # A slower tier can be opened only once, while an engine may be reopened.
-            self._tiers = build_tiers(self._spec(), self._hot)
-            # Drop what was stored or lifted during the close, or if the tiers did not close in
-            # time.
-            self._hot.clear_now()
+        self._opened = None
+        # Drop what was stored or lifted during the close, or if the tiers did not close in time.
+        self._hot.clear_now()
+        _open_managers.discard(self)
+
+    @property
+    def _stack(self) -> TierStack | None:
+        """The tiers between `open` and `close`; None in a forked child, where nothing runs that
+        would answer, and where another thread's locks may be held for ever.
+        """
+        if self._used is not None and self._loop.is_inherited:
+            self._used = None
+            logger.warning(
+                "%s; computing without a cache: pid=%d", OPEN_IN_EACH_PROCESS, os.getpid()
+            )
+        return self._used
 
     @override
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
@@ -193,7 +227,7 @@ class StorageManager(ChunkStore):
         saving_s: float = 0.0,
     ) -> Staged | None:
         staging = self._staging
-        if staging is None:
+        if staging is None or self._stack is None:
             return None
         return staging.run(
             staging.stage(
@@ -208,7 +242,7 @@ class StorageManager(ChunkStore):
     @override
     def unstage(self, tickets: Sequence[str]) -> None:
         staging = self._staging
-        if staging is not None:
+        if staging is not None and self._stack is not None:
             staging.run(staging.unstage(tickets))
 
     @override
@@ -332,9 +366,12 @@ class StorageManager(ChunkStore):
             await stack.open()
             if peers is not None:
                 await peers.open(stack, tiers.disk_files)
+            if self._closing is not None:
+                raise UnavailableError("it was closed while it was being opened")
         except BaseException:
             await stack.close()
             raise
+        self._opened = stack
         room = ChunkBudget(self._hot.stats()["capacity_bytes"] // STAGED_SHARE)
         self._staging = Stager(stack, DEFAULT_TENANT, room, self._start_lift)
         self._staging.most_bytes = self._most_bytes
@@ -342,11 +379,22 @@ class StorageManager(ChunkStore):
         self._tasks.repeat("stage-leases", self._expire_tickets, SWEEP_INTERVAL_S)
         return stack
 
-    async def _close_stack(self, stack: TierStack) -> None:
+    async def _close_tiers(self) -> None:
+        """Close what is open, once for all callers."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_stack(), name="close-tiers")
+        await asyncio.shield(self._closing)
+
+    async def _close_stack(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.run(staging.close())
         await self._tasks.close()
         if self._peers is not None:
             await self._peers.close()
-        await stack.close(self._close_drain_s)
+        if self._opened is not None:
+            await self._opened.close(self._close_drain_s)
+            self._opened = None
 
     def _start_lift(self, work: Coroutine[Any, Any, None]) -> bool:
         try:
@@ -410,6 +458,24 @@ class StorageManager(ChunkStore):
             first = results[num_chunks]
             assert isinstance(first, Miss)
             self._counters.add(MISSED_CHUNKS_TOTAL, len(results) - num_chunks, first.reason)
+
+
+_open_managers: weakref.WeakSet[StorageManager] = weakref.WeakSet()
+
+
+def _close_open_managers() -> None:
+    """Close what its owner has left open. Finalizers run later, when no thread can write any more;
+    they find it closed.
+    """
+    with ExitStack() as closing:
+        for manager in list(_open_managers):
+            if not manager._loop.is_inherited:
+                closing.callback(manager.close)
+                with suppress(UnavailableError):
+                    manager._loop.submit(manager._close_tiers())  # all at the same time
+
+
+atexit.register(_close_open_managers)
 
 
 def _log_failure(lift: Future[None]) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+from lmcache_core.forks import enter_children
+
 
 class Counters:
     """A set of counters of one component; values only grow."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._values: Counter[tuple[str, str]] = Counter()
+        self.enter_child()
+        enter_children(self)
+
+    def enter_child(self) -> None:
+        """Count with a new lock."""
+        self._lock = threading.Lock()
 
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
         """Increase a counter.

@@ -88,7 +88,12 @@ class Tracer:
         )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("lmcache")
-        self._is_closed = False
+        self._is_closing = threading.Event()
+        # Started now: an exit handler may be unable to start a thread.
+        self._closing = threading.Thread(
+            target=self._shut_down, name="lmcache-traces-close", daemon=True
+        )
+        self._closing.start()
 
     def begin(self, name: str, traceparent: str = "", *, is_server: bool = True) -> Span:
         """Begin a span.
@@ -112,18 +117,18 @@ class Tracer:
 
     def close(self) -> None:
         """Send spans that have ended; a hanging collector is left to its thread. Idempotent."""
-        if self._is_closed:
+        if self._is_closing.is_set():
             return
-        self._is_closed = True
-        closing = threading.Thread(
-            target=self._provider.shutdown, name="lmcache-traces-close", daemon=True
-        )
-        closing.start()
-        closing.join(CLOSE_TIMEOUT_S)
-        if closing.is_alive():
+        self._is_closing.set()
+        self._closing.join(CLOSE_TIMEOUT_S)
+        if self._closing.is_alive():
             logger.warning(
                 "collector did not take the last spans, leaving them: waited_s=%g", CLOSE_TIMEOUT_S
             )
+
+    def _shut_down(self) -> None:
+        self._is_closing.wait()
+        self._provider.shutdown()
 
 
 class Span:

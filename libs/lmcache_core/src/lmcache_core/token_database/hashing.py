@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.config import LMCacheEngineMetadata
+from lmcache_core.errors import IdentityError
 from lmcache_core.keys import MAX_TOKEN_ID, CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan
 
@@ -32,6 +33,9 @@ NO_EXTRAS = _LENGTH.pack(0)
 def identity_root(metadata: LMCacheEngineMetadata, salt: str = "") -> bytes:
     """Return SHA-256 over the identity of the KV: model, revision, dtype, layout, adapter, salt. 32
     bytes, the chain's `h_{-1}`.
+
+    Raises:
+        IdentityError: A field is not Unicode text.
     """
     fields = (
         ("model", metadata.model_name),
@@ -44,7 +48,12 @@ def identity_root(metadata: LMCacheEngineMetadata, salt: str = "") -> bytes:
     digest = hashlib.sha256(_prefixed(IDENTITY_VERSION))
     for name, text in fields:
         digest.update(_prefixed(name.encode("ascii")))
-        digest.update(_prefixed(text.encode("utf-8")))
+        try:
+            digest.update(_prefixed(text.encode("utf-8")))
+        except UnicodeEncodeError as exc:
+            raise IdentityError(
+                f"{name} {text[:80]!r} is not Unicode text ({exc.reason}); choose another"
+            ) from exc
     return digest.digest()
 
 
@@ -57,7 +66,10 @@ def tokens_as_uint32(tokens: Any) -> npt.NDArray[np.uint32]:
     """
     import numpy as np
 
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError) as exc:  # rows of several lengths, or no dtype of numpy's
+        raise ValueError(f"tokens must be one row of integers in CPU memory: {exc}") from exc
     if array.ndim != 1:
         raise ValueError(f"tokens must have one dimension, not shape {array.shape}")
     if array.size == 0:

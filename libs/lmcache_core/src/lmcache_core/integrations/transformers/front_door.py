@@ -44,7 +44,8 @@ def open(
 ) -> CachedCausalLM:
     """Put a causal LM of Hugging Face transformers in front of a cache.
 
-    Use it in a `with` statement, or call `close`: pending writes are finished then.
+    Use it in a `with` statement, or call `close`: pending writes are finished then, or when the
+    interpreter ends. In a forked process it finds nothing: open it in each worker.
 
     Args:
         model: In eval mode, with full attention on every layer; not changed, but run on a few

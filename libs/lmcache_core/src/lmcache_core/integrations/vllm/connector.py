@@ -3,8 +3,8 @@
 A failure inside a call is logged and counted, and the call answers as if nothing were cached. Only
 a configuration that cannot work is refused, when the engine starts.
 
-Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.24 to 0.33; what differs
-    between them is looked up by name.
+Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.27.1 and later; what
+    differs between them is looked up by name.
 """
 
 from __future__ import annotations

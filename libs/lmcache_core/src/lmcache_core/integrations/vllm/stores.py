@@ -4,6 +4,7 @@ sides.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,16 @@ looks up what the worker's side has stored. Two connectors of one engine (in a `
 share one if their options are equal.
 """
 _embedded_lock = threading.Lock()
+
+
+def _enter_child() -> None:
+    """Begin without stores in a forked child: it opens its own."""
+    global _embedded_lock
+    _embedded.clear()
+    _embedded_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_enter_child)
 
 
 @dataclass

@@ -10,9 +10,11 @@ import json
 import logging
 import queue
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,12 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
 from lmcache_core._typing import override
-from lmcache_core.concurrency import Workers, started_pool
+from lmcache_core.concurrency import StartedPool, Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.engine.stores import SidecarClient, create_chunk_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
-from lmcache_core.errors import ConfigError, LayoutError
+from lmcache_core.errors import ConfigError, LayoutError, UnavailableError
 from lmcache_core.gpu_connectors import GPUConnectorInterface
 from lmcache_core.integrations.vllm.groups import described
 from lmcache_core.integrations.vllm.identity import (
@@ -69,6 +71,10 @@ TIER = "LMCacheTier"
 BATCH_CHUNKS = 32
 """Chunks that one request to the sidecar reserves or reads: a job of any length holds no more of
 its memory.
+"""
+DRAIN_S = 30.0
+"""How long vLLM waits for running jobs before they are given up: longer than the deadlines of all
+their calls.
 """
 STORING_SHARE = 4
 """Waiting stores may keep one part in this many of vLLM's host memory from being reused; what comes
@@ -165,6 +171,7 @@ class LMCacheTier(SecondaryTierManager):
         self._num_storing = 0
         self._jobs: dict[int, tuple[Any, Future[None]]] = {}
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._access = _Access(self._finished)
         self._counters = Counters()
         self._guard = DegradingGuard(self._counters, raised=())
         self._workers = Workers("lmcache-copy")
@@ -198,8 +205,8 @@ class LMCacheTier(SecondaryTierManager):
         self._transfer = KVTransfer(
             store, _Rows(self.block_size_bytes), self._metadata, self._counters, self._workers
         )
-        self._loads = started_pool(1, "lmcache-load")
-        self._stores = started_pool(1, "lmcache-store")
+        self._loads = StartedPool(1, "lmcache-load")
+        self._stores = StartedPool(1, "lmcache-store")
         self._lookups = _Lookups(self._present)
         store.open(self._use_salt)
 
@@ -250,13 +257,26 @@ class LMCacheTier(SecondaryTierManager):
 
     @override
     def drain_jobs(self) -> None:
-        wait([future for _, future in self._jobs.values()])
+        """Wait for all jobs, and give up those that have not ended after `DRAIN_S`: they have
+        failed, and touch vLLM's memory no more.
+        """
+        wait([future for _, future in self._jobs.values()], DRAIN_S)
+        access, self._access = self._access, _Access(self._finished)
+        left = access.end()
+        for job_id in left:
+            self._jobs[job_id][1].cancel()
+            self._finished.put(JobResult(job_id, False))
+        if left:
+            logger.error(
+                "jobs did not end, giving them up: jobs=%d waited_s=%g", len(left), DRAIN_S
+            )
         self._epoch = secrets.token_bytes(16)
 
     @override
     def shutdown(self) -> None:
         for pool in (self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
+        self._access.end()
         self._store.close()
         self._lookups.shutdown()
         self._workers.close()
@@ -265,12 +285,12 @@ class LMCacheTier(SecondaryTierManager):
     def _use_salt(self, salt: str) -> None:
         self._root = identity_root(self._metadata, salt)
 
-    def _names(self, keys: Iterable[bytes]) -> list[CacheEngineKey]:
+    def _names(self, keys: Iterable[bytes], epoch: bytes) -> list[CacheEngineKey]:
         """Return the names of chunks; none as long as the tenant's salt is unknown."""
         root, name = self._root, self._metadata.model_name
         if not root:
             return []
-        root += self._epoch
+        root += epoch
         return [
             CacheEngineKey(FMT, name, 1, 0, hashlib.sha256(root + key).hexdigest()) for key in keys
         ]
@@ -278,26 +298,35 @@ class LMCacheTier(SecondaryTierManager):
     def _present(self, keys: Sequence[bytes]) -> list[bool]:
         present: list[bool] = []
         with self._guard("lookup"):
-            present = self._store.contains(self._names(keys))
+            present = self._store.contains(self._names(keys, self._epoch))
         return present + [False] * (len(keys) - len(present))
 
     def _begin(
-        self, pool: ThreadPoolExecutor, job: Any, work: Callable[[list[NamedChunk], Any], int]
+        self, pool: StartedPool, job: Any, work: Callable[[list[NamedChunk], Any], int]
     ) -> None:
-        self._jobs[job.job_id] = job, pool.submit(self._run, job, work)
+        self._access.begin(job.job_id)
+        future = pool.submit(self._run, job, work, self._access, self._epoch)
+        self._jobs[job.job_id] = job, future
 
-    def _run(self, job: Any, work: Callable[[list[NamedChunk], Any], int]) -> None:
+    def _run(
+        self,
+        job: Any,
+        work: Callable[[list[NamedChunk], Any], int],
+        access: _Access,
+        epoch: bytes,
+    ) -> None:
         """Do the work for the chunks of a job, batch by batch, up to the first that fails."""
         began, num_done = time.monotonic(), 0
         keys: list[bytes] = list(job.keys)
         with self._guard("load" if job.is_promotion else "store"):
             for at in range(0, len(keys), BATCH_CHUNKS):
-                names = self._names(keys[at : at + BATCH_CHUNKS])
+                names = self._names(keys[at : at + BATCH_CHUNKS], epoch)
                 rows = [self._rows[i] for i in job.chunk_ids[at : at + BATCH_CHUNKS]]
-                num_done += work([(i, i + 1, name) for i, name in enumerate(names)], {"rows": rows})
+                named = [(i, i + 1, name) for i, name in enumerate(names)]
+                num_done += work(named, {"rows": rows, "access": access})
                 if num_done < min(at + BATCH_CHUNKS, len(keys)):
                     break
-        self._finished.put(
+        access.report(
             JobResult(
                 job.job_id,
                 num_done == len(keys),
@@ -312,6 +341,57 @@ class LMCacheTier(SecondaryTierManager):
 
     def _load_batch(self, named: list[NamedChunk], kwargs: dict[str, Any]) -> int:
         return self._transfer.load(named, None, kwargs)
+
+
+class _Access:
+    """The permission of running jobs to touch vLLM's memory and to report. Once it has ended, vLLM
+    uses the memory for something else.
+
+    Args:
+        finished: Receives the results of jobs.
+    """
+
+    def __init__(self, finished: queue.SimpleQueue[JobResult]) -> None:
+        self._finished = finished
+        self._has_changed = threading.Condition()
+        self._unreported: set[int] = set()
+        self._num_copies = 0
+        self._has_ended = False
+
+    def begin(self, job_id: int) -> None:
+        self._unreported.add(job_id)
+
+    def report(self, result: JobResult) -> None:
+        """Report a job's result, unless the job has been given up."""
+        with self._has_changed:
+            if not self._has_ended:
+                self._unreported.discard(result.job_id)
+                self._finished.put(result)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copy a row in the context.
+
+        Raises:
+            UnavailableError: The permission has ended.
+        """
+        with self._has_changed:
+            if self._has_ended:
+                raise UnavailableError("the job was given up")
+            self._num_copies += 1
+        try:
+            yield
+        finally:
+            with self._has_changed:
+                self._num_copies -= 1
+                self._has_changed.notify_all()
+
+    def end(self) -> set[int]:
+        """Let no row be copied from here on, and return the jobs that have not reported."""
+        with self._has_changed:
+            self._has_ended = True
+            self._has_changed.wait_for(lambda: not self._num_copies)  # copies in memory do not hang
+            return self._unreported
 
 
 @dataclass(slots=True)
@@ -340,7 +420,7 @@ class _Lookups:
         self._answers: dict[bytes, _Answer] = {}
         self._of_requests: dict[str, dict[bytes, _Answer]] = {}
         self._unasked: list[tuple[bytes, _Answer]] = []
-        self._thread = started_pool(1, "lmcache-lookup")
+        self._thread = StartedPool(1, "lmcache-lookup")
 
     def lookup(self, key: bytes, request_id: str) -> LookupResult:
         of_request = self._of_requests.get(request_id)
@@ -403,12 +483,14 @@ class _Rows(GPUConnectorInterface):
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         (row,) = kwargs["rows"][start:end]
-        np.copyto(np.frombuffer(memory_obj.byte_array, np.uint8), row)
+        with kwargs["access"].copying():
+            np.copyto(np.frombuffer(memory_obj.byte_array, np.uint8), row)
 
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         (row,) = kwargs["rows"][start:end]
-        np.copyto(row, np.frombuffer(memory_obj.byte_array, np.uint8))
+        with kwargs["access"].copying():
+            np.copyto(row, np.frombuffer(memory_obj.byte_array, np.uint8))
 
 
 def _identity(vllm_config: Any, kv_cache_config: Any, tier: dict[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.forks import enter_children
 from lmcache_core.storage.disk.files import DIRECTORY_MODE
 
 
@@ -95,6 +96,12 @@ class DirectoryLock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
         self._fd, self._directory = fd, directory
+        enter_children(self)
+
+    def enter_child(self) -> None:
+        """Close the child's copy, which would keep the lock when the parent has ended."""
+        self._turn = threading.Lock()
+        self.release()
 
     def _open(self) -> int:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from lmcache_core.concurrency import started_pool
+from lmcache_core.concurrency import StartedPool
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Result, release_all
 
@@ -73,7 +73,7 @@ class FilePool:
     def __init__(self, name: str, num_threads: int) -> None:
         self.name = name
         self._num_threads = num_threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: StartedPool | None = None
         self._running: set[Future[Any]] = set()
 
     def check_open(self) -> None:
@@ -88,7 +88,7 @@ class FilePool:
             UnavailableError: This process may not have that many more threads.
         """
         assert self._pool is None, "a pool can be opened only once"
-        self._pool = started_pool(self._num_threads, self.name)
+        self._pool = StartedPool(self._num_threads, self.name)
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run `work` in a thread. The caller owns the future, which is cancelled if the pool closes
@@ -158,13 +158,10 @@ class FilePool:
         if pool is None:
             return not self._running
         pool.shutdown(wait=False, cancel_futures=True)
-        if self._running:
-            await wait_all(list(self._running), wait_s)
-        if self._running:
-            return False
-        # The threads only have to release the memory of reads that nothing waits for.
-        await asyncio.to_thread(pool.shutdown)
-        return True
+        # When the work has ended, its threads still release the memory of reads that nothing waits
+        # for.
+        await wait_all([pool.ended], wait_s)
+        return not self._running
 
 
 async def wait_all(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> None:

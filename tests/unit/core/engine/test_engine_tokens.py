@@ -1,0 +1,80 @@
+"""Token ids of every integer dtype are the same tokens in every call, and anything else is refused
+by the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lmcache_core.engine import LMCacheEngine
+
+from tests.fixtures.embedded import embedded_engine
+from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
+from tests.fixtures.prompts import kv_of
+
+IDS = list(range(100, 100 + 2 * CHUNK_SIZE))
+TOKENS = torch.tensor(IDS)
+CALLS: dict[str, Callable[[LMCacheEngine, Any], object]] = {
+    "lookup": lambda engine, tokens: engine.lookup(tokens),
+    "retrieve": lambda engine, tokens: engine.retrieve(tokens, kvcaches=empty_kv(len(IDS))),
+    "store": lambda engine, tokens: engine.store(tokens, kvcaches=kv_of(TOKENS)),
+    "prefetch": lambda engine, tokens: engine.prefetch(tokens),
+}
+SAME: dict[str, Any] = {
+    **{
+        dtype: np.array(IDS, dtype)
+        for dtype in ("<i2", "<u2", "<i4", "<u4", "<i8", "<u8", ">i2", ">u2", ">i4", ">u8", "u1")
+    },
+    "every second": np.array(IDS).repeat(2)[::2],
+    "read-only": np.frombuffer(np.array(IDS, np.uint16).tobytes(), np.uint16),
+    "list": IDS,
+    "torch.uint16": torch.tensor(IDS, dtype=torch.uint16),
+    "torch.int32": torch.tensor(IDS, dtype=torch.int32),
+}
+OTHER: dict[str, Any] = {
+    "negative": np.array([-1, *IDS[1:]], np.int16),
+    "negative torch": torch.tensor([-1, *IDS[1:]]),
+    "above 2^32": np.array([1 << 32, *IDS[1:]], np.uint64),
+    "above 2^64": [1 << 64, *IDS[1:]],
+    "None inside": [None, *IDS[1:]],
+    "None": None,
+    "booleans": np.ones(len(IDS), np.bool_),
+    "fractions": np.array(IDS, np.float32),
+    "bfloat16": torch.tensor(IDS, dtype=torch.bfloat16),
+    "text": "x" * len(IDS),
+    "a number": 5,
+    "no dimension": np.array(5),
+    "two dimensions": TOKENS[None],
+    "rows of several lengths": [[1, 2], [3]],
+    "a generator": (token for token in IDS),
+    "on no device": torch.empty(len(IDS), dtype=torch.int64, device="meta"),
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_integers_of_every_dtype_are_the_same_tokens(form: str) -> None:
+    with embedded_engine() as cache:
+        cache.engine.store(SAME[form], kvcaches=kv_of(TOKENS))
+        assert cache.engine.lookup(TOKENS) == len(IDS)
+    with embedded_engine() as cache:
+        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        assert cache.engine.lookup(SAME[form]) == len(IDS)
+        target = empty_kv(len(IDS))
+        assert cache.engine.retrieve(SAME[form], kvcaches=target).all()
+        assert_equal_prefix(target, kv_of(TOKENS), len(IDS))
+
+
+@pytest.mark.parametrize("handles_errors", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("form", OTHER)
+def test_what_is_no_token_id_is_refused_by_every_call(
+    form: str, call: str, handles_errors: bool
+) -> None:
+    with embedded_engine(error_handling=handles_errors) as cache:
+        with pytest.raises(ValueError, match="token"):
+            CALLS[call](cache.engine, OTHER[form])
+        assert cache.hot.stats()["num_chunks"] == 0
