@@ -165,7 +165,7 @@ class SidecarSettings(NodeSettings):
             except ConfigError as exc:
                 raise ValueError(str(exc)) from None
             if not REMOTE_URL.fits(value):
-                raise ValueError(f"must be {REMOTE_URL.wanted}")
+                raise ValueError(f"must be {REMOTE_URL.wanted}{REMOTE_URL.hint(value)}")
         return value
 
     @model_validator(mode="after")

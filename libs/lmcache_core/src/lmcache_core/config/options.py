@@ -39,10 +39,12 @@ class Form:
     Attributes:
         fits: Returns whether a text has it.
         wanted: Description of the form.
+        hint: Returns what a text that does not fit should have instead, or "".
     """
 
     fits: Callable[[str], bool]
     wanted: str
+    hint: Callable[[str], str] = lambda text: ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Option:
             return None
         unit = f" ({self.unit})" if self.unit else ""
         near = _nearest(value, self.choices)
+        if self.form is not None and isinstance(value, str):
+            near += self.form.hint(value)
         return f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}"
 
     def shown(self, value: Any) -> str:
@@ -210,9 +214,28 @@ def is_remote_url(text: str) -> bool:
         return False
     if parts.scheme == "file":
         return is_directory_url(text)
+    if parts.scheme in _NUMBERED_SCHEMES and not is_database(parts.path):
+        return False
     return parts.scheme in REMOTE_SCHEMES and all(
         map(_is_host, parts.netloc.rpartition("@")[2].split(","))
     )
+
+
+def is_database(path: str) -> bool:
+    """Return whether the path of a Redis URL names a database: a number, or nothing. redis-py takes
+    anything else for 0.
+    """
+    return re.fullmatch(r"/?|/[0-9]{1,9}/?", path) is not None
+
+
+def remote_url_hint(text: str) -> str:
+    """Return the rule that a refused URL of a known scheme violates, for the end of an error."""
+    scheme = text.partition(":")[0]
+    if scheme == "file":
+        return f"; {DIRECTORY_RULE}"
+    if scheme in _NUMBERED_SCHEMES:
+        return f"; {DATABASE_RULE}"
+    return ""
 
 
 def _is_host(text: str) -> bool:
@@ -274,9 +297,16 @@ def _as_yaml(value: Any) -> str:
     return f"{value:_}".replace("_", " ") if isinstance(value, (int, float)) else str(value)
 
 
+_NUMBERED_SCHEMES = ("redis", "rediss")
+"""Schemes of Redis servers that have numbered databases."""
+DATABASE_RULE = "after host:port may come / and the number of a database"
+DIRECTORY_RULE = (
+    "write file:// and the absolute path of a directory, with ?, # and comma as %3F, %23, %2C"
+)
 REMOTE_URL = Form(
     is_remote_url,
     f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, and a port in 1 … 65535 if any",
+    remote_url_hint,
 )
 DIRECTORY_URL = Form(
     is_directory_url,
