@@ -17,6 +17,7 @@ from pydantic import SecretStr, ValidationError
         *("redis-sentinel://", "redis-sentinel://,:1/s", "redis-sentinel://h:x/s"),
         *("redis-cluster://", "redis-cluster://u:hunter2@,b", "redis-cluster://h:1/2"),
         *("rediss-cluster://u:hunter2@h:99999", "redis://u:hunter2@h:99999"),
+        *("redis://u:hunter2@h/abc", "rediss://u:hunter2@h/1/2", "redis://h/-1"),
     ],
 )
 def test_an_unreadable_url_is_refused_without_being_shown(url: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Final, Self
 from urllib.parse import unquote, urlsplit
 
+from lmcache_core.config.options import is_database
 from lmcache_core.errors import ConfigError
 from lmcache_core.security.tls import TlsFiles
 from pydantic import AfterValidator, Field, SecretStr, model_validator
@@ -69,6 +70,8 @@ class RedisUrl:
                 )
             elif scheme != "unix":
                 _address_of(_hosts_of(text), DEFAULT_PORT)
+                if not is_database(urlsplit(text).path):
+                    raise ValueError("redis-py takes a database that is no number for 0")
             service, has_tls = path or "mymaster", scheme in TLS_SCHEMES
             return cls(text, scheme, addresses, service, is_cluster, has_sentinels, has_tls)
         except ValueError:
@@ -102,8 +105,8 @@ class RedisUrl:
 def unreadable() -> ConfigError:
     """Return the error for a URL that cannot be read; it does not repeat the URL."""
     return ConfigError(
-        "redis_url cannot be read; write redis://[user:password@]host:port[/database], with / as"
-        " %2F and @ as %40 in a password; for other schemes see its documentation"
+        "redis_url cannot be read; write redis://[user:password@]host:port[/number of a database],"
+        " with / as %2F and @ as %40 in a password; for other schemes see its documentation"
     )
 
 

@@ -166,7 +166,8 @@ class SidecarSettings(NodeSettings):
             except ConfigError as exc:
                 raise ValueError(str(exc)) from None
             if not REMOTE_URL.fits(value):
-                raise ValueError(f"must be {REMOTE_URL.wanted}")
+                advice = REMOTE_URL.advice(value)
+                raise ValueError(f"must be {REMOTE_URL.wanted}" + (f"; {advice}" if advice else ""))
         return value
 
     @model_validator(mode="after")

@@ -406,3 +406,20 @@ def test_a_disk_beside_a_sidecar_is_refused_at_once_for_the_right_reason():
     assert all(
         name in str(caught.value) for name in ("local_disk=", "max_local_disk_size=", "remote_url=")
     )
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("file:///a#b", "%3F, %23, %2C"),
+        ("file:///a?b", "%3F, %23, %2C"),
+        ("file:///a,b", "%3F, %23, %2C"),
+        ("file://host/a", "the absolute path of a directory"),
+        ("file://a/b", "the absolute path of a directory"),
+        ("redis://host:1/abc", "the number of a database"),
+        ("rediss://host/1/2", "the number of a database"),
+    ],
+)
+def test_a_remote_url_that_is_refused_names_the_rule_of_its_scheme(url: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"remote_url=.*{rule}"):
+        LMCacheEngineConfig.from_defaults(remote_url=url)

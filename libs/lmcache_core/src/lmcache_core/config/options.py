@@ -236,9 +236,30 @@ def is_remote_url(text: str) -> bool:
         return False
     if parts.scheme == "file":
         return is_directory_url(text)
+    if parts.scheme in _NUMBERED_SCHEMES and not is_database(parts.path):
+        return False
     return parts.scheme in REMOTE_SCHEMES and all(
         map(_is_host, parts.netloc.rpartition("@")[2].split(","))
     )
+
+
+def is_database(path: str) -> bool:
+    """Return whether the path of a Redis URL names a database: a number, or nothing. redis-py takes
+    anything else for 0.
+    """
+    return re.fullmatch(r"/?|/[0-9]{1,9}/?", path) is not None
+
+
+def _remote_url_advice(text: str) -> str:
+    """Return what helps with a refused URL: the rule of a known scheme that it violates, or what
+    stands for a foreign one.
+    """
+    scheme = text.partition(":")[0]
+    if scheme == "file":
+        return DIRECTORY_RULE
+    if scheme in _NUMBERED_SCHEMES:
+        return DATABASE_RULE
+    return FOREIGN_SCHEMES.get(scheme.lower(), "")
 
 
 def _is_host(text: str) -> bool:
@@ -300,10 +321,16 @@ def _as_yaml(value: Any) -> str:
     return f"{value:_}".replace("_", " ") if isinstance(value, (int, float)) else str(value)
 
 
+_NUMBERED_SCHEMES = ("redis", "rediss")
+"""Schemes of Redis servers that have numbered databases."""
+DATABASE_RULE = "after host:port may come / and the number of a database"
+DIRECTORY_RULE = (
+    "write file:// and the absolute path of a directory, with ?, # and comma as %3F, %23, %2C"
+)
 REMOTE_URL = Form(
     is_remote_url,
     f"a URL with one of the schemes {', '.join(REMOTE_SCHEMES)}, and a port in 1 … 65535 if any",
-    advice=lambda text: FOREIGN_SCHEMES.get(text.partition("://")[0].lower(), ""),
+    _remote_url_advice,
 )
 DIRECTORY_URL = Form(
     is_directory_url,

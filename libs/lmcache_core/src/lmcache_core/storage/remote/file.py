@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from lmcache_core._typing import override
 from lmcache_core.concurrency import run_together
-from lmcache_core.config.options import directory_of_url
+from lmcache_core.config.options import DIRECTORY_RULE, directory_of_url
 from lmcache_core.errors import ConfigError, RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
@@ -68,9 +68,7 @@ def create(url: str, options: RemoteOptions) -> FileBackend:
     except UnicodeEncodeError:  # its message would repeat the URL
         raise ConfigError("remote_url: no directory has such a name") from None
     if parts.netloc or not path.strip("/") or "\0" in path or parts.query or parts.fragment:
-        raise ConfigError(
-            "remote_url: must be file:///directory, the absolute path of a directory that exists"
-        )
+        raise ConfigError(f"remote_url: {DIRECTORY_RULE}; it must exist")
     return FileBackend(Path(path), options)
 
 

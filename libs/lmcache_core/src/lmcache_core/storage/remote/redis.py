@@ -20,6 +20,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmcache_core._typing import override
 from lmcache_core.concurrency import cancel_and_join
+from lmcache_core.config.options import DATABASE_RULE, is_database
 from lmcache_core.errors import ConfigError, ProtocolError, RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.names import STORAGE_TIER
@@ -102,6 +103,8 @@ def create(url: str, options: RemoteOptions) -> RedisBackend:
                 parts.netloc, parts.path.strip("/") or "mymaster", options.timeout_s
             )
         else:
+            if not is_database(parts.path):
+                raise ValueError(f"database {parts.path[1:]!r}: {DATABASE_RULE}")
             bare = parts._replace(query=urlencode(query, doseq=True)).geturl()
             pool = redis.BlockingConnectionPool.from_url(
                 bare, timeout=options.timeout_s, **_connection_options(options.timeout_s)
