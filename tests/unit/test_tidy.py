@@ -19,9 +19,12 @@ BANNED_MODULE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 UNSAFE_IMPORTS = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec"}
 
-# Where any exception may be caught and not raised again: the task supervisor.
+# Where any exception may be caught and not raised again: the task supervisor, and what hands it on
+# in a future.
 BROAD_EXCEPT_PLACES = {
     "libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py",  # the task supervisor
+    "libs/lmcache_core/src/lmcache_core/concurrency/close_apart.py",
+    "libs/lmcache_core/src/lmcache_core/concurrency/started_pool.py",
     "libs/lmcache_core/src/lmcache_core/engine/guard.py",  # the degrading wrapper, on request only
 }
 # Who may read the environment: settings, the engine's config, and what names KV by variables of

@@ -90,7 +90,7 @@ class StartedPool(ThreadPoolExecutor):
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
         work = _Work(partial(fn, *args, **kwargs))
-        if not self.is_closed and self._process.is_here:
+        if not self._is_closed and self._process.is_here:
             self._queue.put(work)
             # If it was closed concurrently, the threads may have ended before they came to this.
             if not (self.is_closed and work.future.cancel()):

@@ -29,6 +29,7 @@ MAX_SHOWN_CHARS = 200
 MAX_SHOWN_ITEMS = 8
 MAX_DECIMAL_BITS = 1 << 10
 _METADATA_KEY = "option"
+_DATABASE = re.compile(r"/?|/[0-9]{1,9}/?")
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
 KIND_NAMES = MappingProxyType(
     {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -247,7 +248,7 @@ def is_database(path: str) -> bool:
     """Return whether the path of a Redis URL names a database: a number, or nothing. redis-py takes
     anything else for 0.
     """
-    return re.fullmatch(r"/?|/[0-9]{1,9}/?", path) is not None
+    return _DATABASE.fullmatch(path) is not None
 
 
 def _remote_url_advice(text: str) -> str:
