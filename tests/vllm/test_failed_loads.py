@@ -4,6 +4,7 @@ for ever.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA, SLIDING
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import await_calm
-from tests.vllm.worlds import BOUND_S, World
+from tests.vllm.worlds import BOUND_S, World, beside
+
+STILL_S = 60.0
+"""No step of a tiny model is so late that nothing has ended by then."""
 
 
 class NothingComes:
@@ -73,3 +77,32 @@ def test_fail(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.reset()
         again = engine.ask(ask)
     world.references.check([hit, unharmed, again], [ask, other, ask], LLAMA)
+
+
+@pytest.mark.smoke
+def test_two_of_ours_whose_loads_fail_one_after_the_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps blocks back for each load that is underway, and forgets to end that when a load
+    fails as a whole: the request would wait for its own blocks if it were to load again, and those
+    behind it for theirs.
+    """
+    from vllm import SamplingParams
+
+    sidecar = world.sidecar()
+    asks = [Ask(prompt(54 + i, 1000)) for i in range(3)]
+    options = world.options(num_gpu_blocks_override=29, max_model_len=1280)
+    with running_engine(beside(options, options["kv_transfer_config"])) as engine:
+        engine.generate(asks)
+        await_calm(sidecar)
+        engine.reset()
+        nothing = NothingComes(monkeypatch)
+        core = engine.llm.llm_engine
+        for i, ask in enumerate(asks):
+            tokens, how = {"prompt_token_ids": list(ask.tokens)}, SamplingParams(max_tokens=4)
+            core.add_request(str(i), tokens, how)
+        deadline = time.monotonic() + STILL_S
+        while core.has_unfinished_requests():
+            core.step()
+            assert time.monotonic() < deadline, "vLLM stands still"
+        assert nothing.num_loads == len(asks)

@@ -1,14 +1,19 @@
-"""KV from elsewhere: from a peer's sidecar, and from a remote tier that hangs."""
+"""KV from elsewhere: from a peer's sidecar, from a remote tier that hangs, and from another
+connector.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.vllm.engines import CHUNK_SIZE, Ask, release, running_engine
+from tests.vllm.engines import CHUNK_SIZE, Answer, Ask, Engine, release, running_engine
 from tests.vllm.models import LLAMA
-from tests.vllm.references import prompt
-from tests.vllm.sidecars import Growth, SilentServer, eventually, neighbourhood
-from tests.vllm.worlds import BOUND_S, UNHURRIED, World, fill
+from tests.vllm.references import TOLERANCES, distance, prompt
+from tests.vllm.rubbish import ASYNC, FAILING, PARAMETER, SYNC
+from tests.vllm.sidecars import Growth, SilentServer, await_calm, eventually, neighbourhood
+from tests.vllm.worlds import BOUND_S, UNHURRIED, World, beside, fill
 
 
 def test_two_vllms_with_two_sidecars(world: World) -> None:
@@ -69,3 +74,55 @@ def test_a_remote_tier_that_hangs(world: World) -> None:
             )
             assert partly.took_s < BOUND_S
     world.references.check([*cold, *hits, partly], [*asks, *asks, longer], LLAMA)
+
+
+@pytest.mark.parametrize("way", [ASYNC, SYNC, FAILING])
+def test_what_another_connector_loads_reaches_no_other_engine(world: World, way: str) -> None:
+    """It loads rubbish. vLLM itself offers that to later requests; our connector stores neither
+    that nor what is computed from it.
+    """
+    sidecar = world.sidecar()
+    first, longer, clean = Ask(prompt(270, 1000)), Ask(prompt(270, 1400)), Ask(prompt(271, 700))
+    rubbish = {
+        "kv_connector": "RubbishConnector",
+        "kv_connector_module_path": "tests.vllm.rubbish",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"way": way},
+    }
+    with running_engine(beside(world.options(), rubbish)) as engine:
+        stored = Growth(sidecar)
+        asked = replace(first, transfer={PARAMETER: 3 * CHUNK_SIZE})
+        if way == FAILING:
+            hang_up_in_the_first_step(engine, asked)
+        else:
+            assert is_wrong(world, engine.ask(asked), first)
+        wrong = engine.ask(longer)
+        assert wrong.num_cached >= 3 * CHUNK_SIZE, "vLLM does not offer the rubbish"
+        assert is_wrong(world, wrong, longer)
+        right = engine.ask(clean)
+        stored.reaches(2)
+        await_calm(sidecar)
+        assert stored.num_chunks == 2, "rubbish is stored"
+        engine.reset()
+        again = engine.ask(first)
+        stored.reaches(5)
+    world.references.check([right, again], [clean, first], LLAMA)
+
+
+def hang_up_in_the_first_step(engine: Engine, ask: Ask) -> None:
+    """A client that goes when vLLM has been told that the load has failed, and has computed
+    nothing of it again.
+    """
+    from vllm import SamplingParams
+
+    core = engine.llm.llm_engine
+    how = SamplingParams(extra_args={"kv_transfer_params": ask.transfer})
+    core.add_request("gone", {"prompt_token_ids": list(ask.tokens)}, how)
+    while not engine.scheduler.running:
+        core.step()
+    core.abort_request(["gone"])
+
+
+def is_wrong(world: World, answer: Answer, ask: Ask) -> bool:
+    (expected,) = world.references.answers([ask], LLAMA)
+    return distance(answer, expected) > TOLERANCES["float32"]

@@ -82,22 +82,27 @@ class World:
         )
 
 
-def beside_example(options: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The same engine, with our connector as the first child of vLLM's `MultiConnector` and its
-    `ExampleConnector` as the second.
+def beside(options: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The same engine, with our connector as the first child of vLLM's `MultiConnector`, and
+    another one, by its `--kv-transfer-config`, as the second.
     """
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [options["kv_transfer_config"], other]},
+    }
+    return options | {"kv_transfer_config": multi}
+
+
+def beside_example(options: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The same engine, beside vLLM's `ExampleConnector`."""
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(directory / "example")},
     }
-    multi = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [options["kv_transfer_config"], example]},
-    }
-    return options | {"kv_transfer_config": multi}
+    return beside(options, example)
 
 
 def whole_chunks(*lengths: int) -> int:

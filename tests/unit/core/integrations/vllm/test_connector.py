@@ -181,7 +181,7 @@ def test_a_worker_that_could_not_open_answers_for_loads(module: ModuleType, mode
     assert results.finished_recving == results.failed_recving == {"r"}
     assert worker.get_block_ids_with_load_errors() == set()
     report = worker.build_connector_worker_meta()
-    assert (report.failed, report.is_out) == ({"r"}, True)
+    assert (report.failed, report.is_out) == ({"r": 0}, True)
     assert worker.build_connector_worker_meta() == WorkerReport(is_out=True)
     worker.shutdown()
 

@@ -19,11 +19,11 @@ def load_of(name: str) -> Load:
 
 
 def good(load: Load, after: object = None) -> LoadResult:
-    return LoadResult(load.request_id, frozenset(), is_good=True)
+    return LoadResult(load.request_id, frozenset())
 
 
 def refused(load: Load) -> LoadResult:
-    return LoadResult(load.request_id, frozenset(), is_good=False)
+    return LoadResult(load.request_id, frozenset(), 0)
 
 
 def results_of(thread: LoadThread, count: int) -> list[LoadResult]:
@@ -100,7 +100,7 @@ def test_too_many_are_refused(
         thread.submit(load_of(name))
     assert thread.take_results() == [refused(load_of("too many"))]
     gate.is_open.set()
-    assert all(result.is_good for result in results_of(thread, 3))
+    assert all(result.first_bad is None for result in results_of(thread, 3))
 
 
 def test_closing_lets_one_end_and_refuses_the_rest(made: Callable[..., LoadThread]) -> None:
@@ -116,7 +116,7 @@ def test_closing_lets_one_end_and_refuses_the_rest(made: Callable[..., LoadThrea
     gate.is_open.set()
     closing.join(PATIENCE_S)
     thread.close()
-    assert [result.is_good for result in thread.take_results()] == [True, False]
+    assert [result.first_bad is None for result in thread.take_results()] == [True, False]
 
 
 def test_closing_does_not_wait_for_room_in_the_queue(
@@ -135,7 +135,7 @@ def test_closing_does_not_wait_for_room_in_the_queue(
     is_closed = not closing.is_alive()
     gate.is_open.set()
     assert is_closed, "a load that hangs, and a queue that is full, keep vLLM from ending"
-    assert [result.is_good for result in results_of(thread, 3)] == [True, False, False]
+    assert [result.first_bad is None for result in results_of(thread, 3)] == [True, False, False]
     thread._thread.join(PATIENCE_S)
     assert not thread._thread.is_alive()
 

@@ -83,35 +83,6 @@ def test_generated_tokens_are_stored_if_that_is_wanted(saves: bool) -> None:
     assert len(stored) == (1 if saves else 0)
 
 
-@pytest.mark.parametrize("is_resumed", [True, False])
-def test_nothing_is_stored_in_a_step_in_which_another_connector_may_load(is_resumed: bool) -> None:
-    """Of a `MultiConnector`: that its load has failed is heard by vLLM, not by our worker."""
-    side = scheduler_side(ScriptedStore([hot(2)]))
-    request, other = request_of(), request_of(name="other")
-    for each in (request, other):
-        side.num_matched(each, 0)
-        side.allocated(each, TABLE, 0)
-    loaded_by_another, computed = ("r", TABLE, 24, 19), ("other", TABLE, 0, 43)
-    step = (
-        output_of([computed], [loaded_by_another], ["r"])
-        if is_resumed
-        else output_of([loaded_by_another, computed])
-    )
-    assert side.plan_stores(step, ()) == ()
-    first, second = side.plan_stores(
-        output_of(again=[("r", None, 24, 19), ("other", None, 43, 1)]), ()
-    )
-    assert first.runs[0].num_chunks == second.runs[0].num_chunks == 3
-
-
-def test_since_029_vllm_tells_of_steps_that_wait_for_loads() -> None:
-    side = scheduler_side(ScriptedStore([hot(2)]))
-    side.new_request(request_of())
-    step = output_of([("r", TABLE, 24, 19)])
-    step.has_sync_kv_loads = False  # somebody's asynchronous load is over
-    assert len(side.plan_stores(step, ())) == 1
-
-
 def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
     side = scheduler_side(ScriptedStore([None]))
     side.new_request(request_of())

@@ -256,7 +256,7 @@ def test_what_failed_is_not_offered_again_and_is_stored_anew() -> None:
     assert side.plan_stores(output_of([("r", TABLE, 40, 3)]), loads) == (), (
         "what was loaded is stored already"
     )
-    side.step_done(WorkerReport(failed={"r"}), ["r"])
+    side.step_done(WorkerReport(failed={"r": 0}), ["r"])
     assert store.given_back == ["r"]
     for _ in range(3):
         assert side.num_matched(request, 0) == (0, False)
@@ -289,7 +289,7 @@ def test_requests_may_end_in_every_state(state: str) -> None:
         side.step_done(None, ["r"])
     assert "r" in store.given_back
     assert side.plan_stores(EMPTY, ()) == ()
-    side.step_done(WorkerReport(failed={"r"}), ())
+    side.step_done(WorkerReport(failed={"r": 0}), ())
 
 
 def test_a_request_that_nobody_knows_may_end() -> None:

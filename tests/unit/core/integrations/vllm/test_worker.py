@@ -295,7 +295,7 @@ def test_blocks_behind_the_first_missing_chunk_are_bad(
     here.run(storing(BLOCKS[:4]))
     _, _, blocks, report = here.run(loading(OTHER_BLOCKS, begin, 24))
     assert blocks == set(bad)
-    assert report.failed == {"r"}
+    assert report.failed == {"r": max(begin, 16)}
     assert here.run(StepPlan())[2:] == (set(), None), "it is said once"
 
 
@@ -308,7 +308,7 @@ def test_where_blocks_do_not_tell_the_request_is_named(
     received, failed = here.received()
     assert (received, failed) == ({"r"}, {"r"})
     assert here.side.take_bad_blocks() == set()
-    assert here.side.take_report().failed == {"r"}  # type: ignore[union-attr]
+    assert here.side.take_report().failed == {"r": 0}  # type: ignore[union-attr]
 
 
 def test_blocks_in_front_of_a_window_are_none(rank: Callable[..., Rank]) -> None:
@@ -331,7 +331,7 @@ def test_a_load_without_blocks_is_refused(
     here.run(storing())
     for blocks in ((20, 21, 0, 22), (0, 20, 21, 22), (20, 21, 22, 0)):
         assert here.run(loading(blocks, 0, 16))[2] == {20, 21, 22}
-    assert here.run(loading((0, 0, 0, 0), 0, 16))[3].failed == {"r"}
+    assert here.run(loading((0, 0, 0, 0), 0, 16))[3].failed == {"r": 0}
     assert here.run(loading((20, 21, 22, 23), 0, 20))[2] == {20, 21, 22, 23}, (
         "of the last tokens it was told no chunk"
     )
@@ -669,7 +669,7 @@ def test_a_load_that_fails_waits_for_its_copies(
         to_gpu(connector, memory, start, end, **kwargs)
 
     monkeypatch.setattr(PagedGPUConnector, "to_gpu", copy_one)
-    assert here.run(loading(OTHER_BLOCKS, 0, 24))[3].failed == {"r"}
+    assert here.run(loading(OTHER_BLOCKS, 0, 24))[3].failed == {"r": 0}
     assert [line.split()[0] for line in runtime.log] == ["copy", "scatter", "wait", "release"]
 
 

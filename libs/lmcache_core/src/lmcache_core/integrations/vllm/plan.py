@@ -105,20 +105,21 @@ class WorkerReport:
     """The results of one step from the workers.
 
     Attributes:
-        failed: Requests with a failed load.
+        failed: Requests with a failed load, and the first token that it did not bring.
         is_out: A worker cannot use its KV memory: nothing may be loaded.
         hosts: Hosts of the workers, in the first report of each.
         step: `StepPlan.step`.
     """
 
-    failed: set[str] = field(default_factory=set)
+    failed: dict[str, int] = field(default_factory=dict)
     is_out: bool = False
     hosts: set[str] = field(default_factory=set)
     step: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Merge another worker's report into this one."""
-        self.failed |= other.failed
+        for request_id, token in other.failed.items():
+            self.failed[request_id] = min(token, self.failed.get(request_id, token))
         self.is_out |= other.is_out
         self.hosts |= other.hosts
         self.step = max(self.step, other.step)

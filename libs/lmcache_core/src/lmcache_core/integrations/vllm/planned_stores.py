@@ -9,6 +9,7 @@ from typing import Any
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Store
+from lmcache_core.integrations.vllm.provenance import Provenance
 from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,9 @@ class StorePlanner:
         groups: The cache groups.
         states: The requests by id; kept by their owner.
         namer: Names their chunks.
+
+    Attributes:
+        provenance: Tells of which requests the KV is known to be right.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class StorePlanner:
         self._groups = tuple(groups)
         self._states = states
         self._namer = namer
+        self.provenance = Provenance(groups, self._chunk_size, states, namer)
         self._has_windows = any(group.window is not None for group in groups)
         self._storing: dict[str, int] = {}
         """Requests of which something was planned to be stored, and how often vLLM had preempted
@@ -62,22 +67,7 @@ class StorePlanner:
                 self._overwritten.add(request_id)
                 del self._storing[request_id]
         scheduled = self._follow(output)
-        cached = output.scheduled_cached_reqs
-        begun = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        begun |= {
-            request_id: num_computed
-            for request_id, num_computed in zip(
-                cached.req_ids, cached.num_computed_tokens, strict=True
-            )
-            if request_id in cached.resumed_req_ids
-        }
-        # Another connector (in a `MultiConnector`) may load in this step, and our worker would not
-        # learn that it failed. Since 0.29 vLLM reports such steps.
-        if getattr(output, "has_sync_kv_loads", True) and any(
-            request_id in self._states and num_computed > self._states[request_id].num_local
-            for request_id, num_computed in begun.items()
-        ):
-            return ()
+        self.provenance.follow(output)
         stores = (self._store(state, num_tokens) for state, num_tokens in scheduled)
         planned = tuple(store for store in stores if store is not None)
         for store in planned:
@@ -108,6 +98,7 @@ class StorePlanner:
         """Record that planning failed half-way: the known block tables may be wrong, so nothing
         more is stored from them.
         """
+        self.provenance.forget()
         for state in self._states.values():
             state.tables = []
 
@@ -156,7 +147,9 @@ class StorePlanner:
 
     def _store(self, state: RequestState, num_tokens: int) -> Store | None:
         """Return what to store for a request; None if there is nothing (yet)."""
-        if num_tokens < self._chunk_size or not state.tables or self._namer.name(state) is None:
+        if num_tokens < self._chunk_size or not state.tables or state.origin is None:
+            return None
+        if self._namer.name(state) is None:
             return None
         if state.asked_at is not None:
             return None  # which of its chunks are already stored is known in one of the next steps

@@ -13,7 +13,7 @@ import torch
 
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity
-from lmcache_core.integrations.vllm.plan import ChunkRun
+from lmcache_core.integrations.vllm.plan import ChunkRun, Load
 from lmcache_core.integrations.vllm.weights import Adapters
 from lmcache_core.keys import CHUNK_HASH_BYTES
 from lmcache_core.token_database import MultimodalSpan
@@ -21,6 +21,11 @@ from lmcache_core.token_database.hashing import chain_hashes, identity_root, tok
 
 ROOT_APART = b"lmcache/vllm-root/1"
 EMBEDDINGS_APART = b"lmcache/vllm-embeddings/1"
+
+Origin = tuple[str, str]
+"""The weights that KV was computed with: the epoch, and the name of the adapter ("" without one).
+Requests of other origins have other KV of the same tokens.
+"""
 
 
 class ChunkNames:
@@ -96,9 +101,14 @@ class RequestState:
         polled_at: When the store was last asked.
         load: `[begin, end)` tokens to load in the next step.
         is_loading: A load is underway.
+        promised: The load that is underway, as it was planned.
+        loaded_end: One past the last token that it can still bring: less if it has failed.
         gave_up: A load failed: nothing more is loaded for it.
         is_outdated: The weights, or its adapter's, have been replaced since it began: its KV is
             neither loaded nor stored.
+        origin: What its KV was computed with; None if it cannot be stored, because something that
+            it was computed from is not known to be right (`Provenance`).
+        turn: When vLLM last gave it blocks while it waited.
     """
 
     request: Any
@@ -116,8 +126,12 @@ class RequestState:
     polled_at: float = 0.0
     load: tuple[int, int] | None = None
     is_loading: bool = False
+    promised: Load | None = None
+    loaded_end: int = 0
     gave_up: bool = False
     is_outdated: bool = False
+    origin: Origin | None = None
+    turn: int = 0
 
     def __post_init__(self) -> None:
         self.stored = [0] * len(self.groups)
@@ -287,6 +301,23 @@ class RequestNamer:
             token_ids = token_ids[: request.num_prompt_tokens]
         state.names.extend(token_ids)
         return state.names
+
+    def origin_of(self, state: RequestState) -> Origin | None:
+        """Return what the model would compute a request with now; None if that is unknown, or not
+        what it is named by. Unlike names, it needs no salt.
+        """
+        lora = getattr(state.request, "lora_request", None)
+        adapter = self.adapters.name_of(lora) if state.names is None else state.adapter
+        if state.is_outdated or adapter is None or not self.adapters.is_loaded(lora, adapter):
+            return None
+        return self._epoch, adapter
+
+    def is_current(self, state: RequestState) -> bool:
+        """Return whether a running request is still computed with what it began with."""
+        if state.origin is None or state.is_outdated:
+            return False
+        lora = getattr(state.request, "lora_request", None)
+        return self.adapters.is_loaded(lora, state.origin[1])
 
     def check(self, state: RequestState) -> bool:
         """Return whether the KV that the request computes now still matches its names; slower than

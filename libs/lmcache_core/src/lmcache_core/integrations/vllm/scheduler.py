@@ -132,6 +132,7 @@ class SchedulerSide:
         state = self._state_of(request)
         if state.is_loading:
             return  # the second call for a load brings nothing new
+        self.stores.provenance.handed_out(state, block_ids)
         if num_external == 0:
             if state.offer is not None:
                 self._end_offer(state)
@@ -166,7 +167,9 @@ class SchedulerSide:
             whole_blocks = -(-end // self._block_size) * self._block_size
             runs = tuple(state.load_runs(begin, end))
             state.load = None
-            loads.append(Load(state.request_id, begin, whole_blocks, runs, self.recompute_s))
+            load = Load(state.request_id, begin, whole_blocks, runs, self.recompute_s)
+            state.promised, state.loaded_end = load, whole_blocks
+            loads.append(load)
         self._loads.clear()
         return tuple(loads)
 
@@ -218,12 +221,6 @@ class SchedulerSide:
             self._prefill.note(num_tokens, now - max(planned_at, self._last_ended))
             self._timed = {later: timed for later, timed in self._timed.items() if later > step}
         self._last_ended = now
-        ended = list(received)
-        for request_id in ended:
-            state = self._states.get(request_id)
-            if state is not None:
-                state.is_loading = False
-                state.forget_offer()
         if report is not None:
             elsewhere = report.hosts - {this_host()}
             if elsewhere:  # they use another sidecar than the one asked here
@@ -234,7 +231,7 @@ class SchedulerSide:
                     sorted(elsewhere),
                 )
             self._is_out |= report.is_out or bool(elsewhere)
-            for request_id in report.failed & self._states.keys():
+            for request_id in report.failed.keys() & self._states.keys():
                 logger.warning("loading KV failed, recomputing: request=%s", request_id)
                 # Another offer could fail again, endlessly. What is computed instead is stored
                 # wherever it is missing.
@@ -242,6 +239,15 @@ class SchedulerSide:
                 state.gave_up = True
                 state.forget_offer()
                 state.stored = [0] * len(self._groups)
+                state.loaded_end = min(state.loaded_end, report.failed[request_id])
+        ended = list(received)
+        for request_id in self._states.keys() & ended:
+            state = self._states[request_id]
+            state.is_loading = False
+            state.forget_offer()
+            if state.promised is not None:
+                self.stores.provenance.loaded(state.promised, state, state.loaded_end)
+                state.promised = None
         self._offers.give_back(ended)
 
     def finished(self, request: Any) -> None:

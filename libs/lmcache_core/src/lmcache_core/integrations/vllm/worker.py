@@ -62,12 +62,12 @@ class LoadResult:
     Attributes:
         request_id: The request.
         bad_blocks: vLLM's blocks without the expected content.
-        is_good: Everything was loaded.
+        first_bad: The first token that was not loaded; None if all were.
     """
 
     request_id: str
     bad_blocks: frozenset[int]
-    is_good: bool
+    first_bad: int | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class RefusingWorker:
         """Fail all loads of a step."""
         self._held.update(plan.held)
         for load in plan.loads:
-            self._report.failed.add(load.request_id)
+            self._report.failed[load.request_id] = load.begin
             self._received.add(load.request_id)
             if self.reports_blocks:
                 self._bad_blocks.update(*(run.block_ids for run in load.runs))
@@ -323,9 +323,9 @@ class WorkerSide:
         results = self._loads.take_results()
         for result in results:
             self._bad_blocks |= result.bad_blocks
-            if not result.is_good:
-                self._report.failed.add(result.request_id)
-        failed = {result.request_id for result in results if not result.is_good}
+            if result.first_bad is not None:
+                self._report.failed[result.request_id] = result.first_bad
+        failed = {result.request_id for result in results if result.first_bad is not None}
         return {result.request_id for result in results}, failed
 
     def take_bad_blocks(self) -> set[int]:
@@ -388,13 +388,13 @@ class WorkerSide:
     def _result(self, load: Load, first_bad: int | None) -> LoadResult:
         """Return a load's result; without blocks if vLLM treats the whole request as failed."""
         if first_bad is None:
-            return LoadResult(load.request_id, frozenset(), is_good=True)
+            return LoadResult(load.request_id, frozenset())
         bad: set[int] = set()
         for run in load.runs if self.reports_blocks else ():
             size = self._groups[run.group].block_size
             start = run.first * self._chunk_size
             bad.update(run.block_ids[(first_bad - start) // size : -(-(load.end - start) // size)])
-        return LoadResult(load.request_id, frozenset(bad - {NULL_BLOCK}), is_good=False)
+        return LoadResult(load.request_id, frozenset(bad - {NULL_BLOCK}), first_bad)
 
     def _load_run(self, run: ChunkRun, load: Load, begun: torch.cuda.Event | None) -> int | None:
         """Load one group's chunks; return the first token whose KV is missing, None if none is."""
