@@ -10,7 +10,6 @@ import pytest
 from tests.fixtures.vllm_engine import FULL, STATE, Shape, window
 from tests.fixtures.vllm_engine.parts import (
     ScriptedStore,
-    hot,
     output_of,
     request_of,
     scheduler_side,
