@@ -27,6 +27,9 @@ SIDECAR_SETTING = "set the sidecar's "
 MAX_SHOWN_CHARS = 200
 _METADATA_KEY = "option"
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
+_DATABASE = re.compile(r"/?|/[0-9]{1,9}/?")
+_NUMBERED_SCHEMES = ("redis", "rediss")
+"""Schemes of Redis servers that have numbered databases."""
 KIND_NAMES = MappingProxyType(
     {bool: "true or false", int: "whole number", float: "number", str: "text"}
 )
@@ -225,7 +228,7 @@ def is_database(path: str) -> bool:
     """Return whether the path of a Redis URL names a database: a number, or nothing. redis-py takes
     anything else for 0.
     """
-    return re.fullmatch(r"/?|/[0-9]{1,9}/?", path) is not None
+    return _DATABASE.fullmatch(path) is not None
 
 
 def remote_url_hint(text: str) -> str:
@@ -297,8 +300,6 @@ def _as_yaml(value: Any) -> str:
     return f"{value:_}".replace("_", " ") if isinstance(value, (int, float)) else str(value)
 
 
-_NUMBERED_SCHEMES = ("redis", "rediss")
-"""Schemes of Redis servers that have numbered databases."""
 DATABASE_RULE = "after host:port may come / and the number of a database"
 DIRECTORY_RULE = (
     "write file:// and the absolute path of a directory, with ?, # and comma as %3F, %23, %2C"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import ssl
 import threading
@@ -28,6 +27,10 @@ SESSION_NAME: Final = "lmcache-storage"
 CONTAINER_HOST: Final = "169.254.170.2"
 MACHINE_URL: Final = "http://169.254.169.254"
 MACHINE_TOKEN_S: Final = 600
+_KEY_PART: Final = re.compile(
+    r"<(AccessKeyId|SecretAccessKey|SessionToken|Expiration)>([^<]{1,8192})<"
+)
+_ROLE: Final = re.compile(r"[A-Za-z0-9_+=,.@-]{1,256}")
 _MACHINE_ROLES: Final = "/latest/meta-data/iam/security-credentials/"
 
 
@@ -73,7 +76,7 @@ class KeyChain:
         self,
         region: str,
         tls: ssl.SSLContext,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._region = region
@@ -150,11 +153,7 @@ class KeyChain:
             {"content-type": "application/x-www-form-urlencoded"},
             urlencode(form).encode(),
         ).decode(errors="replace")
-        found = {
-            name: match[1]
-            for name in ("AccessKeyId", "SecretAccessKey", "SessionToken", "Expiration")
-            if (match := re.search(f"<{name}>([^<]+)</{name}>", answer))
-        }
+        found = {match[1]: match[2] for match in _KEY_PART.finditer(answer)}
         try:
             return Credentials(
                 found["AccessKeyId"],
@@ -176,7 +175,7 @@ def _of_machine(url: str, fetch: Callable[..., bytes]) -> Credentials:
         ) from exc
     shown = {"x-aws-ec2-metadata-token": token}
     roles = fetch("GET", url + _MACHINE_ROLES, shown).decode("ascii", "replace").split()
-    if not roles or not re.fullmatch(r"[\w+=,.@-]+", roles[0], re.ASCII):
+    if not roles or not _ROLE.fullmatch(roles[0]):
         raise UnavailableError("credentials: none found, the machine has no role")
     where = f"{url}{_MACHINE_ROLES}{roles[0]}"
     return _session_key(fetch("GET", where, shown), where)
