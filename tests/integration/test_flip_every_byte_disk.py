@@ -7,6 +7,7 @@ import random
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
+from lmcache_core.record.codec import HEAD_ALIGN_BYTES
 from lmcache_core.storage.disk import DiskBackend
 
 from tests.suites.backend_suite import payload_of
@@ -15,7 +16,6 @@ from tests.suites.chunks import make_chunk, make_key, make_payload
 SMALL_PAYLOAD_BYTES = 7000
 LARGE_PAYLOAD_BYTES = 32 << 20
 NUM_RANDOM_OFFSETS = 24
-VERSION_BYTES = (4, 5)
 SEED = 20261121
 
 
@@ -34,10 +34,10 @@ class Flipper:
             file.write(bytes([byte ^ mask]))
 
     def find_again(self, at: int) -> None:
-        """Put the record back that a start has set aside; one that seems to be of another
-        version was left.
+        """Put the record back that its own digest has condemned; one that is read as no record,
+        or as one of another version, was left.
         """
-        if at in VERSION_BYTES:
+        if at < HEAD_ALIGN_BYTES:
             assert self._path.exists()
         else:
             [bad] = self._path.parents[2].joinpath(".bad").iterdir()

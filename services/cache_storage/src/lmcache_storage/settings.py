@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -19,6 +21,11 @@ BYTES_PER_MB = 1 << 20
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)*")
 MAX_PREFIX_CHARS = 256
+
+
+def environ() -> Mapping[str, str]:
+    """Return the variables of this process, in which Amazon's platforms say where keys are."""
+    return os.environ
 
 
 class S3Settings(NodeSettings):

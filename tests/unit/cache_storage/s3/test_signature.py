@@ -8,6 +8,7 @@ import pytest
 from lmcache_storage.s3.signature import (
     EMPTY_PAYLOAD,
     Credentials,
+    Unsigned,
     encoded_path,
     encoded_query,
     payload_hash,
@@ -62,9 +63,7 @@ def test_requests_are_signed_as_in_amazons_examples(
     signed = signed_headers(
         KEY,
         "us-east-1",
-        (method, encoded_path(path), encoded_query(query)),
-        HOST | headers,
-        payload,
+        Unsigned(method, encoded_path(path), encoded_query(query), HOST | headers, payload),
         AT,
     )
     assert signed["authorization"].endswith(f"Signature={signature}")

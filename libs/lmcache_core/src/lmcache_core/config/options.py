@@ -31,6 +31,9 @@ MAX_DECIMAL_BITS = 1 << 10
 _METADATA_KEY = "option"
 _DATABASE = re.compile(r"/?|/[0-9]{1,9}/?")
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
+_DATABASE = re.compile(r"/?|/[0-9]{1,9}/?")
+_NUMBERED_SCHEMES = ("redis", "rediss")
+"""Schemes of Redis servers that have numbered databases."""
 KIND_NAMES = MappingProxyType(
     {bool: "true or false", int: "whole number", float: "number", str: "text"}
 )
@@ -322,8 +325,6 @@ def _as_yaml(value: Any) -> str:
     return f"{value:_}".replace("_", " ") if isinstance(value, (int, float)) else str(value)
 
 
-_NUMBERED_SCHEMES = ("redis", "rediss")
-"""Schemes of Redis servers that have numbered databases."""
 DATABASE_RULE = "after host:port may come / and the number of a database"
 DIRECTORY_RULE = (
     "write file:// and the absolute path of a directory, with ?, # and comma as %3F, %23, %2C"

@@ -22,12 +22,13 @@ from lmcache_storage.s3.credentials import KeyChain, KeyFiles
 from lmcache_storage.s3.signature import (
     EMPTY_PAYLOAD,
     UNSIGNED_PAYLOAD,
+    Unsigned,
     encoded_path,
     encoded_query,
     payload_hash,
     signed_headers,
 )
-from lmcache_storage.settings import S3Settings
+from lmcache_storage.settings import S3Settings, environ
 
 RETRY_PAUSE_S: Final = 0.05
 RETRY_SHARE: Final = 0.5
@@ -67,7 +68,7 @@ class BucketClient:
         self._pool = ConnectionPool(
             Origin(parts.hostname or "", parts.port, tls if self._is_encrypted else None)
         )
-        self._keys: KeyFiles | KeyChain = KeyChain(settings.s3_region, tls, clock=clock)
+        self._keys: KeyFiles | KeyChain = KeyChain(settings.s3_region, tls, environ(), clock)
         if settings.s3_access_key_file is not None and settings.s3_secret_key_file is not None:
             self._keys = KeyFiles(
                 TokenFile(settings.s3_access_key_file, "s3_access_key_file"),
@@ -113,6 +114,8 @@ class BucketClient:
         # write.
         is_unsigned = body and self._is_encrypted
         payload = UNSIGNED_PAYLOAD if is_unsigned else payload_hash(body) if body else EMPTY_PAYLOAD
+        host = {"host": self._pool.origin.host_header}
+        unsigned = Unsigned(method, path, arguments, host | dict(headers), payload)
         for is_last in (False, True):
             try:
                 answer = self._pool.request(
@@ -121,9 +124,7 @@ class BucketClient:
                     signed_headers(
                         self._keys.find(ends_at - time.monotonic()),
                         self._region,
-                        (method, path, arguments),
-                        {"host": self._pool.origin.host_header, **headers},
-                        payload,
+                        unsigned,
                         self._clock(),
                     ),
                     body,

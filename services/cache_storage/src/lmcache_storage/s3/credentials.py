@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import ssl
 import threading
@@ -29,9 +28,9 @@ CONTAINER_HOST: Final = "169.254.170.2"
 MACHINE_URL: Final = "http://169.254.169.254"
 MACHINE_TOKEN_S: Final = 600
 _KEY_PART: Final = re.compile(
-    r"<(AccessKeyId|SecretAccessKey|SessionToken|Expiration)>([^<]{1,8192})</"
+    r"<(AccessKeyId|SecretAccessKey|SessionToken|Expiration)>([^<]{1,8192})<"
 )
-_ROLE: Final = re.compile(r"[\w+=,.@-]+", re.ASCII)
+_ROLE: Final = re.compile(r"[A-Za-z0-9_+=,.@-]{1,256}")
 _MACHINE_ROLES: Final = "/latest/meta-data/iam/security-credentials/"
 
 
@@ -77,7 +76,7 @@ class KeyChain:
         self,
         region: str,
         tls: ssl.SSLContext,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._region = region

@@ -60,25 +60,36 @@ def payload_hash(body: Sequence[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
+class Unsigned(NamedTuple):
+    """A request that is to be signed.
+
+    Attributes:
+        method: HTTP method.
+        path: Its path, encoded.
+        query: Its query, encoded.
+        headers: Its headers, `host` among them, with lower-case names.
+        payload: Hash of its body, or `UNSIGNED_PAYLOAD`.
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    payload: str
+
+
 def signed_headers(
-    credentials: Credentials,
-    region: str,
-    request: tuple[str, str, str],
-    headers: Mapping[str, str],
-    payload: str,
-    now: float,
+    credentials: Credentials, region: str, request: Unsigned, now: float
 ) -> dict[str, str]:
     """Return all headers of a request, signed.
 
     Args:
         credentials: The key.
         region: Region of the bucket.
-        request: HTTP method; path and query, encoded.
-        headers: Further headers, `host` among them, with lower-case names.
-        payload: Hash of the body, or `UNSIGNED_PAYLOAD`.
+        request: The request.
         now: Seconds since the epoch.
     """
-    method, path, query = request
+    method, path, query, headers, payload = request
     at = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
     covered = {**headers, "x-amz-content-sha256": payload, "x-amz-date": at}
     if credentials.token is not None:

@@ -326,7 +326,8 @@ class RedisBackend(RemoteBackend):
         if _is_of_another_version(head):
             self._unusable.forget([key])
             return result
-        seen, may_go = head, size > MAX_SKIPPED_BYTES
+        seen: Any = head
+        may_go = size > MAX_SKIPPED_BYTES
         if _is_head_of(head, key, size):
             whole: Any = await self._client.get(name)
             seen = whole
