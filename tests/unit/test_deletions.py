@@ -191,7 +191,6 @@ ALLOWED: Final = {
     },
     "lmcache_lookup/index/redis_index.py": {
         "RedisIndex.clear.UNLINK": INDEX,
-        "RedisIndex.evict.HDEL": INDEX,
     },
     "lmcache_lookup/index/redis_scripts.py": {
         "DEL": INDEX,

@@ -31,7 +31,6 @@ MAX_DECIMAL_BITS = 1 << 10
 _METADATA_KEY = "option"
 _DATABASE = re.compile(r"/?|/[0-9]{1,9}/?")
 _SCHEME = re.compile(r"['\"]?\w[\w+.-]*://")
-_DATABASE = re.compile(r"/?|/[0-9]{1,9}/?")
 _NUMBERED_SCHEMES = ("redis", "rediss")
 """Schemes of Redis servers that have numbered databases."""
 KIND_NAMES = MappingProxyType(
