@@ -62,7 +62,9 @@ def load_yaml_documents(text: bytes | str) -> list[Any]:
     try:
         found = []
         while loader.check_node():
-            found.append(_constructed(loader, loader.get_node()))
+            node = loader.get_node()
+            assert node is not None, "check_node said that there is one"
+            found.append(_constructed(loader, node))
         return found
     finally:
         loader.dispose()
