@@ -12,7 +12,7 @@ from urllib.parse import quote
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
@@ -631,6 +631,19 @@ def check(file: Path, source: dict[str, Any]) -> None:
         settings = [name, *BECOMES.get(name, instead.removeprefix(SIDECAR_SETTING)).split(" and ")]
         is_carried = any(carried.get(each) in derived(value) for each in settings)
         assert is_carried or name in told or repr(name)[1:-1] in told, name
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_every_option_of_ours_is_carried_over_or_named(
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """With values that it takes."""
+    source = {name: data.draw(fitting(name).filter(lambda value: value != OPTIONS[name].default))}
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_text(json.dumps(source), encoding="utf-8")
+    check(file, source)
 
 
 @given(source=CONFIGURATIONS)

@@ -62,8 +62,9 @@ def load_yaml_documents(text: bytes | str) -> list[Any]:
     try:
         found = []
         while loader.check_node():
-            if (node := loader.get_node()) is not None:
-                found.append(_constructed(loader, node))
+            node = loader.get_node()
+            assert node is not None, "check_node said that there is one"
+            found.append(_constructed(loader, node))
         return found
     finally:
         loader.dispose()
