@@ -21,6 +21,7 @@ UNSAFE_CALLS = {"eval", "exec"}
 
 # Where any exception may be caught and not raised again: the task supervisor.
 BROAD_EXCEPT_PLACES = {
+    "libs/lmcache_core/src/lmcache_core/concurrency/started_pool.py",  # it goes to a future
     "libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py",  # the task supervisor
     "libs/lmcache_core/src/lmcache_core/engine/guard.py",  # the degrading wrapper, on request only
 }

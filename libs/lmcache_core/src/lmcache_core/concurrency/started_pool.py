@@ -64,7 +64,7 @@ class StartedPool(ThreadPoolExecutor):
         self._num_ended = itertools.count(1)  # next() is atomic
         self._process = ProcessMark()
         self._is_closed = False
-        self._queue: queue.SimpleQueue[_Work[Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
         self._running: list[OwnThread] = []
         try:
             for i in range(num_threads):
@@ -77,11 +77,6 @@ class StartedPool(ThreadPoolExecutor):
                 f"{name}: {exc}; allow this process {num_threads} more threads"
             ) from exc
 
-    @property
-    def is_closed(self) -> bool:
-        """Return whether it accepts no more work."""
-        return self._is_closed
-
     @override
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run `fn` in a thread.
@@ -89,11 +84,11 @@ class StartedPool(ThreadPoolExecutor):
         Raises:
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
-        work = _Work(partial(fn, *args, **kwargs))
-        if not self.is_closed and self._process.is_here:
+        work = Work(partial(fn, *args, **kwargs))
+        if self._accepts_work():
             self._queue.put(work)
             # If it was closed concurrently, the threads may have ended before they came to this.
-            if not (self.is_closed and work.future.cancel()):
+            if self._accepts_work() or not work.future.cancel():
                 return work.future
         raise RuntimeError("cannot schedule new futures after shutdown")
 
@@ -120,6 +115,9 @@ class StartedPool(ThreadPoolExecutor):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _accepts_work(self) -> bool:
+        return not self._is_closed and self._process.is_here
+
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work.run()
@@ -129,14 +127,19 @@ class StartedPool(ThreadPoolExecutor):
             self.ended.set_result(None)
 
 
-class _Work(Generic[T]):
-    """A call that waits for a thread."""
+class Work(Generic[T]):
+    """A call for a thread.
+
+    Attributes:
+        future: Gets its result, or whatever it raises.
+    """
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
         self._call = call
 
     def run(self) -> None:
+        """Make the call, unless the future has been cancelled."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:

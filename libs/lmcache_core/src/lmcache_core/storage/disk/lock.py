@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.forks import enter_children
+from lmcache_core.forks import ProcessMark, enter_children
 
 
 class DirectoryLock:
@@ -22,6 +22,7 @@ class DirectoryLock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd: int | None = None
+        self._process = ProcessMark()
         self._directory: os.stat_result | None = None
 
     def acquire(self) -> None:
@@ -51,14 +52,18 @@ class DirectoryLock:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
-        self._fd = fd
+        self._fd, self._process = fd, ProcessMark()
         enter_children(self)
 
     def release(self) -> None:
-        """Unlock. Idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        """Unlock, or, in a forked child, only close its copy. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        if self._process.is_here:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # effective even if a child still has the file open
+        os.close(fd)
 
     def enter_child(self) -> None:
         """Close the child's copy, which would keep the lock when the parent has ended."""
