@@ -34,7 +34,7 @@ def close_apart(close: Callable[[], None], wait_s: float) -> None:
     closing = Work(close)
     closed = closing.future
     try:
-        OwnThread("lmcache-close", closing.run).start()
+        threading.Thread(target=closing.run, name="lmcache-close", daemon=True).start()
     except RuntimeError:
         close()
         return

@@ -9,12 +9,12 @@ begins to end, before exit handlers run: such a handler could finish no write.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Generic, ParamSpec, TypeVar
@@ -43,7 +43,8 @@ class StartedPool(ThreadPoolExecutor):
     """A pool of threads that all run; asyncio takes it as an event loop's executor.
 
     No method takes a lock, so that a signal handler or a finalizer may call any of them in the
-    middle of another one. In a forked child it accepts no work.
+    middle of another one. In a forked child it accepts no work. The threads end, too, when the pool
+    is collected as garbage.
 
     Args:
         num_threads: Number of threads.
@@ -60,15 +61,16 @@ class StartedPool(ThreadPoolExecutor):
         super().__init__(num_threads, name)
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # cannot be cancelled from here on
-        self._num_threads = num_threads
-        self._num_ended = itertools.count(1)  # next() is atomic
         self._process = ProcessMark()
         self._is_closed = False
         self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._queue.put, None).atexit = False  # type: ignore[misc]
         self._running: list[OwnThread] = []
+        # The threads must not hold the pool.
+        run = partial(_run, self._queue, self.ended, iter(range(num_threads, 0, -1)))
         try:
             for i in range(num_threads):
-                thread = OwnThread(f"{name}_{i}", self._run)
+                thread = OwnThread(f"{name}_{i}", run)
                 thread.start()
                 self._running.append(thread)
         except RuntimeError as exc:
@@ -118,14 +120,6 @@ class StartedPool(ThreadPoolExecutor):
     def _accepts_work(self) -> bool:
         return not self._is_closed and self._process.is_here
 
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work.run()
-            del work  # it would be held until there is more
-        self._queue.put(None)  # for the other threads
-        if next(self._num_ended) == self._num_threads:
-            self.ended.set_result(None)
-
 
 class Work(Generic[T]):
     """A call for a thread.
@@ -149,6 +143,17 @@ class Work(Generic[T]):
             del self  # else the exception would hold its own future, and all arguments of the work
         else:
             self.future.set_result(result)
+
+
+def _run(
+    works: queue.SimpleQueue[Work[Any] | None], ended: Future[None], num_left: Iterator[int]
+) -> None:
+    while (work := works.get()) is not None:
+        work.run()
+        del work  # it would be held until there is more
+    works.put(None)  # for the other threads
+    if next(num_left) == 1:  # atomic
+        ended.set_result(None)
 
 
 def loop_pool() -> StartedPool:
