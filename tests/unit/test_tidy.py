@@ -22,9 +22,8 @@ UNSAFE_CALLS = {"eval", "exec"}
 # Where any exception may be caught and not raised again: the task supervisor, and what hands it on
 # in a future.
 BROAD_EXCEPT_PLACES = {
+    "libs/lmcache_core/src/lmcache_core/concurrency/started_pool.py",  # it goes to a future
     "libs/lmcache_core/src/lmcache_core/concurrency/supervisor.py",  # the task supervisor
-    "libs/lmcache_core/src/lmcache_core/concurrency/close_apart.py",
-    "libs/lmcache_core/src/lmcache_core/concurrency/started_pool.py",
     "libs/lmcache_core/src/lmcache_core/engine/guard.py",  # the degrading wrapper, on request only
 }
 # Who may read the environment: settings, the engine's config, and what names KV by variables of

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 from lmcache_core.concurrency import Workers
+from lmcache_core.concurrency import workers as module
 from lmcache_core.concurrency.workers import MAX_THREADS
 
 from tests.fixtures.limits import without_threads
@@ -85,6 +86,18 @@ def test_close_waits_for_what_runs_and_may_be_called_again(workers: Workers) -> 
     assert future.done()
     assert future.result()
     workers.close()
+
+
+def test_close_leaves_work_that_does_not_end(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_WAIT_S", 0.01)
+    may_end = threading.Event()
+    future = workers.submit(may_end.wait, 60.0)
+    workers.close()
+    assert not future.done()
+    may_end.set()
+    assert future.result()
 
 
 def test_threads_are_joined() -> None:

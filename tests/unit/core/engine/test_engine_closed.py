@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -68,3 +69,17 @@ def test_an_engine_that_could_not_open_writes_once_it_could(tmp_path: Path) -> N
     engine.close()
     with embedded_engine(tmp_path, tier_timeout_s=60.0, prefill_tokens_per_s=0.001) as cache:
         assert cache.engine.lookup(TOKENS) == len(TOKENS)
+
+
+def test_a_released_directory_is_free_while_a_forked_child_has_its_lock_open(
+    tmp_path: Path,
+) -> None:
+    """As a child does between the fork and its first instruction."""
+    lock, other = DirectoryLock(tmp_path / "lock"), DirectoryLock(tmp_path / "lock")
+    lock.acquire()
+    assert lock._fd is not None
+    copy = os.dup(lock._fd)
+    lock.release()
+    other.acquire()
+    other.release()
+    os.close(copy)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from lmcache_core.concurrency.started_pool import OwnThread
+from lmcache_core.concurrency.started_pool import OwnThread, Work
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +31,10 @@ def close_apart(close: Callable[[], None], wait_s: float) -> None:
     if sys.is_finalizing():  # a new thread would never run, and its start would wait for that
         close()
         return
-    closed: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            close()
-        except BaseException as exc:
-            closed.set_exception(exc)
-        else:
-            closed.set_result(None)
-
+    closing = Work(close)
+    closed = closing.future
     try:
-        OwnThread("lmcache-close", run).start()
+        threading.Thread(target=closing.run, name="lmcache-close", daemon=True).start()
     except RuntimeError:
         close()
         return

@@ -9,12 +9,12 @@ begins to end, before exit handlers run: such a handler could finish no write.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Generic, ParamSpec, TypeVar
@@ -43,7 +43,8 @@ class StartedPool(ThreadPoolExecutor):
     """A pool of threads that all run; asyncio takes it as an event loop's executor.
 
     No method takes a lock, so that a signal handler or a finalizer may call any of them in the
-    middle of another one. In a forked child it accepts no work.
+    middle of another one. In a forked child it accepts no work. The threads end, too, when the pool
+    is collected as garbage.
 
     Args:
         num_threads: Number of threads.
@@ -60,15 +61,16 @@ class StartedPool(ThreadPoolExecutor):
         super().__init__(num_threads, name)
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # cannot be cancelled from here on
-        self._num_threads = num_threads
-        self._num_ended = itertools.count(1)  # next() is atomic
         self._process = ProcessMark()
         self._is_closed = False
-        self._queue: queue.SimpleQueue[_Work[Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._queue.put, None).atexit = False  # type: ignore[misc]
         self._running: list[OwnThread] = []
+        # The threads must not hold the pool.
+        run = partial(_run, self._queue, self.ended, iter(range(num_threads, 0, -1)))
         try:
             for i in range(num_threads):
-                thread = OwnThread(f"{name}_{i}", self._run)
+                thread = OwnThread(f"{name}_{i}", run)
                 thread.start()
                 self._running.append(thread)
         except RuntimeError as exc:
@@ -77,11 +79,6 @@ class StartedPool(ThreadPoolExecutor):
                 f"{name}: {exc}; allow this process {num_threads} more threads"
             ) from exc
 
-    @property
-    def is_closed(self) -> bool:
-        """Return whether it accepts no more work."""
-        return self._is_closed
-
     @override
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run `fn` in a thread.
@@ -89,11 +86,11 @@ class StartedPool(ThreadPoolExecutor):
         Raises:
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
-        work = _Work(partial(fn, *args, **kwargs))
-        if not self._is_closed and self._process.is_here:
+        work = Work(partial(fn, *args, **kwargs))
+        if self._accepts_work():
             self._queue.put(work)
             # If it was closed concurrently, the threads may have ended before they came to this.
-            if not (self.is_closed and work.future.cancel()):
+            if self._accepts_work() or not work.future.cancel():
                 return work.future
         raise RuntimeError("cannot schedule new futures after shutdown")
 
@@ -120,23 +117,23 @@ class StartedPool(ThreadPoolExecutor):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work.run()
-            del work  # it would be held until there is more
-        self._queue.put(None)  # for the other threads
-        if next(self._num_ended) == self._num_threads:
-            self.ended.set_result(None)
+    def _accepts_work(self) -> bool:
+        return not self._is_closed and self._process.is_here
 
 
-class _Work(Generic[T]):
-    """A call that waits for a thread."""
+class Work(Generic[T]):
+    """A call for a thread.
+
+    Attributes:
+        future: Gets its result, or whatever it raises.
+    """
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
         self._call = call
 
     def run(self) -> None:
+        """Make the call, unless the future has been cancelled."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -146,6 +143,17 @@ class _Work(Generic[T]):
             del self  # else the exception would hold its own future, and all arguments of the work
         else:
             self.future.set_result(result)
+
+
+def _run(
+    works: queue.SimpleQueue[Work[Any] | None], ended: Future[None], num_left: Iterator[int]
+) -> None:
+    while (work := works.get()) is not None:
+        work.run()
+        del work  # it would be held until there is more
+    works.put(None)  # for the other threads
+    if next(num_left) == 1:  # atomic
+        ended.set_result(None)
 
 
 def loop_pool() -> StartedPool:

@@ -10,10 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
+from lmcache_core.concurrency.close_apart import close_apart
 from lmcache_core.forks import ProcessMark
 
 MAX_THREADS = 4
 """More do not help: two or three concurrent copies or digests use all of the memory's bandwidth."""
+
+CLOSE_WAIT_S = 10.0
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -70,10 +73,10 @@ class Workers:
         self._process = ProcessMark()
 
     def close(self) -> None:
-        """Let running work finish, and join the threads. Idempotent."""
+        """Let running work finish, and join the threads, for up to `CLOSE_WAIT_S`. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None and self._process.is_here:
-            pool.shutdown()
+            close_apart(pool.shutdown, CLOSE_WAIT_S)
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run `work` soon, exactly once; the caller waits for the future. Without threads, an

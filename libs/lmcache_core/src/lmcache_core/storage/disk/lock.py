@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.forks import enter_children
+from lmcache_core.forks import ProcessMark, enter_children
 from lmcache_core.storage.disk.files import DIRECTORY_MODE
 
 
@@ -24,6 +24,7 @@ class DirectoryLock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd: int | None = None
+        self._process = ProcessMark()
         self._directory: os.stat_result | None = None
         self._turn = threading.Lock()
 
@@ -38,10 +39,14 @@ class DirectoryLock:
             self._lock()
 
     def release(self) -> None:
-        """Unlock. Idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        """Unlock, or, in a forked child, only close its copy. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        if self._process.is_here:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # effective even if a child still has the file open
+        os.close(fd)
 
     def is_held(self) -> bool:
         """Return whether this process still owns what lies at the path, so that it may write there
@@ -95,7 +100,7 @@ class DirectoryLock:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
-        self._fd, self._directory = fd, directory
+        self._fd, self._directory, self._process = fd, directory, ProcessMark()
         enter_children(self)
 
     def enter_child(self) -> None:
