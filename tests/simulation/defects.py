@@ -92,7 +92,7 @@ DEFECTS = (
     Defect(
         "a disk has no capacity",
         f"{CORE}/storage/disk/index.py",
-        "self._ledger.used_bytes + self._reserved_bytes + charge > self.capacity_bytes",
+        "self._ledger.used_bytes + self._reserved_bytes + charge > self._room_bytes",
         "False",
     ),
     Defect(
@@ -190,8 +190,8 @@ DEFECTS = (
     Defect(
         "an offer outlives its load",
         f"{VLLM}/scheduler.py",
-        "                state.is_loading = False\n                state.forget_offer()\n",
-        "                state.is_loading = False\n",
+        "            state.is_loading = False\n            state.forget_offer()\n",
+        "            state.is_loading = False\n",
     ),
     Defect(
         "an answer that has come is waited for",

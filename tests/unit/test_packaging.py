@@ -18,7 +18,6 @@ import pytest
 from lmcache_core.extras import EXTRAS, install_line
 from lmcache_ctl.cli import EXTRAS as CTL_EXTRAS
 from lmcache_ctl.cli import FOLDERS as CTL_FOLDERS
-from lmcache_storage.s3 import FOLDERS as STORAGE_FOLDERS
 from packaging.requirements import Requirement
 
 from tests.fixtures.ctl import no_cluster as no_cluster
@@ -123,7 +122,6 @@ def test_no_text_names_a_package_of_ours_on_an_index() -> None:
     [
         *((extra, ()) for extra in sorted(set(EXTRAS.values()))),
         *((extra, CTL_FOLDERS) for extra in ("codec", "model", "redis")),
-        ("s3", STORAGE_FOLDERS),
     ],
 )
 def test_an_extra_is_installed_from_a_checkout_alone(extra: str, folders: tuple[str, ...]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+from lmcache_core.names import MEMORY_TIER
 
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.output import UNKNOWN, Columns, print_table, print_text, size_text
 
 SCHEMES: Final = ("lm://", "lm+tls://", "http://", "https://")
 BENCH_NAME: Final = "lmcachectl-bench"
-TIER: Final = "bench"
+TIER: Final = MEMORY_TIER
 MAX_CHUNK_BYTES: Final = 256 << 20
 MAX_TOTAL_BYTES: Final = 64 << 30
 MAX_CHUNKS: Final = 65_536
