@@ -779,7 +779,8 @@ class Scenario:
         tier, disk = self._world.nodes[name].tiers.disk_files, self._world.files.disks[name]
         room, layout = tier._store._room, tier._layout
         known = {str(layout.record(key)) for key in tier._index._entries} | {str(layout.lock)}
-        known.update(str(path) for path in (*room.unread, *room.damaged, *room.later))
+        held = (*room.unread, *room.damaged, *room.doubtful, *room.later)
+        known.update(str(path) for path in held)
         if stray := sorted(path for path in disk.paths(layout.root) if path not in known):
             self._complain(f"{name} has {len(stray)} files that its tier forgot, as {stray[0]}")
 
