@@ -103,7 +103,7 @@ class RequestState:
         is_loading: A load is underway.
         promised: The load that is underway, as it was planned.
         loaded_end: One past the last token that it can still bring: less if it has failed.
-        gave_up: A load failed: nothing more is loaded for it.
+        gave_up: A load failed, or was another connector's: nothing more is loaded for it.
         is_outdated: The weights, or its adapter's, have been replaced since it began: its KV is
             neither loaded nor stored.
         origin: What its KV was computed with; None if it cannot be stored, because something that

@@ -245,7 +245,11 @@ class SchedulerSide:
             state = self._states[request_id]
             state.is_loading = False
             state.forget_offer()
-            if state.promised is not None:
+            if state.promised is None:
+                # Another connector loaded (in a `MultiConnector`). If that failed, vLLM still keeps
+                # the request's blocks back, and would wait for them for ever before a second load.
+                state.gave_up = True
+            else:
                 self.stores.provenance.loaded(state.promised, state, state.loaded_end)
                 state.promised = None
         self._offers.give_back(ended)
