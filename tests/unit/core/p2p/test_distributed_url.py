@@ -33,6 +33,12 @@ def test_good_urls(url: str, host: str, port: int) -> None:
     assert distributed_url_of(host, port, is_encrypted(url)) == url
 
 
+def test_one_text_takes_a_pods_address_of_either_kind() -> None:
+    """A manifest has `lm://[$(POD_IP)]:65433`."""
+    assert parse_distributed_url("lm://[10.1.2.3]:65433").host == "10.1.2.3"
+    assert parse_distributed_url("lm://[fd00::7]:65433").host == "fd00::7"
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -60,6 +66,10 @@ def test_good_urls(url: str, host: str, port: int) -> None:
         "lm://[fd00::7:1",
         "lm://[:::::]:1",
         "lm://[10.0.0.7]x:1",
+        "lm://[10.1]:1",
+        "lm://[010.0.0.7]:1",
+        "lm://[7]:1",
+        "lm://[0.0.0.0]:1",
         "lm://0.0.0.0:1",
         "lm://[::]:1",
         "lm://0:80",

@@ -13,7 +13,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.errors import SerdeError
-from lmcache_core.serde import quantised_blob
+from lmcache_core.serde import plane_layout
 from lmcache_kernels.cachegen_decode import cachegen_decode, cachegen_decode_reference
 from lmcache_kernels.cachegen_encode import cachegen_encode, cachegen_encode_reference
 from lmcache_kernels.cachegen_encode.kernel import COPY_WORDS, launch_gather
@@ -67,8 +67,8 @@ def on(device, encoded):
 def test_both_sides_write_the_same_bytes_and_read_the_same_values(
     codec, make_kv, same, device, monkeypatch, shape, section, dtype, by_token
 ):
-    monkeypatch.setattr(quantised_blob, "SECTION_CHANNELS", section)
-    monkeypatch.setattr(quantised_blob, "SECTION_TOKENS", 8)
+    monkeypatch.setattr(plane_layout, "SECTION_CHANNELS", section)
+    monkeypatch.setattr(plane_layout, "SECTION_TOKENS", 8)
     x = make_kv(dtype, *shape)
     planes, levels = whole_numbers(x, by_token)
     cut = codec.shape_of(x)

@@ -38,7 +38,7 @@ class DistributedUrl(NamedTuple):
 
 
 def parse_distributed_url(url: str) -> DistributedUrl:
-    """Parse `lm://host:port`, `lm://[v6]:port`, or the same with `lm+tls`; see `is_encrypted`.
+    """Parse `lm://host:port`, `lm://[address]:port`, or the same with `lm+tls`; see `is_encrypted`.
 
     Raises:
         ValueError: It has another form, or names an address that no other pod can have:
@@ -55,10 +55,10 @@ def parse_distributed_url(url: str) -> DistributedUrl:
     if port > 65535:
         raise ValueError("a distributed URL's port must be at most 65535")
     address = parse_address(host)
-    if match["host"].startswith("["):
-        if address is None or address.version != 6:
-            raise ValueError("a distributed URL must have an IPv6 address in brackets")
-    elif looks_like_address(host) and (address is None or str(address) != host):
+    # Kubernetes fills a pod's address of either kind into one text, `lm://[$(POD_IP)]:65433`.
+    if match["host"].startswith("[") and address is None:
+        raise ValueError("a distributed URL must have an address in brackets")
+    if ":" not in host and looks_like_address(host) and str(address) != host:
         # The system's resolver also accepts 0, 127.1 or 0x7f000001 as addresses.
         raise ValueError("a distributed URL's IPv4 address must be four decimal numbers")
     if address is not None and embedded_ipv4(address) is not None:
