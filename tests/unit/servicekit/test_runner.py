@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -206,6 +207,17 @@ def test_without_descriptors_a_service_says_so_once_and_recovers(
         resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
         answer = httpx.get(f"{service.url}/healthz", trust_env=False, timeout=30.0)
         assert answer.status_code == 200
+
+
+def test_without_room_for_threads_a_service_ends_as_ever(tmp_path: Path) -> None:
+    with running_service(
+        "tests.fixtures.sample_service", tmp_path, {"LMCACHE_SAMPLE_PORT": "0"}
+    ) as service:
+        [size] = re.findall(r"VmSize:\s*(\d+) kB", Path(f"/proc/{service.pid}/status").read_text())
+        limit = int(size) * 2**10 + 4 * 2**20  # less than a thread's stack
+        resource.prlimit(service.pid, resource.RLIMIT_AS, (limit, limit))
+        assert service.stop() == 0
+    assert "Traceback" not in service.output
 
 
 def test_a_lifespan_that_fails_is_a_failed_start(tmp_path: Path) -> None:

@@ -220,12 +220,16 @@ class _Start:
 class _Server(uvicorn.Server):
     """Announces that it listens, prepares its stop while it still answers, and ends immediately at
     a second signal.
+
+    Attributes:
+        has_ended: The last request and the lifespan have.
     """
 
     def __init__(
         self, config: uvicorn.Config, announce: Callable[[], None], state: ServiceState
     ) -> None:
         super().__init__(config)
+        self.has_ended = False
         self._announce = announce
         self._state = state
 
@@ -242,6 +246,7 @@ class _Server(uvicorn.Server):
         for prepare in self._state.before_stop:
             await prepare()
         await super().shutdown(sockets=sockets)
+        self.has_ended = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End gracefully at the first signal, immediately at the second: work underway may hang."""
@@ -272,14 +277,19 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     # into "killed".
     for handled in (signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, lambda number, frame: sys.exit(0))
+    server = _Server(config, announce, service_state(app))
     try:
-        _Server(config, announce, service_state(app)).run(sockets=[address.listener])
+        server.run(sockets=[address.listener])
     except SystemExit:
         if isinstance(start.failure, LMCacheError):
             _complain(address.name, str(start.failure))
         if not isinstance(start.failure, ConfigError):
             raise
         return EXIT_BAD_CONFIG
+    except (RuntimeError, MemoryError):
+        # An event loop starts a thread when it is closed, for which there may be no room.
+        if not server.has_ended:
+            raise
     finally:
         logging.getLogger("uvicorn.error").disabled = False
         address.retract()
