@@ -1,7 +1,10 @@
-"""YAML without duplicate names, of which PyYAML silently keeps the last; and untrusted YAML."""
+"""YAML without what PyYAML reads silently as something else: duplicate names, of which it keeps the
+last, and numbers such as 0100 and 4:16; and untrusted YAML.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import yaml
@@ -30,7 +33,18 @@ class DuplicateNameError(yaml.MarkedYAMLError):
         self.line = mark.line + 1
 
 
+_INT: Final = "tag:yaml.org,2002:int"
+_FLOAT: Final = "tag:yaml.org,2002:float"
+
+
 class _Loader(yaml.SafeLoader):
+    """Leaves 0100 and 4:16 texts, which YAML 1.1 reads as 64 and 256, and YAML 1.2 does not."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
+        first: [(tag, regexp) for tag, regexp in resolvers if tag not in (_INT, _FLOAT)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked here and not where mappings are built: there, names merged by `<<` look like
         # duplicates.
@@ -43,6 +57,22 @@ class _Loader(yaml.SafeLoader):
                     raise DuplicateNameError(key.value, key.start_mark)
                 seen.add(name)
         return node
+
+
+_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    _INT,
+    re.compile(r"[-+]?(?:0b[01_]+|0x[0-9A-Fa-f_]+|0|[1-9][0-9_]*)$"),
+    list("-+0123456789"),
+)
+_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    _FLOAT,
+    re.compile(
+        r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?"
+        r"|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
 
 
 def load_yaml(text: bytes | str) -> Any:

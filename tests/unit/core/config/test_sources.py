@@ -168,6 +168,30 @@ def test_nothing_is_none_in_a_file(tmp_path):
     assert config == LMCacheEngineConfig.from_env({})
 
 
+@pytest.mark.parametrize("number", ["0100", "-010", "4:16", "1:30:00", "4:16.5"])
+def test_a_number_that_yaml_versions_read_as_different_ones_is_refused(tmp_path, number):
+    """YAML 1.1 has octal numbers without a letter, and numbers of base 60."""
+    with pytest.raises(ConfigError, match=f"chunk_size='{number}': must be a whole number"):
+        from_yaml(tmp_path, f"chunk_size: {number}\n")
+    with pytest.raises(ConfigError, match=f"max_local_cpu_size='{number}': must be a number"):
+        from_yaml(tmp_path, f"max_local_cpu_size: {number}\n")
+    assert from_yaml(tmp_path, f"salt: {number}\n").salt == number
+
+
+@pytest.mark.parametrize(
+    ("number", "value"),
+    [("100", 100), ("+100", 100), ("1_000", 1000), ("0x1F", 31), ("0b11", 3)],
+)
+def test_other_spellings_of_numbers_are_read(tmp_path, number, value):
+    assert from_yaml(tmp_path, f"chunk_size: {number}\n").chunk_size == value
+
+
+@pytest.mark.parametrize("number", ["0.5", ".5", "+0.5", "0.0_5e+1", "5.e-1"])
+def test_spellings_of_fractions_are_read(tmp_path, number):
+    config = from_yaml(tmp_path, f"max_local_cpu_size: {number}\n")
+    assert config.max_local_cpu_size == 0.5
+
+
 @pytest.mark.parametrize("text", ["chunk_size: 1\nchunk_size: 2\n", "{salt: s3cret, salt: s3cret}"])
 def test_a_name_twice_is_refused(tmp_path, text):
     with pytest.raises(
