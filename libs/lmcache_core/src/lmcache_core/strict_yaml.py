@@ -59,12 +59,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     _INT,
     re.compile(r"[-+]?(?:0b[01_]+|0x[0-9A-Fa-f_]+|0|[1-9][0-9_]*)$"),
     list("-+0123456789"),
 )
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(
         r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?"
