@@ -247,11 +247,13 @@ cluster writes 1024Gi as 1Ti. Without a cluster nothing is compared.
 {{- end }}
 {{- end }}
 
-{{/* A drain that has left something is tried once more, and REST and lm:// end one after the other. */}}
+{{/* A drain that has left something is tried once more, REST and lm:// end one after the other, and a
+disk that does not answer is waited for. */}}
 {{- define "lmcache.refuseShortGrace" }}
-{{- $needed := addf .before (mulf 2 (default 0 .config.drain_timeout_s)) (mulf 2 .config.shutdown_grace_s) }}
+{{- $disk := ternary 10 0 (hasKey .config "drain_timeout_s") }}
+{{- $needed := addf .before (mulf 2 (default 0 .config.drain_timeout_s)) (mulf 2 .config.shutdown_grace_s) $disk }}
 {{- if lt (float64 .values.terminationGracePeriodSeconds) $needed }}
-{{- fail (printf "%s.terminationGracePeriodSeconds is %v, but a pod may take %v s to end (its wait before, and twice drain_timeout_s and shutdown_grace_s): raise the one or lower the others." .name .values.terminationGracePeriodSeconds $needed) }}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %v, but a pod may take %v s to end (its wait before, twice drain_timeout_s and shutdown_grace_s, and 10 s for a disk that hangs): raise the one or lower the others." .name .values.terminationGracePeriodSeconds $needed) }}
 {{- end }}
 {{- end }}
 
