@@ -39,7 +39,7 @@ MAX_FREED_NOTES = 1024
 """Payloads noted as being received although their memory has been freed, before those are looked
 for.
 """
-KEPT_SHARE = 4
+KEPT_SHARE = 8
 """One part in this many of the memory is never lent to payloads being received."""
 GAPS_SHARE = 8
 """To make room for an announced payload, chunks of its size are evicted, and as much again but at
