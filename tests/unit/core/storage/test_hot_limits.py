@@ -243,14 +243,14 @@ def test_nothing_is_given_up_for_what_could_never_be_held(hot, removed):
     assert not removed
 
 
-def test_without_a_quota_one_tenant_is_lent_half_and_all_together_three_quarters():
+def test_without_a_quota_one_tenant_is_lent_half_and_all_together_seven_eighths():
     hot = LocalCPUBackend(ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS), create_policy("lru"))
     lent = [receive(hot, tenant) for tenant in ("a", "b", "c") for _ in range(NUM_SLOTS)]
     given = [
         sum(memory is not None for memory in lent[at : at + NUM_SLOTS])
         for at in (0, NUM_SLOTS, 2 * NUM_SLOTS)
     ]
-    assert given == [NUM_SLOTS // 2, NUM_SLOTS // 4, 0]
+    assert given == [NUM_SLOTS // 2, 3 * NUM_SLOTS // 8, 0]
     for memory in lent:
         if memory is not None:
             memory.ref_count_down()
