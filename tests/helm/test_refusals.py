@@ -14,6 +14,8 @@ import yaml
 from tests.helm.conftest import MODEL, both_helms
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.helm.conftest import Chart, Manifest
 
 TABLE = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text(encoding="utf-8"))
@@ -27,6 +29,7 @@ TOLD_ELSEWHERE = ("the release is named", "storage.persistence is to be")
 """Sentences that need another release, or a cluster: test_names.py and test_upgrades.py."""
 MP = ("--distributed-executor-backend", "mp")
 SERVER = "vllm.entrypoints.openai.api_server"
+SIZE = re.compile(r"[0-9.]+([KMGTP]i|[kMGTP])")
 FAIL = re.compile(r'\{\{-? fail (?:\(printf )?"((?:[^"\\]|\\.)*)"')
 
 
@@ -99,6 +102,30 @@ def test_sizes_have_units(
     assert rendering.config("storage")["memory_gb"] == pytest.approx(memory_gb)
     limits = rendering.container("storage")["resources"]["limits"]
     assert limits["memory"] == f"{memory_mi + 512}Mi"
+
+
+def sizes_of(values: Manifest, *path: str) -> Iterator[str]:
+    """Yield what has a size by default, or is a size by name."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            # Requests and limits are Kubernetes' own quantities.
+            yield from () if name == "resources" else sizes_of(value, *path, name)
+        elif isinstance(value, str) and (SIZE.fullmatch(value) or name.endswith("Size")):
+            yield ".".join((*path, name))
+
+
+def test_every_size_is_checked(chart: Chart) -> None:
+    """Else what no cluster can have would only be refused by its API server, or by the service."""
+    values = yaml.safe_load((chart.path / "values.yaml").read_text(encoding="utf-8"))
+    names = list(sizes_of(values))
+    assert len(names) > 10
+    others = {"models.tiny": MODEL, "webhook.enabled": True}
+    for name in names:
+        for size in ("8GB", "8m", "lots"):
+            told = f"at '/{name.replace('.', '/')}': value must be 'a size with its unit"
+            assert told in chart.refuse(others | {name: size})
+        told = f"{name.removeprefix('modelDefaults.')}=9999Pi: must be at most"
+        assert told in chart.refuse(others | {name: "9999Pi"})
 
 
 def test_certificates_are_asked_for_of_what_is_installed_only(chart: Chart) -> None:

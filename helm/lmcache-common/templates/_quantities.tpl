@@ -10,17 +10,17 @@ Takes: name (of the value, for the error), value; min and max (optional), also s
 {{- $unit := regexFind "[A-Za-z]*$" $text -}}
 {{- $bytesOf := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "P" 1000000000000000 -}}
 {{- $bytesOf = merge $bytesOf (dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624) -}}
-{{- $bytes := mulf (trimSuffix $unit $text) (get $bytesOf $unit) | ceil | int64 -}}
+{{- $bytes := mulf (trimSuffix $unit $text) (get $bytesOf $unit) | ceil -}}
 {{- range $bound := list "min" "max" -}}
 {{- with get $ $bound -}}
-{{- $limit := include "lmcache-common.bytes" (dict "name" $bound "value" .) | int64 -}}
+{{- $limit := include "lmcache-common.bytes" (dict "name" $bound "value" .) | float64 -}}
 {{- if ternary (lt $bytes $limit) (gt $bytes $limit) (eq $bound "min") -}}
 {{- $source := ternary (printf " (%s)" $.maxFrom) "" (and (eq $bound "max") (hasKey $ "maxFrom")) -}}
 {{- fail (printf "%s=%s: must be at %s %s%s." $.name $text (ternary "least" "most" (eq $bound "min")) . $source) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $bytes -}}
+{{- int64 $bytes -}}
 {{- end -}}
 
 {{/* The same in GiB, as services' settings want it; a fraction where it is no whole number. Takes: as bytes. */}}

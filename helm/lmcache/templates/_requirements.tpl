@@ -213,10 +213,10 @@ cluster writes 1024Gi as 1Ti. Without a cluster nothing is compared.
   (dict "name" "storage.tenantQuota.disk" "value" $storage.tenantQuota.disk "max" "1Pi")
   (dict "name" "redis.maxMemory" "value" $redis.maxMemory "min" "16Mi" "max" "1Ti")
   (dict "name" "redis.memoryOverhead" "value" $redis.memoryOverhead "min" "64Mi" "max" "1Ti")
-  (dict "name" "webhook.arenaSize" "value" $webhook.arenaSize "min" "64Mi" "max" $webhook.maxArenaSize "maxFrom" "webhook.maxArenaSize")
   (dict "name" "webhook.maxArenaSize" "value" $webhook.maxArenaSize "max" "1Pi")
-  (dict "name" "webhook.diskSize" "value" $webhook.diskSize "max" $webhook.maxDiskSize "maxFrom" "webhook.maxDiskSize")
+  (dict "name" "webhook.arenaSize" "value" $webhook.arenaSize "min" "64Mi" "max" $webhook.maxArenaSize "maxFrom" "webhook.maxArenaSize")
   (dict "name" "webhook.maxDiskSize" "value" $webhook.maxDiskSize "max" "1Pi")
+  (dict "name" "webhook.diskSize" "value" $webhook.diskSize "max" $webhook.maxDiskSize "maxFrom" "webhook.maxDiskSize")
 }}
 {{- range $tenant, $quota := $storage.tenantQuotas }}
 {{- range $tier, $size := $quota }}

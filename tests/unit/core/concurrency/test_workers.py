@@ -101,15 +101,17 @@ def test_close_leaves_work_that_does_not_end(
 
 
 def test_threads_are_joined() -> None:
-    before = threading.active_count()
-    workers = Workers("test-worker", 3)
+    def num_threads() -> int:
+        return sum(thread.name.startswith("joined") for thread in threading.enumerate())
+
+    workers = Workers("joined", 3)
     workers.open()
     wait_for = [workers.submit(threading.Event().wait, 0.01) for _ in range(3)]
     for future in wait_for:
         future.result()
-    assert threading.active_count() > before
+    assert num_threads() > 0
     workers.close()
-    assert threading.active_count() == before
+    assert num_threads() == 0
 
 
 def test_the_number_of_threads_is_bounded() -> None:
