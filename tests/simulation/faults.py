@@ -586,6 +586,10 @@ class Faults:
         self._world.network.lose_power(machine)
         for one in names:
             self._signal(one, signal.SIGKILL)
+        for process in self._kernel.processes:  # also workers of an engine that was killed before
+            if process.machine is machine and not process.is_dead:
+                self.expected_deaths.add(process.pid)
+                self._world.signal(process, signal.SIGKILL)
         self._world.files.lose_power(machine)
         synced = self._world.synced.get(name, set())
         for path, key in sorted(held.items()):

@@ -21,6 +21,7 @@ from tests.fixtures.tiny_llama import VOCAB, make_model
 from tests.unit.docs.pages import ROOT, blocks
 
 SMALL = {"memory_gb": 0.01, "chunk_size": 16}
+OTHERS: set[threading.Thread] = set()
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,14 @@ def prompt(num_tokens: int = 70) -> torch.Tensor:
     return torch.randint(0, VOCAB, (num_tokens,), generator=generator)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _threads_of_other_tests() -> None:
+    OTHERS.update(threading.enumerate())
+
+
 def own_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("lmcache")]
+    threads = set(threading.enumerate()) - OTHERS
+    return [one.name for one in threads if one.name.startswith("lmcache")]
 
 
 def test_the_readme_runs_as_it_is_pasted(tmp_path: Path) -> None:

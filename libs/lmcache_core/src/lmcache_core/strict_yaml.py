@@ -35,6 +35,12 @@ class DuplicateNameError(yaml.MarkedYAMLError):
 
 _INT: Final = "tag:yaml.org,2002:int"
 _FLOAT: Final = "tag:yaml.org,2002:float"
+_INT_TEXT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9A-Fa-f_]+|0|[1-9][0-9_]*)$")
+_FLOAT_TEXT = re.compile(
+    r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?"
+    r"|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,20 +65,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(
-    _INT,
-    re.compile(r"[-+]?(?:0b[01_]+|0x[0-9A-Fa-f_]+|0|[1-9][0-9_]*)$"),
-    list("-+0123456789"),
-)
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(
-        r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?"
-        r"|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-    ),
-    list("-+0123456789."),
-)
+_Loader.add_implicit_resolver(_INT, _INT_TEXT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_FLOAT, _FLOAT_TEXT, list("-+0123456789."))
 
 
 def load_yaml(text: bytes | str) -> Any:
