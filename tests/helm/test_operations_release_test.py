@@ -7,19 +7,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
+from contextlib import nullcontext
+from http.server import HTTPServer
 from typing import TYPE_CHECKING
 
 import kubernetes_validate
 import pytest
 
+from tests.fixtures.http_server import Handler, running
 from tests.fixtures.tls import Authority
 from tests.helm.conftest import COMPONENT, HELM_FOLDER, MODELS, MUTUAL
 from tests.helm.processes import Cluster
 from tests.helm.test_cases import CASES, render
-from contextlib import nullcontext
-from http.server import HTTPServer
-from tests.fixtures.http_server import Handler, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

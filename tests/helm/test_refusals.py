@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from lmcache_core.storage.disk.backend import CLOSE_WAIT_S
 
 from tests.helm.conftest import MODEL, both_helms
 
@@ -102,6 +103,14 @@ def test_sizes_have_units(
     assert rendering.config("storage")["memory_gb"] == pytest.approx(memory_gb)
     limits = rendering.container("storage")["resources"]["limits"]
     assert limits["memory"] == f"{memory_mi + 512}Mi"
+
+
+def test_the_wait_for_a_disk_that_hangs_is_the_disk_tiers_own(chart: Chart) -> None:
+    times = {"storage.preStopSeconds": 1, "storage.config": {"drain_timeout_s": 2}}
+    least = 1 + 2 * 2 + 2 * 20 + int(CLOSE_WAIT_S)
+    chart.render(times | {"storage.terminationGracePeriodSeconds": least})
+    told = f"a pod may take {least} s to end"
+    assert told in chart.refuse(times | {"storage.terminationGracePeriodSeconds": least - 1})
 
 
 def sizes_of(values: Manifest, *path: str) -> Iterator[str]:

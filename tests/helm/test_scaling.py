@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from tests.helm.conftest import MODEL, MODELS, both_helms
 from tests.fixtures.http_server import Handler, served
+from tests.helm.conftest import MODEL, MODELS, both_helms
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Rendering
