@@ -273,7 +273,6 @@ def test_the_command_line_needs_no_codec_but_for_codecs() -> None:
     for words in (
         "'status'",
         "'version'",
-        "'bench', 'lm://127.0.0.1:9', '--seconds', '1'",
         "'codec', 'stats'",
         "'doctor'",
     ):

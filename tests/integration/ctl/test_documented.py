@@ -74,8 +74,6 @@ def filled(cluster: SmallCluster) -> dict[str, str]:
     name = CacheEngineKey.from_url(key)
     return {
         "LOOKUP_URL": cluster.services["lookup"].url,
-        "STORAGE_URL": cluster.services["storage-1"].url,
-        "STORAGE_LM_URL": f"lm://127.0.0.1:{cluster.services['storage-1'].ports['lm_port']}",
         "SIDECAR": "sidecar",
         "STORAGE": "storage-1",
         "PEER": "storage-1",

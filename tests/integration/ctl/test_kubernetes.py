@@ -266,7 +266,6 @@ def test_a_shell_completes_names_of_the_cluster(
         ],
         "evict storage/ --release absent --size": ["--size"],
         "pin --at storage/demo-lmcache-storage-1": [f"storage/{storage}-1"],
-        "bench look": ["lookup", "lookup/demo-lmcache-lookup-7d9f8b6c5-x2x4z"],
         "explain --sidecar ": [sidecar],
         "drain --release absent sidecar/": [],
     }.items():

@@ -66,7 +66,7 @@ def test_it_speaks_to_them(
     assert "/nowhere" in capsys.readouterr().err
 
 
-def test_all_of_them_and_a_bench(guarded: Guarded, tmp_path: Path) -> None:
+def test_all_of_them(guarded: Guarded, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKENS["acme-operator"])
     for name in guarded.services:
         with guarded.rest(name) as client:
@@ -76,15 +76,6 @@ def test_all_of_them_and_a_bench(guarded: Guarded, tmp_path: Path) -> None:
     secured = f"--tls={guarded.authority.file},{guarded.pod.cert},{guarded.pod.key}"
     found = ctl.json("status", secured)
     assert found["totals"]["num_well"] == len(urls)
-    size = ("--seconds", "1", "--size", "64KiB", "--total", "1MiB")
-    for target in (f"lm+tls://127.0.0.1:{guarded.services['storage'].ports['lm_port']}", "storage"):
-        measured = ctl.json("bench", target, *size, secured)
-        assert (measured["phases"][-2]["num_chunks"], measured["num_left"]) == (16, 0)
-    assert ctl.json("bench", "lookup", *size, secured)["phases"][-1]["num_chunks"] > 0
-    for kind in ("storage", "lookup"):
-        assert "cannot be used" in ctl.text(
-            "bench", kind, f"--tls={guarded.authority.file}", code=1
-        ), "without a certificate"
     untrusted = ctl.text(
         "status", f"--tls={guarded.stranger.file},{guarded.pod.cert},{guarded.pod.key}", code=1
     )

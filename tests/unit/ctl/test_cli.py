@@ -116,7 +116,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["unknown"], "unknown"),
         *(
             ([*words.split(), "-A"], "this acts on services, and -A only looks: name the namespace")
-            for words in ("drain sidecar", "undrain sidecar", "pin", "evict sidecar", "bench")
+            for words in ("drain sidecar", "undrain sidecar", "pin", "evict sidecar")
         ),
         (["dashboard", "-A"], "-A: this opens the page of one broker: name its namespace with -n"),
         (["sidecar", "status", "-A"], "-A: this shows one sidecar: name its namespace with -n"),

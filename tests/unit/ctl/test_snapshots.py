@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from lmcache_ctl.bench.report import BenchLoad, Latency, Phase, Report, print_report
 from lmcache_ctl.certify.codec import CodecBounds, CodecCertificate, CodecVerdict, print_certificate
 from lmcache_ctl.doctor.findings import Finding, Level, diagnosis_of, print_diagnosis
 from lmcache_ctl.drain import DrainOutcome, print_drains
@@ -101,36 +100,6 @@ def states(growth: int) -> list[ServiceStatus]:
     ]
 
 
-def report() -> Report:
-    load = BenchLoad("storage", "lm://10.0.0.3:65432", 10.0, 64, 4 << 20, 4, 4)
-    way = Phase("round trip", 200, 0, 0, 0.08, 2500.0, 0.0, Latency(0.4, 0.45, 0.5, 0.9), {}, {})
-    store = Phase(
-        "store",
-        15,
-        60,
-        60 << 22,
-        1.5,
-        10.0,
-        167772160.0,
-        Latency(60.0, 90.5, 120.25, 130.0),
-        {"not kept": 4},
-        {},
-    )
-    fetch = Phase(
-        "fetch",
-        100,
-        400,
-        400 << 22,
-        8.5,
-        11.8,
-        197379012.0,
-        Latency(80.0, 99.5, 120.0, 125.0),
-        {},
-        {"no answer in time": 1},
-    )
-    return Report(load, [way, store, fetch], 59, 1)
-
-
 def pins() -> list[TargetResult]:
     figures: dict[str, Any] = {"pinned_bytes": 3 << 20, "max_pinned_bytes": 2 * GIB}
     missing = [{"chunk_hash": "ab" * 32, "rank": 0, "group": "", "reason": "never_stored"}]
@@ -197,7 +166,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "doctor": (findings, print_diagnosis),
     "pin": (pins, print_pins),
     "drain": (drains, print_drains),
-    "bench": (report, print_report),
     "certify": (certificate, print_certificate),
 }
 

@@ -14,7 +14,6 @@ from lmcache_core.extras import install_line
 from typer.core import TyperCommand, TyperGroup
 
 from lmcache_ctl import lookup, sidecar
-from lmcache_ctl.bench.command import bench
 from lmcache_ctl.certify import commands as certify
 from lmcache_ctl.codec import commands as codec
 from lmcache_ctl.dashboard import dashboard
@@ -51,7 +50,6 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "pin": pin,
     "drain": drain,
     "undrain": undrain,
-    "bench": bench,
     "doctor": doctor,
     "migrate": migrate,
     "version": version,
@@ -87,9 +85,6 @@ pin --at storage/lmcache-storage-0
 drain storage/lmcache-storage-0 --within 300
 drain peer/pod-a --no-wait
 undrain storage/lmcache-storage-0
-bench lm://storage:65432 --seconds 5 --token-file token
-bench lookup -n lmcache
-bench lm/lmcache-storage-0 -n lmcache --size 1MiB
 doctor -n lmcache --strict
 doctor --check-config sidecar=sidecar.yaml -o json
 migrate lmcache.yaml

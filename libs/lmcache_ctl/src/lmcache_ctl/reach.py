@@ -130,17 +130,6 @@ class Reach:
 
             yield find
 
-    @contextlib.contextmanager
-    def lm_services(self) -> Iterator[list[Endpoint]]:
-        """Yield the pods of cache_storage by lm://, each at a port on loopback. Raises as above."""
-        from lmcache_ctl.kube.pods import LM_PORT_NAME, PodWays
-
-        with PodWays(self.settings, (Kind.STORAGE,), LM_PORT_NAME) as ways:
-            found = ways.find()
-            if not found:
-                raise _nothing_named((Kind.STORAGE,), [ways])
-            yield found
-
     def ask(self, kind: Kind, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Return the JSON of the first service of that kind that answers. Raises as `ask_one`."""
         answer = self.ask_one(kind, lambda caller: caller.ask(method, path, body))

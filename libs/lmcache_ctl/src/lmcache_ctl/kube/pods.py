@@ -22,8 +22,6 @@ COMPONENT: Final = "app.kubernetes.io/component"
 RELEASE: Final = "app.kubernetes.io/instance"
 SIDECAR_CONTAINERS: Final = frozenset({"sidecar", "lmcache-sidecar"})
 PORT_NAME: Final = "http"
-LM_PORT_NAME: Final = "lm"
-DEFAULT_LM_PORT: Final = 65432
 MAX_FORWARDED: Final = 256
 TOKENS_KEY: Final = "tokens.yaml"
 """Key of the services' tokens in the Secret that holds the operator's under the next key."""
@@ -88,15 +86,15 @@ def pods_of(api: KubeApi, release: str | None) -> list[Any]:
     return found
 
 
-def services_in(pods: Sequence[Any], port_name: str = PORT_NAME) -> list[PodService]:
-    """Return the services of these pods that are not over, and their ports of that name."""
+def services_in(pods: Sequence[Any]) -> list[PodService]:
+    """Return the services of these pods that are not over, and their REST ports."""
     found = []
     for pod in pods:
         kind, name, phase = _kind(pod), pod.metadata.name, pod.status.phase
         if kind is not None and phase not in ("Succeeded", "Failed"):
             describe = f"kubectl describe pod {name} -n {pod.metadata.namespace}"
             waits = f"its pod is {phase}: {describe}" if phase != "Running" else ""
-            port = _port(pod, kind, port_name)
+            port = _port(pod, kind)
             found.append(PodService(kind, name, port, waits, _token_secret(pod), _prefix(pod)))
     return found
 
@@ -107,8 +105,6 @@ class PodWays:
     Args:
         settings: Which cluster, namespace and release.
         kinds: Kinds of services to forward.
-        port_name: `http`, or `lm` for that of cache_storage, which is then forwarded from a port
-            on loopback.
         takes_given_token: Whether the token in the settings may be sent to these pods. Otherwise
             each gets only the operator's token of the Secret in its own namespace.
 
@@ -120,14 +116,12 @@ class PodWays:
         self,
         settings: CtlSettings,
         kinds: Sequence[Kind],
-        port_name: str = PORT_NAME,
         *,
         takes_given_token: bool = True,
     ) -> None:
         self._settings = settings
         self._takes_given_token = takes_given_token
         self._kinds = kinds
-        self._port_name = port_name
         self._open = ExitStack()
         self._api = self._open.enter_context(KubeApi(settings))
         self._directory = Path(
@@ -160,7 +154,7 @@ class PodWays:
             CtlError: The API cannot be reached, or refuses, or there are too many; nothing has
                 changed.
         """
-        pods = services_in(pods_of(self._api, self._settings.release), self._port_name)
+        pods = services_in(pods_of(self._api, self._settings.release))
         found = [one for one in pods if one.kind in self._kinds]
         if len(found) > MAX_FORWARDED:
             raise CtlError(
@@ -175,28 +169,21 @@ class PodWays:
         return [self._ways[one][0] for one in found]
 
     def _opened(self, one: PodService) -> tuple[Endpoint, ExitStack]:
-        way, is_encrypted = ExitStack(), self._settings.tls is not None
-        tls_name = self._settings.tls_name or FORWARDED_NAME
+        way, tls_name = ExitStack(), self._settings.tls_name or FORWARDED_NAME
         token = self._operator_token(one.token_secret)
-        scheme, host, port, path = "http", f"{one.pod}.{self._api.namespace}", one.port, None
-        if self._port_name == LM_PORT_NAME:
-            scheme, host = "lm", one.pod
-        else:
-            self._num_opened += 1
-            path = self._directory / f"{self._num_opened}.sock"
+        self._num_opened += 1
+        path = self._directory / f"{self._num_opened}.sock"
         if not one.problem:
-            forward = way.enter_context(PodPort(self._api, one.pod, one.port, path))
-            if path is None:
-                host, port = forward.address
+            way.enter_context(PodPort(self._api, one.pod, one.port, path))
         hint = "" if self._takes_given_token else "; -A does not send it: name the --namespace"
-        tls = {"lm": "+tls", "http": "s"}[scheme] if is_encrypted else ""
+        scheme = "http" if self._settings.tls is None else "https"
         service = Endpoint(
             one.kind,
             one.pod,
-            f"{scheme}{tls}://{host}:{port}",
+            f"{scheme}://{one.pod}.{self._api.namespace}:{one.port}",
             tls_name,
             problem=one.problem,
-            socket_path=None if path is None else str(path),
+            socket_path=str(path),
             pod=one.pod,
             namespace=self._api.namespace,
             name_prefix=one.name_prefix,
@@ -249,14 +236,14 @@ def _prefix(pod: Any) -> str:
     return f"{before}-" if found else ""
 
 
-def _port(pod: Any, kind: Kind, name: str) -> int:
+def _port(pod: Any, kind: Kind) -> int:
     """Return its port; a sidecar's is on loopback and so not declared."""
     if kind is not Kind.SIDECAR:
         for container in _containers(pod):
             for port in container.ports or ():
-                if port.name == name:
+                if port.name == PORT_NAME:
                     return int(port.container_port)
-    return DEFAULT_PORTS[kind] if name == PORT_NAME else DEFAULT_LM_PORT
+    return DEFAULT_PORTS[kind]
 
 
 def _token_secret(pod: Any) -> str:
