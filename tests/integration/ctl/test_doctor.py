@@ -541,8 +541,6 @@ def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
     assert f"remote_url {long} is not a directory" in [
         what for _, _, what in wrong(found, "addresses")
     ]
-    told = Ctl().text("codec", "inspect", long, code=1)
-    assert "File name too long" in told
 
 
 def test_the_packages_of_the_services_are_on_no_index(

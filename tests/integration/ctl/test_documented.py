@@ -100,7 +100,6 @@ def settings_beside(cluster: SmallCluster) -> None:
         yaml.safe_dump({"arena_path": str(cluster.directory / "other"), "arena_gb": 0.01})
     )
     (cluster.directory / "lookup.yaml").write_text("workers: 1\n")
-    (cluster.directory / "records").mkdir()
 
 
 def test_every_command_does_what_is_written(
@@ -109,9 +108,6 @@ def test_every_command_does_what_is_written(
     values = filled(cluster)
     settings_beside(cluster)
     directory = cluster.directory
-    for file in (directory / "remote-record", *directory.glob("disk/**/*.kvr")):
-        if file.suffix == ".kvr":
-            (directory / "records" / file.name).write_bytes(file.read_bytes())
     monkeypatch.chdir(directory)
     with pods_api() as api:
         for name, component, port in (

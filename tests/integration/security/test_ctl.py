@@ -32,7 +32,6 @@ def token_file(tmp_path: Path) -> str:
     [
         ("sidecar", ["sidecar", "status"]),
         ("lookup", ["lookup", "status"]),
-        ("sidecar", ["codec", "stats"]),
     ],
 )
 def test_it_speaks_to_them(

@@ -71,20 +71,10 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["codec", "stats", "--url", "localhost:8083"], "an address begins with http://"),
-        (["codec", "measure", "--profile", "cachegen:hihg"], "is none of cachegen, cachegen:high"),
-        (
-            ["codec", "measure", "--synthetic", "--kv", "kv.safetensors"],
-            "--synthetic and --kv exclude",
-        ),
-        (
-            ["codec", "measure", "--model", "m", "--kv", "kv.safetensors"],
-            "--kv and --model exclude",
-        ),
-        (["codec", "measure", "--tokens", "0"], "--tokens"),
-        (["codec", "inspect"], "FILE"),
-        (["codec", "inspect", "x", "-o", "xml"], "xml"),
-        (["codec", "unknown"], "unknown"),
+        (["lookup", "prefix"], "CHUNK_ID"),
+        (["lookup", "locations", "x"], "'x' is not a chunk id"),
+        (["lookup", "status", "-o", "xml"], "xml"),
+        (["lookup", "unknown"], "unknown"),
         (["sidecar", "status", "--url", "localhost:8083"], "an address begins with http://"),
         (["status", "--lookup-url", "http://h:1", "--timeout", "0"], "timeout_s=0.0"),
         (["status", "--tls", "/nowhere/ca.pem"], "/nowhere/ca.pem"),
@@ -96,7 +86,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
             ["status", "-n", "x", "--kubeconfig", "/nowhere/kubeconfig"],
             "no usable kubeconfig (no such file) in kubeconfig=/nowhere/kubeconfig: give another",
         ),
-        (["codec", "stats", "--token-file", "/nowhere/token"], "'/nowhere/token' cannot be read"),
+        (["lookup", "status", "--token-file", "/nowhere/token"], "'/nowhere/token' cannot be read"),
         (
             ["explain", "ab" * 32, "--token-file", "/nowhere/token"],
             "'/nowhere/token' cannot be read",
@@ -120,7 +110,6 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         ),
         (["dashboard", "-A"], "-A: this opens the page of one broker: name its namespace with -n"),
         (["sidecar", "status", "-A"], "-A: this shows one sidecar: name its namespace with -n"),
-        (["codec", "stats", "-A"], "lmcachectl status -A shows all"),
         (["status", "-A", "--lookup-url", "http://h:1"], "leave out --namespace and addresses"),
     ],
 )
@@ -140,17 +129,8 @@ def test_called_wrongly(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["codec", "stats", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
-        (["codec", "inspect", "/nowhere/x.kvr"], "there is no file /nowhere/x.kvr"),
+        (["lookup", "status", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
         (["sidecar", "status", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
-        (
-            ["codec", "measure", "--kv", "/nowhere/kv.safetensors"],
-            "cannot read /nowhere/kv.safetensors",
-        ),
-        (
-            ["codec", "measure", "--model", "/nowhere/model"],
-            "cannot load a model and its tokenizer from /nowhere/model",
-        ),
     ],
 )
 def test_a_failure_is_one_line_and_exit_code_1(
@@ -167,7 +147,7 @@ def test_a_failure_is_one_line_and_exit_code_1(
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     """It is what people wait for first."""
     program = (
-        "import sys\nfrom lmcache_ctl.cli import main\ntry:\n    main(['codec', 'measure',"
+        "import sys\nfrom lmcache_ctl.cli import main\ntry:\n    main(['lookup', 'status',"
         " '--help'])\nexcept SystemExit:\n    pass\nprint('HEAVY', sorted({'numpy', 'numba',"
         " 'torch', 'transformers', 'httpx'} & set(sys.modules)))"
     )

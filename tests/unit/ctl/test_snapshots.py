@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from lmcache_ctl.certify.codec import CodecBounds, CodecCertificate, CodecVerdict, print_certificate
 from lmcache_ctl.doctor.findings import Finding, Level, diagnosis_of, print_diagnosis
 from lmcache_ctl.drain import DrainOutcome, print_drains
 from lmcache_ctl.output import OutputFormat, show
@@ -150,23 +149,12 @@ def drains() -> list[DrainOutcome]:
     ]
 
 
-def certificate() -> CodecCertificate:
-    verdicts = [
-        CodecVerdict("lossless", True, [], None),
-        CodecVerdict("cachegen:low", False, ["error 18.8% is above 15.0%"], None),
-    ]
-    return CodecCertificate(
-        "KV of a file", 512, CodecBounds(0.15, 1.0), "0.1.0", "x86_64 Linux", verdicts
-    )
-
-
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "status": (lambda: summed(states(0)), print_status),
     "top": (lambda: moment(states(0), states(8), 2.0), print_moment),
     "doctor": (findings, print_diagnosis),
     "pin": (pins, print_pins),
     "drain": (drains, print_drains),
-    "certify": (certificate, print_certificate),
 }
 
 

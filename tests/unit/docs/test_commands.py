@@ -81,7 +81,7 @@ def test_commands_that_do_not_exist_are_found() -> None:
         ["stat"],
         ["status", "--namspace", "a"],
         ["status", "here"],
-        ["codec", "stat"],
+        ["lookup", "stat"],
     ):
         assert complaint(CTL, wrong) is not None, wrong
     assert sum(len(list(called(page, "lmcachectl"))) for page in PAGES) > 50

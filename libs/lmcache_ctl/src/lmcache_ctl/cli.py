@@ -15,7 +15,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from lmcache_ctl import lookup, sidecar
 from lmcache_ctl.certify import commands as certify
-from lmcache_ctl.codec import commands as codec
 from lmcache_ctl.dashboard import dashboard
 from lmcache_ctl.doctor.command import doctor
 from lmcache_ctl.drain import drain, undrain
@@ -31,9 +30,8 @@ from lmcache_ctl.top import top
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXTRAS: Final = {
-    **dict.fromkeys(("numpy", "numba", "llvmlite"), "codec"),
     **dict.fromkeys(
-        ("torch", "transformers", "tokenizers", "safetensors", "lmcache_kernels"), "model"
+        ("numpy", "torch", "transformers", "tokenizers", "safetensors", "lmcache_kernels"), "model"
     ),
 }
 """The extras with packages that only some commands need."""
@@ -53,11 +51,7 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "doctor": doctor,
     "migrate": migrate,
     "version": version,
-    "certify codec": certify.codec,
     "certify blend": certify.blend,
-    "codec stats": codec.stats,
-    "codec inspect": codec.inspect,
-    "codec measure": codec.measure,
     "lookup status": lookup.status,
     "lookup tenants": lookup.tenants,
     "lookup prefix": lookup.prefix,
@@ -90,13 +84,8 @@ doctor --check-config sidecar=sidecar.yaml -o json
 migrate lmcache.yaml
 version -n lmcache
 version --client
-certify codec --profile lossless
-certify codec --kv kv.safetensors --max-error 0.1
 certify blend --model ./llama --separator ' # # ' --certificates /etc/lmcache/certificates
 certify blend --model ./llama --separator ' # # ' --text held-out.txt --prompts 200
-codec stats --url http://127.0.0.1:8083
-codec inspect /var/lib/lmcache
-codec measure --profile lossless --kv kv.safetensors
 lookup status --url http://lookup:8081
 lookup tenants -n lmcache --token-file admin-token
 lookup prefix 00112233445566778899aabbccddeeff
@@ -108,7 +97,6 @@ sidecar status --url http://127.0.0.1:8083
 """Shown in the help of the command that each begins with."""
 GROUPS: Final = {
     "certify": "Gates that something must pass before it is used: exit code 1 when it does not.",
-    "codec": "How KV is encoded on its way to disks, services and peers.",
     "lookup": "The lookup service: who holds which chunk, and whose chunks it knows.",
     "sidecar": "A running sidecar: its state, where chunks are and why they are missing.",
 }

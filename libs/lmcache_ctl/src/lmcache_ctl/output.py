@@ -22,8 +22,6 @@ from rich.text import Text
 from lmcache_ctl.errors import CtlError
 
 KIB = 1 << 10
-GB = 10**9
-MICRO = 1e-6
 UNKNOWN = "-"
 UNLIMITED_COLUMNS: Final = 10_000
 MIN_PROSE_COLUMNS: Final = 16
@@ -262,21 +260,6 @@ def size_text(num_bytes: int) -> str:
         size /= KIB
         del units[0]
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
-
-
-def ratio_text(ratio: float | None) -> str:
-    """Return how many times smaller, for example `4.14x`."""
-    return UNKNOWN if ratio is None else f"{ratio:.2f}x"
-
-
-def speed_text(bytes_per_s: float | None) -> str:
-    """Return gigabytes (10^9 bytes) a second, two digits."""
-    return UNKNOWN if bytes_per_s is None else f"{bytes_per_s / GB:.2f}"
-
-
-def error_text(error: float | None) -> str:
-    """Return a relative error in percent."""
-    return UNKNOWN if error is None else f"{100 * error:.2f}%"
 
 
 def share_text(share: float | None) -> str:

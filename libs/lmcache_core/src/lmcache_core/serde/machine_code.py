@@ -39,7 +39,7 @@ AVX2 = "x86-64-v3"
 """Servers of the last ten years. CacheGen's loops run 2 times as fast as with `generic`, and at 0.8
 of the speed of code for the exact processor.
 
-Source: `lmcachectl codec measure --threads 1` on an AMD EPYC, processor time.
+Source: one thread on an AMD EPYC, processor time.
 """
 FEATURES_OF_AVX2 = frozenset(
     ["avx", "avx2", "bmi", "bmi2", "cx16", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sse4.2"]

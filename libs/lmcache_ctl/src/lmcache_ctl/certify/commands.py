@@ -13,7 +13,6 @@ from lmcache_core.blend.certificate import BlendCertificate, CertificateFolder, 
 from lmcache_core.config import BLEND_POLICIES
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-from lmcache_ctl.codec.commands import DEFAULT_TOKENS, MAX_TOKENS, checked_profiles
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import takes
 from lmcache_ctl.output import (
@@ -26,8 +25,6 @@ from lmcache_ctl.output import (
     show,
 )
 
-DEFAULT_MAX_ERROR = 0.15
-DEFAULT_MIN_RATIO = 1.0
 DEFAULT_CERTIFICATES = Path("lmcache-certificates")
 DEFAULT_BOUNDS = QualityBounds()
 _MODEL, _TEXT, _BOUNDS = "What is certified", "What it is measured on", "What it must keep to"
@@ -125,49 +122,6 @@ class BlendBounds:
     max_loss: Annotated[
         float, _option(_BOUNDS, "Largest growth of the loss, nats a token.", min=0)
     ] = DEFAULT_BOUNDS.max_delta_loss_nats
-
-
-def codec(
-    kv: Annotated[
-        Path | None, typer.Option(help="A safetensors file with KV, as `codec measure` reads it.")
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="A Hugging Face model's directory: the KV that it computes of a text."),
-    ] = None,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(help="A profile to certify; may be given several times.", show_default="all"),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, max=MAX_TOKENS, help="Most tokens to measure on.")
-    ] = DEFAULT_TOKENS,
-    max_error: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest error (root mean square, relative).")
-    ] = DEFAULT_MAX_ERROR,
-    min_ratio: Annotated[
-        float, typer.Option(min=0, help="Least compression: how many times smaller.")
-    ] = DEFAULT_MIN_RATIO,
-    output: Output = OutputFormat.TABLE,
-) -> None:
-    """Certify that codec profiles fit this KV, on this machine.
-
-    A profile without loss must give back every bit; one with loss must stay
-    within --max-error; all must be at least --min-ratio times smaller. Without
-    --kv or --model it uses synthetic KV, which certifies the machine and not a
-    model. The effect of errors on answers is not measured.
-    """
-    if kv is not None and model is not None:
-        raise UsageError("--kv and --model exclude one another: give one source of KV")
-    profiles = checked_profiles(profile or [])
-    from lmcache_ctl.certify.codec import CodecBounds, certify_codecs, print_certificate
-    from lmcache_ctl.codec.kv import load_kv
-
-    bounds = CodecBounds(max_error, min_ratio)
-    found = certify_codecs(load_kv(kv, model, tokens), profiles, bounds)
-    show(found, output, print_certificate)
-    if not found.has_passed:
-        raise typer.Exit(1)
 
 
 @takes(wanted=BlendedModel, cut=PromptCut, bounds=BlendBounds)
