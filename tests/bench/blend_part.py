@@ -134,7 +134,7 @@ def text_section(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
 ) -> Section:
     """The first model on held-out running text, whose neighbouring slices are its documents: as
-    `lmcachectl certify blend` measures.
+    `python -m lmcache_core.blend.certify` measures.
     """
     separator = torch.tensor(tokenizer.encode("\n---\n", add_special_tokens=False))
     prompts = _text_prompts(tokenizer, texts, separator)

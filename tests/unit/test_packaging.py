@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 from lmcache_core.extras import EXTRAS, install_line
-from lmcache_ctl.cli import EXTRAS as CTL_EXTRAS
-from lmcache_ctl.cli import FOLDERS as CTL_FOLDERS
 from packaging.requirements import Requirement
 
 from tests.fixtures.ctl import no_cluster as no_cluster
@@ -107,7 +105,6 @@ def test_every_extra_that_is_named_exists() -> None:
         for extra in listed.split(",")
     }
     named |= {("libs/lmcache_core", extra) for extra in EXTRAS.values()}
-    named |= {(CTL_FOLDERS[-1], extra) for extra in CTL_EXTRAS.values()}
     assert len(named) > 6
     for folder, extra in named:
         assert extra in project_of(ROOT / folder / "pyproject.toml")["optional-dependencies"]
@@ -121,7 +118,7 @@ def test_no_text_names_a_package_of_ours_on_an_index() -> None:
     ("extra", "folders"),
     [
         *((extra, ()) for extra in sorted(set(EXTRAS.values()))),
-        *((extra, CTL_FOLDERS) for extra in ("model", "redis")),
+        ("redis", ("libs/lmcache_core", "libs/lmcache_ctl")),
     ],
 )
 def test_an_extra_is_installed_from_a_checkout_alone(extra: str, folders: tuple[str, ...]) -> None:
@@ -257,14 +254,10 @@ def test_the_command_line_is_small_and_a_plugin_of_kubectl() -> None:
     assert project["scripts"]["kubectl-lmcache"] == project["scripts"]["lmcachectl"]
 
 
-def test_the_command_line_needs_nothing_that_computes_but_for_models() -> None:
+def test_the_command_line_needs_nothing_that_computes() -> None:
     program = (
         "import sys\nfrom lmcache_ctl.cli import main\nsys.argv = ['lmcachectl', {words}]\nmain()"
     )
-    done = without(
-        HEAVY, program.format(words="'certify', 'blend', '--model', '/nowhere', '--separator', 'x'")
-    )
-    assert (done.returncode, install_line("model", *CTL_FOLDERS) in done.stderr) == (2, True)
     for words in (
         "'status'",
         "'version'",

@@ -14,7 +14,6 @@ import httpx
 import pytest
 import yaml
 from lmcache_core.keys import CacheEngineKey
-from lmcache_demo.model import MODEL_DIR
 
 from tests.fixtures.ctl import Ctl, SmallCluster, small_cluster
 from tests.fixtures.kubernetes_pods import pod, pods_api
@@ -78,7 +77,6 @@ def filled(cluster: SmallCluster) -> dict[str, str]:
         "STORAGE": "storage-1",
         "PEER": "storage-1",
         "KEY": key,
-        "MODEL": str(MODEL_DIR),
         "CHUNK_HASH": name.chunk_hash,
         "CHUNK_ID": name.chunk_id().hex(),
     }

@@ -156,7 +156,7 @@ def test_a_certificate_holds_for_nothing_else(model, options, tmp_path, changed)
         cached(model, **options | changed) as (engine, _),
         contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain,
     ):
-        assert "lmcachectl certify blend" in plain.reason_against_blending
+        assert "python -m lmcache_core.blend.certify" in plain.reason_against_blending
 
 
 def test_a_model_that_is_not_known_is_computed_and_it_is_said(options, tmp_path):

@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 def test_nobody_passes_without_one(folder):
     assert "no certificate" in reason(folder)
-    assert "lmcachectl certify blend" in reason(folder)
+    assert "python -m lmcache_core.blend.certify" in reason(folder)
 
 
 def test_who_passed_may_blend_and_nobody_else(folder):

@@ -22,7 +22,7 @@ EXTRAS = MappingProxyType(
     }
 )
 """The extra of lmcache-core that brings a package, by the package's import name."""
-_WITH_KERNELS = ("kernels", "model", "transformers")
+_WITH_KERNELS = ("kernels", "transformers")
 """Extras that bring lmcache-kernels."""
 
 

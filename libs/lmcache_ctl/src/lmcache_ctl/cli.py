@@ -10,11 +10,9 @@ from typing import Annotated, Any, Final
 import typer
 from lmcache_core._typing import override
 from lmcache_core.errors import LMCacheError
-from lmcache_core.extras import install_line
 from typer.core import TyperCommand, TyperGroup
 
 from lmcache_ctl import lookup, sidecar
-from lmcache_ctl.certify import commands as certify
 from lmcache_ctl.dashboard import dashboard
 from lmcache_ctl.doctor.command import doctor
 from lmcache_ctl.drain import drain, undrain
@@ -29,14 +27,6 @@ from lmcache_ctl.top import top
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-EXTRAS: Final = {
-    **dict.fromkeys(
-        ("numpy", "torch", "transformers", "tokenizers", "safetensors", "lmcache_kernels"), "model"
-    ),
-}
-"""The extras with packages that only some commands need."""
-FOLDERS: Final = ("libs/lmcache_core", "libs/lmcache_ctl")
-"""Where this package is in a checkout, after what it needs."""
 CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG})
 """Errors of writing to standard output, not counting a reader that has closed it."""
 COMMANDS: Final[dict[str, Callable[..., None]]] = {
@@ -51,7 +41,6 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "doctor": doctor,
     "migrate": migrate,
     "version": version,
-    "certify blend": certify.blend,
     "lookup status": lookup.status,
     "lookup tenants": lookup.tenants,
     "lookup prefix": lookup.prefix,
@@ -84,8 +73,6 @@ doctor --check-config sidecar=sidecar.yaml -o json
 migrate lmcache.yaml
 version -n lmcache
 version --client
-certify blend --model ./llama --separator ' # # ' --certificates /etc/lmcache/certificates
-certify blend --model ./llama --separator ' # # ' --text held-out.txt --prompts 200
 lookup status --url http://lookup:8081
 lookup tenants -n lmcache --token-file admin-token
 lookup prefix 00112233445566778899aabbccddeeff
@@ -96,7 +83,6 @@ sidecar status --url http://127.0.0.1:8083
 """.splitlines()
 """Shown in the help of the command that each begins with."""
 GROUPS: Final = {
-    "certify": "Gates that something must pass before it is used: exit code 1 when it does not.",
     "lookup": "The lookup service: who holds which chunk, and whose chunks it knows.",
     "sidecar": "A running sidecar: its state, where chunks are and why they are missing.",
 }
@@ -175,13 +161,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (CtlError, LMCacheError) as exc:
         typer.echo(f"lmcachectl: {plain(str(exc))}", err=True)
         sys.exit(EXIT_USAGE if isinstance(exc, UsageError) else EXIT_FAILURE)
-    except ModuleNotFoundError as exc:
-        package = (exc.name or "").partition(".")[0]
-        if package not in EXTRAS:
-            raise
-        line = install_line(EXTRAS[package], *FOLDERS)
-        typer.echo(f"lmcachectl: this needs the package {package!r}: {line}", err=True)
-        sys.exit(EXIT_USAGE)
     except OSError as exc:
         if exc.errno not in CANNOT_PRINT:
             raise

@@ -186,7 +186,7 @@ class CertificateFolder:
             missing = (
                 f"{model_name} has no certificate for blending ({profile}) in {self._folder}{near}"
             )
-            return f"{missing}; make one with `lmcachectl certify blend`"
+            return f"{missing}; make one with `python -m lmcache_core.blend.certify`"
         if (found.format_version, found.model_name, found.identity, found.profile) != (
             FORMAT_VERSION,
             model_name,
@@ -195,7 +195,7 @@ class CertificateFolder:
         ):
             return (
                 f"the certificate {path} is of another model or profile; make it again with"
-                " `lmcachectl certify blend`"
+                " `python -m lmcache_core.blend.certify`"
             )
         if found.reasons:
             return (

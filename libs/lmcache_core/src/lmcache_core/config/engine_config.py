@@ -187,7 +187,7 @@ class LMCacheEngineConfig:
         choices=BLEND_POLICIES,
     )
     blend_certificates: str | None = option(
-        "Blending", "Folder written by `lmcachectl certify blend`.", default=None
+        "Blending", "Folder written by `python -m lmcache_core.blend.certify`.", default=None
     )
 
     sidecar_socket: str | None = option(

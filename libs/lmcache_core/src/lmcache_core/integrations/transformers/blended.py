@@ -385,8 +385,8 @@ class PromptBlender:
             return f"{metadata.model_name}: {reason}"
         if config.blend_certificates is None:
             return (
-                "blend_certificates names no folder; make a certificate with `lmcachectl certify"
-                " blend`"
+                "blend_certificates names no folder; make a certificate with `python -m"
+                " lmcache_core.blend.certify`"
             )
         return CertificateFolder(Path(config.blend_certificates)).reason_against(
             metadata.model_name, metadata.revision, self._profile

@@ -109,7 +109,7 @@ def _in_own_names(text: str) -> str:
 
 
 def _name_of(model: PreTrainedModel) -> str:
-    """Return a name that is the same wherever a directory lies; `lmcachectl certify` agrees."""
+    """Return a name that is the same wherever a directory lies; `blend.certify` agrees."""
     source: str = model.name_or_path
     if source and Path(source).is_dir():
         source = Path(os.path.abspath(source)).name  # noqa: PTH100 (a link keeps its own name)

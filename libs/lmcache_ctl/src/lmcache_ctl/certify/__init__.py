@@ -1,1 +1,0 @@
-"""`lmcachectl certify`: gates that something must pass before it is used."""
