@@ -28,7 +28,6 @@ MAX_NAMED = 8
 COMMANDS = (
     "status -o json",
     "status",
-    "top --once --interval 2 -o json",
     "doctor -o json",
     "lookup status -o json",
     "lookup tenants -o json",
@@ -223,7 +222,7 @@ class Operator:
             for kind, names in where.items():
                 for name in names:
                     options += [f"--{kind}-url", f"http://{name}:{REST_PORT}"]
-        if not words.startswith(("status", "top", "doctor", "lookup", "sidecar")):
+        if not words.startswith(("status", "doctor", "lookup", "sidecar")):
             self.unpinned_s |= dict.fromkeys((*SIDECARS, *STORAGES), self._kernel.now)
         begin, was_quiet, code = self._kernel.now, self._is_quiet, None
         shown, said = io.StringIO(), io.StringIO()

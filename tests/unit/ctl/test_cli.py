@@ -256,7 +256,7 @@ def test_a_missing_kubeconfig_of_the_environment_is_named() -> None:
     assert "(no such file) in KUBECONFIG=/nowhere/a:/nowhere/b: give another" in done.stderr
 
 
-@pytest.mark.parametrize("words", [words.split() for words in ("", "top", "drain", "lookup")])
+@pytest.mark.parametrize("words", [words.split() for words in ("", "status", "drain", "lookup")])
 def test_help_shows_switches_without_a_value(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,7 +296,7 @@ def test_a_reader_that_has_gone_is_nobodys_fault() -> None:
 
 def test_ctrl_c_ends_it_without_a_word_while_it_still_imports() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "lmcache_ctl", "top"],
+        [sys.executable, "-X", "importtime", "-m", "lmcache_ctl", "status"],
         stderr=subprocess.PIPE,
         text=True,
     )

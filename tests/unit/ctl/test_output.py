@@ -14,7 +14,6 @@ from lmcache_ctl.output import Columns, print_table, print_text
 from lmcache_ctl.services import Kind
 from lmcache_ctl.states import DrainStatus, ServiceStatus, State, Tier, Traffic
 from lmcache_ctl.status import print_status, summed
-from lmcache_ctl.top import moment, print_moment
 
 EVIL = "a\x1b]0;title\x07b\x9b2Jc\rd[red]e\udcff"
 
@@ -23,7 +22,7 @@ def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[st
     print_text(EVIL)
     print_table("", Columns(("of", "what"), left=2), [(EVIL, "x")])
     state = ServiceStatus(Kind.LOOKUP, EVIL, "http://h", State.OK, problem=EVIL)
-    print_moment(moment([state], [state], 1.0))
+    print_status(summed([state]))
     shown = capsys.readouterr().out
     assert not set("\x1b\x07\x9b\r\udcff") & set(shown)
     assert shown.count("a?]0;title?b?2Jc?d[red]e") == 5
@@ -64,20 +63,15 @@ def show_status() -> None:
     print_status(summed([busy(0)]))
 
 
-def show_top() -> None:
-    print_moment(moment([busy(0)], [busy(8)], 2.0))
-
-
 def show_wide() -> None:
     print_status(summed([busy(0)]), is_wide=True)
-    print_moment(moment([busy(0)], [busy(8)], 2.0), is_wide=True)
 
 
 def show_drain() -> None:
     print_drains([DrainOutcome("sidecar", POD, busy(0).drain)])
 
 
-@pytest.mark.parametrize("show", [show_status, show_top, show_drain])
+@pytest.mark.parametrize("show", [show_status, show_drain])
 @pytest.mark.parametrize("columns", [20, 40, 80, 120, 200])
 def test_no_name_and_no_number_is_cut_at_any_width(
     show: Callable[[], None],
@@ -107,7 +101,6 @@ def test_a_table_of_80_columns_holds_a_pod_as_the_chart_names_it(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     show_status()
-    show_top()
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines()) <= 80
     assert "60.0%" in shown, "the hit ratio is the last to go"
@@ -121,7 +114,6 @@ def test_a_wide_table_has_all_columns_on_a_narrow_terminal(
     narrow = capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", "400")
     show_status()
-    show_top()
     wide = capsys.readouterr().out.splitlines()
     tables = [line for line in wide if line.startswith(" ") and "\u2500" not in line]
     assert len(tables) > 5

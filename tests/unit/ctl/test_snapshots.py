@@ -22,7 +22,6 @@ from lmcache_ctl.services import Kind
 from lmcache_ctl.states import Check, DrainStatus, Link, ServiceStatus, State, Tier, Traffic
 from lmcache_ctl.status import print_status, summed
 from lmcache_ctl.targets import TargetResult
-from lmcache_ctl.top import moment, print_moment
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 GIB = 1 << 30
@@ -151,7 +150,6 @@ def drains() -> list[DrainOutcome]:
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "status": (lambda: summed(states(0)), print_status),
-    "top": (lambda: moment(states(0), states(8), 2.0), print_moment),
     "doctor": (findings, print_diagnosis),
     "pin": (pins, print_pins),
     "drain": (drains, print_drains),
@@ -195,16 +193,12 @@ def test_tables_of_the_charts_pods_fit_into_80_columns(
             for one, name in zip(states(growth), names, strict=True)
         ]
 
-    for show_it in (
-        lambda: print_status(summed(looked_at(0))),
-        lambda: print_moment(moment(looked_at(0), looked_at(8), 2.0)),
-    ):
-        show_it()
-        lines = capsys.readouterr().out.splitlines()
-        assert max(map(len, lines)) <= 80
-        for name in names:
-            assert any(f" {name} " in line for line in lines), name
-        assert "Names without cache-lmcache-, which all pods begin with." in lines
+    print_status(summed(looked_at(0)))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in names:
+        assert any(f" {name} " in line for line in lines), name
+    assert "Names without cache-lmcache-, which all pods begin with." in lines
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from lmcache_ctl.migrate import migrate
 from lmcache_ctl.output import plain
 from lmcache_ctl.pin import pin
 from lmcache_ctl.status import own_version, status, version
-from lmcache_ctl.top import top
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -31,7 +30,6 @@ CANNOT_PRINT: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EF
 """Errors of writing to standard output, not counting a reader that has closed it."""
 COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "status": status,
-    "top": top,
     "dashboard": dashboard,
     "explain": explain,
     "evict": evict,
@@ -52,8 +50,6 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
 EXAMPLES: Final = """\
 status --lookup-url http://lookup:8081 --storage-url http://storage:8080
 status -n lmcache -o json
-top -n lmcache
-top --once --interval 10 -o json
 dashboard -n lmcache
 dashboard -n lmcache --no-browser
 explain -n lmcache --prompt prompt.txt
