@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,9 +17,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from lmcache_ctl import completion
 
-from tests.fixtures.ctl import Ctl, FakeVllm, Printed, SmallCluster
+from tests.fixtures.ctl import Ctl, FakeVllm, SmallCluster
 from tests.fixtures.kubernetes_pods import PodsApi, pod, pods_api
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority
@@ -235,60 +233,6 @@ def test_each_namespace_is_asked_by_itself(
     api.ports.pop(("two-lmcache-lookup-7d9f8b6c5-other", 8081))
     answers = everywhere.json("lookup", "status", code=1)
     assert [bool(one["problem"]) for one in answers] == [False, True], "one failure is told"
-
-
-def completed(words: str, directory: Path) -> Printed:
-    """What bash is told when Tab follows these words."""
-    environ = {
-        "HOME": str(directory),
-        "_LMCACHECTL_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split(" ")) - 1),
-    }
-    return Ctl(environ=environ).run()
-
-
-def test_a_shell_completes_names_of_the_cluster(
-    api: PodsApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(completion, "LIMIT_S", 60.0)  # this machine may be busy
-    (tmp_path / ".kube").mkdir()
-    api.kubeconfig(tmp_path / ".kube" / "config")
-    sidecar, storage = "demo-lmcache-vllm-m-5f6-qwert", "demo-lmcache-storage"
-    for words, expected in {
-        "status -n ": ["ns"],
-        "status --context ": ["here"],
-        "drain storage/": [f"storage/{storage}-0", f"storage/{storage}-1"],
-        "drain peer/demo-lmcache-v": [f"peer/{sidecar}"],
-        "undrain s": [
-            *("sidecar", "storage", f"storage/{storage}-0", f"storage/{storage}-1"),
-            f"sidecar/{sidecar}",
-        ],
-        "evict storage/ --release absent --size": ["--size"],
-        "pin --at storage/demo-lmcache-storage-1": [f"storage/{storage}-1"],
-        "explain --sidecar ": [sidecar],
-        "drain --release absent sidecar/": [],
-    }.items():
-        told = completed(f"lmcachectl {words}", tmp_path)
-        assert (sorted(told.stdout.split()), told.stderr) == (sorted(expected), ""), words
-
-
-def test_completion_says_nothing_where_a_cluster_hangs_or_is_none(tmp_path: Path) -> None:
-    (tmp_path / ".kube").mkdir()
-    config = tmp_path / ".kube" / "config"
-    for content in ("{", "users: 7"):
-        config.write_text(content)
-        for words in ("status --context ", "drain sidecar/"):
-            told = completed(f"lmcachectl {words}", tmp_path)
-            assert (told.stdout.strip(), told.stderr) == ("", "")
-    with pods_api() as api, socket.create_server(("127.0.0.1", 0)) as silent:
-        api.kubeconfig(config)
-        port = silent.getsockname()[1]
-        config.write_text(config.read_text().replace(api.url, f"http://127.0.0.1:{port}"))
-        started = time.monotonic()
-        told = completed("lmcachectl drain s", tmp_path)
-        assert time.monotonic() - started < 10, "Tab waits for no more than a second"
-    assert (sorted(told.stdout.split()), told.stderr) == (["sidecar", "storage"], "")
 
 
 def test_pods_that_cannot_be_asked_are_told(

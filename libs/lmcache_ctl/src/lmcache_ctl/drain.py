@@ -11,7 +11,6 @@ import msgspec
 import typer
 
 from lmcache_ctl.asking import Asker, Caller, run_all
-from lmcache_ctl.completion import targets_of
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import (
@@ -70,7 +69,6 @@ def drain(
         typer.Argument(
             metavar="TARGET",
             help="sidecar/NAME or storage/NAME, or all of a kind; peer/NAME goes by the broker.",
-            autocompletion=targets_of(*PATHS, PEER),
         ),
     ],
     within: Annotated[
@@ -118,7 +116,6 @@ def undrain(
         typer.Argument(
             metavar="TARGET",
             help="sidecar, storage, or one of them: storage/NAME.",
-            autocompletion=targets_of(*PATHS),
         ),
     ],
     output: Output = OutputFormat.TABLE,

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from lmcache_ctl.asking import Asker, Caller
-from lmcache_ctl.completion import targets_of
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import Columns, Output, OutputFormat, confirm, print_table, show, size_text
@@ -29,7 +28,6 @@ def evict(
         typer.Argument(
             metavar="TARGET",
             help="sidecar, storage, or one of them: storage/NAME.",
-            autocompletion=targets_of(*KINDS),
         ),
     ],
     size: Annotated[

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final
 import typer
 
 from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
-from lmcache_ctl.completion import complete_sidecar
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches, takes
 from lmcache_ctl.output import (
@@ -121,7 +120,6 @@ def explain(
         str | None,
         typer.Option(
             help="Ask the sidecar of that name; else the first that answers.",
-            autocompletion=complete_sidecar,
         ),
     ] = None,
     output: Output = OutputFormat.TABLE,

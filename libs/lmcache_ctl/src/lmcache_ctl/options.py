@@ -14,7 +14,6 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
-from lmcache_ctl.completion import complete_context, complete_namespace
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.reach import Reach
 
@@ -46,12 +45,9 @@ _OPTIONS: Final[dict[str, Any]] = {
         "Find pods there, through the Kubernetes API.",
         "--namespace",
         "-n",
-        autocompletion=complete_namespace,
     ),
     "release": _option(str, _WHERE, "Only this Helm release's pods.", "--release"),
-    "context": _option(
-        str, _WHERE, "Context of the kubeconfig.", "--context", autocompletion=complete_context
-    ),
+    "context": _option(str, _WHERE, "Context of the kubeconfig.", "--context"),
     "kubeconfig": _option(
         Path, _WHERE, "Kubeconfig; by default as kubectl finds it.", "--kubeconfig"
     ),

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from lmcache_ctl.asking import Asker, Caller
-from lmcache_ctl.completion import targets_of
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import (
@@ -48,7 +47,6 @@ def pin(
         typer.Option(
             metavar="TARGET",
             help="sidecar, storage, or one of them: sidecar/NAME.",
-            autocompletion=targets_of(*KINDS),
         ),
     ] = "sidecar",
     ttl: Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -122,18 +121,6 @@ def _has_context(kubeconfig: Path) -> bool:
         return bool((yaml.safe_load(kubeconfig.read_bytes()) or {}).get("current-context"))
     except (OSError, *MALFORMED, yaml.YAMLError):
         return True
-
-
-def context_names(settings: CtlSettings) -> list[str]:
-    """Return the names of all contexts; of a damaged or missing kubeconfig none."""
-    import yaml
-
-    names: dict[str, None] = {}
-    for path in str(settings.kubeconfig or kubeconfig_paths()).split(os.pathsep):
-        with contextlib.suppress(OSError, *MALFORMED, yaml.YAMLError):
-            document = yaml.safe_load(Path(path).expanduser().read_bytes())
-            names |= dict.fromkeys(str(one["name"]) for one in document["contexts"])
-    return list(names)
 
 
 def process_variable(name: str) -> str:
