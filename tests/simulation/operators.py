@@ -34,7 +34,6 @@ COMMANDS = (
     "lookup prefix {id}",
     "lookup locations {id} -o json",
     "lookup route {id}",
-    "sidecar status --url http://{node}:8080 -o json",
     "pin --at storage/{storage} -o json",
     "pin --at sidecar --ttl 20 {hash}",
     "evict sidecar/{node} --size 1MiB",
@@ -218,11 +217,10 @@ class Operator:
             "storage": STORAGES, "sidecar": SIDECARS,
         }  # fmt: skip
         options = ["--token-file", str(self._cluster.admin_file(tenant))]
-        if " --url " not in words:
-            for kind, names in where.items():
-                for name in names:
-                    options += [f"--{kind}-url", f"http://{name}:{REST_PORT}"]
-        if not words.startswith(("status", "doctor", "lookup", "sidecar")):
+        for kind, names in where.items():
+            for name in names:
+                options += [f"--{kind}-url", f"http://{name}:{REST_PORT}"]
+        if not words.startswith(("status", "doctor", "lookup")):
             self.unpinned_s |= dict.fromkeys((*SIDECARS, *STORAGES), self._kernel.now)
         begin, was_quiet, code = self._kernel.now, self._is_quiet, None
         shown, said = io.StringIO(), io.StringIO()

@@ -45,7 +45,7 @@ def sidecar(directory: Path) -> Iterator[ServiceProcess]:
 
 
 def ctl(service: ServiceProcess, *arguments: str | Path, code: int = 0, stdin: str = "") -> str:
-    return Ctl([f"--url={service.url}"]).text("sidecar", *arguments, code=code, stdin=stdin)
+    return Ctl([f"--url={service.url}"]).text(*arguments, code=code, stdin=stdin)
 
 
 def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(
@@ -86,18 +86,6 @@ def test_a_rest_that_fills_no_chunk_is_not_missed(sidecar: ServiceProcess, direc
         sidecar, "explain", "--tokens", "-", stdin=ids
     )
     assert "body.chunk_hashes.0: " in ctl(sidecar, "explain", "no-hash", code=1)
-
-
-def test_the_status_for_people_and_for_programs(sidecar: ServiceProcess, directory: Path) -> None:
-    with engine_at(directory / "s.sock"):
-        table = ctl(sidecar, "status")
-        found = json.loads(ctl(sidecar, "status", "-o", "json"))
-    assert "sidecar-0" in table
-    assert "drain      serving" in table
-    assert "org/model" in table
-    assert found["status"]["drain"]["state"] == "serving"
-    assert set(found["tiers"]["tiers"]) == {"memory"}
-    assert len(found["clients"]["clients"]) == 1
 
 
 def test_a_prompt_and_messages_are_tokenized_by_vllm(

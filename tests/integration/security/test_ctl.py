@@ -30,7 +30,6 @@ def token_file(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("sidecar", ["sidecar", "status"]),
         ("lookup", ["lookup", "status"]),
     ],
 )

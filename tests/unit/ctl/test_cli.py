@@ -75,7 +75,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["lookup", "locations", "x"], "'x' is not a chunk id"),
         (["lookup", "status", "-o", "xml"], "xml"),
         (["lookup", "unknown"], "unknown"),
-        (["sidecar", "status", "--url", "localhost:8083"], "an address begins with http://"),
+        (["lookup", "status", "--url", "localhost:8083"], "an address begins with http://"),
         (["status", "--lookup-url", "http://h:1", "--timeout", "0"], "timeout_s=0.0"),
         (["status", "--tls", "/nowhere/ca.pem"], "/nowhere/ca.pem"),
         (
@@ -91,12 +91,12 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
             ["explain", "ab" * 32, "--token-file", "/nowhere/token"],
             "'/nowhere/token' cannot be read",
         ),
-        (["sidecar", "explain"], "give chunk hashes or --tokens, --prompt"),
+        (["explain"], "give chunk hashes or --tokens, --prompt"),
         (
-            ["sidecar", "explain", "ab" * 32, "--tokens", "-"],
+            ["explain", "ab" * 32, "--tokens", "-"],
             "give chunk hashes or --tokens, --prompt",
         ),
-        (["sidecar", "explain", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
+        (["explain", "--tokens", "/nowhere/tokens"], "cannot read /nowhere/tokens"),
         (["explain", "--prompt", "/nowhere/p"], "cannot read /nowhere/p"),
         (["explain", "--prompt", "/dev/null"], "/dev/null is empty: write the prompt"),
         (["explain", "--messages", "/dev/null"], "/dev/null is not JSON"),
@@ -109,7 +109,6 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
             for words in ("drain sidecar", "undrain sidecar", "pin", "evict sidecar")
         ),
         (["dashboard", "-A"], "-A: this opens the page of one broker: name its namespace with -n"),
-        (["sidecar", "status", "-A"], "-A: this shows one sidecar: name its namespace with -n"),
         (["status", "-A", "--lookup-url", "http://h:1"], "leave out --namespace and addresses"),
     ],
 )
@@ -130,7 +129,10 @@ def test_called_wrongly(
     ("arguments", "told"),
     [
         (["lookup", "status", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
-        (["sidecar", "status", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
+        (
+            ["explain", "ab" * 32, "--url", "http://127.0.0.1:9"],
+            "no answer from http://127.0.0.1:9",
+        ),
     ],
 )
 def test_a_failure_is_one_line_and_exit_code_1(

@@ -12,7 +12,7 @@ from lmcache_core._typing import override
 from lmcache_core.errors import LMCacheError
 from typer.core import TyperCommand, TyperGroup
 
-from lmcache_ctl import lookup, sidecar
+from lmcache_ctl import lookup
 from lmcache_ctl.dashboard import dashboard
 from lmcache_ctl.doctor.command import doctor
 from lmcache_ctl.drain import drain, undrain
@@ -44,8 +44,6 @@ COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "lookup prefix": lookup.prefix,
     "lookup locations": lookup.locations,
     "lookup route": lookup.route,
-    "sidecar explain": explain,
-    "sidecar status": sidecar.status,
 }
 EXAMPLES: Final = """\
 status --lookup-url http://lookup:8081 --storage-url http://storage:8080
@@ -74,13 +72,10 @@ lookup tenants -n lmcache --token-file admin-token
 lookup prefix 00112233445566778899aabbccddeeff
 lookup locations 00112233445566778899aabbccddeeff -o json
 lookup route 00112233445566778899aabbccddeeff
-sidecar explain --tokens ids.txt
-sidecar status --url http://127.0.0.1:8083
 """.splitlines()
 """Shown in the help of the command that each begins with."""
 GROUPS: Final = {
     "lookup": "The lookup service: who holds which chunk, and whose chunks it knows.",
-    "sidecar": "A running sidecar: its state, where chunks are and why they are missing.",
 }
 
 

@@ -126,9 +126,6 @@ def _reach_by(options: dict[str, Any], why_one_namespace: str = "") -> Callable[
     return make
 
 
-ONE_SIDECAR: Final = (
-    "this shows one sidecar: name its namespace with -n; lmcachectl status -A shows all"
-)
 _ANY: Final = {f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS
 
 reaches_services = takes(
