@@ -183,10 +183,9 @@ def test_all_namespaces_are_looked_through(
     assert "leave out --namespace" in everywhere.text("status", "-A", "-n", "ns", code=2)
 
 
-def test_each_namespace_is_asked_by_itself(
+def test_each_namespace_is_looked_at_by_itself(
     api: PodsApi, cluster: SmallCluster, tmp_path: Path
 ) -> None:
-    """What is asked of one service is asked of one in each namespace that has such a service."""
     auth = pod("x", "broker", 1, auth_secret="auth")["spec"]["volumes"]
     other = pod("two-lmcache-lookup-7d9f8b6c5-other", "lookup", 8081)
     other["metadata"]["namespace"] = "other"
@@ -198,24 +197,6 @@ def test_each_namespace_is_asked_by_itself(
     api.ports["two-lmcache-lookup-7d9f8b6c5-other", 8081] = at
     api.is_strict = True
     everywhere = Ctl([f"--kubeconfig={api.kubeconfig(tmp_path / 'kubeconfig')}", "-A"])
-    names_of_instances = cluster.ctl().text("lookup", "status", "-o", "name")
-    assert sorted(names_of_instances.splitlines()) == [
-        "sidecar/sidecar", "storage/storage-0", "storage/storage-1"
-    ]  # fmt: skip
-    answers = everywhere.json("lookup", "status")
-    assert [(one["namespace"], one["found"]["stats"]["index"]) for one in answers] == [
-        ("ns", "embedded"),
-        ("other", "embedded"),
-    ]
-    table = everywhere.text("lookup", "status")
-    assert re.search(r"^namespace ns\nindex .*^namespace other\nindex ", table, re.M | re.S)
-    missing = "00" * 16
-    for words in (["prefix", missing], ["locations", missing], ["route", missing]):
-        assert len(everywhere.json("lookup", *words, code=1)) == 2, "it is found in neither"
-    assert len(everywhere.json("lookup", "tenants")) == 2
-    [explained] = everywhere.json("explain", "--request", "unknown", code=1)
-    assert explained["namespace"] == "ns", "the other has no sidecar"
-    assert "no sidecar remembers a lookup" in explained["problem"]
     versions = everywhere.text("version")
     assert re.search(r"^ other +lookup +two-lmcache-lookup-7d9f8b6c5-other ", versions, re.M)
     found = everywhere.json("doctor")["findings"]
@@ -224,15 +205,9 @@ def test_each_namespace_is_asked_by_itself(
         "namespace other",
     }
     assert len([one for one in found if one["check"] == "versions"]) == 2
-    assert everywhere.text("lookup", "status", "-o", "name") == names_of_instances * 2
     assert everywhere.text("version", "-o", "name").splitlines()[-1] == (
         "lookup/two-lmcache-lookup-7d9f8b6c5-other"
     )
-    [only] = everywhere.json("lookup", "status", "--release", "two")
-    assert only["namespace"] == "other"
-    api.ports.pop(("two-lmcache-lookup-7d9f8b6c5-other", 8081))
-    answers = everywhere.json("lookup", "status", code=1)
-    assert [bool(one["problem"]) for one in answers] == [False, True], "one failure is told"
 
 
 def test_pods_that_cannot_be_asked_are_told(

@@ -20,7 +20,7 @@ from lmcache_ctl.services import Endpoint, Kind
 from lmcache_ctl.settings import CtlSettings
 
 
-@reaches(Kind.BROKER, "this opens the page of one broker: name its namespace with -n")
+@reaches(Kind.BROKER)
 def dashboard(
     reach: Reach,
     browser: Annotated[

@@ -21,9 +21,9 @@ from lmcache_ctl.output import (
     OutputFormat,
     print_table,
     print_text,
+    show,
     size_text,
 )
-from lmcache_ctl.places import View, show_places
 from lmcache_ctl.prompts import read_messages, read_prompt, read_token_ids, tokenize, vllm_at
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
@@ -138,24 +138,24 @@ def explain(
     elif subject.tokens is not None:
         body["token_ids"] = read_token_ids(subject.tokens)
 
-    def ask(place: Reach) -> dict[str, Any]:
-        asker = Asker(place.settings)
-        with place.services(Kind.SIDECAR) as services:
-            if sidecar is not None:
-                services = asyncio.run(named(asker, services, [Target(Kind.SIDECAR, sidecar)]))
-            if request is not None:
-                one, lookup = _remembered(asker, services, request)
-                return {"lookup": lookup, **_explained(place, asker, one, lookup)}
-            asked = dict(body)
+    asker = Asker(reach.settings)
+    with reach.services(Kind.SIDECAR) as services:
+        if sidecar is not None:
+            services = asyncio.run(named(asker, services, [Target(Kind.SIDECAR, sidecar)]))
+        found: dict[str, Any]
+        if request is not None:
+            one, lookup = _remembered(asker, services, request)
+            found = {"lookup": lookup, **_explained(reach, asker, one, lookup)}
+        else:
             if question is not None:
-                with vllm_at(place.settings, subject.vllm_url, services[0].pod) as url:
-                    asked["token_ids"] = tokenize(place.settings, url, question)
-            answer: dict[str, Any] = place.first_answer(
-                asker, services, lambda caller: caller.ask("POST", EXPLAIN_PATH, asked)
-            )[1]
-            return answer
-
-    show_places(reach, Kind.SIDECAR, ask, View(output, _print_explanations, _is_whole))
+                with vllm_at(reach.settings, subject.vllm_url, services[0].pod) as url:
+                    body["token_ids"] = tokenize(reach.settings, url, question)
+            _, found = reach.first_answer(
+                asker, services, lambda caller: caller.ask("POST", EXPLAIN_PATH, body)
+            )
+    show(found, output, _print_explanations)
+    if not _is_whole(found):
+        raise typer.Exit(1)
 
 
 def _is_whole(found: Mapping[str, Any]) -> bool:

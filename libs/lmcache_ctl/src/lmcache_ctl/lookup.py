@@ -17,9 +17,9 @@ from lmcache_ctl.output import (
     ListOutput,
     print_table,
     print_text,
+    show,
     size_text,
 )
-from lmcache_ctl.places import View, show_places
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
 
@@ -45,13 +45,11 @@ def status(
     """Show where the index is, how much is in it, and which instances hold leases."""
     stats = "/v1/stats" + ("" if tenant is None else f"?tenant={quote(tenant, safe='')}")
 
-    def ask(place: Reach) -> dict[str, Any]:
-        return {
-            "stats": place.ask(Kind.LOOKUP, "GET", stats),
-            "instances": place.ask(Kind.LOOKUP, "GET", "/v1/instances")["instances"],
-        }
-
-    show_places(reach, Kind.LOOKUP, ask, View(output, _print_status, names=_names("instances")))
+    found = {
+        "stats": reach.ask(Kind.LOOKUP, "GET", stats),
+        "instances": reach.ask(Kind.LOOKUP, "GET", "/v1/instances")["instances"],
+    }
+    show(found, output, _print_status, _names("instances"))
 
 
 def _names(field: str) -> Callable[[Mapping[str, Any]], list[str]]:
@@ -79,13 +77,11 @@ def _print_status(found: Mapping[str, Any]) -> None:
 @reaches(Kind.LOOKUP)
 def tenants(reach: Reach, output: ListOutput = ListFormat.TABLE) -> None:
     """List the tenants whose chunks are, or were, in the index. Needs the role admin."""
-    none = "no tenant has stored anything"
+    show(_all_tenants(reach), output, _print_tenants, lambda found: found)
 
-    def print_tenants(found: list[str]) -> None:
-        print_text("\n".join(found) or none)
 
-    view = View(output, print_tenants, names=lambda found: found)
-    show_places(reach, Kind.LOOKUP, _all_tenants, view)
+def _print_tenants(found: list[str]) -> None:
+    print_text("\n".join(found) or "no tenant has stored anything")
 
 
 def _all_tenants(reach: Reach) -> list[str]:
@@ -106,18 +102,11 @@ def prefix(reach: Reach, chunk_ids: ChunkIds, output: ListOutput = ListFormat.TA
     when not all are.
     """
     asked = [_checked(chunk_id) for chunk_id in chunk_ids]
-
-    def ask(place: Reach) -> dict[str, Any]:
-        found = place.ask(Kind.LOOKUP, "POST", "/v1/lookup", {"chunk_ids": asked})
-        return found | {"chunk_ids": asked}
-
-    def is_whole(found: Mapping[str, Any]) -> bool:
-        return bool(found["num_prefix"] == len(asked))
-
-    def cached(found: Mapping[str, Any]) -> list[str]:
-        return asked[: found["num_prefix"]]
-
-    show_places(reach, Kind.LOOKUP, ask, View(output, _print_prefix, is_whole, cached))
+    found = reach.ask(Kind.LOOKUP, "POST", "/v1/lookup", {"chunk_ids": asked})
+    found["chunk_ids"] = asked
+    show(found, output, _print_prefix, lambda found: asked[: found["num_prefix"]])
+    if found["num_prefix"] < len(asked):
+        raise typer.Exit(1)
 
 
 def _print_prefix(found: Mapping[str, Any]) -> None:
@@ -143,13 +132,10 @@ def locations(
     output: ListOutput = ListFormat.TABLE,
 ) -> None:
     """Show all instances that hold a chunk. Exits with 1 when none does."""
-    path = f"/v1/chunks/{_checked(chunk_id)}/locations"
-
-    def ask(place: Reach) -> dict[str, Any]:
-        return place.ask(Kind.LOOKUP, "GET", path)
-
-    view = View(output, _print_holders, lambda found: bool(found["holders"]), _names("holders"))
-    show_places(reach, Kind.LOOKUP, ask, view)
+    found = reach.ask(Kind.LOOKUP, "GET", f"/v1/chunks/{_checked(chunk_id)}/locations")
+    show(found, output, _print_holders, _names("holders"))
+    if not found["holders"]:
+        raise typer.Exit(1)
 
 
 def _print_holders(found: Mapping[str, Any]) -> None:
@@ -167,9 +153,7 @@ def route(reach: Reach, chunk_ids: ChunkIds, output: ListOutput = ListFormat.TAB
     none holds any.
     """
     asked = [_checked(chunk_id) for chunk_id in chunk_ids]
-
-    def ask(place: Reach) -> dict[str, Any]:
-        return place.ask(Kind.LOOKUP, "POST", "/v1/route", {"chunk_ids": asked})
+    found = reach.ask(Kind.LOOKUP, "POST", "/v1/route", {"chunk_ids": asked})
 
     def print_routes(found: Mapping[str, Any]) -> None:
         if _is_known(found):
@@ -182,8 +166,9 @@ def route(reach: Reach, chunk_ids: ChunkIds, output: ListOutput = ListFormat.TAB
     def names(found: Mapping[str, Any]) -> list[str]:
         return [one["instance"] for one in found["instances"]]
 
-    view = View(output, print_routes, lambda found: bool(found["instances"]), names)
-    show_places(reach, Kind.LOOKUP, ask, view)
+    show(found, output, print_routes, names)
+    if not found["instances"]:
+        raise typer.Exit(1)
 
 
 def _is_known(found: Mapping[str, Any]) -> bool:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
-from lmcache_ctl.errors import UsageError
 from lmcache_ctl.reach import Reach
 
 Command = Callable[..., None]
@@ -106,17 +105,10 @@ def _parameters_of(made_by: Callable[..., Any]) -> list[inspect.Parameter]:
     ]
 
 
-def _reach_by(options: dict[str, Any], why_one_namespace: str = "") -> Callable[..., Reach]:
-    """Return what makes a `Reach` of these options, by name, and of `-A`, unless there is a reason
-    to refuse that.
-    """
-    text, is_hidden = "Find pods in all namespaces.", bool(why_one_namespace)
-    everywhere = _option(bool, _WHERE, text, "--all-namespaces", "-A", hidden=is_hidden)
-    options = {"all_namespaces": everywhere, **options}
+def _reach_by(options: dict[str, Any]) -> Callable[..., Reach]:
+    """Return what makes a `Reach` of these options, by name."""
 
     def make(**chosen: Any) -> Reach:
-        if chosen["all_namespaces"] and why_one_namespace:
-            raise UsageError(f"-A: {why_one_namespace}")
         return Reach.of(chosen)
 
     make.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -127,27 +119,22 @@ def _reach_by(options: dict[str, Any], why_one_namespace: str = "") -> Callable[
 
 
 _ANY: Final = {f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS
+_EVERYWHERE: Final = _option(bool, _WHERE, "Find pods in all namespaces.", "--all-namespaces", "-A")
 
-reaches_services = takes(
-    reach=_reach_by(_ANY, "this acts on services, and -A only looks: name the namespace with -n")
-)
+reaches_services = takes(reach=_reach_by(_ANY))
 """Gives a command the options that name services of any kind, as its parameter `reach`."""
-reaches_all_services = takes(reach=_reach_by(_ANY))
+reaches_all_services = takes(reach=_reach_by({"all_namespaces": _EVERYWHERE, **_ANY}))
 """The same with `-A`, for commands that only look."""
 
 
-def reaches(kind: str, why_one_namespace: str = "") -> Callable[[Command], Command]:
+def reaches(kind: str) -> Callable[[Command], Command]:
     """Give a command the options that name services of one kind, whose address is just `--url`.
 
     It also accepts the options of the other kinds and ignores them, so that all commands can be
     given the same options.
-
-    Args:
-        kind: Of the services.
-        why_one_namespace: Why it refuses `-A`, and what to do instead; "" if it takes that.
     """
     urls = {
         f"{other}_urls": _url(other, "--url") if other == kind else _url(other, hidden=True)
         for other in _CALLED
     }
-    return takes(reach=_reach_by(_OPTIONS | urls, why_one_namespace))
+    return takes(reach=_reach_by(_OPTIONS | urls))
