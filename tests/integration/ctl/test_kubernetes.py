@@ -149,11 +149,11 @@ def test_without_options_the_cluster_of_kubectl_is_asked(
     told = " ".join(bare.text("status", code=1).split())
     nothing = (
         " of a release was found in namespace ns of context here: give another -n (--namespace)"
-        " or --context, or -A for all namespaces"
+        " or --context, or --"
     )
-    assert f"no service{nothing}" in told
+    assert f"no service{nothing}lookup-url or --broker-url" in told
     told = " ".join(bare.text("explain", "--request", "x", code=1).split())
-    assert f"no sidecar{nothing}, or --sidecar-url" in told
+    assert f"no sidecar{nothing}sidecar-url; lmcachectl status -A looks everywhere" in told
     told = " ".join(bare.text("status", "-A", code=1).split())
     assert "found in all namespaces of context here: give another --context" in told
     (tmp_path / ".kube" / "config").write_text("{")

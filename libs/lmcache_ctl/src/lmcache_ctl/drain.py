@@ -217,8 +217,7 @@ async def _drained(
         now = msgspec.convert(answer.get("drain"), DrainStatus | None)
         if now is not None and now != outcome.drain:
             done = now.total - now.left
-            note = f"{done}/{now.total} {now.state}"
-            tell(name, done if now.total else 1, max(now.total, 1), note, f"{name}: {now}")
+            tell(name, done if now.total else 1, max(now.total, 1), str(now))
         outcome = msgspec.structs.replace(outcome, drain=now)
         return bool(answer.get("draining"))
 

@@ -15,7 +15,7 @@ import typer
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -137,41 +137,27 @@ def confirm(question: str) -> None:
         raise CtlError("nothing was done: answer y, or give --yes") from exc
 
 
-@contextlib.contextmanager
-def progress(*columns: ProgressColumn) -> Iterator[tuple[Console, Progress | None]]:
-    """Yield standard error, and bars on it while it is a terminal.
-
-    Args:
-        columns: Of the bars, after their description.
-    """
-    to = Console(stderr=True, highlight=False, markup=False)
-    if not to.is_terminal:
-        yield to, None
-        return
-    described = TextColumn("{task.description}", markup=False)
-    with Progress(described, BarColumn(), *columns, console=to) as bars:
-        yield to, bars
-
-
-Tell = Callable[[str, float, float, str, str], None]
-"""Takes the name of a step, how much of how much is done, a note, and a line ("" for none)."""
+Tell = Callable[[str, float, float, str], None]
+"""Takes the name of a step, how much of how much is done, and a note."""
 
 
 @contextlib.contextmanager
 def steps() -> Iterator[Tell]:
     """Yield what shows steps on standard error: bars with notes on a terminal, else lines."""
-    with progress(TextColumn("{task.fields[note]}")) as (to, bars):
-        tasks: dict[str, TaskID] = {}
+    to = Console(stderr=True, highlight=False, markup=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn())
+    bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=to)
+    tasks: dict[str, TaskID] = {}
 
-        def tell(name: str, done: float, total: float, note: str, line: str) -> None:
-            if bars is None:
-                if line:
-                    to.print(line, soft_wrap=True)
-                return
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, note="")
-            bars.update(tasks[name], completed=done, total=total, note=note)
+    def tell(name: str, done: float, total: float, note: str) -> None:
+        if not to.is_terminal:
+            to.print(f"{name}: {note}", soft_wrap=True)
+            return
+        if name not in tasks:
+            tasks[name] = bars.add_task(name, note="")
+        bars.update(tasks[name], completed=done, total=total, note=note)
 
+    with bars if to.is_terminal else contextlib.nullcontext():
         yield tell
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -13,10 +13,6 @@ from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.services import Endpoint, Kind, services_of
 from lmcache_ctl.settings import CtlSettings, load_settings
-from lmcache_ctl.targets import Target, named
-
-if TYPE_CHECKING:
-    from lmcache_ctl.kube.pods import PodWays
 
 T = TypeVar("T")
 URLS: Final = tuple(f"{kind}_urls" for kind in Kind)
@@ -92,72 +88,40 @@ class Reach:
         Raises:
             CtlError: None is named, or the cluster cannot be asked for them.
         """
-        with self.finding(*kinds) as find:
-            yield find()
-
-    @contextlib.contextmanager
-    def finding(self, *kinds: Kind) -> Iterator[Callable[[], list[Endpoint]]]:
-        """Yield a function that finds these services anew at each call: pods and addresses come and
-        go.
-
-        The function raises as `services` does.
-        """
-        settings = self.settings
-        wanted = kinds or tuple(Kind)
-        order = list(Kind)
-        with contextlib.ExitStack() as open_ways:
-            in_cluster: list[PodWays] = []
+        wanted, order = kinds or tuple(Kind), list(Kind)
+        calls_here = self.settings.names_urls or not self._is_in_cluster
+        found = services_of(self.settings) if calls_here else []
+        with contextlib.ExitStack() as ways:
+            nowhere = ""
             if self._is_in_cluster:
                 from lmcache_ctl.kube.pods import PodWays
 
-                in_cluster = [
-                    open_ways.enter_context(
-                        PodWays(place.settings, wanted, takes_given_token=place._takes_given_token)
-                    )
-                    for place in self.places(*wanted)
-                ]
-            calls_here = settings.names_urls or not self._is_in_cluster
-
-            def find() -> list[Endpoint]:
-                found = services_of(settings) if calls_here else []
-                found += [service for ways in in_cluster for service in ways.find()]
-                found = [service for service in found if service.kind in wanted]
-                if not found:
-                    raise _nothing_named(kinds, in_cluster)
-                return sorted(
-                    found, key=lambda one: (one.namespace, order.index(one.kind), one.name)
-                )
-
-            yield find
+                for place in self.places(*wanted):
+                    takes_token = place._takes_given_token
+                    pods = PodWays(place.settings, wanted, takes_given_token=takes_token)
+                    found += ways.enter_context(pods).find()
+                    nowhere = nowhere or pods.nothing_found()
+            found = [service for service in found if service.kind in wanted]
+            if not found:
+                raise _nothing_named(kinds, nowhere)
+            yield sorted(found, key=lambda one: (one.namespace, order.index(one.kind), one.name))
 
     def ask(self, kind: Kind, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Return the JSON of the first service of that kind that answers. Raises as `ask_one`."""
-        answer = self.ask_one(kind, lambda caller: caller.ask(method, path, body))
+        """Return the JSON of the first service of that kind that answers.
+
+        Raises:
+            CtlError: None answers, or it answers something else; the text is the last one's.
+        """
+        with self.services(kind) as services:
+            _, answer = self.first_answer(
+                Asker(self.settings), services, lambda caller: caller.ask(method, path, body)
+            )
         if not isinstance(answer, dict):
             raise CtlError(
                 f"a {kind} answered something else than an object to {path}: is it of another"
                 " version?"
             )
         return answer
-
-    def ask_one(
-        self, kind: Kind, question: Callable[[Caller], Awaitable[T]], name: str | None = None
-    ) -> T:
-        """Ask one service of that kind: the first that answers.
-
-        Args:
-            kind: Of what kind.
-            question: Called with a `Caller`.
-            name: Ask the one of that instance, pod, or host and port instead.
-
-        Raises:
-            CtlError: None answers; the text is the last one's.
-        """
-        asker = Asker(self.settings)
-        with self.services(kind) as services:
-            if name is not None:
-                services = asyncio.run(named(asker, services, [Target(kind, name)]))
-            return self.first_answer(asker, services, question)[1]
 
     def first_answer(
         self,
@@ -183,9 +147,9 @@ class Reach:
         raise AssertionError("one of them was the last")
 
 
-def _nothing_named(kinds: Sequence[Kind], in_cluster: Sequence[PodWays]) -> CtlError:
+def _nothing_named(kinds: Sequence[Kind], nowhere: str) -> CtlError:
     options = " or ".join(f"--{kind}-url" for kind in kinds or Kind)
-    if in_cluster:
-        return CtlError(f"{in_cluster[0].nothing_found()}, or {options}")
+    if nowhere:
+        return CtlError(f"{nowhere}, or {options}; lmcachectl status -A looks everywhere")
     what = " or ".join(kinds) or "service"
     return CtlError(f"no {what} is named: give {options}, or --namespace for a cluster")

@@ -127,10 +127,8 @@ class PodWays:
         self._directory = Path(
             self._open.enter_context(tempfile.TemporaryDirectory(prefix="lmcachectl-"))
         )  # only its owner may enter it
-        self._ways: dict[PodService, tuple[Endpoint, ExitStack]] = {}
         self._tokens: dict[str, str | None] = {}
         self._token_hints: dict[str, str] = {}
-        self._num_opened = 0
 
     def __enter__(self) -> Self:
         """Forwards nothing before `find`."""
@@ -138,21 +136,17 @@ class PodWays:
 
     def __exit__(self, *_: object) -> None:
         """Close all of them."""
-        with self._open:
-            for one in list(self._ways):
-                self._forget(one)
+        self._open.close()
 
     def nothing_found(self) -> str:
         """Return where this looks for pods, and how to look elsewhere, for when there are none."""
-        told = nothing_in(self._api, self._kinds, self._settings.release)
-        return f"{told}, or -A for all namespaces"
+        return nothing_in(self._api, self._kinds, self._settings.release)
 
     def find(self) -> list[Endpoint]:
-        """Return the current services; close the sockets of pods that are gone.
+        """Return the services, and begin to forward them.
 
         Raises:
-            CtlError: The API cannot be reached, or refuses, or there are too many; nothing has
-                changed.
+            CtlError: The API cannot be reached, or refuses, or there are too many.
         """
         pods = services_in(pods_of(self._api, self._settings.release))
         found = [one for one in pods if one.kind in self._kinds]
@@ -161,23 +155,19 @@ class PodWays:
                 f"{len(found)} pods are more than the {MAX_FORWARDED} that are asked at once: name"
                 " a --release"
             )
-        for gone in self._ways.keys() - set(found):
-            self._forget(gone)
-        for one in found:
-            if one not in self._ways:
-                self._ways[one] = self._opened(one)
-        return [self._ways[one][0] for one in found]
+        return [
+            self._opened(one, self._directory / f"{number}.sock")
+            for number, one in enumerate(found)
+        ]
 
-    def _opened(self, one: PodService) -> tuple[Endpoint, ExitStack]:
-        way, tls_name = ExitStack(), self._settings.tls_name or FORWARDED_NAME
+    def _opened(self, one: PodService, path: Path) -> Endpoint:
+        tls_name = self._settings.tls_name or FORWARDED_NAME
         token = self._operator_token(one.token_secret)
-        self._num_opened += 1
-        path = self._directory / f"{self._num_opened}.sock"
         if not one.problem:
-            way.enter_context(PodPort(self._api, one.pod, one.port, path))
+            self._open.enter_context(PodPort(self._api, one.pod, one.port, path))
         hint = "" if self._takes_given_token else "; -A does not send it: name the --namespace"
         scheme = "http" if self._settings.tls is None else "https"
-        service = Endpoint(
+        return Endpoint(
             one.kind,
             one.pod,
             f"{scheme}://{one.pod}.{self._api.namespace}:{one.port}",
@@ -193,7 +183,6 @@ class PodWays:
             takes_given_token=self._takes_given_token,
             origin=f"; it is in {self._api.place}: {self._api.how_to_look_elsewhere}",
         )
-        return service, way
 
     def _operator_token(self, secret: str) -> str | None:
         """Return the release's token, if no other is sent and this account may read it."""
@@ -214,10 +203,6 @@ class PodWays:
                 self._token_hints[secret] = f"; the release's Secret {secret} {why}"
             self._tokens[secret] = text or None
         return self._tokens[secret]
-
-    def _forget(self, one: PodService) -> None:
-        _, way = self._ways.pop(one)
-        way.close()
 
 
 def _kind(pod: Any) -> Kind | None:
