@@ -122,7 +122,7 @@ def test_every_command_does_what_is_written(
         api.kubeconfig(directory / ".kube" / "config")
         ctl = Ctl([], {"HOME": str(directory)})
         run = commands()
-        assert len(run) > 30
+        assert len(run) > 20
         for words in run:
             arguments = [string.Template(word).substitute(values) for word in words]
             in_cluster = "-n" in arguments or "--namespace" in arguments
