@@ -19,7 +19,6 @@ from lmcache_core.storage.remote.redis import Replies
 
 from tests.fixtures.encoded_suite import EncodedReadingSuite, encoding
 from tests.fixtures.redis_server import RedisServer, running_redis
-from tests.fixtures.rest import RestServer, rest_server
 from tests.fixtures.wire import MemoryStore, serving
 from tests.suites.backend_suite import (
     Arena,
@@ -170,40 +169,6 @@ class TestRedis(RemoteSuite):
         assert await backend.batched_contains([make_key("a")]) == [True]
 
 
-class RestUnderTest(BackendUnderTest):
-    def __init__(self, server: RestServer) -> None:
-        self._server = server
-        self.backend = create_remote_backend(server.url, token="secret-token", timeout_s=10)
-
-    def raw_set(self, key: ChunkKey, record: bytes) -> None:
-        self._server.records[key.key.to_url()] = record
-
-    def raw_get(self, key: ChunkKey) -> bytes | None:
-        return self._server.records.get(key.key.to_url())
-
-
-class TestRest(SharedServerSuite):
-    @pytest_asyncio.fixture
-    async def server(self) -> AsyncIterator[RestServer]:
-        async with rest_server() as server:
-            yield server
-
-    @pytest.fixture
-    def under_test(self, server: RestServer) -> RestUnderTest:
-        return RestUnderTest(server)
-
-    async def test_connections_are_used_again(
-        self, backend: StorageBackend, server: RestServer, arena: Arena
-    ) -> None:
-        for i in range(5):
-            await backend.batched_put([make_chunk(i)])
-            [result] = await backend.batched_get([make_key(i)], arena)
-            assert isinstance(result, Chunk)
-            result.release()
-        assert server.num_connections == 1
-        assert server.authorization == "bearer secret-token"
-
-
 class LmUnderTest(BackendUnderTest):
     def __init__(self, store: MemoryStore, port: int) -> None:
         self._store = store
@@ -289,17 +254,6 @@ class TestEncodedRedis(EncodedReadingSuite, RemoteSuite):
         with redis_server.client() as plain:
             plain.flushall()
             under_test = RedisUnderTest(redis_server, plain)
-            under_test.backend = encoding(under_test.backend)
-            yield under_test
-
-
-class TestEncodedRest(EncodedReadingSuite, SharedServerSuite):
-    test_a_chunk_without_a_digest_gets_one_on_its_way = None
-
-    @pytest_asyncio.fixture
-    async def under_test(self) -> AsyncIterator[RestUnderTest]:
-        async with rest_server() as server:
-            under_test = RestUnderTest(server)
             under_test.backend = encoding(under_test.backend)
             yield under_test
 

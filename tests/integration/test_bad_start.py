@@ -50,7 +50,7 @@ CASES: list[tuple[str, Mapping[str, str], str]] = [
     ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/log/s.sock"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/tmp/" + "s" * 120}, "socket_path"),
     ("sidecar", SIDECAR | {"REMOTE_URL": "redis://h:x"}, "remote_url"),
-    ("sidecar", SIDECAR | {"REMOTE_URL": "http://"}, "remote_url"),
+    ("sidecar", SIDECAR | {"REMOTE_URL": "http://storage:8080"}, "remote_url"),
 ]
 
 

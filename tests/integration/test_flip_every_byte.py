@@ -17,7 +17,6 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
 
 from tests.fixtures.redis_server import RedisServer, running_redis
-from tests.fixtures.rest import RestServer, rest_server
 from tests.fixtures.wire import Arena, MemoryStore, serving
 from tests.suites.chunks import make_key, make_payload, make_record
 
@@ -51,15 +50,6 @@ class LmWay(Way):
         self._store.tampered[KEY] = record
 
 
-class RestWay(Way):
-    def __init__(self, server: RestServer) -> None:
-        self._server = server
-        self.backend = create_remote_backend(server.url, timeout_s=20)
-
-    def serve(self, record: bytes) -> None:
-        self._server.records[KEY.key.to_url()] = record
-
-
 class RedisWay(Way):
     def __init__(self, server: RedisServer, plain: redis.Redis) -> None:
         self._plain = plain
@@ -77,18 +67,12 @@ async def lm_way() -> AsyncIterator[Way]:
 
 
 @asynccontextmanager
-async def rest_way() -> AsyncIterator[Way]:
-    async with rest_server() as server:
-        yield RestWay(server)
-
-
-@asynccontextmanager
 async def redis_way() -> AsyncIterator[Way]:
     with running_redis() as server, server.client() as plain:
         yield RedisWay(server, plain)
 
 
-@pytest_asyncio.fixture(params=[lm_way, redis_way, rest_way], ids=["lm", "redis", "rest"])
+@pytest_asyncio.fixture(params=[lm_way, redis_way], ids=["lm", "redis"])
 async def way(request: pytest.FixtureRequest) -> AsyncIterator[Way]:
     async with request.param() as way:
         await way.backend.open()

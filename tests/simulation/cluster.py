@@ -77,7 +77,7 @@ OTHER_REMOTE_CHANCE = 0.25
 """How often some nodes of a run have another remote tier than the storages by lm://."""
 NODE_CHANCE = 0.75
 """How often a node of such a run has it."""
-REMOTES = ("http", "redis", "own directory", "shared directory")
+REMOTES = ("redis", "own directory", "shared directory")
 REDIS_TTL_S = (None, 20)
 """Expiry of chunks in Redis."""
 DIRECTORY_OF = "storage-0"
@@ -213,7 +213,7 @@ class Cluster:
     def embedded(self, node: str) -> dict[str, object]:
         """Return options of an engine of a node that uses no sidecar."""
         url, tenant = self.remotes[node], self.tenant_of(node)
-        has_token = url.startswith(("lm:", "http:"))
+        has_token = url.startswith("lm:")
         options: dict[str, object] = {
             "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self._memory_chunk / GB,
             "remote_url": url,
@@ -240,15 +240,13 @@ class Cluster:
         remotes = dict.fromkeys(SIDECARS, self._storages)
         if dice.random() >= OTHER_REMOTE_CHANCE:
             return remotes
-        kind, storage, ttl_s = dice.choice(REMOTES), dice.choice(STORAGES), dice.choice(REDIS_TTL_S)
+        kind, ttl_s = dice.choice(REMOTES), dice.choice(REDIS_TTL_S)
         for node in SIDECARS:
             if dice.random() < NODE_CHANCE:
-                remotes[node] = self._remote_url(kind, node, storage, ttl_s)
+                remotes[node] = self._remote_url(kind, node, ttl_s)
         return remotes
 
-    def _remote_url(self, kind: str, node: str, storage: str, ttl_s: int | None) -> str:
-        if kind == "http":  # it takes one host
-            return f"http://{storage}:{REST_PORT}"
+    def _remote_url(self, kind: str, node: str, ttl_s: int | None) -> str:
         if kind == "redis":
             return f"{REDIS_URL}/0" + (f"?ttl_s={ttl_s}" if ttl_s else "")
         machine = node if kind == "own directory" else DIRECTORY_OF

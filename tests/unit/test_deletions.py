@@ -133,9 +133,6 @@ ALLOWED: Final = {
         "SharedDirectory.remove_stale.unlink": UNFINISHED,
         "SharedDirectory.write.unlink": UNFINISHED,
     },
-    "lmcache_core/storage/remote/http.py": {
-        "HttpBackend.batched_remove.DELETE": PASSED_ON,
-    },
     "lmcache_core/storage/remote/lm.py": {
         "LmBackend.batched_remove.remove": PASSED_ON,
     },

@@ -58,7 +58,7 @@ def make_chunk() -> Chunk:
 async def check_storage(url: str, token: TokenFile | None, tls: ClientTls) -> None:
     """Store a chunk, fetch it, compare, remove it."""
     chunk = make_chunk()
-    backend = create_remote_backend(url, token, CALL_TIMEOUT_S, NAME, tls=tls if urlsplit(url).scheme in ("https", "lm+tls") else None)
+    backend = create_remote_backend(url, token, CALL_TIMEOUT_S, NAME, tls=tls if urlsplit(url).scheme == "lm+tls" else None)
     await backend.open()
     try:
         if await backend.batched_put([chunk]) != [True]:

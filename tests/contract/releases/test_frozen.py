@@ -113,14 +113,10 @@ async def test_our_lm_client_at_an_old_storage(frozen: Path, capabilities: tuple
     arena.check_empty()
 
 
-@pytest.mark.parametrize(
-    "program", [("lm.py", "lossy", "context"), ("storage_rest.py",)], ids=lambda program: program[0]
-)
-def test_our_engine_at_an_old_storage(frozen: Path, program: tuple[str, ...]) -> None:
+def test_our_engine_at_an_old_storage(frozen: Path) -> None:
     tokens, kv, got = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
-    scheme = "lm" if program[0] == "lm.py" else "http"
-    with frozen_server(frozen / program[0], *program[1:]) as port:
-        remote: dict[str, Any] = {"remote_url": f"{scheme}://127.0.0.1:{port}", **PATIENT}
+    with frozen_server(frozen / "lm.py", "lossy", "context") as port:
+        remote: dict[str, Any] = {"remote_url": f"lm://127.0.0.1:{port}", **PATIENT}
         with embedded_engine(**remote) as first:
             first.engine.store(tokens, kvcaches=kv)
             first.drain()

@@ -1,5 +1,5 @@
-"""The clients of the core against services that encrypt and want a certificate: remote tiers,
-peers, lookup and broker.
+"""The clients of the core against services that encrypt and want a certificate: the
+remote tier, peers, lookup and broker.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from tests.fixtures.wire import Arena, MemoryStore, anyone, client_in
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
-def storage_url(guarded: Guarded, scheme: str) -> str:
-    ports = guarded.services["storage"].ports
-    return f"{scheme}://127.0.0.1:{ports['port' if scheme == 'https' else 'lm_port']}"
+def storage_url(guarded: Guarded) -> str:
+    return f"lm+tls://127.0.0.1:{guarded.services['storage'].ports['lm_port']}"
 
 
 async def there_and_back(tier: StorageBackend, name: str) -> list[Result]:
@@ -47,18 +46,16 @@ async def there_and_back(tier: StorageBackend, name: str) -> list[Result]:
     return results
 
 
-@pytest.mark.parametrize("scheme", ["lm+tls", "https"])
-async def test_remote_tiers(guarded: Guarded, tmp_path: Path, scheme: str) -> None:
+async def test_remote_tier(guarded: Guarded, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKENS["acme"])
-    tier = create_remote_backend(
-        storage_url(guarded, scheme), TokenFile(token, "token"), 10.0, tls=guarded.tls
-    )
+    url = storage_url(guarded)
+    tier = create_remote_backend(url, TokenFile(token, "token"), 10.0, tls=guarded.tls)
     await tier.open()
-    await there_and_back(tier, f"remote-{scheme}")
+    await there_and_back(tier, "remote")
     await tier.close()
     for tls in (None, client_tls(guarded.authority), client_tls(guarded.stranger, guarded.pod)):
-        tier = create_remote_backend(storage_url(guarded, scheme), TOKENS["acme"], 10.0, tls=tls)
+        tier = create_remote_backend(url, TOKENS["acme"], 10.0, tls=tls)
         await tier.open()
         with pytest.raises(UnavailableError):
             await tier.batched_contains([make_key("a", "acme")])
@@ -69,7 +66,7 @@ async def test_the_remote_tier_of_an_embedded_engine(guarded: Guarded, tmp_path:
     token = tmp_path / "token"
     token.write_text(TOKENS["acme"] + "\n")
     options = {
-        "remote_url": storage_url(guarded, "lm+tls"),
+        "remote_url": storage_url(guarded),
         "remote_token_file": str(token),
         "remote_tls_ca_file": str(guarded.authority.file),
         "remote_tls_cert_file": str(guarded.pod.cert),

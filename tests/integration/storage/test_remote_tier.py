@@ -1,4 +1,4 @@
-"""The remote tiers of the core against the real cache_storage, through both of its doors."""
+"""The remote tier of the core against the real cache_storage."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         yield service
 
 
-@pytest.fixture(params=["lm", "http"])
-def url(request: pytest.FixtureRequest, storage: ServiceProcess) -> str:
-    return storage.url if request.param == "http" else f"lm://127.0.0.1:{storage.ports['lm_port']}"
+@pytest.fixture
+def url(storage: ServiceProcess) -> str:
+    return f"lm://127.0.0.1:{storage.ports['lm_port']}"
 
 
 async def test_there_and_back(url: str) -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 import httpx
 import pytest
 from lmcache_core.record import Chunk
-from lmcache_core.storage.remote.base import RemoteOptions
-from lmcache_core.storage.remote.http import HttpBackend
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.client import ClientOptions, LmClient
 
 from tests.fixtures.storage_app import assert_problem, serving
 from tests.fixtures.wire import Arena
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import make_chunk, make_payload
 
 LOSSLESS = {"LMCache-Accept": "lossless"}
 LOSSY, PLAIN = make_chunk("lossy", lossy=True), make_chunk("plain")
@@ -111,27 +109,6 @@ async def test_both_doors_know_what_is_in_the_way() -> None:
             await easy.close()
         arena.check_empty()
         assert await present(client, LOSSLESS) == [False, False]
-
-
-@pytest.mark.parametrize("lossy", [True, False])
-async def test_our_own_client_says_what_its_tier_takes(lossy: bool) -> None:
-    async with serving() as (client, _):
-        for chunk in (LOSSY, PLAIN):
-            await put(client, chunk)
-        tier = HttpBackend(
-            "http://storage",
-            RemoteOptions(accepts=Accepts(lossy=lossy)),
-            transport=client._transport,
-        )
-        await tier.open()
-        arena = Arena()
-        results = await tier.batched_get([make_key("lossy"), make_key("plain")], arena)
-        assert [isinstance(result, Chunk) for result in results] == [lossy, True]
-        for result in results:
-            if isinstance(result, Chunk):
-                result.release()
-        arena.check_empty()
-        tier._client = None  # its transport is the test client's
 
 
 async def test_it_is_documented() -> None:

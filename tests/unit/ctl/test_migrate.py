@@ -362,6 +362,7 @@ def test_credentials_of_variables_are_part_of_the_url(tmp_path: Path) -> None:
         ("unix:///socket", None, "over TCP"),
         ("redis-cluster://h:1,g:1", None, "a cluster is no remote tier here"),
         ("fs://host:0/", None, "write file:///dir"),
+        ("http://h:8080", None, "write lm://host:port of the same service"),
         ("mooncakestore://h:1", None, "must be a URL with one of the schemes"),
     ],
 )

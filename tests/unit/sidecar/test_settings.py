@@ -23,6 +23,7 @@ BOTH = {"lookup_url": "http://lookup:8081", "broker_url": "https://broker:8082"}
         ({"remote_url": "redis-sentinel://h:0"}, "(?s)remote_url.*a port in 1 … 65535"),
         ({**BOTH, "broker_url": "http://h:99999"}, "(?s)broker_url.*port 99999 must be in"),
         ({"otlp_endpoint": "http://h:99999"}, "(?s)otlp_endpoint.*Port out of range"),
+        ({"remote_url": "http://storage:8080"}, "(?s)remote_url.*write lm://host:port of the same"),
         ({"remote_url": "s3://bucket"}, "(?s)remote_url.*scheme must be one of"),
         ({"remote_url": "lm://storage:65432/path"}, "(?s)remote_url.*lm://host:port"),
         ({"disk_path": "/x"}, "disk_gb is not set: set both or none"),

@@ -13,7 +13,6 @@ from lmcache_core.errors import CapacityError, RecordError, SerdeError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Chunk, Miss, MissReason, RecordReason
 from lmcache_core.serde.stated_size import check_stated_size
-from lmcache_core.storage.remote.http import RecordStream
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.served import ServedStore, ServerLimits
 from lmcache_core.wire.stream import paced
@@ -26,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from lmcache_storage.problems import DrainingError, RecordTooLargeError, SlowClientError
+from lmcache_storage.record_stream import RecordStream
 from lmcache_storage.storage import RunningStorage
 
 logger = logging.getLogger(__name__)

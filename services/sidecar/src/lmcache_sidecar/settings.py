@@ -86,7 +86,7 @@ class SidecarSettings(NodeSettings):
             them on the volume of `arena_path`.
         arena_recover: Serve the shared memory's chunks again after a restart, once checked.
         remote_url: Remote tier, for example `lm://cache-storage:65432`; also `redis://`,
-            `redis-sentinel://`, `http://` and `file://`.
+            `redis-sentinel://` and `file://`.
         remote_serde: Encoding for the remote tier: `naive` (none), `lossless`, or with loss
             `cachegen`, `cachegen:high`, `cachegen:low`; all but the first need the extra `codec` of
             lmcache-core. Chunks that others stored with loss are misses unless a lossy one is

@@ -182,7 +182,7 @@ def test_every_option_refuses_something():
         {"close_drain_s": 0},
         {"chunk_ttl_s": 0.001},
         {"prefill_tokens_per_s": 12_000},
-        {"remote_url": "https://cache.example", "remote_token_file": "/etc/token"},
+        {"remote_url": "lm+tls://cache.example", "remote_token_file": "/etc/token"},
         {"remote_url": "file:///mnt/shared"},
         {"remote_url": "redis-sentinel://user:p%40ss@one:26379,two/service"},
         {"remote_url": "lm://[::1]:65432"},

@@ -193,6 +193,14 @@ def test_what_means_the_same_is_accepted(tmp_path, values, meant):
             {"remote_url": "mooncakestore://h:1"},
             "remote_url='mooncakestore://h:1': must be a URL with one of the schemes lm, ",
         ),
+        (
+            {"remote_url": "http://h:8080"},
+            r"remote_url='http://h:8080': .* or none; write lm://host:port of the same service",
+        ),
+        (
+            {"remote_url": "https://u:s3cret@h"},
+            r"remote_url='https://…@h': .* or none; write lm\+tls://host:port of the same service",
+        ),
         ({"remote_url": "s3://bucket"}, r"or none; a bucket is cache_storage's: set storage.s3"),
         ({"remote_url": "resp://h:1"}, "or none; write redis://user:password@host:port"),
         ({"remote_url": "fs://h:0/d"}, "or none; write file:///dir"),

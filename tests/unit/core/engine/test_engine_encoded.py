@@ -25,12 +25,11 @@ from tests.fixtures.embedded import PATIENT, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, KVCaches, empty_kv
 from tests.fixtures.prompts import tokens_of
 from tests.fixtures.redis_server import running_redis
-from tests.fixtures.rest import rest_server
 from tests.fixtures.wire import MemoryStore, serving
 
 TOKENS = tokens_of((0, 1, 2), 5)
 NUM_CHUNKS = 3
-TIERS = ("disk", "file", "redis", "lm", "http")
+TIERS = ("disk", "file", "redis", "lm")
 NUM_HEADS = 2
 TIMEOUT_S = 10.0
 
@@ -74,9 +73,6 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, o
         case "lm":
             with in_background(lambda: serving(MemoryStore())) as lm:
                 yield {"remote_url": f"lm://127.0.0.1:{lm.port}"}  # type: ignore[attr-defined]
-        case "http":
-            with in_background(rest_server) as rest:
-                yield {"remote_url": rest.url}  # type: ignore[attr-defined]
 
 
 def with_serde(tier: dict[str, object], serde: str) -> dict[str, object]:

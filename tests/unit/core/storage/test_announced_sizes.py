@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import pytest_asyncio
@@ -33,11 +32,12 @@ from lmcache_core.storage.hot import (
     MIN_ENVELOPE_BYTES,
     LocalCPUBackend,
 )
-from lmcache_core.storage.remote import RemoteOptions
-from lmcache_core.storage.remote.http import HttpBackend
+from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import TierStack
+from lmcache_core.wire.messages import ChunkHead, HelloOk, build_frame
 
 from tests.fixtures.stating_tier import Stating
+from tests.fixtures.wire import RawConnection, hostile_server
 from tests.suites.chunks import make_chunk, make_key
 
 CHUNK_BYTES = 64 << 10
@@ -136,14 +136,16 @@ async def test_server_that_breaks_off_after_a_head_evicts_nothing() -> None:
     spec = TensorSpec("", "uint8", (size,), 0, size)
     header = RecordHeader(key.key.canonical(), "naive", "", False, (spec,), bytes(16))
 
-    async def body() -> AsyncIterator[bytes]:
-        yield encode_head(header, size)
+    async def behave(raw: RawConnection) -> None:
+        hello, _, _ = await raw.read()
+        await raw.say(hello.correlation_id, HelloOk(1, [], "storage", 128))
+        request, _, _ = await raw.read()
+        head = encode_head(header, size)
+        await raw.send(build_frame(request.correlation_id, ChunkHead(0), len(head) + size), head)
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, content=body())
-
-    tier = HttpBackend("http://elsewhere", RemoteOptions(), httpx.MockTransport(answer))
-    assert await asked(hot, tier) == [Miss(MissReason.NO_MEMORY)]
+    async with hostile_server(behave) as port:
+        tier = create_remote_backend(f"lm://127.0.0.1:{port}", timeout_s=TIMEOUT_S)
+        assert await asked(hot, tier) == [Miss(MissReason.UNAVAILABLE)]
     assert num_held(hot) == NUM_CHUNKS
 
 

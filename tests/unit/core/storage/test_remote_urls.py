@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 
 import pytest
@@ -11,7 +12,6 @@ from lmcache_core.config import REMOTE_SCHEMES
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.file import FileBackend
-from lmcache_core.storage.remote.http import HttpBackend
 from lmcache_core.storage.remote.lm import LmBackend
 from lmcache_core.storage.remote.redis import RedisBackend
 from lmcache_core.storage.remote.replicas import ReplicatedBackend
@@ -33,8 +33,6 @@ from lmcache_core.storage.remote.replicas import ReplicatedBackend
         ("redis://localhost/15/?ttl_s=60", RedisBackend),
         ("redis-sentinel://one:26379,two/service?ttl_s=60", RedisBackend),
         ("redis-sentinel://user:p%40ss@one", RedisBackend),
-        ("http://localhost:8080", HttpBackend),
-        ("https://cache.example/prefix", HttpBackend),
         ("file:///mnt/kv", FileBackend),
     ],
 )
@@ -75,9 +73,7 @@ def test_a_directory_may_have_a_name_that_is_not_utf8() -> None:
         "redis-sentinel://one:port/service",
         "redis-sentinel://,/service",
         "file:///mnt/k%00v",
-        "http://",
         "http://user:secret@localhost",
-        "http://localhost?x=1",
         "file://",
         "file:///",
         "file://host/directory",
@@ -92,14 +88,17 @@ def test_what_is_no_remote_url_is_refused_and_shows_no_secret(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://a:80,b:80", "http://a,b:80", "https://a,b", "http://u:secret@a,b"]
+    ("url", "ours"),
+    [
+        ("http://cache-storage:8080", "lm://host:port"),
+        ("https://cache-storage:8080", "lm+tls://host:port"),
+    ],
 )
-def test_rest_is_of_one_host_and_the_refusal_says_what_to_write(url: str) -> None:
+def test_the_refusal_of_a_rest_api_says_what_to_write(url: str, ours: str) -> None:
     with pytest.raises(
-        ConfigError, match="several hosts; write lm://host:port,host:port"
-    ) as caught:
+        ConfigError, match=re.escape(f"remote_url={url!r}: ") + f".* write {re.escape(ours)} of the"
+    ):
         create_remote_backend(url)
-    assert "secret" not in str(caught.value)
 
 
 def test_every_scheme_of_the_registry_makes_a_tier() -> None:

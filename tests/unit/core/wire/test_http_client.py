@@ -10,8 +10,6 @@ import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import TokenFile, client_context
 from lmcache_core.security.watched_files import WatchedFiles
-from lmcache_core.storage.remote.base import RemoteOptions
-from lmcache_core.storage.remote.http import HttpBackend
 from lmcache_core.wire.http_client import BearerAuth, context_for
 from lmcache_core.wire.json_http import JsonHttpClient
 
@@ -48,13 +46,9 @@ def test_without_a_token_there_is_no_header() -> None:
 @pytest.mark.parametrize("token", ["s3cret\n", "s3cret s3cret", "s3crët", ""])
 def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -> None:
     """The HTTP library would quote the whole header."""
-    for client in (
-        lambda: JsonHttpClient("lookup", "http://lookup:8081", token, 1.0),
-        lambda: HttpBackend("http://cache", RemoteOptions(token)),
-    ):
-        with pytest.raises(ConfigError, match="visible ASCII") as told:
-            client()
-        assert "s3cr" not in str(told.value)
+    with pytest.raises(ConfigError, match="visible ASCII") as told:
+        JsonHttpClient("lookup", "http://lookup:8081", token, 1.0)
+    assert "s3cr" not in str(told.value)
 
 
 @pytest.mark.parametrize("url", ["http://lookup:8081", "HTTP://lookup"])

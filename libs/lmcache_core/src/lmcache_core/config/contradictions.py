@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lmcache_core.config.engine_config import LMCacheEngineConfig
 
 TOKEN_SCHEMES = tuple(name for name, scheme in REMOTE_SCHEMES.items() if scheme.takes_token)
-TLS_SCHEMES = ("lm+tls", "https")
+TLS_SCHEME = "lm+tls"
 
 
 def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Option]) -> None:
@@ -86,11 +86,11 @@ def _contradictions(c: LMCacheEngineConfig) -> Iterator[tuple[str, str]]:
             f"only {', '.join(TOKEN_SCHEMES)} take a bearer token; put Redis' password into its"
             " URL, and leave remote_token_file out",
         )
-    if (c.remote_tls_ca_file or c.remote_tls_cert_file) and remote_scheme not in TLS_SCHEMES:
+    if (c.remote_tls_ca_file or c.remote_tls_cert_file) and remote_scheme != TLS_SCHEME:
         yield (
             "remote_url remote_tls_ca_file remote_tls_cert_file",
-            f"nothing there is encrypted; write a remote_url with {' or '.join(TLS_SCHEMES)}, or"
-            " leave the files out",
+            f"nothing there is encrypted; write a remote_url with {TLS_SCHEME}, or leave the"
+            " files out",
         )
     if c.remote_tls_key_file is not None and c.remote_tls_cert_file is None:
         yield (
@@ -125,7 +125,7 @@ def _contradictions_of_a_peer(c: LMCacheEngineConfig) -> Iterator[tuple[str, str
         is_loopback = ipaddress.ip_address(url.hostname or "").is_loopback
     except ValueError:  # a name
         is_loopback = False
-    is_encrypted = url.scheme in TLS_SCHEMES
+    is_encrypted = url.scheme == TLS_SCHEME
     if not c.peer_ticket_keys_file and not is_loopback:
         yield (
             "enable_p2p distributed_url peer_ticket_keys_file",

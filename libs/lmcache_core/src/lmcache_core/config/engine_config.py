@@ -256,7 +256,7 @@ class LMCacheEngineConfig:
     )
     remote_token_file: str | None = option(
         "Remote tier",
-        "Bearer token file for lm, lm+tls, http and https. Re-read when it changes.",
+        "Bearer token file for lm and lm+tls. Re-read when it changes.",
         default=None,
         sidecar="service_token_file",
     )
@@ -272,7 +272,7 @@ class LMCacheEngineConfig:
     )
     remote_tls_ca_file: str | None = option(
         "Remote tier",
-        "CA (PEM) for lm+tls and https; none: the system's.",
+        "CA (PEM) for lm+tls; none: the system's.",
         default=None,
         sidecar="tls_ca_file",
     )

@@ -42,8 +42,6 @@ REMOTE_SCHEMES = MappingProxyType(
         "redis": RemoteScheme(f"{_STORAGE}.remote.redis"),
         "rediss": RemoteScheme(f"{_STORAGE}.remote.redis"),
         "redis-sentinel": RemoteScheme(f"{_STORAGE}.remote.redis"),
-        "http": RemoteScheme(f"{_STORAGE}.remote.http", takes_token=True),
-        "https": RemoteScheme(f"{_STORAGE}.remote.http", takes_token=True),
         "file": RemoteScheme(f"{_STORAGE}.remote.file"),
     }
 )
@@ -51,6 +49,8 @@ REMOTE_SCHEMES = MappingProxyType(
 
 FOREIGN_SCHEMES = MappingProxyType(
     {
+        "http": "write lm://host:port of the same service; its REST API is no tier",
+        "https": "write lm+tls://host:port of the same service; its REST API is no tier",
         "s3": "a bucket is cache_storage's: set storage.s3 of the chart, or its s3_bucket",
         "resp": "write redis://user:password@host:port, all percent-encoded",
         "valkey": "write redis://user:password@host:port/database, all percent-encoded",
@@ -59,4 +59,4 @@ FOREIGN_SCHEMES = MappingProxyType(
         "fs": "write file:///dir, a directory that all can reach",
     }
 )
-"""Schemes that LMCache has and no tier here, each with what to do instead."""
+"""Schemes that have no tier here, LMCache's among them, each with what to do instead."""

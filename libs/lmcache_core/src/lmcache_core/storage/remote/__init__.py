@@ -39,17 +39,15 @@ def create_remote_backend(
     Args:
         url: `lm://` or `lm+tls://host:port[,host:port…]`, `redis://` or
             `rediss://[user:password@]host:port/db[?ttl_s=…]`,
-            `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, `http://` or
-            `https://host:port`, or `file:///directory`, which must exist and is shared by all who
-            name it.
-        token: Bearer token for lm and http.
+            `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, or
+            `file:///directory`, which must exist and is shared by all who name it.
+        token: Bearer token for lm.
         timeout_s: Deadline of a call.
         client_name: Name of this process in the server's logs.
         accepts: Records that the server may send, if the protocol can express it; by default only
             lossless ones.
         locate: Finds chunks that are not at home, for lm:// with several servers.
-        tls: Trusted authorities and client certificate for lm+tls and https; None: the system's
-            authorities.
+        tls: Trusted authorities and client certificate for lm+tls; None: the system's authorities.
 
     Raises:
         ConfigError: The URL is malformed, or its client library is not installed.
