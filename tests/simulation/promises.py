@@ -226,19 +226,19 @@ def _pull_from_peers(world: World) -> None:
 
 
 def _keep_peers_that_send(world: World) -> None:
-    """A peer is abandoned only if it sends nothing, or nothing that is still missing."""
+    """A peer is abandoned only if it sends nothing."""
     from lmcache_core.p2p.pull import PeerPull
 
     judge = PeerPull._judge
 
-    async def judge_judged(pull: Any, race: Any) -> None:
-        process, late_at = world.kernel.process, race.moved + pull._stall_s
+    async def judge_judged(pull: Any, share: Any) -> None:
+        process, late_at = world.kernel.process, share.moved + pull._stall_s
         assert process is not None
-        if race.open and race.work.cancelled() and pull._now() < min(late_at, pull._deadline):
+        if share.open and share.work.cancelled() and pull._now() < min(late_at, pull._deadline):
             world.complaints.append(
-                f"{process.name}: abandons a peer with {len(race.open)} missing chunks"
+                f"{process.name}: abandons a peer with {len(share.open)} missing chunks"
             )
-        await judge(pull, race)
+        await judge(pull, share)
 
     PeerPull._judge = judge_judged  # type: ignore[method-assign]
 

@@ -71,12 +71,9 @@ TIER_EVENTS: Final = (
     "pulls",
     "failed_pulls",
     "renewed_pulls",
-    "hedged_pulls",
-    "won_hedges",
     "failed_over_chunks",
     "pulled_chunks",
     "pulled_bytes",
-    "wasted_bytes",
     "refused_encodings",
 )
 
