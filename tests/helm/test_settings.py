@@ -295,15 +295,6 @@ def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(
     assert "remote_serde" in chart.refuse(MODELS | {"sidecar.config.remote_serde": "gzip"})
 
 
-def test_the_sidecar_reads_vllms_metrics_where_the_values_say(chart: Chart, tmp_path: Path) -> None:
-    url = "https://localhost:8443"
-    for given, told in ((None, "http://127.0.0.1:8000"), (url, url)):
-        rendering = chart.render(MODELS | {"sidecar.config.vllm_url": given})
-        settings, _ = settings_of(rendering, "sidecar", tmp_path)
-        assert settings.model_dump()["vllm_url"] == told
-    assert "vllm_url" in chart.refuse(MODELS | {"sidecar.config.vllm_url": "localhost:8000"})
-
-
 def test_every_option_in_values_is_one(chart: Chart) -> None:
     values = yaml.safe_load((chart.path / "values.yaml").read_text(encoding="utf-8"))
     for service, (module, name) in SERVICES.items():

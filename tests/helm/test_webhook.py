@@ -479,15 +479,6 @@ def test_without_discovery_no_pod_is_labelled_for_it(chart: Chart, tmp_path: Pat
     assert settings.instance_id == "inference.p"
 
 
-def test_injected_sidecars_read_vllms_metrics_where_the_values_say(
-    chart: Chart, tmp_path: Path
-) -> None:
-    url = "https://localhost:8443"
-    for given, told in ((None, "http://127.0.0.1:8000"), (url, url)):
-        rendering = chart.render(ON | {"sidecar.config.vllm_url": given})
-        assert sidecar_of(rendering, tmp_path, "inference")[1].vllm_url == told
-
-
 def test_without_tokens_injected_sidecars_show_none(chart: Chart, tmp_path: Path) -> None:
     _, settings, _ = sidecar_of(chart.render(ON | {"auth.enabled": False}), tmp_path, "inference")
     assert settings.service_token_file is None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from selenium.webdriver import Chrome
@@ -19,7 +17,6 @@ from tests.page.cluster import (
     STORAGE,
     Cluster,
     Page,
-    beat,
 )
 
 HOSTILE = "<img src=x onerror=document.title='owned'>"
@@ -137,40 +134,6 @@ def test_what_was_gained(page: Page, cluster: Cluster) -> None:
     assert float(minutes) == pytest.approx(saved_s / 60, abs=digits)
     assert list(page.rows("#gains")) == ["org/model"]
     assert "tenant default" in page.texts("#gains caption")[0]
-
-
-def test_how_long_first_tokens_took(page: Page, cluster: Cluster) -> None:
-    def told(num_loaded: int, num_computed: int) -> Mapping[str, Any]:
-        waits = {
-            "loaded": num_loaded,
-            "loaded_ms": 43 * num_loaded,
-            "computed": num_computed,
-            "computed_ms": 9272 * num_computed,
-            "mixed": 0,
-            "mixed_ms": 0,
-        }
-        return {"models": {"org/model": {"first_tokens": waits}}}
-
-    assert page.texts("#gains [data-wait]") == [], "no sidecar here asks a vLLM"
-    beat(cluster.url, "asks-its-vllm", told(10, 10))
-    interval_s = cluster.overview()["interval_s"]
-    time.sleep(2 * interval_s)
-    beat(cluster.url, "asks-its-vllm", told(14, 12))
-
-    def work() -> dict[str, Any]:
-        windows = cluster.overview()["windows"]
-        return dict(windows[0]["work"]["first_tokens"].get("org/model", {}))
-
-    eventually(lambda: (work().get("loaded"), work().get("computed")) == (4, 2))
-    page.fresh()
-    rows = page.run(
-        "return [...document.querySelectorAll('#gains [data-wait]')].map((cell) =>"
-        " [cell.dataset.wait, cell.textContent])"
-    )
-    assert rows == [["loaded", "43 msof 4"]] * 3 + [["computed", "9.3 sof 2"]] * 3
-    assert "first token after 43 ms loaded, 9.3 s computed" in page.texts("#gains .sub")[0]
-    beat(cluster.url, "asks-its-vllm", None, ttl_ms=900)
-    eventually(lambda: "asks-its-vllm" not in {one["id"] for one in cluster.overview()["peers"]})
 
 
 def test_a_prompt_that_is_pulled_is_shown_once(page: Page, cluster: Cluster) -> None:

@@ -136,9 +136,6 @@ arena_gb: {{ include "lmcache-common.gib" (dict "name" "sidecar.arenaSize" "valu
 disk_path: /var/lib/lmcache/chunks
 disk_gb: {{ include "lmcache-common.gib" (dict "name" "sidecar.diskSize" "value" .) }}
 {{- end }}
-{{- if not (or .model.tls.existingSecret $sidecar.config.vllm_url) }}
-vllm_url: http://127.0.0.1:8000
-{{- end }}
 {{ include "lmcache.setOptions" $sidecar.config }}
 {{- end -}}
 

@@ -10,9 +10,6 @@ from lmcache_core.p2p.messages import AnnounceRequest, PullsRequest, TransferReq
 from tests.fixtures.extreme_numbers import bodies_with_extremes, number_fields, number_places
 from tests.unit.broker.test_rest import CHUNK, serve
 
-FIRST_TOKENS = dict.fromkeys(
-    ("loaded", "loaded_ms", "computed", "computed_ms", "mixed", "mixed_ms"), 1
-)
 ANNOUNCE: dict[str, Any] = {
     "incarnation": 1,
     "distributed_url": "lm://10.0.0.1:65433",
@@ -37,7 +34,6 @@ ANNOUNCE: dict[str, Any] = {
                 "saved_tokens": 1,
                 "saved_ms": 1,
                 "chunk_tokens": 64.0,
-                "first_tokens": FIRST_TOKENS,
             }
         },
     },

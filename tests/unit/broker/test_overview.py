@@ -29,19 +29,11 @@ from lmcache_broker.overview import (
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
 from lmcache_core.errors import ConfigError
-from lmcache_core.p2p import FirstTokens, ModelFigures, Peer, PeerFigures
+from lmcache_core.p2p import ModelFigures, Peer, PeerFigures
 
 from tests.fixtures.broker import TOKENS, bearer, write_tokens
 
 BODY = {"incarnation": 1, "distributed_url": "lm://10.0.0.1:65433"}
-WAITS = {
-    "loaded": 3,
-    "loaded_ms": 120,
-    "computed": 2,
-    "computed_ms": 9000,
-    "mixed": 1,
-    "mixed_ms": 700,
-}
 FIGURES: dict[str, Any] = {
     "requested_chunks": 12,
     "loaded_chunks": {"memory": 7, "peers": 2},
@@ -57,7 +49,6 @@ FIGURES: dict[str, Any] = {
             "saved_tokens": 2304,
             "saved_ms": 1500,
             "chunk_tokens": 64.0,
-            "first_tokens": WAITS,
         }
     },
 }
@@ -136,7 +127,6 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
         "stored_bytes": 5000,
         "saved_tokens": {"llama": 2304},
         "saved_ms": {"llama": 1500},
-        "first_tokens": {"llama": WAITS},
     }
     assert (seen["num_peers"], seen["interval_s"]) == (4, 10.0)
     assert (seen["broker"], seen["shares"], seen["is_shared"]) == ("broker-0", False, False)
@@ -376,38 +366,6 @@ def test_tenants_are_ranked_by_what_they_saved_in_a_day() -> None:
         TenantSavings("other", [0, 300, 340], 170),
         TenantSavings("acme", [0, 100, 200], 100),
     ]
-
-
-def waited(num_loaded: int, num_computed: int, model: str = "llama") -> PeerFigures:
-    waits = FirstTokens(num_loaded, 40 * num_loaded, num_computed, 900 * num_computed)
-    return PeerFigures(models={model: ModelFigures(first_tokens=waits)})
-
-
-def test_waits_for_first_tokens_are_summed_over_pods_and_time() -> None:
-    now_ms = 0
-    history = History(lambda: now_ms)
-    for count in range(4):
-        now_ms = 1000 * count
-        history.sample([record("a", waited(10 * count, count)), record("b", waited(count, 0))])
-    expected = FirstTokens(33, 40 * 33, 3, 900 * 3)
-    for window in history.windows(["acme"]):
-        assert window.work.first_tokens == {"llama": expected}
-    assert history.windows(["other"])[0].work.first_tokens == {}, "by tenant"
-
-
-def test_waits_of_a_restarted_sidecar_count_from_zero() -> None:
-    history = History(lambda: 7)
-    history.sample([record("a", waited(5, 50))])
-    history.sample([record("a", waited(6, 1), incarnation=2)])
-    assert history.windows(["acme"])[0].work.first_tokens == {"llama": FirstTokens(6, 240, 1, 900)}
-
-
-def test_models_with_waits_are_bounded() -> None:
-    work = Work()
-    for name in range(MAX_LABELS + 8):
-        grow(work, waited(1, 0, f"m{name}"))
-    assert len(work.first_tokens) == MAX_LABELS + 1
-    assert work.first_tokens[OTHER_LABEL] == FirstTokens(8, 320)
 
 
 def test_a_broker_says_how_long_it_has_watched() -> None:

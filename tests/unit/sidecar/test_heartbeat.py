@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
@@ -167,6 +168,27 @@ def test_figures_are_the_sidecars_counters() -> None:
         {"llama": ModelFigures(1280, 2500, 64)},
     )
     assert stats["used_bytes"] > 0
+
+
+@pytest.mark.parametrize("model", ["m", "m" * 1024])
+@pytest.mark.parametrize("count", [1 << 53, 1 << 63, 10**300])
+def test_heartbeat_is_one_that_the_broker_takes_whatever_was_counted(
+    count: int, model: str
+) -> None:
+    counters = Counters()
+    for name in (
+        metrics.REQUESTED_CHUNKS_TOTAL,
+        metrics.STORED_CHUNKS_TOTAL,
+        metrics.STORED_BYTES_TOTAL,
+    ):
+        counters.add(name, count)
+    for name in (
+        *(metrics.LOADED_CHUNKS_TOTAL, metrics.LOADED_BYTES_TOTAL, metrics.MISSED_CHUNKS_TOTAL),
+        *(metrics.SAVED_TOKENS_TOTAL, metrics.SAVED_PREFILL_MICROSECONDS_TOTAL),
+    ):
+        counters.add(name, count, model)
+    figures = heartbeat_figures(TierSet(hot=hot_with(1)), counters, count, {model: 64.0})
+    assert msgspec.json.decode(msgspec.json.encode(figures), type=PeerFigures) == figures
 
 
 def test_of_many_peers_those_that_sent_last_are_told() -> None:

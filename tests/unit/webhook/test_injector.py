@@ -324,44 +324,6 @@ def test_the_sidecars_own_settings_take_its_variables(
     assert settings.arena_gb == 4
 
 
-AT_8000 = "http://127.0.0.1:8000"
-
-
-@pytest.mark.parametrize(
-    ("members", "url"),
-    [
-        ({"args": ["m"]}, AT_8000),
-        ({"args": ["m", "--port", "9000"]}, "http://127.0.0.1:9000"),
-        ({"args": ["m", "--port=9000", "--host", "0.0.0.0"]}, "http://127.0.0.1:9000"),
-        ({"command": ["tini", "--", "vllm", "serve", "m", "--config-format", "hf"]}, AT_8000),
-        ({"args": ["m", "--host", "::"]}, AT_8000),
-        ({"args": ["m", "--host", "10.0.0.1"]}, None),
-        ({"args": ["m", "--port", "$(PORT)"]}, None),
-        ({"args": ["m", "--port", "0"]}, None),
-        ({"args": ["m", "--port", "65536"]}, None),
-        ({"args": ["m", "--port"]}, None),
-        ({"args": ["m", "--host", "$(POD_IP)"]}, None),
-        ({"args": ["m", "--config", "/etc/vllm.yaml"]}, None),
-        ({"args": ["m", "--uds=/run/vllm.sock"]}, None),
-        ({"args": ["m", "--ssl_keyfile", "/tls/key"]}, None),
-        ({"args": ["m", "--headless"]}, None),
-        ({"command": ["python3", "-m", "dynamo.vllm"], "args": ["--model", "m"]}, None),
-        ({"image": "kserve/huggingfaceserver:1", "args": ["--model_name=m"]}, None),
-        ({"command": ["sh", "-c", "vllm serve m $VLLM_ADDITIONAL_ARGS"]}, None),
-    ],
-)
-def test_the_sidecar_reads_vllms_metrics_where_arguments_say_they_are(
-    members: Pod, url: str | None, options: InjectionOptions
-) -> None:
-    assert settings_of(injected(options, pod(container(**members)))).vllm_url == url
-
-
-def test_an_address_of_vllm_in_the_settings_wins(options: InjectionOptions) -> None:
-    given = {"vllm_url": "http://localhost:7000"}
-    changed = injected(with_settings(options, sidecar_options=given), plain())
-    assert settings_of(changed).vllm_url == "http://localhost:7000"
-
-
 def settings_of(changed: Pod) -> SidecarSettings:
     """What the sidecar makes of its variables, once Kubernetes has filled them in."""
     fields = {

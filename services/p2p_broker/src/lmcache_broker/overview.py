@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from lmcache_core.p2p import FirstTokens, ModelFigures, PeerFigures, PeerStatus, TierFigures
+from lmcache_core.p2p import ModelFigures, PeerFigures, PeerStatus, TierFigures
 from lmcache_core.security import SHARED_OWNER, Principal, unix_ms
 
 from lmcache_broker.peers.record import PeerRecord
@@ -106,7 +106,6 @@ class Work(msgspec.Struct):
         stored_bytes: Bytes of the chunks that they stored.
         saved_tokens: Tokens whose KV was loaded instead of computed, by model.
         saved_ms: Milliseconds of prefill for these, by model; 0 if engines do not know their speed.
-        first_tokens: Waits for first tokens, by model; of sidecars that ask their vLLM.
     """
 
     requested_chunks: int = 0
@@ -116,7 +115,6 @@ class Work(msgspec.Struct):
     stored_bytes: int = 0
     saved_tokens: dict[str, int] = {}
     saved_ms: dict[str, int] = {}
-    first_tokens: dict[str, FirstTokens] = {}
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -236,7 +234,6 @@ class _Bucket:
             + len(work.missed_chunks)
             + len(work.saved_tokens)
             + len(work.saved_ms)
-            + len(FirstTokens.__struct_fields__) * len(work.first_tokens)
             for work in self.by_owner.values()
         )
 
@@ -394,13 +391,6 @@ def grow(
             if name not in counts and len(counts) >= MAX_LABELS:
                 name = OTHER_LABEL
             counts[name] = counts.get(name, 0) + growth
-    waits_before = _waits(before)
-    for name, waits in _waits(now).items():
-        gained = _summed(waits, waits_before.get(name, FirstTokens()), -1)
-        if gained != FirstTokens():
-            if name not in work.first_tokens and len(work.first_tokens) >= MAX_LABELS:
-                name = OTHER_LABEL
-            work.first_tokens[name] = _summed(gained, work.first_tokens.get(name, FirstTokens()), 1)
 
 
 def _fell(now: PeerFigures, before: PeerFigures) -> bool:
@@ -409,10 +399,6 @@ def _fell(now: PeerFigures, before: PeerFigures) -> bool:
         now.requested_chunks < before.requested_chunks
         or now.stored_chunks < before.stored_chunks
         or now.stored_bytes < before.stored_bytes
-        or any(
-            _summed(waits, _waits(now).get(model, FirstTokens()), -1) != FirstTokens()
-            for model, waits in _waits(before).items()
-        )
     )
 
 
@@ -424,21 +410,6 @@ def _saved(of: Work | PeerFigures) -> tuple[Mapping[str, int], Mapping[str, int]
         {model: one.saved_tokens for model, one in of.models.items()},
         {model: one.saved_ms for model, one in of.models.items()},
     )
-
-
-def _waits(of: Work | PeerFigures) -> Mapping[str, FirstTokens]:
-    """Return the waits for first tokens, by model."""
-    if isinstance(of, Work):
-        return of.first_tokens
-    return {
-        model: one.first_tokens for model, one in of.models.items() if one.first_tokens is not None
-    }
-
-
-def _summed(one: FirstTokens, other: FirstTokens, sign: int) -> FirstTokens:
-    """Return `one + sign * other`, with 0 for what would be negative."""
-    counts = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
-    return FirstTokens(*(max(0, count + sign * more) for count, more in counts))
 
 
 class BrokerOverview:

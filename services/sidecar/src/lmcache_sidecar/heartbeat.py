@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-import msgspec
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.p2p import ModelFigures, PeerFigures
 from lmcache_core.p2p.messages import (
-    MAX_COUNTED_LABELS,
     MAX_COUNTED_PEERS,
-    MAX_LABEL_CHARS,
     bounded,
     bounded_count,
     tier_figures,
@@ -28,7 +25,6 @@ from lmcache_core.telemetry import Counters
 from lmcache_node.local_chunks import LocalChunks
 
 from lmcache_sidecar import metrics
-from lmcache_sidecar.first_tokens import first_tokens
 from lmcache_sidecar.holders import Holders
 
 MAX_SAMPLED_CHUNKS: Final = 32
@@ -72,7 +68,6 @@ def heartbeat_figures(
     counters: Counters,
     exclusive_bytes: int | None,
     chunk_tokens: Mapping[str, float] = MappingProxyType({}),
-    vllm_model: str | None = None,
 ) -> PeerFigures:
     """Return the current figures from the sidecar's counters, so that broker and `/metrics` agree.
 
@@ -81,8 +76,6 @@ def heartbeat_figures(
         counters: Counters of its engines' requests and results.
         exclusive_bytes: Bytes that only this sidecar holds; None if unknown.
         chunk_tokens: Tokens per chunk, by model.
-        vllm_model: Its own name of the model of the vLLM whose first tokens are counted; None if
-            none are.
     """
     values = counters.snapshot()
 
@@ -100,16 +93,6 @@ def heartbeat_figures(
         )
         for model, num_tokens in by_label(metrics.SAVED_TOKENS_TOTAL).items()
     }
-    # One vLLM has one model; the connector may name it otherwise than vLLM's clients do.
-    waited = next(iter(chunk_tokens)) if len(chunk_tokens) == 1 else vllm_model
-    if (
-        vllm_model is not None
-        and waited
-        and len(waited) <= MAX_LABEL_CHARS
-        and (waited in models or len(models) < MAX_COUNTED_LABELS)
-    ):
-        known = models.get(waited, ModelFigures(chunk_tokens=chunk_tokens.get(waited, 0)))
-        models[waited] = msgspec.structs.replace(known, first_tokens=first_tokens(values))
     return PeerFigures(
         requested_chunks=bounded_count(values.get((metrics.REQUESTED_CHUNKS_TOTAL, ""), 0)),
         loaded_chunks=by_label(metrics.LOADED_CHUNKS_TOTAL),

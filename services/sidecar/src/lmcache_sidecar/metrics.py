@@ -31,10 +31,6 @@ LOADED_BYTES_TOTAL: Final = "lmcache_sidecar_loaded_bytes_total"
 MISSED_CHUNKS_TOTAL: Final = "lmcache_sidecar_missed_chunks_total"
 SAVED_TOKENS_TOTAL: Final = "lmcache_sidecar_saved_tokens_total"
 SAVED_PREFILL_MICROSECONDS_TOTAL: Final = "lmcache_sidecar_saved_prefill_microseconds_total"
-FIRST_TOKENS_TOTAL: Final = "lmcache_sidecar_first_tokens_total"
-FIRST_WAIT_MICROSECONDS_TOTAL: Final = "lmcache_sidecar_first_token_wait_microseconds_total"
-LABEL_SOURCE: Final = "source"
-PROMPT_SOURCES: Final = ("loaded", "computed", "mixed")
 LABEL_MODEL: Final = "model"
 MAX_MODELS: Final = MAX_COUNTED_LABELS
 OTHER_MODEL: Final = "other"
@@ -80,15 +76,6 @@ DESCRIBED: Final = MappingProxyType(
         SAVED_PREFILL_MICROSECONDS_TOTAL: Described(
             "Prefill time of these tokens, by the speed that engines have configured or learned.",
             LABEL_MODEL,
-        ),
-        FIRST_TOKENS_TOTAL: Described(
-            "Requests that got their first token, by where 80 % of the prompts' KV came from in the"
-            " seconds around it.",
-            LABEL_SOURCE,
-            PROMPT_SOURCES,
-        ),
-        FIRST_WAIT_MICROSECONDS_TOTAL: Described(
-            "Their waits for it, summed.", LABEL_SOURCE, PROMPT_SOURCES
         ),
         STORED_CHUNKS_TOTAL: Described("Chunks stored by engines."),
         STORED_BYTES_TOTAL: Described("Bytes stored by engines."),

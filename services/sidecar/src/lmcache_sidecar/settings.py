@@ -16,7 +16,7 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote import check_remote_scheme
 from lmcache_core.storage.remote.members import hosts_of
 from lmcache_node.settings import DistributedUrlText, NodeSettings
-from lmcache_servicekit.settings import URL_PATTERN, Port
+from lmcache_servicekit.settings import Port
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from typing_extensions import override
 
@@ -97,8 +97,6 @@ class SidecarSettings(NodeSettings):
             `lm_port`.
         ticket_keys_file: Keys of the broker's tickets.
         salt_file: The tenant's salt, handed to engines; chunks of other salts are not found.
-        vllm_url: The pod's vLLM, `http://127.0.0.1:8000`: every 5 seconds its `/metrics` tell how
-            long first tokens take, for the broker's page; None: unknown.
         verify_hot: Digests checked on loads from shared memory: every one, 1 in 16, or none;
             `auto`: 1 in 16 with KV on a GPU, else every one.
         accept_handover: Accept chunks of peers that end. By default only from peers with tokens:
@@ -133,7 +131,6 @@ class SidecarSettings(NodeSettings):
     distributed_url: DistributedUrlText | None = None
     ticket_keys_file: Path | None = None
     salt_file: Path | None = None
-    vllm_url: str | None = Field(default=None, pattern=URL_PATTERN, max_length=300)
     verify_hot: Literal["auto", "always", "sampled", "never"] = "auto"
     accept_handover: bool = Field(
         default_factory=_accepts_handover,

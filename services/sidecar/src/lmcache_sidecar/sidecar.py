@@ -27,7 +27,6 @@ from lmcache_core.storage.peer import P2PBackend
 from lmcache_core.storage.remote.members import locate_by_lookup
 from lmcache_core.storage.tiers import HotSpec, PeersSpec, RemoteSpec, TiersSpec, build_tiers
 from lmcache_core.wire.capabilities import Accepts
-from lmcache_core.wire.json_http import JsonHttpClient
 from lmcache_node.collectors import CodecErrorCollector
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_node.node import Node, disk_spec
@@ -38,7 +37,6 @@ from typing_extensions import override
 
 from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
 from lmcache_sidecar.descriptions import Descriptions
-from lmcache_sidecar.first_tokens import LOOK_INTERVAL_S, TIMEOUT_S, FirstTokenCounter
 from lmcache_sidecar.handover.handover import PodHandover
 from lmcache_sidecar.handover.replication_requests import BrokerRequests
 from lmcache_sidecar.handover.takers import PeerSource, RemoteSource, TakerSource
@@ -145,11 +143,6 @@ class SidecarNode(Node[SidecarSettings]):
         if holders is not None:
             exclusive = ExclusiveBytes(chunks, self.tiers.remote, holders, settings.tier_timeout_s)
             self.tasks.repeat("sole-bytes", exclusive.measure, MEASURE_INTERVAL_S)
-        first_tokens = None
-        if settings.vllm_url is not None:
-            vllm = JsonHttpClient("vllm", settings.vllm_url, None, TIMEOUT_S, tls=self.tls.context)
-            first_tokens = FirstTokenCounter(await self.opened(vllm), self.counters)
-            self.tasks.repeat("first-tokens", first_tokens.look, LOOK_INTERVAL_S)
         requests = self._make_handover(chunks, holders)
         await self.serve(
             create_peer_server(
@@ -163,7 +156,6 @@ class SidecarNode(Node[SidecarSettings]):
                 self.counters,
                 None if exclusive is None else exclusive.num_bytes,
                 self.descriptions.chunk_tokens(),
-                None if first_tokens is None else first_tokens.model,
             ),
             requests,
             OwnLoad(),

@@ -163,28 +163,6 @@ class TierFigures(msgspec.Struct, frozen=True):
         force_setattr(self, "name", tier_name(self.name))
 
 
-class FirstTokens(msgspec.Struct, frozen=True):
-    """How many requests have got their first token, and how long they waited for it, as vLLM counts
-    it. vLLM does not count by request where KV came from: requests of a few seconds count together,
-    as `loaded` or `computed` if that holds for 80 % of their prompts' tokens.
-
-    Attributes:
-        loaded: Requests whose KV was loaded.
-        loaded_ms: Their waits, summed, in milliseconds.
-        computed: Requests whose KV was computed.
-        computed_ms: Their waits, summed, in milliseconds.
-        mixed: All others, also those whose KV vLLM's own prefix cache had.
-        mixed_ms: Their waits, summed, in milliseconds.
-    """
-
-    loaded: BoundedCount = 0
-    loaded_ms: BoundedCount = 0
-    computed: BoundedCount = 0
-    computed_ms: BoundedCount = 0
-    mixed: BoundedCount = 0
-    mixed_ms: BoundedCount = 0
-
-
 class ModelFigures(msgspec.Struct, frozen=True):
     """What an instance saved the engines of one model since its start.
 
@@ -194,13 +172,11 @@ class ModelFigures(msgspec.Struct, frozen=True):
             know it.
         chunk_tokens: Tokens for each chunk: of all ranks and groups of layers, so that a prompt's
             tokens are its chunks times this.
-        first_tokens: Waits for first tokens; null if the instance does not ask its vLLM.
     """
 
     saved_tokens: BoundedCount = 0
     saved_ms: BoundedCount = 0
     chunk_tokens: Annotated[float, msgspec.Meta(ge=0, le=1 << 32)] = 0
-    first_tokens: FirstTokens | None = None
 
 
 class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):

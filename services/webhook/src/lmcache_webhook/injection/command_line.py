@@ -7,7 +7,6 @@ from a variable.
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import json
 import re
@@ -32,7 +31,6 @@ MODULES: Final = (
     *("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
     *(DYNAMO, HUGGING_FACE),
 )
-MAX_PORT: Final = 65535
 SCRIPT_VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
 """From which the scripts of KServe's LLMInferenceService take further arguments of vLLM."""
 _COMMENT: Final = re.compile(r"(?<!\S)#.*")
@@ -42,7 +40,6 @@ _ASSIGNED: Final = re.compile(rf"\b{SCRIPT_VARIABLE}[:+]?=")
 RAY_VARIABLE: Final = "KUBERAY_GEN_RAY_START_CMD"
 _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))(?!\"?\*)")
 """An option that is given. In a pattern, `*"--kv-transfer-config"*`, a script only looks for it."""
-_PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./:=-]+")
 _CONNECTOR_OF_DYNAMO: Final = "DYN_CONNECTOR"
 """The option `--connector` as a variable."""
@@ -59,43 +56,6 @@ def runs_vllm(container: Container) -> bool:
         # The image decides what runs, and is called vllm.
         or (not container.command and ("vllm" in name or name == HUGGING_FACE))
     )
-
-
-def metrics_url(container: Container) -> str | None:
-    """Return where the pod's other containers reach vLLM's metrics.
-
-    Args:
-        container: The one that runs vLLM.
-
-    Returns:
-        None if the arguments do not say it: a script or another program starts vLLM, a file has
-        further arguments, or vLLM serves with TLS, on one other address, or not at all.
-    """
-    line = _line(container)
-    if not _starts_server(line) and (container.command or _script(container) is not None):
-        return None
-    if not {DYNAMO, HUGGING_FACE}.isdisjoint((*line, _image_name(container))):
-        return None
-    for word in line:
-        name = word.partition("=")[0].replace("_", "-")
-        if name in ("--config", "--uds", "--headless") or name.startswith("--ssl-"):
-            return None
-    host, port = _value_of(line, "--host") or "", _value_of(line, "--port")
-    port = "8000" if port is None else port
-    if not _includes_loopback(host) or not _PORT.fullmatch(port) or int(port) > MAX_PORT:
-        return None
-    return f"http://127.0.0.1:{port}"
-
-
-def _includes_loopback(host: str) -> bool:
-    """Return whether a server that listens on this `--host` is reached at 127.0.0.1."""
-    if host in ("", "localhost"):
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return address.is_unspecified or str(address) == "127.0.0.1"
 
 
 def _image_name(container: Container) -> str:

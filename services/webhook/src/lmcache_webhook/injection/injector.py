@@ -16,7 +16,6 @@ from lmcache_webhook.injection.command_line import (
     SCRIPT_VARIABLE,
     engine_kwargs,
     find_engine,
-    metrics_url,
     names_our_connector,
     plan_arguments,
     plan_script_variable,
@@ -163,7 +162,7 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
         patch.append(("spec", "volumes"), volume)
     # After the others: a mesh's proxy, which provides the network, starts before ours and ends
     # after it.
-    for container in (payload_container(plan), sidecar_container(plan, metrics_url(engine))):
+    for container in (payload_container(plan), sidecar_container(plan)):
         patch.append(("spec", "initContainers"), container)
     for argument in arguments:
         patch.append((*at, "args"), argument)

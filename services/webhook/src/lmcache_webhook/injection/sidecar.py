@@ -61,13 +61,9 @@ def payload_container(plan: PodPlan) -> dict[str, Any]:
     }
 
 
-def sidecar_container(plan: PodPlan, vllm_url: str | None) -> dict[str, Any]:
+def sidecar_container(plan: PodPlan) -> dict[str, Any]:
     """Return the cache sidecar, a restartable init container, merged with the template of the
     webhook's settings.
-
-    Args:
-        plan: What the pod gets.
-        vllm_url: Where it reaches the pod's vLLM, unless the settings say where; None: unknown.
     """
     memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.settings.memory_overhead_mb}Mi"
     container: dict[str, Any] = {
@@ -79,7 +75,7 @@ def sidecar_container(plan: PodPlan, vllm_url: str | None) -> dict[str, Any]:
             {"name": "lmcache-lm", "containerPort": LM_PORT},
             {"name": "lmcache-health", "containerPort": HEALTH_PORT},
         ],
-        "env": _variables(plan, vllm_url),
+        "env": _variables(plan),
         "resources": {
             "requests": {"cpu": _cpu_request(plan), "memory": memory},
             "limits": {"memory": memory},
@@ -189,7 +185,7 @@ def _security_context(plan: PodPlan) -> dict[str, Any]:
     return context
 
 
-def _variables(plan: PodPlan, vllm_url: str | None) -> list[dict[str, Any]]:
+def _variables(plan: PodPlan) -> list[dict[str, Any]]:
     fields = {
         "POD_NAME": "metadata.name",
         "POD_NAMESPACE": "metadata.namespace",
@@ -204,7 +200,6 @@ def _variables(plan: PodPlan, vllm_url: str | None) -> list[dict[str, Any]]:
     ]
     values = {
         "arena_wait_s": str(ARENA_WAIT_S),
-        **({} if vllm_url is None else {"vllm_url": vllm_url}),
         **{
             name: str(value).lower() if isinstance(value, bool) else str(value)
             for name, value in plan.options.settings.sidecar_options.items()
