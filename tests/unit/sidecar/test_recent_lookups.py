@@ -15,7 +15,7 @@ from lmcache_core.record import Staged, StagedFrom
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_sidecar import recent_lookups
-from lmcache_sidecar.recent_lookups import RecentLookups, count_prefix
+from lmcache_sidecar.recent_lookups import RecentLookup, RecentLookups, count_prefix
 
 from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, store_chunks
 from tests.fixtures.embedded import until
@@ -48,6 +48,12 @@ def recent(sidecar: RunningSocket) -> RecentLookups:
     return sidecar.server.context.lookups
 
 
+def latest(sidecar: RunningSocket, text: str) -> RecentLookup:
+    found = recent(sidecar).latest(text)
+    assert found is not None, text
+    return found
+
+
 def test_the_last_answer_to_a_request_is_remembered(
     sidecar: RunningSocket, store: SidecarChunkStore, shelf: Shelf
 ) -> None:
@@ -58,11 +64,11 @@ def test_the_last_answer_to_a_request_is_remembered(
         lambda: store.stage("0a1b:chatcmpl-7-ff", [CHAIN]) == Staged(True, (b"\1\2\0\0",)),
         "not read",
     )
-    [found] = recent(sidecar).matching("chatcmpl-7")
+    found = latest(sidecar, "chatcmpl-7")
     assert found.found == {StagedFrom.HOT: 1, StagedFrom.DISK: 1}
     assert (found.num_chunks, found.is_final, found.missing) == (4, True, "never_stored")
     assert found.chunk_hashes == [key.chunk_hash for key in CHAIN.keys_of_rank(0)]
-    assert not recent(sidecar).matching("chatcmpl-8")
+    assert recent(sidecar).latest("chatcmpl-8") is None
 
 
 def test_the_reason_is_that_of_the_first_missing_chunk(
@@ -74,10 +80,8 @@ def test_the_reason_is_that_of_the_first_missing_chunk(
     store.stage("flushed", [])  # so that the sidecar has heard of it
     sidecar.hot.evict_bytes(64 * TAKEN_BYTES)
     store.stage("gone", [CHAIN])
-    assert [(one.found.total(), one.missing) for one in recent(sidecar).matching("")] == [
-        (0, "evicted"),
-        (4, ""),
-    ]
+    told = [latest(sidecar, name) for name in ("gone", "whole")]
+    assert [(one.found.total(), one.missing) for one in told] == [(0, "evicted"), (4, "")]
 
 
 def test_only_hashes_are_cut(
@@ -88,14 +92,16 @@ def test_only_hashes_are_cut(
     store.stage("partial", [CHAIN])
     store_chunks(store, CHAIN.keys_of_rank(0)[3:])
     store.stage("whole", [CHAIN])
-    assert [
-        (one.found, one.missing, len(one.chunk_hashes)) for one in recent(sidecar).matching("")
-    ] == [({StagedFrom.HOT: 4}, "", 2), ({StagedFrom.HOT: 3}, "never_stored", 2)]
+    told = [latest(sidecar, name) for name in ("whole", "partial")]
+    assert [(one.found, one.missing, len(one.chunk_hashes)) for one in told] == [
+        ({StagedFrom.HOT: 4}, "", 2),
+        ({StagedFrom.HOT: 3}, "never_stored", 2),
+    ]
 
 
 def test_chunks_count_in_the_farthest_tier_of_their_groups(sidecar: RunningSocket) -> None:
     recent(sidecar).note("r", [CHAIN, CHAIN], Staged(True, (b"\1\1\2\0", b"\1\4\1\1")))
-    [found] = recent(sidecar).matching("r")
+    found = latest(sidecar, "r")
     assert found.found == {StagedFrom.HOT: 1, StagedFrom.DISK: 1, StagedFrom.REMOTE: 1}
 
 
@@ -103,11 +109,12 @@ def test_a_lookup_is_forgotten_after_an_hour(
     sidecar: RunningSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
-    for name, age_s in (("old", 3601), ("recent", 3599)):
+    for name, age_s in (("request-old", 3601), ("request-recent", 3599)):
         monkeypatch.setattr(time, "time", lambda age_s=age_s: now - age_s)
         recent(sidecar).note(name, [CHAIN], Staged(True, (b"\0\0\0\0",)))
     monkeypatch.setattr(time, "time", lambda: now)
-    assert [one.request_id for one in recent(sidecar).matching("")] == ["recent"]
+    assert latest(sidecar, "request").request_id == "request-recent"
+    assert recent(sidecar).latest("request-old") is None
 
 
 def test_memory_is_bounded(
@@ -117,9 +124,13 @@ def test_memory_is_bounded(
     monkeypatch.setattr(recent_lookups, "MAX_CHUNKS", 2)
     for number in range(5):
         store.stage(f"request-{number}", [CHAIN])
-    kept = recent(sidecar).matching("request")
-    assert [one.request_id for one in kept] == ["request-4", "request-3", "request-2"]
-    assert {(one.num_chunks, len(one.hashes)) for one in kept} == {(4, 2 * CHUNK_HASH_BYTES)}
+    assert latest(sidecar, "request").request_id == "request-4"
+    kept = [recent(sidecar).latest(f"request-{number}") for number in range(5)]
+    assert kept[:2] == [None, None]
+    assert {(one.num_chunks, len(one.hashes)) for one in kept[2:] if one is not None} == {
+        (4, 2 * CHUNK_HASH_BYTES)
+    }
+    assert None not in kept[2:]
 
 
 @pytest.mark.parametrize("num_groups", [0, 1, 3])

@@ -177,14 +177,13 @@ def _remembered(
         from urllib.parse import quote
 
         path = f"/v1/admin/lookups?request_id={quote(request_id, safe='')}"
-        return (await caller.ask("GET", path))["lookups"]
+        return (await caller.ask("GET", path))["lookup"]
 
     answers = list(zip(services, asyncio.run(asker.each(services, question)), strict=True))
     known = [
         (service, lookup)
-        for service, lookups in answers
-        if not isinstance(lookups, CtlError)
-        for lookup in lookups
+        for service, lookup in answers
+        if not isinstance(lookup, CtlError) and lookup is not None
     ]
     if known:
         return min(known, key=lambda one: float(one[1]["age_s"]))

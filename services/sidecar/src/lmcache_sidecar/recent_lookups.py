@@ -102,14 +102,15 @@ class RecentLookups:
         if len(self._lookups) > MAX_LOOKUPS:
             self._lookups.popitem(last=False)
 
-    def matching(self, text: str) -> list[RecentLookup]:
-        """Return the lookups of the last `MAX_AGE_S` whose request id contains `text`, the latest
-        first. Older ones are forgotten.
+    def latest(self, text: str) -> RecentLookup | None:
+        """Return the latest lookup of the last `MAX_AGE_S` whose request id contains `text`. Older
+        ones are forgotten.
         """
         oldest = time.time() - MAX_AGE_S
         while self._lookups and next(iter(self._lookups.values())).asked_at < oldest:
             self._lookups.popitem(last=False)
-        return [one for name, one in reversed(self._lookups.items()) if text in name]
+        found = (one for name, one in reversed(self._lookups.items()) if text in name)
+        return next(found, None)
 
     def _why_missing(self, chains: Sequence[ChunkChain], origins: Sequence[bytes]) -> str:
         """Return why memory lacks the first chunk that a group misses."""

@@ -31,7 +31,7 @@ class Sidecar(Handler):
     max_chunks = 0
 
     def do_GET(self) -> None:
-        self.answer(200, {"lookups": [LOOKUP]})
+        self.answer(200, {"lookup": LOOKUP})
 
     def do_POST(self) -> None:
         hashes = self.body()["chunk_hashes"]

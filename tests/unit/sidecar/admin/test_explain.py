@@ -308,7 +308,7 @@ async def test_a_request_is_found_by_a_part_of_its_id(tmp_path: Path) -> None:
         chain = ChunkChain("vllm", "m", 1, "", bytes.fromhex("".join(HASHES)))
         parts.lookups.note("0a1b2c3d:chatcmpl-7-ff", [chain], Staged(True, (b"\1\2\0",)))
         answer = await client.get("/v1/admin/lookups", params={"request_id": "chatcmpl-7"})
-        [found] = answer.json()["lookups"]
+        found = answer.json()["lookup"]
         assert found.pop("age_s") >= 0
         assert found == {
             "request_id": "0a1b2c3d:chatcmpl-7-ff",
@@ -321,4 +321,4 @@ async def test_a_request_is_found_by_a_part_of_its_id(tmp_path: Path) -> None:
             "chunk_hashes": HASHES,
         }
         other = await client.get("/v1/admin/lookups", params={"request_id": "chatcmpl-8"})
-        assert other.json() == {"lookups": []}
+        assert other.json() == {"lookup": None}

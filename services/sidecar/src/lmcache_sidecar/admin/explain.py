@@ -45,7 +45,6 @@ T = TypeVar("T")
 PlaceState = Literal["present", "refused", "unknown"]
 MAX_EXPLAINED_TOKENS = 131_072
 MAX_EXPLANATIONS = 4
-MAX_LOOKUPS_TOLD = 16
 
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
@@ -187,14 +186,14 @@ class LookupView(ApiModel):
     chunk_hashes: list[str]
 
 
-class LookupsAnswer(ApiModel):
-    """Lookups of the requests that match.
+class LookupAnswer(ApiModel):
+    """The latest lookup of the requests that match.
 
     Attributes:
-        lookups: The latest first; 16 at most.
+        lookup: null: none is remembered.
     """
 
-    lookups: list[LookupView]
+    lookup: LookupView | None
 
 
 Found = Sequence[PlaceView | MissReason]
@@ -238,7 +237,7 @@ async def explain_chunks(sidecar: RunningSidecar, request: ExplainRequest) -> Ex
 
 
 @router.get("/lookups")
-async def lookups(
+async def latest_lookup(
     sidecar: RunningSidecar,
     request_id: Annotated[
         str,
@@ -248,15 +247,15 @@ async def lookups(
             description="The engine's id of the request, or a part of it.",
         ),
     ],
-) -> LookupsAnswer:
-    """Find recent lookups of a request.
+) -> LookupAnswer:
+    """Find the latest lookup of a request.
 
     The last 1,000 of the last hour are kept in memory: hashes and counts, no tokens. 403 unless
     the sidecar listens on loopback only.
     """
     _check_loopback(sidecar)
-    found = islice(sidecar.lookups.matching(request_id), MAX_LOOKUPS_TOLD)
-    return LookupsAnswer(lookups=[_lookup_view(one) for one in found])
+    found = sidecar.lookups.latest(request_id)
+    return LookupAnswer(lookup=None if found is None else _lookup_view(found))
 
 
 def _check_loopback(sidecar: SidecarNode) -> None:
