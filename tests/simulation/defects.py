@@ -218,16 +218,16 @@ DEFECTS = (
         "max(start - num_loaded * self._chunk_size, load.begin)",
     ),
     Defect(
-        "a race that is over has failed",
+        "a pull that is over has failed",
         f"{CORE}/p2p/pull.py",
-        "        if not race.open:\n            late_s",
-        "        if race.open:\n            late_s",
+        "        if not share.open:\n            return",
+        "        if share.open:\n            return",
     ),
     Defect(
-        "a race goes on whose chunks have come from elsewhere",
+        "a peer that sends is abandoned",
         f"{CORE}/p2p/pull.py",
-        "if not other.open and other.work is not None",
-        "if other.open and other.work is not None",
+        "if left_s <= 0:",
+        "if left_s < self._stall_s:",
     ),
     Defect(
         "questions wait for a full socket",

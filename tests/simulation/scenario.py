@@ -442,9 +442,7 @@ class Scenario:
         if node is None:
             return 0
         tiers = [] if node.tiers.disk_files is None else [node.tiers.disk_files]
-        # In a connection that ends within a chunk, that chunk is damaged.
-        url = self.cluster.remotes.get(name, "")
-        if node.tiers.remote is not None and not url.startswith("http:"):
+        if node.tiers.remote is not None:
             tiers.append(node.tiers.remote)
         return sum(tier.stats()["corrupt_chunks"] for tier in tiers)
 
