@@ -59,9 +59,7 @@ Call = Callable[[], Awaitable[str]]
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--storage-url", action="append", default=[], help="the one of lm:// counts"
-    )
+    parser.add_argument("--storage-url", required=True, help="lm:// or lm+tls://")
     parser.add_argument("--guarded-url", action="append", default=[], help="of lookup and broker")
     parser.add_argument("--token-file", type=Path)
     parser.add_argument("--tls-ca-file", type=Path)
@@ -253,11 +251,6 @@ class Traffic:
             print(json.dumps(self.calls), flush=True)
 
 
-def lm_url(urls: list[str]) -> str:
-    """Return the URL that starts with lm; the release test also takes storage's REST address."""
-    return next(url for url in urls if urlsplit(url).scheme.startswith("lm"))
-
-
 def service_url(urls: list[str], path: str) -> str:
     """Return scheme, host and port of the URL with that path."""
     found = next(urlsplit(url) for url in urls if urlsplit(url).path == path)
@@ -307,7 +300,7 @@ async def open_all(
     broker = BrokerClient(
         service_url(arguments.guarded_url, "/v1/peers"), token, CALL_TIMEOUT_S, tls=context
     )
-    url = lm_url(arguments.storage_url)
+    url = arguments.storage_url
     tls = ClientTls(context, arguments.tls_peer_name) if url.startswith("lm+tls:") else None
     backend = create_remote_backend(
         url, token, CALL_TIMEOUT_S, NAME, locate=partial(locate_by_lookup, lookup), tls=tls

@@ -31,7 +31,7 @@ import traffic
 arguments = traffic.parse_arguments()
 paths = ("/v1/instances", "/v1/peers")
 urls = [traffic.service_url(arguments.guarded_url, path) for path in paths]
-print(json.dumps([traffic.lm_url(arguments.storage_url), *urls, str(arguments.token_file)]))
+print(json.dumps([arguments.storage_url, *urls, str(arguments.token_file)]))
 """
 
 

@@ -192,7 +192,7 @@ def test_a_release_that_works_passes(cluster: tuple[Cluster, Rendering, Path]) -
     answer = run(command_of(rendering, services, folder))
     assert answer.returncode == 0, answer.stderr
     done = [line for line in answer.stdout.splitlines() if line.startswith("ok ")]
-    assert len(done) == len(answer.stdout.splitlines()) == 6
+    assert len(done) == len(answer.stdout.splitlines()) == 5
     held = services.get("storage", "/v1/chunks", "sidecar")
     assert held["chunks"] == [], "nothing stays"
 
@@ -207,7 +207,7 @@ def test_a_token_that_is_wrong_fails(cluster: tuple[Cluster, Rendering, Path]) -
     ]
     answer = run([*command, "--patience-s=0"])
     assert answer.returncode == 1
-    assert answer.stderr.count("FAILED") == 5, "all but the refusal of who shows none"
+    assert answer.stderr.count("FAILED") == 4, "all but the refusal of who shows none"
     assert "x" * 48 not in answer.stderr
 
 

@@ -1,4 +1,4 @@
-"""What `helm test` runs: stores, fetches and removes a chunk through REST and lm://, and tries every service without a token.
+"""What `helm test` runs: stores, fetches and removes a chunk, and tries every service with and without a token.
 
 It uses what the storage's image has. Just after an installation services may not be ready, and policies that were made for this pod not
 in force: what fails is tried again for a while. Ends with 1, and a line for each thing that is not as it should be.
@@ -37,7 +37,7 @@ NAME = "helm-test"
 def parse_arguments() -> argparse.Namespace:
     """What the chart says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--storage-url", action="append", default=[], help="of REST and of lm://")
+    parser.add_argument("--storage-url", help="lm:// or lm+tls://; left out without cache_storage")
     parser.add_argument("--guarded-url", action="append", default=[], help="a URL that is answered to those with a token alone")
     parser.add_argument("--token-file", type=Path, help="left out where no tokens are asked for")
     parser.add_argument("--patience-s", type=float, default=30.0, help="how long what fails is tried again, from the start on, in seconds")
@@ -113,9 +113,10 @@ async def check_all(arguments: argparse.Namespace) -> int:
     files = TlsFiles(arguments.tls_cert_file, arguments.tls_key_file, arguments.tls_ca_file)
     tls = ClientTls(client_context(files), arguments.tls_peer_name)
     checks: list[tuple[str, Callable[[], Awaitable[None]]]] = []
-    for url in arguments.storage_url:
+    if arguments.storage_url is not None:
+        url = arguments.storage_url
         checks.append((f"{url}: store, fetch, remove", partial(check_storage, url, token, tls)))
-        if token is not None and url.startswith("lm"):
+        if token is not None:
             checks.append((f"{url}: refuse who shows no token", partial(check_refusal, url, tls)))
     checks += [(f"{url}: {'open' if token is None else 'guarded'}", partial(check_guard, url, token, tls)) for url in arguments.guarded_url]
     deadline = time.monotonic() + arguments.patience_s

@@ -4,10 +4,8 @@
 {{- $values := .root.Values -}}
 {{- $scheme := ternary "https" "http" $values.tls.enabled -}}
 {{- if $values.storage.enabled }}
-{{- $rest := printf "%s://%s:%v" $scheme (include "lmcache-common.serviceHost" (dict "root" .root "component" "storage")) $ports.storage }}
-- --storage-url={{ $rest }}
 - --storage-url={{ include "lmcache.storageUrl" . }}
-- --guarded-url={{ $rest }}/v1/chunks
+- --guarded-url={{ $scheme }}://{{ include "lmcache-common.serviceHost" (dict "root" .root "component" "storage") }}:{{ $ports.storage }}/v1/chunks
 {{- end }}
 {{- range $component, $path := dict "lookup" "/v1/instances" "broker" "/v1/peers" }}
 {{- if (get $values $component).enabled }}

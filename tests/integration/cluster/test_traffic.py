@@ -42,7 +42,6 @@ class Running:
         self.storage, self.lookup, self.broker, self.vllm = storage, lookup, broker, vllm
         self._stop, self._log = directory / "stop", directory / "traffic.log"
         command = [sys.executable, str(ROOT / "tests/cluster/traffic.py")]
-        command += [f"--storage-url={storage.url}"]
         command += [f"--storage-url=lm://127.0.0.1:{storage.ports['lm_port']}"]
         command += [f"--guarded-url={storage.url}/v1/chunks"]
         command += [f"--guarded-url={lookup.url}/v1/instances"]
