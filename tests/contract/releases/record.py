@@ -1,5 +1,5 @@
-"""Writes what this release's clients and servers say: `python -m tests.contract.releases.record
-0.1.0`, once, when it is released.
+"""Record what this release's clients and servers say: `python -m tests.contract.releases.record
+0.2.0`, once, when it is tagged.
 """
 
 from __future__ import annotations
@@ -108,22 +108,17 @@ async def record_rest(directory: Path) -> dict[str, list[Exchange]]:
     return made
 
 
-def main(release: str) -> int:
-    """Record all protocols; a release that is recorded stays as it is."""
-    folder = FOLDER / release
-    if folder.exists():
-        sys.stderr.write(f"{folder} exists: what a release has said does not change\n")
-        return 1
+def record(folder: Path) -> None:
+    """Record all protocols into a new folder. A recorded release never changes."""
+    folder.mkdir()
     with tempfile.TemporaryDirectory() as directory:
         tapes = {
             "lm": asyncio.run(record_lm()),
             "socket": record_socket(Path(directory)),
         } | asyncio.run(record_rest(Path(directory)))
-    folder.mkdir()
     for name, exchanges in tapes.items():
         (folder / f"{name}.json").write_text(json.dumps(exchanges, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    record(FOLDER / sys.argv[1])

@@ -26,13 +26,13 @@ from tests.contract.releases.conversations import in_thread
 from tests.fixtures.frames import read_raw
 
 FOLDER = Path(__file__).parent
-RELEASES = tuple(sorted(path.name for path in FOLDER.iterdir() if (path / "lm.json").exists()))
+RECORDED = tuple(sorted(path.parent for path in FOLDER.glob("*/lm.json")))
 Exchange = dict[str, Any]
 
 
-def tape_of(release: str, protocol: str) -> list[Exchange]:
+def tape_of(release: Path, protocol: str) -> list[Exchange]:
     """What was said, one exchange after the other."""
-    exchanges: list[Exchange] = json.loads((FOLDER / release / f"{protocol}.json").read_text())
+    exchanges: list[Exchange] = json.loads((release / f"{protocol}.json").read_text())
     return exchanges
 
 

@@ -1,8 +1,9 @@
-"""Each side of each protocol still works with the other side as it was at a release, byte for byte,
-in both directions.
+"""Each side of each protocol works with the other side as it was at a release, byte for byte, in
+both directions.
 
-What a release said was recorded from it (`record.py`) and never changes. Only HELLO and REST bodies
-may have grown since then.
+`record.py` records a release when it is tagged. Until then, and besides, what is recorded now is
+replayed, so that the recorder is known to work. Only HELLO and REST bodies may have grown since a
+recording.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from lmcache_core.wire.frames import (
 )
 
 from tests.contract.releases import conversations as talks
+from tests.contract.releases.record import record
 from tests.contract.releases.tape import (
-    RELEASES,
+    RECORDED,
     Exchange,
     Player,
     ask_lm,
@@ -44,7 +46,18 @@ from tests.suites.chunks import make_chunk
 
 REST = ("lookup", "broker")
 FUTURE = "from_the_future"
-pytestmark = pytest.mark.parametrize("release", RELEASES)
+
+
+@pytest.fixture(scope="module")
+def recorded_now(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded") / "now"
+    record(folder)
+    return folder
+
+
+@pytest.fixture(params=[*RECORDED, None], ids=[*(path.name for path in RECORDED), "now"])
+def release(request: pytest.FixtureRequest, recorded_now: Path) -> Path:
+    return recorded_now if request.param is None else request.param
 
 
 def meta_of(frame: bytes) -> Any:
@@ -74,7 +87,7 @@ def agrees(old: list[Any], new: list[Any], capabilities: int) -> bool:
 
 
 @pytest.mark.parametrize("surplus", [[], ["new", {"more": 1}]])
-async def test_an_old_lm_client_is_served(release: str, surplus: list[object]) -> None:
+async def test_an_old_lm_client_is_served(release: Path, surplus: list[object]) -> None:
     tape = tape_of(release, "lm")
     async with serving(MemoryStore(), name=talks.SERVER) as server, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -93,7 +106,7 @@ async def test_an_old_lm_client_is_served(release: str, surplus: list[object]) -
 
 
 @pytest.mark.parametrize("surplus", [[], ["new", {"more": 1}]])
-async def test_an_old_lm_server_is_understood(release: str, surplus: list[object]) -> None:
+async def test_an_old_lm_server_is_understood(release: Path, surplus: list[object]) -> None:
     left = tape_of(release, "lm")
 
     def answer(header: FrameHeader, frame: bytes) -> list[bytes]:
@@ -121,7 +134,7 @@ async def test_an_old_lm_server_is_understood(release: str, surplus: list[object
 
 @pytest.mark.parametrize("surplus", [[], ["new", {"more": 1}]])
 def test_an_old_socket_client_is_served(
-    release: str, surplus: list[object], tmp_path: Path
+    release: Path, surplus: list[object], tmp_path: Path
 ) -> None:
     payload = bytes(make_chunk("one").memory.byte_array)
     with (
@@ -150,7 +163,7 @@ def test_an_old_socket_client_is_served(
 
 
 @pytest.mark.parametrize("surplus", [[], ["new", {"more": 1}]])
-def test_an_old_sidecar_is_understood(release: str, surplus: list[object], tmp_path: Path) -> None:
+def test_an_old_sidecar_is_understood(release: Path, surplus: list[object], tmp_path: Path) -> None:
     left = tape_of(release, "socket")
     arena = create_shared_arena(tmp_path / "arena", talks.ARENA_BYTES)
 
@@ -180,7 +193,7 @@ def test_an_old_sidecar_is_understood(release: str, surplus: list[object], tmp_p
 @pytest.mark.parametrize("surplus", [False, True])
 @pytest.mark.parametrize("service", REST)
 def test_old_heartbeats_and_questions_are_answered(
-    release: str, service: str, surplus: bool, tmp_path: Path
+    release: Path, service: str, surplus: bool, tmp_path: Path
 ) -> None:
     replaced: dict[str, str] = {}
     options = {f"LMCACHE_{service.upper()}_PORT": "0"}
@@ -211,7 +224,7 @@ def test_old_heartbeats_and_questions_are_answered(
 
 
 @pytest.mark.parametrize("surplus", [False, True])
-async def test_old_services_are_understood(release: str, surplus: bool) -> None:
+async def test_old_services_are_understood(release: Path, surplus: bool) -> None:
     change = grown if surplus else (lambda kind, data: data)
     player = Player(tape_of(release, "lookup"), change)
     lookup = LookupClient("http://lookup", transport=player)
@@ -252,6 +265,6 @@ def grown(kind: str, data: bytes) -> bytes:
     return pack({**talks.body_of(kind, data), FUTURE: {"more": [1]}})
 
 
-def test_the_tapes_say_something(release: str) -> None:
+def test_each_recording_has_all_protocols(release: Path) -> None:
     for protocol, least in (("lm", 7), ("socket", 10), ("lookup", 7), ("broker", 7)):
         assert len(tape_of(release, protocol)) >= least
