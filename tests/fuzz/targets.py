@@ -47,7 +47,6 @@ from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
 from lmcache_core.serde.codec import CACHEGEN_SERDE, encoding_report
 from lmcache_core.serde.tables import bell_curves
 from lmcache_core.wire import messages
-from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_core.wire.frames import HEADER_BYTES, WITH_RECORD, FrameType
 from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.injector import review_pod
@@ -283,8 +282,8 @@ def seeds_of_messages() -> Iterator[bytes]:
     engine = messages.EngineInfo("c", 7, 0, "model", "layout")
     arena = messages.ArenaInfo("/a", 1 << 20, 3, "always", "salt")
     for message in (
-        messages.engine_hello(engine, SIDECAR_CAPABILITIES),
-        messages.HelloOk(1, ["stage"], "s", messages.MAX_NAMES, arena),
+        messages.engine_hello(engine, []),
+        messages.HelloOk(1, "s", messages.MAX_NAMES, arena),
         messages.DeclareLane(0, Lane("vllm", "model", 2, 1, "window")),
         messages.ReserveExtents((512, 1)),
         messages.Extents((messages.Extent(1, 512, 9, "Hot", b"head"), "evicted")),

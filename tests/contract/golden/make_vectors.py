@@ -142,7 +142,7 @@ RECORDS: list[dict[str, Any]] = [
 FRAMES: list[dict[str, Any]] = [
     {"id": 1, "message": ["Hello", 1, 1, [], None, "pod-7", None]},
     {"id": 1, "message": ["Hello", 1, 3, ["zstd"], "a bearer token", "", None]},
-    {"id": 1, "message": ["HelloOk", 1, [], "lmcache", 128, None]},
+    {"id": 1, "message": ["HelloOk", 1, "lmcache", 128, None]},
     {"id": 2, "message": ["Contains", [[0, {"hex": "c4" * 64}], [None, {"hex": "6b32"}]]]},
     {"id": 2, "message": ["ContainsOk", [True, False]]},
     {"id": 3, "message": ["Get", [[255, {"hex": "c4" * 32}]], True, None]},
@@ -166,12 +166,12 @@ FRAMES: list[dict[str, Any]] = [
     {"id": 0, "message": ["DeclareLane", 0, ["vllm", "org/model", 2, 1, "window"]]},
     {
         "id": 1,
-        "message": ["Hello", 1, 1, ["stage"], None, "e", ["e", 7, 1, "org/model", "layout", 2]],
+        "message": ["Hello", 1, 1, ["on_device"], None, "e", ["e", 7, 1, "org/model", "layout", 2]],
     },
     {
         "id": 1,
         "message": [
-            *("HelloOk", 1, ["stage"], "pod-7", 4096),
+            *("HelloOk", 1, "pod-7", 4096),
             ["/dev/shm/arena", 1 << 30, 3, "always", "salt"],
         ],
     },

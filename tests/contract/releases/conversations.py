@@ -15,7 +15,6 @@ from lmcache_core.p2p import BrokerClient, HeldBy, Peer
 from lmcache_core.record import Chunk
 from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_core.wire.client import LmClient
 
 from tests.suites.chunks import make_chunk, make_key
@@ -25,7 +24,7 @@ IDS = [bytes([number]) * 16 for number in (1, 2, 3)]
 CHUNKS = ("one", "two")
 ARENA_BYTES = 1 << 20
 ENGINE = m.EngineInfo(CLIENT, 4242, 0, "org/model", "layout-1", 1)
-HELLO = m.engine_hello(ENGINE, SIDECAR_CAPABILITIES)
+HELLO = m.engine_hello(ENGINE, [])
 
 
 async def talk_lm(client: LmClient, allocate: Callable[[int], Any]) -> list[object]:

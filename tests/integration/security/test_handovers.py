@@ -37,18 +37,14 @@ def await_lines(guarded: Guarded, num_lines: int) -> Sequence[dict[str, Any]]:
 async def test_handovers_are_audited(guarded: Guarded) -> None:
     port = guarded.services["storage"].ports["lm_port"]
     num_before = len(lines(guarded))
-    server = LmClient(
-        "127.0.0.1", port, TOKENS["operator"], ClientOptions(tls=guarded.tls, hands_over=True)
-    )
+    server = LmClient("127.0.0.1", port, TOKENS["operator"], ClientOptions(tls=guarded.tls))
     chunks = [
         make_chunk(f"handed-{name}", tenant=tenant)
         for name, tenant in (("a", "acme"), ("b", "third"))
     ]
     assert await server.hand_over(chunks, may_evict=True) == [True, True]
     await server.close()
-    client = LmClient(
-        "127.0.0.1", port, TOKENS["acme"], ClientOptions(tls=guarded.tls, hands_over=True)
-    )
+    client = LmClient("127.0.0.1", port, TOKENS["acme"], ClientOptions(tls=guarded.tls))
     with pytest.raises(UnavailableError):
         await client.hand_over(chunks, may_evict=True)
     await client.close()

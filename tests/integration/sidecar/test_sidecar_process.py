@@ -20,7 +20,6 @@ from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
@@ -225,7 +224,7 @@ def test_the_default_directory_is_refused_when_others_may_enter_it(tmp_path: Pat
 def client_of(sidecar: RunningSidecar, rank: int) -> Iterator[SidecarChunkStore]:
     """One of two ranks."""
     engine = m.EngineInfo("test", os.getpid(), rank, "org/model", "layout", 2)
-    hello = m.engine_hello(engine, SIDECAR_CAPABILITIES)
+    hello = m.engine_hello(engine, [])
     store = SidecarChunkStore(sidecar.socket, hello, 9.0, Counters())
     store.open(lambda salt: None)
     try:

@@ -16,8 +16,7 @@ from lmcache_core.errors import AuthenticationError, CapacityError, UnavailableE
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Chunk
 from lmcache_core.security import Principal
-from lmcache_core.wire.capabilities import HANDOVER, HELD
-from lmcache_core.wire.client import ClientOptions, LmClient
+from lmcache_core.wire.client import LmClient
 from lmcache_core.wire.messages import ErrorMessage, HandoverChunk, Held, Ping, Put, PutOk
 from lmcache_core.wire.served import HandoverLog, HandoverNote, ServerLimits
 from lmcache_core.wire.server import LmServer
@@ -66,7 +65,7 @@ async def serving(
 
 @asynccontextmanager
 async def giver(server: LmServer, token: str = "admin") -> AsyncIterator[LmClient]:
-    client = LmClient("127.0.0.1", server.port, token, ClientOptions(hands_over=True))
+    client = LmClient("127.0.0.1", server.port, token)
     yield client
     await client.close()
 
@@ -81,8 +80,6 @@ def chunk_of(name: object, tenant: str, age_s: float | None = None) -> Chunk:
 async def test_chunks_of_all_tenants_arrive_as_old_as_they_are(token: str) -> None:
     store = TakingStore()
     async with serving(store) as server, giver(server, token) as client:
-        await client.ping()
-        assert HANDOVER in client.capabilities
         assert await client.hand_over(
             [chunk_of("a", "acme", 3600), chunk_of("b", "rival")], may_evict=True
         ) == [True, True]
@@ -107,72 +104,37 @@ async def test_without_room_nothing_is_given_up_unless_so_told() -> None:
         assert await client.hand_over([chunk_of("a", "acme")], may_evict=True) == [True]
 
 
-async def test_who_ends_too_has_nothing_for_servers_that_end() -> None:
-    """Clients still read it; but what two servers that end have of each other would be lost."""
-    store, keys = TakingStore(), [make_key("a", "home")]
-    async with (
-        serving(store) as server,
-        giver(server) as ending,
-        giver(server, "client") as of_one_tenant,
-    ):
-        reader = LmClient("127.0.0.1", server.port, "client")
-        assert await ending.put([chunk_of("a", "home")]) == [True]
-        assert (
-            await ending.contains(keys)
-            == await of_one_tenant.contains(keys)
-            == await reader.contains(keys)
-            == [True]
-        )
-        store.is_staying = False
-        assert await ending.contains(keys) == await of_one_tenant.contains(keys) == [False]
-        assert await reader.contains(keys) == [True]
-        await reader.close()
-
-
 async def test_a_server_is_told_which_chunks_of_any_tenant_are_there_to_stay() -> None:
     store, keys = TakingStore(), [make_key("a", "acme"), make_key("b", "acme")]
     async with serving(store) as server, giver(server, "storage") as client:
         assert await client.hand_over(
             [chunk_of("a", "acme"), chunk_of("b", "rival")], may_evict=True
         ) == [True, True]
-        assert HELD in client.capabilities
         assert await client.holds("acme", keys) == [True, False]
         assert await client.holds("rival", keys) == [False, True]
         assert await client.contains(keys) == [False, False], "in the caller's own namespace"
         store.is_staying = False
         assert await client.holds("acme", keys) == [False, False]
+        assert await client.put([chunk_of("a", "home")]) == [True]
+        assert await client.contains([make_key("a", "home")]) == [True], "it can still be read"
 
 
 async def test_clients_cannot_ask_for_the_chunks_of_others() -> None:
     store = TakingStore()
     async with serving(store) as server, giver(server) as admin, giver(server, "client") as client:
         assert await admin.hand_over([chunk_of("a", "acme")], may_evict=True) == [True]
-        await client.ping()
-        assert HELD not in client.capabilities
         with pytest.raises(AuthenticationError, match="HELD"):
             await client.holds("acme", [make_key("a", "acme")])
 
 
 @pytest.mark.parametrize(("store", "token"), [(TakingStore, "client"), (MemoryStore, "admin")])
-async def test_clients_and_stores_that_take_none_are_not_offered_it(
+async def test_clients_and_stores_that_take_none_are_refused(
     store: type[MemoryStore], token: str
 ) -> None:
     async with serving(store()) as server, giver(server, token) as client:
-        await client.ping()
-        assert HANDOVER not in client.capabilities
         with pytest.raises(UnavailableError, match="HANDOVER"):
             await client.hand_over([chunk_of("a", "acme")], may_evict=True)
         assert await client.put([chunk_of("a", "home")]) == [True]
-
-
-async def test_who_has_not_asked_for_it_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(TakingStore()) as server, connected(server.port) as raw:
-        await raw.hello("admin")
-        chunk = make_chunk("a")
-        await raw.say(2, HandoverChunk("acme", 0, True), chunk.head + make_payload("a"))
-        _, message, _ = await raw.read()
-        assert isinstance(message, ErrorMessage)
-        assert await raw.is_closed()
 
 
 async def say(raw: RawConnection, number: int, message: Put | HandoverChunk, blob: bytes) -> PutOk:
@@ -185,7 +147,7 @@ async def say(raw: RawConnection, number: int, message: Put | HandoverChunk, blo
 async def test_a_damaged_one_is_refused_and_the_connection_goes_on() -> None:
     store = TakingStore()
     async with serving(store) as server, connected(server.port) as raw:
-        await raw.hello("admin", capabilities=["handover"])
+        await raw.hello("admin")
         record = bytearray(make_chunk("a").head + make_payload("a"))
         assert await say(raw, 2, HandoverChunk("acme", 0, True), bytes(record)) == PutOk(True, "")
         record[-1] ^= 1
@@ -209,7 +171,7 @@ async def test_who_has_lost_the_role_since_hello_is_refused(
         serving(store, ServerLimits(reauthenticate_s=0.0)) as server,
         connected(server.port) as raw,
     ):
-        await raw.hello("any", capabilities=["handover", "held"])
+        await raw.hello("any")
         record = make_chunk("a").head + make_payload("a")
         assert await say(raw, 2, HandoverChunk("acme", 0, True), record) == PutOk(True, "")
         roles[0] = "client"
@@ -280,7 +242,7 @@ async def test_what_is_handed_over_and_what_is_refused_is_told() -> None:
         )
         for token in ("client", None):
             async with connected(server.port) as raw:
-                await raw.hello(token, capabilities=["handover"])
+                await raw.hello(token)
                 await raw.say(
                     2, HandoverChunk("acme", 0, True), make_chunk("d").head + make_payload("d")
                 )

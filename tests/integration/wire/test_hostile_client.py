@@ -39,7 +39,6 @@ Attack = Callable[[RawConnection], Awaitable[object]]
 def says(
     *frames: tuple[int, messages.Message],
     greets: bool = True,
-    context: bool = False,
     num_answers: int = 0,
     code: str = "protocol",
 ) -> Attack:
@@ -49,7 +48,7 @@ def says(
 
     async def attack(raw: RawConnection) -> None:
         if greets:
-            await raw.hello(capabilities=["context"] if context else [])
+            await raw.hello()
         for number, (correlation_id, message) in enumerate(frames):
             await raw.say(correlation_id, message)
             if number < num_answers:
@@ -119,7 +118,7 @@ ATTACKS: dict[str, Attack] = {
         ),
         (0, messages.DeclareLane(messages.MAX_LANES, LANE)),
     ),
-    "lane between context and request": says((2, MINE), FIRST_LANE, (2, PING), context=True),
+    "lane between context and request": says((2, MINE), FIRST_LANE, (2, PING)),
     "unknown version": says(
         (1, messages.Hello(2, 9, [], None, "new")), greets=False, code="version"
     ),
@@ -127,9 +126,9 @@ ATTACKS: dict[str, Attack] = {
     "server's frame": says((2, messages.Pong())),
     "old correlation id": says((5, PING), (5, PING), num_answers=1),
     "earlier correlation id": says((5, PING), (4, PING), num_answers=1),
-    "context of another request": says((2, MINE), (3, PING), context=True),
-    "context twice": says((2, MINE), (2, MINE), context=True),
-    "context of a past request": says((2, PING), (2, MINE), context=True, num_answers=1),
+    "context of another request": says((2, MINE), (3, PING)),
+    "context twice": says((2, MINE), (2, MINE)),
+    "context of a past request": says((2, PING), (2, MINE), num_answers=1),
     "damaged header": sends(flipped(build_frame(2, PING), 9)),
     "giant meta": sends(giant(3, 0xFFFFFFFF, 0)),
     "giant blob": sends(giant(8, 1, 1 << 63)),

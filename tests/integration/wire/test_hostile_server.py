@@ -24,7 +24,7 @@ Lie = Callable[[RawConnection, int], Awaitable[object]]
 
 async def answer_hello(raw: RawConnection) -> None:
     header, _, _ = await raw.read()
-    await raw.say(header.correlation_id, messages.HelloOk(1, [], "liar", 128))
+    await raw.say(header.correlation_id, messages.HelloOk(1, "liar", 128))
 
 
 async def forever(raw: RawConnection) -> None:
@@ -198,7 +198,7 @@ async def test_a_chunk_that_comes_twice_ends_the_connection() -> None:
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (messages.HelloOk(2, [], "future", 128), VersionError),
+        (messages.HelloOk(2, "future", 128), VersionError),
         (messages.ErrorMessage("version", "no"), VersionError),
         (messages.ErrorMessage("authentication", "no"), AuthenticationError),
         (messages.ErrorMessage("busy", "no"), UnavailableError),
@@ -307,7 +307,7 @@ async def test_requests_on_the_wire_are_what_the_specification_says() -> None:
             seen.append((header.type, header.correlation_id))
             await raw.reader.readexactly(header.meta_bytes + header.blob_bytes)
             if header.type is FrameType.HELLO:
-                await raw.say(header.correlation_id, messages.HelloOk(1, [], "", 128))
+                await raw.say(header.correlation_id, messages.HelloOk(1, "", 128))
             elif header.type is not FrameType.LANE:
                 await raw.say(
                     header.correlation_id,

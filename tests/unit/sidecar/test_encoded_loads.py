@@ -23,7 +23,6 @@ from lmcache_core.serde.codec import ChunkCodec, EncodedPayload
 from lmcache_core.storage import codecs as codecs_module
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import LOCKS
 
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import ENGINE, greeted, spelled
@@ -35,7 +34,7 @@ FACTOR = 2
 ENCODED_BYTES = 2048
 ARENA_BYTES = 1 << 20
 GOOD, BAD, HELD, ABSENT = b"good", b"badd", b"held", b"none"
-HELLO = m.engine_hello(ENGINE, [LOCKS])
+HELLO = m.engine_hello(ENGINE, [])
 DEADLINE_MS = 30_000
 
 

@@ -21,7 +21,7 @@ from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_sidecar import metrics
 
 from tests.fixtures.embedded import until
-from tests.fixtures.frames import PLAIN_HELLO as HELLO
+from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import (
     CHUNK_SIZE,
     assert_equal_prefix,

@@ -19,7 +19,7 @@ from lmcache_sidecar import metrics
 from lmcache_sidecar.socket import context, server, session
 
 from tests.fixtures.embedded import until
-from tests.fixtures.frames import PLAIN_HELLO, RawClient, greeted
+from tests.fixtures.frames import HELLO, RawClient, greeted
 from tests.fixtures.sidecar import running_socket
 
 LARGE = m.build_frame(2, m.Commit(tuple((number, bytes(60_000)) for number in range(10))))
@@ -168,5 +168,5 @@ def test_clients_that_talk_nonsense_do_not_fill_the_log(
     with running_socket(tmp_path) as running:
         for _ in range(5):
             with greeted(running.path) as client:
-                assert isinstance(client.say(PLAIN_HELLO), m.ErrorMessage)
+                assert isinstance(client.say(HELLO), m.ErrorMessage)
         assert caplog.text.count("refused: error=HELLO 2 after 1 is not a request") == 1

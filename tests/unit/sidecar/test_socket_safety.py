@@ -276,19 +276,3 @@ def test_what_the_next_start_would_not_know_of_is_not_lent(tmp_path: Path) -> No
         assert answer == m.Extents(("no_memory",) * 3)
         assert journal.asked == [2]
         assert running.allocator.used_bytes == 0
-
-
-@pytest.mark.parametrize(("journal", "is_lent"), [(FakeJournal(True), False), (None, True)])
-def test_who_takes_no_lock_is_lent_no_memory_that_the_next_start_uses(
-    tmp_path: Path, journal: ArenaJournal | None, is_lent: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with running_socket(tmp_path, journal=journal) as running:
-        with greeted(running.path) as raw:
-            lent = m.Extent(1, 0, 1000) if is_lent else "no_memory"
-            assert raw.say(m.ReserveExtents((1000,))) == m.Extents((lent,))
-            assert ("can load but not store: client=test" in caplog.text) is not is_lent
-            assert isinstance(raw.say(m.LoadExtents([], 1, 0)), m.Extents)
-        client = SidecarConnection(running.path, HELLO, 5.0)
-        client.open()
-        assert isinstance(client.call(m.ReserveExtents((1000,)), m.Extents).items[0], m.Extent)
-        client.close()

@@ -10,7 +10,6 @@ from lmcache_core.record import MissReason
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import (
     CHUNK_BYTES_PREFIX,
-    SIDECAR_CAPABILITIES,
     chunk_bytes_said_by,
 )
 
@@ -67,7 +66,7 @@ def test_larger_record_in_a_slower_tier_evicts_nothing(
     sidecar: RunningSocket, tier: Stating, ask: Callable[[RawClient], None], size: int | None
 ) -> None:
     said = [] if size is None else [f"{CHUNK_BYTES_PREFIX}{size}"]
-    hello = m.engine_hello(ENGINE, [*SIDECAR_CAPABILITIES, *said])
+    hello = m.engine_hello(ENGINE, said)
     with greeted(sidecar.path, hello) as client:
         ask(client)
         until(lambda: tier.num_asked, "nothing was asked of the tier")

@@ -17,7 +17,7 @@ from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection
 from lmcache_core.storage import staging as staging_module
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import ON_DEVICE, SIDECAR_CAPABILITIES
+from lmcache_core.wire.capabilities import ON_DEVICE
 from lmcache_sidecar import metrics
 from lmcache_sidecar.socket import server as server_module
 
@@ -169,7 +169,6 @@ def test_loads_are_checked_by_sample_only_where_a_gpu_computes(tmp_path: Path) -
     with running_socket(tmp_path, verify_hot="auto") as sidecar:
         for capabilities, expected in (
             ((), "always"),
-            (SIDECAR_CAPABILITIES, "always"),
             ((ON_DEVICE,), "sampled"),
         ):
             connection = connected(sidecar, capabilities=capabilities)

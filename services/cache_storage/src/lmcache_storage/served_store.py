@@ -195,11 +195,6 @@ class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
         self.departures = departures
         self.num_received = 0
 
-    @property
-    @override
-    def offers(self) -> Accepts:
-        return Accepts(lossy=True)
-
     @override
     def for_client(self, accepts: Accepts) -> ServedStore:
         return CountedStore(self.store if accepts.lossy else self._lossless, self._counters)

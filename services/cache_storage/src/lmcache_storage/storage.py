@@ -94,7 +94,7 @@ class StorageNode(Node[StorageSettings]):
         members = create_members(settings, self.broker, self.token, self.tls)
         self.servers = mover = None
         if members is not None:
-            self.servers = OtherServers(members, settings.instance_id, settings.tenant)
+            self.servers = OtherServers(members, settings.instance_id)
             mover = Mover(chunks, self.servers, self.counters)
         self.make_drain(ServerHandover(chunks, self.servers, mover))
         departures, timeout_s = Departures(), settings.tier_timeout_s

@@ -30,13 +30,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def asked_by(made: Here, *, hands_over: bool) -> AsyncIterator[LmClient]:
-    """What `made` says to another server, or to a client."""
+async def asked_by(made: Here) -> AsyncIterator[LmClient]:
+    """A client of `made`, which may ask as another server does."""
     server = LmServer(made.store, lambda token: ADMIN, name="s-0")
     await server.open()
-    client = LmClient(
-        "127.0.0.1", server.port, None, ClientOptions(timeout_s=2, hands_over=hands_over)
-    )
+    client = LmClient("127.0.0.1", server.port, None, ClientOptions(timeout_s=2))
     yield client
     await client.close()
     await server.close()
@@ -57,32 +55,33 @@ async def forgotten(made: Here) -> None:
 
 
 async def test_a_server_that_takes_chunks_and_ends_gives_them_back_to_stay() -> None:
-    async with (
-        here("s-1") as made,
-        asked_by(made, hands_over=True) as ending,
-        asked_by(made, hands_over=False) as reader,
-    ):
+    async with here("s-1") as made, asked_by(made) as ending:
         await moved(made)
-        assert await reader.contains(KEYS) == [True] * len(KEYS)
-        assert await ending.contains(KEYS) == [key not in STRANGERS for key in KEYS], (
+        assert await ending.contains(KEYS) == [True] * len(KEYS)
+        assert await ending.holds("default", KEYS) == [key not in STRANGERS for key in KEYS], (
             "what is about to be forgotten is as good as gone"
         )
         back = [make_chunk(KEYS.index(key)) for key in STRANGERS[:3]]
         assert await ending.hand_over(back, may_evict=False) == [True] * 3
-        assert await ending.contains(STRANGERS) == [True] * 3 + [False] * (len(STRANGERS) - 3)
+        assert await ending.holds("default", STRANGERS) == [True] * 3 + [False] * (
+            len(STRANGERS) - 3
+        )
         await forgotten(made)
         assert set(made.hot.keys()) == set(KEYS) - set(STRANGERS[3:])
 
 
 async def test_a_chunk_leaves_before_its_new_home_can_know_of_it() -> None:
-    async with here("s-1") as made, asked_by(made, hands_over=True) as ending:
+    async with here("s-1") as made, asked_by(made) as ending:
         await made.put(KEYS)
         made.others["s-1"].gate = asyncio.Event()
         for _ in range(rebalancing.STEADY_LOOKS):
             await made.rebalancer.look()
         moving = asyncio.create_task(made.rebalancer.look())
         async with asyncio.timeout(60):
-            while await ending.contains(STRANGERS[-1:]) == [True] and not made.others["s-1"].chunks:
+            while (
+                await ending.holds("default", STRANGERS[-1:]) == [True]
+                and not made.others["s-1"].chunks
+            ):
                 await asyncio.sleep(0.01)
         assert not made.others["s-1"].chunks
         made.others["s-1"].gate.set()
@@ -90,16 +89,16 @@ async def test_a_chunk_leaves_before_its_new_home_can_know_of_it() -> None:
 
 
 async def test_what_is_not_taken_stays() -> None:
-    async with here("s-1") as made, asked_by(made, hands_over=True) as ending:
+    async with here("s-1") as made, asked_by(made) as ending:
         made.others["s-1"].room = False
         await made.put(KEYS)
         for _ in range(rebalancing.STEADY_LOOKS + 1):
             await made.rebalancer.look()
-        assert await ending.contains(KEYS) == [True] * len(KEYS)
+        assert await ending.holds("default", KEYS) == [True] * len(KEYS)
 
 
 async def test_what_a_client_stores_meanwhile_stays() -> None:
-    async with here("s-1") as made, asked_by(made, hands_over=False) as client:
+    async with here("s-1") as made, asked_by(made) as client:
         await moved(made)
         assert await client.put([make_chunk(KEYS.index(STRANGERS[0]))]) == [True]
         await forgotten(made)
@@ -115,12 +114,12 @@ async def test_what_its_home_has_lost_stays() -> None:
 
 
 async def test_what_a_dead_server_took_stays() -> None:
-    async with here("s-1") as made, asked_by(made, hands_over=True) as ending:
+    async with here("s-1") as made, asked_by(made) as ending:
         await moved(made)
         await made.servers["s-1"].close()
         await forgotten(made)
         assert set(made.hot.keys()) == set(KEYS)
-        assert await ending.contains(KEYS) == [True] * len(KEYS)
+        assert await ending.holds("default", KEYS) == [True] * len(KEYS)
 
 
 async def test_storing_waits_until_the_old_copy_is_forgotten(

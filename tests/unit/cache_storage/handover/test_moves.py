@@ -20,6 +20,7 @@ from lmcache_core.storage.remote.rendezvous import home, ranked
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire.client import ClientOptions, LmClient
+from lmcache_core.wire.served import ServerLimits
 from lmcache_core.wire.server import LmServer
 from lmcache_node.drain import DrainProgress, DrainState, NodeDrain
 from lmcache_node.local_chunks import LocalChunks
@@ -34,6 +35,7 @@ from tests.fixtures.wire import MemoryStore
 from tests.suites.chunks import make_chunk, make_key
 
 ADMIN = Principal("default", "admin", "servers")
+CLIENT = Principal("default", "client", "servers")
 KEYS = [make_key(i) for i in range(40)]
 
 
@@ -77,7 +79,7 @@ class Here:
         self.others: dict[str, Taking] = {}
         self.servers: dict[str, LmServer] = {}
         self.members = Members(self._find, self._client, "test")
-        self.known = OtherServers(self.members, "s-0", "default")
+        self.known = OtherServers(self.members, "s-0")
         arena = ArenaAllocator.anonymous(4 << 20)
         self.hot = LocalCPUBackend(arena, create_policy("lru"))
         self.stack = TierStack(self.hot)
@@ -106,7 +108,12 @@ class Here:
     async def start(self, *names: str) -> None:
         for name in names:
             self.others[name] = Taking()
-            self.servers[name] = LmServer(self.others[name], lambda token: ADMIN, name=name)
+            self.servers[name] = LmServer(
+                self.others[name],
+                lambda token: ADMIN,
+                limits=ServerLimits(reauthenticate_s=0.0),
+                name=name,
+            )
             await self.servers[name].open()
             self._exits.push_async_callback(self._end, name)
         await self.members.refresh()
@@ -129,9 +136,7 @@ class Here:
         return [ServerAddress("127.0.0.1", server.port, "") for server in self.servers.values()]
 
     def _client(self, address: ServerAddress) -> LmClient:
-        return LmClient(
-            address.host, address.port, None, ClientOptions(timeout_s=2, hands_over=True)
-        )
+        return LmClient(address.host, address.port, None, ClientOptions(timeout_s=2))
 
 
 @asynccontextmanager
@@ -277,9 +282,7 @@ async def test_what_is_pinned_while_its_home_is_asked_stays(
 
 
 @pytest.mark.parametrize("tenant", ["default", "rival"])
-@pytest.mark.parametrize(
-    "why", ["says that it is gone", "is of an earlier version", "takes no questions of ours"]
-)
+@pytest.mark.parametrize("why", ["says that it is gone", "refuses our role", "is gone itself"])
 async def test_what_the_receiver_is_not_known_to_hold_is_not_forgotten(
     monkeypatch: pytest.MonkeyPatch, tenant: str, why: str
 ) -> None:
@@ -294,14 +297,13 @@ async def test_what_the_receiver_is_not_known_to_hold_is_not_forgotten(
         assert moved
         if why == "says that it is gone":
             made.others["s-1"].denies = True
-        elif why == "is of an earlier version":
-            monkeypatch.setattr(LmClient, "capabilities", frozenset({"handover"}))
+        elif why == "refuses our role":
+            made.servers["s-1"].authenticate = lambda token: CLIENT
         else:
             await made.servers["s-1"].close()
         await asyncio.sleep(0.3)
         await made.rebalancer.look()
-        can_be_asked = tenant == "default" and why == "is of an earlier version"
-        assert set(made.hot.keys()) == set(keys) - (moved if can_be_asked else set())
+        assert set(made.hot.keys()) == set(keys)
 
 
 async def test_chunks_of_other_tenants_are_forgotten_when_their_home_says_that_it_has_them(

@@ -20,7 +20,6 @@ from lmcache_core.record import encode_head, payload_digest, raw_header
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv, random_kv, tokens_of
@@ -198,7 +197,7 @@ def test_a_later_welcome_is_understood(tmp_path: Path) -> None:
         def later(request: m.Message) -> bytes:
             welcome = msgspec.msgpack.encode(sidecar.welcome(verify_hot="now and then"))
             fields = [*msgspec.msgpack.decode(welcome), {"more": 1}]
-            fields[4] = [*fields[4], {"more": 1}]
+            fields[3] = [*fields[3], {"more": 1}]
             longer = msgspec.msgpack.encode(fields)
             header = FrameHeader(FrameType.HELLO_OK, sidecar.last_id, len(longer), 0)
             return build_header(header) + longer
@@ -206,7 +205,11 @@ def test_a_later_welcome_is_understood(tmp_path: Path) -> None:
         sidecar.script = script(HELLO=later, LOAD=loaded)
         with engine_at(sidecar.path) as engine:
             assert use(engine) == len(TOKENS)
-            sidecar.script = script(HELLO=later, LOAD=lambda r: loaded(r, offset=8 * PAYLOAD_BYTES))
+            sidecar.script = script(
+                HELLO=later,
+                LOAD=lambda r: loaded(r, offset=8 * PAYLOAD_BYTES),
+                REJECT=m.Ok(),
+            )
             with sidecar.arena.open("r+b") as file:
                 file.seek(8 * PAYLOAD_BYTES)
                 file.write(b"x")
@@ -387,7 +390,7 @@ def test_a_reject_without_an_answer_changes_nothing(tmp_path: Path, answer: Answ
     """A chunk whose bytes are wrong is a miss whatever the sidecar says to it."""
     with scripted_sidecar(tmp_path, script()) as sidecar:
         sidecar.script = script(
-            HELLO=lambda r: sidecar.welcome(capabilities=SIDECAR_CAPABILITIES),
+            HELLO=lambda r: sidecar.welcome(),
             DESCRIBE=m.Ok(),
             LOAD=lambda r: loaded(r, offset=512),
             REJECT=answer,

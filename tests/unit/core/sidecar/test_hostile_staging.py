@@ -16,8 +16,6 @@ from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar.store import STEP_SHARE
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import LOCKS, SIDECAR_CAPABILITIES
-from msgspec.structs import replace
 
 from tests.fixtures.chains import chain_of
 from tests.fixtures.frames import HELLO
@@ -33,7 +31,6 @@ GOOD = m.Promise(True, (b"\1\1\0", b"\2\2"))
 def store_at(
     directory: Path,
     answer: Answer | Callable[[Any], Answer],
-    capabilities: tuple[str, ...] = SIDECAR_CAPABILITIES,
     **options: Any,
 ) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar]]:
     """A client of a sidecar that answers everything but HELLO so."""
@@ -41,7 +38,7 @@ def store_at(
 
         def script(request: m.Message) -> Answer:
             if isinstance(request, m.Hello):
-                return sidecar.welcome(capabilities=capabilities)
+                return sidecar.welcome()
             return answer(request) if callable(answer) else answer
 
         sidecar.script = script
@@ -87,16 +84,6 @@ def test_an_answer_that_is_none_is_a_store_that_is_away(tmp_path: Path, answer: 
 def test_a_tier_of_a_later_version_is_a_tier(tmp_path: Path) -> None:
     with store_at(tmp_path, m.Promise(True, (b"\1\x63\0", b"\2\2"))) as (store, _):
         assert store.stage("t", CHAINS) == Staged(True, (b"\1\x63\0", b"\2\2"))
-
-
-def test_a_sidecar_that_knows_no_tickets_is_not_asked(tmp_path: Path) -> None:
-    with store_at(
-        tmp_path, GOOD, capabilities=("something else",), describe=lambda salt: 1 / 0
-    ) as (store, sidecar):  # type: ignore[arg-type, return-value]
-        assert store.stage("t", CHAINS) is None
-        store.unstage(["t"])
-        assert store._link.connection is not None
-        assert [type(request) for request in sidecar.requests] == [m.Hello]
 
 
 def test_silence_costs_one_question_a_quarter_of_a_second_and_the_next_nothing(
@@ -146,7 +133,4 @@ def test_a_sidecar_that_takes_no_description_is_away(tmp_path: Path) -> None:
     ):
         assert store.stage("t", CHAINS) is None
         assert store._link.connection is None
-        assert sidecar.requests[:2] == [
-            replace(HELLO, capabilities=[*SIDECAR_CAPABILITIES, LOCKS]),
-            described,
-        ]
+        assert sidecar.requests[:2] == [HELLO, described]

@@ -22,7 +22,6 @@ from lmcache_core.sidecar.pace import QUICK_S, Pace
 from lmcache_core.sidecar.store import CALL_MARGIN_S
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import SIDECAR_CAPABILITIES
 
 from tests.fixtures.chains import chain_of
 from tests.fixtures.embedded import until
@@ -50,7 +49,7 @@ class Held:
 
     def __call__(self, request: m.Message) -> Answer:
         if isinstance(request, m.Hello):
-            return self._sidecar.welcome(capabilities=SIDECAR_CAPABILITIES)
+            return self._sidecar.welcome()
         self.go.wait(PATIENCE_S)
         match request:
             case m.Stage():
@@ -372,7 +371,7 @@ def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
         def script(request: m.Message) -> Answer:
             if isinstance(request, m.Hello):
                 time.sleep(0.1)
-                return sidecar.welcome(capabilities=SIDECAR_CAPABILITIES)
+                return sidecar.welcome()
             may_answer.wait(PATIENCE_S)
             return m.Pong()
 

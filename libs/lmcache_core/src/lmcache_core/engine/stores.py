@@ -106,7 +106,6 @@ def _sidecar_store(
         CHUNK_BYTES_PREFIX,
         ON_DEVICE,
         SERDE_PREFIX,
-        SIDECAR_CAPABILITIES,
     )
     from lmcache_core.wire.messages import Describe, EngineInfo, engine_hello
 
@@ -121,7 +120,7 @@ def _sidecar_store(
     on_device = [ON_DEVICE] if torch.cuda.is_available() else []
     decodes = [SERDE_PREFIX + encoding for encoding in client.decodes]
     largest = [f"{CHUNK_BYTES_PREFIX}{client.chunk_bytes}"] if client.chunk_bytes else []
-    hello = engine_hello(engine, [*SIDECAR_CAPABILITIES, *on_device, *largest, *decodes])
+    hello = engine_hello(engine, [*on_device, *largest, *decodes])
 
     def describe(salt: str) -> Describe:
         """Return how this engine names chunks, once the salt is known."""

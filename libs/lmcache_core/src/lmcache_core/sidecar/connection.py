@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from msgspec.structs import replace
-
 from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
 from lmcache_core.forks import ProcessMark
 from lmcache_core.keys import CacheEngineKey, Lane
@@ -23,7 +21,6 @@ from lmcache_core.memory.shared import SharedArena
 from lmcache_core.record import HotVerifier
 from lmcache_core.sidecar.mapping import ArenaMapping, ArenaMappings
 from lmcache_core.telemetry.request_context import carried
-from lmcache_core.wire.capabilities import CONTEXT, LOCKS
 from lmcache_core.wire.frames import HEADER_BYTES, MAGIC, FrameHeader, parse_header
 from lmcache_core.wire.lanes import LaneNumbers, runs_of
 from lmcache_core.wire.messages import (
@@ -114,7 +111,7 @@ class SidecarConnection:
     ) -> None:
         self._path = path
         self._mappings = mappings or ArenaMappings()
-        self._hello = replace(hello, capabilities=[*hello.capabilities, LOCKS])
+        self._hello = hello
         self._timeout_s = timeout_s
         self._turn = threading.Lock()
         self._books = threading.Lock()
@@ -507,11 +504,9 @@ class SidecarConnection:
         return connection
 
     def _preface(self, correlation_id: int) -> bytes:
-        """Return the CONTEXT frame of a request, if there is a trace and the sidecar supports
-        it.
-        """
+        """Return the CONTEXT frame of a request, if there is a trace."""
         whose = carried()
-        if whose is None or not self.is_greeted or CONTEXT not in self.welcome.capabilities:
+        if whose is None or not self.is_greeted:
             return b""
         return build_frame(correlation_id, Context(whose.request_id, whose.traceparent))
 

@@ -34,7 +34,6 @@ from lmcache_core.sidecar.mapping import ArenaMappings
 from lmcache_core.sidecar.pace import Pace
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import DESCRIBE, REJECT, STAGE
 
 if TYPE_CHECKING:
     import torch
@@ -209,7 +208,7 @@ class SidecarChunkStore(ChunkStore):
         if len(chains) > m.MAX_CHAINS:
             raise ValueError(f"{len(chains)} chains in one question; the limit is {m.MAX_CHAINS}")
         connection = self._link.connection
-        if connection is None or STAGE not in connection.welcome.capabilities:
+        if connection is None:
             self._asked.pop(ticket, None)
             return None
         asked = _fitted_chains(chains)
@@ -241,7 +240,7 @@ class SidecarChunkStore(ChunkStore):
         for ticket in tickets:
             self._asked.pop(ticket, None)
         connection = self._link.connection
-        if connection is None or STAGE not in connection.welcome.capabilities:
+        if connection is None:
             self._unsaid.clear()  # tickets belong to a connection
             return
         self._unsaid += map(_fitted_ticket, tickets)
@@ -326,11 +325,7 @@ class SidecarChunkStore(ChunkStore):
             chunk.key.key.chunk_hash,
         )
         extent = chunk.memory
-        if (
-            isinstance(extent, ArenaExtent)
-            and extent.is_lent
-            and REJECT in extent.connection.welcome.capabilities
-        ):
+        if isinstance(extent, ArenaExtent) and extent.is_lent:
             self._links.ask(extent.connection, m.Reject((extent.handle,)), m.Ok, self._step_s)
 
     @override
@@ -449,7 +444,7 @@ class SidecarChunkStore(ChunkStore):
         salt = connection.arena_info.salt
         self._on_salt(salt)
         took_s = connection.greeting_s
-        if self._describe is not None and DESCRIBE in connection.welcome.capabilities:
+        if self._describe is not None:
             begin = time.monotonic()
             connection.call(self._describe(salt), m.Ok)
             took_s = time.monotonic() - begin

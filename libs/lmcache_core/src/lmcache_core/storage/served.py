@@ -186,11 +186,6 @@ class EncodingStore(WrappedStore, AdaptsToClients):
         self._memory = BufferAllocator(capacity_bytes=MAX_SENDING_BYTES)
         self.encoding_bytes = 0
 
-    @property
-    @override
-    def offers(self) -> Accepts:
-        return Accepts(True, frozenset() if self._codec is None else frozenset({self._codec.serde}))
-
     @override
     def for_client(self, accepts: Accepts) -> ServedStore:
         store, codec = self._store if accepts.lossy else self._lossless, self._codec

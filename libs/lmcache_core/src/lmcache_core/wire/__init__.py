@@ -6,7 +6,7 @@ A frame is a checked 32-byte header, a MessagePack array and, for a record, raw 
 id. Over lm:// answers of different requests may interleave:
 
     frame                      answer              meaning
-    HELLO                      HELLO_OK | ERROR    version, capabilities, token, client's name
+    HELLO                      HELLO_OK | ERROR    version, what the client takes, token, name
     LANE                                           a number for format, model, ranks, group
     CONTEXT                                        which request the next frame belongs to
     CONTAINS names             CONTAINS_OK         which exist

@@ -1,4 +1,4 @@
-"""Names of optional capabilities in HELLO, over TCP and over the sidecar's socket."""
+"""What a client takes, as names in HELLO: over TCP, and over the sidecar's socket."""
 
 from __future__ import annotations
 
@@ -9,29 +9,13 @@ from lmcache_core.wire.messages import MAX_CAPABILITIES
 
 LOSSY = "lossy"
 SERDE_PREFIX = "serde:"
-HANDOVER = "handover"
-"""The client is a server that hands over its chunks before it shuts down."""
-HELD = "held"
-"""Before dropping its own, the client asks with HELD whether others hold a tenant's chunks."""
-CONTEXT = "context"
-"""CONTEXT frames are supported."""
-STAGE = "stage"
-REJECT = "reject"
-DESCRIBE = "describe"
-"""The frames STAGE, DONE with tickets, REJECT and DESCRIBE are supported."""
 ON_DEVICE = "on_device"
 """The client's KV is on a GPU: if the sidecar allows it, only a sample of loads is verified."""
-LOCKS = "locks"
-"""The client locks the sidecar's generation before it maps the arena; otherwise the next sidecar
-cannot know whether it still writes to it.
-"""
 CHUNK_BYTES_PREFIX = "chunk_bytes:"
 """Before the size of the largest payload that the client can use, decoded, in decimal digits: the
 sidecar reads no larger record from a slower tier for it.
 """
 MAX_CHUNK_BYTES_DIGITS = 15
-SIDECAR_CAPABILITIES = (STAGE, REJECT, DESCRIBE, CONTEXT)
-"""What a sidecar's socket supports beyond HELLO, loads and stores."""
 
 
 @dataclass(frozen=True, slots=True)

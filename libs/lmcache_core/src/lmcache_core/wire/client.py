@@ -19,7 +19,7 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, relea
 from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.backoff import Backoff
-from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Arrival, Call, ClientConnection
 from lmcache_core.wire.frames import FrameType
 from lmcache_core.wire.incoming import Received, verified
@@ -47,7 +47,6 @@ class ClientOptions:
         name: Name of this client, for the server's logs and for tickets.
         tier: Name of the tier that chunks from here are attributed to.
         accepts: Records that the server may send.
-        hands_over: Ask the server to accept chunks of other tenants.
         tls: Encrypts, and verifies the server; None: neither.
     """
 
@@ -59,7 +58,6 @@ class ClientOptions:
     name: str = ""
     tier: str = STORAGE_TIER
     accepts: Accepts = ONLY_LOSSLESS
-    hands_over: bool = False
     tls: ClientTls | None = None
 
 
@@ -106,13 +104,6 @@ class LmClient:
         """Whether a connection is currently open."""
         return self._connection is not None and self._connection.is_open
 
-    @property
-    def capabilities(self) -> frozenset[str]:
-        """The capabilities that the connected server grants: with HANDOVER it accepts chunks of all
-        tenants, with HELD it reports which of them it holds.
-        """
-        return frozenset() if self._connection is None else self._connection.capabilities
-
     async def ping(self, timeout_s: float | None = None) -> None:
         """Check that the server responds."""
         deadline = self._deadline(timeout_s)
@@ -127,7 +118,9 @@ class LmClient:
     async def holds(
         self, tenant: str, keys: Sequence[ChunkKey], timeout_s: float | None = None
     ) -> list[bool]:
-        """Like `contains`, for chunks of that tenant. Needs the capability HELD."""
+        """Return which of a tenant's chunks the server has and keeps. Needs the role `storage` or
+        `admin`.
+        """
         return await self._ask_for(keys, lambda names: m.Held(tenant, names), timeout_s)
 
     async def _ask_for(
@@ -226,7 +219,7 @@ class LmClient:
     async def hand_over(
         self, chunks: Sequence[Chunk], may_evict: bool, timeout_s: float | None = None
     ) -> list[bool]:
-        """Like `put`, but each chunk keeps its tenant and age. Needs the capability HANDOVER.
+        """Like `put`, but each chunk keeps its tenant and age. Needs the role `storage` or `admin`.
 
         Args:
             chunks: Borrowed.
@@ -379,12 +372,11 @@ class LmClient:
                     server_hostname=None if tls is None else tls.name or self._host,
                 )
                 connection = ClientConnection(stream, self._name)
-                capabilities = [
-                    *self._options.accepts.capabilities(),
-                    *([HANDOVER, HELD] if self._options.hands_over else []),
-                    CONTEXT,
-                ]
-                await connection.greet(token_text(self._token), self._options.name, capabilities)
+                await connection.greet(
+                    token_text(self._token),
+                    self._options.name,
+                    self._options.accepts.capabilities(),
+                )
         except BaseException as exc:
             if connection is not None:
                 await connection.close()

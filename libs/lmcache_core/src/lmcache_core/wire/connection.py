@@ -20,7 +20,6 @@ from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Miss
 from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import CONTEXT
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.lanes import LaneNumbers, runs_of
@@ -101,7 +100,6 @@ class ClientConnection:
     Attributes:
         max_batch: Largest number of keys in one request.
         server: The server's own name.
-        capabilities: Those that it supports.
     """
 
     def __init__(self, stream: FrameStream, name: str) -> None:
@@ -116,7 +114,6 @@ class ClientConnection:
         self._reader: asyncio.Task[None] | None = None
         self.max_batch = 1
         self.server = ""
-        self.capabilities: frozenset[str] = frozenset()
 
     @property
     def is_open(self) -> bool:
@@ -129,7 +126,7 @@ class ClientConnection:
         Args:
             token: Bearer token, None for none.
             client: Name of this client.
-            capabilities: Names of its capabilities.
+            capabilities: What it takes; see `lmcache_core.wire.capabilities`.
 
         Raises:
             AuthenticationError: The server rejects the token.
@@ -153,7 +150,6 @@ class ClientConnection:
             )
         self.max_batch = min(answer.max_batch, m.MAX_BATCH_KEYS)
         self.server = answer.server
-        self.capabilities = frozenset(answer.capabilities)
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
 
     @asynccontextmanager
@@ -236,7 +232,7 @@ class ClientConnection:
         self._calls[call.correlation_id] = call
         preface = b""
         own = carried()
-        if own is not None and CONTEXT in self.capabilities:
+        if own is not None:
             preface = m.build_frame(call.correlation_id, m.Context(own.request_id, own.traceparent))
         try:
             await self._stream.send_message(call.correlation_id, message, *blob, preface=preface)

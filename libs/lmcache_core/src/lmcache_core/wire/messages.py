@@ -155,7 +155,7 @@ class Hello(Message, frozen=True):
     Attributes:
         version_min: Oldest version that the client supports.
         version_max: Newest version.
-        capabilities: Names of optional capabilities; see `lmcache_core.wire.capabilities`.
+        capabilities: Names of what the client takes; see `lmcache_core.wire.capabilities`.
         token: Bearer token, nil without one.
         client: Name of the client, for logs and for comparison with tickets.
         engine: Description of the client, on a sidecar's socket.
@@ -175,7 +175,6 @@ class HelloOk(Message, frozen=True):
 
     Attributes:
         version: Version that both use from here on.
-        capabilities: The client's capabilities that the server supports, too.
         server: Name of the server: its instance id, or `ANY_SERVER`.
         max_batch: Largest number of keys in one request.
         arena: The arena for exchanging chunks, on a sidecar's socket.
@@ -183,7 +182,6 @@ class HelloOk(Message, frozen=True):
 
     frame_type = FrameType.HELLO_OK
     version: _Version
-    capabilities: _Capabilities
     server: _Name
     max_batch: Annotated[int, Meta(ge=1, le=MAX_NAMES)]
     arena: ArenaInfo | None = None
@@ -316,8 +314,7 @@ class DeclareLane(StrictMessage, frozen=True):
 
 
 class Context(Message, frozen=True):
-    """Identifies the request that the next frame belongs to, for logs and traces. Has no answer;
-    sent to servers with the capability `context`.
+    """Identifies the request that the next frame belongs to, for logs and traces. Has no answer.
 
     Attributes:
         request_id: "" for none.

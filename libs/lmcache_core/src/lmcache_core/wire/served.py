@@ -55,10 +55,6 @@ class AdaptsToClients(Protocol):
     all.
     """
 
-    @property
-    def offers(self) -> Accepts:
-        """Return everything that a client may be served if it accepts it."""
-
     def for_client(self, accepts: Accepts) -> ServedStore:
         """Return the store as seen by a client that accepts these records."""
 

@@ -32,7 +32,7 @@ from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.wire import messages
-from lmcache_core.wire.capabilities import CONTEXT, HANDOVER, HELD, Accepts
+from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import WITH_RECORD, FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received, payload_is_whole
 from lmcache_core.wire.listener import FrameListener
@@ -151,7 +151,6 @@ class LmSession:
         self._reader = RequestReader(_REQUESTS, self._next_header, self._read_message)
         self._arrived: dict[int, Received | Miss] = {}
         self._handovers: TakesHandovers | None = None
-        self._departing: TakesHandovers | None = None  # the store, for a client that may shut down
         self._handed_over = HandoverLog(self._limits.note_handovers, stream.peer())
         self._caller: Principal | None = None
         self._token: str | None = None
@@ -202,24 +201,17 @@ class LmSession:
         except AuthenticationError:
             if server.verify_ticket is None or hello.token is not None:
                 raise
-        offered = {CONTEXT}
         if (
             self._caller is not None
-            and HANDOVER in hello.capabilities
+            and speaks_for_all_tenants(self._caller.role)
             and isinstance(server.store, TakesHandovers)
         ):
-            # A server that may shut down is told only what it can rely on, whatever its role.
-            self._departing = server.store
-            if speaks_for_all_tenants(self._caller.role):
-                self._handovers = server.store
-                offered |= {HANDOVER, HELD}
+            self._handovers = server.store
         if isinstance(server.store, AdaptsToClients):
             self._store = server.store.for_client(Accepts.said_by(hello.capabilities))
-            offered.update(server.store.offers.capabilities())
-        agreed = [name for name in dict.fromkeys(hello.capabilities) if name in offered]
         await self._send(
             header.correlation_id,
-            messages.HelloOk(version, agreed, server.name, self._limits.max_batch),
+            messages.HelloOk(version, server.name, self._limits.max_batch),
         )
 
     def _require_place(self, owner: str) -> None:
@@ -293,7 +285,7 @@ class LmSession:
         if isinstance(message, messages.HandoverChunk) and self._handovers is None:
             self._handed_over.add(self._caller, message.tenant, 0, False)
             if self._caller is not None:
-                raise ProtocolError("HANDOVER, which this server has not offered to this client")
+                raise AuthenticationError(_refused("HANDOVER"))
         if self._caller is None:
             await self._stream.discard(header.blob_bytes)  # `_answer` refuses the request
             return
@@ -362,7 +354,7 @@ class LmSession:
             case messages.Ping():
                 return messages.Pong()
             case messages.Contains() | messages.Held():
-                return messages.ContainsOk(await self._present(self._keys(message)))
+                return messages.ContainsOk(await self._present(message))
             case messages.Get():
                 keys = self._keys(message)
                 return await self._send_chunks(correlation_id, keys, message.prefix_only)
@@ -379,7 +371,7 @@ class LmSession:
         self, correlation_id: int, message: messages.HandoverChunk
     ) -> messages.PutOk:
         if self._handovers is None:
-            raise AuthenticationError("HANDOVER needs a token with the role storage or admin")
+            raise AuthenticationError(_refused("HANDOVER"))
         record, is_kept = self._arrived[correlation_id], False
         stored_at = time.time() - message.age_ms / 1000
         try:
@@ -415,10 +407,11 @@ class LmSession:
         is_kept = await keep(chunk)
         return messages.PutOk(is_kept, "" if is_kept else MissReason.NO_MEMORY.value)
 
-    async def _present(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which chunks exist; for a server that may shut down, which are here to stay."""
+    async def _present(self, message: messages.Contains | messages.Held) -> list[bool]:
+        """Return which chunks exist; for HELD, which of them are here to stay."""
+        keys = self._keys(message)
         present = await self._store.contains(keys)
-        if (store := self._departing) is not None:
+        if isinstance(message, messages.Held) and (store := self._handovers) is not None:
             return [found and store.stays(key) for key, found in zip(keys, present, strict=True)]
         return present
 
@@ -457,7 +450,7 @@ class LmSession:
         only on a connection without a token, and only for GET.
         """
         if isinstance(message, messages.Held) and self._handovers is None:
-            raise AuthenticationError("HELD needs a token with the role storage or admin")
+            raise AuthenticationError(_refused("HELD"))
         if self._caller is None:
             tenant = self._tenant_by_ticket(message)
             self._require_place(tenant)
@@ -482,6 +475,10 @@ class LmSession:
     async def _send(self, correlation_id: int, message: Message, *blob: bytes | memoryview) -> None:
         async with asyncio.timeout(self._limits.transfer_s(sum(map(len, blob)))):
             await self._stream.send_message(correlation_id, message, *blob)
+
+
+def _refused(frame: str) -> str:
+    return f"{frame} needs a storage server, and a token with the role storage or admin"
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.remote import RemoteOptions
 from lmcache_core.storage.remote.lm import client_maker, members_of
 from lmcache_core.storage.remote.members import Member, Members, ServerAddress
-from lmcache_core.wire.capabilities import HANDOVER, HELD
 
 from lmcache_storage.settings import StorageSettings
 
@@ -28,13 +27,10 @@ class OtherServers:
     Attributes:
         members: The set; opened and closed by its owner.
         instance: Name of this server.
-        tenant: Tenant of our token: its chunks can also be sent to servers that accept no
-            handovers.
     """
 
     members: Members
     instance: str
-    tenant: str
 
     def known(self) -> frozenset[str]:
         """Return the names of all other servers, including those that do not answer."""
@@ -58,34 +54,19 @@ class OtherServers:
             AuthenticationError: It refuses our token.
             ProtocolError: Its answer is malformed.
         """
-        client = member.client
-        if HANDOVER in client.capabilities:
-            able, stored = list(chunks), await client.hand_over(chunks, may_evict, SEND_TIMEOUT_S)
-        else:
-            able = [chunk for chunk in chunks if chunk.key.tenant == self.tenant]
-            stored = await client.put(able, SEND_TIMEOUT_S) if able else []
-        return {chunk.key: False for chunk in chunks} | {
-            chunk.key: is_there for chunk, is_there in zip(able, stored, strict=True)
-        }
+        stored = await member.client.hand_over(chunks, may_evict, SEND_TIMEOUT_S)
+        return dict(zip((chunk.key for chunk in chunks), stored, strict=True))
 
     async def held_there(self, member: Member, keys: Sequence[ChunkKey]) -> dict[ChunkKey, bool]:
         """Return for each chunk whether that server confirms that it holds the chunk and keeps it.
-        Only these may be dropped here. An earlier version, or a server that refuses questions about
-        other tenants, confirms nothing: that counts as not held. Raises as `send`.
+        Only these may be dropped here. Raises as `send`.
         """
         by_tenant: dict[str, list[ChunkKey]] = {}
         for key in keys:
             by_tenant.setdefault(key.tenant, []).append(key)
         found = dict.fromkeys(keys, False)
-        client = member.client
-        if not client.is_connected:
-            # Its capabilities are known once it is connected.
-            await client.ping(SEND_TIMEOUT_S)
         for tenant, part in by_tenant.items():
-            if HELD in client.capabilities:
-                found |= zip(part, await client.holds(tenant, part, SEND_TIMEOUT_S), strict=True)
-            elif tenant == self.tenant:
-                found |= zip(part, await client.contains(part, SEND_TIMEOUT_S), strict=True)
+            found |= zip(part, await member.client.holds(tenant, part, SEND_TIMEOUT_S), strict=True)
         return found
 
 
@@ -105,7 +86,7 @@ def create_members(
     """
     options = RemoteOptions(token, SEND_TIMEOUT_S, settings.instance_id, tls=tls)
     if settings.replicas_url is not None:
-        return members_of(settings.replicas_url, options, hands_over=True)
+        return members_of(settings.replicas_url, options)
     if broker is None:
         return None
 
@@ -119,4 +100,4 @@ def create_members(
         return [ServerAddress(url.host, url.port, url.host) for url in urls]
 
     scheme = "lm" if settings.tls_cert_file is None else "lm+tls"
-    return Members(find, client_maker(f"{scheme}://", options, hands_over=True), "the broker")
+    return Members(find, client_maker(f"{scheme}://", options), "the broker")

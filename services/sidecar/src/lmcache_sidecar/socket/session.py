@@ -24,9 +24,7 @@ from lmcache_core.storage.staging import Stager
 from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.capabilities import (
-    LOCKS,
     ON_DEVICE,
-    SIDECAR_CAPABILITIES,
     Accepts,
     chunk_bytes_said_by,
 )
@@ -89,7 +87,6 @@ class EngineSession:
         self._stream = stream
         self._context = context
         self._reader = RequestReader(_REQUESTS, stream.read_header, stream.read_message)
-        self._may_store = False
         self._decodes: frozenset[str] = frozenset()
         self.memory = ClientMemory(context)
         self.staging = Stager(
@@ -244,11 +241,6 @@ class EngineSession:
         if context.readers is not None:
             self._decodes = Accepts.said_by(hello.capabilities).serdes
             context.readers.join(self._decodes)
-        self._may_store = LOCKS in hello.capabilities or context.journal is None
-        if not self._may_store:
-            logger.warning(
-                "client without a lock on the arena can load but not store: client=%s", engine.name
-            )
         arena = context.arena
         verify_hot = context.verify_hot
         if verify_hot == "auto":
@@ -256,7 +248,6 @@ class EngineSession:
             verify_hot = "sampled" if ON_DEVICE in hello.capabilities else "always"
         return m.HelloOk(
             version,
-            [name for name in dict.fromkeys(hello.capabilities) if name in SIDECAR_CAPABILITIES],
             context.server,
             m.MAX_NAMES,
             m.ArenaInfo(str(arena.path), arena.size, arena.generation, verify_hot, context.salt),
@@ -281,7 +272,7 @@ class EngineSession:
         known += [False] * (len(request.sizes) - len(known))
         if len(known) > len(request.sizes):
             raise ProtocolError(f"RESERVE of {len(request.sizes)} chunks with {len(known)} names")
-        is_open = self._may_store and not self._context.is_draining
+        is_open = not self._context.is_draining
         sizes = [size for size, is_known in zip(request.sizes, known, strict=True) if not is_known]
         lent = iter(self.memory.reserve(sizes) if is_open else [None] * len(sizes))
         items = [NotLent.KNOWN if is_known else next(lent) or NotLent.NO_ROOM for is_known in known]

@@ -13,13 +13,12 @@ from lmcache_core.storage import served as served_module
 from lmcache_core.storage.served import EncodingStore
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.client import ClientOptions, LmClient
-from lmcache_core.wire.messages import HelloOk
 from lmcache_core.wire.served import ServedStore
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by
 from tests.fixtures.encoded_tier import DATA, content
-from tests.fixtures.wire import Arena, MemoryStore, anyone, connected
+from tests.fixtures.wire import Arena, MemoryStore, anyone
 from tests.suites.chunks import make_chunk, make_key
 
 EVERYTHING = Accepts(True, frozenset({"flate", "half"}))
@@ -224,23 +223,7 @@ async def test_who_encodes_nothing_serves_raw(
         encoding(store, lossless, "naive") as served,
         client_of(served, EVERYTHING) as client,
     ):
-        assert served.offers == Accepts(lossy=True)
         assert await kinds(client, arena, ["raw"]) == ["naive"]
-
-
-async def test_a_hello_is_answered_by_what_both_have(
-    store: MemoryStore, lossless: ZlibCodec
-) -> None:
-    async with encoding(store, lossless) as served, serving(served) as server:
-        for said, agreed in (
-            (["lossy", "serde:flate", "serde:other", "later"], ["lossy", "serde:flate"]),
-            (["serde:flate", "serde:flate"], ["serde:flate"]),
-            ([], []),
-        ):
-            async with connected(server.port) as raw:
-                answer = await raw.hello(capabilities=said)
-                assert isinstance(answer, HelloOk)
-                assert answer.capabilities == agreed
 
 
 async def test_what_cannot_be_held_encoded_goes_out_raw(

@@ -43,21 +43,20 @@ def create(url: str, options: RemoteOptions) -> StorageBackend:
     return ReplicatedBackend(members_of(url, options), options.timeout_s, options.locate)
 
 
-def members_of(url: str, options: RemoteOptions, hands_over: bool = False) -> Members:
+def members_of(url: str, options: RemoteOptions) -> Members:
     """Return the servers of such a URL, not opened.
 
     Args:
         url: As for `create`.
         options: Options of the connections.
-        hands_over: Ask the servers to accept chunks of other tenants.
 
     Raises:
         ConfigError: The URL is malformed.
     """
-    return Members(Resolver(hosts_of(url)), client_maker(url, options, hands_over), url)
+    return Members(Resolver(hosts_of(url)), client_maker(url, options), url)
 
 
-def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> MakeClient:
+def client_maker(url: str, options: RemoteOptions) -> MakeClient:
     """Return the factory of clients for the servers of such a URL; arguments as for
     `members_of`.
     """
@@ -73,7 +72,6 @@ def client_maker(url: str, options: RemoteOptions, hands_over: bool = False) -> 
             name=options.client_name,
             tier=STORAGE_TIER,
             accepts=options.accepts,
-            hands_over=hands_over,
             tls=None if tls is None else ClientTls(tls.context, tls.name or address.name),
         )
         return LmClient(address.host, address.port, options.token, behaviour)
