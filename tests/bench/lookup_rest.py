@@ -236,9 +236,7 @@ async def _fill(url: str, chunk_ids: Sequence[bytes]) -> None:
         name = f"pod-{number}"
         incarnation = time.time_ns()
         await client.renew_instance(name, incarnation=incarnation, kind="sidecar", ttl_ms=300_000)
-        events = [
-            StoreEvent("store", chunk_id.hex(), "memory", CHUNK_BYTES) for chunk_id in chunk_ids
-        ]
+        events = [StoreEvent("store", chunk_id, "memory", CHUNK_BYTES) for chunk_id in chunk_ids]
         await client.send_events(name, incarnation=incarnation, first_sequence=0, events=events)
     await client.close()
 

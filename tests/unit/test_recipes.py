@@ -211,7 +211,7 @@ LOOKUP_ENDPOINT = Recipe(
             ("    ContainsAnswer,", "    CountAnswer,\n"),
             (
                 "@lookup_router.get(",
-                '''@questions.post("/count", **bodies.route(CHUNKS, CountAnswer))
+                '''@questions.post("/count", **bodies.route(CHUNKS, CountAnswer, CountAnswer))
 async def count(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Count chunks. Those that have a holder."""
     body = await CHUNKS.read(request)
@@ -226,8 +226,7 @@ async def count(request: Request, caller: ClientPrincipal, service: Service) -> 
             (
                 "    async def locations(",
                 """    async def count(self, chunk_ids, exclude=()):
-        reply = await self._ask("/v1/count", chunk_ids, exclude, None)
-        return self._formats.decode(reply, CountAnswer)
+        return await self._ask("/v1/count", chunk_ids, exclude, CountAnswer, None)
 
 """,
             ),
@@ -256,7 +255,7 @@ async def ask(index=None):
         await client.open()
         if index is None:
             await client.renew_instance("a", incarnation=1, kind="sidecar")
-            events = [StoreEvent("store", one.hex(), "hot", 1) for one in IDS[:2]]
+            events = [StoreEvent("store", one, "hot", 1) for one in IDS[:2]]
             await client.send_events("a", incarnation=1, first_sequence=0, events=events)
         answer = await client.count(IDS)
         await client.close()

@@ -93,8 +93,8 @@ SOCKET_OUTCOME: list[object] = [[False], [True], [True], (True, "Hot"), (b"\x01"
 async def talk_lookup(client: LookupClient) -> list[object]:
     """To the lookup service; what came of it."""
     lease = await client.renew_instance("pod-1", incarnation=7, kind="sidecar")
-    events = [StoreEvent("store", each.hex(), "Hot", 4096) for each in IDS[:2]] + [
-        StoreEvent("remove", IDS[2].hex(), "Hot")
+    events = [StoreEvent("store", each, "Hot", 4096) for each in IDS[:2]] + [
+        StoreEvent("remove", IDS[2], "Hot")
     ]
     ack = await client.send_events("pod-1", incarnation=7, first_sequence=0, events=events)
     found = await client.lookup(IDS, exclude=["pod-2"])

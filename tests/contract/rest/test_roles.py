@@ -11,11 +11,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from lmcache_broker.app import create_app as create_broker
 from lmcache_broker.settings import BrokerSettings
-from lmcache_core.lookup.messages import MAX_INCARNATION
+from lmcache_core.lookup.messages import MAX_INCARNATION, MSGPACK
 from lmcache_lookup.app import create_app as create_lookup
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.app import ServiceApp
@@ -243,12 +244,12 @@ async def lease(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
 async def report(
     client: httpx.AsyncClient, op: str, incarnation: int, first: int
 ) -> httpx.Response:
-    event = {"op": op, "chunk_id": CHUNK, "tier": "memory", "size_bytes": 5}
     body = {"instance": "st-0", "incarnation": incarnation, "first_sequence": first}
-    events = [event | {"tenant": tenant} for tenant in ("acme", "rival")]
+    events = [[op, bytes.fromhex(CHUNK), "memory", 5, tenant] for tenant in ("acme", "rival")]
     if client.headers["authorization"] == f"Bearer {TOKENS['client']}":
         events = events[:1]
-    return await client.post("/v1/events", json=body | {"events": events})
+    content = msgspec.msgpack.encode(body | {"events": events})
+    return await client.post("/v1/events", content=content, headers={"content-type": MSGPACK})
 
 
 async def found(client: httpx.AsyncClient) -> list[dict[str, Any]]:
@@ -267,7 +268,8 @@ async def test_clients_lease_with_a_storage_servers_name_changes_nothing_for_oth
 ) -> None:
     storage, client, rival = (lookup_callers[name] for name in ("storage", "client", "rival"))
     assert (await lease(storage)).status_code == 200
-    assert not (await report(storage, "store", 7, 0)).json()["resync"]
+    acknowledged = await report(storage, "store", 7, 0)
+    assert not msgspec.msgpack.decode(acknowledged.content)["resync"]
     for thief in (client, rival):
         assert (await lease(thief, incarnation=incarnation, kind="sidecar")).status_code == 200
         assert (await report(client, "remove", incarnation, 0)).status_code == 200

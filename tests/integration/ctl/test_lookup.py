@@ -38,8 +38,8 @@ async def fill(url: str) -> None:
     await client.open()
     for instance, held in (("pod-1", (A, B)), ("pod-2", (A,))):
         await client.renew_instance(instance, incarnation=1, kind="sidecar", ttl_ms=60_000)
-        events = [StoreEvent("store", chunk_id.hex(), "memory", 3 << 20) for chunk_id in held]
-        events.append(StoreEvent("store", C.hex(), "memory", 1, "rival"))
+        events = [StoreEvent("store", chunk_id, "memory", 3 << 20) for chunk_id in held]
+        events.append(StoreEvent("store", C, "memory", 1, "rival"))
         await client.send_events(instance, incarnation=1, first_sequence=0, events=events)
     await client.close()
 

@@ -110,7 +110,7 @@ async def test_a_dead_instance_vanishes_with_its_lease(service: ServiceProcess) 
             "mute",
             incarnation=1,
             first_sequence=0,
-            events=[StoreEvent("store", A.hex(), "disk", 3)],
+            events=[StoreEvent("store", A, "disk", 3)],
         )
         assert await prefix(client, A) == [["mute"]]
         await until(lambda: _prefix_is(client, [], A))
@@ -123,7 +123,7 @@ async def test_a_gap_leads_to_a_resync_that_heals(service: ServiceProcess) -> No
             "one",
             incarnation=incarnation,
             first_sequence=5,
-            events=[StoreEvent("store", B.hex(), "hot", 1)],
+            events=[StoreEvent("store", B, "hot", 1)],
         )
         assert (ack.next_sequence, ack.resync) == (1, True)
         # A number that the reporter did not send: as if one of its events had been lost on the way.
@@ -131,7 +131,7 @@ async def test_a_gap_leads_to_a_resync_that_heals(service: ServiceProcess) -> No
             "one",
             incarnation=incarnation,
             first_sequence=1,
-            events=[StoreEvent("store", B.hex(), "hot", 1)],
+            events=[StoreEvent("store", B, "hot", 1)],
         )
         instance.held[C] = 9
         instance.reporter.stored(B, "hot", 1)
@@ -176,7 +176,7 @@ async def test_a_redis_that_refuses_writes_is_still_read(tmp_path: Path, kind: s
             "LMCACHE_LOOKUP_REDIS_WRITE_TIMEOUT_MS": "9000",
         }
         ttl_ms = 4_000 if kind == "full" else 60_000
-        events = [StoreEvent("store", chunk_id.hex(), "hot", 1) for chunk_id in (A, B)]
+        events = [StoreEvent("store", chunk_id, "hot", 1) for chunk_id in (A, B)]
         with running_service("lmcache_lookup", tmp_path, environ) as service:
             async with client_of(service) as client:
 
@@ -290,13 +290,13 @@ async def test_two_replicas_share_redis(tmp_path: Path, server: RedisServer) -> 
                 "one",
                 incarnation=1,
                 first_sequence=0,
-                events=[StoreEvent("store", A.hex(), "hot", 1)],
+                events=[StoreEvent("store", A, "hot", 1)],
             )
             await near.send_events(
                 "one",
                 incarnation=1,
                 first_sequence=1,
-                events=[StoreEvent("store", B.hex(), "hot", 1)],
+                events=[StoreEvent("store", B, "hot", 1)],
             )
             assert await prefix(far, A, B) == [["one"], ["one"]]
             await near.end_instance("one")
@@ -342,8 +342,8 @@ async def test_tokens_keep_tenants_and_roles_apart(tmp_path: Path) -> None:
         ):
             await ops.renew_instance("s-0", incarnation=1, kind="storage", ttl_ms=60_000)
             events = [
-                StoreEvent("store", A.hex(), "disk", 1, "acme"),
-                StoreEvent("store", B.hex(), "disk", 1),
+                StoreEvent("store", A, "disk", 1, "acme"),
+                StoreEvent("store", B, "disk", 1),
             ]
             await ops.send_events("s-0", incarnation=1, first_sequence=0, events=events)
             assert await prefix(acme, A) == [["s-0"]]

@@ -59,7 +59,7 @@ async def announce(lookup_url: str, holder: str) -> None:
         holder,
         incarnation=1,
         first_sequence=0,
-        events=[StoreEvent("store", KEY.key.chunk_id().hex(), "memory", 100)],
+        events=[StoreEvent("store", KEY.key.chunk_id(), "memory", 100)],
     )
     async with asyncio.timeout(60):
         while not (await client.lookup(chunk_ids)).holders:

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable
 
 import httpx
+import msgspec
 import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
+from lmcache_core.lookup.messages import MSGPACK
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Chunk, Miss
 from lmcache_core.security import TicketSigner, unix_ms
@@ -182,16 +184,13 @@ def test_a_tenants_entries_are_its_own(guarded: Guarded) -> None:
         assert lease.status_code == 403
         lease = rival.put("/v1/instances/rival-0", json={"incarnation": 1, "kind": "sidecar"})
         assert lease.status_code == 200
-        event = {
-            "op": "store",
-            "chunk_id": CHUNK_ID,
-            "tier": "memory",
-            "size_bytes": 1,
-            "tenant": "acme",
-        }
+        event = ["store", bytes.fromhex(CHUNK_ID), "memory", 1, "acme"]
         told = rival.post(
             "/v1/events",
-            json={"instance": "rival-0", "incarnation": 1, "first_sequence": 0, "events": [event]},
+            content=msgspec.msgpack.encode(
+                {"instance": "rival-0", "incarnation": 1, "first_sequence": 0, "events": [event]}
+            ),
+            headers={"content-type": MSGPACK},
         )
         assert told.status_code == 403
     with guarded.rest("broker", TOKENS["rival"]) as rival:

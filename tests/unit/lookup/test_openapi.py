@@ -51,21 +51,23 @@ def test_every_type_is_described_with_its_own_fields(document: dict[str, Any]) -
         }
 
 
-def test_every_body_under_v1_is_there_in_both_formats(document: dict[str, Any]) -> None:
-    """But for what all services have for people alone."""
-    num_bodies = 0
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            contents = [
-                operation.get("requestBody", {}).get("content"),
-                operation["responses"].get("200", {}).get("content"),
-            ]
-            for content in (
-                contents if path.startswith("/v1") and path != "/v1/admin/log-level" else []
-            ):
-                assert content is None or set(content) == {JSON, MSGPACK}
-                num_bodies += content is not None
-    assert num_bodies == 6 + 10
+def test_questions_are_there_in_both_formats_and_events_in_messagepack(
+    document: dict[str, Any],
+) -> None:
+    formats = {
+        path: set(content)
+        for path, operations in document["paths"].items()
+        for operation in operations.values()
+        for content in (
+            operation.get("requestBody", {}).get("content"),
+            operation["responses"].get("200", {}).get("content"),
+        )
+        if content is not None and path.startswith("/v1")
+    }
+    both = {"/v1/lookup", "/v1/route", "/v1/contains"}
+    assert all(formats.pop(path) == {JSON, MSGPACK} for path in both)
+    assert formats.pop("/v1/events") == {MSGPACK}
+    assert all(kinds == {JSON} for kinds in formats.values())
 
 
 def test_lookups_are_described_by_the_types_that_are_used(document: dict[str, Any]) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import APIRouter, Depends, Request, Response
 from lmcache_core.lookup import MAX_CHUNKS_PER_LOOKUP, MAX_EVENTS_PER_BATCH
+from lmcache_core.lookup.messages import MSGPACK
 from lmcache_core.names import KNOWN_TIERS
 from lmcache_lookup.app import create_app
 from lmcache_lookup.index import LookupIndex, create_index
@@ -44,9 +46,17 @@ async def lease(client: httpx.AsyncClient, instance: str = "a", **fields: Any) -
 async def store(
     client: httpx.AsyncClient, *ids: str, first: int = 0, instance: str = "a"
 ) -> httpx.Response:
-    events = [{"op": "store", "chunk_id": text, "tier": "hot", "size_bytes": 1} for text in ids]
-    body = EVENTS | {"instance": instance, "first_sequence": first, "events": events}
-    return await client.post("/v1/events", json=body)
+    events = [["store", bytes.fromhex(text), "hot", 1] for text in ids]
+    return await report(client, instance=instance, first_sequence=first, events=events)
+
+
+async def report(client: httpx.AsyncClient, **changes: Any) -> httpx.Response:
+    body = msgspec.msgpack.encode(EVENTS | changes)
+    return await client.post("/v1/events", content=body, headers={"content-type": MSGPACK})
+
+
+def acknowledged(reply: httpx.Response) -> Any:
+    return msgspec.msgpack.decode(reply.content)
 
 
 def test_the_surface_is_the_documented_one() -> None:
@@ -78,7 +88,7 @@ async def test_a_lookup_is_answered_as_documented() -> None:
             "next_sequence": 0,
             "resync": False,
         }
-        assert (await store(client, ID)).json() == {"next_sequence": 1, "resync": False}
+        assert acknowledged(await store(client, ID)) == {"next_sequence": 1, "resync": False}
         answer = await client.post("/v1/lookup", json={"chunk_ids": [ID, "0b" * 16]})
         assert answer.json() == {
             "num_prefix": 1,
@@ -145,27 +155,33 @@ async def test_instances_are_listed_and_ended() -> None:
         ("/v1/lookup", {"chunk_ids": [ID], "exclude": ["a/b"]}),
         ("/v1/lookup", {}),
         ("/v1/route", {"chunk_ids": [1]}),
-        *(
-            ("/v1/events", EVENTS | wrong)
-            for wrong in (
-                {"incarnation": -1},
-                {"incarnation": 1 << 63},
-                {"first_sequence": -1},
-                {"instance": "a|b"},
-                {"events": [{"op": "copy", "chunk_id": ID, "tier": "hot"}]},
-                {"events": [{"op": "store", "chunk_id": ID, "tier": ""}]},
-                {
-                    "events": [{"op": "remove", "chunk_id": ID, "tier": "hot"}]
-                    * (MAX_EVENTS_PER_BATCH + 1)
-                },
-            )
-        ),
         ("/v1/admin/evict", {"chunk_ids": ["x"]}),
     ],
 )
 async def test_malformed_questions_are_refused(path: str, body: dict[str, Any]) -> None:
     async with serving() as client:
         response = await client.post(path, json=body)
+    assert (response.status_code, response.headers["content-type"]) == (
+        422,
+        "application/problem+json",
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"incarnation": -1},
+        {"incarnation": 1 << 63},
+        {"first_sequence": -1},
+        {"instance": "a|b"},
+        {"events": [["copy", bytes(16), "hot"]]},
+        {"events": [["store", bytes(16), ""]]},
+        {"events": [["remove", bytes(16), "hot"]] * (MAX_EVENTS_PER_BATCH + 1)},
+    ],
+)
+async def test_malformed_events_are_refused(wrong: dict[str, Any]) -> None:
+    async with serving() as client:
+        response = await report(client, **wrong)
     assert (response.status_code, response.headers["content-type"]) == (
         422,
         "application/problem+json",
@@ -183,19 +199,17 @@ async def test_unknown_tiers_are_refused_in_a_sentence() -> None:
     async with serving() as client:
         await lease(client)
         for op in ("store", "remove"):
-            events = [
-                {"op": op, "chunk_id": ID, "tier": tier} for tier in ("memory", "t1", "tier-63")
-            ]
-            response = await client.post("/v1/events", json=EVENTS | {"events": events})
+            events = [[op, bytes(16), tier] for tier in ("memory", "t1", "tier-63")]
+            response = await report(client, events=events)
             assert response.status_code == 422
             [error] = response.json()["errors"]
             assert error["at"] == "body.events"
             assert error["message"].startswith("a tier's name must be one of Hot, LocalDiskBackend")
         assert (await client.get("/v1/stats")).json()["num_chunks"] == 0
         for first, tier in enumerate(sorted(KNOWN_TIERS)):
-            event = {"op": "store", "chunk_id": ID, "tier": tier}
-            body = EVENTS | {"first_sequence": first, "events": [event]}
-            assert (await client.post("/v1/events", json=body)).status_code == 200
+            events = [["store", bytes(16), tier]]
+            reply = await report(client, first_sequence=first, events=events)
+            assert reply.status_code == 200
 
 
 async def test_chunks_that_a_full_index_drops_are_counted() -> None:
@@ -217,9 +231,9 @@ async def test_the_largest_requests_fit() -> None:
         await lease(client)
         ids = [f"{number:032x}" for number in range(MAX_CHUNKS_PER_LOOKUP)]
         for first in range(0, MAX_CHUNKS_PER_LOOKUP, MAX_EVENTS_PER_BATCH):
-            assert (
+            assert acknowledged(
                 await store(client, *ids[first : first + MAX_EVENTS_PER_BATCH], first=first)
-            ).json()["resync"] is False
+            ) == {"next_sequence": first + MAX_EVENTS_PER_BATCH, "resync": False}
         answer = (
             await client.post("/v1/lookup", json={"chunk_ids": ids, "exclude": ["b"] * 1024})
         ).json()

@@ -24,8 +24,6 @@ from lmcache_core.lookup.messages import (
     LocationsAnswer,
     LookupAnswer,
     PackedChunksRequest,
-    PackedEventsRequest,
-    PackedEvictRequest,
     PackedLookupAnswer,
     RouteAnswer,
     StatsAnswer,
@@ -44,6 +42,7 @@ from lmcache_servicekit.bodies import (
     BodyTypes,
     RequestBody,
     answered,
+    json_answer,
     packed_answer,
     wants_packed,
 )
@@ -52,10 +51,10 @@ from lmcache_servicekit.problems import failures
 from lmcache_lookup.index import LeaseClaim
 from lmcache_lookup.service import LookupService, tenant_for
 
-CHUNKS: Final = RequestBody(ChunksRequest, PackedChunksRequest)
-LEASE: Final = RequestBody(LeaseRequest, LeaseRequest)
-EVENTS: Final = RequestBody(EventsRequest, PackedEventsRequest)
-EVICT: Final = RequestBody(EvictRequest, PackedEvictRequest)
+CHUNKS: Final = RequestBody[ChunksRequest | PackedChunksRequest](ChunksRequest, PackedChunksRequest)
+LEASE: Final = RequestBody(LeaseRequest)
+EVENTS: Final = RequestBody(packed=EventsRequest)
+EVICT: Final = RequestBody(EvictRequest)
 
 bodies: Final = BodyTypes()
 
@@ -163,7 +162,7 @@ async def lookup_prefix(request: Request, caller: ClientPrincipal, service: Serv
 
 @questions.post(
     "/route",
-    **bodies.route(CHUNKS, RouteAnswer),
+    **bodies.route(CHUNKS, RouteAnswer, RouteAnswer),
 )
 async def lookup_prefixes(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Show the longest prefix of each instance.
@@ -176,7 +175,7 @@ async def lookup_prefixes(request: Request, caller: ClientPrincipal, service: Se
     return answered(request, await service.route(caller.tenant, body.ids, body.exclude))
 
 
-@questions.post("/contains", **bodies.route(CHUNKS, ContainsAnswer))
+@questions.post("/contains", **bodies.route(CHUNKS, ContainsAnswer, ContainsAnswer))
 async def contains_chunks(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Check which chunks have a holder.
 
@@ -192,14 +191,14 @@ async def contains_chunks(request: Request, caller: ClientPrincipal, service: Se
     **bodies.route(answer=LocationsAnswer),
 )
 async def list_locations(
-    request: Request, chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Service
+    chunk_id: ChunkIdInPath, caller: ClientPrincipal, service: Service
 ) -> Response:
     """List a chunk's holders.
 
     One for each tier of each live instance that has it. Of the caller's tenant; `degraded` if the
     index does not answer in time.
     """
-    return answered(request, await service.locations(caller.tenant, bytes.fromhex(chunk_id)))
+    return json_answer(await service.locations(caller.tenant, bytes.fromhex(chunk_id)))
 
 
 @instances_router.put(
@@ -224,7 +223,7 @@ async def renew_lease(
         owner_of(caller), LeaseClaim(instance, body.incarnation, body.kind, ttl_ms)
     )
     service.metrics.resyncs.inc(state.resync)
-    return answered(request, InstanceLease(ttl_ms, state.next_sequence, state.resync))
+    return json_answer(InstanceLease(ttl_ms, state.next_sequence, state.resync))
 
 
 @instances_router.delete("/instances/{instance}", status_code=204, responses=failures(503))
@@ -247,7 +246,7 @@ async def end_lease(
     "/instances",
     **bodies.route(answer=InstancesAnswer, failing=(503,)),
 )
-async def list_instances(request: Request, caller: ClientPrincipal, service: Service) -> Response:
+async def list_instances(caller: ClientPrincipal, service: Service) -> Response:
     """List live leases.
 
     Those that tokens of the caller's tenant took; for the roles `storage` and `admin` also those
@@ -256,12 +255,12 @@ async def list_instances(request: Request, caller: ClientPrincipal, service: Ser
     found = await service.index.instances(caller.tenant)
     if speaks_for_all_tenants(caller.role):
         found += await service.index.instances(SHARED_OWNER)
-    return answered(request, InstancesAnswer(sorted(found, key=lambda entry: entry.instance)))
+    return json_answer(InstancesAnswer(sorted(found, key=lambda entry: entry.instance)))
 
 
 @events_router.post(
     "/events",
-    **bodies.route(EVENTS, EventsAck, failing=(403, 503)),
+    **bodies.route(EVENTS, packed=EventsAck, failing=(403, 503)),
 )
 async def report_events(request: Request, caller: ClientPrincipal, service: Service) -> Response:
     """Report stores and removals.
@@ -271,7 +270,7 @@ async def report_events(request: Request, caller: ClientPrincipal, service: Serv
     403: chunks of another tenant, whose events need the role `storage` or `admin`. 503: the index
     did not answer in time; repeat the batch.
     """
-    return answered(request, await service.take(caller, await EVENTS.read(request)))
+    return packed_answer(await service.take(caller, await EVENTS.read(request)))
 
 
 @lookup_router.get(
@@ -279,14 +278,14 @@ async def report_events(request: Request, caller: ClientPrincipal, service: Serv
     **bodies.route(answer=StatsAnswer, failing=(403,)),
 )
 async def get_stats(
-    request: Request, caller: ClientPrincipal, service: Service, tenant: TenantInQuery = None
+    caller: ClientPrincipal, service: Service, tenant: TenantInQuery = None
 ) -> Response:
     """Show figures of the index.
 
     Of one tenant. An index that does not answer in time is `degraded`, not an error. 403:
     another tenant's need the role `admin`.
     """
-    return answered(request, await service.stats(tenant_for(caller, tenant)))
+    return json_answer(await service.stats(tenant_for(caller, tenant)))
 
 
 @admin_router.get(
@@ -294,7 +293,6 @@ async def get_stats(
     **bodies.route(answer=TenantsAnswer, failing=(503,)),
 )
 async def list_tenants(
-    request: Request,
     caller: AdminPrincipal,
     service: Service,
     after: TenantBefore = None,
@@ -306,7 +304,7 @@ async def list_tenants(
     """
     found = [tenant for tenant in await service.index.tenants() if tenant > (after or "")]
     page = found[:limit]
-    return answered(request, TenantsAnswer(page, page[-1] if len(found) > limit else None))
+    return json_answer(TenantsAnswer(page, page[-1] if len(found) > limit else None))
 
 
 @admin_router.post(
@@ -320,9 +318,8 @@ async def evict_chunks(request: Request, caller: AdminPrincipal, service: Servic
     time; repeat the call.
     """
     body = await EVICT.read(request)
-    return answered(
-        request, EvictedAnswer(await service.index.evict(tenant_for(caller, body.tenant), body.ids))
-    )
+    num_evicted = await service.index.evict(tenant_for(caller, body.tenant), body.ids)
+    return json_answer(EvictedAnswer(num_evicted))
 
 
 @admin_router.post("/admin/clear", status_code=204, responses=failures(503))

@@ -16,13 +16,10 @@ from lmcache_core.lookup.messages import (
     Holder,
     HolderRun,
     LocationsAnswer,
-    PackedEvent,
-    PackedEventsRequest,
     PackedLookupAnswer,
     RouteAnswer,
     RouteEntry,
     StatsAnswer,
-    StoreEvent,
     pack_run,
 )
 from lmcache_core.names import KNOWN_TIERS
@@ -121,7 +118,7 @@ class LookupService:
         self.metrics.found_chunks.inc(bool(found[0]))
         return LocationsAnswer(list(found[0][:MAX_LOCATIONS]))
 
-    async def take(self, caller: Principal, body: EventsRequest | PackedEventsRequest) -> EventsAck:
+    async def take(self, caller: Principal, body: EventsRequest) -> EventsAck:
         """Apply a batch of events.
 
         Raises:
@@ -130,17 +127,20 @@ class LookupService:
                 only its own.
             UnavailableError: The index is unavailable; sending the batch again is safe.
         """
-        reported: Sequence[StoreEvent | PackedEvent] = body.events
         # Each name of a tier would take room for each chunk.
-        if not KNOWN_TIERS.issuperset(event.tier for event in reported):
+        if not KNOWN_TIERS.issuperset(event.tier for event in body.events):
             raise invalid(
                 f"a tier's name must be one of {', '.join(sorted(KNOWN_TIERS))}", "events"
             )
         events = [
             IndexEvent(
-                event.op, event.tenant or caller.tenant, chunk_id, event.tier, event.size_bytes
+                event.op,
+                event.tenant or caller.tenant,
+                event.chunk_id,
+                event.tier,
+                event.size_bytes,
             )
-            for event, chunk_id in zip(reported, body.ids, strict=True)
+            for event in body.events
         ]
         if not speaks_for_all_tenants(caller.role) and any(
             event.tenant != caller.tenant for event in events

@@ -13,7 +13,6 @@ import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from lmcache_core.addresses import is_loopback, may_be_loopback
 from lmcache_core.errors import ConfigError
-from lmcache_core.lookup.messages import JSON
 from lmcache_core.names import INSTANCE_PATTERN
 from lmcache_core.p2p import Lease, Peer, PeerStatus, parse_distributed_url
 from lmcache_core.p2p.messages import (
@@ -65,11 +64,11 @@ class EndedPulls(msgspec.Struct, frozen=True):
     num_ended: int
 
 
-ANNOUNCE: Final = RequestBody(AnnounceRequest, AnnounceRequest, [JSON])
-TRANSFER: Final = RequestBody(TransferRequest, TransferRequest, [JSON])
-PULLS: Final = RequestBody(PullsRequest, PullsRequest, [JSON])
+ANNOUNCE: Final = RequestBody(AnnounceRequest)
+TRANSFER: Final = RequestBody(TransferRequest)
+PULLS: Final = RequestBody(PullsRequest)
 
-bodies: Final = BodyTypes([JSON])
+bodies: Final = BodyTypes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Bodies that are msgspec types: the client's types read and write them, and the OpenAPI document
 is generated from them.
 
-A service speaks JSON, or JSON for people and MessagePack for programs. Then `Content-Type` states
-the format of a body, and `Accept` that of the response.
+A body is JSON, or MessagePack where programs send many chunk ids. Where both are read or written,
+`Content-Type` states the format of a body, and `Accept` that of the response.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from lmcache_servicekit.problems import failures
 
 BOTH_FORMATS: Final = (JSON, MSGPACK)
 
-J = TypeVar("J", bound=msgspec.Struct)
-P = TypeVar("P", bound=msgspec.Struct)
+B = TypeVar("B", bound=msgspec.Struct)
 
 _COMPONENT: Final = "#/components/schemas/{name}"
 
@@ -31,27 +30,22 @@ _REPEATED: Final = re.compile(r"^(Invalid enum value) .*?( - at `[^`]*`)?$", re.
 _PLACE: Final = re.compile(r"^(.*) - at `\$\.?([^`]*)`$", re.DOTALL)
 
 
-class RequestBody(Generic[J, P]):
+class RequestBody(Generic[B]):
     """Reads the body of a request.
 
     Args:
-        plain: Its type as JSON.
-        packed: Its type as MessagePack.
-        formats: The media types accepted.
+        plain: Its type as JSON; None: JSON is refused.
+        packed: Its type as MessagePack; None: MessagePack is refused.
     """
 
-    def __init__(
-        self, plain: type[J], packed: type[P], formats: Sequence[str] = BOTH_FORMATS
-    ) -> None:
+    def __init__(self, plain: type[B] | None = None, packed: type[B] | None = None) -> None:
         self.plain = plain
         self.packed = packed
-        self._formats = formats
-        self._read_plain = msgspec.json.Decoder(plain).decode
-        self._read_packed = msgspec.msgpack.Decoder(packed).decode
+        self._read_plain = None if plain is None else msgspec.json.Decoder(plain).decode
+        self._read_packed = None if packed is None else msgspec.msgpack.Decoder(packed).decode
 
-    async def read(self, request: Request) -> J | P:
-        """Read and check a request's body. Fields added by a newer client are ignored: the two may
-        be one version apart.
+    async def read(self, request: Request) -> B:
+        """Read and check a request's body. Unknown fields are ignored.
 
         Raises:
             HTTPException: 415: its format is not accepted.
@@ -59,16 +53,20 @@ class RequestBody(Generic[J, P]):
         """
         content_type = request.headers.get("content-type", "")
         kind = content_type.partition(";")[0].strip().lower()
-        if kind not in self._formats:
-            known = " or ".join(self._formats)
+        decoders = {JSON: self._read_plain, MSGPACK: self._read_packed}
+        decode = decoders.get(kind)
+        if decode is None:
+            known = " or ".join(name for name, reads in decoders.items() if reads is not None)
             raise HTTPException(415, f"the body must be {known}: name its type in Content-Type")
         data = await request.body()
         try:
-            return self._read_packed(data) if kind == MSGPACK else self._read_json(data)
+            return self._read_json(data) if kind == JSON else decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise RequestValidationError([_validation_error(exc)]) from None
 
-    def _read_json(self, data: bytes) -> J:
+    def _read_json(self, data: bytes) -> B:
+        assert self.plain is not None
+        assert self._read_plain is not None
         # JSON has one kind of number, so 1.0 is also an integer. Only a body that would otherwise
         # be refused pays for this.
         try:
@@ -170,20 +168,16 @@ def _validation_error(error: Exception) -> dict[str, object]:
 class BodyTypes:
     """Collects the types of all bodies as routes are declared, and generates their OpenAPI schemas.
 
-    Args:
-        formats: Media types of the service's bodies.
-
     Attributes:
         types: The types so far.
     """
 
-    def __init__(self, formats: Sequence[str] = BOTH_FORMATS) -> None:
-        self._formats = formats
+    def __init__(self) -> None:
         self.types: list[type] = []
 
     def route(
         self,
-        body: RequestBody[Any, Any] | None = None,
+        body: RequestBody[Any] | None = None,
         answer: type | None = None,
         packed: type | None = None,
         failing: Sequence[int] = (),
@@ -192,8 +186,9 @@ class BodyTypes:
 
         Args:
             body: What it reads, if it reads a body.
-            answer: What it writes as JSON; None for an empty answer, which is not documented here.
-            packed: What it writes as MessagePack, if that differs.
+            answer: What it writes as JSON; None: nothing.
+            packed: What it writes as MessagePack; None: nothing. An empty answer is not documented
+                here.
             failing: As for `failures`.
         """
         options: dict[str, Any] = {
@@ -201,9 +196,9 @@ class BodyTypes:
             "response_model": None,
             "responses": failures(*failing),
         }
-        if answer is not None:
-            sentence = (answer.__doc__ or "").partition("\n")[0]
-            content = self._contents(answer, packed or answer)
+        if (documented := answer or packed) is not None:
+            sentence = (documented.__doc__ or "").partition("\n")[0]
+            content = self._contents(answer, packed)
             options["responses"] |= {200: {"description": sentence, "content": content}}
         if body is not None:
             content = self._contents(body.plain, body.packed)
@@ -218,13 +213,13 @@ class BodyTypes:
             describe(schemas[kind.__name__], kind)
         return schemas
 
-    def _contents(self, plain: type, packed: type) -> dict[str, Any]:
+    def _contents(self, plain: type | None, packed: type | None) -> dict[str, Any]:
         by_format = {JSON: plain, MSGPACK: packed}
-        chosen = {kind: by_format[kind] for kind in self._formats}
+        chosen = {name: kind for name, kind in by_format.items() if kind is not None}
         self.types += dict.fromkeys(kind for kind in chosen.values() if kind not in self.types)
         return {
-            kind: {"schema": {"$ref": _COMPONENT.format(name=one.__name__)}}
-            for kind, one in chosen.items()
+            name: {"schema": {"$ref": _COMPONENT.format(name=kind.__name__)}}
+            for name, kind in chosen.items()
         }
 
 

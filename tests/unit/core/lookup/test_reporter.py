@@ -315,7 +315,7 @@ async def test_close_ends_right_after_an_event(turns: int) -> None:
 
 @pytest.mark.parametrize("next_sequence", [0, 4, 99])
 def test_an_acknowledgement_that_cannot_be_true_loses_everything(next_sequence: int) -> None:
-    events = [StoreEvent("store", f"{number:032x}", "hot", number) for number in range(5)]
+    events = [StoreEvent("store", number.to_bytes(16, "big"), "hot", number) for number in range(5)]
     outbox = Outbox(max_pending=1)
     outbox.begin(1)
     outbox.announce(deque(events[:4]))
@@ -330,7 +330,7 @@ def test_an_acknowledgement_that_cannot_be_true_loses_everything(next_sequence: 
 def test_an_acknowledgement_of_what_was_lost_meanwhile_changes_nothing() -> None:
     outbox = Outbox(max_pending=2)
     outbox.begin(1)
-    events = [StoreEvent("store", f"{number:032x}", "hot", number) for number in range(3)]
+    events = [StoreEvent("store", number.to_bytes(16, "big"), "hot", number) for number in range(3)]
     for event in events[:2]:
         outbox.add(event)
     assert outbox.batch(8) == (0, events[:2])

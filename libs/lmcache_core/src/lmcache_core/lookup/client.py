@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ssl
-import time
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import httpx
 import msgspec
 
 from lmcache_core.lookup.messages import (
-    JSON,
     MAX_CHUNKS_PER_LOOKUP,
     MSGPACK,
-    ChunksRequest,
     ContainsAnswer,
     EventsAck,
     EventsRequest,
@@ -29,105 +26,16 @@ from lmcache_core.lookup.messages import (
     StoreEvent,
     chunk_id_text,
     pack_ids,
-    packed_events,
 )
 from lmcache_core.security import ShownToken, validate_instance_id
-from lmcache_core.wire.json_http import JsonHttpClient, Reply
+from lmcache_core.wire.json_http import JsonHttpClient
 
 T = TypeVar("T")
-
-JSON_ONLY_S: Final = 60.0
-"""After a service has rejected MessagePack, only JSON is sent for this long: the service may be
-upgraded at any time.
-"""
-
-_DOES_NOT_TAKE_IT: Final = (400, 415, 422)
-"""Status of a service that cannot read a body. It may also mean that the question is invalid: then
-it is refused as JSON, too.
-"""
-
-_TAKES_BOTH: Final = {"accept": f"{MSGPACK}, {JSON};q=0.5"}
-
-
-class FormatChooser:
-    """Sends questions in the best format that the service accepts.
-
-    Args:
-        http: HTTP client of the service.
-        clock: Seconds, monotonic.
-    """
-
-    def __init__(self, http: JsonHttpClient, clock: Callable[[], float] = time.monotonic) -> None:
-        self._http = http
-        self._clock = clock
-        self._json_until = float("-inf")
-
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        packed: msgspec.Struct,
-        plain: Callable[[], msgspec.Struct],
-        *,
-        timeout_s: float | None = None,
-    ) -> Reply:
-        """Send a question, a second time as JSON if the service cannot read MessagePack.
-
-        Args:
-            method: HTTP method.
-            path: Path below the base URL.
-            packed: The body for MessagePack.
-            plain: Returns the body for JSON.
-            timeout_s: Limit on both attempts together, instead of the client's.
-
-        Returns:
-            A successful reply.
-
-        Raises:
-            UnavailableError: No answer in time, or a refusal.
-        """
-        begin = self._clock()
-        limit_s = self._http.timeout_s if timeout_s is None else timeout_s
-        if begin >= self._json_until:
-            headers = {"content-type": MSGPACK, **_TAKES_BOTH}
-            reply = await self._http.exchange(
-                method, path, msgspec.msgpack.encode(packed), headers, timeout_s=limit_s
-            )
-            if reply.is_success:
-                return reply
-            if reply.status not in _DOES_NOT_TAKE_IT:
-                raise self._http.refused(reply)
-        body = msgspec.json.encode(plain())
-        left_s = max(limit_s - (self._clock() - begin), 0.0)
-        reply = await self._http.exchange(
-            method, path, body, {"content-type": JSON, **_TAKES_BOTH}, timeout_s=left_s
-        )
-        if not reply.is_success:
-            raise self._http.refused(reply)
-        # Only now is it certain that the format was rejected, not the question.
-        if begin >= self._json_until:
-            self._json_until = self._clock() + JSON_ONLY_S
-        return reply
-
-    def decode(self, reply: Reply, kind: type[T]) -> T:
-        """Decode a reply according to its format, checking every bound that `kind` states.
-
-        Raises:
-            UnavailableError: It is not a valid `kind`.
-        """
-        if not is_packed(reply):
-            return self._http.decode(reply.data, kind)
-        try:
-            return msgspec.msgpack.decode(reply.data, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise self._http.unusable(str(exc)) from exc
 
 
 class LookupClient:
     """Queries one lookup service. Every failure is an `UnavailableError`; what to do without an
     answer is the caller's choice.
-
-    Bodies are MessagePack; a service one version older that accepts only JSON gets JSON.
 
     Args:
         base_url: `http://host:port` or `https://host:port`, without credentials.
@@ -152,7 +60,6 @@ class LookupClient:
         self._http = JsonHttpClient(
             "lookup", base_url, token, timeout_s, transport=transport, tls=tls
         )
-        self._formats = FormatChooser(self._http)
 
     async def open(self) -> None:
         """Create the connection pool, without connecting yet."""
@@ -182,8 +89,11 @@ class LookupClient:
         asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
         if not asked:
             return LookupAnswer(0, [])
-        reply = await self._ask("/v1/lookup", asked, exclude, timeout_s)
-        answer = self._lookup_answer(reply)
+        packed = await self._ask("/v1/lookup", asked, exclude, PackedLookupAnswer, timeout_s)
+        try:
+            answer = packed.unpack()
+        except ValueError as exc:
+            raise self._http.unusable(str(exc)) from exc
         if answer.num_prefix > len(asked) or len(answer.holders) != answer.num_prefix:
             raise self._http.unusable("it does not fit the question")
         if any(holder.instance in exclude for holders in answer.holders for holder in holders):
@@ -201,7 +111,7 @@ class LookupClient:
 
         Args:
             chunk_ids: 16 bytes each, in order. Only the first 8192 are queried.
-            exclude: Instances to leave out. An older service includes them: they are removed here.
+            exclude: Instances to leave out.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
@@ -210,14 +120,12 @@ class LookupClient:
         asked = chunk_ids[:MAX_CHUNKS_PER_LOOKUP]
         if not asked:
             return RouteAnswer([])
-        answer = self._formats.decode(
-            await self._ask("/v1/route", asked, exclude, timeout_s), RouteAnswer
-        )
+        answer = await self._ask("/v1/route", asked, exclude, RouteAnswer, timeout_s)
         if any(entry.num_prefix > len(asked) for entry in answer.instances):
             raise self._http.unusable("it does not fit the question")
-        return RouteAnswer(
-            [entry for entry in answer.instances if entry.instance not in exclude], answer.degraded
-        )
+        if any(entry.instance in exclude for entry in answer.instances):
+            raise self._http.unusable("it names an excluded instance")
+        return answer
 
     async def contains(
         self,
@@ -235,8 +143,7 @@ class LookupClient:
 
         Raises:
             ValueError: There are more than 8192.
-            UnavailableError: The service did not answer, refused, or is too old to know the
-            question.
+            UnavailableError: The service did not answer, refused, or its answer does not fit.
         """
         if len(chunk_ids) > MAX_CHUNKS_PER_LOOKUP:
             raise ValueError(
@@ -244,9 +151,7 @@ class LookupClient:
             )
         if not chunk_ids:
             return ContainsAnswer([])
-        answer = self._formats.decode(
-            await self._ask("/v1/contains", chunk_ids, exclude, timeout_s), ContainsAnswer
-        )
+        answer = await self._ask("/v1/contains", chunk_ids, exclude, ContainsAnswer, timeout_s)
         if len(answer.present) != len(chunk_ids):
             raise self._http.unusable("it does not fit the question")
         return answer
@@ -261,8 +166,7 @@ class LookupClient:
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
-            UnavailableError: The service did not answer, refused, or is too old to know the
-            question.
+            UnavailableError: The service did not answer, or refused.
         """
         path = f"/v1/chunks/{chunk_id_text(chunk_id)}/locations"
         return self._http.decode(
@@ -325,36 +229,35 @@ class LookupClient:
         body = EventsRequest(
             validate_instance_id(instance_id), incarnation, first_sequence, list(events)
         )
-        return self._formats.decode(
-            await self._formats.ask("POST", "/v1/events", packed_events(body), lambda: body),
-            EventsAck,
-        )
+        return await self._post("/v1/events", body, EventsAck)
 
     async def _ask(
-        self, path: str, chunk_ids: Sequence[bytes], exclude: Sequence[str], timeout_s: float | None
-    ) -> Reply:
-        packed = PackedChunksRequest(pack_ids(chunk_ids), list(exclude))
-        return await self._formats.ask(
-            "POST",
-            path,
-            packed,
-            lambda: ChunksRequest([chunk_id.hex() for chunk_id in chunk_ids], list(exclude)),
-            timeout_s=timeout_s,
-        )
+        self,
+        path: str,
+        chunk_ids: Sequence[bytes],
+        exclude: Sequence[str],
+        kind: type[T],
+        timeout_s: float | None,
+    ) -> T:
+        body = PackedChunksRequest(pack_ids(chunk_ids), list(exclude))
+        return await self._post(path, body, kind, timeout_s)
 
-    def _lookup_answer(self, reply: Reply) -> LookupAnswer:
-        if not is_packed(reply):
-            return self._formats.decode(reply, LookupAnswer)
+    async def _post(
+        self, path: str, body: msgspec.Struct, kind: type[T], timeout_s: float | None = None
+    ) -> T:
+        """Send a body as MessagePack, and decode the answer, checking every bound that `kind`
+        states.
+        """
+        headers = {"content-type": MSGPACK, "accept": MSGPACK}
+        content = msgspec.msgpack.encode(body)
+        reply = await self._http.exchange("POST", path, content, headers, timeout_s=timeout_s)
+        if not reply.is_success:
+            raise self._http.refused(reply)
         try:
-            return self._formats.decode(reply, PackedLookupAnswer).unpack()
-        except ValueError as exc:
+            return msgspec.msgpack.decode(reply.data, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise self._http.unusable(str(exc)) from exc
 
 
 def _instance_path(instance_id: str) -> str:
     return f"/v1/instances/{validate_instance_id(instance_id)}"
-
-
-def is_packed(reply: Reply) -> bool:
-    """Return whether an answer is MessagePack."""
-    return reply.content_type.partition(";")[0].strip().lower() == MSGPACK

@@ -1,9 +1,9 @@
 """Messages of the lookup service (`docs/protocols.md`, lookup).
 
 Client and service read and write these types, and the service's OpenAPI document is generated from
-them. Bodies are JSON for people and MessagePack with raw bytes for programs. A message with the
-same form in both is one type. The others come in pairs: `ids` of both returns the chunk ids as
-bytes.
+them. What instances send and ask is MessagePack with raw bytes; the questions can be asked in JSON,
+too, by people and request routers, and everything else is JSON. A message with the same form in
+both is one type. The others come in pairs.
 
 The document takes what a field means from the docstring of its class, or else from its type.
 """
@@ -182,11 +182,11 @@ class Holding(NamedTuple):
     tenant: str | None = None
 
 
-class StoreEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chunk that was added to a tier of the instance, or removed."""
+class StoreEvent(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk that was added to a tier of the instance, or removed: an array."""
 
     op: EventOp
-    chunk_id: ChunkIdText
+    chunk_id: PackedId
     tier: KnownTierText
     size_bytes: SizeBytes = 0
     tenant: ChunksTenant = None
@@ -212,10 +212,17 @@ class _TextIds(msgspec.Struct, frozen=True):
         return read_ids(self.chunk_ids)
 
 
-class _PackedIds(msgspec.Struct, frozen=True):
-    """Chunk ids as MessagePack."""
+class ChunksRequest(_TextIds, frozen=True, omit_defaults=True):
+    """Chunks, in order, and instances whose holdings do not count."""
+
+    exclude: Excluded = msgspec.field(default_factory=list)
+
+
+class PackedChunksRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`ChunksRequest` as MessagePack."""
 
     chunk_ids: PackedIds
+    exclude: Excluded = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if len(self.chunk_ids) % CHUNK_ID_BYTES:
@@ -228,18 +235,6 @@ class _PackedIds(msgspec.Struct, frozen=True):
     def ids(self) -> list[bytes]:
         """Chunk ids, 16 bytes each."""
         return split_ids(self.chunk_ids)
-
-
-class ChunksRequest(_TextIds, frozen=True, omit_defaults=True):
-    """Chunks, in order, and instances whose holdings do not count."""
-
-    exclude: Excluded = msgspec.field(default_factory=list)
-
-
-class PackedChunksRequest(_PackedIds, frozen=True, omit_defaults=True):
-    """`ChunksRequest` as MessagePack."""
-
-    exclude: Excluded = msgspec.field(default_factory=list)
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
@@ -255,59 +250,22 @@ class LeaseRequest(msgspec.Struct, frozen=True):
     ttl_ms: TtlMs | None = None
 
 
-class _NumberedEvents(msgspec.Struct, frozen=True):
-    """Events of one instance.
+class EventsRequest(msgspec.Struct, frozen=True):
+    """Events of one instance, with consecutive numbers from `first_sequence` on.
 
     Attributes:
         first_sequence: Number of the first event; those of an incarnation are numbered from 0.
-        events: In the order in which they happened, with consecutive numbers.
+        events: In the order in which they happened.
     """
 
     instance: InstanceText
     incarnation: Incarnation
     first_sequence: SequenceNumber
-
-
-class EventsRequest(_NumberedEvents, frozen=True):
-    """Events with consecutive numbers from `first_sequence` on."""
-
     events: Annotated[list[StoreEvent], msgspec.Meta(max_length=MAX_EVENTS_PER_BATCH)]
-
-    @property
-    def ids(self) -> list[bytes]:
-        """The events' chunk ids, 16 bytes each."""
-        return read_ids([event.chunk_id for event in self.events])
-
-
-class PackedEvent(msgspec.Struct, frozen=True, array_like=True):
-    """`StoreEvent` as MessagePack: an array."""
-
-    op: EventOp
-    chunk_id: PackedId
-    tier: KnownTierText
-    size_bytes: SizeBytes = 0
-    tenant: ChunksTenant = None
-
-
-class PackedEventsRequest(_NumberedEvents, frozen=True):
-    """`EventsRequest` as MessagePack."""
-
-    events: Annotated[list[PackedEvent], msgspec.Meta(max_length=MAX_EVENTS_PER_BATCH)]
-
-    @property
-    def ids(self) -> list[bytes]:
-        """The events' chunk ids, 16 bytes each."""
-        return [event.chunk_id for event in self.events]
 
 
 class EvictRequest(_TextIds, frozen=True):
     """Chunks to forget."""
-
-    tenant: ChunksTenant = None
-
-
-class PackedEvictRequest(_PackedIds, frozen=True):
-    """`EvictRequest` as MessagePack."""
 
     tenant: ChunksTenant = None
 
@@ -551,19 +509,6 @@ def pack_ids(chunk_ids: Sequence[bytes]) -> bytes:
         if len(chunk_id) != CHUNK_ID_BYTES:
             chunk_id_text(chunk_id)  # its error states the length
     return b"".join(chunk_ids)
-
-
-def packed_events(request: EventsRequest) -> PackedEventsRequest:
-    """Return the same events in the MessagePack form."""
-    events = [
-        PackedEvent(
-            event.op, bytes.fromhex(event.chunk_id), event.tier, event.size_bytes, event.tenant
-        )
-        for event in request.events
-    ]
-    return PackedEventsRequest(
-        request.instance, request.incarnation, request.first_sequence, events
-    )
 
 
 def pack_run(num_chunks: int, holders: Sequence[Holder]) -> HolderRun:

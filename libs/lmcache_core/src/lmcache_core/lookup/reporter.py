@@ -21,7 +21,7 @@ from lmcache_core.lookup.messages import (
     Holding,
     InstanceKind,
     StoreEvent,
-    chunk_id_text,
+    pack_ids,
     validate_tier,
 )
 from lmcache_core.names import validate_instance_id
@@ -360,6 +360,5 @@ class InstanceReporter:
 
 
 def _event(op: EventOp, holding: Holding) -> StoreEvent:
-    return StoreEvent(
-        op, chunk_id_text(holding.chunk_id), holding.tier, holding.size_bytes, holding.tenant
-    )
+    chunk_id = pack_ids([holding.chunk_id])  # checks its length
+    return StoreEvent(op, chunk_id, holding.tier, holding.size_bytes, holding.tenant)

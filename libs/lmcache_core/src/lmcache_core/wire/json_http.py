@@ -32,10 +32,9 @@ class _Problem(msgspec.Struct):
 
 
 class Reply(NamedTuple):
-    """A response with any status. `content_type` is "" if none was sent."""
+    """A response with any status."""
 
     status: int
-    content_type: str
     data: bytes
 
     @property
@@ -181,7 +180,7 @@ class JsonHttpClient:
                 f"{self._name}: {type(exc).__name__} {exc}".rstrip() + hint
             ) from exc
         self._was_answered = True
-        return Reply(response.status_code, response.headers.get("content-type", ""), data)
+        return Reply(response.status_code, data)
 
     def refused(self, reply: Reply) -> UnavailableError:
         """Return the error for a refusal, with the reason that the response states."""
