@@ -136,20 +136,6 @@ async def test_what_heartbeats_told_is_shown(app: FastAPI) -> None:
     )
 
 
-async def test_older_pods_name_tiers_as_lmcache_does(app: FastAPI) -> None:
-    acme = Caller(app, "acme")
-    tiers = [
-        {"name": name, "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}
-        for name in ("Hot", "LocalDiskBackend")
-    ]
-    loaded = {"Hot": 7, "P2PBackend": 2, "RemoteBackend": 1}
-    await acme.beat("a", {"loaded_chunks": loaded, "loaded_bytes": loaded, "tiers": tiers})
-    (peer,) = (await acme.overview())["peers"]
-    ours = {"memory": 7, "peers": 2, "storage": 1}
-    assert (peer["figures"]["loaded_chunks"], peer["figures"]["loaded_bytes"]) == (ours, ours)
-    assert [tier["name"] for tier in peer["figures"]["tiers"]] == ["memory", "disk"]
-
-
 async def test_a_tenant_sees_its_own_peers_and_the_shared_ones(app: FastAPI) -> None:
     acme, rival, operator = (Caller(app, name) for name in TOKENS)
     await acme.beat("a", FIGURES)

@@ -287,6 +287,5 @@ async def test_memory_before_disk_but_near_before_far() -> None:
 
     disk, memory = ("disk", "disk"), ("memory", "memory")
     assert await chosen(disk, memory) == "memory"
-    assert await chosen(disk, ("memory", "Hot")) == "memory", "as older instances say"
     assert await chosen(("disk", "memory"), memory) == "disk", "then the idle one"
     assert await chosen(disk, memory, ("here", "disk")) == "here"

@@ -21,9 +21,7 @@ DOCUMENTED_TIERS: Final = MappingProxyType(
         "RemoteBackend": STORAGE_TIER,
     }
 )
-"""Tiers by LMCache's names, as its documented calls, the sidecar's socket and older instances name
-them.
-"""
+"""Tiers by LMCache's names, as its documented calls and the sidecar's socket name them."""
 KNOWN_TIERS: Final = frozenset(
     {
         MEMORY_TIER,

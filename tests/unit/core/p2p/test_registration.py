@@ -154,7 +154,7 @@ async def test_an_own_drain_is_told_at_once_and_is_no_wish_of_the_broker() -> No
 
 
 async def test_a_drain_survives_the_answer_to_an_earlier_renewal() -> None:
-    """Also that of an older broker, which does not know the wish."""
+    """Also one that does not name the wish."""
     broker = FakeBroker()
     broker.heeds_wishes = False
     registration = await opened(broker)

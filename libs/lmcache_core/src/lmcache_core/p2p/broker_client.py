@@ -62,7 +62,7 @@ class BrokerClient(JsonHttpClient):
             ttl_ms: The lease to request, None for the default; the broker may grant another.
             draining: The peer accepts no new pulls.
             drain: Progress of its drain.
-            figures: Its counters and what it holds; ignored by older brokers.
+            figures: Its counters and what it holds.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
@@ -151,22 +151,17 @@ class BrokerClient(JsonHttpClient):
             pull: `Assignment.pull`.
 
         Returns:
-            The new ticket; None if the broker does not know the pull, considers it too long, or is
-                too old to renew pulls.
+            The new ticket; None if the broker does not know the pull, or considers it too long.
 
         Raises:
             UnavailableError: The broker did not answer, refused, or its answer does not fit.
         """
         body = m.PullsRequest(validate_instance_id(requester), [pull])
-        answer = self.decode(
-            await self.call("POST", "/v1/transfers:renew", body, absent_ok=True),
-            m.RenewResponse,
-        )
+        answer = self.decode(await self.call("POST", "/v1/transfers:renew", body), m.RenewResponse)
         return next((renewal for renewal in answer.renewed if renewal.pull == pull), None)
 
     async def done(self, requester: str, pulls: Sequence[str]) -> None:
         """Report that pulls have ended, so that others need not wait for their tickets to expire.
-        Ignored by older brokers.
 
         Args:
             requester: The instance that pulled.
@@ -181,7 +176,6 @@ class BrokerClient(JsonHttpClient):
                 "POST",
                 "/v1/transfers:done",
                 m.PullsRequest(validate_instance_id(requester), told),
-                absent_ok=True,
             )
 
     def _check(self, assignment: Assignment, requester: str, asked: dict[str, list[str]]) -> None:

@@ -1,8 +1,7 @@
 """Messages between instances and the broker (`docs/protocols.md`, p2p_broker).
 
 Client and broker read and write these types, and the broker's OpenAPI document is generated from
-them; what a field means is in the docstring of its class. Unknown fields are ignored: a newer peer
-must be able to register.
+them; what a field means is in the docstring of its class. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
-from msgspec.structs import force_setattr
 
 from lmcache_core.lookup.messages import (
     MAX_HOLDERS_PER_CHUNK,
@@ -21,7 +19,7 @@ from lmcache_core.lookup.messages import (
     InstanceText,
     TierText,
 )
-from lmcache_core.names import tier_name, validate_instance_id
+from lmcache_core.names import validate_instance_id
 from lmcache_core.p2p.distributed_url import parse_distributed_url
 
 PeerKind = Literal["sidecar", "storage"]
@@ -159,9 +157,6 @@ class TierFigures(msgspec.Struct, frozen=True):
     used_bytes: BoundedCount
     capacity_bytes: BoundedCount
 
-    def __post_init__(self) -> None:
-        force_setattr(self, "name", tier_name(self.name))
-
 
 class ModelFigures(msgspec.Struct, frozen=True):
     """What an instance saved the engines of one model since its start.
@@ -208,12 +203,6 @@ class PeerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     tiers: Annotated[tuple[TierFigures, ...], msgspec.Meta(max_length=MAX_TIERS)] = ()
     sole_bytes: BoundedCount | None = None
     models: Annotated[dict[Label, ModelFigures], msgspec.Meta(max_length=MAX_COUNTED_LABELS)] = {}
-
-    def __post_init__(self) -> None:
-        # Older instances send LMCache's names of tiers.
-        for field in ("loaded_chunks", "loaded_bytes"):
-            counts = getattr(self, field)
-            force_setattr(self, field, {tier_name(tier): n for tier, n in counts.items()})
 
 
 class AnnounceRequest(msgspec.Struct, frozen=True):
@@ -351,8 +340,6 @@ class Renewal(msgspec.Struct, frozen=True):
 
 class RenewResponse(msgspec.Struct, frozen=True):
     """Pulls that were renewed: the requester's unfinished ones, at peers that are still live.
-
-    An older broker's answer has another form, which reads as no pulls.
 
     Attributes:
         renewed: One for each renewed pull. Those that are missing have ended, or lasted ten

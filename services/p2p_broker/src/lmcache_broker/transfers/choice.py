@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from lmcache_core.names import MEMORY_TIER, tier_name
+from lmcache_core.names import MEMORY_TIER
 from lmcache_core.p2p import Peer
 from lmcache_core.p2p.messages import ChunkHolders
 
@@ -79,7 +79,7 @@ def choose(
 
     def rank(chunk: ChunkHolders, holder: str) -> Order:
         distance, pressure, tie = order[holder]
-        tier = tier_name(chunk.tiers[chunk.holders.index(holder)]) if chunk.tiers else MEMORY_TIER
+        tier = chunk.tiers[chunk.holders.index(holder)] if chunk.tiers else MEMORY_TIER
         if tier != MEMORY_TIER:
             pressure += SLOW_TIER_PRESSURE
         return (distance, pressure, tie)
