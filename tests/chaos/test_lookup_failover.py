@@ -73,7 +73,7 @@ class ThroughIndex:
         self, instance: str, *, incarnation: int, first_sequence: int, events: list[Any]
     ) -> EventsAck:
         taken = [
-            IndexEvent(event.op, "t", bytes.fromhex(event.chunk_id), event.tier, event.size_bytes)
+            IndexEvent(event.op, "t", event.chunk_id, event.tier, event.size_bytes)
             for event in events
         ]
         state = await self._index.apply(

@@ -217,7 +217,7 @@ class PeerDirectory:
         now_s = self._clock()
         for shared in peers:
             if shared.peer.kind == STORAGE_KIND and shared.owner != SHARED_OWNER:
-                continue  # an earlier version of the broker accepted it from a client
+                continue  # no broker accepts it from a client
             key = (shared.owner, shared.peer.id)
             known = self._live(key, now_s)
             if known is not None and shared.peer.incarnation < known.peer.incarnation:
