@@ -132,7 +132,7 @@ async def load_lookup(url: str, token: TokenFile | None, given: argparse.Namespa
     await client.open()
     try:
         await client.renew_instance(instance, incarnation=1, kind="sidecar", ttl_ms=LEASE_MS)
-        events = [StoreEvent("store", one.hex(), MEMORY_TIER, 1) for one in chunk_ids]
+        events = [StoreEvent("store", one, MEMORY_TIER, 1) for one in chunk_ids]
         await client.send_events(instance, incarnation=1, first_sequence=0, events=events)
         async with asyncio.timeout(SEEN_S):
             while await look_up() < len(chunk_ids):

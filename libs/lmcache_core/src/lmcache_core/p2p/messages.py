@@ -296,10 +296,8 @@ class Assignment(msgspec.Struct, frozen=True):
         chunk_ids: 32 hex digits each, in the order of the request.
         ticket: To present to the serving instance. Secret until it expires.
         expires_ms: Expiry of the ticket, Unix time in milliseconds.
-        pull: Its id in `/v1/transfers:renew` and `/v1/transfers:done`; empty if the broker is too
-            old for both.
-        ttl_ms: Remaining lifetime of the ticket, in milliseconds; 0 if the broker is too old to
-            renew it.
+        pull: Its id in `/v1/transfers:renew` and `/v1/transfers:done`.
+        ttl_ms: Remaining lifetime of the ticket, in milliseconds.
     """
 
     instance: ShortText
