@@ -24,7 +24,6 @@ LONG = (
     "helm",
     "integration/ctl/test_documented.py",
     "integration/demo",
-    "integration/lookup/test_workers.py",
     "integration/storage/test_scaling.py",
     "integration/test_flip_every_byte.py",
     "integration/test_flip_every_byte_disk.py",

@@ -138,8 +138,8 @@ def _body(answer: bytes) -> bytes:
 
 
 @contextmanager
-def bare_echo(answer: bytes, num_bytes: int, workers: int) -> Iterator[int]:
-    """Processes that send `answer` for every `num_bytes` that come: what is left when nothing is
+def bare_echo(answer: bytes, num_bytes: int) -> Iterator[int]:
+    """A process that sends `answer` for every `num_bytes` that come: what is left when nothing is
     done.
     """
     with socket.socket() as holder:
@@ -147,19 +147,14 @@ def bare_echo(answer: bytes, num_bytes: int, workers: int) -> Iterator[int]:
         holder.bind(("127.0.0.1", 0))
         port: int = holder.getsockname()[1]
         context = multiprocessing.get_context("fork")
-        processes = [
-            context.Process(target=_serve_echo, args=(answer, num_bytes, port), daemon=True)
-            for _ in range(workers)
-        ]
-        for process in processes:
-            process.start()
+        process = context.Process(target=_serve_echo, args=(answer, num_bytes, port), daemon=True)
+        process.start()
         try:
             _await_listener(port)
             yield port
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
 
 
 def _await_listener(port: int) -> None:
@@ -172,7 +167,6 @@ def _await_listener(port: int) -> None:
                 raise
             time.sleep(0.05)
         else:
-            time.sleep(0.3)  # for the other processes
             return
 
 

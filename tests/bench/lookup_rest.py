@@ -50,16 +50,14 @@ NUM_TIMED = 1000
 GOAL_MS = 5.0
 GOAL_PER_S = 2000
 CHUNK_BYTES = 32 << 20
-WORKERS = (1, 2)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Processor time of lookups with two workers, which other work on the machine slows less than
-    it slows clocks.
+    """Processor time of lookups, which other work on the machine slows less than it slows clocks.
 
     Attributes:
-        services: Process ids of the service.
+        service: Process id of the service.
         redis: Process id of Redis.
         ticks: Of the service, of Redis, of callers that have ended, and of all processes: seconds
             so far, then milliseconds of a lookup.
@@ -67,26 +65,26 @@ class Cost:
         others: Cores that other processes kept busy; set at the end.
     """
 
-    services: Sequence[int]
+    service: int
     redis: int
     ticks: tuple[float, ...]
     begin: float
     others: float = 0.0
 
     @classmethod
-    def since(cls, services: Sequence[int], redis: int) -> Cost:
+    def since(cls, service: int, redis: int) -> Cost:
         """Begin to count."""
-        return cls(services, redis, _ticks(services, redis), time.perf_counter())
+        return cls(service, redis, _ticks(service, redis), time.perf_counter())
 
     def until_now(self, num_lookups: float) -> Cost:
         """What each of so many lookups took."""
         taken = [
             now - before
-            for now, before in zip(_ticks(self.services, self.redis), self.ticks, strict=True)
+            for now, before in zip(_ticks(self.service, self.redis), self.ticks, strict=True)
         ]
         others = (taken[3] - sum(taken[:3])) / (time.perf_counter() - self.begin)
         return Cost(
-            self.services,
+            self.service,
             self.redis,
             tuple(one / num_lookups * 1000 for one in taken),
             self.begin,
@@ -105,11 +103,11 @@ class Cost:
         )
 
 
-def _ticks(services: Sequence[int], redis: int) -> tuple[float, ...]:
+def _ticks(service: int, redis: int) -> tuple[float, ...]:
     own = os.times()
     every = busy_ticks(PROC_STAT.read_text()) / os.sysconf("SC_CLK_TCK")
     return (
-        sum(_processor_s(pid) for pid in services),
+        _processor_s(service),
         _processor_s(redis),
         own.children_user + own.children_system,
         every,
@@ -121,18 +119,10 @@ def _processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _pids_of(pid: int) -> list[int]:
-    """A process and those that it has started."""
-    return [
-        pid,
-        *(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()),
-    ]
-
-
 def measure(
     run: Callable[[str, Callable[[], list[Section]]], list[Section]], directory: Path
 ) -> list[Section]:
-    """Latency and rate, for one worker and for two."""
+    """Latency and rate."""
     return run("lookups over REST", lambda: _measure(directory))
 
 
@@ -149,59 +139,50 @@ def _measure(directory: Path) -> list[Section]:
         ),
     )
     times: list[tuple[str, ...]] = []
-    rates: dict[str, list[Rate]] = {}
+    rates: dict[str, Rate] = {}
     costs: dict[str, Cost] = {}
     with running_redis() as redis, redis.client() as plain:
         redis_pid = int(plain.info("server")["process_id"])
-        for workers in WORKERS:
-            environ = {
-                "PORT": "0",
-                "REDIS_URL": redis.url,
-                "WORKERS": str(workers),
-                "REDIS_TIMEOUT_MS": "2000",
-            }
-            with running_service(
-                "lmcache_lookup",
-                directory,
-                {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()},
-            ) as service:
-                asyncio.run(_fill(service.url, chunk_ids))
-                port = service.ports["port"]
-                answers = {one.name: _check(one, port) for one in asked}
-                for one in asked:
-                    if workers == 1:
-                        times.append(
-                            _time_row(
-                                f"400 chunks, {one.name}",
-                                _timed(one, port),
-                                f"{len(answers[one.name]):,} bytes",
-                            )
-                        )
-                    costs[one.name] = Cost.since(_pids_of(service.pid), redis_pid)
-                    rates.setdefault(one.name, []).append(rate_of(one, port))
-                    costs[one.name] = costs[one.name].until_now(rates[one.name][-1].num_answers)
-                if workers == 1:
-                    times.append(
-                        _time_row(
-                            "400 chunks, our client",
-                            asyncio.run(_timed_client(service.url, chunk_ids)),
-                            "with httpx",
-                        )
-                    )
+        environ = {"PORT": "0", "REDIS_URL": redis.url, "REDIS_TIMEOUT_MS": "2000"}
+        with running_service(
+            "lmcache_lookup",
+            directory,
+            {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()},
+        ) as service:
+            asyncio.run(_fill(service.url, chunk_ids))
+            port = service.ports["port"]
+            answers = {one.name: _check(one, port) for one in asked}
             for one in asked:
-                with bare_echo(answers[one.name], len(one.data), workers) as port:
-                    if workers == 1:
-                        times.append(
-                            _time_row(
-                                f"bare echo of the same bytes, {one.name}",
-                                _timed(one, port),
-                                "uvloop, nothing parsed",
-                            )
-                        )
-                    rates.setdefault(f"bare echo, {one.name}", []).append(rate_of(one, port))
+                times.append(
+                    _time_row(
+                        f"400 chunks, {one.name}",
+                        _timed(one, port),
+                        f"{len(answers[one.name]):,} bytes",
+                    )
+                )
+                cost = Cost.since(service.pid, redis_pid)
+                rates[one.name] = rate_of(one, port)
+                costs[one.name] = cost.until_now(rates[one.name].num_answers)
+            times.append(
+                _time_row(
+                    "400 chunks, our client",
+                    asyncio.run(_timed_client(service.url, chunk_ids)),
+                    "with httpx",
+                )
+            )
+        for one in asked:
+            with bare_echo(answers[one.name], len(one.data)) as port:
+                times.append(
+                    _time_row(
+                        f"bare echo of the same bytes, {one.name}",
+                        _timed(one, port),
+                        "uvloop, nothing parsed",
+                    )
+                )
+                rates[f"bare echo, {one.name}"] = rate_of(one, port)
     rows = [
-        (name, *(rate.text for rate in found), f"{GOAL_PER_S:,}" if "echo" not in name else "", "")
-        for name, found in rates.items()
+        (name, rate.text, f"{GOAL_PER_S:,}" if "echo" not in name else "", "")
+        for name, rate in rates.items()
     ]
     callers = f"{NUM_CALLERS} processes, {NUM_CALLERS * CONNECTIONS_PER_CALLER} connections"
     spent = [(name, *cost.cells, "") for name, cost in costs.items()]
@@ -224,8 +205,8 @@ def _measure(directory: Path) -> list[Section]:
             ("what", "ms", "fastest … nine in ten", "goal", "note"),
             times,
         ),
-        Section(title, ("what", "1 worker", "2 workers", "goal", "note"), rows),
-        Section("Processor time of a lookup, 2 workers", headings, spent),
+        Section(title, ("what", "a second", "goal", "note"), rows),
+        Section("Processor time of a lookup", headings, spent),
     ]
 
 

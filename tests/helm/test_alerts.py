@@ -115,10 +115,6 @@ def pulls(failed: str) -> dict[str, str]:
     return tier("pulls", "0+60x120", "peers") | tier("failed_pulls", failed, "peers")
 
 
-def worker(values: str) -> dict[str, str]:
-    return {'lmcache_worker_up{pod="a",worker="1"}': values}
-
-
 def drained(outcome: str, values: str) -> dict[str, str]:
     return counted("lmcache_sidecar_drained_chunks_total", f'outcome="{outcome}"', values)
 
@@ -160,7 +156,6 @@ FIRES = [
     Case("LmcacheWritesDropped", tier("dropped_writes", GROWING)),
     Case("LmcacheLookupDegraded", by_pod(DEGRADED, a=GROWING)),
     Case("LmcacheLookupSlow", lookups("0+50x120", "0+60x120")),
-    Case("LmcacheWorkerDown", worker(DOWN)),
     Case("LmcacheBrokerAlone", brokers(a=UP, b=DOWN)),
     Case("LmcacheBrokerAlone", brokers(a=DOWN, failures=GROWING)),
     Case("LmcacheBrokerTurnsAway", by_pod(TURNED_AWAY, a=GROWING)),
@@ -185,7 +180,6 @@ QUIET = [
     Case("LmcacheWritesDropped", tier("dropped_writes", ONE_STEP)),
     Case("LmcacheLookupDegraded", by_pod(DEGRADED, a=ONE_STEP)),
     Case("LmcacheLookupSlow", lookups("0+60x120", "0+60x120")),
-    Case("LmcacheWorkerDown", worker("1x30 0x2 1x80")),
     Case("LmcacheBrokerAlone", brokers(a=DOWN), others=brokers(b=UP, c=UP)),
     Case("LmcacheBrokerAlone", brokers(a=UP, b="1x30 0x5 1x80")),
     Case("LmcacheBrokerTurnsAway", by_pod(TURNED_AWAY, a=ONE_STEP)),

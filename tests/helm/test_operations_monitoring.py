@@ -220,14 +220,14 @@ def test_every_alert_has_a_runbook_and_each_runbook_an_alert(rendering: Renderin
 
 def test_single_alerts_can_be_left_out_and_all_labelled(chart: Chart) -> None:
     given = VALUES | {
-        "monitoring.rules.disabled": ["LmcacheWorkerDown"],
+        "monitoring.rules.disabled": ["LmcacheLookupSlow"],
         "monitoring.rules.alertLabels": {"team": "inference"},
         "monitoring.rules.runbookUrl": "https://example.com/runbooks.html",
         "monitoring.rules.labels": {"release": "prometheus"},
     }
     rendering = chart.render(given)
     found = {alert["alert"]: alert for alert in alerts(rendering)}
-    assert "LmcacheWorkerDown" not in found
+    assert "LmcacheLookupSlow" not in found
     assert found["LmcacheTargetDown"]["labels"] == {"severity": "warning", "team": "inference"}
     url = found["LmcacheTargetDown"]["annotations"]["runbook_url"]
     assert url == "https://example.com/runbooks.html#lmcachetargetdown"

@@ -167,7 +167,7 @@ def test_the_disk_tier_fits_the_smallest_volume_too(
 
 def test_how_a_cluster_is_run_reaches_its_services(chart: Chart, tmp_path: Path) -> None:
     values = {
-        "lookup.config": {"workers": 3, "rate_limit_per_tenant": 500},
+        "lookup.config": {"redis_timeout_ms": 50, "rate_limit_per_tenant": 500},
         "broker.config.rate_limit_per_tenant": 0.5,
         "storage.config": {"hand_over_on_stop": False, "rebalance": False, "drain_timeout_s": 12.5},
         "sidecar.config.drain_timeout_s": 7,
@@ -177,7 +177,8 @@ def test_how_a_cluster_is_run_reaches_its_services(chart: Chart, tmp_path: Path)
         service: settings_of(chart.render(values), service, tmp_path)[0].model_dump()
         for service in SERVICES
     }
-    assert (settings["lookup"]["workers"], settings["lookup"]["rate_limit_per_tenant"]) == (3, 500)
+    lookup = settings["lookup"]
+    assert (lookup["redis_timeout_ms"], lookup["rate_limit_per_tenant"]) == (50, 500)
     assert settings["broker"]["rate_limit_per_tenant"] == 0.5
     storage = settings["storage"]
     assert (storage["hand_over_on_stop"], storage["rebalance"]) == (False, False)

@@ -46,7 +46,7 @@ TIERS = (
     "port: 18999\nlm_port: 18999", "lookup_url: localhost:8081",
 )  # fmt: skip
 OWN = {
-    "lookup": (*REDIS, "workers: 0", "workers: 2", "redis_timeout_ms: 0", "min_ttl_ms: 99999999", "max_chunks: 0", "sweep_interval_s: 0"),  # noqa: E501
+    "lookup": (*REDIS, "redis_timeout_ms: 0", "min_ttl_ms: 99999999", "max_chunks: 0", "sweep_interval_s: 0"),  # noqa: E501
     "broker": (
         *REDIS, "ticket_keys: x", "ticket_keys: 'a:!!!'", "ticket_keys_file: /nowhere/keys", "ticket_ttl_ms: 1",  # noqa: E501
         "default_lease_ttl_ms: 3600000", "hot_chunk_copies: 0", "history_interval_s: .nan",

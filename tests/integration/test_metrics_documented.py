@@ -30,12 +30,10 @@ SECTIONS = {
     "sidecar": ("All services", "sidecar and cache_storage", "sidecar"),
     "cache_storage": ("All services", "sidecar and cache_storage", "cache_storage"),
     "lookup": ("All services", "lookup"),
-    "lookup with workers": ("All services", "lookup"),
     "broker": ("All services", "broker"),
     "webhook": ("All services", "webhook"),
 }
-pytestmark = pytest.mark.timeout(300)  # it starts and ends all services, with workers
-WORKER, WORKER_UP = "worker", "lmcache_worker_up"
+pytestmark = pytest.mark.timeout(300)  # it starts and ends all services
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +68,6 @@ def test_what_a_service_shows_is_what_is_documented(
         for section in SECTIONS[service]
         for name, metric in documented(sections[section]).items()
     }
-    if service == "lookup with workers":
-        promised = {
-            name: Exposed(metric.kind, metric.labels | {WORKER})
-            for name, metric in promised.items()
-            if metric.labels is not None
-        }
-    else:
-        promised.pop(WORKER_UP, None)
     found = shown[service]
     assert {name: metric.kind for name, metric in found.items()} == {
         name: metric.kind for name, metric in promised.items()

@@ -106,7 +106,7 @@ def test_a_service_of_another_version(
 def test_settings_files_are_read_as_their_services_do(
     cluster: SmallCluster, tmp_path: Path
 ) -> None:
-    misspelt = write(tmp_path / "lookup.yaml", redis_ulr="redis://h", workers=2)
+    misspelt = write(tmp_path / "lookup.yaml", redis_ulr="redis://h")
     contradictory = write(tmp_path / "broker.yaml", host="0.0.0.0")
     (tmp_path / "service-token").write_text("a-token-0123456789")
     (tmp_path / "service-token").chmod(0o644)

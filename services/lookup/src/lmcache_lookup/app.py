@@ -90,4 +90,4 @@ def _lifespan_of(
 
 def main() -> int:
     """Run the service."""
-    return run_service(NAME, LookupSettings, create_app, workers=lambda settings: settings.workers)
+    return run_service(NAME, LookupSettings, create_app)

@@ -12,7 +12,6 @@ class LookupSettings(RedisSettings):
     `LMCACHE_LOOKUP_…`. The index lies in Redis.
 
     Attributes:
-        workers: Processes that serve the port; more than one needs `redis_url`.
         redis_timeout_ms: Longest wait of a lookup for the index; after it the answer is `degraded`.
         redis_write_timeout_ms: The same for leases and events.
         max_chunks: Entries in an index in this process: a chunk counts once for each instance and
@@ -34,7 +33,6 @@ class LookupSettings(RedisSettings):
     env_prefix = "LMCACHE_LOOKUP_"
 
     port: Port = 8081
-    workers: int = Field(default=1, ge=1, le=64)
     redis_timeout_ms: int = Field(default=100, ge=1, le=60_000)
     redis_write_timeout_ms: int = Field(default=800, ge=1, le=60_000)
     max_chunks: int = Field(default=1_000_000, ge=1)
@@ -54,15 +52,6 @@ class LookupSettings(RedisSettings):
                 f" max_ttl_ms={self.max_ttl_ms}"
             )
             raise ValueError(f"{given}: put them in ascending order")
-        return self
-
-    @model_validator(mode="after")
-    def _check_workers(self) -> LookupSettings:
-        if self.workers > 1 and self.redis_url is None:
-            raise ValueError(
-                f"workers={self.workers}: an index in the process cannot be shared; set redis_url,"
-                " or workers=1"
-            )
         return self
 
     def granted_ttl_ms(self, asked_ttl_ms: int | None) -> int:

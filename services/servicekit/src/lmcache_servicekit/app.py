@@ -404,14 +404,9 @@ def _probe_router(state: ServiceState) -> APIRouter:
     async def get_metrics() -> Response:
         """Prometheus metrics.
 
-        In its text format; those of several `workers` have the label `worker`. Needs no token.
+        In its text format. Needs no token.
         """
-        text = (
-            generate_latest(state.registry)
-            if state.siblings is None
-            else await state.siblings.gather()
-        )
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(state.registry), media_type=CONTENT_TYPE_LATEST)
 
     return router
 
@@ -438,8 +433,7 @@ async def _probes(state: ServiceState, host: str, port: int) -> AsyncIterator[No
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(_probe_router(state))
     with naming_listener("health_host", host, "health_port", port):
-        # Any of several workers may answer.
-        listener = bind(host, port, shared=state.siblings is not None)
+        listener = bind(host, port)
     state.ports["health_port"] = listener.getsockname()[1]
     config = uvicorn.Config(
         app,
@@ -493,9 +487,6 @@ def _with_own_parts(lifespan: Lifespan) -> Callable[[FastAPI], AbstractAsyncCont
             if state.tracer is not None:
                 exits.push_async_callback(asyncio.to_thread, state.tracer.close)
             await exits.enter_async_context(lifespan(app))
-            if state.siblings is not None:
-                await state.siblings.open()
-                exits.push_async_callback(state.siblings.close)
             looks = TaskSupervisor("health")
             # Ends first: dependencies that the lifespan closes are not unavailable.
             exits.push_async_callback(looks.close)

@@ -31,13 +31,12 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Reserve an address. Connections are refused until a server listens on the socket.
 
     Args:
         host: Name or address.
         port: 0 picks a free one.
-        shared: Let other processes of the same user bind sockets to the address, too.
 
     Raises:
         OSError: The address is taken, or belongs to another machine.
@@ -48,8 +47,6 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError:
         listener.close()

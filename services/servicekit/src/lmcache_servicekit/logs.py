@@ -168,7 +168,7 @@ def create_log_router() -> APIRouter:
     async def get_log_level(principal: ClientPrincipal) -> LogLevels:
         """Show log levels.
 
-        Those of the process that answers; other `workers` of a service may have others.
+        Those of the process that answers; other replicas of a service may have others.
         """
         return _levels()
 
@@ -176,7 +176,7 @@ def create_log_router() -> APIRouter:
     async def set_log_level(request: LogLevelRequest, principal: AdminPrincipal) -> LogLevels:
         """Change log levels.
 
-        Those of the process that answers, or of one of its loggers, until it ends; other `workers`
+        Those of the process that answers, or of one of its loggers, until it ends; other replicas
         of a service keep theirs. 404: no such logger. 403 also for the audit log, which is written
         at any level.
         """

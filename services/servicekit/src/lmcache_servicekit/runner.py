@@ -33,7 +33,6 @@ from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.options import options_of
 from lmcache_servicekit.settings import ServiceSettings, load_settings, render_settings
 from lmcache_servicekit.state import ServiceState, service_state, version_of
-from lmcache_servicekit.workers import WorkerMetrics, WorkerPool, WorkerSeat
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,6 @@ def run_service(
     settings_cls: type[S],
     create_app: Callable[[S], FastAPI],
     argv: Sequence[str] | None = None,
-    workers: Callable[[S], int] = lambda settings: 1,
 ) -> int:
     """Run a service until SIGTERM or SIGINT.
 
@@ -58,7 +56,6 @@ def run_service(
         settings_cls: Its settings.
         create_app: Its app factory.
         argv: Arguments instead of the process's.
-        workers: Number of processes that serve the port; more than one only if none keeps state.
 
     Returns:
         The exit code: 0 after a graceful end; 2 for bad settings, including a port that is
@@ -76,19 +73,13 @@ def run_service(
         _check_port_file(options.port_file)
         configure_logging(settings.log_level, settings.log_format)
         app = create_app(settings)
-        num_workers = workers(settings)
-        listener = _listen(settings, num_workers)
+        with naming_listener("host", settings.host, "port", settings.port):
+            listener = bind(settings.host, settings.port)
     except ConfigError as exc:
         _complain(name, str(exc))
         return EXIT_BAD_CONFIG
     with listener:
-        address = Address(name, settings, listener, options.port_file)
-        if num_workers == 1:
-            return _serve(app, address, lambda: address.announce(service_state(app).ports))
-        try:
-            return _with_workers(num_workers, lambda: create_app(settings), address)
-        finally:
-            address.retract()
+        return _serve(app, Address(name, settings, listener, options.port_file))
 
 
 def _check_port_file(path: Path | None) -> None:
@@ -101,29 +92,6 @@ def _check_port_file(path: Path | None) -> None:
             f"--port-file {str(path)!r}: {path.parent} is not a writable directory;"
             " choose another path"
         )
-
-
-def _listen(settings: ServiceSettings, num_workers: int) -> socket.socket:
-    """Return the socket of REST, bound.
-
-    Raises:
-        ConfigError: Its address is taken; with several workers, also that of another listener,
-            since each of them would say so.
-    """
-    if num_workers > 1 and settings.health_port:
-        with naming_listener(
-            "health_host", settings.health_host, "health_port", settings.health_port
-        ):
-            bind(settings.health_host, settings.health_port).close()
-    with naming_listener("host", settings.host, "port", settings.port):
-        listener = bind(settings.host, settings.port)
-        if num_workers == 1:
-            return listener
-        # Only now the address is known not to be another service's; a socket that shares it
-        # would not have noticed.
-        number = listener.getsockname()[1]
-        listener.close()
-        return bind(settings.host, number, shared=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,24 +110,22 @@ class Address:
     listener: socket.socket
     port_file: Path | None
 
-    def announce(self, more: Mapping[str, int], num_workers: int = 1) -> None:
+    def announce(self, more: Mapping[str, int]) -> None:
         """Log and write where the service listens.
 
         Args:
             more: Ports other than that of REST, by option.
-            num_workers: Processes that serve the port.
         """
         number = self.listener.getsockname()[1]
         ports = {"port": number, **more}
         hosts = self.settings.listeners()
         logger.info(
-            "%s %s listening: %s workers=%d",
+            "%s %s listening: %s",
             self.name,
             version_of(self.name),
             " ".join(
                 f"{option}={_address(hosts[option][0], port)}" for option, port in ports.items()
             ),
-            num_workers,
         )
         if self.port_file is not None:
             # Replaced atomically: a reader never sees half of it.
@@ -171,30 +137,6 @@ class Address:
         """Remove the port file: the service no longer listens."""
         if self.port_file is not None:
             self.port_file.unlink(missing_ok=True)
-
-
-def _with_workers(num_workers: int, create_app: Callable[[], FastAPI], address: Address) -> int:
-    """Run workers with a separate socket each on the port; the kernel spreads connections over
-    them.
-    """
-    host, port = address.settings.host, address.listener.getsockname()[1]
-    health_port = address.settings.health_port
-
-    def serve(seat: WorkerSeat, ready: Callable[[], None]) -> int:
-        app = create_app()
-        state = service_state(app)
-        state.siblings = WorkerMetrics(state.registry, seat)
-        with bind(host, port, shared=True) as listener:
-            worker = Address(f"worker {seat.number}", address.settings, listener, None)
-            return _serve(app, worker, ready)
-
-    pool = WorkerPool(
-        num_workers,
-        serve,
-        lambda: address.announce({"health_port": health_port} if health_port else {}, num_workers),
-        address.settings.shutdown_grace_s,
-    )
-    return pool.run()
 
 
 class _Start:
@@ -225,12 +167,10 @@ class _Server(uvicorn.Server):
         has_ended: The last request and the lifespan have.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, announce: Callable[[], None], state: ServiceState
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, address: Address, state: ServiceState) -> None:
         super().__init__(config)
         self.has_ended = False
-        self._announce = announce
+        self._address = address
         self._state = state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -238,7 +178,7 @@ class _Server(uvicorn.Server):
         limit_accept_errors(asyncio.get_running_loop())
         await super().startup(sockets=sockets)
         if self.started:
-            self._announce()
+            self._address.announce(self._state.ports)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Prepare, then stop listening, then end the lifespan."""
@@ -257,7 +197,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
+def _serve(app: FastAPI, address: Address) -> int:
     """Serve until a signal; return the exit code."""
     config = uvicorn.Config(
         start := _Start(app),
@@ -277,7 +217,7 @@ def _serve(app: FastAPI, address: Address, announce: Callable[[], None]) -> int:
     # into "killed".
     for handled in (signal.SIGTERM, signal.SIGINT):
         signal.signal(handled, lambda number, frame: sys.exit(0))
-    server = _Server(config, announce, service_state(app))
+    server = _Server(config, address, service_state(app))
     try:
         server.run(sockets=[address.listener])
     except SystemExit:

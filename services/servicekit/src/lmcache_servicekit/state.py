@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from lmcache_servicekit.errors import ThrottledError
 from lmcache_servicekit.health import HealthRegistry
 from lmcache_servicekit.settings import ServiceSettings
-from lmcache_servicekit.workers import WorkerMetrics
 
 
 @dataclass(slots=True)
@@ -29,7 +28,6 @@ class ServiceState:
         health: The checks of `/readyz`; a lifespan adds its own.
         registry: Registry of the service's metrics.
         ports: Ports other than HTTP that a lifespan opened, by name; written to the port file.
-        siblings: Metrics of all workers of the port; None: this is the only process.
         tls: Encryption of REST and lm://; None: none.
         limiter: Rate limit of each tenant; None: none.
         tracer: Traces requests while the app runs; None: no tracing.
@@ -42,7 +40,6 @@ class ServiceState:
     health: HealthRegistry
     registry: CollectorRegistry
     ports: dict[str, int] = field(default_factory=dict)
-    siblings: WorkerMetrics | None = None
     before_stop: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     tls: ssl.SSLContext | None = None
     limiter: RateLimiter | None = None
