@@ -13,7 +13,7 @@ from lmcache_broker.app import create_app as create_broker
 from lmcache_broker.settings import BrokerSettings
 from lmcache_lookup.app import create_app as create_lookup
 from lmcache_lookup.settings import LookupSettings
-from lmcache_servicekit.problems import INVALID, MALFORMED, PROBLEMS, UNTYPED
+from lmcache_servicekit.problems import INVALID, MALFORMED, PROBLEMS
 from lmcache_sidecar.app import create_app as create_sidecar
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_storage.app import create_app as create_storage
@@ -32,6 +32,8 @@ SERVICES: Mapping[str, Callable[[], FastAPI]] = {
         WebhookSettings(sidecar_image="lmcache-sidecar", payload_image="lmcache-payload")
     ),
 }
+UNTYPED = (404, 405, 406, 408, 413, 415)
+"""Statuses that say all: the `type` of these problems is `about:blank`."""
 SHARED = {"/v1/admin/log-level", "/healthz", "/readyz", "/metrics", "/"}
 HEAD = """\
 # API
@@ -66,10 +68,7 @@ def _problems() -> str:
     by_type = {problem.type: problem for problem in every}
     ordered = sorted(by_type.values(), key=lambda problem: (problem.status, problem.type))
     rows = [f"| `{one.type}` | {one.status} | {one.title} |" for one in ordered]
-    rows.append(
-        f"| `about:blank` | {', '.join(str(status) for status in (404, 405, *UNTYPED))} |"
-        " The status says all |"
-    )
+    rows.append(f"| `about:blank` | {', '.join(map(str, UNTYPED))} | The status says all |")
     return "\n".join(["## Problems\n", "| `type` | status | |", "|---|---|---|", *rows]) + "\n"
 
 

@@ -248,14 +248,14 @@ async def test_openapi_names_the_problems_of_each_operation() -> None:
     responses = operation["responses"]
     statuses = ("200", "400", "401", "408", "413", "415", "422", "429", "default")
     assert tuple(responses) == statuses
-    assert responses["429"] == {"$ref": "#/components/responses/Problem-429"}
-    throttled = schema["components"]["responses"]["Problem-429"]
-    assert list(throttled["content"]) == ["application/problem+json"]
-    assert "urn:lmcache:problem:throttled" in throttled["description"]
+    assert responses["429"] == {"$ref": "#/components/responses/Problem"}
+    problem = schema["components"]["responses"]["Problem"]
+    assert list(problem["content"]) == ["application/problem+json"]
     assert "403" in schema["paths"]["/v1/admin/clear"]["post"]["responses"]
-    assert {"Problem"} <= set(schema["components"]["schemas"])
+    assert {"Problem", "BrokenRule"} <= set(schema["components"]["schemas"])
     assert "HTTPValidationError" not in schema["components"]["schemas"]
-    assert schema["paths"]["/v1/things"]["post"]["security"] == [{"HTTPBearer": []}]
+    assert schema["paths"]["/v1/things"]["post"]["security"] == [{"HTTPBearer": ["client"]}]
+    assert schema["paths"]["/v1/admin/clear"]["post"]["security"] == [{"HTTPBearer": ["admin"]}]
 
 
 async def test_a_client_that_leaves_within_its_body_is_no_bug() -> None:

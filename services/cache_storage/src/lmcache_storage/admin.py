@@ -21,7 +21,7 @@ from lmcache_node.admin import (
 )
 from lmcache_node.settings import Tenant
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 from lmcache_servicekit.problems import failures
 from pydantic import ConfigDict, Field, model_validator
 
@@ -36,46 +36,41 @@ ChunksTenant = Annotated[
 
 
 class StorageStats(ApiModel):
-    """The storage at a glance.
-
-    Attributes:
-        instance: Id of this instance at lookup and broker.
-        advertise_url: Where others reach its lm:// port.
-        draining: Whether a drain has begun here, or the broker sends no pulls here.
-        settled: Whether everything stored has reached the slower tiers and lookup.
-        num_connections: Open lm:// connections.
-        tiers: Figures of each tier, by its name: `num_chunks`, `used_bytes`, `capacity_bytes` and
-            the tier's own counters since the start. A bucket's sizes are 0, since it does not say.
-        drain: Progress of its drain.
-        replicas: Names of the other storage servers that are known now; null if none are
-            configured.
-        reporter: The reports to lookup: the incarnation, events not acknowledged, resyncs,
-            overflows, and whether it is registered (1 or 0); null without lookup.
-    """
+    """The storage at a glance."""
 
     instance: str
+    """Id of this instance at lookup and broker."""
     advertise_url: str
+    """Where others reach its lm:// port."""
     draining: bool
+    """Whether a drain has begun here, or the broker sends no pulls here."""
     settled: bool
+    """Whether everything stored has reached the slower tiers and lookup."""
     num_connections: int
+    """Open lm:// connections."""
     tiers: dict[str, dict[str, int]]
+    """Figures of each tier, by its name: `num_chunks`, `used_bytes`, `capacity_bytes` and the
+    tier's own counters since the start. A bucket's sizes are 0, since it does not say.
+    """
     drain: DrainView
+    """Progress of its drain."""
     replicas: list[str] | None
+    """Names of the other storage servers that are known now; null if none are configured."""
     reporter: dict[str, int] | None
+    """The reports to lookup: the incarnation, events not acknowledged, resyncs, overflows, and
+    whether it is registered (1 or 0); null without lookup.
+    """
 
 
 class ClearTenantRequest(ApiModel):
-    """The tenant to clear.
-
-    Attributes:
-        tenant: Its name; null: the caller's, unless `all_tenants` is set.
-        all_tenants: Clear every tenant; not together with `tenant`.
-    """
+    """The tenant to clear."""
 
     model_config = ConfigDict(extra="forbid")
 
     tenant: Tenant | None = None
+    """Its name; null: the caller's, unless `all_tenants` is set."""
     all_tenants: bool = False
+    """Clear every tenant; not together with `tenant`."""
 
     @model_validator(mode="after")
     def _check_one(self) -> ClearTenantRequest:
@@ -85,81 +80,64 @@ class ClearTenantRequest(ApiModel):
 
 
 class PinKeysRequest(ApiModel):
-    """Chunks to pin in memory, and for how long.
-
-    Attributes:
-        keys: Keys in the URL form; repeated ones count once.
-    """
+    """Chunks to pin in memory, and for how long."""
 
     model_config = ConfigDict(extra="forbid")
 
     keys: UrlKeys
+    """Keys in the URL form; repeated ones count once."""
     ttl_s: Ttl = DEFAULT_TTL_S
     tenant: ChunksTenant = None
 
 
 class UnpinnedKey(ApiModel):
-    """One chunk that was not pinned.
-
-    Attributes:
-        key: Its key in the URL form.
-        reason: Why a read missed it, for example `never_stored`, `evicted` or `no_memory`; or
-            `pin_bound`: too much is pinned already.
-    """
+    """One chunk that was not pinned."""
 
     key: str
+    """Its key in the URL form."""
     reason: str
+    """Why a read missed it, for example `never_stored`, `evicted` or `no_memory`; or `pin_bound`:
+    too much is pinned already.
+    """
 
 
 class PinKeysAnswer(PinnedBytes):
-    """The pins after a request.
-
-    Attributes:
-        num_pinned: How many of the requested chunks are pinned now.
-        not_pinned: The other ones.
-    """
+    """The pins after a request."""
 
     num_pinned: int
+    """How many of the requested chunks are pinned now."""
     not_pinned: list[UnpinnedKey]
+    """The other ones."""
 
 
 class UnpinKeysRequest(ApiModel):
-    """Chunks to unpin.
-
-    Attributes:
-        keys: Keys in the URL form; null: all pinned chunks of the tenant.
-    """
+    """Chunks to unpin."""
 
     model_config = ConfigDict(extra="forbid")
 
     keys: UrlKeys | None = None
+    """Keys in the URL form; null: all pinned chunks of the tenant."""
     tenant: ChunksTenant = None
 
 
 class PinnedKey(ApiModel):
-    """One pinned chunk.
-
-    Attributes:
-        key: Its key in the URL form.
-        tenant: The tenant that owns it.
-        num_bytes: Memory that it takes, in bytes.
-        expires_in_s: Seconds until its pin ends.
-    """
+    """One pinned chunk."""
 
     key: str
+    """Its key in the URL form."""
     tenant: str
+    """The tenant that owns it."""
     num_bytes: int
+    """Memory that it takes, in bytes."""
     expires_in_s: float
+    """Seconds until its pin ends."""
 
 
 class PinnedKeys(PinnedBytes):
-    """All pinned chunks, of all tenants.
-
-    Attributes:
-        pins: One for each chunk.
-    """
+    """All pinned chunks, of all tenants."""
 
     pins: list[PinnedKey]
+    """One for each chunk."""
 
 
 router = APIRouter(prefix="/v1", route_class=GuardedRoute)

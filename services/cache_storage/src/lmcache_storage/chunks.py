@@ -17,7 +17,7 @@ from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.served import ServedStore, ServerLimits
 from lmcache_core.wire.stream import paced
 from lmcache_servicekit.auth import ClientPrincipal, GuardedRoute
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 from lmcache_servicekit.errors import NotFoundError
 from lmcache_servicekit.problems import failures
 from pydantic import ConfigDict, Field
@@ -67,52 +67,40 @@ AcceptHeader = Annotated[
 
 
 class Keys(ApiModel):
-    """Chunks of the caller's tenant.
-
-    Attributes:
-        keys: Keys in the URL form; for reads, repeated ones count once.
-    """
+    """Chunks of the caller's tenant."""
 
     model_config = ConfigDict(extra="forbid")
 
     keys: list[UrlKey] = Field(max_length=MAX_KEYS)
+    """Keys in the URL form; for reads, repeated ones count once."""
 
 
 class Present(ApiModel):
-    """Which of the chunks exist.
-
-    Attributes:
-        present: For each key of the request, in its order, whether a read would find the chunk now.
-    """
+    """Which of the chunks exist."""
 
     present: list[bool]
+    """For each key of the request, in its order, whether a read would find the chunk now."""
 
 
 class ListedChunk(ApiModel):
-    """One chunk.
-
-    Attributes:
-        key: Its key in the URL form.
-        size_bytes: Size of its record in bytes.
-        tiers: Names of the tiers in this process that have it, fastest first: `memory`,
-            `disk`, `bucket`.
-    """
+    """One chunk."""
 
     key: str
+    """Its key in the URL form."""
     size_bytes: int
+    """Size of its record in bytes."""
     tiers: list[str]
+    """Names of the tiers in this process that have it, fastest first: `memory`, `disk`, `bucket`.
+    """
 
 
 class ListedChunks(ApiModel):
-    """A page of the caller's chunks.
-
-    Attributes:
-        chunks: At most `limit`, ordered by key.
-        next_offset: The `offset` of the next page; null at the end.
-    """
+    """A page of the caller's chunks."""
 
     chunks: list[ListedChunk]
+    """At most `limit`, ordered by key."""
     next_offset: int | None
+    """The `offset` of the next page; null at the end."""
 
 
 def chunk_key(tenant: str, url_key: str) -> ChunkKey:

@@ -29,34 +29,30 @@ def environ() -> Mapping[str, str]:
 
 
 class S3Settings(NodeSettings):
-    """Options of a bucket of S3-compatible object storage, behind memory and disk.
-
-    Attributes:
-        s3_bucket: An existing bucket; None: no bucket, and no other `s3_` option.
-        s3_prefix: Prefix of all objects' names; servers of one tier share bucket and prefix.
-        s3_endpoint_url: `https://host:port` of a server other than Amazon's; `http://` sends chunks
-            unencrypted.
-        s3_region: Region that requests are signed for.
-        s3_path_style: Name the bucket in the path of URLs, not in their host (Amazon's way).
-        s3_ca_file: Further trusted authorities (PEM), read at the start.
-        s3_access_key_file: Id of the access key. This file and the next are read again when they
-            change. Without them, credentials come from `AWS_…` variables, a web identity, or the
-            role of container or machine.
-        s3_secret_key_file: The key's secret.
-        s3_timeout_s: Longest request to the bucket; reads also end at `tier_timeout_s`.
-    """
+    """Options of a bucket of S3-compatible object storage, behind memory and disk."""
 
     s3_bucket: str | None = None
+    """An existing bucket; None: no bucket, and no other `s3_` option."""
     s3_prefix: str = Field(default="lmcache/", max_length=MAX_PREFIX_CHARS)
+    """Prefix of all objects' names; servers of one tier share bucket and prefix."""
     s3_endpoint_url: str | None = None
+    """`https://host:port` of a server other than Amazon's; `http://` sends chunks unencrypted."""
     s3_region: str = Field(
         default="us-east-1", min_length=1, max_length=63, pattern=r"^[A-Za-z0-9-]+$"
     )
+    """Region that requests are signed for."""
     s3_path_style: bool = True
+    """Name the bucket in the path of URLs, not in their host (Amazon's way)."""
     s3_ca_file: Path | None = None
+    """Further trusted authorities (PEM), read at the start."""
     s3_access_key_file: Path | None = None
+    """Id of the access key. This file and the next are read again when they change. Without them,
+    credentials come from `AWS_…` variables, a web identity, or the role of container or machine.
+    """
     s3_secret_key_file: Path | None = None
+    """The key's secret."""
     s3_timeout_s: float = Field(default=10.0, gt=0, le=600)
+    """Longest request to the bucket; reads also end at `tier_timeout_s`."""
 
     @field_validator("s3_bucket")
     @classmethod
@@ -121,43 +117,40 @@ class StorageSettings(S3Settings):
     """Options that only the cache storage has; sizes are in GB (2^30 bytes) and MB (2^20 bytes).
     The role of `service_token_file` must be `storage` (or `admin`): other servers of the tier take
     chunks of all tenants only from it, and chunks of other tenants are announced under their names.
-
-    Attributes:
-        port: REST.
-        memory_gb: Host memory for chunks, allocated at the start.
-        max_record_mb: Largest record.
-        max_connections: Authenticated lm:// connections.
-        lmcache_compat_port: Port for unmodified LMCache clients; None: they are not served.
-        lmcache_compat_host: Its address. These clients show no credentials: everyone who reaches it
-            is served.
-        lmcache_compat_dialect: `v0.2` up to LMCache 0.3.2, `v0.3+` from 0.3.3.
-        lmcache_compat_tenant: Their tenant; needed with `lmcache_compat_port`.
-        lmcache_compat_max_connections: Their connections.
-        advertise_url: Where others reach lm:// of this server; None: `lm_host` and `lm_port`.
-        replicas_url: All servers of this tier, this one included: `lm://host:port,host:port` or a
-            name with several addresses; None: those that the broker knows.
-        rebalance: Move chunks to their home servers when servers come or go.
-        hand_over_on_stop: Give all chunks to the other servers on SIGTERM, not only on `POST
-            /v1/admin/drain`.
     """
 
     about = "Keeps chunks of KV in memory, on disk and in a bucket, and serves them to all pods."
     env_prefix = "LMCACHE_STORAGE_"
 
     port: Port = 8080
+    """REST."""
     lm_port: Port = 65432
     memory_gb: float = Field(default=1.0, gt=0, le=65536)
+    """Host memory for chunks, allocated at the start."""
     max_record_mb: int = Field(default=512, ge=1, le=4096)
+    """Largest record."""
     max_connections: int = Field(default=256, ge=1, le=65536)
+    """Authenticated lm:// connections."""
     lmcache_compat_port: Port | None = None
+    """Port for unmodified LMCache clients; None: they are not served."""
     lmcache_compat_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    """Its address. These clients show no credentials: everyone who reaches it is served."""
     lmcache_compat_dialect: Literal["v0.2", "v0.3+"] = "v0.3+"
+    """`v0.2` up to LMCache 0.3.2, `v0.3+` from 0.3.3."""
     lmcache_compat_tenant: Tenant | None = None
+    """Their tenant; needed with `lmcache_compat_port`."""
     lmcache_compat_max_connections: int = Field(default=64, ge=1, le=65536)
+    """Their connections."""
     advertise_url: DistributedUrlText | None = None
+    """Where others reach lm:// of this server; None: `lm_host` and `lm_port`."""
     replicas_url: str | None = None
+    """All servers of this tier, this one included: `lm://host:port,host:port` or a name with
+    several addresses; None: those that the broker knows.
+    """
     rebalance: bool = True
+    """Move chunks to their home servers when servers come or go."""
     hand_over_on_stop: bool = True
+    """Give all chunks to the other servers on SIGTERM, not only on `POST /v1/admin/drain`."""
 
     @property
     def memory_bytes(self) -> int:

@@ -46,72 +46,69 @@ QuotaGb = Annotated[float, Field(gt=0, le=MAX_GB)]
 
 
 class TenantQuotaSettings(BaseModel):
-    """Space for the chunks of one tenant, GB (2^30 bytes).
+    """Space for the chunks of one tenant, GB (2^30 bytes)."""
 
-    Attributes:
-        memory_gb: Host memory; None: `tenant_quota_gb`.
-        disk_gb: Disk; None: `tenant_disk_quota_gb`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
     memory_gb: QuotaGb | None = None
+    """Host memory; None: `tenant_quota_gb`."""
     disk_gb: QuotaGb | None = None
+    """Disk; None: `tenant_disk_quota_gb`."""
 
 
 class NodeSettings(ServiceSettings):
     """Base of the settings of a service that keeps chunks; sizes are in GB (2^30 bytes). A
     subclass sets a default for `lm_port`.
-
-    Attributes:
-        disk_path: Directory of the disk tier, owned by one process; None: no disk tier.
-        disk_gb: Disk space for chunks.
-        disk_fsync: Sync each chunk, so that a power failure costs none.
-        eviction_policy: Which chunks are evicted first.
-        chunk_ttl_s: How long a chunk is served after it was stored here, restarts included; None:
-            no limit.
-        tenant_quota_gb: One tenant's share of host memory; None: no limit.
-        tenant_disk_quota_gb: One tenant's share of the disk; None: no limit.
-        tenant_quotas: Exceptions from these two, by tenant.
-        tls_ca_file: Authorities (PEM) trusted at `https://` and `lm+tls://`; None: the machine's.
-            This file and the next two are read again when they change.
-        tls_client_cert_file: Certificate (PEM) shown there.
-        tls_client_key_file: Its key (PEM, no passphrase), if not in the same file.
-        tls_peer_name: Name in the certificates at `lm+tls://`; None: the URL's host.
-        lm_host: Address of lm://.
-        lm_port: Port of lm://.
-        lookup_url: Lookup service; None: chunks of others are not found.
-        broker_url: Broker; None: other instances are not known.
-        service_token_file: Token shown to lookup, broker, storage and peers.
-        tenant: Namespace of that token.
-        zone: Failure domain; the broker prefers close peers.
-        node: Machine, for the same.
-        tier_timeout_s: Longest wait of a request for slower tiers.
-        drain_timeout_s: How long pending writes and the handover may take at the end.
     """
 
     disk_path: Path | None = None
+    """Directory of the disk tier, owned by one process; None: no disk tier."""
     disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
+    """Disk space for chunks."""
     disk_fsync: bool = False
+    """Sync each chunk, so that a power failure costs none."""
     eviction_policy: PolicyName = DEFAULT_POLICY
+    """Which chunks are evicted first."""
     chunk_ttl_s: float | None = Field(default=None, gt=0, le=MAX_TTL_S)
+    """How long a chunk is served after it was stored here, restarts included; None: no limit."""
     tenant_quota_gb: QuotaGb | None = None
+    """One tenant's share of host memory; None: no limit."""
     tenant_disk_quota_gb: QuotaGb | None = None
+    """One tenant's share of the disk; None: no limit."""
     tenant_quotas: dict[Tenant, TenantQuotaSettings] = Field(default_factory=dict)
+    """Exceptions from these two, by tenant."""
     tls_ca_file: Path | None = None
+    """Authorities (PEM) trusted at `https://` and `lm+tls://`; None: the machine's. This file and
+    the next two are read again when they change.
+    """
     tls_client_cert_file: Path | None = None
+    """Certificate (PEM) shown there."""
     tls_client_key_file: Path | None = None
+    """Its key (PEM, no passphrase), if not in the same file."""
     tls_peer_name: str | None = Field(default=None, min_length=1, max_length=253)
+    """Name in the certificates at `lm+tls://`; None: the URL's host."""
     lm_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    """Address of lm://."""
     lm_port: Port
+    """Port of lm://."""
     lookup_url: ServiceUrl | None = None
+    """Lookup service; None: chunks of others are not found."""
     broker_url: ServiceUrl | None = None
+    """Broker; None: other instances are not known."""
     service_token_file: Path | None = None
+    """Token shown to lookup, broker, storage and peers."""
     tenant: Tenant = "default"
+    """Namespace of that token."""
     zone: str = Field(default="", max_length=253)
+    """Failure domain; the broker prefers close peers."""
     node: str = Field(default="", max_length=253)
+    """Machine, for the same."""
     tier_timeout_s: float = Field(default=2.0, gt=0, le=3600)
+    """Longest wait of a request for slower tiers."""
     drain_timeout_s: float = Field(default=10.0, ge=0, le=3600)
+    """How long pending writes and the handover may take at the end."""
 
     @property
     def disk_bytes(self) -> int:

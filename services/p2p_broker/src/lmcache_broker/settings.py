@@ -37,57 +37,51 @@ _ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,
 
 
 class StaticPeer(BaseModel):
-    """A peer that is always there.
+    """A peer that is always there."""
 
-    Attributes:
-        id: Its instance id.
-        distributed_url: Where it serves, `lm://host:port`.
-        kind: What it is.
-        zone: Failure domain.
-        node: Machine.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     id: Annotated[str, StringConstraints(pattern=f"^{INSTANCE_PATTERN}$")]
+    """Its instance id."""
     distributed_url: Annotated[str, AfterValidator(_check_distributed_url)]
+    """Where it serves, `lm://host:port`."""
     kind: PeerKind = "sidecar"
+    """What it is."""
     zone: _TopologyName = ""
+    """Failure domain."""
     node: _TopologyName = ""
+    """Machine."""
 
 
 class DiscoverySettings(ServiceSettings):
-    """How peers are known apart from their registrations.
-
-    Attributes:
-        discovery: Source of peers in addition to their registrations: none, `static_peers`, or the
-            endpoints of a Service.
-        discovery_tenant: Tenant of discovered peers until they register; None: they serve all
-            tenants.
-        static_peers: Peers that are always there.
-        kubernetes_service: Headless Service whose endpoints are sidecars.
-        kubernetes_namespace: Its namespace; None: this pod's.
-        kubernetes_port_name: Name of its port for lm://.
-        kubernetes_port: That port, if the Service does not name it.
-        kubernetes_tls: Whether these sidecars encrypt (`lm+tls://`).
-        kubernetes_api_url: Another cluster's API server.
-        kubernetes_token_file: Token for it.
-        kubernetes_ca_file: Authority (PEM) of its certificate.
-        pod_deletion_cost: Annotate pods with what deleting them would lose.
-    """
+    """How peers are known apart from their registrations."""
 
     discovery: Literal["registration", "static", "kubernetes"] = "registration"
+    """Source of peers in addition to their registrations: none, `static_peers`, or the endpoints of
+    a Service.
+    """
     discovery_tenant: Annotated[str, AfterValidator(validate_tenant)] | None = None
+    """Tenant of discovered peers until they register; None: they serve all tenants."""
     static_peers: list[StaticPeer] = Field(default=[], max_length=MAX_STATIC_PEERS)
+    """Peers that are always there."""
     kubernetes_service: _ClusterName | None = None
+    """Headless Service whose endpoints are sidecars."""
     kubernetes_namespace: _ClusterName | None = None
+    """Its namespace; None: this pod's."""
     kubernetes_port_name: str = Field(default="lm", min_length=1, max_length=15)
+    """Name of its port for lm://."""
     kubernetes_port: int = Field(default=65_433, ge=1, le=65_535)
+    """That port, if the Service does not name it."""
     kubernetes_tls: bool = False
+    """Whether these sidecars encrypt (`lm+tls://`)."""
     kubernetes_api_url: str | None = Field(default=None, pattern=URL_PATTERN, max_length=300)
+    """Another cluster's API server."""
     kubernetes_token_file: Path | None = None
+    """Token for it."""
     kubernetes_ca_file: Path | None = None
+    """Authority (PEM) of its certificate."""
     pod_deletion_cost: bool = False
+    """Annotate pods with what deleting them would lose."""
 
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:
@@ -122,22 +116,6 @@ _EPHEMERAL_KEY_ID: Final = "ephemeral"
 class BrokerSettings(DiscoverySettings, RedisSettings):
     """Options of the broker, apart from those of discovery and those that locate Redis, in which
     several brokers share leases and pulls.
-
-    Attributes:
-        port: REST and the web page.
-        ticket_keys: Keys that sign tickets, `id:base64`, separated by commas; the first signs.
-            None: a key of this process, which no peer knows.
-        ticket_keys_file: The same, one per line.
-        ticket_ttl_ms: Life of a ticket, and of a pull that is not renewed.
-        default_lease_ttl_ms: Lease of a peer that asks for none.
-        max_lease_ttl_ms: Longest lease.
-        max_peers: Live peers.
-        max_peers_per_tenant: Live peers of one tenant.
-        max_pulls_per_peer: Concurrent pulls from one peer.
-        hot_chunk_pulls: Pulls within a minute that make a chunk hot; 0: never.
-        hot_chunk_copies: Wanted holders of a hot chunk.
-        history_interval_s: Interval of the page's history, which has 360.
-        redis_timeout_ms: Longest wait for Redis; after it this broker answers from its own memory.
     """
 
     about = (
@@ -147,18 +125,33 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
     env_prefix = "LMCACHE_BROKER_"
 
     port: Port = 8082
+    """REST and the web page."""
     ticket_keys: SecretStr | None = None
+    """Keys that sign tickets, `id:base64`, separated by commas; the first signs. None: a key of
+    this process, which no peer knows.
+    """
     ticket_keys_file: Path | None = None
+    """The same, one per line."""
     ticket_ttl_ms: int = Field(default=5_000, ge=100, le=600_000)
+    """Life of a ticket, and of a pull that is not renewed."""
     default_lease_ttl_ms: int = Field(default=15_000, ge=100, le=3_600_000)
+    """Lease of a peer that asks for none."""
     max_lease_ttl_ms: int = Field(default=60_000, ge=100, le=3_600_000)
+    """Longest lease."""
     max_peers: int = Field(default=4096, ge=1, le=65_536)
+    """Live peers."""
     max_peers_per_tenant: int = Field(default=1024, ge=1, le=65_536)
+    """Live peers of one tenant."""
     max_pulls_per_peer: int = Field(default=64, ge=1, le=65_536)
+    """Concurrent pulls from one peer."""
     hot_chunk_pulls: int = Field(default=16, ge=0, le=1_000_000)
+    """Pulls within a minute that make a chunk hot; 0: never."""
     hot_chunk_copies: int = Field(default=3, ge=1, le=16)
+    """Wanted holders of a hot chunk."""
     history_interval_s: float = Field(default=10.0, ge=1.0, le=60.0, allow_inf_nan=False)
+    """Interval of the page's history, which has 360."""
     redis_timeout_ms: int = Field(default=200, ge=1, le=60_000)
+    """Longest wait for Redis; after it this broker answers from its own memory."""
 
     @field_validator("ticket_keys")
     @classmethod

@@ -23,19 +23,15 @@ from prometheus_client import (
 )
 
 from lmcache_servicekit.auth import GuardedRoute
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 from lmcache_servicekit.health import HealthRegistry, HealthReport
 from lmcache_servicekit.http_protocol import BoundedHttpProtocol
 from lmcache_servicekit.listening import bind, naming_listener
 from lmcache_servicekit.problems import (
-    INVALID,
-    MALFORMED,
-    MAX_SHOWN_ERRORS,
-    MEDIA_TYPE,
-    PROBLEMS,
-    UNTYPED,
+    PROBLEM_RESPONSE,
     ProblemType,
     install_problem_handlers,
+    problem_schemas,
 )
 from lmcache_servicekit.requests import BodyLimitMiddleware, RequestMiddleware
 from lmcache_servicekit.settings import ServiceSettings
@@ -48,68 +44,7 @@ HEALTH_LOOK_S: Final = 3.0
 PROBES_STOP_S: Final = 2
 BUILD_INFO: Final = "lmcache_build_info"
 
-_PROBLEM_SCHEMA: Final = {
-    "title": "Problem",
-    "description": "RFC 9457 problem details.",
-    "type": "object",
-    "required": ["type", "title", "status"],
-    "properties": {
-        "type": {
-            "type": "string",
-            "format": "uri-reference",
-            "description": "Stable; compare this, not the texts.",
-        },
-        "title": {"type": "string", "description": "The same text for every problem of this type."},
-        "status": {"type": "integer", "description": "The HTTP status, repeated."},
-        "detail": {
-            "type": "string",
-            "description": "What is wrong this time; absent if the title says all.",
-        },
-        "errors": {
-            "type": "array",
-            "description": f"Only with 400 and 422: what is wrong, {MAX_SHOWN_ERRORS} at most.",
-            "items": {
-                "type": "object",
-                "required": ["at", "message"],
-                "properties": {
-                    "at": {
-                        "type": "string",
-                        "description": "Path to the wrong part, for example `body.keys.0`.",
-                    },
-                    "message": {"type": "string", "description": "The rule that it breaks."},
-                },
-            },
-        },
-        "request_id": {
-            "type": "string",
-            "description": "The request's `X-Request-Id`, also in log lines.",
-        },
-    },
-}
-_PROBLEM_CONTENT: Final = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
 _OTHER: Final = "default"
-NEEDED: Final[Mapping[Role, str]] = {
-    "client": "Needs a token of any role if tokens are configured.",
-    "admin": "Needs a token with the role `admin` if tokens are configured.",
-}
-"""The last sentence of an operation's description."""
-
-TAGS = {
-    "admin": "For operators: needs a token with the role `admin`.",
-    "admission": "Reviews of pods, for the Kubernetes API server.",
-    "chunks": "Chunks of KV, by key.",
-    "events": "Which chunks instances hold, told by the instances.",
-    "explain": "Why a prompt was loaded or computed.",
-    "health": "Probes, metrics and the level of logs.",
-    "instances": "The instances that hold chunks.",
-    "lookup": "Who holds chunks.",
-    "overview": "The data of the web page.",
-    "peers": "Sidecars and storage servers that serve chunks.",
-    "pins": "Chunks that stay in memory.",
-    "status": "Figures of the service and its tiers.",
-    "transfers": "Who pulls which chunks from whom, and the tickets for it.",
-}
-"""What the calls of each tag are about."""
 
 
 class ServiceApp(FastAPI):
@@ -118,7 +53,6 @@ class ServiceApp(FastAPI):
 
     Args:
         guarded: The routes that let callers in.
-        problems: Problem types by class of error.
         only_tenant: The only tenant of this service; None: all tenants.
         options: FastAPI's own options.
 
@@ -129,7 +63,6 @@ class ServiceApp(FastAPI):
     def __init__(
         self,
         guarded: Sequence[GuardedRoute],
-        problems: Mapping[type[Exception], ProblemType],
         only_tenant: str | None,
         **options: Any,
     ) -> None:
@@ -139,7 +72,6 @@ class ServiceApp(FastAPI):
             **options,
         )
         self.guarded = tuple(guarded)
-        self._problems = problems
         self._only_tenant = only_tenant
         self._more_schemas: dict[str, Any] = {}
 
@@ -156,39 +88,27 @@ class ServiceApp(FastAPI):
         schemas = components.setdefault("schemas", {})
         for replaced in ("HTTPValidationError", "ValidationError"):
             schemas.pop(replaced, None)
-        schemas["Problem"] = _PROBLEM_SCHEMA
-        schemas.update(self._more_schemas)
+        schemas.update(problem_schemas() | self._more_schemas)
+        components["responses"] = {"Problem": PROBLEM_RESPONSE}
         routes = {
             (route.path, method.lower()): route
             for route in self.guarded
             for method in route.methods or ()
         }
-        used: set[str] = set()
         for path, operations in schema.get("paths", {}).items():
             for method, operation in operations.items():
                 _summarise(operation)
-                _describe_success(operation["responses"], schemas)
                 if (route := routes.get((path, method))) is not None:
                     role = route.guard().role
-                    used |= self._add_problems(operation, role)
-                    told = (operation.get("description", ""), NEEDED[role])
-                    operation["description"] = " ".join(filter(None, told))
-        components["responses"] = {
-            f"Problem-{status}": {"description": text, "content": _PROBLEM_CONTENT}
-            for status, text in self._meanings().items()
-            if status in used
-        }
-        tags = {
-            tag
-            for operations in schema.get("paths", {}).values()
-            for operation in operations.values()
-            for tag in operation.get("tags", [])
-        }
-        schema["tags"] = [{"name": tag, "description": TAGS[tag]} for tag in sorted(tags)]
+                    self._add_problems(operation, role)
+                    # OpenAPI has room for the role that a call needs.
+                    operation["security"] = [
+                        {name: [role] for name in scheme} for scheme in operation["security"]
+                    ]
         return schema
 
-    def _add_problems(self, operation: dict[str, Any], role: Role) -> set[str]:
-        """Document the problems that an operation may answer with; return their statuses."""
+    def _add_problems(self, operation: dict[str, Any], role: Role) -> None:
+        """Document the statuses of the problems that an operation may answer with."""
         responses = operation["responses"]
         statuses = {status for status in responses if status.isdecimal() and int(status) >= 400}
         statuses |= {"401", "422", "429", _OTHER}
@@ -202,21 +122,8 @@ class ServiceApp(FastAPI):
         if MSGPACK in responses.get("200", {}).get("content", {}):
             statuses.add("406")
         kept = {status: one for status, one in responses.items() if status not in statuses}
-        problems = {
-            status: {"$ref": f"#/components/responses/Problem-{status}"}
-            for status in sorted(statuses)
-        }
-        operation["responses"] = kept | problems
-        return statuses
-
-    def _meanings(self) -> dict[str, str]:
-        """Return what each status means, with the types of its problems."""
-        found: dict[int, list[str]] = {status: [text] for status, text in UNTYPED.items()}
-        every = [*self._problems.values(), MALFORMED, INVALID]
-        for problem in {problem.type: problem for problem in every}.values():
-            found.setdefault(problem.status, []).append(f"{problem.title} (`{problem.type}`)")
-        told = {str(status): "; ".join(texts) for status, texts in sorted(found.items())}
-        return told | {_OTHER: "Another problem"}
+        problem = {"$ref": "#/components/responses/Problem"}
+        operation["responses"] = kept | dict.fromkeys(sorted(statuses), problem)
 
 
 def _summarise(operation: dict[str, Any]) -> None:
@@ -230,15 +137,6 @@ def _summarise(operation: dict[str, Any]) -> None:
         operation["description"] = rest
         if not rest:
             del operation["description"]
-
-
-def _describe_success(responses: Mapping[str, Any], schemas: Mapping[str, Any]) -> None:
-    """Replace FastAPI's description of an answer with that of its type."""
-    for response in responses.values():
-        if response["description"] == "Successful Response":
-            schema = response.get("content", {}).get(JSON, {}).get("schema", {})
-            told = schemas.get(schema.get("$ref", "").rpartition("/")[2])
-            response["description"] = "Done" if told is None else told["description"]
 
 
 def create_service_app(
@@ -282,7 +180,6 @@ def create_service_app(
     version = version_of(distribution)
     app = ServiceApp(
         guarded,
-        {**PROBLEMS, **(problems or {})},
         settings.only_tenant,
         title=distribution,
         version=version,
@@ -326,25 +223,22 @@ def create_service_app(
 
 
 class Index(ApiModel):
-    """The answer of `/`.
-
-    Attributes:
-        name: The service's command, for example `lmcache-lookup`.
-        version: Its release.
-        description: What the service is for.
-        openapi: Path of this document.
-        liveness: Path of the probe that says whether the process is alive.
-        readiness: Path of the probe that says whether its dependencies answer.
-        metrics: Path of the metrics for Prometheus.
-    """
+    """The answer of `/`."""
 
     name: str
+    """The service's command, for example `lmcache-lookup`."""
     version: str
+    """Its release."""
     description: str
+    """What the service is for."""
     openapi: str = "/openapi.json"
+    """Path of this document."""
     liveness: str = "/healthz"
+    """Path of the probe that says whether the process is alive."""
     readiness: str = "/readyz"
+    """Path of the probe that says whether its dependencies answer."""
     metrics: str = "/metrics"
+    """Path of the metrics for Prometheus."""
 
 
 def _index_router(index: Index) -> APIRouter:
@@ -362,13 +256,10 @@ def _index_router(index: Index) -> APIRouter:
 
 
 class Liveness(ApiModel):
-    """The answer of `/healthz`.
-
-    Attributes:
-        status: Always `ok`: a process that is not alive does not answer.
-    """
+    """The answer of `/healthz`."""
 
     status: Literal["ok"] = "ok"
+    """Always `ok`: a process that is not alive does not answer."""
 
 
 def _probe_router(state: ServiceState) -> APIRouter:

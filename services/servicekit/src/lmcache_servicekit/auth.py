@@ -21,7 +21,8 @@ from lmcache_servicekit.state import service_state
 
 _bearer = HTTPBearer(
     auto_error=False,
-    description="A token in the service's token file; not needed if none is configured.",
+    description="A token in the service's token file; not needed if none is configured. `client` at"
+    " a call stands for any role.",
 )
 _SCOPE_KEY: Final = "lmcache.principal"
 MAX_SHOWN_CHARS: Final = 64

@@ -1,5 +1,5 @@
-"""Bodies that are msgspec types: the client's types read and write them, and the OpenAPI document
-is generated from them.
+"""Bodies of requests and answers. Those of programs are msgspec types: the client's types read and
+write them, and the OpenAPI document is generated from them.
 
 A body is JSON, or MessagePack where programs send many chunk ids. Where both are read or written,
 `Content-Type` states the format of a body, and `Accept` that of the response.
@@ -7,6 +7,7 @@ A body is JSON, or MessagePack where programs send many chunk ids. Where both ar
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar
@@ -15,8 +16,8 @@ import msgspec
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from lmcache_core.lookup.messages import JSON, MSGPACK, NO_LINE_END
+from pydantic import BaseModel, ConfigDict
 
-from lmcache_servicekit.docstrings import describe
 from lmcache_servicekit.problems import failures
 
 BOTH_FORMATS: Final = (JSON, MSGPACK)
@@ -28,6 +29,15 @@ _COMPONENT: Final = "#/components/schemas/{name}"
 # Only in this case does msgspec repeat its input, which may be large or secret.
 _REPEATED: Final = re.compile(r"^(Invalid enum value) .*?( - at `[^`]*`)?$", re.DOTALL)
 _PLACE: Final = re.compile(r"^(.*) - at `\$\.?([^`]*)`$", re.DOTALL)
+
+_SECTION: Final = re.compile(r"\n\n(?:Attributes|Raises):\n")
+_ATTRIBUTE: Final = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+
+
+class ApiModel(BaseModel):
+    """A body that FastAPI reads or writes; docstrings below its fields describe them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class RequestBody(Generic[B]):
@@ -196,10 +206,8 @@ class BodyTypes:
             "response_model": None,
             "responses": failures(*failing),
         }
-        if (documented := answer or packed) is not None:
-            sentence = (documented.__doc__ or "").partition("\n")[0]
-            content = self._contents(answer, packed)
-            options["responses"] |= {200: {"description": sentence, "content": content}}
+        if answer is not None or packed is not None:
+            options["responses"] |= {200: {"content": self._contents(answer, packed)}}
         if body is not None:
             content = self._contents(body.plain, body.packed)
             options["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
@@ -210,7 +218,7 @@ class BodyTypes:
         _, found = msgspec.json.schema_components(self.types, ref_template=_COMPONENT)
         schemas = {name: _cleaned(schema) for name, schema in found.items()}
         for kind in set(_structs(msgspec.inspect.multi_type_info(self.types))):
-            describe(schemas[kind.__name__], kind)
+            _describe(schemas[kind.__name__], kind)
         return schemas
 
     def _contents(self, plain: type | None, packed: type | None) -> dict[str, Any]:
@@ -223,7 +231,7 @@ class BodyTypes:
         }
 
 
-def _structs(node: Any) -> Iterator[type]:
+def _structs(node: Any) -> Iterator[type[msgspec.Struct]]:
     """Yield the structs in descriptions of types."""
     if isinstance(node, msgspec.inspect.StructType):
         yield node.cls
@@ -232,6 +240,20 @@ def _structs(node: Any) -> Iterator[type]:
     if isinstance(node, list | tuple):
         for part in node:
             yield from _structs(part)
+
+
+def _describe(schema: dict[str, Any], struct: type[msgspec.Struct]) -> None:
+    """Move the texts of fields, inherited ones included, from the description of a struct, where
+    msgspec leaves them, to the schemas of the fields.
+    """
+    docstrings = [inspect.cleandoc(kind.__doc__ or "") for kind in reversed(struct.__mro__)]
+    schema["description"] = _SECTION.split(docstrings[-1])[0]
+    meanings = dict(found for text in docstrings for found in _ATTRIBUTE.findall(text))
+    fields = schema.get("properties", {}) | dict(
+        zip(struct.__struct_fields__, schema.get("prefixItems", ()), strict=False)
+    )
+    for name in fields.keys() & meanings.keys():
+        fields[name]["description"] = " ".join(meanings[name].split())
 
 
 def _cleaned(schema: Any) -> Any:

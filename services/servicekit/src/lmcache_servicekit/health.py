@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from lmcache_core.errors import LMCacheError
 
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,29 +44,23 @@ class HealthCheck:
 
 
 class CheckReport(ApiModel):
-    """The result of one check.
-
-    Attributes:
-        ok: Whether the dependency answered in time.
-        detail: A few words from the dependency, or why it failed; never credentials.
-        latency_ms: How long the check took, in milliseconds.
-    """
+    """The result of one check."""
 
     ok: bool
+    """Whether the dependency answered in time."""
     detail: str
+    """A few words from the dependency, or why it failed; never credentials."""
     latency_ms: float
+    """How long the check took, in milliseconds."""
 
 
 class HealthReport(ApiModel):
-    """The results of all checks.
-
-    Attributes:
-        status: `ok`; `degraded`: only optional dependencies failed; `unready`: a required one did.
-        checks: The result of each check, by the name of the dependency.
-    """
+    """The results of all checks."""
 
     status: Literal["ok", "degraded", "unready"]
+    """`ok`; `degraded`: only optional dependencies failed; `unready`: a required one did."""
     checks: dict[str, CheckReport]
+    """The result of each check, by the name of the dependency."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lmcache_servicekit.audit import AUDIT_LOGGER
 from lmcache_servicekit.auth import AdminPrincipal, ClientPrincipal, GuardedRoute
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 from lmcache_servicekit.errors import NotFoundError, PermissionDeniedError
 from lmcache_servicekit.problems import failures
 
@@ -134,30 +134,25 @@ LoggerName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_]+(\.[A-
 
 
 class LogLevelRequest(ApiModel):
-    """The level to set, and for which logger.
-
-    Attributes:
-        level: The lowest severity to log from now on.
-        logger: A module or package of the process, with all below it, for example
-            `lmcache_core.wire`; null: the whole process.
-    """
+    """The level to set, and for which logger."""
 
     model_config = ConfigDict(extra="forbid")
 
     level: LogLevel
+    """The lowest severity to log from now on."""
     logger: LoggerName | None = None
+    """A module or package of the process, with all below it, for example `lmcache_core.wire`; null:
+    the whole process.
+    """
 
 
 class LogLevels(ApiModel):
-    """The current levels.
-
-    Attributes:
-        level: The lowest severity that the process logs: `debug`, `info`, `warning` or `error`.
-        loggers: The same for each logger that has a level of its own, by its name.
-    """
+    """The current levels."""
 
     level: str
+    """The lowest severity that the process logs: `debug`, `info`, `warning` or `error`."""
     loggers: dict[str, str]
+    """The same for each logger that has a level of its own, by its name."""
 
 
 def create_log_router() -> APIRouter:

@@ -1,5 +1,5 @@
-"""The options of a service in words, for `--help` and docs/configuration.md: meanings from the
-docstrings of its settings, defaults and bounds from their fields.
+"""The options of a service in words, for `--help` and docs/configuration.md, from the fields of its
+settings.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel
-
-from lmcache_servicekit.docstrings import meanings
 
 _NONE: Final = re.compile(r"(?<!\. )\bNone\b")
 _UNITS: Final = {"_per_s": "", "_gb": " GB", "_mb": " MB", "_ms": " ms", "_s": " s"}
@@ -51,19 +49,31 @@ def options_of(model: type[BaseModel]) -> Iterator[OptionText]:
 def _options(
     model: type[BaseModel], schema: Mapping[str, Any], defs: Mapping[str, Any], above: str = ""
 ) -> Iterator[OptionText]:
-    declared = meanings(model)
     for name, field in model.model_fields.items():
         kinds = [
             defs[kind["$ref"].rpartition("/")[2]] if "$ref" in kind else kind
             for kind in (schema["properties"][name].get("anyOf") or [schema["properties"][name]])
         ]
-        meaning, owner = declared.get(name, ("", model))
+        meaning, owner = _meaning(model, name)
         default = "" if field.is_required() else _default(schema["properties"][name])
         values = next(filter(None, (_values(kind, name) for kind in kinds)), "")
         yield OptionText(f"{above}{name}", default, values, _NONE.sub("none", meaning), owner)
         for nested, between in _nested(field.annotation):
             inner = defs[nested.__name__]
             yield from _options(nested, inner, defs, f"{above}{name}{between}.")
+
+
+def _meaning(model: type[BaseModel], name: str) -> tuple[str, type]:
+    """Return what an option is for, and the settings that say so: those that only change its
+    default do not repeat it.
+    """
+    told = [
+        (" ".join((owner.model_fields[name].description or "").split()), owner)
+        for owner in model.__mro__
+        if issubclass(owner, BaseModel) and name in owner.model_fields
+    ]
+    meaning = next(filter(None, (text for text, _ in told)), "")
+    return meaning, [owner for text, owner in told if text == meaning][-1]
 
 
 def _nested(annotation: Any, between: str = "") -> Iterator[tuple[type[BaseModel], str]]:

@@ -10,16 +10,18 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NotRequired
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from lmcache_core import errors as core
 from lmcache_core.telemetry.request_context import current_request_id
+from pydantic import ConfigDict, TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
+from typing_extensions import TypedDict
 
 from lmcache_servicekit import errors
 
@@ -28,6 +30,52 @@ logger = logging.getLogger(__name__)
 MEDIA_TYPE: Final = "application/problem+json"
 MAX_SHOWN_ERRORS: Final = 16
 _TYPE_PREFIX: Final = "urn:lmcache:problem:"
+
+
+class BrokenRule(TypedDict):
+    """What is wrong with a request."""
+
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
+
+    at: str
+    """Path to the wrong part, for example `body.keys.0`."""
+    message: str
+    """The rule that it breaks."""
+
+
+class Problem(TypedDict):
+    """RFC 9457 problem details."""
+
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
+
+    type: str
+    """A URI reference. Stable; compare this, not the texts."""
+    title: str
+    """The same text for every problem of this type."""
+    status: int
+    """The HTTP status, repeated."""
+    detail: NotRequired[str]
+    """What is wrong this time; absent if the title says all."""
+    errors: NotRequired[list[BrokenRule]]
+    """Only with 400 and 422: what is wrong; of many places the first."""
+    request_id: NotRequired[str]
+    """The request's `X-Request-Id`, also in log lines."""
+
+
+PROBLEM_RESPONSE: Final = {
+    "description": "A problem: its `type` says which.",
+    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+
+
+def problem_schemas() -> dict[str, Any]:
+    """Return the schemas of a problem and its parts by name."""
+    _, schemas = TypeAdapter.json_schemas(
+        [("problem", "serialization", TypeAdapter(Problem))],
+        ref_template="#/components/schemas/{model}",
+    )
+    found: dict[str, Any] = schemas["$defs"]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +105,6 @@ class ProblemType:
 
 MALFORMED: Final = ProblemType("malformed", 400, "The body is not well-formed")
 INVALID: Final = ProblemType("invalid", 422, "The request is not valid")
-UNTYPED: Final[Mapping[int, str]] = {
-    406: "The caller accepts no format of the answer",
-    408: "The body did not arrive in time",
-    413: "The body is too large",
-    415: "The body's Content-Type is not one that the call reads",
-}
-"""Problems whose `type` is `about:blank`: the status says all."""
-
 _RETRY: Final = {"Retry-After": "1"}
 # RFC 9110 renamed it; Python's table follows from 3.13 on.
 _TITLES: Final = {413: "Content Too Large"}

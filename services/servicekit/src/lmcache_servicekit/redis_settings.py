@@ -140,27 +140,26 @@ def _check_redis_url(url: SecretStr) -> SecretStr:
 
 
 class RedisSettings(ServiceSettings):
-    """Where Redis is, and the credentials for it.
-
-    Attributes:
-        redis_url: Where state is shared; None: it stays in this process, which must be the only
-            replica. `redis://[user:password@]host:port[/database]`, `unix://[user:password@]/path`,
-            `redis-sentinel://[user:password@]host:port,host:port/service` or
-            `redis-cluster://[user:password@]host:port,host:port`; with `rediss` over TLS.
-        redis_tls_ca_file: Authorities (PEM) for the servers' certificates; None: the system's.
-        redis_tls_cert_file: Client certificate (PEM), if the servers want one.
-        redis_tls_key_file: Its key (PEM, no passphrase), if not in the same file.
-        redis_sentinel_username: User at the sentinels, if not their default one.
-        redis_sentinel_password_file: File with the sentinels' password, read for each connection;
-            None: they want none. User and password in `redis_url` are the server's.
-    """
+    """Where Redis is, and the credentials for it."""
 
     redis_url: Annotated[SecretStr, AfterValidator(_check_redis_url)] | None = None
+    """Where state is shared; None: it stays in this process, which must be the only replica.
+    `redis://[user:password@]host:port[/database]`, `unix://[user:password@]/path`,
+    `redis-sentinel://[user:password@]host:port,host:port/service` or
+    `redis-cluster://[user:password@]host:port,host:port`; with `rediss` over TLS.
+    """
     redis_tls_ca_file: Path | None = None
+    """Authorities (PEM) for the servers' certificates; None: the system's."""
     redis_tls_cert_file: Path | None = None
+    """Client certificate (PEM), if the servers want one."""
     redis_tls_key_file: Path | None = None
+    """Its key (PEM, no passphrase), if not in the same file."""
     redis_sentinel_username: str | None = Field(default=None, min_length=1, max_length=255)
+    """User at the sentinels, if not their default one."""
     redis_sentinel_password_file: Path | None = None
+    """File with the sentinels' password, read for each connection; None: they want none. User and
+    password in `redis_url` are the server's.
+    """
 
     @model_validator(mode="after")
     def _check_redis_tls(self) -> Self:

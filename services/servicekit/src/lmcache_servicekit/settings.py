@@ -70,56 +70,56 @@ class ServiceSettings(BaseModel):
 
     An instance made directly holds exactly the given values and defaults; only `load_settings`
     looks at files and environment.
-
-    Attributes:
-        host: Address to listen on; other pods reach no loopback address.
-        port: REST.
-        log_level: Least severe level that is logged.
-        log_format: `text` for people, `json` for log collectors.
-        auth_tokens_file: YAML file of bearer tokens. Without it every caller is an admin of the
-            tenant `default`.
-        allow_anonymous: Allow other machines without tokens.
-        tls_cert_file: Certificate chain (PEM). With it every port that takes tokens is encrypted.
-            This file and the next two are read again when they change.
-        tls_key_file: Its key (PEM, no passphrase), if not in the same file.
-        tls_client_ca_file: Authorities (PEM) for certificates of callers; None: callers show none.
-        allow_plaintext: Allow other machines to show tokens unencrypted.
-        rate_limit_per_tenant: Requests of one tenant per second, in each process; None: no limit.
-        instance_id: Name of this process; unique at lookup and broker.
-        shutdown_grace_s: How long requests in flight may take after SIGTERM.
-        health_host: Address of an unencrypted listener for `/healthz`, `/readyz` and `/metrics`
-            alone.
-        health_port: Its port; None: no such listener.
-        otlp_endpoint: Collector of traces (OTLP over HTTP), `http://host:4318`; None: no traces.
-        trace_sample_ratio: Share of the requests that begin here and are traced; those of traced
-            callers always are.
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
     about: ClassVar[str] = ""
     env_prefix: ClassVar[str]
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    """Address to listen on; other pods reach no loopback address."""
     port: Port
+    """REST."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is logged."""
     log_format: Literal["text", "json"] = "text"
+    """`text` for people, `json` for log collectors."""
     auth_tokens_file: Path | None = None
+    """YAML file of bearer tokens. Without it every caller is an admin of the tenant `default`."""
     allow_anonymous: bool = False
+    """Allow other machines without tokens."""
     tls_cert_file: Path | None = None
+    """Certificate chain (PEM). With it every port that takes tokens is encrypted. This file and the
+    next two are read again when they change.
+    """
     tls_key_file: Path | None = None
+    """Its key (PEM, no passphrase), if not in the same file."""
     tls_client_ca_file: Path | None = None
+    """Authorities (PEM) for certificates of callers; None: callers show none."""
     allow_plaintext: bool = False
+    """Allow other machines to show tokens unencrypted."""
     rate_limit_per_tenant: float | None = Field(default=None, gt=0, le=MAX_RATE_PER_S)
+    """Requests of one tenant per second, in each process; None: no limit."""
     instance_id: Annotated[str, AfterValidator(validate_instance_id)] = Field(
         default_factory=socket.gethostname, json_schema_extra={"default": "the host name"}
     )
+    """Name of this process; unique at lookup and broker."""
     shutdown_grace_s: int = Field(default=20, ge=0, le=3600)
+    """How long requests in flight may take after SIGTERM."""
     health_host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    """Address of an unencrypted listener for `/healthz`, `/readyz` and `/metrics` alone."""
     health_port: Port | None = None
+    """Its port; None: no such listener."""
     otlp_endpoint: str | None = Field(default=None, pattern=URL_PATTERN, max_length=300)
+    """Collector of traces (OTLP over HTTP), `http://host:4318`; None: no traces."""
     trace_sample_ratio: float = Field(default=DEFAULT_SAMPLE_RATIO, ge=0, le=1)
+    """Share of the requests that begin here and are traced; those of traced callers always are."""
 
     @field_validator("*")
     @classmethod

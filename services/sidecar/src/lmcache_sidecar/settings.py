@@ -72,36 +72,7 @@ Serde = Annotated[str, AfterValidator(known_serde)]
 
 
 class SidecarSettings(NodeSettings):
-    """Options that only the sidecar has; sizes are in GB (2^30 bytes).
-
-    Attributes:
-        port: REST for people and probes inside the pod.
-        socket_path: Unix socket for the pod's engines; at most 107 bytes.
-        arena_path: Directory of the shared memory, on an in-memory volume that engines mount too.
-        arena_gb: Size of the shared memory.
-        arena_wait_s: How long to wait for room while engines still map the memory of an earlier
-            start.
-        arena_mode: Permissions of the shared-memory file, octal, in quotes.
-        arena_huge_pages: Whether to ask for transparent huge pages; `auto`: where the kernel allows
-            them on the volume of `arena_path`.
-        arena_recover: Serve the shared memory's chunks again after a restart, once checked.
-        remote_url: Remote tier, for example `lm://cache-storage:65432`; also `redis://`,
-            `redis-sentinel://` and `file://`.
-        remote_serde: Encoding for the remote tier: `naive` (none), `lossless`, or with loss
-            `cachegen`, `cachegen:high`, `cachegen:low`; all but the first need the extra `codec` of
-            lmcache-core. Chunks that others stored with loss are misses unless a lossy one is
-            chosen.
-        disk_serde: Encoding for the disk.
-        peer_serde: Encoding for peers that can read it; a lossy one also accepts loss from peers.
-        distributed_url: Where peers reach this sidecar, `lm://host:port`; None: `lm_host` and
-            `lm_port`.
-        ticket_keys_file: Keys of the broker's tickets.
-        salt_file: The tenant's salt, handed to engines; chunks of other salts are not found.
-        verify_hot: Digests checked on loads from shared memory: every one, 1 in 16, or none;
-            `auto`: 1 in 16 with KV on a GPU, else every one.
-        accept_handover: Accept chunks of peers that end. By default only from peers with tokens:
-            these chunks decide what engines load.
-    """
+    """Options that only the sidecar has; sizes are in GB (2^30 bytes)."""
 
     about = (
         "Keeps the KV of the engines of its pod in shared memory and on disk, and shares "
@@ -110,32 +81,60 @@ class SidecarSettings(NodeSettings):
     env_prefix = "LMCACHE_SIDECAR_"
 
     port: Port = 8083
+    """REST for people and probes inside the pod."""
     socket_path: Path = Field(
         default_factory=lambda: default_run_directory() / "sidecar.sock",
         json_schema_extra={"default": "<temporary directory>/lmcache-<uid>/sidecar.sock"},
     )
+    """Unix socket for the pod's engines; at most 107 bytes."""
     arena_path: Path = Field(
         default_factory=default_arena_directory,
         json_schema_extra={"default": "/dev/shm/lmcache-<uid>"},  # noqa: S108 (made private)
     )
+    """Directory of the shared memory, on an in-memory volume that engines mount too."""
     arena_gb: float = Field(default=1.0, gt=0, le=65536)
+    """Size of the shared memory."""
     arena_wait_s: float = Field(default=0.0, ge=0, le=86400)
+    """How long to wait for room while engines still map the memory of an earlier start."""
     arena_mode: str = "0660"
+    """Permissions of the shared-memory file, octal, in quotes."""
     arena_huge_pages: Literal["auto", "off", "advise"] = "auto"
+    """Whether to ask for transparent huge pages; `auto`: where the kernel allows them on the volume
+    of `arena_path`.
+    """
     arena_recover: bool = True
+    """Serve the shared memory's chunks again after a restart, once checked."""
     remote_url: str | None = None
+    """Remote tier, for example `lm://cache-storage:65432`; also `redis://`, `redis-sentinel://` and
+    `file://`.
+    """
     remote_serde: Serde = "naive"
+    """Encoding for the remote tier: `naive` (none), `lossless`, or with loss `cachegen`,
+    `cachegen:high`, `cachegen:low`; all but the first need the extra `codec` of lmcache-core.
+    Chunks that others stored with loss are misses unless a lossy one is chosen.
+    """
     disk_serde: Serde = "naive"
+    """Encoding for the disk."""
     peer_serde: Serde = "naive"
+    """Encoding for peers that can read it; a lossy one also accepts loss from peers."""
     lm_port: Port = 65433
     distributed_url: DistributedUrlText | None = None
+    """Where peers reach this sidecar, `lm://host:port`; None: `lm_host` and `lm_port`."""
     ticket_keys_file: Path | None = None
+    """Keys of the broker's tickets."""
     salt_file: Path | None = None
+    """The tenant's salt, handed to engines; chunks of other salts are not found."""
     verify_hot: Literal["auto", "always", "sampled", "never"] = "auto"
+    """Digests checked on loads from shared memory: every one, 1 in 16, or none; `auto`: 1 in 16
+    with KV on a GPU, else every one.
+    """
     accept_handover: bool = Field(
         default_factory=_accepts_handover,
         json_schema_extra={"default": "whether auth_tokens_file is set"},
     )
+    """Accept chunks of peers that end. By default only from peers with tokens: these chunks decide
+    what engines load.
+    """
 
     @property
     @override

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from lmcache_core.errors import CapacityError
 from lmcache_core.security import RateLimiter
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import ConfigDict, Field
@@ -49,87 +49,72 @@ MAX_WARNING_CHARS: Final = 250
 
 
 class GroupVersionKind(ApiModel):
-    """Kind of an object.
-
-    Attributes:
-        group: API group; empty for Kubernetes' core, which pods belong to.
-        version: Version of the group, for example `v1`.
-        kind: `Pod`; others pass unchanged.
-    """
+    """Kind of an object."""
 
     group: str = ""
+    """API group; empty for Kubernetes' core, which pods belong to."""
     version: str
+    """Version of the group, for example `v1`."""
     kind: str
+    """`Pod`; others pass unchanged."""
 
 
 class AdmissionRequest(ApiModel):
-    """The operation under review. Further members are ignored.
-
-    Attributes:
-        uid: Id of the review, repeated in the answer.
-        kind: Kind of `object`.
-        namespace: Namespace of the pod; its own may still be missing in `object`.
-        operation: `CREATE`; others pass unchanged.
-        dryRun: Whether the pod is not going to be stored; the answer is the same. null: it is.
-        object: The pod; null, as in a deletion: nothing to change.
-    """
+    """The operation under review. Further members are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     uid: str = Field(min_length=1, max_length=MAX_UID_CHARS)
+    """Id of the review, repeated in the answer."""
     kind: GroupVersionKind
+    """Kind of `object`."""
     namespace: str = Field(default="", max_length=MAX_NAMESPACE_CHARS)
+    """Namespace of the pod; its own may still be missing in `object`."""
     operation: str = "CREATE"
+    """`CREATE`; others pass unchanged."""
     dryRun: bool | None = None
+    """Whether the pod is not going to be stored; the answer is the same. null: it is."""
     object: dict[str, Any] | None = None
+    """The pod; null, as in a deletion: nothing to change."""
 
 
 class AdmissionQuestion(ApiModel):
-    """A review, as the API server sends it. Further members are ignored.
-
-    Attributes:
-        apiVersion: The only version that is read.
-        kind: The only kind that is read.
-        request: What is reviewed.
-    """
+    """A review, as the API server sends it. Further members are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     apiVersion: Literal["admission.k8s.io/v1"]
+    """The only version that is read."""
     kind: Literal["AdmissionReview"]
+    """The only kind that is read."""
     request: AdmissionRequest
+    """What is reviewed."""
 
 
 class AdmissionResponse(ApiModel):
-    """The result for one pod. Members without a value are absent.
-
-    Attributes:
-        uid: Id of the review that this answers.
-        allowed: Always true: a pod that cannot have a sidecar runs without one.
-        patchType: Form of `patch`; absent without one.
-        patch: Changes to the pod as a JSON patch (RFC 6902) in base64; absent if it stays as it is.
-        warnings: Why the pod gets no sidecar, or not as asked, for `kubectl` to show.
-    """
+    """The result for one pod. Members without a value are absent."""
 
     uid: str
+    """Id of the review that this answers."""
     allowed: Literal[True] = True
+    """Always true: a pod that cannot have a sidecar runs without one."""
     patchType: Literal["JSONPatch"] | None = None
+    """Form of `patch`; absent without one."""
     patch: str | None = None
+    """Changes to the pod as a JSON patch (RFC 6902) in base64; absent if it stays as it is."""
     warnings: list[str] | None = None
+    """Why the pod gets no sidecar, or not as asked, for `kubectl` to show."""
 
 
 class AdmissionAnswer(ApiModel):
-    """The answer to a review.
-
-    Attributes:
-        apiVersion: The version of the review.
-        kind: Kind of this object.
-        response: The result.
-    """
+    """The answer to a review."""
 
     apiVersion: Literal["admission.k8s.io/v1"] = API_VERSION
+    """The version of the review."""
     kind: Literal["AdmissionReview"] = "AdmissionReview"
+    """Kind of this object."""
     response: AdmissionResponse
+    """The result."""
 
 
 class Reviewer:

@@ -43,86 +43,86 @@ _OWN_OPTIONS = re.compile(
 class TenantEntry(BaseModel):
     """The namespaces whose pods may belong to a tenant, and the Secrets of their sidecars, in the
     pod's namespace.
-
-    Attributes:
-        name: The tenant.
-        namespaces: Names of namespaces; `*` is every namespace.
-        credentials_secret: Secret with `tokens.yaml` and `sidecar-token`; None: no tokens.
-        keys_secret: Secret with `ticket-keys` and `salt`; None: no tickets.
-        tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` of sidecars; None: unencrypted.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
     name: Annotated[str, AfterValidator(validate_tenant)] = "default"
+    """The tenant."""
     namespaces: list[_NamespaceName] = Field(default=["*"], min_length=1, max_length=MAX_TENANTS)
+    """Names of namespaces; `*` is every namespace."""
     credentials_secret: _ObjectName | None = None
+    """Secret with `tokens.yaml` and `sidecar-token`; None: no tokens."""
     keys_secret: _ObjectName | None = None
+    """Secret with `ticket-keys` and `salt`; None: no tickets."""
     tls_secret: _ObjectName | None = None
+    """Secret with `tls.crt`, `tls.key` and `ca.crt` of sidecars; None: unencrypted."""
 
 
 class WebhookSettings(ServiceSettings):
-    """Options of the webhook; sizes are in GB (2^30 bytes).
-
-    Attributes:
-        port: `/mutate`, over https:// for API servers.
-        sidecar_image: Image of `lmcache-sidecar`.
-        payload_image: Image with the files that go into vLLM's process.
-        image_pull_policy: Of both images.
-        sidecar_template_file: YAML file merged into the sidecar's container (docs/injection.md),
-            read once.
-        sidecar_options: Options of `lmcache-sidecar`, for example `lookup_url`; not those that the
-            webhook sets for each pod.
-        arena_gb: Shared memory of a pod that names no size.
-        max_arena_gb: Most that a pod may ask for.
-        disk_gb: Disk of a pod that names no size; 0: none.
-        max_disk_gb: Most that a pod may ask for.
-        connector: `lmcache` or `offloading-tier` (docs/vllm.md), in a pod that names none.
-        host_memory_gb: vLLM's host memory with `offloading-tier`, in a pod that names no size.
-        memory_overhead_mb: Memory of the sidecar in addition to its arena.
-        payload_resources: Requests and limits of the container that copies the payload.
-        sidecar_cpu: CPU request of the sidecar, a Kubernetes quantity; None: 750m for each GPU of
-            vLLM's container and at least 500m, up to the template's limit.
-        run_as_user: User of the sidecar if neither pod nor annotation says which user vLLM has;
-            None: the cluster's choice.
-        tenants: The first entry that fits the namespace, and the tenant that the pod names, if any,
-            applies.
-        kubernetes_service: Service by whose endpoints the broker finds sidecars (the broker's
-            `kubernetes_service`). Pods of `kubernetes_namespace` get its label if they are of the
-            first tenant there. None: sidecars register by themselves.
-        kubernetes_namespace: Namespace of that Service.
-        max_reviews_per_s: Reviews per second of each caller's address; further pods pass unchanged.
-    """
+    """Options of the webhook; sizes are in GB (2^30 bytes)."""
 
     about = "Adds the sidecar and the connector to pods of vLLM that are labelled for it."
     env_prefix = "LMCACHE_WEBHOOK_"
 
     port: Port = 8443
+    """`/mutate`, over https:// for API servers."""
     sidecar_image: _Image
+    """Image of `lmcache-sidecar`."""
     payload_image: _Image
+    """Image with the files that go into vLLM's process."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """Of both images."""
     sidecar_template_file: Path | None = None
+    """YAML file merged into the sidecar's container (docs/injection.md), read once."""
     sidecar_options: dict[_OptionName, str | bool | int | float] = Field(
         default_factory=dict, max_length=MAX_OPTIONS
     )
+    """Options of `lmcache-sidecar`, for example `lookup_url`; not those that the webhook sets for
+    each pod.
+    """
     arena_gb: float = Field(default=8.0, ge=0.0625, le=MAX_GB)
+    """Shared memory of a pod that names no size."""
     max_arena_gb: float = Field(default=1024.0, ge=0.0625, le=MAX_GB)
+    """Most that a pod may ask for."""
     disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
+    """Disk of a pod that names no size; 0: none."""
     max_disk_gb: float = Field(default=1024.0, ge=0, le=MAX_GB)
+    """Most that a pod may ask for."""
     connector: Connector = "lmcache"
+    """`lmcache` or `offloading-tier` (docs/vllm.md), in a pod that names none."""
     host_memory_gb: float = Field(default=8.0, ge=0.0625, le=MAX_GB)
+    """vLLM's host memory with `offloading-tier`, in a pod that names no size."""
     memory_overhead_mb: int = Field(default=512, ge=128, le=1 << 20)
+    """Memory of the sidecar in addition to its arena."""
     payload_resources: dict[Literal["requests", "limits"], dict[str, str | int | float]] = Field(
         default={"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "128Mi"}}
     )
+    """Requests and limits of the container that copies the payload."""
     sidecar_cpu: _Quantity | None = None
+    """CPU request of the sidecar, a Kubernetes quantity; None: 750m for each GPU of vLLM's
+    container and at least 500m, up to the template's limit.
+    """
     run_as_user: int | None = Field(default=10001, ge=1, le=2**31 - 1)
+    """User of the sidecar if neither pod nor annotation says which user vLLM has; None: the
+    cluster's choice.
+    """
     tenants: list[TenantEntry] = Field(
         default=[TenantEntry()], min_length=1, max_length=MAX_TENANTS
     )
+    """The first entry that fits the namespace, and the tenant that the pod names, if any, applies.
+    """
     kubernetes_service: _LabelValue | None = None
+    """Service by whose endpoints the broker finds sidecars (the broker's `kubernetes_service`).
+    Pods of `kubernetes_namespace` get its label if they are of the first tenant there. None:
+    sidecars register by themselves.
+    """
     kubernetes_namespace: _LabelValue | None = None
+    """Namespace of that Service."""
     max_reviews_per_s: float = Field(default=200.0, gt=0, le=100_000)
+    """Reviews per second of each caller's address; further pods pass unchanged."""
 
     @field_validator("sidecar_options")
     @classmethod

@@ -139,11 +139,11 @@ def test_the_document_names_every_route_and_what_it_answers(tmp_path: Path) -> N
         if "/v1" in path
     }
     assert set(routes) == set(ROLES)
-    for operation in routes.values():
+    for route, operation in routes.items():
         assert operation["summary"]
         assert set(operation["responses"]) >= {"200", "401", "403", "422", "429", "default"}
         assert operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
-        assert operation["security"] == [{"HTTPBearer": []}]
+        assert operation["security"] == [{"HTTPBearer": [ROLES[route]]}]
 
 
 async def test_roles(tmp_path: Path) -> None:

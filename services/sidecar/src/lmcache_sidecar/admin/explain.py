@@ -17,7 +17,7 @@ from lmcache_core.record import Miss, MissReason, StagedFrom
 from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS
 from lmcache_core.wire.messages import Describe
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 from lmcache_servicekit.errors import PermissionDeniedError
 from lmcache_servicekit.problems import failures
 from pydantic import ConfigDict, Field, model_validator
@@ -53,18 +53,16 @@ TokenIds = Annotated[
 
 
 class ExplainRequest(ApiModel):
-    """Chunks, or the token ids of a prompt of text.
-
-    Attributes:
-        chunk_hashes: Hashes of the chunks, 64 hex digits each; null: `token_ids` are given.
-        token_ids: Token ids of a prompt, which is cut into chunks as the engines do; null:
-            `chunk_hashes` are given.
-    """
+    """Chunks, or the token ids of a prompt of text."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     chunk_hashes: ChunkHashes | None = None
+    """Hashes of the chunks, 64 hex digits each; null: `token_ids` are given."""
     token_ids: TokenIds | None = None
+    """Token ids of a prompt, which is cut into chunks as the engines do; null: `chunk_hashes` are
+    given.
+    """
     model: OnlyModel = None
 
     @model_validator(mode="after")
@@ -75,125 +73,104 @@ class ExplainRequest(ApiModel):
 
 
 class PlaceView(ApiModel):
-    """A tier that has a chunk, or may have it.
-
-    Attributes:
-        tier: `memory` (shared memory), `disk`, `peers` or `storage`.
-        state: `present`; `refused`: present, but its encoding is not served; `unknown`: the tier
-            did not answer in time.
-        num_bytes: Size of its record there, in bytes; null: unknown, as at peers and in the remote
-            tier.
-        age_s: Seconds since it was stored there; null: unknown.
-        num_holders: References on it: readers, pins, writes to slower tiers; null outside of shared
-            memory.
-        lossy: Whether it was encoded with loss; null: unknown until it is read.
-        peers: Ids of the instances that hold it; empty for other tiers.
-    """
+    """A tier that has a chunk, or may have it."""
 
     tier: str
+    """`memory` (shared memory), `disk`, `peers` or `storage`."""
     state: PlaceState
+    """`present`; `refused`: present, but its encoding is not served; `unknown`: the tier did not
+    answer in time.
+    """
     num_bytes: int | None = None
+    """Size of its record there, in bytes; null: unknown, as at peers and in the remote tier."""
     age_s: float | None = None
+    """Seconds since it was stored there; null: unknown."""
     num_holders: int | None = None
+    """References on it: readers, pins, writes to slower tiers; null outside of shared memory."""
     lossy: bool | None = None
+    """Whether it was encoded with loss; null: unknown until it is read."""
     peers: list[str] = Field(default_factory=list)
+    """Ids of the instances that hold it; empty for other tiers."""
 
 
 class StateView(ApiModel):
-    """The state of a chunk of one rank and group.
-
-    Attributes:
-        rank: The rank that its KV belongs to.
-        group: Its group of layers; `""` is the only one, or that with full attention.
-        places: Fastest tier first; tiers without the chunk are omitted.
-        missing: Why no tier is known to have it, for example `never_stored`, `evicted`,
-            `quarantined` or `unknown` (a tier did not answer); null: one has it.
-        is_pinned: Whether an operator pinned it (`POST /v1/admin/pin`).
-    """
+    """The state of a chunk of one rank and group."""
 
     rank: int
+    """The rank that its KV belongs to."""
     group: str
+    """Its group of layers; `""` is the only one, or that with full attention."""
     places: list[PlaceView]
+    """Fastest tier first; tiers without the chunk are omitted."""
     missing: str | None
+    """Why no tier is known to have it, for example `never_stored`, `evicted`, `quarantined` or
+    `unknown` (a tier did not answer); null: one has it.
+    """
     is_pinned: bool
+    """Whether an operator pinned it (`POST /v1/admin/pin`)."""
 
 
 class ChunkView(ApiModel):
-    """One chunk of all ranks and groups.
-
-    Attributes:
-        chunk_hash: Its hash, 64 hex digits.
-        start: Position of its first token in the prompt; null if hashes were given.
-        end: Position after its last token; null if hashes were given.
-        is_complete: Whether each rank and group of it exists in some tier.
-        states: One for each rank and group.
-    """
+    """One chunk of all ranks and groups."""
 
     chunk_hash: str
+    """Its hash, 64 hex digits."""
     start: int | None
+    """Position of its first token in the prompt; null if hashes were given."""
     end: int | None
+    """Position after its last token; null if hashes were given."""
     is_complete: bool
+    """Whether each rank and group of it exists in some tier."""
     states: list[StateView]
+    """One for each rank and group."""
 
 
 class Explanation(Description):
-    """The chunks as named by the engines of one model.
-
-    Attributes:
-        num_prefix: Number of complete chunks from the first.
-        chunks: In the order of the prompt or of the request.
-    """
+    """The chunks as named by the engines of one model."""
 
     num_prefix: int
+    """Number of complete chunks from the first."""
     chunks: list[ChunkView]
+    """In the order of the prompt or of the request."""
 
 
 class ExplainAnswer(ApiModel):
-    """Where the chunks are, for each way in which engines have named KV recently.
-
-    Attributes:
-        explanations: The latest way first; 4 at most.
-        num_not_explained: Further explanations that were omitted; name a model to see them.
-    """
+    """Where the chunks are, for each way in which engines have named KV recently."""
 
     explanations: list[Explanation]
+    """The latest way first; 4 at most."""
     num_not_explained: int
+    """Further explanations that were omitted; name a model to see them."""
 
 
 class LookupView(ApiModel):
-    """What an engine asked for before the prefill of one request.
-
-    Attributes:
-        request_id: Contains the engine's id of the request.
-        model_name: The model, as the engine names it.
-        age_s: Seconds since the engine first asked.
-        num_chunks: Chunks of the prompt.
-        num_found: Chunks of the prefix that all groups of layers have in some tier.
-        found: The same by tier; a chunk counts for the farthest tier of its groups.
-        is_final: Whether nothing was being read from slower tiers when the engine last asked.
-        missing: Why shared memory did not have the first missing chunk; null: none was missing.
-        chunk_hashes: Hashes of the first 512 chunks, 64 hex digits each.
-    """
+    """What an engine asked for before the prefill of one request."""
 
     request_id: str
+    """Contains the engine's id of the request."""
     model_name: str
+    """The model, as the engine names it."""
     age_s: float
+    """Seconds since the engine first asked."""
     num_chunks: int
+    """Chunks of the prompt."""
     num_found: int
+    """Chunks of the prefix that all groups of layers have in some tier."""
     found: dict[str, int]
+    """The same by tier; a chunk counts for the farthest tier of its groups."""
     is_final: bool
+    """Whether nothing was being read from slower tiers when the engine last asked."""
     missing: str | None
+    """Why shared memory did not have the first missing chunk; null: none was missing."""
     chunk_hashes: list[str]
+    """Hashes of the first 512 chunks, 64 hex digits each."""
 
 
 class LookupAnswer(ApiModel):
-    """The latest lookup of the requests that match.
-
-    Attributes:
-        lookup: null: none is remembered.
-    """
+    """The latest lookup of the requests that match."""
 
     lookup: LookupView | None
+    """null: none is remembered."""
 
 
 Found = Sequence[PlaceView | MissReason]

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends
 from lmcache_core.keys import ChunkKey
 from lmcache_node.admin import DEFAULT_TTL_S, PinnedBytes, Ttl, UnpinAnswer, pinned_bytes
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 from lmcache_servicekit.errors import ConflictError
 from lmcache_servicekit.problems import failures
 from pydantic import ConfigDict, Field
@@ -29,89 +29,73 @@ OnlyModel = Annotated[
 
 
 class PinHashesRequest(ApiModel):
-    """Chunks to pin, and for how long.
-
-    Attributes:
-        chunk_hashes: Hashes of the chunks, 64 hex digits each, of all ranks and groups of layers.
-    """
+    """Chunks to pin, and for how long."""
 
     model_config = ConfigDict(extra="forbid")
 
     chunk_hashes: ChunkHashes
+    """Hashes of the chunks, 64 hex digits each, of all ranks and groups of layers."""
     ttl_s: Ttl = DEFAULT_TTL_S
     model: OnlyModel = None
 
 
 class UnpinnedHash(ApiModel):
-    """One chunk of a rank and group that was not pinned.
-
-    Attributes:
-        chunk_hash: Its hash, 64 hex digits.
-        rank: The rank that its KV belongs to.
-        group: Its group of layers; `""` is the only one, or that with full attention.
-        reason: Why a read missed it, for example `never_stored`, `evicted` or `no_memory`; or
-            `pin_bound`: too much is pinned already.
-    """
+    """One chunk of a rank and group that was not pinned."""
 
     chunk_hash: str
+    """Its hash, 64 hex digits."""
     rank: int
+    """The rank that its KV belongs to."""
     group: str
+    """Its group of layers; `""` is the only one, or that with full attention."""
     reason: str
+    """Why a read missed it, for example `never_stored`, `evicted` or `no_memory`; or `pin_bound`:
+    too much is pinned already.
+    """
 
 
 class PinHashesAnswer(PinnedBytes):
-    """The pins after a request.
-
-    Attributes:
-        num_pinned: Chunks of the request that are pinned now, counted for each rank and group.
-        not_pinned: The other ones, counted likewise; a chunk that several models might have is
-            listed for one of them.
-    """
+    """The pins after a request."""
 
     num_pinned: int
+    """Chunks of the request that are pinned now, counted for each rank and group."""
     not_pinned: list[UnpinnedHash]
+    """The other ones, counted likewise; a chunk that several models might have is listed for one of
+    them.
+    """
 
 
 class UnpinHashesRequest(ApiModel):
-    """Chunks to unpin.
-
-    Attributes:
-        chunk_hashes: Hashes of the chunks, 64 hex digits each; null: all pinned chunks.
-    """
+    """Chunks to unpin."""
 
     model_config = ConfigDict(extra="forbid")
 
     chunk_hashes: ChunkHashes | None = None
+    """Hashes of the chunks, 64 hex digits each; null: all pinned chunks."""
 
 
 class PinnedHash(ApiModel):
-    """One pinned chunk of a rank and group.
-
-    Attributes:
-        chunk_hash: Its hash, 64 hex digits.
-        model_name: The model, as the engine names it.
-        rank: The rank that its KV belongs to.
-        group: Its group of layers; `""` is the only one, or that with full attention.
-        num_bytes: Shared memory that it takes, in bytes.
-        expires_in_s: Seconds until its pin ends.
-    """
+    """One pinned chunk of a rank and group."""
 
     chunk_hash: str
+    """Its hash, 64 hex digits."""
     model_name: str
+    """The model, as the engine names it."""
     rank: int
+    """The rank that its KV belongs to."""
     group: str
+    """Its group of layers; `""` is the only one, or that with full attention."""
     num_bytes: int
+    """Shared memory that it takes, in bytes."""
     expires_in_s: float
+    """Seconds until its pin ends."""
 
 
 class PinnedHashes(PinnedBytes):
-    """All pinned chunks.
-
-    Attributes:
-        pins: One for each chunk, rank and group.
-    """
+    """All pinned chunks."""
 
     pins: list[PinnedHash]
+    """One for each chunk, rank and group."""
 
 
 router = APIRouter(

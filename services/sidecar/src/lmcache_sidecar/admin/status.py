@@ -17,7 +17,7 @@ from lmcache_node.admin import (
     Wait,
 )
 from lmcache_servicekit.auth import GuardedRoute, RoleRequired
-from lmcache_servicekit.docstrings import ApiModel
+from lmcache_servicekit.bodies import ApiModel
 from lmcache_servicekit.problems import failures
 from lmcache_servicekit.state import version_of
 from pydantic import ConfigDict, Field
@@ -30,186 +30,160 @@ LocalTier = Literal["memory", "disk"]
 
 
 class RecoveryView(ApiModel):
-    """Chunks that an earlier start left in shared memory.
-
-    Attributes:
-        is_over: Whether each of them is served again or freed.
-        found_chunks: Chunks in memory when this process started.
-        checked_chunks: Of these, chunks whose digest has been verified.
-        recovered_chunks: Chunks that are served again.
-        damaged_chunks: Chunks whose content had changed.
-        dropped_chunks: Chunks that were too old, over a quota, or stored again since.
-    """
+    """Chunks that an earlier start left in shared memory."""
 
     model_config = ConfigDict(from_attributes=True)
 
     is_over: bool
+    """Whether each of them is served again or freed."""
     found_chunks: int
+    """Chunks in memory when this process started."""
     checked_chunks: int
+    """Of these, chunks whose digest has been verified."""
     recovered_chunks: int
+    """Chunks that are served again."""
     damaged_chunks: int
+    """Chunks whose content had changed."""
     dropped_chunks: int
+    """Chunks that were too old, over a quota, or stored again since."""
 
 
 class ArenaView(ApiModel):
-    """Shared memory across restarts of the sidecar.
-
-    Attributes:
-        is_recorded: Whether the next start will find what is in memory now.
-        huge_pages: Whether the kernel was asked for huge pages.
-        lent_bytes: Memory that clients of earlier starts may still write to; not in use.
-        recovery: What became of the chunks of an earlier start.
-    """
+    """Shared memory across restarts of the sidecar."""
 
     model_config = ConfigDict(from_attributes=True)
 
     is_recorded: bool
+    """Whether the next start will find what is in memory now."""
     huge_pages: bool
+    """Whether the kernel was asked for huge pages."""
     lent_bytes: int
+    """Memory that clients of earlier starts may still write to; not in use."""
     recovery: RecoveryView
+    """What became of the chunks of an earlier start."""
 
 
 class Status(ApiModel):
-    """The sidecar at a glance.
-
-    Attributes:
-        instance: Id of this sidecar at lookup and broker.
-        version: Its release.
-        uptime_s: Seconds since it started.
-        distributed_url: Where peers reach it, `lm://host:port` or `lm+tls://host:port`.
-        generation: Number of its shared memory, 16 hex digits, new with each start.
-        arena_bytes: Size of the shared memory in bytes.
-        arena: What of the shared memory outlives a restart.
-        verify_hot: Which loads from shared memory check digests: `always`, `sampled` (1 in 16),
-            `never`, or `auto`: `sampled` for KV on a GPU, else `always`.
-        accepts_handover: Whether peers may hand over chunks now.
-        draining: Whether a drain has begun here, or the broker sends no pulls here.
-        drain: Progress of its drain.
-        num_clients: Open connections to its socket; an engine has one for each process.
-        registered: Whether lookup and broker know this sidecar; null: one of them is not
-            configured.
-        settled: Whether everything stored has reached the slower tiers and lookup.
-        pending_bytes: Bytes waiting to be written to slower tiers.
-        reserved_bytes: Shared memory that engines are filling.
-        held_bytes: Shared memory held for engines: chunks that they load, or that are staged for
-            them.
-        pinned_bytes: Shared memory pinned by operators (`POST /v1/admin/pin`).
-    """
+    """The sidecar at a glance."""
 
     instance: str
+    """Id of this sidecar at lookup and broker."""
     version: str
+    """Its release."""
     uptime_s: float
+    """Seconds since it started."""
     distributed_url: str
+    """Where peers reach it, `lm://host:port` or `lm+tls://host:port`."""
     generation: str
+    """Number of its shared memory, 16 hex digits, new with each start."""
     arena_bytes: int
+    """Size of the shared memory in bytes."""
     arena: ArenaView
+    """What of the shared memory outlives a restart."""
     verify_hot: str
+    """Which loads from shared memory check digests: `always`, `sampled` (1 in 16), `never`, or
+    `auto`: `sampled` for KV on a GPU, else `always`.
+    """
     accepts_handover: bool
+    """Whether peers may hand over chunks now."""
     draining: bool
+    """Whether a drain has begun here, or the broker sends no pulls here."""
     drain: DrainView
+    """Progress of its drain."""
     num_clients: int
+    """Open connections to its socket; an engine has one for each process."""
     registered: bool | None
+    """Whether lookup and broker know this sidecar; null: one of them is not configured."""
     settled: bool
+    """Whether everything stored has reached the slower tiers and lookup."""
     pending_bytes: int
+    """Bytes waiting to be written to slower tiers."""
     reserved_bytes: int
+    """Shared memory that engines are filling."""
     held_bytes: int
+    """Shared memory held for engines: chunks that they load, or that are staged for them."""
     pinned_bytes: int
+    """Shared memory pinned by operators (`POST /v1/admin/pin`)."""
 
 
 class Description(ApiModel):
-    """How engines of one model name KV.
-
-    Attributes:
-        fmt: Format of the engine's KV, for example `vllm`.
-        model_name: The model, as the engine names it.
-        world_size: Ranks that share the KV of a token; each has its own chunks.
-        chunk_size: Tokens of a chunk.
-        groups: Names of the groups of layers, each with its own chunks; `""` is the only one, or
-            that with full attention.
-    """
+    """How engines of one model name KV."""
 
     model_config = ConfigDict(from_attributes=True)
 
     fmt: str
+    """Format of the engine's KV, for example `vllm`."""
     model_name: str
+    """The model, as the engine names it."""
     world_size: int
+    """Ranks that share the KV of a token; each has its own chunks."""
     chunk_size: int
+    """Tokens of a chunk."""
     groups: list[str]
+    """Names of the groups of layers, each with its own chunks; `""` is the only one, or that with
+    full attention.
+    """
 
 
 class ClientStatus(ApiModel):
-    """One client of the socket: a process of an engine.
-
-    Attributes:
-        client: Name of the engine, the same for all of its processes.
-        pid: Its process id, as the client's own container counts.
-        rank: The rank whose KV it stores and loads.
-        world_size: Number of ranks of its engine.
-        model: The model, as the engine names it.
-        num_reservations: Pieces of shared memory that it is filling.
-        reserved_bytes: Their size in bytes.
-        num_pins: Chunks in shared memory that it is loading.
-        pinned_bytes: Their size in bytes; a chunk that is loaded twice counts twice.
-        num_tickets: Requests whose chunks are fetched or kept for it before the prefill.
-        descriptions: How it has named KV, the latest last; 64 at most.
-    """
+    """One client of the socket: a process of an engine."""
 
     client: str
+    """Name of the engine, the same for all of its processes."""
     pid: int
+    """Its process id, as the client's own container counts."""
     rank: int
+    """The rank whose KV it stores and loads."""
     world_size: int
+    """Number of ranks of its engine."""
     model: str
+    """The model, as the engine names it."""
     num_reservations: int
+    """Pieces of shared memory that it is filling."""
     reserved_bytes: int
+    """Their size in bytes."""
     num_pins: int
+    """Chunks in shared memory that it is loading."""
     pinned_bytes: int
+    """Their size in bytes; a chunk that is loaded twice counts twice."""
     num_tickets: int
+    """Requests whose chunks are fetched or kept for it before the prefill."""
     descriptions: list[Description]
+    """How it has named KV, the latest last; 64 at most."""
 
 
 class Clients(ApiModel):
-    """Connected clients.
-
-    Attributes:
-        clients: Those that have said who they are, one for each process of an engine.
-    """
+    """Connected clients."""
 
     clients: list[ClientStatus]
+    """Those that have said who they are, one for each process of an engine."""
 
 
 class Tiers(ApiModel):
-    """Figures by tier.
-
-    Attributes:
-        tiers: Figures of each tier, by its name: `num_chunks`, `used_bytes`, `capacity_bytes`
-            (0 if unknown) and the tier's own counters since the start.
-    """
+    """Figures by tier."""
 
     tiers: dict[str, dict[str, int]]
+    """Figures of each tier, by its name: `num_chunks`, `used_bytes`, `capacity_bytes` (0 if
+    unknown) and the tier's own counters since the start.
+    """
 
 
 class Chunks(ApiModel):
-    """A page of the chunks in shared memory.
-
-    Attributes:
-        chunks: Their keys in the URL form, at most `limit`.
-        next_offset: The `offset` of the next page; null at the end.
-    """
+    """A page of the chunks in shared memory."""
 
     chunks: list[str]
+    """Their keys in the URL form, at most `limit`."""
     next_offset: int | None
+    """The `offset` of the next page; null at the end."""
 
 
 class ClearTiersRequest(ApiModel):
-    """The tiers to clear.
-
-    Attributes:
-        tiers: `memory` (shared memory), `disk`, or both; null: both.
-    """
+    """The tiers to clear."""
 
     model_config = ConfigDict(extra="forbid")
 
     tiers: list[LocalTier] | None = Field(None, min_length=1)
+    """`memory` (shared memory), `disk`, or both; null: both."""
 
 
 router = APIRouter(prefix="/v1", route_class=GuardedRoute)
