@@ -60,7 +60,6 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
 _LINK_NAME = re.compile(
     r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w{1,63})?|PORT_\d{1,5}_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-_LINK_PORT_NAME = re.compile(r"(.*_)?PORT")
 _LINK_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
@@ -238,15 +237,17 @@ def load_settings(
             with name, value and fix.
     """
     source = os.environ if environ is None else environ
-    prefix = settings_cls.env_prefix
-    reader = EnvironmentReader(settings_cls, prefix, frozenset({CONFIG_NAME}))
-    named = source.get(f"{prefix}{CONFIG_NAME}")
+    named = source.get(f"{settings_cls.env_prefix}{CONFIG_NAME}")
     path = config_file if config_file is not None else Path(named) if named else None
-    from_file = {} if path is None else _read_file(path)
-    _refuse_unknown(settings_cls, from_file, path)
-    from_environ, origins = reader.read(source)
+    values = {} if path is None else _read_file(path)
+    origins: dict[FieldPath, str] = {}
+    for name, field, value in _read_variables(settings_cls, source):
+        origins[field] = name
+        for part in reversed(field):
+            value = {part: value}
+        values = _merge(values, value)
     try:
-        return settings_cls(**merge(from_file, from_environ))
+        return settings_cls(**values)
     except ValidationError as exc:
         errors = exc.errors(include_url=False)
         lines = [
@@ -295,26 +296,14 @@ def _read_file(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_unknown(
-    settings_cls: type[ServiceSettings], values: Mapping[str, Any], path: Path | None
-) -> None:
-    known = list(settings_cls.model_fields)
-    lines = [
-        f"{name}: unknown option in {path}; {_nearest(name, known)}"
-        for name in values
-        if name not in known
-    ]
-    if lines:
-        raise ConfigError("\n".join(lines))
-
-
 def _without_credentials(text: str) -> str:
     """Mask what may be a password in a URL, even one with a slash in it."""
     before, _, after = text.partition("://")
     return f"{before}://{MASK}@{after.rpartition('@')[2]}" if "@" in after else text
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def _nearest(name: str, settings_cls: type[ServiceSettings]) -> str:
+    known = list(settings_cls.model_fields)
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
@@ -331,12 +320,14 @@ def _explain(
         return message
     origin = next((name for at, name in origins.items() if location[: len(at)] == at), None)
     source = origin or (str(path) if path is not None else "no file and no variable sets it")
+    if error["type"] == "extra_forbidden" and len(location) == 1:
+        return f"{location[0]}: unknown option in {path}; {_nearest(location[0], settings_cls)}"
     if error["type"] == "missing":
         return f"{'.'.join(location)}: required; set it in the config file or the environment"
     field = settings_cls.model_fields.get(location[0])
     shown = (
         MASK
-        if field is None or is_secret(field.annotation)
+        if field is None or _is_secret(field.annotation)
         else _without_credentials(repr(error["input"]))[:MAX_SHOWN_CHARS]
     )
     option = f"{'.'.join(location)}={shown}"
@@ -346,87 +337,63 @@ def _explain(
     return f"{option} ({source}): {message.removeprefix(f'{option}: ').removeprefix('its URL: ')}"
 
 
-class EnvironmentReader:
-    """Maps the variables of one prefix to fields of a settings model.
+def _read_variables(
+    settings_cls: type[ServiceSettings], environ: Mapping[str, str]
+) -> Iterator[tuple[str, FieldPath, Any]]:
+    """Yield each variable that sets something, the path of its field, and its value.
 
     A field `quota.max_bytes` is the variable `<prefix>QUOTA__MAX_BYTES`. Scalars are taken as text,
     everything else is read as YAML (of which JSON is a subset). An empty value counts as unset.
     Variables that Kubernetes adds for services are ignored.
 
-    Args:
-        model: The settings model.
-        prefix: For example `LMCACHE_LOOKUP_`.
-        reserved: Names (without the prefix) that belong to the service but are not settings, for
-            example `CONFIG`.
-
-    Attributes:
-        fields: Every variable that sets something, with the path and the annotation of its field.
+    Raises:
+        ConfigError: A variable with our prefix sets nothing, or its text is not YAML where it has
+            to be.
     """
-
-    def __init__(
-        self, model: type[BaseModel], prefix: str, reserved: frozenset[str] = frozenset()
-    ) -> None:
-        self._prefix = prefix
-        self._reserved = reserved
-        self.fields = {
-            f"{prefix}{NESTING.join(path).upper()}": (path, annotation)
-            for path, annotation in _fields(model)
-        }
-
-    def read(self, environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[FieldPath, str]]:
-        """Collect the values that `environ` sets.
-
-        Returns:
-            Nested values, ready to be merged over those of a file, and the variable that each path
-            came from.
-
-        Raises:
-            ConfigError: A variable with our prefix sets nothing, or its text is not YAML where it
-                has to be.
-        """
-        values: dict[str, Any] = {}
-        origins: dict[FieldPath, str] = {}
-        # Sorted, so that a whole model comes before its single fields, which then override it.
-        for name in sorted(environ):
-            text = environ[name]
-            short = name.removeprefix(self._prefix)
-            if (
-                not name.upper().startswith(self._prefix)
-                or text == ""
-                or short in self._reserved
-                or _is_service_link(short, text)
-            ):
-                continue
-            if name not in self.fields:
-                raise ConfigError(self._unknown(name, text))
-            path, annotation = self.fields[name]
-            _put(values, path, text if _is_scalar(annotation) else _parse_yaml(name, text))
-            origins[path] = name
-        return values, origins
-
-    def _unknown(self, name: str, text: str) -> str:
-        near = difflib.get_close_matches(name.upper(), sorted(self.fields), n=1)
-        is_hidden = (
-            _SECRET_NAME.search(name)
-            or _URL_WITH_PASSWORD.search(text)
-            or (near and is_secret(self.fields[near[0]][1]))
-        )
-        fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(self.fields))}"
-        return f"{name}={MASK if is_hidden else text!r} sets nothing; {fix}"
+    prefix = settings_cls.env_prefix
+    fields = {
+        f"{prefix}{NESTING.join(path).upper()}": (path, annotation)
+        for path, annotation in _fields(settings_cls)
+    }
+    # Sorted, so that a whole model comes before its single fields, which then override it.
+    for name, text in sorted(environ.items()):
+        short = name.removeprefix(prefix)
+        if (
+            not name.upper().startswith(prefix)
+            or text == ""
+            or short == CONFIG_NAME
+            or _is_service_link(short, text)
+        ):
+            continue
+        if name not in fields:
+            raise ConfigError(_unknown_variable(name, text, fields))
+        path, annotation = fields[name]
+        yield name, path, text if _is_scalar(annotation) else _parse_yaml(name, text)
 
 
-def is_secret(annotation: Any) -> bool:
+def _unknown_variable(name: str, text: str, fields: Mapping[str, tuple[FieldPath, Any]]) -> str:
+    near = difflib.get_close_matches(name.upper(), sorted(fields), n=1)
+    is_hidden = (
+        _SECRET_NAME.search(name)
+        or _URL_WITH_PASSWORD.search(text)
+        or (near and _is_secret(fields[near[0]][1]))
+    )
+    fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(fields))}"
+    return f"{name}={MASK if is_hidden else text!r} sets nothing; {fix}"
+
+
+def _is_secret(annotation: Any) -> bool:
     """Return whether a field with this annotation holds a secret."""
     return any(alternative in (SecretStr, SecretBytes) for alternative in _alternatives(annotation))
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base`, overridden by the leaves of `over`; neither is changed."""
     result = dict(base)
     for name, value in over.items():
         below = result.get(name)
         result[name] = (
-            merge(below, value)
+            _merge(below, value)
             if isinstance(below, Mapping) and isinstance(value, Mapping)
             else value
         )
@@ -434,11 +401,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_service_link(name: str, text: str) -> bool:
-    if _LINK_NAME.fullmatch(name):
-        return True
-    return (
-        _LINK_PORT_NAME.fullmatch(name) is not None and _LINK_PORT_VALUE.fullmatch(text) is not None
-    )
+    is_address = f"_{name}".endswith("_PORT") and _LINK_PORT_VALUE.fullmatch(text) is not None
+    return is_address or _LINK_NAME.fullmatch(name) is not None
 
 
 def _fields(model: type[BaseModel], above: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
@@ -482,15 +446,6 @@ def _parse_yaml(name: str, text: str) -> Any:
         raise ConfigError(
             f"{name}: its text is not YAML; write for example [a, b] or {{name: value}}"
         ) from None
-
-
-def _put(values: dict[str, Any], path: FieldPath, value: Any) -> None:
-    for name in path[:-1]:
-        below = values.get(name)
-        if not isinstance(below, dict):
-            below = values[name] = {}
-        values = below
-    values[path[-1]] = value
 
 
 def read_secret_file(path: Path | None, option: str) -> str | None:
