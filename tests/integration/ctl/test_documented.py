@@ -97,8 +97,7 @@ def settings_beside(cluster: SmallCluster) -> None:
     (cluster.directory / "sidecar.yaml").write_text(
         yaml.safe_dump({"arena_path": str(cluster.directory / "other"), "arena_gb": 0.01})
     )
-    (cluster.directory / "lookup.yaml").write_text("max_instances: 100
-")
+    (cluster.directory / "lookup.yaml").write_text("max_instances: 100\n")
 
 
 def test_every_command_does_what_is_written(

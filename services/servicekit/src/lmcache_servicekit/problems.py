@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from lmcache_core import errors as core
 from lmcache_core.telemetry.request_context import current_request_id
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, with_config
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE: Final = "application/problem+json"
 MAX_SHOWN_ERRORS: Final = 16
+_DESCRIBED: Final = ConfigDict(use_attribute_docstrings=True)
 _TYPE_PREFIX: Final = "urn:lmcache:problem:"
 
 
+@with_config(_DESCRIBED)
 class BrokenRule(TypedDict):
     """What is wrong with a request."""
-
-    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
 
     at: str
     """Path to the wrong part, for example `body.keys.0`."""
@@ -43,10 +43,9 @@ class BrokenRule(TypedDict):
     """The rule that it breaks."""
 
 
+@with_config(_DESCRIBED)
 class Problem(TypedDict):
     """RFC 9457 problem details."""
-
-    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
 
     type: str
     """A URI reference. Stable; compare this, not the texts."""
