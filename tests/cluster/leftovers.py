@@ -10,7 +10,6 @@ from tests.cluster.names import RELEASE
 DOCUMENTED = re.compile(
     rf"PersistentVolumeClaim/.*/data-{RELEASE}-lmcache-storage-\d+"
     r"|PersistentVolume/.*"
-    rf"|Secret/.*/{RELEASE}-lmcache-webhook-tls"
     rf"|Pod/.*/{RELEASE}-lmcache-release-test"
 )
 """What stays on purpose (docs/quickstart.md, "Uninstall"); a volume belongs to its claim."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,8 +98,10 @@ def test_the_schemas_refuse_what_kubernetes_does_not_know(chart: Chart) -> None:
 @every_case
 def test_both_helms_render_the_same(chart: Chart, case: str) -> None:
     def stable(rendering: Rendering) -> list[str]:
+        """What is not generated: all but Secrets, and the authority in one of them."""
         kept = (one for one in rendering.manifests if one["kind"] != "Secret")
-        return sorted(json.dumps(one, sort_keys=True) for one in kept)
+        texts = (json.dumps(one, sort_keys=True) for one in kept)
+        return sorted(re.sub(r'"caBundle": "[^"]+"', "", text) for text in texts)
 
     assert stable(render(chart, case, "helm3")) == stable(render(chart, case, "helm4"))
 

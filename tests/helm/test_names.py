@@ -22,8 +22,8 @@ EVERYTHING = [
 ]
 LONGEST = "r" * 53
 """What Helm allows."""
-LIMITS = {"CronJob": 52, "StatefulSet": 52}
-"""Pods and Jobs of theirs have names, and labels, that are longer than their own."""
+LIMITS = {"StatefulSet": 52}
+"""Its pods have names, and labels, that are longer than its own."""
 
 
 def installed(chart: Chart, release: str, *arguments: str) -> list[Manifest]:

@@ -43,9 +43,8 @@ def rendering(chart: Chart) -> Rendering:
 def templates(rendering: Rendering) -> dict[str, Manifest]:
     """Every pod that can come of the rendering, by the object that it comes of."""
     found = {f"Pod/{one['metadata']['name']}": one for one in rendering.of_kind("Pod")}
-    for one in rendering.of_kind("Deployment", "StatefulSet", "Job", "CronJob"):
-        spec = one["spec"]["jobTemplate"]["spec"] if one["kind"] == "CronJob" else one["spec"]
-        found[f"{one['kind']}/{one['metadata']['name']}"] = spec["template"]
+    for one in rendering.workloads():
+        found[f"{one['kind']}/{one['metadata']['name']}"] = one["spec"]["template"]
     return found
 
 
@@ -101,7 +100,7 @@ def test_everything_is_denied_to_every_pod_and_each_may_do_its_work(rendering: R
     own = {"app.kubernetes.io/name": "lmcache", "app.kubernetes.io/instance": "cache"}
     assert policy["podSelector"]["matchLabels"] == own, "nothing is denied to others"
     found = templates(rendering)
-    kinds = {"Pod", "Deployment", "StatefulSet", "Job", "CronJob"}
+    kinds = {"Pod", "Deployment", "StatefulSet"}
     assert {name.split("/")[0] for name in found} == kinds
     for name, template in found.items():
         about = [one["spec"] for one in rendering.of_kind("NetworkPolicy")]

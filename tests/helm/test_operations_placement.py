@@ -144,9 +144,7 @@ def test_pod_defaults_are_every_pods_unless_it_says_otherwise(chart: Chart, helm
     rendering = chart.render(values, helm=helm)
     specs = {name.removeprefix("cache-lmcache-"): pod for name, pod in rendering.pods()}
     specs |= {one["kind"]: one["spec"] for one in rendering.of_kind("Pod")}
-    jobs = [one["spec"]["template"]["spec"] for one in rendering.of_kind("Job")]
-    specs |= {"webhook-cert": jobs[0]}
-    assert len(specs) == 8
+    assert len(specs) == 7
     for name, spec in specs.items():
         pool = "storage" if name in ("storage", "Pod") else "cache"
         assert spec["nodeSelector"] == {"pool": pool, "disk": "nvme"}, name
@@ -219,8 +217,7 @@ def test_pull_secrets_are_every_pods(chart: Chart) -> None:
         *(pod for _, pod in rendering.pods()),
         *(one["spec"] for one in rendering.of_kind("Pod")),
     ]
-    specs += [one["spec"]["template"]["spec"] for one in rendering.of_kind("Job")]
-    assert len(specs) >= 8
+    assert len(specs) >= 7
     assert all(spec["imagePullSecrets"] == [{"name": "registry"}] for spec in specs)
 
 

@@ -86,7 +86,6 @@ RESOURCES = {
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
-    "batch/v1": {"jobs": "Job", "cronjobs": "CronJob"},
     "rbac.authorization.k8s.io/v1": {
         "roles": "Role",
         "rolebindings": "RoleBinding",

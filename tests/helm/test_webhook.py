@@ -4,13 +4,17 @@ pods would get from these settings.
 
 from __future__ import annotations
 
+import base64
+import datetime
 import json
 import re
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jsonpatch
 import pytest
+from cryptography import x509
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.app import injection_options
@@ -22,7 +26,7 @@ from lmcache_webhook.settings import WebhookSettings
 from tests.fixtures import pods
 from tests.fixtures.pods import plain
 from tests.helm.conftest import MODEL, MODELS, MUTUAL, TLS, both_helms, parsed
-from tests.helm.test_secrets import FakeCluster, kubeconfig, run_against
+from tests.helm.test_secrets import install, kubeconfig, run_against
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -30,12 +34,13 @@ if TYPE_CHECKING:
 __all__ = ["kubeconfig"]
 CASES = ["webhook", "webhook-cert-manager"]
 ON = {"webhook.enabled": True}
-JOBS = ("Job", "CronJob")
+SECRET = "cache-lmcache-webhook-tls"
+NAMES = [f"cache-lmcache-webhook.inference.svc{domain}" for domain in ("", ".cluster.local")]
 
 
 @pytest.fixture
 def rendering(chart: Chart) -> Rendering:
-    """With a certificate that the chart's own jobs make."""
+    """With a certificate that Helm generates."""
     return chart.case("webhook")
 
 
@@ -159,177 +164,113 @@ def test_two_replicas_that_are_not_away_together(rendering: Rendering) -> None:
     assert spread["topologyKey"] == "kubernetes.io/hostname"
 
 
-def pods_of(rendering: Rendering) -> list[Manifest]:
-    """Pod specifications of everything that is the webhook's."""
-    jobs = [
-        one["spec"]["jobTemplate"]["spec"] if one["kind"] == "CronJob" else one["spec"]
-        for one in rendering.of_kind(*JOBS)
-    ]
-    return [
-        one["template"]["spec"] for one in [*jobs, rendering.get("Deployment", "webhook")["spec"]]
-    ]
+def test_its_pods_are_restricted_and_small(rendering: Rendering) -> None:
+    pod = rendering.pod("webhook")
+    assert pod["enableServiceLinks"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    [container] = pod["containers"]
+    context = container["securityContext"]
+    assert context["runAsUser"] == 10001
+    assert context["readOnlyRootFilesystem"] is True
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+    assert "memory" in container["resources"]["limits"]
 
 
-def test_every_pod_is_restricted_and_small(rendering: Rendering) -> None:
-    pods = pods_of(rendering)
-    assert len(pods) == 3
-    for pod in pods:
-        assert pod["enableServiceLinks"] is False
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        [container] = pod["containers"]
-        context = container["securityContext"]
-        assert context["runAsUser"] == 10001
-        assert context["readOnlyRootFilesystem"] is True
-        assert context["allowPrivilegeEscalation"] is False
-        assert context["capabilities"] == {"drop": ["ALL"]}
-        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
-        assert "memory" in container["resources"]["limits"]
-    assert [pod["automountServiceAccountToken"] for pod in pods] == [True, True, False], (
-        "who serves asks the cluster nothing"
-    )
+def names_of(manifests: list[Manifest]) -> set[str]:
+    return {one["metadata"]["name"] for one in manifests}
 
 
-def test_the_jobs_may_write_one_secret_and_one_configuration(rendering: Rendering) -> None:
-    accounts = {one["metadata"]["name"] for one in rendering.of_kind("ServiceAccount")}
-    users = {pod["serviceAccountName"] for pod in pods_of(rendering)}
-    assert users <= accounts
-    secret = rendering.pod("webhook")["volumes"][1]["secret"]["secretName"]
-    for role in rendering.of_kind("Role"):
-        if "webhook" not in role["metadata"]["name"]:
-            continue
-        named, create = role["rules"]
-        assert (named["resourceNames"], named["verbs"]) == ([secret], ["get", "update"])
-        assert (create["resources"], create["verbs"]) == (["secrets"], ["create"])
-    roles = rendering.of_kind("ClusterRole")
-    assert len(roles) == 2
-    for role in roles:
-        [rule] = role["rules"]
-        assert rule["resourceNames"] == [configuration(rendering)["metadata"]["name"]]
-        assert rule["verbs"] == ["get", "patch"]
+def secrets_of(rendering: Rendering) -> set[str | None]:
+    """The Secrets that the webhook's pods mount."""
+    volumes = rendering.pod("webhook")["volumes"]
+    return {volume.get("secret", {}).get("secretName") for volume in volumes}
 
 
-def test_the_command_names_what_there_is(rendering: Rendering) -> None:
-    for pod in pods_of(rendering)[:2]:
-        command, *arguments = pod["containers"][0]["args"]
-        named = dict(argument.removeprefix("--").split("=") for argument in arguments)
-        assert command == "certificate"
-        assert named["service"] == rendering.get("Service", "webhook")["metadata"]["name"]
-        assert named["configuration"] == configuration(rendering)["metadata"]["name"]
-        assert named["namespace"] == "inference"
-        assert int(named["renew-days"]) < int(named["valid-days"])
+def certificate_of(manifests: list[Manifest]) -> dict[str, str]:
+    """The generated Secret's data, in base64; its authority is what the API server trusts."""
+    [secret] = (one for one in manifests if one["metadata"]["name"] == SECRET)
+    assert (secret["kind"], secret["type"]) == ("Secret", "kubernetes.io/tls")
+    [found] = (one for one in manifests if one["kind"] == "MutatingWebhookConfiguration")
+    bundles = [one["clientConfig"]["caBundle"] for one in found["webhooks"]]
+    assert bundles == [secret["data"]["ca.crt"]] * 2
+    data: dict[str, str] = secret["data"]
+    return data
 
 
-def test_the_certificate_is_there_before_the_pods(rendering: Rendering) -> None:
-    hooks = [
-        one
-        for one in rendering.manifests
-        if "helm.sh/hook" in one["metadata"].get("annotations", {})
-        and "webhook" in one["metadata"]["name"]
-    ]
-    kinds = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
-    assert {one["kind"] for one in hooks} == kinds | {"NetworkPolicy", "Job"}
-    for one in hooks:
-        annotations = one["metadata"]["annotations"]
-        assert {"pre-install", "pre-upgrade", "post-install", "post-upgrade"} <= set(
-            annotations["helm.sh/hook"].split(",")
-        )
-        assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
-        assert (int(annotations["helm.sh/hook-weight"]) == 0) == (one["kind"] == "Job"), (
-            "the account is there before the job"
-        )
-
-
-def test_a_job_that_runs_first_names_nothing_that_comes_later(chart: Chart) -> None:
-    """Helm creates the release's own objects after the hooks that precede an installation."""
-    values = {"webhook.enabled": True, "priorityClass.create": True}
-    manifests = chart.render(values).manifests
-    hooks = {
-        (one["kind"], one["metadata"]["name"]): one
-        for one in manifests
-        if "pre-install" in one["metadata"].get("annotations", {}).get("helm.sh/hook", "")
-    }
-    later = {one["metadata"]["name"] for one in manifests} - {name for _, name in hooks}
-    assert "inference-cache-lmcache" in later, "the class of priority"
-    [job] = (one for (kind, _), one in hooks.items() if kind == "Job")
-    pod = job["spec"]["template"]["spec"]
-    # The arguments name what the command makes and changes.
-    container = {name: one for name, one in pod["containers"][0].items() if name != "args"}
-    named = set(re.findall(r"[\w.-]+", str(pod | {"containers": [container]})))
-    assert named & later == set()
-    [job] = chart.render(values | {"webhook.priorityClassName": "own"}).of_kind("Job")
-    assert job["spec"]["template"]["spec"]["priorityClassName"] == "own"
+def shakes_hands(data: dict[str, str], folder: Path, name: str) -> bool:
+    """Whether a caller that trusts a Secret's authority takes its certificate for that name."""
+    for file, value in data.items():
+        (folder / file).write_bytes(base64.b64decode(value))
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    server = serving.wrap_bio(to_server, to_client, server_side=True)
+    trusting = ssl.create_default_context(cafile=folder / "ca.crt")
+    client = trusting.wrap_bio(to_client, to_server, server_hostname=name)
+    for side in (client, server):
+        with pytest.raises(ssl.SSLWantReadError):
+            side.do_handshake()
+    try:
+        client.do_handshake()
+    except ssl.SSLCertVerificationError:
+        return False
+    server.do_handshake()
+    return True
 
 
 @both_helms
-def test_an_upgrade_runs_one_job_where_the_certificate_is_there(
-    chart: Chart, kubeconfig: Path, helm: str
-) -> None:
-    """Each costs the start of a pod, for which the upgrade waits."""
+def test_a_generated_certificate_is_the_services(chart: Chart, helm: str, tmp_path: Path) -> None:
+    rendering = chart.case("webhook", helm)
+    assert SECRET in secrets_of(rendering)
+    data = certificate_of(rendering.manifests)
+    assert set(data) == {"ca.crt", "tls.crt", "tls.key"}, "the authority's key is not kept"
+    for name in NAMES:
+        assert shakes_hands(data, tmp_path, name)
+    assert not shakes_hands(data, tmp_path, "cache-lmcache-webhook.other.svc")
+    ends = x509.load_pem_x509_certificate(base64.b64decode(data["tls.crt"])).not_valid_after_utc
+    days = (ends - datetime.datetime.now(datetime.UTC)).days
+    assert 3648 <= days <= 3650
 
-    def events() -> set[frozenset[str]]:
+
+def test_a_generated_certificate_goes_with_the_release(rendering: Rendering) -> None:
+    """An uninstallation removes what is neither a hook nor kept by a policy."""
+    [secret] = (one for one in rendering.of_kind("Secret") if one["metadata"]["name"] == SECRET)
+    assert "annotations" not in secret["metadata"]
+
+
+@both_helms
+def test_an_upgrade_keeps_a_whole_certificate(chart: Chart, kubeconfig: Path, helm: str) -> None:
+    def rendered() -> list[Manifest]:
         answer = run_against(chart, kubeconfig, helm, "--set", "webhook.enabled=true")
         assert answer.returncode == 0, answer.stderr
-        found = [one["metadata"].get("annotations", {}) for one in parsed(answer.stdout)]
-        return {
-            frozenset(one["helm.sh/hook"].split(","))
-            for one in found
-            if "install" in one.get("helm.sh/hook", "")
-        }
+        return parsed(answer.stdout)
 
-    after = {"post-install", "post-upgrade", "post-rollback"}
-    assert events() == {frozenset(after | {"pre-install", "pre-upgrade", "pre-rollback"})}
-    name = "cache-lmcache-webhook-tls"
-    FakeCluster.objects[f"secrets/{name}"] = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": name},
-    }
-    assert events() == {frozenset(after)}
-
-
-def test_the_job_reaches_the_api_server_in_an_upgrade_that_enables_the_webhook(
-    rendering: Rendering, chart: Chart
-) -> None:
-    """It runs before the release's new policies are made, and the default one, which is there
-    already, is about its pod too.
-    """
-    [job] = rendering.of_kind("Job")
-    labels = job["spec"]["template"]["metadata"]["labels"]
-    denied = rendering.get("NetworkPolicy", "default-deny")["spec"]["podSelector"]["matchLabels"]
-    assert denied.items() <= labels.items()
-    policy = rendering.get("NetworkPolicy", "webhook-cert-hook")
-    assert policy["metadata"]["annotations"] == job["metadata"]["annotations"] | {
-        "helm.sh/hook-weight": "-10"
-    }
-    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    assert policy["spec"] == rendering.get("NetworkPolicy", "webhook-cert")["spec"], (
-        "the CronJob's pods have the same need"
-    )
-    assert {443, 6443} <= {
-        port["port"]
-        for rule in policy["spec"]["egress"]
-        for port in rule["ports"]
-        if "to" not in rule
-    }
-    assert chart.render(ON | {"networkPolicy.enabled": False}).of_kind("NetworkPolicy") == []
+    manifests = rendered()
+    first = certificate_of(manifests)
+    assert certificate_of(rendered()) != first, "with nothing to keep, it is new"
+    [secret] = (one for one in manifests if one["metadata"]["name"] == SECRET)
+    install({SECRET: secret})
+    assert certificate_of(rendered()) == first
+    install({SECRET: secret | {"data": {name: first[name] for name in ("tls.crt", "tls.key")}}})
+    other = certificate_of(rendered())
+    assert not set(other.values()) & set(first.values()), "no part of another certificate"
 
 
 def test_cert_manager_does_it_instead(chart: Chart) -> None:
     rendering = chart.case("webhook-cert-manager")
-    assert not rendering.of_kind(*JOBS, "ClusterRole")
+    assert SECRET not in names_of(rendering.of_kind("Secret"))
     [certificate] = rendering.of_kind("Certificate")
     assert configuration(rendering)["metadata"]["annotations"] == {
         "cert-manager.io/inject-ca-from": f"inference/{certificate['metadata']['name']}"
     }
-    service = rendering.get("Service", "webhook")["metadata"]["name"]
-    assert f"{service}.inference.svc" in certificate["spec"]["dnsNames"]
+    assert certificate["spec"]["dnsNames"] == NAMES
     [issuer] = rendering.of_kind("Issuer")
     assert certificate["spec"]["issuerRef"]["name"] == issuer["metadata"]["name"]
-    volumes = rendering.pod("webhook")["volumes"]
-    assert certificate["spec"]["secretName"] in {
-        volume.get("secret", {}).get("secretName") for volume in volumes
-    }
+    assert certificate["spec"]["secretName"] in secrets_of(rendering)
     theirs = chart.render(
         ON
         | {
@@ -349,7 +290,9 @@ def test_an_existing_certificate_is_trusted(chart: Chart) -> None:
     )
     webhooks = configuration(rendering)["webhooks"]
     assert [one["clientConfig"]["caBundle"] for one in webhooks] == ["QUJD", "QUJD"]
-    assert not rendering.of_kind(*JOBS, "Certificate")
+    assert "mine" in secrets_of(rendering)
+    assert not rendering.of_kind("Certificate")
+    assert SECRET not in names_of(rendering.of_kind("Secret"))
 
 
 def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_path: Path) -> None:

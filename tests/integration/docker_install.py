@@ -246,8 +246,6 @@ def test_the_image_installs_and_starts(image: str, house: Path) -> None:
     print(f"lmcache-{image}: about {size:.0f} MB, of which {BASE_MB} are the base")
     assert size < (MAX_CODEC_IMAGE_MB if has_codecs else MAX_IMAGE_MB)
     protect(tree)
-    if service == "webhook":
-        make_certificate(binaries / "lmcache-webhook", house)
     if service == "sidecar" and not has_codecs:
         ask_for_codecs(binaries / "lmcache-sidecar", house)
     serve(
@@ -317,34 +315,6 @@ is_needed = append_missing()
 import msgspec, xxhash, lmcache_core.record, lmcache_core.sidecar, pathlib
 print(is_needed, pathlib.Path(xxhash.__file__).parents[2])
 """.strip().replace("\n", "; ")
-
-
-def make_certificate(command: Path, root: Path) -> None:
-    """The image's other command, up to its first call of an API server that is not there."""
-    folder = root / "job"
-    folder.mkdir()
-    names = [
-        "--namespace=n",
-        "--secret=s",
-        "--service=w",
-        "--configuration=c",
-        "--api-url=http://127.0.0.1:9",
-    ]
-    line = sealed([str(command), "certificate", *names], root, folder)
-    answer = subprocess.run(
-        line,
-        cwd=folder,
-        env=variables_of("webhook"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (
-        answer.stdout
-        == "lmcache-webhook certificate: the API server cannot be reached: MaxRetryError\n"
-    ), answer.stderr
-    assert answer.returncode == 1
 
 
 def ask_for_codecs(command: Path, root: Path) -> None:

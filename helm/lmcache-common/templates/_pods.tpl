@@ -38,11 +38,10 @@ Takes: root, values (of the component).
 
 {{/*
 What every pod has.
-Takes: root, component, model (optional), values (with podDefaults); account (optional), a service account instead of the component's;
-asksCluster (optional): true where it asks the Kubernetes API.
+Takes: root, component, model (optional), values (with podDefaults); asksCluster (optional): true where it asks the Kubernetes API.
 */}}
 {{- define "lmcache-common.podSpec" -}}
-serviceAccountName: {{ .account | default (include "lmcache-common.serviceAccountName" .) }}
+serviceAccountName: {{ include "lmcache-common.serviceAccountName" . }}
 automountServiceAccountToken: {{ default false .asksCluster }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ int64 .values.terminationGracePeriodSeconds }}
@@ -68,14 +67,11 @@ topologySpreadConstraints:
   {{- include "lmcache-common.topologySpread" . | trim | nindent 2 }}
 {{- end -}}
 
-{{/*
-The component's own, or the one that the chart makes for all but the models and the webhook's certificate, whose hook runs before that
-class exists. Takes: as podSpec.
-*/}}
+{{/* The component's own, or the one that the chart makes for all but the models. Takes: as podSpec. */}}
 {{- define "lmcache-common.priorityClassName" -}}
 {{- if .values.priorityClassName -}}
 {{- .values.priorityClassName -}}
-{{- else if and .root.Values.priorityClass.create (not (has .component (list "vllm" "webhook-cert"))) -}}
+{{- else if and .root.Values.priorityClass.create (ne .component "vllm") -}}
 {{- include "lmcache-common.createdPriorityClass" . -}}
 {{- end -}}
 {{- end -}}

@@ -9,11 +9,27 @@
 {{- default $name .root.Values.webhook.certificate.existingSecret -}}
 {{- end -}}
 
-{{/* Non-empty where the certificate is made by the chart's own jobs. Takes: root. */}}
-{{- define "lmcache.webhookMakesCertificate" -}}
-{{- $webhook := .root.Values.webhook -}}
-{{- if and $webhook.enabled (not $webhook.certificate.existingSecret) (not $webhook.certificate.certManager.enabled) -}}
-true
+{{/* The names of its certificate. Takes: root. */}}
+{{- define "lmcache.webhookNames" -}}
+{{- $service := include "lmcache-common.componentName" (dict "root" .root "component" "webhook") -}}
+- {{ $service }}.{{ .root.Release.Namespace }}.svc
+- {{ $service }}.{{ .root.Release.Namespace }}.svc.cluster.local
+{{- end -}}
+
+{{/*
+The certificate in the cluster's Secret, else a new one for ten years. The authority's key is not kept.
+Each call may make another one: call it once per rendering. Takes: root. Gives ca.crt, tls.crt and tls.key in base64, as YAML.
+*/}}
+{{- define "lmcache.webhookCertificate" -}}
+{{- $held := lookup "v1" "Secret" .root.Release.Namespace (include "lmcache.webhookSecretName" .) | default dict -}}
+{{- $kept := pick (default dict $held.data) "ca.crt" "tls.crt" "tls.key" -}}
+{{- if eq (len $kept) 3 -}}
+{{- toYaml $kept -}}
+{{- else -}}
+{{- $days := 3650 -}}
+{{- $authority := genCA "lmcache-webhook authority" $days -}}
+{{- $pair := genSignedCert "lmcache-webhook" nil (include "lmcache.webhookNames" . | fromYamlArray) $days $authority -}}
+{{- dict "ca.crt" (b64enc $authority.Cert) "tls.crt" (b64enc $pair.Cert) "tls.key" (b64enc $pair.Key) | toYaml -}}
 {{- end -}}
 {{- end -}}
 
@@ -124,9 +140,6 @@ tls_client_key_file: /run/secrets/lmcache-tls/tls.key
 {{- end }}
 {{- if and $certificate.caBundle (not $certificate.existingSecret) }}
 {{- fail "webhook.certificate.caBundle is set, but webhook.certificate.existingSecret is empty: set both, or neither." }}
-{{- end }}
-{{- if ge (int $certificate.renewDays) (int $certificate.validDays) }}
-{{- fail "webhook.certificate.renewDays is not below validDays: a certificate would be renewed as soon as it is made." }}
 {{- end }}
 {{- if and .Values.tls.enabled .Values.tls.existingCaSecret }}
 {{- fail "webhook.enabled with tls.existingCaSecret: injected sidecars read ca.crt from the Secret of their certificate; put it there." }}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import datetime
 import json
 import ssl
 import subprocess
@@ -19,25 +18,19 @@ import jsonpatch
 import pytest
 import yaml
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
-from lmcache_webhook.certificate import Lifetime, Material, renew
 
 from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.tls import Authority, Pair
 
 RELOAD_S = 20.0
-NAMES = ["localhost"]
-LIFETIME = Lifetime(datetime.timedelta(days=90), datetime.timedelta(days=30))
 
 
-def publish(material: Material, directory: Path) -> None:
-    for name, data in (
-        ("tls.key", material.key),
-        ("tls.crt", material.certificate),
-        ("ca.crt", material.authorities),
-    ):
-        beside = directory / f"{name}.new"
-        beside.write_bytes(data)
-        beside.rename(directory / name)
+def publish_certificate(directory: Path) -> None:
+    """Replace ca.crt, tls.crt and tls.key with those of a new authority."""
+    authority = Authority(directory)
+    authority.renew(Pair(directory / "tls.crt", directory / "tls.key"), "localhost")
+    authority.publish(directory / "ca.crt")
 
 
 def environment(directory: Path, **more: str) -> dict[str, str]:
@@ -56,7 +49,7 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("webhook")
-    publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), made)
+    publish_certificate(made)
     return made
 
 
@@ -211,7 +204,7 @@ def test_it_can_be_looked_at(client: httpx.Client, service: ServiceProcess) -> N
 def test_who_trusts_another_authority_is_not_served(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
-    publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), tmp_path)
+    publish_certificate(tmp_path)
     with (
         client_for(service, tmp_path) as stranger,
         pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
@@ -220,11 +213,11 @@ def test_who_trusts_another_authority_is_not_served(
 
 
 def test_a_renewed_certificate_is_served_without_a_restart(tmp_path: Path) -> None:
-    publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), tmp_path)
+    publish_certificate(tmp_path)
     with running_service("lmcache_webhook", tmp_path, environment(tmp_path)) as service:
         with client_for(service, tmp_path) as before:
             ask(before, plain())
-        publish(renew(None, NAMES, LIFETIME, datetime.datetime.now(datetime.UTC)), tmp_path)
+        publish_certificate(tmp_path)
         deadline = time.monotonic() + RELOAD_S
         while True:
             with client_for(service, tmp_path) as after:
