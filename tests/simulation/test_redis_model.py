@@ -1263,7 +1263,7 @@ def test_scripts_of_lookup_answer_alike(pair: Pair, asked: list[Command]) -> Non
 
 
 PEER_KEYS = list(broker_scripts.KEYS)
-RECORDS, _, SEQ, EPOCH, PULLS, COUNTS, OWNERS, ORDERS = PEER_KEYS
+PEERS, PULLS, COUNTS, OWNERS, ORDERS = PEER_KEYS
 
 lives_of_peers = mostly("acme/a#1", "acme/b#2", "ä/ö#10000000000000000000", "odd")
 pull_ids = st.sampled_from(["p1", "p2", "p3", "ü"])
@@ -1271,14 +1271,12 @@ requesters = mostly("acme/a", "other/x")
 pull_ttls = mostly(100_000, 20_000, 0, -5)
 rests = st.sampled_from(['["lm://a:1","sidecar"]', "", "süß", b"\0\xff"])
 peer_calls = st.one_of(
-    st.lists(
-        st.tuples(fields, incarnations, st.sampled_from(["0", "1"]), pull_ttls, rests), max_size=3
-    ).map(lambda many: call(broker_scripts.ANNOUNCE, PEER_KEYS, *(one for a in many for one in a))),
+    st.tuples(fields, incarnations, st.sampled_from(["0", "1"]), pull_ttls, rests).map(
+        lambda told: call(broker_scripts.ANNOUNCE, PEER_KEYS, *told)
+    ),
     fields.map(lambda field: call(broker_scripts.REMOVE, PEER_KEYS, field)),
     fields.map(lambda field: call(broker_scripts.DRAIN, PEER_KEYS, field)),
-    st.sampled_from([0, 1, 5, 1000]).map(
-        lambda last: call(broker_scripts.CHANGES, PEER_KEYS, last)
-    ),
+    st.just(call(broker_scripts.READ, PEER_KEYS)),
     st.builds(
         lambda who, most, ttl, pulls: call(
             broker_scripts.CLAIM, PEER_KEYS, who, most, ttl, *(one for a in pulls for one in a)
@@ -1287,14 +1285,6 @@ peer_calls = st.one_of(
         st.integers(0, 3),
         pull_ttls,
         st.lists(st.tuples(lives_of_peers, pull_ids), max_size=4),
-    ),
-    st.lists(
-        st.tuples(requesters, lives_of_peers, pull_ids, st.sampled_from([0, 7000]), pull_ttls),
-        max_size=3,
-    ).map(
-        lambda many: call(
-            broker_scripts.RESTORE_PULLS, PEER_KEYS, *(one for a in many for one in a)
-        )
     ),
     st.builds(
         lambda who, ttl, longest, ids: call(
@@ -1325,14 +1315,9 @@ peer_calls = st.one_of(
 )
 foreign_to_peers = st.sampled_from(
     [
-        ("SET", RECORDS, "x"),
-        ("HSET", RECORDS, "acme/a", "short"),
-        ("HSET", RECORDS, "acme/b", "0" * 36 + "x" + "rest"),
-        ("SET", SEQ, "x"),
-        ("SET", SEQ, 2),
-        ("UNLINK", SEQ),
-        ("UNLINK", EPOCH),
-        ("HSET", EPOCH, "a", "b"),
+        ("SET", PEERS, "x"),
+        ("HSET", PEERS, "acme/a", "short"),
+        ("HSET", PEERS, "acme/b", "0" * 35 + "x" + "rest"),
         ("SADD", PULLS, "x"),
         ("ZADD", PULLS, 5, "unknown"),
         ("HSET", COUNTS, "acme/a#1", "x"),
@@ -1419,10 +1404,9 @@ async def test_brokers_share_peers_on_both(port: int) -> None:
     one, two = broker(), broker()
     peer = Peer("a", 1, "lm://a:1", "sidecar", "zöne", "n")
     life = "acme/a#1"
-    assert await one.announce([SharedPeer("acme", peer, 0.25, False, 10_000)]) == [False]
-    (found,), is_lost = await two.changes()
-    assert (found.owner, found.peer, found.load, is_lost) == ("acme", peer, 0.25, True)
-    assert await two.changes() == ([], False)
+    assert not await one.announce(SharedPeer("acme", peer, 0.25, False, 10_000))
+    (found,) = await two.read()
+    assert (found.owner, found.peer, found.load, found.draining) == ("acme", peer, 0.25, False)
     assert await one.claim("x", [(life, "p"), (life, "q")], 1, 150) == [(True, 1), (False, 1)]
     assert await two.renew_pulls("x", ["p", "q"], 150) == [life, None]
     assert await two.end_pulls("y", ["p"]) == [False]
@@ -1433,9 +1417,9 @@ async def test_brokers_share_peers_on_both(port: int) -> None:
     assert await two.take_orders("acme", "a") == [order]
     assert await two.take_orders("acme", "a") == []
     await one.drain("acme", "a")
-    await one.remove("acme", "a")
-    (found,), _ = await two.changes()
+    (found,) = await two.read()
     assert found.draining
-    assert found.is_gone
+    await one.remove("acme", "a")
+    assert await two.read() == []
     for each in (one, two):
         await each.close()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_broker.peers import redis_peers, redis_scripts
-from lmcache_broker.peers.pulls import BookedPull, Requester
-from lmcache_broker.peers.record import PeerRecord, PlacedOrder, SharedPeer
+from lmcache_broker.peers import redis_peers
+from lmcache_broker.peers.record import PlacedOrder, SharedPeer
 from lmcache_broker.peers.redis_peers import RedisPeers
 from lmcache_broker.peers.redis_scripts import KEYS
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures, TierFigures
+from lmcache_servicekit.errors import ConflictError
 from lmcache_servicekit.redis_client import Argument, RedisAccess, RedisCommand, create_redis_client
 
 from tests.fixtures.redis_cluster import running_cluster
@@ -77,20 +77,15 @@ def shared(
     )
 
 
-async def changed(broker: RedisPeers) -> list[SharedPeer]:
-    return (await broker.changes())[0]
-
-
 async def names(broker: RedisPeers) -> list[str]:
-    return [peer.peer.id for peer in await changed(broker)]
+    return [peer.peer.id for peer in await broker.read()]
 
 
-async def test_what_has_changed_is_told_once_and_whole(pair: tuple[RedisPeers, RedisPeers]) -> None:
+async def test_all_brokers_read_what_one_was_told(pair: tuple[RedisPeers, RedisPeers]) -> None:
     one, two = pair
-    assert await one.announce([shared(drain=REPORT), shared("b", draining=True)]) == [False, True]
-    changes = await changed(two)
-    assert [peer.draining for peer in changes] == [False, True]
-    found = changes[0]
+    assert not await one.announce(shared(drain=REPORT))
+    assert await one.announce(shared("b", draining=True))
+    found, other = sorted(await two.read(), key=lambda peer: peer.peer.id)
     assert (found.owner, found.peer, found.load, found.drain) == (
         "acme",
         shared().peer,
@@ -98,13 +93,10 @@ async def test_what_has_changed_is_told_once_and_whole(pair: tuple[RedisPeers, R
         REPORT,
     )
     assert TTL_MS - 5_000 < found.ttl_ms <= TTL_MS
-    assert await changed(two) == []
-    await one.announce([shared("b")])
-    (renewed,) = await changed(two)
-    assert (renewed.peer.id, renewed.draining) == ("b", True), "a drain lasts for the incarnation"
+    assert (other.peer.id, other.draining) == ("b", True)
+    assert await one.announce(shared("b")), "a drain lasts for the incarnation"
     await one.remove("acme", "b")
-    (gone,) = await changed(two)
-    assert gone.is_gone
+    assert await names(two) == ["a"]
 
 
 async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_write_is_read(
@@ -122,21 +114,20 @@ async def test_what_peers_tell_of_their_work_is_shared_and_what_other_versions_w
         (TierFigures("memory", 4, 40, 80),),
         7,
     )
-    await one.announce([replace(shared(), figures=figures)])
-    (found,) = await changed(two)
+    await one.announce(replace(shared(), figures=figures))
+    (found,) = await two.read()
     assert found.figures == figures
-    records = redis_scripts.KEYS[0]
-    written = await raw(one, "HGET", records, "acme/a")
-    head, told = written[:37], json.loads(written[37:])
+    written = await raw(one, "HGET", KEYS[0], "acme/a")
+    head, told = written[:36], json.loads(written[36:])
     for others, wanted in (
         (told[:6], None),
         ([*told, {"later": 1}], figures),
         ([*told[:6], {**told[6], "watts": 3}], figures),
         ([*told[:6], {"requested_chunks": "many"}], None),
     ):
-        await raw(one, "HSET", records, "acme/a", head + json.dumps(others).encode())
+        await raw(one, "HSET", KEYS[0], "acme/a", head + json.dumps(others).encode())
         fresh = peers_at(url)
-        (found,) = await changed(fresh)
+        (found,) = await fresh.read()
         await fresh.close()
         assert (found.peer, found.figures) == (shared().peer, wanted)
 
@@ -156,18 +147,18 @@ async def test_a_drain_that_another_version_writes_keeps_no_peer_from_being_know
     pair: tuple[RedisPeers, RedisPeers], drain: object, wanted: DrainReport | None
 ) -> None:
     one, two = pair
-    await one.announce([shared("b"), shared()])
-    records = redis_scripts.KEYS[0]
-    written = await raw(one, "HGET", records, "acme/a")
-    told = json.loads(written[37:])
+    await one.announce(shared("b"))
+    await one.announce(shared())
+    written = await raw(one, "HGET", KEYS[0], "acme/a")
+    told = json.loads(written[36:])
     await raw(
         one,
         "HSET",
-        records,
+        KEYS[0],
         "acme/a",
-        written[:37] + json.dumps([*told[:5], drain, *told[6:]]).encode(),
+        written[:36] + json.dumps([*told[:5], drain, *told[6:]]).encode(),
     )
-    other, found = await changed(two)
+    found, other = sorted(await two.read(), key=lambda peer: peer.peer.id)
     assert (other.peer.id, found.peer, found.drain) == ("b", shared().peer, wanted)
 
 
@@ -176,27 +167,30 @@ async def test_the_later_incarnation_wins_and_a_lease_is_only_made_longer(
 ) -> None:
     one, two = pair
     big = (1 << 62) + 1
-    assert await one.announce([shared(incarnation=big)]) == [False]
-    assert await two.announce([shared(incarnation=big - 1)]) == [None]
-    await two.announce([shared(incarnation=big, ttl_ms=1)])
-    (found,) = await changed(two)
+    assert not await one.announce(shared(incarnation=big))
+    with pytest.raises(ConflictError, match="peer a: a later incarnation is registered"):
+        await two.announce(shared(incarnation=big - 1))
+    await two.announce(shared(incarnation=big, ttl_ms=1))
+    (found,) = await two.read()
     assert (found.peer.incarnation, found.ttl_ms > 1_000) == (big, True)
     await one.drain("acme", "a")
-    assert await two.announce([shared(incarnation=big + 1)]) == [False], (
-        "a new incarnation does not drain"
-    )
+    assert not await two.announce(shared(incarnation=big + 1)), "a new incarnation does not drain"
 
 
 async def test_a_lease_that_ran_out_holds_nobody_off(pair: tuple[RedisPeers, RedisPeers]) -> None:
     one, two = pair
-    await one.announce([shared(incarnation=7, draining=True, ttl_ms=1)])
+    await one.announce(shared(incarnation=7, draining=True, ttl_ms=1))
     await asyncio.sleep(0.05)
-    assert await two.announce([shared(incarnation=3)]) == [False]
+    assert await names(two) == []
+    assert await raw(one, "HLEN", KEYS[0]) == 0
+    await one.announce(shared(incarnation=7, draining=True, ttl_ms=1))
+    await asyncio.sleep(0.05)
+    assert not await two.announce(shared(incarnation=3))
 
 
 async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, RedisPeers]) -> None:
     one, two = pair
-    await one.announce([shared(incarnation=12)])
+    await one.announce(shared(incarnation=12))
     life, other = "acme/a#12", "acme/a#13"
     claims = [(life, f"p{i}") for i in range(3)]
     assert await one.claim("acme/r", claims, 2, TTL_MS) == [(True, 1), (True, 2), (False, 2)]
@@ -204,42 +198,28 @@ async def test_pulls_are_counted_for_each_life_and_end(pair: tuple[RedisPeers, R
         (False, 2),
         (True, 1),
     ]
-    assert [peer.num_pulls for peer in await changed(two)] == [2]
+    assert [peer.num_pulls for peer in await two.read()] == [2]
     assert await two.end_pulls("acme/s", ["p0"]) == [False], "another one's"
     assert await two.end_pulls("acme/r", ["p0", "p0", "never heard of"]) == [True, False, False]
-    assert [peer.num_pulls for peer in await changed(one)] == [1]
+    assert [peer.num_pulls for peer in await one.read()] == [1]
     assert await one.claim("acme/r", [(life, "r")], 2, 20) == [(True, 2)]
     await asyncio.sleep(0.05)
-    assert [peer.num_pulls for peer in await changed(two)] == [1], "nobody said that it was over"
-    assert await raw(one, "HLEN", "lmcache:{broker}:owners") == 2
+    assert [peer.num_pulls for peer in await two.read()] == [1], "nobody said that it was over"
+    assert await raw(one, "HLEN", KEYS[3]) == 2
 
 
 async def test_a_pull_goes_on_whoever_is_asked(
     pair: tuple[RedisPeers, RedisPeers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = pair
-    await one.announce([shared()])
+    await one.announce(shared())
     await one.claim("acme/r", [("acme/a#1", "p")], 1, 1_500)
     assert await two.renew_pulls("acme/s", ["p"], TTL_MS) == [None], "another one's"
     assert await two.renew_pulls("acme/r", ["p", "never heard of"], TTL_MS) == ["acme/a#1", None]
     await asyncio.sleep(1.6)
-    assert [peer.num_pulls for peer in await changed(one)] == [1]
+    assert [peer.num_pulls for peer in await one.read()] == [1]
     monkeypatch.setattr(redis_peers, "MAX_PULL_S", 0.3)
     assert await two.renew_pulls("acme/r", ["p"], TTL_MS) == [None], "for ever is too long"
-
-
-async def test_pulls_that_were_lost_are_counted_again_and_only_once(
-    pair: tuple[RedisPeers, RedisPeers],
-) -> None:
-    one, two = pair
-    record, requester = PeerRecord(shared().peer, "acme", 0.0, False, 0.0), Requester("acme", "r")
-    underway = [
-        BookedPull(f"p{i}", requester, record, 0.0, 0.5 + TTL_MS / 1000) for i in range(600)
-    ]
-    await one.restore_pulls(underway, 0.5)
-    await two.restore_pulls(underway[:1], 0.5)
-    assert await one.claim("acme/r", [("acme/a#1", "q")], 1000, TTL_MS) == [(True, 601)]
-    assert await two.end_pulls("acme/r", ["p0", "p599"]) == [True, True]
 
 
 async def test_orders_are_told_once_by_whoever_is_asked(
@@ -264,40 +244,10 @@ async def test_orders_are_told_once_by_whoever_is_asked(
     assert await one.take_orders("acme", "c") == orders[:2]
 
 
-async def test_a_memory_that_was_lost_is_noticed(pair: tuple[RedisPeers, RedisPeers]) -> None:
-    one, two = pair
-    await one.announce([shared()])
-    assert (await two.changes())[1], "the first look"
-    assert not (await two.changes())[1]
-    await raw(one, "FLUSHALL")
-    await one.announce([shared("b"), shared("c")])
-    peers, is_lost = await two.changes()
-    assert is_lost
-    assert sorted(peer.peer.id for peer in peers) == ["b", "c"], (
-        "though their numbers were seen before"
-    )
-
-
-async def test_peers_that_are_long_over_are_forgotten(pair: tuple[RedisPeers, RedisPeers]) -> None:
-    one, two = pair
-    await one.announce([shared(), shared("b")])
-    field = "acme/a"
-    record = await raw(one, "HGET", "lmcache:{broker}:records", field)
-    await raw(one, "HSET", "lmcache:{broker}:records", field, record[:22] + b"0" * 15 + record[37:])
-    assert await names(two) == ["b"]
-    assert await raw(one, "HKEYS", "lmcache:{broker}:records") == [b"acme/b"]
-
-
-async def test_more_than_fit_into_one_call(pair: tuple[RedisPeers, RedisPeers]) -> None:
-    one, two = pair
-    assert len(await one.announce([shared(f"p{i}") for i in range(700)])) == 700
-    assert len(await names(two)) == 700
-
-
 async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
     away = peers_at(f"unix://{tmp_path / 'nobody'}", 0.5)
     with pytest.raises(UnavailableError, match=r"redis at /.* cannot be reached"):
-        await away.changes()
+        await away.read()
     with pytest.raises(UnavailableError, match="a moment ago"):
         await away.claim("acme/r", [("acme/a#1", "p")], 1, 1)
     await away.close()
@@ -306,14 +256,15 @@ async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
 async def test_a_redis_that_is_full_is_still_read() -> None:
     with running_redis() as server, server.client() as raw:
         broker = peers_at(server.url)
-        await broker.announce([shared()])
+        await broker.announce(shared())
         raw.config_set("maxmemory", "1")
         with pytest.raises(UnavailableError, match=f"redis at 127.0.0.1:{server.port} is full"):
-            await broker.announce([shared("b")])
+            await broker.announce(shared("b"))
         assert await names(broker) == ["a"]
-        assert await broker.announce([shared(ttl_ms=2 * TTL_MS)]) == [False], "leases are renewed"
-        assert await names(broker) == ["a"]
+        assert not await broker.announce(shared(ttl_ms=2 * TTL_MS)), "leases are renewed"
+        await broker.drain("acme", "a")
+        assert [peer.draining for peer in await broker.read()] == [True]
         raw.config_set("maxmemory", "0")
-        await broker.announce([shared("b")])
-        assert await names(broker) == ["b"]
+        await broker.announce(shared("b"))
+        assert sorted(await names(broker)) == ["a", "b"]
         await broker.close()

@@ -35,11 +35,11 @@ async def use(peers: RedisPeers) -> None:
     """More at once than there are connections."""
     try:
         await peers.ping()
-        assert await peers.announce([PEER]) == [False]
+        assert not await peers.announce(PEER)
         claims = [peers.claim("acme/r", [("acme/a#1", f"p{i}")], 50, 60_000) for i in range(100)]
         granted = [is_granted for ((is_granted, _),) in await asyncio.gather(*claims)]
         assert granted.count(True) == 50
-        assert (await peers.changes())[0][0].num_pulls == 50
+        assert (await peers.read())[0].num_pulls == 50
         assert all(
             await peers.end_pulls(
                 "acme/r", [f"p{i}" for i, is_granted in enumerate(granted) if is_granted]
@@ -69,14 +69,14 @@ async def test_peers_are_shared_over_tls_with_a_password(kind: str, tmp_path: Pa
 async def test_another_master_is_found() -> None:
     with watched_redis() as watched:
         peers = peers_of(watched.url, redis_timeout_ms=500)
-        await peers.announce([PEER])
+        await peers.announce(PEER)
         watched.master.kill()
         began = time.monotonic()
         assert not await answers(peers)
         assert time.monotonic() - began < 5.0
         await asyncio.to_thread(watched.wait_for_failover)
         await until_answered(peers)
-        await peers.announce([PEER])
+        await peers.announce(PEER)
         assert await peers.claim("acme/r", [("acme/a#1", "p")], 1, 1000) == [(True, 1)]
         await peers.close()
 

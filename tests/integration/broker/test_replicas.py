@@ -224,15 +224,20 @@ async def test_without_redis_each_answers_from_its_memory_and_says_so(
                 redis_server.resume()
             else:
                 redis_server.start()
-        # What was told meanwhile, and what Redis has lost, the others are told again, without any
-        # heartbeat.
-        await until(lambda: holds(two, ["a", "b"]))
+
+        # What was told meanwhile, and what Redis has lost, the next heartbeats bring back.
+        async def is_told_again() -> bool:
+            for name in "ab":
+                await one.register(peer(name), load=0.0, ttl_ms=LEASE_MS)
+            return await holds(two, ["a", "b"])
+
+        await until(is_told_again)
         await until(lambda: holds(one, ["a", "b"]))
         await one.deregister("b")
         await until(lambda: holds(two, ["a"]))
 
 
-async def test_a_flush_is_healed_without_a_heartbeat(
+async def test_a_flush_is_healed_by_a_heartbeat(
     brokers: list[BrokerClient], redis_server: RedisServer
 ) -> None:
     one, two = brokers
@@ -240,35 +245,64 @@ async def test_a_flush_is_healed_without_a_heartbeat(
     await until(lambda: holds(two, ["a"]))
     with redis_server.client() as client:
         client.flushall()
-        await until(lambda: told_again(redis_server))
-
-    async def is_known_to_both() -> bool:
-        return await names(one) == await names(two) == ["a"]
-
-    await until(is_known_to_both)
+    await until(lambda: holds(two, []))
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    for broker in brokers:
+        await until(lambda broker=broker: holds(broker, ["a"]))
 
 
-async def test_pulls_outlive_a_flush(
+async def test_a_pull_outlives_a_flush_where_it_was_granted(
+    brokers: list[BrokerClient], redis_server: RedisServer
+) -> None:
+    one, _ = brokers
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    (pull,) = await one.transfers("r", [(CHUNKS[0], ["a"])])
+    with redis_server.client() as client:
+        client.flushall()
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    assert await one.renew("r", pull.pull)
+
+
+async def test_a_pull_outlives_the_broker_that_granted_it(
+    brokers: list[BrokerClient], processes: list[ServiceProcess], tmp_path: Path
+) -> None:
+    one, two = brokers
+    await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
+    (pull,) = await one.transfers("r", [(CHUNKS[0], ["a"])])
+    processes[0].stop(signal.SIGKILL)
+    renewal = await two.renew("r", pull.pull)
+    assert renewal is not None
+    verifier = TicketVerifier(read_ticket_keys(tmp_path / "ticket-keys"), "a")
+    assert [verifier.verify(ticket).requester for ticket in (pull.ticket, renewal.ticket)] == [
+        "r",
+        "r",
+    ]
+    assert [found.num_pulls for found in await two.peers()] == [1]
+    await two.done("r", [pull.pull])
+    assert [found.num_pulls for found in await two.peers()] == [0]
+
+
+async def test_an_order_to_drain_that_could_miss_its_peer_is_refused(
     brokers: list[BrokerClient], redis_server: RedisServer
 ) -> None:
     one, two = brokers
     await one.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)
-    for _ in range(MAX_PULLS):
-        assert await one.transfers("r", [(CHUNKS[0], ["a"])])
-    with redis_server.client() as client:
-        client.flushall()
-        await until(lambda: told_again(redis_server))
+    redis_server.pause()
+    try:
+        with pytest.raises(UnavailableError, match="status 503"):
+            await one.drain("a")
+    finally:
+        redis_server.resume()
 
-    async def is_known_to_the_other() -> bool:  # which asks Redis in its own time
-        return [found.num_pulls for found in await two.peers()] == [MAX_PULLS]
+    async def is_accepted() -> bool:
+        try:
+            await one.drain("a")
+        except UnavailableError:
+            return False
+        return True
 
-    await until(is_known_to_the_other)
-    assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == []
-
-
-async def told_again(redis_server: RedisServer) -> bool:
-    with redis_server.client() as client:
-        return bool(client.hlen("lmcache:{broker}:records"))
+    await until(is_accepted)
+    assert (await two.register(peer("a"), load=0.0, ttl_ms=LEASE_MS)).draining
 
 
 async def test_the_page_of_both_shows_the_same(

@@ -89,17 +89,6 @@ def test_a_drain_lasts_for_the_incarnation(directory: PeerDirectory) -> None:
     assert announce(directory, peer("a", incarnation=2), OPERATOR).draining
 
 
-def test_a_late_order_for_an_earlier_incarnation_drains_no_later_one(
-    directory: PeerDirectory,
-) -> None:
-    announce(directory, peer("a"))
-    announce(directory, peer("a", incarnation=2))
-    directory.note_drain(ACME, peer("a"))
-    assert not announce(directory, peer("a", incarnation=2)).draining
-    directory.note_drain(ACME, peer("a", incarnation=2))
-    assert announce(directory, peer("a", incarnation=2)).draining
-
-
 def test_a_new_incarnation_has_no_pulls(directory: PeerDirectory, clock: FakeClock) -> None:
     announce(directory, peer("a"))
     record = directory.find(ACME, "a")
@@ -210,13 +199,33 @@ def test_a_registered_sidecar_does_not_hide_a_listed_storage_server(
     assert [seen.kind for seen in directory.visible(SERVERS)] == ["storage"]
 
 
-def test_what_an_older_broker_took_from_a_client_is_no_storage_server(
-    directory: PeerDirectory,
+def shared(name: str, *, num_pulls: int = 0, draining: bool = False) -> SharedPeer:
+    return SharedPeer("acme", peer(name), 0.5, draining, 5_000, num_pulls)
+
+
+def test_what_brokers_share_replaces_what_this_one_knew(
+    directory: PeerDirectory, clock: FakeClock
 ) -> None:
-    directory.adopt(
-        [
-            SharedPeer("acme", storage("rogue"), 0.0, False, 5_000),
-            SharedPeer("*", storage("s"), 0.0, False, 5_000),
-        ]
-    )
-    assert [seen.id for seen in directory.visible(ACME)] == ["s"]
+    announce(directory, peer("a"))
+    announce(directory, peer("b"))
+    directory.drain(ACME, "b")
+    directory.sight("*", Peer("c", 0, "lm://c.example:1"), 60.0)
+    clock.now_s += 1
+    directory.replace([shared("b", num_pulls=2), shared("d")], clock())
+    found = {seen.id: seen for seen in directory.visible(ACME)}
+    assert set(found) == {"b", "c", "d"}, "a has left elsewhere; sightings are this broker's own"
+    assert (found["b"].num_pulls, found["b"].draining) == (2, True), "a drain lasts"
+    directory.forget_shared_pulls()
+    assert directory.get(ACME, "b").num_pulls == 0
+
+
+def test_what_is_heard_during_a_read_is_newer_than_it(
+    directory: PeerDirectory, clock: FakeClock
+) -> None:
+    began_s = clock()
+    clock.now_s += 1
+    announce(directory, peer("a", incarnation=2))
+    directory.replace([shared("a")], began_s)
+    assert directory.get(ACME, "a").incarnation == 2
+    directory.replace([], began_s)
+    assert directory.get(ACME, "a").incarnation == 2

@@ -128,7 +128,7 @@ async def test_who_comes_later_does_not_overtake(office: Office) -> None:
     waiting = await office.queue("r3")
     record = office.directory.find(ACME, "a")
     assert record is not None
-    record.end_pull(first.assignments[0].pull)  # free, and the queue has not looked yet
+    del record.pulls[first.assignments[0].pull]  # free, and the queue has not looked yet
     assert (await office.ask("r4", wait_ms=0)).assignments == []
     assert len((await waiting).assignments) == 1
 

@@ -188,7 +188,7 @@ async def drain_peer(peer_id: PeerIdPath, principal: AdminPrincipal, parts: Part
     """Give a peer no new pulls.
 
     Lasts for its incarnation; the peer learns of it with its next heartbeat, and hands over its
-    chunks. 404: no such peer is live.
+    chunks. 404: no such peer is live. 503: the store that brokers share is unavailable.
     """
     return json_answer(await parts.registry.drain(principal, peer_id))
 

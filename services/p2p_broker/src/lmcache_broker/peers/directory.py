@@ -101,7 +101,7 @@ class PeerDirectory:
             record = known
             record.peer, record.load, record.lease_ends_s = peer, load, lease_ends_s
             record.draining = record.draining or draining
-        record.drain, record.figures = drain, figures
+        record.drain, record.figures, record.heard_s = drain, figures, now_s
         sighted = self._records.get((SHARED_OWNER, peer.id))
         if sighted is not None and sighted is not record and _is_sighting_of(sighted, peer):
             self.forget(sighted)
@@ -199,71 +199,44 @@ class PeerDirectory:
         """Forget a peer that is gone, regardless of its lease."""
         self._records.pop((record.owner, record.peer.id), None)
 
-    def note_drain(self, principal: Principal, peer: Peer) -> None:
-        """Record that another broker was asked to drain a peer that `principal` announced.
+    def replace(self, peers: Iterable[SharedPeer], read_s: float) -> None:
+        """Replace what is known by what the brokers share.
 
-        A later incarnation, which may have registered meanwhile, has cancelled the drain.
-        """
-        record = self._records.get((owner_of(principal), peer.id))
-        if record is not None and record.peer.incarnation == peer.incarnation:
-            record.draining = True
-
-    def adopt(self, peers: Iterable[SharedPeer]) -> None:
-        """Apply what another broker has received. A later incarnation known here is kept.
+        Sightings stay: they are each broker's own. So does what was heard after the read began,
+        and a drain, which lasts for the incarnation.
 
         Args:
-            peers: Their current state; the bounds were checked by the broker that received it.
+            peers: All of them; the bounds were checked by the brokers that received them.
+            read_s: When the read began.
         """
         now_s = self._clock()
+        self._forget_expired(now_s)
+        known = self._records
+        self._records = {
+            key: record
+            for key, record in known.items()
+            if record.peer.incarnation == 0 or record.heard_s >= read_s
+        }
         for shared in peers:
-            if shared.peer.kind == STORAGE_KIND and shared.owner != SHARED_OWNER:
-                continue  # no broker accepts it from a client
             key = (shared.owner, shared.peer.id)
-            known = self._live(key, now_s)
-            if known is not None and shared.peer.incarnation < known.peer.incarnation:
+            record = known.get(key)
+            if record is not None and record.heard_s >= read_s:
                 continue
-            if shared.is_gone:
-                self._records.pop(key, None)
-            if shared.is_gone or shared.ttl_ms <= 0:
-                continue  # a lease that expired there may have been renewed here
             lease_ends_s = now_s + shared.ttl_ms / 1000
-            if known is None or shared.peer.incarnation > known.peer.incarnation:
-                known = self._records[key] = PeerRecord(
+            if record is None or record.peer.incarnation != shared.peer.incarnation:
+                record = PeerRecord(
                     shared.peer, shared.owner, shared.load, shared.draining, lease_ends_s
                 )
-            known.peer, known.load, known.lease_ends_s = (
-                shared.peer,
-                shared.load,
-                max(known.lease_ends_s, lease_ends_s),
-            )
-            known.draining, known.drain, known.figures = (
-                known.draining or shared.draining,
-                shared.drain,
-                shared.figures,
-            )
-            known.share_pulls(shared.num_pulls)
+            record.peer, record.load, record.lease_ends_s = shared.peer, shared.load, lease_ends_s
+            record.draining = record.draining or shared.draining
+            record.drain, record.figures = shared.drain, shared.figures
+            record.shared_pulls = shared.num_pulls
+            self._records[key] = record
 
-    def doubt_pulls(self, until_s: float) -> None:
-        """Trust other brokers' figures of pulls no longer than that."""
+    def forget_shared_pulls(self) -> None:
+        """Count this broker's own pulls only, until others are read again."""
         for record in self._records.values():
-            record.doubt_pulls(until_s)
-
-    def shared(self) -> list[SharedPeer]:
-        """Return all live peers as stored in Redis."""
-        now_s = self._clock()
-        self._forget_expired(now_s)
-        return [
-            SharedPeer(
-                record.owner,
-                record.peer,
-                record.load,
-                record.draining,
-                max(1, round((record.lease_ends_s - now_s) * 1000)),
-                drain=record.drain,
-                figures=record.figures,
-            )
-            for record in self._records.values()
-        ]
+            record.shared_pulls = None
 
     def require(self, principal: Principal, peer_id: str) -> PeerRecord:
         """Return the live peer with that id that is visible to `principal`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -52,9 +51,6 @@ class PullBook:
         self._by_tenant: Counter[str] = Counter()
         self._by_requester: Counter[Requester] = Counter()
 
-    def __iter__(self) -> Iterator[BookedPull]:
-        return iter(list(self._pulls.values()))
-
     def add(self, pull: BookedPull) -> None:
         """Begin a pull."""
         self._pulls[pull.pull_id] = pull
@@ -67,7 +63,7 @@ class PullBook:
         pull = self._find(pull_id, requester)
         if pull is not None:
             self._drop(pull)
-            pull.record.end_pull(pull_id)
+            pull.record.pulls.pop(pull_id, None)
         return pull
 
     def renew(

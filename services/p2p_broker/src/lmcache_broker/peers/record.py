@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +20,8 @@ class PeerRecord:
         figures: Its counters, if it reports any.
         pulls: Pulls that this broker has granted: id -> expiry of the ticket. `PullBook` maintains
         them.
+        shared_pulls: Unfinished pulls that all brokers together have granted; None: unknown.
+        heard_s: When this broker last received its heartbeat.
     """
 
     peer: Peer
@@ -31,7 +32,8 @@ class PeerRecord:
     drain: DrainReport | None = None
     figures: PeerFigures | None = None
     pulls: dict[str, float] = field(default_factory=dict)
-    _shared_pulls: tuple[int, float] | None = None
+    shared_pulls: int | None = None
+    heard_s: float = float("-inf")
 
     @property
     def field(self) -> str:
@@ -49,27 +51,9 @@ class PeerRecord:
         """Return the pulls that have neither ended nor outlived their tickets: those of all brokers
         if known, otherwise this one's.
         """
-        if self._shared_pulls is not None:
-            num_shared, until_s = self._shared_pulls
-            if now_s < until_s:
-                return num_shared
-            self._shared_pulls = None
+        if self.shared_pulls is not None:
+            return self.shared_pulls
         return sum(ends_s > now_s for ends_s in self.pulls.values())
-
-    def end_pull(self, pull_id: str) -> None:
-        """End a pull before its ticket expires, if it exists."""
-        if self.pulls.pop(pull_id, None) is not None and self._shared_pulls is not None:
-            num_shared, until_s = self._shared_pulls
-            self._shared_pulls = (max(0, num_shared - 1), until_s)
-
-    def share_pulls(self, num_pulls: int) -> None:
-        """Set the total of its pulls at all brokers, valid until it is set again or doubted."""
-        self._shared_pulls = (num_pulls, math.inf)
-
-    def doubt_pulls(self, until_s: float) -> None:
-        """Stop counting other brokers' pulls at that time, unless they are reported again."""
-        if self._shared_pulls is not None:
-            self._shared_pulls = (self._shared_pulls[0], until_s)
 
     def status(self, now_s: float) -> PeerStatus:
         """Return the public status of this peer."""
@@ -93,9 +77,8 @@ class SharedPeer:
     """A peer as shared between brokers.
 
     Attributes:
-        ttl_ms: Remaining lifetime of its lease; 0 if it has expired.
+        ttl_ms: Remaining lifetime of its lease.
         num_pulls: Unfinished pulls that all brokers together have granted.
-        is_gone: It ended its lease.
     """
 
     owner: str
@@ -104,7 +87,6 @@ class SharedPeer:
     draining: bool
     ttl_ms: int
     num_pulls: int = 0
-    is_gone: bool = False
     drain: DrainReport | None = None
     figures: PeerFigures | None = None
 

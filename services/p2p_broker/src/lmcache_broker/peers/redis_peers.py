@@ -8,16 +8,17 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeVar
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures
-from lmcache_servicekit.errors import StoreRefusedError
+from lmcache_servicekit.errors import ConflictError, StoreRefusedError
 from lmcache_servicekit.redis_client import RedisClient, Script
 
 from lmcache_broker.peers import redis_scripts as scripts
-from lmcache_broker.peers.pulls import MAX_PULL_S, BookedPull
+from lmcache_broker.peers.pulls import MAX_PULL_S
 from lmcache_broker.peers.record import PlacedOrder, SharedPeer
 
 T = TypeVar("T")
@@ -29,7 +30,9 @@ MAX_ORDER_BYTES_PER_PEER: Final = 16 << 10
 RETRY_S: Final = 0.5
 """Pause after a failure, so that an unavailable Redis does not cost each request its deadline."""
 
-_HEAD_CHARS: Final = 37
+_HEAD_CHARS: Final = 36
+MAX_PARSED: Final = 8192
+"""Records that are parsed once and not at each read: most heartbeats come between reads."""
 
 
 class RedisPeers:
@@ -49,30 +52,27 @@ class RedisPeers:
         self._timeout_s = timeout_s
         self._clock = clock
         self._away_until = float("-inf")
-        self._epoch = b""
-        self._seen = 0
 
-    async def announce(self, peers: Sequence[SharedPeer]) -> list[bool | None]:
-        """Register or renew; return for each whether it drains, or None if a newer incarnation is
-        live.
+    async def announce(self, shared: SharedPeer) -> bool:
+        """Register or renew; return whether it drains.
+
+        Raises:
+            ConflictError: A newer incarnation is live.
         """
-        found: list[bool | None] = []
-        for begin in range(0, len(peers), MAX_PER_CALL):
-            argv: list[str | int] = []
-            for shared in peers[begin : begin + MAX_PER_CALL]:
-                incarnation = f"{shared.peer.incarnation:020d}"
-                argv += [
-                    _field(shared.owner, shared.peer.id),
-                    incarnation,
-                    int(shared.draining),
-                    shared.ttl_ms,
-                    _packed(shared),
-                ]
-            found += [
-                None if state < 0 else bool(state)
-                for state in await self._run(scripts.ANNOUNCE, argv)
-            ]
-        return found
+        peer = shared.peer
+        state = await self._run(
+            scripts.ANNOUNCE,
+            [
+                _field(shared.owner, peer.id),
+                f"{peer.incarnation:020d}",
+                int(shared.draining),
+                shared.ttl_ms,
+                _packed(shared),
+            ],
+        )
+        if state < 0:
+            raise ConflictError(f"peer {peer.id}: a later incarnation is registered")
+        return bool(state)
 
     async def remove(self, owner: str, peer_id: str) -> None:
         """End a lease."""
@@ -82,20 +82,13 @@ class RedisPeers:
         """Stop new pulls from this incarnation of a peer."""
         await self._run(scripts.DRAIN, [_field(owner, peer_id)])
 
-    async def changes(self) -> tuple[list[SharedPeer], bool]:
-        """Return what has changed since the last successful call (everything at the first), and
-        whether Redis has lost its data since, so that everything must be written again.
-        """
-        epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [self._seen])
-        is_lost = epoch != self._epoch
-        if is_lost and self._seen:  # the numbers seen belong to the lost data
-            epoch, seq, now_ms, *rest = await self._run(scripts.CHANGES, [0])
-        peers = [
-            _unpacked(field.decode(), raw.decode(), num, now_ms)
-            for field, raw, num in zip(rest[::3], rest[1::3], rest[2::3], strict=True)
+    async def read(self) -> list[SharedPeer]:
+        """Return all live peers."""
+        now_ms, *rest = await self._run(scripts.READ, [])
+        return [
+            _unpacked(field, raw, num_pulls, now_ms)
+            for field, raw, num_pulls in zip(rest[::3], rest[1::3], rest[2::3], strict=True)
         ]
-        self._epoch, self._seen = epoch, seq
-        return peers, is_lost
 
     async def claim(
         self, who: str, claims: Sequence[tuple[str, str]], max_pulls: int, ttl_ms: int
@@ -109,17 +102,6 @@ class RedisPeers:
         argv: list[str | int] = [who, max_pulls, ttl_ms, *itertools.chain.from_iterable(claims)]
         found = await self._run(scripts.CLAIM, argv)
         return list(zip(map(bool, found[::2]), found[1::2], strict=True))
-
-    async def restore_pulls(self, pulls: Sequence[BookedPull], now_s: float) -> None:
-        """Count pulls that were already granted; known ones are skipped."""
-        for begin in range(0, len(pulls), MAX_PER_CALL):
-            argv: list[str | int] = []
-            for pull in pulls[begin : begin + MAX_PER_CALL]:
-                age_ms = round((now_s - pull.began_s) * 1000)
-                ttl_ms = max(1, round((pull.ends_s - now_s) * 1000))
-                life = pull.record.life
-                argv += [str(pull.requester), life, pull.pull_id, age_ms, ttl_ms]
-            await self._run(scripts.RESTORE_PULLS, argv)
 
     async def renew_pulls(self, who: str, pull_ids: Sequence[str], ttl_ms: int) -> list[str | None]:
         """Extend a requester's pulls; return for each the life of the peer, or None if there is no
@@ -200,22 +182,46 @@ def _packed(shared: SharedPeer) -> str:
     )
 
 
-def _unpacked(field: str, raw: str, num_pulls: int, now_ms: int) -> SharedPeer:
-    owner, _, peer_id = field.partition("/")
+class _Parsed(NamedTuple):
+    owner: str
+    peer: Peer
+    load: float
+    draining: bool
+    ends_ms: int
+    drain: DrainReport | None
+    figures: PeerFigures | None
+
+
+@lru_cache(MAX_PARSED)
+def _parsed(field: bytes, raw: bytes) -> _Parsed:
+    owner, _, peer_id = field.decode().partition("/")
+    head = raw[:_HEAD_CHARS].decode()
     # A newer broker may write more fields, an older one fewer.
     url, kind, zone, node, load, drain, *more = json.loads(raw[_HEAD_CHARS:])
     if isinstance(drain, list):
         drain = dict(zip(DrainReport.__struct_fields__, drain, strict=False))
-    return SharedPeer(
+    return _Parsed(
         owner,
-        Peer(peer_id, int(raw[:20]), url, kind, zone, node),
+        Peer(peer_id, int(head[:20]), url, kind, zone, node),
         load,
-        raw[20] == "1",
-        max(0, int(raw[22:_HEAD_CHARS]) - now_ms),
+        head[20] == "1",
+        int(head[21:]),
+        _read(drain, DrainReport),
+        _read(more[0], PeerFigures) if more else None,
+    )
+
+
+def _unpacked(field: bytes, raw: bytes, num_pulls: int, now_ms: int) -> SharedPeer:
+    parsed = _parsed(field, raw)
+    return SharedPeer(
+        parsed.owner,
+        parsed.peer,
+        parsed.load,
+        parsed.draining,
+        parsed.ends_ms - now_ms,
         num_pulls,
-        is_gone=raw[21] == "1",
-        drain=_read(drain, DrainReport),
-        figures=_read(more[0], PeerFigures) if more else None,
+        parsed.drain,
+        parsed.figures,
     )
 
 

@@ -1,12 +1,9 @@
 """Operations that must be atomic, or one round trip, in Redis: Lua. All keys have one hash tag, so
 that they are on one node of a cluster.
 
-`records` maps `<owner>/<peer>` to text: incarnation (20 digits), draining (0 or 1), gone (0 or 1),
-end of the lease (15 digits, Redis' milliseconds), then JSON that the scripts do not read:
-`[distributed_url, kind, zone, node, load, drain, figures]`, surplus fields ignored. Each change of
-a peer takes the next number of `seq`; `changes` (sorted set) holds the number of each peer's last
-change, so a broker reads entries with a higher number than the last it saw. `epoch` is a word that
-is lost together with everything else, which reveals data loss.
+`peers` maps `<owner>/<peer>` to text: incarnation (20 digits), draining (0 or 1), end of the lease
+(15 digits, Redis' milliseconds), then JSON that the scripts do not read: `[distributed_url, kind,
+zone, node, load, drain, figures]`, surplus fields ignored.
 
 `pulls` scores each pull's id with its end. `owners` has `requester NUL life NUL begin` for each, so
 any broker can renew and end what another granted. `counts` has the number of pulls of each life.
@@ -20,30 +17,22 @@ from typing import Final
 from lmcache_servicekit.redis_client import Script
 
 KEYS: Final = tuple(
-    f"lmcache:{{broker}}:{name}"
-    for name in ("records", "changes", "seq", "epoch", "pulls", "counts", "owners", "orders")
+    f"lmcache:{{broker}}:{name}" for name in ("peers", "pulls", "counts", "owners", "orders")
 )
 
 _COMMON: Final = """
-local RECORDS, CHANGES, SEQ, EPOCH, PULLS, COUNTS, OWNERS, ORDERS = unpack(KEYS)
+local PEERS, PULLS, COUNTS, OWNERS, ORDERS = unpack(KEYS)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local function changed(field) redis.call('ZADD', CHANGES, redis.call('INCR', SEQ), field) end
--- A full Redis refuses SET even where it would change nothing.
-local function begin_epoch()
-  if redis.call('EXISTS', EPOCH) == 0 then redis.call('SET', EPOCH, time[1] .. '.' .. time[2]) end
+local function save(field, incarnation, draining, ends_ms, rest)
+  redis.call('HSET', PEERS, field, incarnation .. draining .. string.format('%015d', ends_ms) .. rest)
 end
-local function save(field, incarnation, draining, gone, ends_ms, rest)
-  redis.call('HSET', RECORDS, field, incarnation .. draining .. gone .. string.format('%015d', ends_ms) .. rest)
-  changed(field)
-end
-local function load(field)
-  local raw = redis.call('HGET', RECORDS, field)
+local function live(field)
+  local raw = redis.call('HGET', PEERS, field)
   if not raw then return nil end
-  local record = {incarnation = string.sub(raw, 1, 20), draining = string.sub(raw, 21, 21), gone = string.sub(raw, 22, 22),
-    ends_ms = tonumber(string.sub(raw, 23, 37)), rest = string.sub(raw, 38)}
-  record.live = record.gone == '0' and record.ends_ms > now_ms
-  return record
+  local record = {incarnation = string.sub(raw, 1, 20), draining = string.sub(raw, 21, 21),
+    ends_ms = tonumber(string.sub(raw, 22, 36)), rest = string.sub(raw, 37)}
+  return record.ends_ms > now_ms and record or nil
 end
 local function pull_of(id)
   local raw = redis.call('HGET', OWNERS, id)
@@ -54,13 +43,11 @@ end
 local function recount(life, by)
   local count = redis.call('HINCRBY', COUNTS, life, by)
   if count <= 0 then redis.call('HDEL', COUNTS, life) end
-  local field = string.match(life, '^(.*)#')
-  if redis.call('HEXISTS', RECORDS, field) == 1 then changed(field) end
   return count
 end
-local function begin_pull(id, who, life, began_ms, ends_ms)
+local function begin_pull(id, who, life, ends_ms)
   redis.call('ZADD', PULLS, ends_ms, id)
-  redis.call('HSET', OWNERS, id, who .. '\\0' .. life .. '\\0' .. string.format('%d', began_ms))
+  redis.call('HSET', OWNERS, id, who .. '\\0' .. life .. '\\0' .. string.format('%d', now_ms))
   return recount(life, 1)
 end
 local function end_pull(id)
@@ -77,32 +64,24 @@ local function keep()
 end
 """  # noqa: E501
 
-# ARGV for each peer: field, incarnation, draining, ttl_ms, rest. Returns for each 0 or 1
-# (draining), or -1: a newer one is live.
+# ARGV field, incarnation, draining, ttl_ms, rest. Returns 0 or 1 (draining), or -1: a newer one is
+# live.
 ANNOUNCE: Final = Script(
     _COMMON
     + """
-local found = {}
-begin_epoch()
-for i = 1, #ARGV, 5 do
-  local field, incarnation, draining = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  local known = load(field)
-  if known and known.live and incarnation < known.incarnation then
-    found[#found + 1] = -1
-  else
-    local ends_ms = now_ms + tonumber(ARGV[i + 3])
-    if known and known.live and incarnation == known.incarnation then
-      if known.draining == '1' then draining = '1' end
-      ends_ms = math.max(ends_ms, known.ends_ms)
-      -- A Redis without room refuses a script's first write that could take some, and none after a write that takes none.
-      redis.call('HDEL', RECORDS, field)
-    end
-    save(field, incarnation, draining, '0', ends_ms, ARGV[i + 4])
-    found[#found + 1] = tonumber(draining)
-  end
+local field, incarnation, draining = ARGV[1], ARGV[2], ARGV[3]
+local ends_ms = now_ms + tonumber(ARGV[4])
+local known = live(field)
+if known and incarnation < known.incarnation then return -1 end
+if known and incarnation == known.incarnation then
+  if known.draining == '1' then draining = '1' end
+  ends_ms = math.max(ends_ms, known.ends_ms)
+  -- A Redis without room refuses a script's first write that could take some, and none after a write that takes none.
+  redis.call('HDEL', PEERS, field)
 end
+save(field, incarnation, draining, ends_ms, ARGV[5])
 keep()
-return found
+return tonumber(draining)
 """  # noqa: E501
 )
 
@@ -110,39 +89,37 @@ return found
 REMOVE: Final = Script(
     _COMMON
     + """
-local known = load(ARGV[1])
-if known and known.gone == '0' then save(ARGV[1], known.incarnation, known.draining, '1', known.ends_ms, known.rest) end
-"""  # noqa: E501
+redis.call('HDEL', PEERS, ARGV[1])
+"""
 )
 
 # ARGV field.
 DRAIN: Final = Script(
     _COMMON
     + """
-local known = load(ARGV[1])
-if known and known.live and known.draining == '0' then save(ARGV[1], known.incarnation, '1', '0', known.ends_ms, known.rest) end
-"""  # noqa: E501
+local known = live(ARGV[1])
+if known then
+  redis.call('HDEL', PEERS, ARGV[1])  -- as in ANNOUNCE
+  save(ARGV[1], known.incarnation, '1', known.ends_ms, known.rest)
+end
+"""
 )
 
-# ARGV number of the last change seen. Returns {epoch, seq, now_ms, then for each peer field,
-# record, pulls}; peers that ended over a minute ago are removed in passing.
-CHANGES: Final = Script(
+# Returns {now_ms, then for each live peer field, record, pulls}; the others are removed in passing.
+READ: Final = Script(
     _COMMON
     + """
 purge()
-begin_epoch()
-local seq, last = tonumber(redis.call('GET', SEQ) or '0'), tonumber(ARGV[1])
-local found = {redis.call('GET', EPOCH), seq, now_ms}
-if last > seq then last = 0 end
-for _, field in ipairs(redis.call('ZRANGEBYSCORE', CHANGES, '(' .. last, '+inf')) do
-  local record = load(field)
-  if not record or record.ends_ms + 60000 < now_ms then
-    redis.call('HDEL', RECORDS, field)
-    redis.call('ZREM', CHANGES, field)
+local found = {now_ms}
+local peers = redis.call('HGETALL', PEERS)
+for i = 1, #peers, 2 do
+  local field, raw = peers[i], peers[i + 1]
+  if tonumber(string.sub(raw, 22, 36)) <= now_ms then
+    redis.call('HDEL', PEERS, field)
   else
-    local life = field .. '#' .. (string.gsub(record.incarnation, '^0+(%d)', '%1'))
+    local life = field .. '#' .. (string.gsub(string.sub(raw, 1, 20), '^0+(%d)', '%1'))
     found[#found + 1] = field
-    found[#found + 1] = redis.call('HGET', RECORDS, field)
+    found[#found + 1] = raw
     found[#found + 1] = tonumber(redis.call('HGET', COUNTS, life) or '0')
   end
 end
@@ -161,25 +138,12 @@ for i = 4, #ARGV, 2 do
   local life = ARGV[i]
   local count = tonumber(redis.call('HGET', COUNTS, life) or '0')
   local granted = count < tonumber(ARGV[2]) and 1 or 0
-  if granted == 1 then count = begin_pull(ARGV[i + 1], ARGV[1], life, now_ms, now_ms + tonumber(ARGV[3])) end
+  if granted == 1 then count = begin_pull(ARGV[i + 1], ARGV[1], life, now_ms + tonumber(ARGV[3])) end
   found[#found + 1] = granted
   found[#found + 1] = count
 end
 keep()
 return found
-"""  # noqa: E501
-)
-
-# ARGV for each pull requester, life, id, age_ms, ttl_ms.
-RESTORE_PULLS: Final = Script(
-    _COMMON
-    + """
-for i = 1, #ARGV, 5 do
-  if redis.call('HEXISTS', OWNERS, ARGV[i + 2]) == 0 then
-    begin_pull(ARGV[i + 2], ARGV[i], ARGV[i + 1], now_ms - tonumber(ARGV[i + 3]), now_ms + tonumber(ARGV[i + 4]))
-  end
-end
-keep()
 """  # noqa: E501
 )
 

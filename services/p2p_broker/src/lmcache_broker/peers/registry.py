@@ -1,9 +1,9 @@
-"""The peers as all brokers know them: this one's memory, synchronised with the others through
-Redis.
+"""The peers as all brokers know them. If brokers share a Redis, the state is there; otherwise it is
+in this one's memory.
 
-Questions are answered from memory. If brokers share a Redis, memory is updated first, unless that
-was done a moment ago. While Redis is unavailable, this broker answers from the heartbeats that it
-received; when Redis returns, it writes them there.
+Questions are answered from memory, which is replaced by what Redis holds unless that was done a
+moment ago. While Redis is unavailable, this broker answers from what it last read and from the
+heartbeats that it receives. What Redis has lost, the next heartbeats bring back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Lease, Peer, PeerFigures, PeerStatus
 from lmcache_core.security import Principal, owner_of
-from lmcache_servicekit.errors import ConflictError
 
 from lmcache_broker.peers.directory import PeerDirectory
 from lmcache_broker.peers.pulls import BookedPull, PullBook, Requester
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 MAX_STALE_S: Final = 0.05
 REFRESH_INTERVAL_S: Final = 1.0
-PULLS_BELIEVED_S: Final = 5.0
-"""How long other brokers' pulls count after Redis became unavailable."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +62,6 @@ class PeerRegistry:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._fresh_until = float("-inf")
-        self._has_written = False
         self.num_failures = 0
 
     async def announce(
@@ -79,7 +75,11 @@ class PeerRegistry:
         drain: DrainReport | None = None,
         figures: PeerFigures | None = None,
     ) -> Lease:
-        """Register a peer or renew its lease (see `PeerDirectory.announce`)."""
+        """Register a peer or renew its lease (see `PeerDirectory.announce`).
+
+        Raises:
+            ConflictError: A newer incarnation is live.
+        """
         await self.refresh()
         lease = self.directory.announce(
             principal,
@@ -91,17 +91,10 @@ class PeerRegistry:
             figures=figures,
         )
         shared = SharedPeer(
-            owner_of(principal), peer, load, lease.draining, lease.ttl_ms, 0, False, drain, figures
+            owner_of(principal), peer, load, lease.draining, lease.ttl_ms, 0, drain, figures
         )
-        states = await self._ask(RedisPeers.announce, None, [shared])
-        if states is None:
-            return lease
-        (drains,) = states
-        if drains is None:
-            raise ConflictError(f"peer {peer.id}: a later incarnation is registered")
-        if drains:
-            self.directory.note_drain(principal, peer)
-        return Lease(lease.ttl_ms, drains)
+        draining = await self._ask(RedisPeers.announce, lease.draining, shared)
+        return Lease(lease.ttl_ms, draining)
 
     async def get(self, principal: Principal, peer_id: str) -> PeerStatus:
         """Return the public status of a live peer; raises `NotFoundError`."""
@@ -119,12 +112,18 @@ class PeerRegistry:
         await self._ask(RedisPeers.remove, None, owner_of(principal), peer_id)
 
     async def drain(self, principal: Principal, peer_id: str) -> PeerStatus:
-        """Stop new pulls from a peer; raises `NotFoundError`."""
+        """Stop new pulls from a peer.
+
+        Raises:
+            NotFoundError: There is no peer with that id.
+            UnavailableError: The shared store is unavailable, so that the order could miss the
+                peer: its next heartbeat may reach another broker.
+        """
         await self.refresh()
         record = self.directory.require(principal, peer_id)
-        status = self.directory.drain(principal, peer_id)
-        await self._ask(RedisPeers.drain, None, record.owner, peer_id)
-        return status
+        if self._shared is not None:
+            await self._shared.drain(record.owner, peer_id)
+        return self.directory.drain(principal, peer_id)
 
     async def see_leaving(self, peer: Peer) -> None:
         """Stop new pulls from a peer that is about to end; its next heartbeat tells it to drain."""
@@ -166,7 +165,7 @@ class PeerRegistry:
         else:
             granted = [is_granted for is_granted, _ in verdicts]
             for (record, _), (_, num_pulls) in zip(pulls, verdicts, strict=True):
-                record.share_pulls(num_pulls)
+                record.shared_pulls = num_pulls
         for (record, pull_id), is_granted in zip(pulls, granted, strict=True):
             if is_granted:
                 self.book.add(BookedPull(pull_id, requester, record, now_s, now_s + ttl_s))
@@ -192,8 +191,8 @@ class PeerRegistry:
         now_s = self._clock()
         for pull_id in pull_ids:
             pull = self.book.renew(pull_id, requester, now_s, now_s + ttl_s)
-            if pull is not None and not self.is_shared:
-                found[pull_id] = pull.record.life
+            if pull is not None:  # unknown to a Redis that is unavailable, or has lost its data
+                found.setdefault(pull_id, pull.record.life)
         return found
 
     async def end_pulls(self, requester: Requester, pull_ids: Sequence[str]) -> int:
@@ -243,18 +242,13 @@ class PeerRegistry:
             await self._shared.close()
 
     async def _refresh(self, shared: RedisPeers) -> None:
+        read_s = self._clock()
         try:
-            peers, is_lost = await shared.changes()
-            self.directory.adopt(peers)
-            if is_lost or not self._has_written:
-                await shared.announce(self.directory.shared())
-                now_s = self._clock()
-                self.book.expire(now_s)
-                await shared.restore_pulls(list(self.book), now_s)
-                self._has_written = True
+            peers = await shared.read()
         except UnavailableError as exc:
             self._note_away(exc)
             return
+        self.directory.replace(peers, read_s)
         if not self.is_shared:
             self.is_shared = True
             logger.info("shared peer store available again")
@@ -278,10 +272,9 @@ class PeerRegistry:
     def _note_away(self, exc: UnavailableError) -> None:
         """Log changes only."""
         self.num_failures += 1
-        self._has_written = False
         if self.is_shared:
             self.is_shared = False
-            self.directory.doubt_pulls(self._clock() + PULLS_BELIEVED_S)
+            self.directory.forget_shared_pulls()
             logger.warning(
                 "shared peer store unavailable, answering from local registrations: error=%s", exc
             )
