@@ -1,4 +1,8 @@
-"""Print the figures that say how large and how scattered the code is: `make stats`."""
+"""Print the figures that say how large and how scattered the code is: `make stats`.
+
+Code is counted in tokens, which neither a line's length nor a comment changes. How many each
+package may have is written in `docs/adr/0023-a-budget-of-tokens.md`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ SMALL_MODULE_LINES = 60
 SHORT_BODY_LINES = 3
 WORD = re.compile(r"[^\s|`*#>-]\S*")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+BUDGET = ROOT / "docs" / "adr" / "0023-a-budget-of-tokens.md"
+BUDGET_ROW = re.compile(r"^\| `(\w+)` \| ([\d,]+) \|", re.MULTILINE)
 NOT_CODE = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -37,6 +43,8 @@ class Module:
         num_lines: All lines of the file.
         tree: Its syntax tree.
         code_lines: Numbers of the lines that hold code: not blank, no comment, no docstring.
+        num_tokens: Tokens of that code; an f-string is one, as any other string is.
+        num_words: Words of comments and docstrings.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
@@ -47,7 +55,16 @@ class Module:
         self.name = ".".join(parts[:-1] if self.is_package else parts)
         self.num_lines = text.count("\n")
         self.tree = ast.parse(text)
-        self.code_lines = _token_lines(text) - _docstring_lines(self.tree)
+        documented = _docstring_lines(self.tree)
+        self.code_lines = set[int]()
+        self.num_tokens = 0
+        self.num_words = 0
+        for token in _tokens(text):
+            if token.type == tokenize.COMMENT or token.start[0] in documented:
+                self.num_words += len(token.string.split())
+            elif token.type not in NOT_CODE:
+                self.num_tokens += 1
+                self.code_lines.update(range(token.start[0], token.end[0] + 1))
 
     def functions(self) -> Iterator[Function]:
         """Yield all functions and methods, nested ones too."""
@@ -83,12 +100,17 @@ class Module:
         return found & known.keys() - {self.name}
 
 
-def _token_lines(text: str) -> set[int]:
-    lines = set[int]()
+def _tokens(text: str) -> Iterator[tokenize.TokenInfo]:
+    """Yield tokens. Python 3.12 and later split an f-string into tokens; it is one here."""
+    start, end = (getattr(tokenize, name, -1) for name in ("FSTRING_START", "FSTRING_END"))
+    depth = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NOT_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return lines
+        if token.type == end:
+            depth -= 1
+        if depth == 0 and token.type != start:
+            yield token
+        if token.type == start:
+            depth += 1
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
@@ -109,6 +131,25 @@ def product() -> dict[str, Module]:
     roots = [*ROOT.glob("libs/*/src"), ROOT / "kernels/src", *ROOT.glob("services/*/src")]
     modules = [Module(path, root) for root in roots for path in sorted(root.rglob("*.py"))]
     return {module.name: module for module in modules}
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Return tokens of code, and words of comments and docstrings, of each package and of each
+    folder in it, by dotted name.
+    """
+    found = defaultdict[str, tuple[int, int]](lambda: (0, 0))
+    for name, module in product().items():
+        parts = (name if module.is_package else name.rpartition(".")[0]).split(".")
+        for at in {parts[0], ".".join(parts[:2])}:
+            tokens, words = found[at]
+            found[at] = tokens + module.num_tokens, words + module.num_words
+    return dict(sorted(found.items()))
+
+
+def budget() -> dict[str, int]:
+    """Return how many tokens each package may have."""
+    rows = BUDGET_ROW.findall(BUDGET.read_text(encoding="utf-8"))
+    return {name: int(tokens.replace(",", "")) for name, tokens in rows}
 
 
 def figures() -> dict[str, str]:
@@ -134,7 +175,10 @@ def figures() -> dict[str, str]:
         for path in ROOT.rglob("*.md")
         if not any(part.startswith((".", "build")) for part in path.relative_to(ROOT).parts)
     ]
+    total = sum(module.num_tokens for module in modules.values())
     return {
+        "product: tokens": f"{total:,}",
+        "product: lines": f"{sum(module.num_lines for module in modules.values()):,}",
         "product: lines of code": f"{sum(len(module.code_lines) for module in modules.values()):,}",
         "product: modules": f"{len(modules):,}",
         "product: modules with one importer, under 60 lines": f"{len(lonely)}",
@@ -160,5 +204,11 @@ def _num_words(path: Path) -> int:
 
 
 if __name__ == "__main__":
+    limits = budget()
+    print("   tokens     words  of comments and docstrings")
+    for name, (tokens, words) in sizes().items():
+        limit = f"  of {limits[name]:,}" if name in limits else ""
+        print(f"{tokens:>9,} {words:>9,}  {'  ' * name.count('.')}{name}{limit}")
+    print()
     for name, figure in figures().items():
         print(f"{figure:>9}  {name}")
