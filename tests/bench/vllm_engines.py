@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.releases import NEWEST_VLLM
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.models import FIRST_WORD, VOCABULARY
 from tests.vllm.processes import ROOT, EngineProcess, Owner
 
 HOME = ROOT / ".vllm"
-RELEASE = "0.32.0"
 PYTHON = HOME / "venv" / "bin" / "python"
 CHUNK_SIZE = 256
 NUM_TOKENS = 4097
@@ -147,7 +147,7 @@ def cpu_seconds(pid: int) -> float:
 def vllm_environment() -> dict[str, str]:
     """Return what gives a process vLLM and our sources, as `make test-vllm` has them."""
     sources = [
-        HOME / RELEASE,
+        HOME / NEWEST_VLLM,
         ROOT / "libs" / "lmcache_core" / "src",
         ROOT / "kernels" / "src",
         ROOT,

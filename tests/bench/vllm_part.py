@@ -21,12 +21,12 @@ from tests.bench.vllm_engines import (
     NUM_TOKENS,
     OMP_THREADS,
     PYTHON,
-    RELEASE,
     Took,
     cpu_seconds,
 )
 from tests.bench.vllm_model import made_model
 from tests.bench.vllm_places import running_places
+from tests.releases import NEWEST_VLLM
 
 GOAL_MEMORY = 1.5
 GOAL_STORE = 0.03
@@ -80,9 +80,10 @@ def measure(run: Run) -> VLLMPart:
     Raises:
         VLLMMissingError: vLLM is not installed.
     """
-    if not (PYTHON.exists() and (HOME / RELEASE / ".ready").exists()):
+    if not (PYTHON.exists() and (HOME / NEWEST_VLLM / ".ready").exists()):
         raise VLLMMissingError(
-            f"vLLM {RELEASE} is not installed in {HOME}: `make .vllm/{RELEASE}/.ready` installs it"
+            f"vLLM {NEWEST_VLLM} is not installed in {HOME}: "
+            f"`make .vllm/{NEWEST_VLLM}/.ready` installs it"
         )
     model = run("vLLM: model", lambda: made_model(HOME))
     with ExitStack() as stack:
@@ -240,7 +241,7 @@ def described(machine: str) -> str:
     """The section's first paragraph."""
     threads = f"{OMP_THREADS} OpenMP thread{'s' if OMP_THREADS > 1 else ''}"
     return (
-        f"Machine: {machine}. vLLM {RELEASE} on the CPU, bf16, {threads}. Medians of"
+        f"Machine: {machine}. vLLM {NEWEST_VLLM} on the CPU, bf16, {threads}. Medians of"
         f" {rounds.ROUNDS} rounds."
     )
 

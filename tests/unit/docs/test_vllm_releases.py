@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.integrations.vllm.releases import LEAST, text_of
 
+from tests.releases import NEWEST_VLLM, VLLM_RELEASES
 from tests.unit.docs.pages import PAGES, ROOT, name_of
 
 RAN = re.search(
@@ -20,11 +21,26 @@ PROMISE = re.compile(r"vLLM[^|\n.]{0,40}?\b(0\.\d+(?:\.\d+)?) (?:and|or) later")
 PLACES = [*PAGES, ROOT / "libs/lmcache_core/src/lmcache_core/integrations/vllm/__init__.py"]
 
 
-@pytest.mark.parametrize("name", [".ci/run", ".github/workflows/ci.yml"])
-def test_those_that_are_named_are_run(name: str) -> None:
+def numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")]
+
+
+def test_those_that_are_named_are_run() -> None:
+    assert sorted(VLLM_RELEASES, key=numbers) == RELEASES
+    assert VLLM_RELEASES[0] == RELEASES[-1], "the newest is tested whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("helm/lmcache/values.yaml", "tag: v{}\n"),
+        ("docker/vllm-cpu-tiny.Dockerfile", "ARG VLLM={}\n"),
+        ("README.md", "on vLLM {} with default settings"),
+    ],
+)
+def test_the_newest_is_what_is_installed_and_measured(name: str, written: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert RELEASES
-    assert [release for release in RELEASES if release not in text] == []
+    assert text.count(written.format(NEWEST_VLLM)) == 1
 
 
 @pytest.mark.parametrize("place", PLACES, ids=name_of)

@@ -126,11 +126,11 @@ def test_nothing_loaded_in_a_real_vllm_is_an_error(
 def test_figures_of_a_real_vllm_are_a_table_of_their_own(
     report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report.note("vLLM", text="0.32.0")
+    report.note("vLLM", text="1.2.3")
     measured(report, Scripted(), monkeypatch)
     _, (_, engines, _, _) = table.section_of(read_lines(report.path))
     heading, _, row = engines.splitlines()
-    assert heading.startswith("| vLLM 0.32.0, ms | cold | prefix cache | after its reset |")
+    assert heading.startswith("| vLLM 1.2.3, ms | cold | prefix cache | after its reset |")
     assert row.startswith("| ours | 500.0 | 500.0 | 500.0 |")
 
 

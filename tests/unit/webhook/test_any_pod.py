@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from lmcache_webhook.injection.injector import review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 
+from tests.releases import NEWEST_VLLM
+
 USERS = st.integers(0, 9)
 ASKED = [
     f"lmcache.io/{name}"
@@ -52,7 +54,7 @@ VARIABLES = st.fixed_dictionaries(
 CONTAINERS = st.fixed_dictionaries(
     {"name": NAMES},
     optional={
-        "image": maybe(st.sampled_from(["vllm/vllm-openai:v0.32.0", "nginx", "", "vllm"])),
+        "image": maybe(st.sampled_from([f"vllm/vllm-openai:v{NEWEST_VLLM}", "nginx", "", "vllm"])),
         "command": lists(TEXTS, 5),
         "args": lists(TEXTS, 5),
         "env": lists(VARIABLES),

@@ -11,6 +11,7 @@ from lmcache_webhook.injection.pod import Container, DeclinedError
 from lmcache_webhook.injection.sidecar import transfer_config
 
 from tests.fixtures.pods import SCRIPT_OF_A_RAY_LEADER, SCRIPT_OF_KSERVE
+from tests.releases import NEWEST_VLLM
 
 SCRIPT = "vllm serve m"
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -29,7 +30,7 @@ def container(**members: Any) -> Container:
         {"command": ["sh", "-c", 'ulimit -l unlimited; exec "$@"', "--", "vllm", "serve", "m"]},
         {"command": f"/usr/bin/env python3.12 -u -m {SERVER}".split()},
         {"command": ["python", "-m", "vllm.entrypoints.cli.main", "serve", "m"]},
-        {"image": "vllm/vllm-openai:v0.32.0"},
+        {"image": f"vllm/vllm-openai:v{NEWEST_VLLM}"},
         {"image": "docker.io/rocm/vllm@sha256:ab", "args": ["--model", "m"]},
         {"image": "localhost:5000/my-vllm:3@sha256:ab"},
         {"image": "my-vllm"},

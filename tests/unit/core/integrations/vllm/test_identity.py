@@ -22,6 +22,7 @@ from lmcache_core.token_database.hashing import identity_root
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, settings, vllm_config
 from tests.fixtures.vllm_engine.worlds import embedded, make_adapter, make_model
+from tests.releases import NEWEST_VLLM
 
 Change = Callable[[Any], None]
 PLAIN = Shape()
@@ -31,7 +32,7 @@ def identity(
     model: Path,
     shape: Shape = PLAIN,
     change: Change = lambda config: None,
-    release: str = "0.32.0",
+    release: str = NEWEST_VLLM,
     variables: Mapping[str, str] = MappingProxyType({}),
     **options: Any,
 ) -> KVIdentity:
@@ -359,7 +360,14 @@ def test_a_worker_does_not_read_the_weights(tmp_path: Path) -> None:
     """All ranks would read the same files; they name no chunks."""
     absent = tmp_path / "absent"
     config, caches = vllm_config(PLAIN, absent, embedded(), 0), kv_cache_config(PLAIN)
-    arguments = config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.32.0", {}
+    arguments = (
+        config,
+        caches,
+        cache_groups(caches),
+        read_options(embedded(), "cpu"),
+        NEWEST_VLLM,
+        {},
+    )
     with pytest.raises(LayoutError):
         identity_of(*arguments)
     of_worker = identity_of(*arguments, is_worker=True)

@@ -23,6 +23,7 @@ from lmcache_core.integrations.vllm.requests import RequestNamer
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, settings, vllm_config
 from tests.fixtures.vllm_engine.worlds import embedded, make_adapter, make_model
+from tests.releases import NEWEST_VLLM
 
 ORIGINAL_LENGTH = 4096
 TUNED_FROM = 32768
@@ -133,7 +134,7 @@ class Starts:
             variables["VLLM_MARLIN_INPUT_DTYPE"] = drawn.activations
         read = read_options(options, "cpu")
         groups = cache_groups(caches)
-        namer = RequestNamer(identity_of(config, caches, groups, read, "0.32.0", variables), 4)
+        namer = RequestNamer(identity_of(config, caches, groups, read, NEWEST_VLLM, variables), 4)
         namer.use_salt(drawn.salt)
         lora = None
         if drawn.adapter is not None:
