@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "libs/lmcache_core/src/lmcache_core"
 LOOKUP = "services/lookup/src/lmcache_lookup"
+CTL = "libs/lmcache_ctl/src/lmcache_ctl"
+CHART = "helm/lmcache"
 MAX_FILES = 4
 
 
@@ -266,11 +268,68 @@ assert asyncio.run(ask(AwayIndex())) == CountAnswer(0, degraded=True)
 """,
 )
 
+COMMAND = Recipe(
+    files={
+        f"{CTL}/count.py": '''
+from lmcache_ctl.output import Output, OutputFormat, show
+
+def count(words: list[str], output: Output = OutputFormat.TABLE) -> None:
+    """Count words."""
+    show({"count": len(words)}, output, lambda found: print(found["count"]))
+'''
+    },
+    insertions={
+        f"{CTL}/cli.py": [
+            ("from lmcache_ctl.dashboard", "from lmcache_ctl.count import count\n"),
+            ('    "dashboard": ', '    "count": count,\n'),
+            ("dashboard -n lmcache\n", "count one two\n"),
+        ]
+    },
+    program="""
+import subprocess, sys
+
+def lmcachectl(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "lmcache_ctl", *words], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+assert "Count words." in lmcachectl("--help")
+assert "lmcachectl count one two" in lmcachectl("count", "--help")
+assert lmcachectl("count", "one", "two", "-o", "json").split() == ["{", '"count":', "2", "}"]
+""",
+)
+
+CHART_VALUE = Recipe(
+    insertions={
+        f"{CHART}/values.yaml": [
+            ("# Defaults of every entry of `models`.", "# Shelves of the cache.\nshelves: 3\n")
+        ],
+        f"{CHART}/values.schema.json": [
+            ('    "modelDefaults": {', '    "shelves": {"type": "integer", "maximum": 9},\n')
+        ],
+    },
+    program="""
+import json
+from pathlib import Path
+from tests.helm.tools.describe_values import with_descriptions, with_table
+
+chart = Path("helm/lmcache")
+values = (chart / "values.yaml").read_text()
+schema = with_descriptions(json.loads((chart / "values.schema.json").read_text()), values)
+shelves = schema["properties"]["shelves"]
+assert shelves == {"description": "Shelves of the cache.", "type": "integer", "maximum": 9}
+readme = (chart / "README.md").read_text()
+assert "| `shelves` | Shelves of the cache |" in with_table(readme, values)
+""",
+)
+
 RECIPES = {
     "A remote tier": REMOTE_TIER,
     "An eviction policy": EVICTION_POLICY,
     "A config field": CONFIG_FIELD,
     "A lookup endpoint": LOOKUP_ENDPOINT,
+    "A chart value": CHART_VALUE,
+    "A command": COMMAND,
 }
 
 
@@ -280,7 +339,7 @@ def test_a_change_is_complete_where_its_recipe_says(name: str, tmp_path: Path) -
     text = (ROOT / "CONTRIBUTING.md").read_text().split(f"### {name}\n")[1].split("\n### ")[0]
     touched = {*recipe.files, *recipe.insertions}
     assert len(touched) <= MAX_FILES
-    for package in (CORE, LOOKUP):
+    for package in (CORE, LOOKUP, CTL, CHART):
         shutil.copytree(
             ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
         )
@@ -296,7 +355,7 @@ def test_a_change_is_complete_where_its_recipe_says(name: str, tmp_path: Path) -
         (tmp_path / path).write_text(content)
         place = path.removeprefix(f"{CORE}/")
         assert f"`{place}`" in text, f"the recipe does not name {place}"
-    sources = [tmp_path / Path(package).parent for package in (CORE, LOOKUP)]
+    sources = [tmp_path / Path(package).parent for package in (CORE, LOOKUP, CTL)]
     done = subprocess.run(
         [sys.executable, "-c", recipe.program],
         cwd=tmp_path,
