@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from lmcache_core.config.engine_config import OPTIONS
 from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import is_encrypted, parse_distributed_url
 from lmcache_core.security import validate_tenant
@@ -67,12 +68,13 @@ class NodeSettings(ServiceSettings):
     """Directory of the disk tier, owned by one process; None: no disk tier."""
     disk_gb: float = Field(default=0.0, ge=0, le=MAX_GB)
     """Disk space for chunks."""
-    disk_fsync: bool = False
-    """Sync each chunk, so that a power failure costs none."""
-    eviction_policy: PolicyName = DEFAULT_POLICY
-    """Which chunks are evicted first."""
-    chunk_ttl_s: float | None = Field(default=None, gt=0, le=MAX_TTL_S)
-    """How long a chunk is served after it was stored here, restarts included; None: no limit."""
+    disk_fsync: bool = Field(default=False, description=OPTIONS["disk_fsync"].meaning)
+    eviction_policy: PolicyName = Field(
+        default=DEFAULT_POLICY, description=OPTIONS["eviction_policy"].meaning
+    )
+    chunk_ttl_s: float | None = Field(
+        default=None, gt=0, le=MAX_TTL_S, description=OPTIONS["chunk_ttl_s"].meaning
+    )
     tenant_quota_gb: QuotaGb | None = None
     """One tenant's share of host memory; None: no limit."""
     tenant_disk_quota_gb: QuotaGb | None = None
@@ -93,10 +95,8 @@ class NodeSettings(ServiceSettings):
     """Address of lm://."""
     lm_port: Port
     """Port of lm://."""
-    lookup_url: ServiceUrl | None = None
-    """Lookup service; None: chunks of others are not found."""
-    broker_url: ServiceUrl | None = None
-    """Broker; None: other instances are not known."""
+    lookup_url: ServiceUrl | None = Field(default=None, description=OPTIONS["lookup_url"].meaning)
+    broker_url: ServiceUrl | None = Field(default=None, description=OPTIONS["broker_url"].meaning)
     service_token_file: Path | None = None
     """Token shown to lookup, broker, storage and peers."""
     tenant: Tenant = "default"

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import yaml
 from lmcache_core.addresses import is_loopback, parse_address
+from lmcache_core.config.engine_config import OPTIONS
 from lmcache_core.errors import ConfigError
 from lmcache_core.security import validate_instance_id
 from lmcache_core.strict_yaml import DuplicateNameError, load_yaml
@@ -115,10 +116,18 @@ class ServiceSettings(BaseModel):
     """Address of an unencrypted listener for `/healthz`, `/readyz` and `/metrics` alone."""
     health_port: Port | None = None
     """Its port; None: no such listener."""
-    otlp_endpoint: str | None = Field(default=None, pattern=URL_PATTERN, max_length=300)
-    """Collector of traces (OTLP over HTTP), `http://host:4318`; None: no traces."""
-    trace_sample_ratio: float = Field(default=DEFAULT_SAMPLE_RATIO, ge=0, le=1)
-    """Share of the requests that begin here and are traced; those of traced callers always are."""
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=URL_PATTERN,
+        max_length=300,
+        description=OPTIONS["otlp_endpoint"].meaning,
+    )
+    trace_sample_ratio: float = Field(
+        default=DEFAULT_SAMPLE_RATIO,
+        ge=0,
+        le=1,
+        description=OPTIONS["trace_sample_ratio"].meaning,
+    )
 
     @field_validator("*")
     @classmethod

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from lmcache_core.addresses import is_loopback
 from lmcache_core.config import DISK_SERDES
+from lmcache_core.config.engine_config import OPTIONS
 from lmcache_core.config.options import REMOTE_URL, did_you_mean
 from lmcache_core.errors import ConfigError
 from lmcache_core.storage.remote import check_remote_scheme
@@ -108,11 +109,7 @@ class SidecarSettings(NodeSettings):
     """Remote tier, for example `lm://cache-storage:65432`; also `redis://`, `redis-sentinel://` and
     `file://`.
     """
-    remote_serde: Serde = "naive"
-    """Encoding for the remote tier: `naive` (none), `lossless`, or with loss `cachegen`,
-    `cachegen:high`, `cachegen:low`; all but the first need the extra `codec` of lmcache-core.
-    Chunks that others stored with loss are misses unless a lossy one is chosen.
-    """
+    remote_serde: Serde = Field(default="naive", description=OPTIONS["remote_serde"].meaning)
     disk_serde: Serde = "naive"
     """Encoding for the disk."""
     peer_serde: Serde = "naive"
@@ -124,10 +121,10 @@ class SidecarSettings(NodeSettings):
     """Keys of the broker's tickets."""
     salt_file: Path | None = None
     """The tenant's salt, handed to engines; chunks of other salts are not found."""
-    verify_hot: Literal["auto", "always", "sampled", "never"] = "auto"
-    """Digests checked on loads from shared memory: every one, 1 in 16, or none; `auto`: 1 in 16
-    with KV on a GPU, else every one.
-    """
+    verify_hot: Literal["auto", "always", "sampled", "never"] = Field(
+        default="auto",
+        description=f"{OPTIONS['verify_hot'].meaning} `auto`: 1 in 16 with KV on a GPU, else each.",
+    )
     accept_handover: bool = Field(
         default_factory=_accepts_handover,
         json_schema_extra={"default": "whether auth_tokens_file is set"},

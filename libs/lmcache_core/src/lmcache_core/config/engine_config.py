@@ -81,9 +81,10 @@ class LMCacheEngineConfig:
     remote_serde: str | None = option(
         "Remote tier",
         "Encoding in the remote tier. lossless: smaller, exact. cachegen: several times smaller, "
-        "with the documented loss; cachegen:high and cachegen:low: finer and coarser. These need "
-        "the extra `codec`. torch, safetensor, fast: documented formats, no smaller. Lossy "
-        "chunks are misses for readers without a cachegen serde.",
+        "with the documented loss; cachegen:high and cachegen:low: finer and coarser. All three "
+        "need the extra `codec` of lmcache-core. Chunks that were stored with loss are misses for "
+        "a reader without a cachegen serde. torch, safetensor, fast: the engine's alone, no "
+        "smaller.",
         choices=REMOTE_SERDES,
         sidecar="remote_serde",
     )
@@ -108,7 +109,9 @@ class LMCacheEngineConfig:
         " lookup_url, broker_url and distributed_url",
     )
     lookup_url: str | None = option(
-        "Peers", "Lookup service, `http://host:port` or `https://host:port`."
+        "Peers",
+        "Lookup service, `http://host:port` or `https://host:port`; none: chunks of others are not "
+        "found.",
     )
     distributed_url: str | None = option(
         "Peers",
@@ -124,7 +127,7 @@ class LMCacheEngineConfig:
     _: KW_ONLY
     broker_url: str | None = option(
         "Peers",
-        "Broker, `http://host:port` or `https://host:port`.",
+        "Broker, `http://host:port` or `https://host:port`; none: other instances are not known.",
         default=None,
         sidecar="broker_url",
     )
@@ -198,8 +201,8 @@ class LMCacheEngineConfig:
     )
     verify_hot: str = option(
         "Host memory",
-        "Check digests of chunks loaded from host memory: each, 1 in 16, or none. Chunks from "
-        "elsewhere are always checked.",
+        "Digests checked on loads from host memory: each, 1 in 16, or none. Chunks from elsewhere "
+        "are always checked.",
         default="always",
         choices=VERIFY_HOT_MODES,
         sidecar="verify_hot",
@@ -228,7 +231,7 @@ class LMCacheEngineConfig:
     )
     chunk_ttl_s: float | None = option(
         "Chunks",
-        "How long a chunk is served after it was stored; none: no limit.",
+        "How long a chunk is served after it was stored here, restarts included; none: no limit.",
         default=None,
         unit="seconds",
         limits=(0.001, _TEN_YEARS_S),
@@ -294,7 +297,10 @@ class LMCacheEngineConfig:
         default=None,
     )
     trace_sample_ratio: float = option(
-        "Time and failures", "Share of calls that are traced.", default=0.01, limits=(0, 1)
+        "Time and failures",
+        "Share of the requests that begin here and are traced; those of traced callers always are.",
+        default=0.01,
+        limits=(0, 1),
     )
 
     def __post_init__(self) -> None:
