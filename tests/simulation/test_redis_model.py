@@ -32,7 +32,8 @@ from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim
 from lmcache_lookup.index import redis_scripts as lookup_scripts
 from lmcache_lookup.index.packing import pack_life, pack_number
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
-from lmcache_servicekit.redis_client import RedisAccess, Script, create_redis_client
+from lmcache_servicekit.redis_client import RedisAccess, Script
+from lmcache_servicekit.redis_cluster import create_redis_client
 
 from tests.fixtures import redis_server
 from tests.simulation.redis_server import Connection, Session, Store

@@ -29,8 +29,8 @@ from lmcache_lookup.index.packing import (
 )
 from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_lookup.index.redis_writer import MASTERS_FRESH_S, MAX_CLOCK_SKEW_MS, incarnation_text
-from lmcache_servicekit.redis_client import RedisAccess, RedisClient, create_redis_client
-from lmcache_servicekit.redis_cluster import slot_of
+from lmcache_servicekit.redis_client import RedisAccess, RedisClient
+from lmcache_servicekit.redis_cluster import create_redis_client, slot_of
 from redis.exceptions import ResponseError
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, RedisClusterServers

@@ -17,7 +17,8 @@ from lmcache_broker.peers.redis_scripts import KEYS
 from lmcache_core.errors import UnavailableError
 from lmcache_core.p2p import CopyOrder, DrainReport, Peer, PeerFigures, TierFigures
 from lmcache_servicekit.errors import ConflictError
-from lmcache_servicekit.redis_client import Argument, RedisAccess, RedisCommand, create_redis_client
+from lmcache_servicekit.redis_client import Argument, RedisAccess, RedisCommand
+from lmcache_servicekit.redis_cluster import create_redis_client
 
 from tests.fixtures.redis_cluster import running_cluster
 from tests.fixtures.redis_sentinel import watched_redis

@@ -31,8 +31,8 @@ from lmcache_core.config.sources import (
 )
 from lmcache_core.errors import ConfigError
 
-from lmcache_ctl.migrate import RESP_NAMES
-
+RESP_NAMES: Final = ("resp_host", "resp_port", "resp_username", "resp_password")
+"""What LMCache reads from the environment alone, for `resp://`."""
 KNOWN: Final = frozenset({*OPTIONS, *FOREIGN_NAMES, *RESP_NAMES})
 MAX_NAMES: Final = 512
 """In one file: each unknown one is compared with all known ones. LMCache has about 150."""

@@ -47,8 +47,6 @@ MAX_NAME_CHARS: Final = 253
 MAX_NUMBER_BITS: Final = 64
 PAIR: Final = ("lookup_url", "broker_url")
 """Settings that a sidecar takes together only."""
-RESP_NAMES: Final = ("resp_host", "resp_port", "resp_username", "resp_password")
-"""What LMCache reads from the environment alone, for `resp://`."""
 IN_URL: Final = {
     "resp": ("redis", "username", "password", ""),
     "valkey": ("redis", "valkey_username", "valkey_password", "valkey_database"),
@@ -144,6 +142,9 @@ class _Migrator:
     def __init__(self, origin: str, named: Mapping[Any, Any]) -> None:
         from lmcache_core.config import OPTIONS
 
+        from lmcache_ctl.lmcache_files import RESP_NAMES
+
+        self._resp_names = RESP_NAMES
         self.options: Mapping[str, Option] = OPTIONS
         self.sidecar: dict[str, Any] = {}
         self.engine: dict[str, Any] = {}
@@ -240,7 +241,7 @@ class _Migrator:
                 )
         elif scheme in IN_URL:
             self._take_redis(parts)
-        for name in RESP_NAMES:
+        for name in self._resp_names:
             if self._named.pop(name, None) is not None:
                 self.refused.append(
                     f"{self._origin}: {name}: belongs to a remote_url with resp://; write all of it"
@@ -258,7 +259,7 @@ class _Migrator:
         if rest.get("valkey_mode", "standalone") != "standalone":
             return
         parts = [rest.get(name) for name in names]
-        parts += [self._named.get(name) for name in RESP_NAMES] if scheme == "resp" else []
+        parts += [self._named.get(name) for name in self._resp_names] if scheme == "resp" else []
         if not all(map(_is_part, parts)):
             return
         parts = parts[: len(names)]
@@ -271,7 +272,7 @@ class _Migrator:
             place = place.rpartition("@")[0] + ("@" if "@" in place else "") + host
             user = user or str(self._named.get("resp_username", ""))
             password = password or str(self._named.get("resp_password", ""))
-            for name in RESP_NAMES:
+            for name in self._resp_names:
                 used += [name] if self._named.pop(name, None) is not None else []
         if user or password:
             place = f"{quote(user, '')}:{quote(password, '')}@{place.rpartition('@')[2]}"

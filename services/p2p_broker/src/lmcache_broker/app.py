@@ -12,7 +12,8 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import TicketKeys, TicketSigner
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.logs import create_log_router
-from lmcache_servicekit.redis_client import RedisAccess, create_redis_client
+from lmcache_servicekit.redis_client import RedisAccess
+from lmcache_servicekit.redis_cluster import create_redis_client
 from lmcache_servicekit.state import service_state
 
 from lmcache_broker.discovery.discovery import create_discovery

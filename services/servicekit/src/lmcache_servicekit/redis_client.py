@@ -444,28 +444,6 @@ class RedisClient:
             ) from exc
 
 
-def create_redis_client(
-    access: RedisAccess, timeout_s: float, max_connections: int = MAX_CONNECTIONS
-) -> RedisClient:
-    """Create the client for a URL, without connecting.
-
-    Args:
-        access: Address and credentials.
-        timeout_s: Limit on connecting, and on each question to a sentinel.
-        max_connections: Connections to one server; further callers wait.
-
-    Raises:
-        ConfigError: The URL or a file for TLS cannot be read.
-    """
-    if not access.url.is_cluster:
-        return RedisClient(RedisNode(*access.server(timeout_s, max_connections)), access.url.where)
-    from lmcache_servicekit.redis_cluster import ClusterMap, RedisClusterClient
-
-    client_of = access.members(timeout_s, max_connections)
-    servers = ClusterMap(access.url.addresses, lambda address: RedisNode(client_of(address)))
-    return RedisClusterClient(servers, access.url.where)
-
-
 def checked(commands: Sequence[RedisCommand], answers: Sequence[Any]) -> list[Any]:
     """Return replies, with None for commands on a value of another type.
 

@@ -1,4 +1,6 @@
-"""Pipelines to a Redis Cluster: each server gets its part at the same time."""
+"""Pipelines to a Redis Cluster: each server gets its part at the same time. And the client for any
+URL.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from typing_extensions import override
 
 from lmcache_servicekit.redis_client import (
     CLIENT_ERRORS,
+    MAX_CONNECTIONS,
+    RedisAccess,
     RedisClient,
     RedisCommand,
     RedisNode,
@@ -244,3 +248,23 @@ def _ranges_of(answer: Any, asked_host: str) -> _Ranges:
             (int(first), int(last), (name if name not in ("", "?") else asked_host, int(port)))
         )
     return sorted(ranges)
+
+
+def create_redis_client(
+    access: RedisAccess, timeout_s: float, max_connections: int = MAX_CONNECTIONS
+) -> RedisClient:
+    """Create the client for a URL, without connecting.
+
+    Args:
+        access: Address and credentials.
+        timeout_s: Limit on connecting, and on each question to a sentinel.
+        max_connections: Connections to one server; further callers wait.
+
+    Raises:
+        ConfigError: The URL or a file for TLS cannot be read.
+    """
+    if not access.url.is_cluster:
+        return RedisClient(RedisNode(*access.server(timeout_s, max_connections)), access.url.where)
+    client_of = access.members(timeout_s, max_connections)
+    servers = ClusterMap(access.url.addresses, lambda address: RedisNode(client_of(address)))
+    return RedisClusterClient(servers, access.url.where)

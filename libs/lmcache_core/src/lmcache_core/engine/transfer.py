@@ -146,6 +146,13 @@ class KVTransfer:
         """Do the first half of `store`, up to the copies, which may still run on a device. Pass the
         result to `finish_store`.
         """
+        #  named     | chunk 0 | chunk 1 | chunk 2 | chunk 3 | chunk 4 |
+        #  reserved  | KNOWN   | memory  | memory  | NO_ROOM | memory  |
+        #            |<------- num_fitting ------->|<-- given back --->|
+        #  lent                | 1       | 2       |
+        #
+        # Memory behind the first that found no room would hold chunks behind a gap, which no
+        # prefix reaches.
         shapes = [self._expected(end - start).metadata.shape for start, end, _ in named]
         reserved = self._store.reserve([key for _, _, key in named], shapes, self._dtype)
         num_fitting = (*reserved, NotLent.NO_ROOM).index(NotLent.NO_ROOM)
@@ -225,6 +232,10 @@ class KVTransfer:
         Returns:
             How many, from the first, are loaded now.
         """
+        #  named      | chunk 0 | chunk 1 | chunk 2 | chunk 3 | chunk 4 |
+        #  chunks     | right   | damaged | right   | misfit  |           the store's prefix
+        #             |<------- num_fitting ------->|                     copied
+        #             |<------->| num_loaded                            no gap: the rest is a miss
         chunks = self._store.get([key for _, _, key in named], recompute_s, check_later=True)
         num_loaded = 0
         try:

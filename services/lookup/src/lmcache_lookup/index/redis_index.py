@@ -22,9 +22,8 @@ from lmcache_servicekit.redis_client import (
     RedisAccess,
     RedisCommand,
     call,
-    create_redis_client,
 )
-from lmcache_servicekit.redis_cluster import RedisClusterClient
+from lmcache_servicekit.redis_cluster import RedisClusterClient, create_redis_client
 from typing_extensions import override
 
 from lmcache_lookup.index import redis_scripts as scripts
