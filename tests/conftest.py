@@ -31,7 +31,7 @@ LONG = (
     "integration/transformers/test_every_kind.py",
     "property/test_engine_linearisable.py",
     "property/test_engine_model.py",
-    "unit/ctl/certify/test_blend.py",
+    "unit/blend/test_certify.py",
     "unit/demo/test_model.py",
     "unit/demo/test_trainer.py",
     "unit/kernels",

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_DIRS = ("libs", "kernels", "services")
 MAX_PARAMETERS = 7
@@ -211,3 +213,7 @@ def test_no_large_or_binary_file_is_committed() -> None:
 def test_golden_files_are_json() -> None:
     for path in (ROOT / "tests/contract/golden").glob("*.json"):
         json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_places_of_long_tests_exist() -> None:
+    assert [place for place in LONG if not (ROOT / "tests" / place).exists()] == []
