@@ -103,7 +103,7 @@ async def test_whatever_is_served_is_right_and_the_books_balance(tmp_path: Path,
     await asyncio.gather(
         *(call(disk, arena, random.Random(f"{seed}/{i}")) for i in range(NUM_CALLERS))
     )
-    assert files.num_failed > 10
+    assert files.num_failed > 0
     files.failing_share = files.damaged_share = 0.0
     disk.check_integrity()
     assert disk.stats()["used_bytes"] <= CAPACITY_BYTES

@@ -37,7 +37,7 @@ from tests.fixtures.redis_cluster import NUM_MASTERS, RedisClusterServers
 from tests.fixtures.redis_server import RedisServer
 
 T = TypeVar("T")
-OPTIONS = RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+OPTIONS = RedisIndexOptions(read_timeout_s=30, write_timeout_s=30)
 HURRIED = RedisIndexOptions(read_timeout_s=0.2, write_timeout_s=0.4)
 CLAIM_S = HURRIED.write_timeout_s + MAX_CLOCK_SKEW_MS / 1000
 CHUNKS = [bytes([place << 2]) * 16 for place in range(NUM_BUCKETS)]

@@ -47,7 +47,7 @@ def raw(server: RedisServer) -> Iterator[redis.Redis]:
 @pytest_asyncio.fixture
 async def index(server: RedisServer, raw: redis.Redis) -> AsyncIterator[RedisIndex]:
     made = RedisIndex(
-        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=30, write_timeout_s=30)
     )
     await made.open()
     yield made
@@ -147,7 +147,7 @@ async def test_a_read_only_redis_with_buckets_of_an_earlier_release_is_swept() -
     """Their time to live cannot be taken away then, which is no reason to call the index away."""
     with running_redis() as server, server.client() as raw:
         index = RedisIndex(
-            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=30, write_timeout_s=30)
         )
         await put(index)
         raw.expire(KEY, 86_400)
@@ -178,7 +178,7 @@ async def test_a_full_redis_is_swept_where_a_chunk_keeps_another_holder() -> Non
     """To write down who is left takes no more room than there was."""
     with running_redis() as server, server.client() as raw:
         index = RedisIndex(
-            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=30, write_timeout_s=30)
         )
         await put(index, "a")
         await put(index, "b")
@@ -241,7 +241,7 @@ async def test_after_a_flush_old_entries_stay_dead_whoever_comes_first(
 
 async def test_two_replicas_agree_at_once(index: RedisIndex, server: RedisServer) -> None:
     other = RedisIndex(
-        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=30, write_timeout_s=30)
     )
     await put(index)
     assert (await other.holders("acme", [CHUNK]))[0]
@@ -256,7 +256,7 @@ async def test_what_an_instance_announces_while_a_tenant_is_cleared_is_kept(
 ) -> None:
     """Its heartbeat reaches another replica before the first or the second step of a clear."""
     other = RedisIndex(
-        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+        RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=30, write_timeout_s=30)
     )
     chunks = [bytes([number << 2]) * 16 for number in range(NUM_BUCKETS)]
     stores = [IndexEvent("store", "acme", chunk_id, "hot", 5) for chunk_id in chunks]
@@ -398,7 +398,7 @@ async def test_a_large_bucket_is_swept_in_pages(index: RedisIndex, raw: redis.Re
 async def test_connections_that_a_restart_has_cut_are_replaced() -> None:
     with running_redis() as server:
         index = RedisIndex(
-            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=2, write_timeout_s=2)
+            RedisAccess.parse(server.url), RedisIndexOptions(read_timeout_s=30, write_timeout_s=30)
         )
         await put(index)
         await asyncio.gather(*(index.holders("acme", [CHUNK]) for _ in range(8)))
