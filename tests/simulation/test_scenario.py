@@ -34,11 +34,6 @@ def test_a_seed_repeats_byte_for_byte() -> None:
     assert first["totals"]["retrieve"] > 0, "by the library"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_known_seeds(seed: int) -> None:
-    check(seed)
-
-
 def test_a_seed_of_this_state_of_the_product() -> None:
     check(fresh_seeds(1)[0])
 
