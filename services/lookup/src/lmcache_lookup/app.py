@@ -33,7 +33,6 @@ def create_app(settings: LookupSettings, index: LookupIndex | None = None) -> Fa
     """Build the app.
 
     Args:
-        settings: Options.
         index: Use this index instead of the one in the settings.
 
     Raises:

@@ -16,17 +16,7 @@ SWEPT_ENTRIES_TOTAL: Final = "lmcache_lookup_swept_entries_total"
 
 
 class LookupMetrics:
-    """Counters of one app.
-
-    Attributes:
-        requested_chunks: Chunks queried.
-        found_chunks: Chunks in the prefixes that were found.
-        degraded_answers: Answers given without the index.
-        events: Stores and removals applied.
-        resyncs: Requests to an instance to announce everything again.
-        dropped_chunks: Chunks with a live holder that were dropped because the index was full.
-        swept_entries: Entries of ended leases that were cleared.
-    """
+    """Counters of one app."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requested_chunks = Counter(

@@ -38,13 +38,7 @@ MAX_ROUTED_INSTANCES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class LookupService:
-    """Answers questions of one tenant at a time, and applies events of one instance at a time.
-
-    Attributes:
-        index: The holders of chunks.
-        metrics: Counts both.
-        settings: Options.
-    """
+    """Answers questions of one tenant at a time, and applies events of one instance at a time."""
 
     index: LookupIndex
     metrics: LookupMetrics

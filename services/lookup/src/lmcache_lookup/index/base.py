@@ -46,10 +46,7 @@ class IndexEvent:
     """A store or a removal.
 
     Attributes:
-        op: The operation.
-        tenant: Tenant of the chunk.
         chunk_id: 16 bytes.
-        tier: Tier of the instance.
         size_bytes: Size of the record; 0 for a removal.
     """
 
@@ -128,8 +125,6 @@ class LookupIndex(abc.ABC):
         """End a lease: its entries are dead immediately.
 
         Args:
-            owner: Its owner.
-            instance: The instance.
             incarnation: End it only if it belongs to this incarnation.
 
         Returns:

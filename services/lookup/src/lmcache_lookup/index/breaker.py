@@ -28,11 +28,6 @@ class IndexBreaker:
 
     A refusal is an answer and stops no calls. `ping` is always sent, and its success admits calls
     again. It fails while leases or events are refused, since the index becomes outdated then.
-
-    Args:
-        name: Name of the index, for errors.
-        backoff: Decides when to retry.
-        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -64,7 +59,6 @@ class IndexBreaker:
         """Make a call, unless calls are stopped.
 
         Args:
-            call: Begins the call.
             write: Kind of write, if `ping` must fail after a refusal until a write of this kind
             succeeds.
 

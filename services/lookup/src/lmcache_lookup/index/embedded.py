@@ -58,7 +58,6 @@ class _TenantChunks:
     to find the first chunk.
 
     Attributes:
-        num_entries: Entries of all chunks.
         drops_left: Drops before the next search for dead entries.
     """
 
@@ -95,7 +94,6 @@ class EmbeddedIndex(LookupIndex):
         max_instances: Bound on leases of tenants, and on shared ones.
         max_chunks_per_tenant: Bound on entries of one tenant; None: only the common one.
         max_instances_per_tenant: Bound on leases of one owner; None: only the common one.
-        clock: Seconds, monotonic.
     """
 
     name = "embedded"
@@ -349,7 +347,6 @@ class EmbeddedIndex(LookupIndex):
         return self._sweep_oldest(chunks)
 
     def _sweep_oldest(self, chunks: _TenantChunks) -> int:
-        """Clear dead entries of the oldest chunk that is not swept; return how many."""
         chunk_id, entries = chunks.unswept.popitem(last=False)
         dead = [place for place, (lease, _) in entries.items() if not self._is_alive(lease)]
         for place in dead:

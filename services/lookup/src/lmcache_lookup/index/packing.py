@@ -15,7 +15,8 @@ lmc2:{b:00f2}:!         in a cluster, the bucket's mark: when it was last found 
 lmc2:{i}:marks          the newest marks reported to instances, comma-separated
 ```
 The bucket is the first 6 bits of the chunk id, in two hex digits. Braces enclose a hash tag; its
-two letters put bucket k into the k-th of 64 equal ranges of a cluster's slots. A holder: ```
+two letters put bucket k into the k-th of 64 equal ranges of a cluster's slots. A holder:
+```
  0  4  instance number     little-endian
  4  8  incarnation
 12  8  size in bytes
@@ -157,8 +158,6 @@ class LiveInstance:
 
     Attributes:
         owner: The tenant that took it.
-        instance: The instance.
-        lease: The lease as stored.
         expires_at: When it ends, on this process's clock.
     """
 
@@ -173,7 +172,6 @@ class LiveTable:
     """All live leases at one moment.
 
     Attributes:
-        version: Version of the snapshot in Redis.
         by_identity: (instance number, incarnation) -> instance.
         stale_at: When the first of the leases ends unless renewed: the table must be read again
         then.

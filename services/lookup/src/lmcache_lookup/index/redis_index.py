@@ -90,11 +90,6 @@ class RedisIndex(LookupIndex):
     """An index in Redis; see `packing` for its layout, and `redis_scripts` for its atomic
     operations.
 
-    Args:
-        access: Address and credentials of Redis.
-        options: Bounds.
-        clock: Seconds, monotonic.
-
     Raises:
         ConfigError: The URL or a file for TLS cannot be read.
     """

@@ -33,12 +33,7 @@ _IDENTITY: Final = struct.Struct("<IQ")
 
 
 class BucketSweeper:
-    """Cycles through the buckets of all tenants.
-
-    Args:
-        client: Client of Redis.
-        read_table: Returns the current leases.
-    """
+    """Cycles through the buckets of all tenants."""
 
     def __init__(self, client: RedisClient, read_table: Callable[[], Awaitable[LiveTable]]) -> None:
         self._client = client
@@ -70,7 +65,6 @@ class BucketSweeper:
 
         Args:
             bucket: Its key.
-            max_holders: Bound.
             newest: Chunks that were just stored, in order: they go last, and the last one stays.
 
         Returns:

@@ -78,7 +78,6 @@ class ServerWriter:
 
     Args:
         client: The server's client, owned by the caller.
-        bounds: Bounds on entries.
 
     Attributes:
         full: Buckets that have more holders than their bound since a batch.
@@ -127,9 +126,7 @@ class ClusterWriter(ServerWriter):
 
     Args:
         client: The cluster's client, owned by the caller.
-        bounds: Bounds on entries.
         timeout_s: Time after which no caller still waits for a batch.
-        clock: Seconds, monotonic.
     """
 
     _client: RedisClusterClient
