@@ -37,14 +37,7 @@ SHARING_FAILURES_TOTAL: Final = "lmcache_broker_sharing_failures_total"
 
 
 class BrokerCollector(Collector):
-    """Reads the figures on each scrape.
-
-    Args:
-        registry: Peers.
-        scheduler: Requests and their answers.
-        hot: Copies that were ordered.
-        discovery: Peers that were seen; None without discovery.
-    """
+    """Reads the figures on each scrape."""
 
     def __init__(
         self,

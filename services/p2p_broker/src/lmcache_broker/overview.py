@@ -256,7 +256,6 @@ class _Buckets(deque[_Bucket]):
         self._bucket_ms = 1000 * bucket_s
 
     def add(self, began_ms: int, ended_ms: int, by_owner: Mapping[str, Work]) -> None:
-        """Add the work of an interval."""
         if not self or self[-1].ended_ms - self[-1].began_ms >= self._bucket_ms:
             self.append(_Bucket(began_ms, ended_ms, {}))
         last = self[-1]
@@ -277,9 +276,6 @@ class History:
     What a peer counted before this broker first heard of it belongs to no interval. A new
     incarnation counts from 0 if its counters fell. If they did not, the same process took a new
     incarnation, as an undrain does.
-
-    Args:
-        wall_ms: Unix time in milliseconds.
     """
 
     def __init__(self, wall_ms: Callable[[], int] = unix_ms) -> None:
@@ -417,8 +413,6 @@ class BrokerOverview:
 
     Args:
         broker: This broker's name among its peers.
-        registry: The peers.
-        hot: What they pull most.
         interval_s: Seconds between two samples.
     """
 

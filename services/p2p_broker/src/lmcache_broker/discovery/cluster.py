@@ -36,10 +36,6 @@ class ClusterApi:
 
     Args:
         settings: Address of the API, and the service whose endpoints are peers.
-        namespace: Namespace of the service and its pods.
-
-    Attributes:
-        settings: See above.
     """
 
     def __init__(self, settings: DiscoverySettings, namespace: str) -> None:

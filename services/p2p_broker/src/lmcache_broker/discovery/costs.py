@@ -37,7 +37,6 @@ class DeletionCosts:
 
     Args:
         api: Must stay open while `update` is repeated.
-        registry: Has the reports of peers.
 
     Attributes:
         num_patches: Annotations set.
@@ -93,7 +92,6 @@ class DeletionCosts:
         return dict(sorted(found.items(), key=lambda entry: entry[0] in self._set))
 
     def _note(self, is_refused: bool, detail: str) -> None:
-        """Log changes only."""
         if is_refused != self._is_refused:
             self._is_refused = is_refused
             logger.log(

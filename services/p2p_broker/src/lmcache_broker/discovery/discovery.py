@@ -39,7 +39,6 @@ class Discovery:
     lease immediately.
 
     Args:
-        registry: All peers.
         owner: Owner of peers that have not registered: a tenant, or `SHARED_OWNER`.
         api: The cluster to follow; None: the caller calls `see`.
 

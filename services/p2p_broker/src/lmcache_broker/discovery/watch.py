@@ -44,7 +44,6 @@ class Sighting:
     Attributes:
         peer: The peer, with incarnation 0. In a cluster its id is the pod's name.
         is_ready: It may be asked for chunks although it has not registered.
-        is_leaving: It is about to end.
     """
 
     peer: Peer
@@ -65,11 +64,9 @@ class EndpointWatch:
     Args:
         api: Must stay open while `follow` is repeated.
         on_seen: Called on the loop with all peers, by id, after every change.
-        silence_s: See `SILENCE_S`.
 
     Attributes:
         num_lists: Lists since the start: the first, and resyncs.
-        num_watches: Watches begun.
     """
 
     def __init__(self, api: ClusterApi, on_seen: OnSeen, silence_s: float = SILENCE_S) -> None:
@@ -220,7 +217,6 @@ class EndpointWatch:
         self._note(True, f"version {version}")
 
     def _note(self, is_following: bool, detail: str) -> None:
-        """Log changes only."""
         if is_following != self._is_following:
             self._is_following = is_following
             logger.log(

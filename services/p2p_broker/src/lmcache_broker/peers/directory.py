@@ -31,7 +31,6 @@ class PeerLimits:
     Attributes:
         max_peers: Live peers of all owners together.
         max_peers_per_owner: Live peers of one tenant, so that it cannot crowd out the others.
-        max_lease_ttl_ms: Longest lease granted.
     """
 
     max_peers: int
@@ -49,10 +48,6 @@ class PeerDirectory:
 
     Storage servers show each other their tokens and hand each other all tenants' chunks. A client
     must therefore not register as one: `require_role_for`.
-
-    Args:
-        limits: Bounds.
-        clock: Seconds, monotonic.
 
     Attributes:
         num_expired: Leases that expired without being ended, as far as noticed.
@@ -162,7 +157,6 @@ class PeerDirectory:
         Args:
             owner: Its owner until it registers.
             peer: The peer, with incarnation 0, which any registration exceeds.
-            ttl_s: How long the sighting is valid.
 
         Raises:
             CapacityError: The peer is new and the directory, or its owner's share, is full.

@@ -41,7 +41,6 @@ class RedisPeers:
     Args:
         client: Client of Redis; belongs to this object.
         timeout_s: Limit on a call, from waiting for a connection to the last byte.
-        clock: Seconds, monotonic.
     """
 
     def __init__(

@@ -37,12 +37,9 @@ class PeerRegistry:
     """Peers of all brokers. For one event loop.
 
     Args:
-        directory: This broker's memory.
-        shared: The store shared with other brokers; None without one.
         clock: Seconds, monotonic; the directory's.
 
     Attributes:
-        directory: This broker's memory.
         book: Pulls that this broker has granted.
         shares: Whether there is a shared store at all.
         is_shared: Whether the last call to it succeeded.
@@ -148,7 +145,6 @@ class PeerRegistry:
         """Count a requester's pulls against their peers; return those for which there was room.
 
         Args:
-            requester: The instance that pulls.
             pulls: Peer and new id of each; no peer twice.
             max_pulls: Bound per peer, for all brokers together while they share a store.
             ttl_s: When a pull that is neither ended nor renewed stops counting.
@@ -270,7 +266,6 @@ class PeerRegistry:
             return otherwise
 
     def _note_away(self, exc: UnavailableError) -> None:
-        """Log changes only."""
         self.num_failures += 1
         if self.is_shared:
             self.is_shared = False

@@ -79,10 +79,6 @@ class HotPrefix(NamedTuple):
 class HotChunks:
     """Counts the pulls that this broker grants, and orders copies.
 
-    Args:
-        directory: Live peers.
-        limits: Thresholds.
-
     Attributes:
         num_ordered: Copies ordered since the start.
     """
@@ -105,14 +101,8 @@ class HotChunks:
         """Count the pulls of a plan, and order copies of chunks that have become hot.
 
         Args:
-            principal: The caller.
             requester: The instance that will pull; it will have the chunks anyway.
-            wanted: Holders of each chunk.
-            plan: The serving peers.
             now_s: Seconds, monotonic.
-
-        Returns:
-            The new orders.
         """
         placed: list[PlacedOrder] = []
         if not self._limits.num_pulls:

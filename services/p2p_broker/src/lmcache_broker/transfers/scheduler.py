@@ -58,16 +58,13 @@ class TransferScheduler:
     """Answers requests immediately, or when a slot is free.
 
     Args:
-        registry: Live peers and their pulls.
         signer: Signs tickets; replaced when keys rotate.
         max_pulls: Pulls that one peer serves at a time.
         ticket_ttl_ms: Lifetime of a ticket; a pull whose end is not reported ends with it.
         hot: Counts pulls by chunk; None if hot chunks are not copied.
         clock: Seconds, monotonic; the registry's.
-        wall_ms: Unix time in milliseconds, for tickets.
 
     Attributes:
-        waiting: Requests waiting now.
         num_queued: Requests that had to wait, since the start.
         num_turned_away: Requests refused because the queue, or their tenant's share of it, was
             full.
@@ -177,9 +174,6 @@ class TransferScheduler:
         """Choose a peer for each chunk and count the pulls against them.
 
         Args:
-            principal: See `ask`.
-            requester: See `ask`.
-            wanted: See `ask`.
             held_back: `PeerRecord.field` of peers to count as busy.
         """
         await self._registry.refresh()
@@ -229,7 +223,6 @@ class TransferScheduler:
         return TransferResponse(pulls, unassigned, busy=list(rest))
 
     def _sign(self, who: Requester, record: PeerRecord) -> tuple[str, int]:
-        """Return a ticket and its expiry in Unix milliseconds."""
         expires_ms = self._wall_ms() + self._ticket_ttl_ms
         ticket = self._signer.sign(
             instance=record.peer.id,
@@ -276,7 +269,6 @@ class TransferScheduler:
             self._leave(waiter)
 
     def _leave(self, waiter: _Waiter) -> None:
-        """Remove a waiter from the queue; it may already be gone."""
         if waiter not in self.waiting:
             return
         self.waiting.remove(waiter)
