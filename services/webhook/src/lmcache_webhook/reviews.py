@@ -127,7 +127,6 @@ class Reviewer:
     abandoned, and as a daemon does not keep the process alive.
 
     Args:
-        options: The webhook's options.
         max_per_s: Reviews per second of each caller; further pods pass unchanged.
 
     Attributes:
@@ -147,7 +146,6 @@ class Reviewer:
         """Answer one review within `REVIEW_TIMEOUT_S`. Always allow the pod.
 
         Args:
-            request: The review.
             num_bytes: Length of its body.
             caller: Address of the caller.
         """

@@ -33,11 +33,7 @@ class _Waiter:
 
 
 class FairTurns:
-    """Gives turns, within a bound on the bodies of all that have one or wait.
-
-    Args:
-        max_bytes: The bound.
-    """
+    """Gives turns, within a bound on the bodies of all that have one or wait."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

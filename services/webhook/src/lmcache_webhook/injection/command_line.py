@@ -71,10 +71,6 @@ def refuse_old_vllm(container: Container, least: Release) -> None:
     """Refuse a vLLM that cannot take the connector, where the image's tag tells its release. Where
     it does not, the connector itself declines when vLLM starts.
 
-    Args:
-        container: The one that runs vLLM.
-        least: The least release that the connector is for.
-
     Raises:
         DeclinedError: It is older.
     """
@@ -100,7 +96,6 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
     """Return what to append to a container's `args` so that its vLLM uses the connector.
 
     Args:
-        container: The one that runs vLLM.
         config: The value of `--kv-transfer-config`.
 
     Returns:
@@ -276,7 +271,6 @@ def find_engine(
     """Return the container that runs vLLM.
 
     Args:
-        spec: Of the pod.
         name: Name of that container; None: the one that appears to run vLLM.
         config: The value of `--kv-transfer-config`, to be named where it cannot be set.
 

@@ -94,9 +94,7 @@ def review_pod(options: InjectionOptions, document: Mapping[str, Any], namespace
     """Decide what to do with a pod. Never raise, whatever the document contains.
 
     Args:
-        options: The webhook's options.
         document: The pod, as the API server sends it; not changed.
-        namespace: The pod's namespace.
     """
     try:
         pod = Pod.model_validate(document)
@@ -206,7 +204,6 @@ def _add_host_memory(
 
 
 def _with_sizes(request: PodRequest, carried: CarriedOver) -> PodRequest:
-    """Return the request, with LMCache's sizes where the annotations give none."""
     arena_gb = carried.arena_gb and max(carried.arena_gb, MIN_ARENA_GB)
     return dataclasses.replace(
         request,
@@ -250,11 +247,7 @@ def _why_no_arguments(engine: Container, config: Mapping[str, Any], has_variable
 
 
 def _check_pod(spec: PodSpec) -> None:
-    """Refuse a pod that would not start, or would lose something, with a sidecar.
-
-    Raises:
-        DeclinedError: The pod is refused.
-    """
+    """Refuse a pod that would not start, or would lose something, with a sidecar."""
     if spec.os is not None and spec.os.name != "linux":
         raise DeclinedError(f"the pod is for {spec.os.name}: the sidecar runs on Linux")
     if spec.hostNetwork:
@@ -270,11 +263,7 @@ def _check_pod(spec: PodSpec) -> None:
 
 
 def _check_names(spec: PodSpec, engine: Container, plan: PodPlan) -> None:
-    """Refuse a pod that already uses a name of the added objects for something else.
-
-    Raises:
-        DeclinedError: A name is taken.
-    """
+    """Refuse a pod that already uses a name of the added objects for something else."""
     volumes = {volume.name for volume in spec.volumes or []}
     containers = {one.name for one in spec.all_containers}
     ports = {port.containerPort for one in spec.all_containers for port in one.ports or []}

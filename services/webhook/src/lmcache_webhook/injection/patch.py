@@ -101,10 +101,8 @@ def extend_variable(
     """Append a text to a variable of a container.
 
     Args:
-        patch: Receives the operations.
         at: Path of the container.
         name: Name of the variable, which is created if missing.
-        text: The text to append.
         separator: Put before the text, unless the variable is empty.
     """
     variables = patch.at((*at, "env")) or []

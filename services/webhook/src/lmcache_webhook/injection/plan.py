@@ -64,9 +64,7 @@ class PodRequest:
         container: Name of the container that runs vLLM; None: the one that appears to.
         arena_gb: Shared memory, GiB.
         disk_gb: Disk of the node, GiB; 0 for none.
-        tenant: Tenant whose cache the pod uses.
         run_as_user: User of vLLM's image, if the pod does not name one.
-        connector: How vLLM uses the cache.
         host_memory_gb: vLLM's host memory with `offloading-tier`, GiB.
         replace_connector: Whether LMCache's connector may be replaced.
     """
@@ -156,7 +154,6 @@ class InjectionOptions:
     """What the webhook adds to pods.
 
     Attributes:
-        settings: The webhook's settings.
         sidecar_template: The checked template, merged into the sidecar's container.
     """
 
@@ -169,8 +166,6 @@ class PodPlan:
     """What one pod gets.
 
     Attributes:
-        options: Of the webhook.
-        tenant: Tenant of the pod.
         arena_gb: Shared memory, GiB.
         disk_gb: Disk, GiB; 0 for none.
         host_memory_gb: vLLM's own host memory with `offloading-tier`, GiB; 0 with `lmcache`.
@@ -205,11 +200,7 @@ def plan_pod(
     """Decide what a pod gets.
 
     Args:
-        options: Of the webhook.
-        pod: The pod.
-        namespace: Where it is to be.
-        request: The pod's request.
-        engine: The container that runs vLLM.
+        engine: Index of the container that runs vLLM.
 
     Raises:
         DeclinedError: It requests more than it may, or a tenant of another namespace.
