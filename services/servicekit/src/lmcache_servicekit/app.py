@@ -55,9 +55,6 @@ class ServiceApp(FastAPI):
         guarded: The routes that let callers in.
         only_tenant: The only tenant of this service; None: all tenants.
         options: FastAPI's own options.
-
-    Attributes:
-        guarded: The same.
     """
 
     def __init__(
@@ -152,7 +149,6 @@ def create_service_app(
     """Build a service's app. Reads token file and certificates; opens nothing else.
 
     Args:
-        settings: The service's settings.
         distribution: Name of the installed distribution, which is also the command, for example
             `lmcache-lookup`.
         lifespan: Opens and closes the service's own parts; `service_state(app)` is there when it is

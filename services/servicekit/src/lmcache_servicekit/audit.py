@@ -81,10 +81,7 @@ def end_audit(scope: Scope, service: str, instance: str, status: int) -> None:
     """Write the line of a request that has been answered or has failed, if it is an admin action.
 
     Args:
-        scope: Scope of the request.
-        service: Name of the service.
         instance: Name of this process among its peers.
-        status: HTTP status of the response.
     """
     entry = scope.get(_SCOPE_KEY)
     if isinstance(entry, AuditEntry):
@@ -97,7 +94,6 @@ def handover_audit(service: str, instance: str) -> NoteHandovers:
     have no status.
 
     Args:
-        service: Name of the service.
         instance: Name of this process among its peers.
     """
 

@@ -34,9 +34,6 @@ class RoleRequired:
     returns the caller.
 
     Calls that need `admin` and change something are written to the audit log, whatever the result.
-
-    Attributes:
-        role: The role.
     """
 
     role: Role

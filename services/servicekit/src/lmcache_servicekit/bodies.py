@@ -176,11 +176,7 @@ def _validation_error(error: Exception) -> dict[str, object]:
 
 
 class BodyTypes:
-    """Collects the types of all bodies as routes are declared, and generates their OpenAPI schemas.
-
-    Attributes:
-        types: The types so far.
-    """
+    """Collects the types of bodies as routes are declared, and generates their OpenAPI schemas."""
 
     def __init__(self) -> None:
         self.types: list[type] = []
@@ -195,7 +191,6 @@ class BodyTypes:
         """Return the arguments of a route's decorator that describe its bodies.
 
         Args:
-            body: What it reads, if it reads a body.
             answer: What it writes as JSON; None: nothing.
             packed: What it writes as MessagePack; None: nothing. An empty answer is not documented
                 here.

@@ -33,7 +33,6 @@ class ThrottledError(CapacityError):
     """The caller has too much in flight, or exceeds its rate; it may retry later.
 
     Args:
-        message: The limit that was exceeded.
         retry_after_s: When to retry; None: soon.
     """
 

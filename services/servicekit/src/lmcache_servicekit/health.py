@@ -30,7 +30,6 @@ class HealthCheck:
     Attributes:
         name: Key in the answer.
         probe: Queries the dependency; cancelled at its time limit.
-        timeout_s: The time limit.
         required: Whether the service cannot work without it. A failed optional check only marks the
             answer `degraded`.
         where: Name and host of the dependency for a timeout; never credentials.

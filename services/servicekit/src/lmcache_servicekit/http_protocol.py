@@ -49,7 +49,6 @@ class _HeldFlow(FlowControl):
         self._protocol = protocol
 
     def resume_reading(self) -> None:
-        """Resume reading unless bytes are held."""
         if not self._protocol.num_held_bytes:
             super().resume_reading()
 

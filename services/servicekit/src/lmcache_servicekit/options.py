@@ -24,7 +24,6 @@ class OptionText:
         name: Its name; of a part of it, with a dot: `quota.max_bytes`, `peers.*.id`.
         default: In YAML, or in words; empty if the option is required.
         values: Its choices or bounds, with their unit; empty if any value is accepted.
-        meaning: What it is for.
         owner: The settings that declare it.
     """
 

@@ -83,11 +83,9 @@ class ProblemType:
 
     Attributes:
         slug: Last part of the `type` URN; stable, clients may compare it.
-        status: HTTP status.
         title: One sentence for people, the same for all occurrences.
         shows_detail: Whether the error's own text is sent. Not for internal failures: it may name
             hosts or paths.
-        headers: Headers of the response.
     """
 
     slug: str
@@ -189,8 +187,6 @@ def install_problem_handlers(
     """Answer every error of `app` with problem+json.
 
     Args:
-        app: Receives handlers for our errors, validation errors, HTTP exceptions and everything
-            else.
         more: Entries for a service's own errors, which take precedence over `PROBLEMS`.
     """
     table = {**PROBLEMS, **(more or {})}

@@ -51,10 +51,6 @@ CLIENT_ERRORS: Final = (RedisError, RedisClusterException, OSError, TimeoutError
 class TlsConnection(SSLConnection):
     """A connection over TLS that reads its files whenever it is opened; redis-py's own reads them
     once.
-
-    Args:
-        tls: TLS settings.
-        options: Options of redis-py's connection.
     """
 
     def __init__(self, tls: ReloadingContext, **options: Any) -> None:
@@ -81,7 +77,6 @@ class SentinelLogin(CredentialProvider):
     the last password remains in use.
 
     Args:
-        password_file: File with the password.
         username: User name; None for the default user.
 
     Raises:
@@ -115,7 +110,6 @@ class RedisAccess:
     """Address and credentials of Redis.
 
     Attributes:
-        url: The URL.
         tls: Trusted authorities and client certificate. Each new connection reads the files.
         login: Credentials for sentinels; None: none.
     """
@@ -218,7 +212,6 @@ def describe_failure(where: str, error: BaseException, timeout_s: float) -> str:
     Args:
         where: Hosts and ports, from `RedisUrl.where`.
         error: Raised by redis-py or the sockets below it.
-        timeout_s: Limit on the call.
     """
     if isinstance(error, TimeoutError):
         return f"{where} does not answer within {timeout_s:g} s"
@@ -253,11 +246,7 @@ def _client_of(address: Address, options: dict[str, Any]) -> redis_asyncio.Redis
 
 
 class Script:
-    """A Lua script.
-
-    Args:
-        text: Its source.
-    """
+    """A Lua script."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -308,7 +297,6 @@ class RedisNode:
     Every command must be safe to send twice.
 
     Args:
-        client: Client of the server.
         sentinels: Clients of the sentinels that name it, which also belong to this object.
     """
 

@@ -256,7 +256,6 @@ def create_redis_client(
     """Create the client for a URL, without connecting.
 
     Args:
-        access: Address and credentials.
         timeout_s: Limit on connecting, and on each question to a sentinel.
         max_connections: Connections to one server; further callers wait.
 

@@ -34,9 +34,6 @@ class RedisUrl:
         scheme: One of `REDIS_SCHEMES`.
         addresses: Sentinels, or servers of the cluster to begin with; empty for one server.
         service: Name of the server at the sentinels.
-        is_cluster: Whether it names a Redis Cluster.
-        has_sentinels: Whether it names sentinels.
-        has_tls: Whether connections use TLS.
     """
 
     text: str = field(repr=False)

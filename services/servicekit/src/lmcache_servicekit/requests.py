@@ -57,9 +57,7 @@ class RequestMiddleware:
     with the response; traces, counts and audits the request.
 
     Args:
-        app: The next application.
         state: Has the registry, and the tracer once the app runs.
-        service: Name of the service.
     """
 
     def __init__(self, app: ASGIApp, state: ServiceState, service: str) -> None:
@@ -144,7 +142,6 @@ class BodyLimitMiddleware:
     is always a problem.
 
     Args:
-        app: The next application.
         max_body_bytes: Bounds by path prefix; the longest prefix counts, and `""` is
             `DEFAULT_MAX_BODY_BYTES` unless it is given.
     """

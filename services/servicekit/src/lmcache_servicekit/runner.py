@@ -53,8 +53,6 @@ def run_service(
 
     Args:
         name: Command and distribution, for example `lmcache-lookup`.
-        settings_cls: Its settings.
-        create_app: Its app factory.
         argv: Arguments instead of the process's.
 
     Returns:
@@ -99,10 +97,7 @@ class Address:
     """The address of a service, and the file that publishes its port.
 
     Attributes:
-        name: Name of the service.
-        settings: The service's settings.
         listener: Bound, not listening.
-        port_file: File for the port's number; None for none.
     """
 
     name: str

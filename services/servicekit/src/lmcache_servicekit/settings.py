@@ -202,7 +202,6 @@ class ServiceSettings(BaseModel):
 
         Args:
             option: Name of the address's option.
-            host: The address.
 
         Raises:
             ValueError: Tokens would cross the network in plain text.
@@ -392,7 +391,6 @@ def _unknown_variable(name: str, text: str, fields: Mapping[str, tuple[FieldPath
 
 
 def _is_secret(annotation: Any) -> bool:
-    """Return whether a field with this annotation holds a secret."""
     return any(alternative in (SecretStr, SecretBytes) for alternative in _alternatives(annotation))
 
 
@@ -461,7 +459,6 @@ def read_secret_file(path: Path | None, option: str) -> str | None:
     """Return the text of a file that holds one secret, without surrounding white space.
 
     Args:
-        path: The file, or None for none.
         option: Name of the option, for the error.
 
     Raises:

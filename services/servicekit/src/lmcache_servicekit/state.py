@@ -23,10 +23,8 @@ class ServiceState:
     """The shared parts of one running app. A service's own parts are also in `app.state`.
 
     Attributes:
-        settings: As loaded.
         tokens: Accepted tokens; re-read when the file changes.
         health: The checks of `/readyz`; a lifespan adds its own.
-        registry: Registry of the service's metrics.
         ports: Ports other than HTTP that a lifespan opened, by name; written to the port file.
         tls: Encryption of REST and lm://; None: none.
         limiter: Rate limit of each tenant; None: none.
