@@ -82,7 +82,6 @@ class Described(NamedTuple):
     """The description of a counter.
 
     Attributes:
-        text: Help text.
         label: Name of its label, "" for none.
         values: Label values that are exported as 0 from the start: Prometheus does not see an
             increase in a series that first appears at 1.
@@ -98,7 +97,6 @@ class CounterCollector(Collector):
     """Exports counters of the library.
 
     Attributes:
-        counters: The counters.
         described: Those to export, by counter name.
     """
 

@@ -51,11 +51,7 @@ class MoveProgress:
 
 @dataclass(slots=True)
 class DrainProgress(MoveProgress):
-    """Progress of one drain.
-
-    Attributes:
-        state: Current stage.
-    """
+    """Progress of one drain."""
 
     state: DrainState = DrainState.SERVING
 
@@ -93,7 +89,6 @@ class NodeDrain:
     the next call tries again.
 
     Args:
-        timeout_s: Longest duration.
         stack: The tiers whose writes are finished.
         handover: Runs after the writes.
         on_begin: Called when the node stops accepting new chunks.

@@ -70,23 +70,17 @@ class Node(ABC, Generic[S]):
     6. `drain_at_stop`: shutdown begins with the drain.
 
     Args:
-        state: State common to all services.
         settings: The settings in `state`, with their type.
-        kind: Kind of instance for lookup and broker.
 
     Attributes:
-        settings: As loaded.
         lookup: Lookup's client; None without a lookup_url.
         broker: The broker's client; None without a broker_url.
-        counters: Counters of requests and their results.
         tasks: Owns background work; ends before the tiers are closed.
         announcer: Announces to lookup what tiers gain and lose.
         tiers: All tiers, by kind.
         stack: The tiers as one store.
         local_tiers: The bare tiers that keep chunks in this process.
         pins: Chunks that operators keep in memory.
-        drain: The drain.
-        lm_server: Serves lm://.
         distributed_url: Address at which others reach this node's lm://.
         reporter: Reports to lookup; None without a lookup_url.
         registration: The lease at the broker; None without a broker_url.
@@ -177,7 +171,6 @@ class Node(ABC, Generic[S]):
 
         Args:
             tiers: Tiers, not opened yet.
-            described: Descriptions of this service's counters.
             pending_bytes: See `TierStack`.
             drain_s: How long pending writes may take when the tiers are closed.
         """
@@ -230,7 +223,6 @@ class Node(ABC, Generic[S]):
 
         Args:
             figures: Called before each heartbeat: counters of the node and what it holds.
-            listener: Handles the broker's requests.
             load: Called before each heartbeat: 0 (idle) to 1; None: always idle.
         """
         settings = self.settings

@@ -168,7 +168,6 @@ class NodeSettings(ServiceSettings):
 
         Args:
             option: Name of the URL's option.
-            url: A distributed URL, or none.
 
         Raises:
             ValueError: The URL is unencrypted, which this service does not accept.
