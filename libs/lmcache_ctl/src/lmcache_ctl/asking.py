@@ -38,8 +38,6 @@ class HttpAnswer(NamedTuple):
     """The answer of a service.
 
     Attributes:
-        status: HTTP status.
-        body: Its bytes.
         clock_s: The service's own time, Unix time in whole seconds; None where it does not say.
         seconds: How long the answer took.
     """
@@ -75,11 +73,7 @@ class ForeignError(CtlError):
 
 
 class ServiceRefusedError(CtlError):
-    """A service answered with an error.
-
-    Attributes:
-        status: HTTP status.
-    """
+    """A service answered with an error."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -90,7 +84,6 @@ class Caller:
     """Ask one service. Opened and closed by `Asker.calling`.
 
     Args:
-        service: The service to ask.
         client: Sends the requests; sets no deadline.
         has_token: Whether the client sends a token.
     """
@@ -168,9 +161,6 @@ class Caller:
 
 class Asker:
     """Ask any number of services at once.
-
-    Args:
-        settings: Token, TLS and time limit.
 
     Raises:
         UsageError: The token file or a TLS file cannot be read, or does not fit.

@@ -50,7 +50,6 @@ class DrainOutcome(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: `sidecar`, `storage` or `peer`.
-        name: Which instance.
         drain: Its figures; None if it reported none.
         problem: The failure, "" for none.
     """
@@ -156,7 +155,6 @@ def _takes(result: Mapping[str, Any]) -> str:
 
 
 def _is_complete(one: DrainOutcome) -> bool:
-    """Return whether the drain is done, with no chunk left or refused."""
     if one.problem or one.drain is None:
         return False
     return one.drain.state == DONE and not (one.drain.left or one.drain.failed)

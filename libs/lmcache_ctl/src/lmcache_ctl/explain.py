@@ -309,7 +309,6 @@ def cause_of(number: int, size: int, reason: str) -> str:
     Args:
         number: Of the chunk in its prompt.
         size: Tokens in a chunk; 0 if its position in the prompt is unknown.
-        reason: Why it is missing.
     """
     if reason != NEVER_STORED:
         return f"{_place(number, size)} is missing: {CAUSES.get(reason, reason)}."

@@ -166,11 +166,7 @@ def _is_plain(documents: list[Any]) -> bool:
 
 
 class _Reader:
-    """Collects options.
-
-    Args:
-        path: The file, for sentences.
-    """
+    """Collects options."""
 
     def __init__(self, path: str) -> None:
         self.found = Found()
@@ -178,7 +174,6 @@ class _Reader:
         self._left_out: dict[str, list[str]] = {}
 
     def environment(self, variables: Iterable[tuple[str, str]]) -> None:
-        """Take the variables of an environment file."""
         others = []
         for name, text in variables:
             if not name.startswith(ENV_PREFIX):
@@ -194,9 +189,7 @@ class _Reader:
         """Take what is below a value.
 
         Args:
-            data: The value.
             where: Its place in the file.
-            depth: How deep it is.
         """
         if depth > _MAX_DEPTH:
             self.found.refused.append(f"{self._path}: {where} is nested too deeply to be read")
@@ -360,5 +353,4 @@ def _of_variable(name: str, value: Any) -> Any:
 
 
 def _name(name: Any) -> str:
-    """Return a name for display."""
     return name if isinstance(name, str) and len(name) < 100 else shown(name)

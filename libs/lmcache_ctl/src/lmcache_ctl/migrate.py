@@ -132,12 +132,7 @@ def migration_of(file: Path) -> Migration:
 
 
 class _Migrator:
-    """Gives each option its fate.
-
-    Args:
-        origin: The file, for lines.
-        named: What is in it.
-    """
+    """Gives each option its fate."""
 
     def __init__(self, origin: str, named: Mapping[Any, Any]) -> None:
         from lmcache_core.config import OPTIONS
@@ -156,7 +151,6 @@ class _Migrator:
         self._sources: dict[str, str] = {}
 
     def migrate(self) -> None:
-        """Take all options."""
         from lmcache_core.config.foreign_names import FOREIGN_NAMES, translated
         from lmcache_core.config.options import problems_of
 
@@ -207,7 +201,6 @@ class _Migrator:
         self._check_whole()
 
     def chart(self) -> dict[str, Any]:
-        """Return the values of the chart."""
         sizes = {
             CHART_SIZES[name]: f"{decimal.Decimal(str(self.sidecar[name])).normalize():f}Gi"
             for name in CHART_SIZES
@@ -307,7 +300,6 @@ class _Migrator:
                 self.to_choose[setting] = f"{source} is not in the source"
 
     def _place(self, name: str, value: Any) -> None:
-        """Put one option where it belongs."""
         from lmcache_core.config.options import DISK_SERDES, SIDECAR_SETTING, directory_of_url
 
         option = self.options[name]
@@ -406,7 +398,6 @@ def _address_problem(name: str, value: Any) -> str:
 
 
 def _split(url: Any) -> SplitResult:
-    """Return the parts of a URL, all empty if it is none."""
     try:
         return urlsplit(url if isinstance(url, str) else "")
     except ValueError:

@@ -74,9 +74,6 @@ def show(
     """Print the findings of a command: structs, lists, dicts.
 
     Args:
-        value: The findings.
-        output: The format.
-        as_table: Prints the table.
         names: Returns the names of what is listed, for a `ListFormat`.
     """
     if output in (OutputFormat.JSON, ListFormat.JSON):
@@ -229,7 +226,6 @@ def print_table(
 
     Args:
         title: Above it, "" for none.
-        columns: How it is set.
         rows: A cell for each column.
         is_wide: Whether it has all columns, and each row is one line, on a narrow terminal too.
     """

@@ -103,7 +103,6 @@ def tokenize(settings: CtlSettings, url: str, question: Mapping[str, Any]) -> li
     """Return the token ids of a prompt or chat, as vLLM makes them. No token of this cache is sent.
 
     Args:
-        settings: Trusted authorities and the longest wait.
         url: vLLM's address, `http(s)://host:port`.
         question: The body for `/tokenize`.
 
@@ -133,11 +132,6 @@ def tokenize(settings: CtlSettings, url: str, question: Mapping[str, Any]) -> li
 def vllm_at(settings: CtlSettings, url: str | None, pod: str) -> Iterator[str]:
     """Yield the address of vLLM: the given one, else that of a pod in a cluster, else this
     machine's.
-
-    Args:
-        settings: Whether services are in a cluster.
-        url: The given address.
-        pod: Whose vLLM, in a cluster.
     """
     if url is not None:
         if not url.startswith(("http://", "https://")):

@@ -23,8 +23,6 @@ class Reach:
     """The services that a command reaches.
 
     Args:
-        settings: Where they are and how they are asked.
-        all_namespaces: Whether to look for them in all namespaces of the cluster.
         takes_given_token: Whether the token in the settings may be sent to pods.
     """
 

@@ -68,7 +68,6 @@ class DrainStatus(msgspec.Struct, frozen=True):
     left: int
 
     def __str__(self) -> str:
-        """Return one line for people."""
         done = self.handed_over + self.already_elsewhere + self.failed
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.state}, {done} of {self.total} chunks{failed}"
@@ -119,18 +118,14 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     """One service.
 
     Attributes:
-        kind: Its kind.
         name: Its pod, its instance id, or host and port.
         url: Where it was asked.
-        state: Its state.
         version: Of its build, "" if not known.
         latency_ms: Of its readiness, milliseconds.
         clock_skew_s: How far its clock is ahead of this machine's, to about one second; None if it
             does not report its time.
         problem: A sentence that describes its fault, or why it cannot be asked; "" for none.
         checks: Its dependencies.
-        tiers: Its tiers.
-        traffic: Its counters.
         drain: Progress of a drain; None without one.
         facts: A few words particular to its kind.
         links: The peers that a broker knows.
@@ -379,7 +374,6 @@ def _facts(kind: Kind, told: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _traffic(kind: Kind, metrics: Metrics) -> Traffic:
-    """Return the counters of a service of that kind."""
     requests = metrics.total(HTTP_REQUESTS_TOTAL)
     if kind is Kind.LOOKUP:
         wanted, found = (

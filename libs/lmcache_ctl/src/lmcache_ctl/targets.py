@@ -21,7 +21,6 @@ class Target(msgspec.Struct, frozen=True):
     """A parsed `KIND[/NAME]`.
 
     Attributes:
-        kind: Kind of the services.
         name: Instance id, pod, or host and port; None: all of that kind.
     """
 
@@ -29,7 +28,6 @@ class Target(msgspec.Struct, frozen=True):
     name: str | None
 
     def __str__(self) -> str:
-        """Return the text that was parsed."""
         return self.kind if self.name is None else f"{self.kind}/{self.name}"
 
 
@@ -37,7 +35,6 @@ class TargetResult(msgspec.Struct, frozen=True):
     """The answer of a service.
 
     Attributes:
-        kind: Its kind.
         name: Its instance.
         result: Its answer; empty where it gave none.
         problem: Why it gave none, "" if it did.

@@ -61,7 +61,6 @@ def check_identity(where: str, option: str, cert: Path, load: Callable[[], objec
     Args:
         where: Of which settings.
         option: That names the certificate.
-        cert: Its file.
         load: Loads both as the service does.
     """
     subject = Subject(CHECK, where)

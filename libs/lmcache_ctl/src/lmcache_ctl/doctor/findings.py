@@ -25,10 +25,8 @@ class Finding(msgspec.Struct, frozen=True):
     """One thing that was looked at.
 
     Attributes:
-        level: How bad it is.
         check: Name of the check, for example `clock`.
         where: A service, a file or a host.
-        what: The finding.
         fix: How to fix it; "" if nothing is wrong.
     """
 

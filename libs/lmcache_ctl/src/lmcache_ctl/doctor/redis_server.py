@@ -62,7 +62,6 @@ def check_info(where: str, info: Mapping[str, Any]) -> Iterator[Finding]:
     """Check what a server's `INFO` says.
 
     Args:
-        where: Which server.
         info: As redis-py returns it.
     """
     subject = Subject(CHECK, where)

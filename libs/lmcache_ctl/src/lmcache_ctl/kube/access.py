@@ -42,18 +42,14 @@ class _Access(NamedTuple):
     kubeconfig: str = ""
 
     def __str__(self) -> str:
-        """Return which cluster it is, for people."""
         return f"context {self.context}" if self.context else "this pod's cluster"
 
 
 class KubeApi:
     """A cluster's API, and one namespace of it; leaving it closes its connections.
 
-    Args:
-        settings: Which kubeconfig, context and namespace.
-
     Attributes:
-        namespace: The same; "" for all of them.
+        namespace: "" for all namespaces.
         core: A `kubernetes.client.CoreV1Api`.
         apps: A `kubernetes.client.AppsV1Api`.
 
@@ -77,7 +73,6 @@ class KubeApi:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connections."""
         self._client.close()
 
     @property
@@ -97,7 +92,6 @@ class KubeApi:
         Args:
             method: A `list_namespaced_…` of the client.
             what: Name of the objects, for errors.
-            selector: Label selector.
 
         Raises:
             CtlError: The API cannot be reached, or refuses.
@@ -122,9 +116,6 @@ class KubeApi:
 
         Args:
             what: Subject of the call, for errors.
-            method: Method of the client.
-            args: Positional arguments of the method.
-            how: Keyword arguments of the method.
 
         Raises:
             CtlError: The API cannot be reached, or refuses.

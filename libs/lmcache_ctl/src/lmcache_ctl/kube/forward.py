@@ -30,8 +30,6 @@ class PodPort:
     """Forwards connections while entered; answers 502 with the reason if that fails.
 
     Args:
-        cluster: Where the pod is.
-        pod: Its name.
         port: The port in it; that may be on its loopback.
         path: Of the Unix socket; None for a TCP port on loopback, which every user of this machine
             may connect to.
@@ -51,7 +49,6 @@ class PodPort:
         self._opening: set[threading.Thread] = set()
 
     def __enter__(self) -> Self:
-        """Begin to listen."""
         self._listener.bind((LOOPBACK, 0) if self._path is None else str(self._path))
         self._listener.listen(MAX_STREAMS)
         self._listener.settimeout(POLL_S)

@@ -103,8 +103,6 @@ class PodWays:
     """Forwards the services of a namespace, each to a socket in a private directory, until closed.
 
     Args:
-        settings: Which cluster, namespace and release.
-        kinds: Kinds of services to forward.
         takes_given_token: Whether the token in the settings may be sent to these pods. Otherwise
             each gets only the operator's token of the Secret in its own namespace.
 
@@ -135,7 +133,6 @@ class PodWays:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all of them."""
         self._open.close()
 
     def nothing_found(self) -> str:
