@@ -195,7 +195,7 @@ def tenant_for(caller: Principal, asked: str | None) -> str:
 
     Raises:
         PermissionDeniedError: It is not the caller's, and the caller's token lacks the role
-        `admin`.
+            `admin`.
     """
     if asked is None or asked == caller.tenant:
         return caller.tenant

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 class LookupSettings(RedisSettings):
     """Options of `lmcache-lookup`, apart from those that say where Redis is; variables are
-    `LMCACHE_LOOKUP_…`. The index lies in Redis.
+    `LMCACHE_LOOKUP_…`. The index lies in Redis if `redis_url` is set, else in this process.
     """
 
     about = (

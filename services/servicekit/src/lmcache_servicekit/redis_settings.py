@@ -52,7 +52,7 @@ class RedisUrl:
 
         Raises:
             ConfigError: It cannot be read. The message does not repeat it: it may contain a
-            password.
+                password.
         """
         try:
             scheme, path = urlsplit(text).scheme, urlsplit(text).path.strip("/")

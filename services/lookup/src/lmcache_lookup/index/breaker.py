@@ -60,7 +60,7 @@ class IndexBreaker:
 
         Args:
             write: Kind of write, if `ping` must fail after a refusal until a write of this kind
-            succeeds.
+                succeeds.
 
         Raises:
             UnavailableError: It failed, or calls are stopped.

@@ -125,7 +125,6 @@ class EmbeddedIndex(LookupIndex):
 
     @override
     async def close(self) -> None:
-        """Forget everything."""
         self._leases.clear()
         self._tenants.clear()
         self._cleared.clear()

@@ -174,7 +174,7 @@ class LiveTable:
     Attributes:
         by_identity: (instance number, incarnation) -> instance.
         stale_at: When the first of the leases ends unless renewed: the table must be read again
-        then.
+            then.
     """
 
     version: bytes

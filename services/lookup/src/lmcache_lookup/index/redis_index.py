@@ -124,7 +124,6 @@ class RedisIndex(LookupIndex):
 
     @override
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
     @override

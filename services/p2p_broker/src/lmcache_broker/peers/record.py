@@ -19,7 +19,7 @@ class PeerRecord:
         drain: Progress of its drain, if it reports one.
         figures: Its counters, if it reports any.
         pulls: Pulls that this broker has granted: id -> expiry of the ticket. `PullBook` maintains
-        them.
+            them.
         shared_pulls: Unfinished pulls that all brokers together have granted; None: unknown.
         heard_s: When this broker last received its heartbeat.
     """

@@ -56,7 +56,7 @@ def choose(
     Args:
         find: Returns the live peer with an id that is visible to the requester.
         max_pulls: Pulls that a peer serves at a time; its pressure is pulls over this, plus its
-        load.
+            load.
         requester: The instance that will pull; never chosen itself.
         wanted: Possible holders of each chunk, by chunk id. Unknown holders are ignored.
         now_s: Seconds, monotonic.

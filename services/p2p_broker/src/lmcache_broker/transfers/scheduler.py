@@ -120,7 +120,7 @@ class TransferScheduler:
 
         Args:
             principal: The caller. Its tenant goes into the tickets; peers visible to it may serve
-            it.
+                it.
             requester: The instance that will pull; never chosen itself.
             wanted: Possible holders of each chunk, by chunk id. Unknown ids are ignored.
             wait_ms: How long to wait for a holder if no chunk can be assigned because all are busy.
