@@ -128,7 +128,6 @@ class PromptQuality:
         full_loss_nats: Loss of the text after full recompute.
         blended_loss_nats: Loss after blending.
         num_reused: Tokens of the prompt that were retrieved.
-        num_prompt_tokens: Tokens of the prompt.
     """
 
     num_tokens: int

@@ -30,8 +30,6 @@ class Generation:
     """The result of one greedy generation.
 
     Attributes:
-        tokens: Generated token ids.
-        num_prompt_tokens: Length of the prompt.
         num_reused_tokens: Tokens of the prompt that were not computed.
         time_to_first_token_s: From the call until the first token was chosen, seconds.
         is_blended: Whether reused KV was computed at other positions; the answer then approximates
@@ -58,7 +56,6 @@ class CachedCausalLM:
             everything.
         separator: Token ids that end each document of a prompt, `[num_tokens]`; for an engine with
             `enable_blending`.
-        owns_engine: Whether `close` closes the engine too.
         watched: The model as it was looked at for the engine's metadata; by default it is looked at
             here, which reads its weights again unless the engine has a revision of them.
 
@@ -228,7 +225,6 @@ class CachedCausalLM:
     def _decode(
         self, tokens: list[int], cache: DynamicCache, max_new_tokens: int, ends: frozenset[int]
     ) -> None:
-        """Append generated tokens to the first."""
         while len(tokens) < max_new_tokens and tokens[-1] not in ends:
             last = torch.tensor(tokens[-1:], device=self._model.device)
             tokens.append(int(self._forward(last, cache).argmax()))
@@ -331,13 +327,11 @@ class CachedCausalLM:
             return _Look(known, engine.metadata)
 
     def _is_still(self, look: _Look) -> bool:
-        """Return whether neither the model nor the engine's name for it has changed."""
         assert self._engine is not None
         assert self._watched is not None
         return self._engine.metadata is look.metadata and self._watched.is_still(look.known)
 
     def _is_certified(self, metadata: LMCacheEngineMetadata) -> bool:
-        """Return whether the model is the one whose certificate was read."""
         return metadata.revision == self._blended_revision
 
     def _save_decoded(
@@ -402,7 +396,6 @@ class _Look:
     """What one call saw of the model.
 
     Attributes:
-        known: The model.
         metadata: The engine's, which name KV by it. Renamed, the engine has others.
     """
 
@@ -411,7 +404,6 @@ class _Look:
 
 
 def _token_ids(name: str, value: Any) -> torch.Tensor:
-    """Return an argument's token ids."""
     ids = _as_tensor(value)
     # Without a number in it, a list has torch's default dtype.
     if ids is None or (ids.numel() and not _is_integral(ids)):

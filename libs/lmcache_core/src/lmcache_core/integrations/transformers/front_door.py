@@ -53,7 +53,6 @@ def open(
             `CachedCausalLM`.
         memory_gb: Host memory for chunks, taken at once; ignored with a sidecar.
         disk: Directory for chunks, a path or a `file://` URL; none: no disk.
-        disk_gb: Room for them.
         remote: URL of the remote tier, such as `lm://host:65432`; none: nothing is shared.
         sidecar: Unix socket of the pod's sidecar, whose tiers then replace all of these.
         name: Name under which the model's KV is shared; by default that of the repository or
@@ -102,7 +101,6 @@ def open(
 
 
 def _in_own_names(text: str) -> str:
-    """Return an error of the config with the names that the caller of `open` used."""
     for option, parameter in _OWN_NAMES.items():
         text = text.replace(f"{option}=", f"{parameter}=")
     return text

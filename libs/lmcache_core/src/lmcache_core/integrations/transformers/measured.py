@@ -35,11 +35,8 @@ class MeasuredKV:
 
     Attributes:
         num_layers: Layers, all of which keep KV.
-        num_heads: KV heads of each.
         key_size: Elements of a head's key.
         value_size: Elements of a head's value: other than of its key with latent attention.
-        dtype: Of keys and values.
-        device: Where they lie.
     """
 
     num_layers: int
@@ -132,7 +129,6 @@ def cache_of(
     them layer by layer.
 
     Args:
-        model: The model that is to use it.
         layers: K and V of each layer, `[1, num_heads, num_tokens, head_size]`; none: an empty
             cache.
     """
@@ -289,11 +285,7 @@ def _sides(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _check_layers(model: PreTrainedModel) -> None:
-    """Refuse layers that forget tokens, or keep something that is not theirs alone.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Refuse layers that forget tokens, or keep something that is not theirs alone."""
     kinds = [type(layer) for layer in cache_of(model, []).layers]
     others = [f"{i}: {kind.__name__}" for i, kind in enumerate(kinds) if kind is not DynamicLayer]
     if others:
@@ -334,11 +326,7 @@ def _differences(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _check_rotation(model: PreTrainedModel) -> None:
-    """Refuse rotation that depends on the length of a prompt.
-
-    Raises:
-        ValueError: It does, or it may.
-    """
+    """Refuse rotation that depends on the length of a prompt."""
     config = model.config.get_text_config(decoder=True)
     declared = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     # Of the decoder alone: an encoder of images turns by places in an image.
@@ -364,11 +352,7 @@ def _check_rotation(model: PreTrainedModel) -> None:
 
 
 def _check_table(module: Any, lengths: Sequence[int]) -> None:
-    """Compare how a rotary module turns the first tokens of a short prompt and of longer ones.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """Compare how a rotary module turns the first tokens of a short prompt and of longer ones."""
     kinds = getattr(module, "rope_type", None)
     first = torch.arange(PREFIX_TOKENS, device=next(iter(module.buffers()), torch.empty(0)).device)
     x = torch.empty(1, 1, 1, device=first.device)

@@ -74,7 +74,6 @@ class KnownModel:
     Attributes:
         mark: What it was recognized by.
         revision: Names its weights, its options and its state.
-        kv: The KV that it keeps.
     """
 
     mark: ModelMark
@@ -317,11 +316,7 @@ def _plain(value: object, path: str, tensors: list[_Named]) -> object:
 
 
 def _check_hooks(where: str, hooks: Iterable[object]) -> None:
-    """Refuse what may change any output in a way that cannot be told.
-
-    Raises:
-        Unsupported: There is such a hook.
-    """
+    """Refuse what may change any output in a way that cannot be told."""
     for hook in hooks:
         source = str(getattr(hook, "__module__", type(hook).__module__))
         if not source.startswith(_HARMLESS_HOOKS):

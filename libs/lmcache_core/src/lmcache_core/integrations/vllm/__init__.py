@@ -57,9 +57,6 @@ def append_missing(folder: Path = BUNDLED) -> bool:
     vLLM's images contain torch, numpy and msgspec, but not always xxhash. Installed packages take
     precedence.
 
-    Args:
-        folder: Folder of the bundled packages.
-
     Returns:
         Whether the search path has changed: False if nothing is missing, if nothing is bundled for
             this Python, and on repeated calls.

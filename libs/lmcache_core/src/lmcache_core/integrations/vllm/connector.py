@@ -73,11 +73,6 @@ if HAS_TRANSFER_RESULTS:
 class LMCacheConnector(*BASES):  # type: ignore[misc]
     """See the package's documentation and `docs/vllm.md`.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        role: Scheduler or worker.
-        kv_cache_config: vLLM's cache groups.
-
     Raises:
         ConfigError: An option is wrong.
         ValueError: A chunk would not be whole blocks.
@@ -244,7 +239,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         return extra.get(PREFIX + "kv_cache_layout") or extra.get("kv_cache_layout")
 
     def _ask(self, name: str, call: Callable[[SchedulerSide], T], otherwise: T) -> T:
-        """Return the answer of the scheduler's side; `otherwise` if it fails or does not exist."""
         if self._scheduler is not None:
             with self._guard(name):
                 return call(self._scheduler)

@@ -49,7 +49,6 @@ def file_digests(files: Sequence[Path], lock_wait_s: float | None = None) -> lis
     directory (`$XDG_CACHE_HOME/lmcache`, or `~/.cache/lmcache`) that no other user can write to.
 
     Args:
-        files: The files.
         lock_wait_s: How long to wait for another process that is reading them before reading them
             here, too; by default `MAX_LOCK_WAIT_S`.
 

@@ -26,8 +26,6 @@ def fitting_connector(module: str, name: str, least: Release) -> Any:
 
     Args:
         module: Module of ours; it imports vLLM.
-        name: The class in it.
-        least: The least release of vLLM that it is for.
 
     Raises:
         ImportError: There is no vLLM, or one that has no connectors at all.
@@ -70,7 +68,6 @@ def misfit(connector: Any) -> str:
 
 
 def _refusal(function: Any, positional: list[Any], *keywords: str) -> str:
-    """Return why a function cannot be called so, "" if it can."""
     try:
         inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
     except TypeError as exc:

@@ -41,12 +41,10 @@ class CacheGroup:
         block_size: Tokens in a block.
         window: Tokens that its layers attend to, the current one included; None: all. Of local
             attention, tokens of a section, which attend to that section alone.
-        layers: Names of its layers.
         spec: vLLM's description of the first layer, the only one in the scheduler's process.
         specs: In a worker, vLLM's description of each of these layers.
         retained: Tokens before the window whose KV vLLM keeps (it may recompute them for draft
             models).
-        is_local: Attention is local.
         is_state: A block holds the state after all tokens up to its last one, instead of the KV of
             its tokens.
     """
@@ -87,9 +85,6 @@ class CacheGroup:
 
 def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
     """Return the groups of a model.
-
-    Args:
-        kv_cache_config: vLLM's `KVCacheConfig`.
 
     Raises:
         LayoutError: A group is of another kind, or there are more than `MAX_GROUPS`: such a model

@@ -79,10 +79,6 @@ def identity_of(
     """Describe the KV of an engine.
 
     Args:
-        vllm_config: vLLM's configuration.
-        kv_cache_config: vLLM's cache groups.
-        groups: The groups that are cached.
-        options: Options.
         release: vLLM's version and the type of GPU.
         variables: The environment variables that vLLM knows and that are set.
         is_worker: Leave the weights out: only the scheduler's side names chunks, so that one
@@ -174,9 +170,6 @@ def contents_fingerprint(vllm_config: Any) -> str | None:
     If vLLM caches neither prompts nor contents, it just numbers the contents. Every process counts
     from one, so another picture has the same number elsewhere.
 
-    Args:
-        vllm_config: vLLM's configuration.
-
     Returns:
         "" for a model that takes only text.
     """
@@ -204,7 +197,6 @@ def revision_text(vllm_config: Any, revision: str | None, variables: Mapping[str
     used.
 
     Args:
-        vllm_config: vLLM's configuration.
         revision: The name that a user gives the weights; None: that of their content.
         variables: The environment variables that vLLM knows and that are set.
 

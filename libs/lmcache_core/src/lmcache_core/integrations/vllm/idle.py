@@ -28,7 +28,6 @@ class IdleConnector(*BASES):  # type: ignore[misc]
     Args:
         given: What vLLM passes; releases before 0.12 pass no cache groups.
         kv_cache_config: vLLM's cache groups; it looks for the name.
-        more: The rest of what it passes.
     """
 
     def __init__(self, *given: Any, kv_cache_config: Any = None, **more: Any) -> None:

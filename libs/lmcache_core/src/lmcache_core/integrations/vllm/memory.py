@@ -61,9 +61,7 @@ def memory_of(
     from an engine that differs there is a miss.
 
     Args:
-        group: The group.
         tensors: The tensor of each layer, by name.
-        num_blocks: Blocks in each.
         mode: "blocks" or "tokens", see `ConnectorOptions.layout`; recurrent state is always moved
             as blocks.
         backends: The attention backends that vLLM has chosen for its layers.
@@ -99,7 +97,6 @@ def create_scales(vllm_config: Any, layers: Iterable[str]) -> None:
     first writes to a layer, in all blocks: it would overwrite those of blocks loaded before.
 
     Args:
-        vllm_config: vLLM's configuration.
         layers: Names of the layers, whose KV memory is allocated and not yet in use.
 
     Raises:
@@ -201,9 +198,7 @@ def _name_of(group: CacheGroup, number: int, members: Sequence[int], inside: str
     identifies them.
 
     Args:
-        group: The group.
         number: Counts these parts of a group.
-        members: The layers.
         inside: What determines the inside of their blocks, as far as only a worker knows it.
     """
     facts = [(i, described(group.specs[i])) for i in members]

@@ -33,7 +33,6 @@ class ConnectorOptions:
     """Options, checked.
 
     Attributes:
-        engine: Options of the cache.
         layout: Content of a chunk: "tokens", so that engines with other layouts can use it; or
             "blocks", vLLM's blocks unchanged, for backends with packed blocks.
         kv_cache_layout: Layout to request from vLLM, in its terms; None: vLLM's choice.

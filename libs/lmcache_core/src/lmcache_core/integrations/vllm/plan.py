@@ -48,7 +48,6 @@ class Load:
     `finished_recving`.
 
     Attributes:
-        request_id: The request.
         begin: First token that vLLM does not have.
         end: One past the last token that vLLM was promised.
         runs: The chunks that overlap `[begin, end)`, one run for each group.
@@ -64,12 +63,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """Chunks that are complete in vLLM's blocks once this step's forward pass has run.
-
-    Attributes:
-        request_id: The request.
-        runs: The chunks.
-    """
+    """Chunks that are complete in vLLM's blocks once this step's forward pass has run."""
 
     request_id: str
     runs: tuple[ChunkRun, ...]
@@ -80,10 +74,7 @@ class StepPlan:
     """Everything a worker does in one step.
 
     Attributes:
-        loads: Loads to start.
-        stores: Chunks to store after the forward pass.
         waits_for_loads: All requests wait for loads: nothing is computed until one of them ends.
-        recompute_s: As in `Load`.
         step: The step's number, reported when it has ended; 0: not reported.
         held: Requests that have finished, and whose blocks vLLM keeps until every worker has named
             them in `finished_sending`.

@@ -19,13 +19,7 @@ class StorePlanner:
     """Follows vLLM's block tables from step to step, and finds the chunks that are complete.
 
     Args:
-        options: Options.
-        groups: The cache groups.
         states: The requests by id; kept by their owner.
-        namer: Names their chunks.
-
-    Attributes:
-        provenance: Tells of which requests the KV is known to be right.
     """
 
     def __init__(

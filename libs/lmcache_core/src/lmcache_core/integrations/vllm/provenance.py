@@ -31,8 +31,6 @@ class Provenance:
     """Follows where the content of vLLM's blocks comes from.
 
     Args:
-        groups: The cache groups.
-        chunk_size: Tokens in a chunk.
         states: The requests by id; kept by their owner.
         namer: Knows the weights that requests are computed with.
     """

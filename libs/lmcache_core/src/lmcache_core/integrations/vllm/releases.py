@@ -26,7 +26,6 @@ def too_old(version: str, least: Release = LEAST) -> str:
 
     Args:
         version: A version or an image's tag; what follows the numbers does not count.
-        least: The least release that will do.
     """
     found = _RELEASE.match(version)
     if found is None:

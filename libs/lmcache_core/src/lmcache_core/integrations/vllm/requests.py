@@ -34,11 +34,9 @@ class ChunkNames:
     Args:
         root: Root of the chain, 32 bytes.
         chunk_size: Tokens in a chunk; a shorter remainder has no name.
-        spans: Multimodal contents of placeholder tokens.
 
     Attributes:
         hashes: The hashes of all whole chunks, packed.
-        num_chunks: Number of whole chunks.
     """
 
     def __init__(self, root: bytes, chunk_size: int, spans: Sequence[MultimodalSpan] = ()) -> None:
@@ -85,8 +83,6 @@ class RequestState:
 
     Attributes:
         request: vLLM's own object.
-        groups: The cache groups.
-        chunk_size: Tokens in a chunk.
         names: Names of its chunks; None while unknown.
         names_version: Version of the roots and length of the prompt when it was named.
         adapter: Name of its adapter at that time; "" without one.
@@ -100,7 +96,6 @@ class RequestState:
         asked_at: When the store was asked for the pending offer. Seconds, monotonic.
         polled_at: When the store was last asked.
         load: `[begin, end)` tokens to load in the next step.
-        is_loading: A load is underway.
         promised: The load that is underway, as it was planned.
         loaded_end: One past the last token that it can still bring: less if it has failed.
         gave_up: A load failed, or was another connector's: nothing more is loaded for it.
@@ -246,13 +241,6 @@ class RequestState:
 class RequestNamer:
     """Names the chunks of requests: by tokens, contents and adapter, by the tenant's salt and the
     request's own.
-
-    Args:
-        identity: Describes the KV.
-        chunk_size: Tokens in a chunk.
-
-    Attributes:
-        adapters: Names of adapters.
     """
 
     def __init__(self, identity: KVIdentity, chunk_size: int) -> None:
@@ -351,7 +339,6 @@ def spans_of(request: Any, contents: str | None = "") -> list[MultimodalSpan] | 
     the request cannot be cached.
 
     Args:
-        request: vLLM's request.
         contents: `KVIdentity.contents`.
     """
     spans = []

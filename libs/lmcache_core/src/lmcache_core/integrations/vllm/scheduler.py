@@ -58,14 +58,10 @@ class SchedulerSide:
     """Answers vLLM's scheduler. Called by one thread.
 
     Args:
-        options: Options.
-        groups: The cache groups.
-        identity: Describes the KV.
         store: The chunk store; opened and closed by its owner.
         namer: Names chunks; gets the salt as soon as the store knows it.
 
     Attributes:
-        stores: Plans what is stored after each step.
         step: Number of the last planned step if its duration measures prefill, else 0.
     """
 
@@ -189,7 +185,6 @@ class SchedulerSide:
 
         Args:
             output: vLLM's `SchedulerOutput`.
-            loads: The step's loads.
         """
         for request_id in output.num_scheduled_tokens:
             state = self._states.get(request_id)
@@ -348,14 +343,7 @@ class SchedulerSide:
 
 
 class Offers:
-    """Asks the store what can be loaded. Never waits for a tier.
-
-    Args:
-        store: The chunk store.
-        identity: Describes the KV.
-        groups: The cache groups.
-        chunk_size: Tokens in a chunk.
-    """
+    """Asks the store what can be loaded. Never waits for a tier."""
 
     def __init__(
         self, store: ChunkStore, identity: KVIdentity, groups: Sequence[CacheGroup], chunk_size: int
@@ -499,7 +487,6 @@ class Offers:
         """Return the longest prefix of up to `num_chunks` that may be available.
 
         Args:
-            num_chunks: Limit.
             asked: Windowed groups, and the first chunk asked about in each.
             tiers: Where each chunk from that one on is, by group.
         """
@@ -541,6 +528,5 @@ class _Bound:
     num_searched: int = 1
 
     def offer(self, num_chunks: int) -> Offer:
-        """Return the offer of that many chunks."""
         origins = self.origins or bytes([StagedFrom.HOT]) * num_chunks
         return Offer(num_chunks, origins[:num_chunks])

@@ -25,8 +25,6 @@ class PendingStore:
     """A store that has not ended.
 
     Attributes:
-        store: What to store.
-        num_bytes: Size of its chunks.
         recompute_s: Cost of computing one chunk; 0: unknown.
         computed: The end of the step that computes them, on a device with streams.
         read: What ends when its blocks have been read, on a device with streams; None until all

@@ -38,7 +38,6 @@ class OpenStore:
     """An open chunk store, for one side of one engine.
 
     Attributes:
-        store: The store.
         is_alone: It is inside vLLM, and no other side of the engine uses it in this process.
         closing: Closes it; None once it is closed.
     """
@@ -66,9 +65,6 @@ def open_store(
     Args:
         client: How this side identifies itself to the sidecar; tiers inside vLLM are shared by the
             sides of its engine in one process.
-        config: Options.
-        metadata: Describes the KV.
-        counters: Counters for misses.
         on_salt: Called with the tenant's salt, now and whenever it changes.
     """
     if config.sidecar_socket is not None:

@@ -87,11 +87,6 @@ class LMCacheOffloadingConnector(OffloadingConnector):
 
     An engine whose KV cannot be shared is served by vLLM's host memory alone, and the log says why.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        role: Scheduler or worker.
-        kv_cache_config: vLLM's cache groups.
-
     Raises:
         ConfigError: No `LMCacheTier` is configured.
     """
@@ -131,14 +126,9 @@ class LMCacheTier(SecondaryTierManager):
     neither shares nor finds earlier KV until it restarts.
 
     Args:
-        offloading_spec: vLLM's offloading configuration.
         primary_kv_view: vLLM's host memory, `[num_chunks, chunk_bytes]` of bytes.
-        tier_type: vLLM's name of this tier.
-        sidecar_socket: The sidecar's socket.
         identity: Text that differs if equal tokens have other KV. `LMCacheOffloadingConnector`
             makes it of what is given here, or of the weights, and of vLLM's settings.
-        timeout_s: Longest wait for the sidecar's tiers.
-        backpressure_detector: vLLM's, if configured.
 
     Raises:
         ConfigError: An option is missing or invalid.
@@ -346,9 +336,6 @@ class LMCacheTier(SecondaryTierManager):
 class _Access:
     """The permission of running jobs to touch vLLM's memory and to report. Once it has ended, vLLM
     uses the memory for something else.
-
-    Args:
-        finished: Receives the results of jobs.
     """
 
     def __init__(self, finished: queue.SimpleQueue[JobResult]) -> None:
@@ -410,9 +397,6 @@ class _Answer:
 class _Lookups:
     """Asks which chunks there are, in a thread of its own; requests share the answers. vLLM's
     `AsyncLookupManager` takes more than twice the time in the scheduler's thread.
-
-    Args:
-        present: Returns whether each of these chunks is there.
     """
 
     def __init__(self, present: Callable[[Sequence[bytes]], list[bool]]) -> None:
@@ -449,7 +433,6 @@ class _Lookups:
                 self._answers[key].result = LookupResult.MISS
 
     def forget(self, request_id: str) -> None:
-        """Forget answers that only this request has asked for."""
         for key, answer in self._of_requests.pop(request_id, {}).items():
             answer.num_requests -= 1
             if not answer.num_requests:

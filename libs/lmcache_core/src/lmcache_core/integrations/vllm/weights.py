@@ -47,7 +47,6 @@ def model_fingerprint(
 
     Args:
         model: Folder of the model, or its only file, or its name on a hub.
-        revision: Its revision, if one was requested.
         hf_config: Its `transformers` configuration; None if it does not come from the same place as
             the weights.
         download_dir: vLLM's download directory; None: the hub library's.
@@ -94,7 +93,7 @@ def adapter_fingerprint(folder: Path) -> str:
 
 
 def adapter_version(folder: Path) -> FileVersions:
-    """Return text that changes when an adapter's files may have changed; cheap enough for every
+    """Return a value that changes when an adapter's files may have changed; cheap enough for every
     request.
     """
     stats = [(file.name, file.stat()) for file in _files(folder)]

@@ -60,7 +60,6 @@ class LoadResult:
     """The outcome of a load.
 
     Attributes:
-        request_id: The request.
         bad_blocks: vLLM's blocks without the expected content.
         first_bad: The first token that was not loaded; None if all were.
     """
@@ -75,10 +74,6 @@ class _GroupTransfer:
     """The path of one cache group between vLLM and the store.
 
     Attributes:
-        group: The group.
-        memory: vLLM's tensors.
-        connector: Copies from and to the tensors.
-        transfer: Copies through `connector` from and to the store.
         lane: The common part of the keys of its chunks on this worker.
         units: Slots in a chunk.
     """
@@ -92,7 +87,6 @@ class _GroupTransfer:
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk."""
         return self.memory.layout.num_bytes(self.units)
 
     def named(self, run: ChunkRun) -> list[NamedChunk]:
@@ -174,12 +168,8 @@ class WorkerSide:
     a fourth.
 
     Args:
-        options: Options.
-        groups: The cache groups.
-        identity: Describes the KV.
         rank: This worker's rank among all workers of the engine.
         store: The chunk store; opened and closed by its owner.
-        counters: Counters.
         guard: Catches every exception that must not reach vLLM.
         is_told_late: vLLM writes to the blocks of a step before it calls `before_overwriting`.
         has_neighbours: Whether vLLM has other connectors, too. Their loads may write to blocks
@@ -235,8 +225,6 @@ class WorkerSide:
 
         Args:
             kv_caches: The tensor of each layer, by name; not in use yet.
-            num_blocks: Blocks in each.
-            backends_of: Names the attention backends of layers.
 
         Raises:
             LayoutError: They do not match vLLM's description, or the pattern came back changed.
@@ -448,7 +436,6 @@ class WorkerSide:
         return end
 
     def _is_wanted(self, run: ChunkRun, pending: PendingStore) -> bool:
-        """Return whether storing a run takes no longer than it is worth, as far as is known."""
         patience = STORE_PATIENCE / STORE_QUESTIONS
         saving_s = pending.recompute_s * run.num_chunks * patience
         return not pending.is_given_up and self._store.is_worth(saving_s)
@@ -456,7 +443,6 @@ class WorkerSide:
     def _begin_run(
         self, run: ChunkRun, computed: torch.cuda.Event | None
     ) -> tuple[KVTransfer, BegunStore]:
-        """Launch the copies of one group's chunks, behind `computed`."""
         lane = self._transfers[run.group]
         named = lane.named(run)
         arguments = lane.arguments(run, named[0][0], named[-1][1], computed)
