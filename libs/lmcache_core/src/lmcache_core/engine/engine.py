@@ -45,12 +45,8 @@ class LMCacheEngine:
     `LMCacheEngineBuilder.get_or_create` returns it opened. Thread-safe.
 
     Args:
-        config: Options.
-        metadata: Describes the KV: model, shapes, dtype, ranks.
         memory_allocator: Host memory for chunks in embedded mode; None with a sidecar, whose arena
             is used.
-        token_database: Names chunks.
-        gpu_connector: Copies between the serving engine's KV and memory objects.
         store: The chunk store; by default the one that the config selects (embedded tiers or the
             sidecar).
     """
@@ -304,7 +300,6 @@ class LMCacheEngine:
     def _named(
         self, tokens: torch.Tensor, mask: torch.Tensor | None, spans: Sequence[MultimodalSpan]
     ) -> list[NamedChunk]:
-        """Return the chunks of these tokens."""
         # A token database need not have the parameter `spans` if there are none.
         more = (spans,) if spans else ()
         return list(self._token_database.process_tokens(tokens, mask, *more))

@@ -61,10 +61,7 @@ def create_chunk_store(
     """Return the chunk store that the config selects; not opened.
 
     Args:
-        config: Options.
-        metadata: Describes the KV.
         memory_allocator: Host memory for chunks; only in embedded mode.
-        counters: Counters for misses.
         workers: Threads for digests.
         client: How this process identifies itself to the sidecar; by default as a separate engine.
 
@@ -123,7 +120,6 @@ def _sidecar_store(
     hello = engine_hello(engine, [*on_device, *largest, *decodes])
 
     def describe(salt: str) -> Describe:
-        """Return how this engine names chunks, once the salt is known."""
         root = identity_root(metadata, salt)
         fmt, model_name, world_size = metadata.fmt, metadata.model_name, metadata.world_size
         return Describe(fmt, model_name, world_size, config.chunk_size, root, client.groups)
@@ -144,7 +140,6 @@ class TracedChunkStore:
     id for the logs of every component involved. A trace begins here.
 
     Args:
-        store: The store to trace.
         tracer: Receives the spans; closed with the store.
     """
 

@@ -99,10 +99,6 @@ class KVTransfer:
     """Fills chunks from the serving engine and the serving engine from chunks.
 
     Args:
-        store: The chunk store.
-        gpu_connector: Copies between the serving engine's KV and memory objects.
-        metadata: Describes the KV.
-        counters: Counters for chunks.
         workers: Threads for copies in host memory, and for digests.
         unit_tokens: Tokens per unit of the connector: more than 1 if it moves whole blocks.
         decoder: Decodes records on the device of the serving engine's KV; None: only raw chunks are
@@ -184,7 +180,6 @@ class KVTransfer:
         """Publish the chunks of a store once their copies have ended.
 
         Args:
-            begun: The store.
             is_intact: False: the serving engine may have overwritten what was copied, and nothing
                 is published.
 
