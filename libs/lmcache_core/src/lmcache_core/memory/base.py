@@ -47,7 +47,6 @@ class MemoryObjMetadata:
         address: Offset in the arena, bytes.
         phy_size: Bytes taken from the arena, alignment included.
         ref_count: References held; at zero the memory is freed.
-        fmt: How to interpret the bytes.
     """
 
     shape: Sequence[int]

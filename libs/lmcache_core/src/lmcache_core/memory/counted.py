@@ -30,7 +30,6 @@ class Room(Protocol):
 
     Attributes:
         capacity: Total bytes.
-        used_bytes: Bytes taken.
     """
 
     capacity: int
@@ -55,7 +54,6 @@ class CountedMemoryObj(MemoryObj):
 
     Args:
         view: Its bytes, as many as the metadata state.
-        metadata: Describes the content.
         allocator: Frees it; without one the memory belongs to the garbage collector and the count
             is always 1.
     """

@@ -45,7 +45,6 @@ class SharedArena:
     """A mapped arena file.
 
     Attributes:
-        path: The file.
         size: Size in bytes.
         generation: Random id of the sidecar's start that it belongs to.
         load_view: Read-only bytes of the whole file.

@@ -40,7 +40,6 @@ class TensorMemoryObj(CountedMemoryObj):
     Args:
         raw_data: uint8, flat, at least `metadata.get_size()` elements, on any device; or exactly
             its bytes in host memory.
-        metadata: Describes the content.
         allocator: Frees it; without one the tensor belongs to the garbage collector.
     """
 
@@ -151,9 +150,6 @@ class PinMemoryAllocator(HostMemoryAllocator):
 
     Args:
         size: Bytes.
-
-    Attributes:
-        is_pinned: Whether the pages are pinned.
 
     Raises:
         ValueError: The size is negative.
@@ -322,7 +318,6 @@ def _take_pending_error() -> int | None:
 
 
 def _loaded_runtimes() -> list[str]:
-    """Return the paths of the CUDA runtime libraries that this process has mapped."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text().splitlines()
         paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line}
