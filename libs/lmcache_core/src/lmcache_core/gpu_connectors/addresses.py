@@ -20,12 +20,6 @@ from lmcache_core.gpu_connectors.binding import Binding
 class Addresses:
     """The slots of tokens `[begin, end)` in the pages of each group, checked. Create them with
     `Addresses.of`.
-
-    Attributes:
-        binding: The pages.
-        begin: First token.
-        end: One past the last token.
-        slots: Slots in each group.
     """
 
     binding: Binding
@@ -38,10 +32,7 @@ class Addresses:
         """Check slots against the pages.
 
         Args:
-            binding: The pages.
             slot_mapping: As `PagedGPUConnector` takes it.
-            begin: First token.
-            end: One past the last token.
 
         Raises:
             ValueError: There is no slot mapping.
@@ -87,7 +78,6 @@ class Addresses:
             start: The chunk's first token.
             end: One past its last token.
             wanted: The same for the tokens to copy, which were checked.
-            writes_pages: Whether the pages are written.
 
         Raises:
             LayoutError: Some tokens were not checked, or the chunk does not fit.

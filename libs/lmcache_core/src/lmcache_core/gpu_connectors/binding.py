@@ -20,7 +20,6 @@ class Binding:
     """A layout and the pages of its groups.
 
     Attributes:
-        layout: Content of a memory object.
         pages: Pages of each group, in the order of the groups; all on one device.
     """
 
@@ -45,7 +44,6 @@ def bind_declared(layout: KVLayout, kvcaches: Any) -> Binding:
     """Match tensors with a declared layout.
 
     Args:
-        layout: The declared layout.
         kvcaches: The tensors (or pairs) of each layer, group after group; or by layer name, as in
             `LayerGroup.layers`, or in that order if the groups name no layers.
 
@@ -69,7 +67,6 @@ def bind_pairs(num_layers: int, hidden_size: int, kvcaches: Any) -> Binding:
     taken from the tensors.
 
     Args:
-        num_layers: Required number of layers.
         hidden_size: Required num_heads * head_size.
         kvcaches: For each layer a pair (K, V) or one tensor `[2, …]`; K and V are `[num_blocks,
             block_size, num_heads, head_size]`.
@@ -113,7 +110,6 @@ def layers_of(layout: KVLayout, kvcaches: Any) -> list[Any]:
     """Return the tensor (or pair) of each layer, group after group.
 
     Args:
-        layout: States the number and names of the layers.
         kvcaches: In that order; or by layer name.
 
     Raises:
@@ -142,7 +138,6 @@ def layer_sides(group: LayerGroup, layer: Any, name: str) -> tuple[torch.Tensor,
     head_size]`.
 
     Args:
-        group: The declared layout of the layer.
         layer: Its tensor, or pair.
         name: Name of the layer in errors.
 

@@ -62,7 +62,6 @@ def run_canary(
     there are at least four blocks for each group.
 
     Args:
-        connector: The connector under test.
         kvcaches: The argument that it will get in service.
         engine: Checks it. Its layout states what a memory object must contain.
         transport: Stores the memory object and loads it again. Borrows its argument; its result is

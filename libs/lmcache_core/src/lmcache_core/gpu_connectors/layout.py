@@ -51,7 +51,6 @@ class LayerGroup:
 
     Attributes:
         name: Name of the group in records; "" if it is the only one.
-        num_layers: Number of its layers.
         num_kv_heads: KV heads on this worker; 1 for a latent.
         head_size: Elements of a head; for a latent all its elements (rank and rotary part).
         dtype: A `torch.dtype` or its name; stored as the name.
@@ -123,7 +122,7 @@ class KVLayout:
 
     Attributes:
         groups: Its layer groups, each with a unique name, in the order in which a memory object
-        contains them.
+            contains them.
 
     Raises:
         LayoutError: There is no group, or two have the same name.

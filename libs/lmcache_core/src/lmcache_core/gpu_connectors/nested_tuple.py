@@ -23,7 +23,6 @@ class _CheckedKV:
 
     Args:
         kvcaches: The (K, V) tensors of every layer.
-        num_layers: Required number of layers.
         hidden_dim_size: Required num_heads * head_size.
 
     Raises:
@@ -63,11 +62,6 @@ class _CheckedKV:
         self._views: list[memoryview] | None = None
 
     def slices(self, start: int, end: int) -> list[torch.Tensor]:
-        """Return these tokens of each side.
-
-        Raises:
-            LayoutError: Some do not exist.
-        """
         if not 0 <= start <= end:
             raise LayoutError(f"[{start}, {end}) is not a range of tokens")
         if self.shape[0] < end:
@@ -98,7 +92,6 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
 
     Args:
         hidden_dim_size: num_heads * head_size on this worker.
-        num_layers: Number of layers.
     """
 
     reports_progress = True
@@ -209,7 +202,6 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
     def _slices(
         self, kv: _CheckedKV, memory_obj: MemoryObj, num_tokens: int, is_filled: bool
     ) -> Sequence[torch.Tensor]:
-        """Return each side in the memory object, checked."""
         check_format(memory_obj)
         blob = checked_tensor(memory_obj, self.get_shape(num_tokens), kv.dtype, is_filled)
         return blob.view(2 * self.num_layers, num_tokens, *kv.shape[1:]).unbind(0)
@@ -223,11 +215,7 @@ def _move(source: memoryview, target: memoryview) -> None:
 
 
 def _require_apart(sides: list[torch.Tensor]) -> None:
-    """Refuse to write to tensors that share memory, or to one whose elements do.
-
-    Raises:
-        LayoutError: The result would be ambiguous.
-    """
+    """Refuse to write to tensors that share memory, or to one whose elements do."""
     if sides[0].numel() == 0:
         return
     if len({side.data_ptr() for side in sides}) < len(sides):

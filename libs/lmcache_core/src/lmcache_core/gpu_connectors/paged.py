@@ -176,10 +176,6 @@ class PagedGPUConnector(PagedConnector):
     A memory object contains one group as `[sides, num_layers, num_tokens, hidden]`; several groups
     as one flat tensor, each group's blob at a multiple of 512 bytes (`tensor_specs`), with zeros
     between them. Its format is KV_BLOB in both cases.
-
-    Args:
-        layout: Layout of the engine's tensors.
-        staging_tokens: See `PagedConnector`.
     """
 
     def __init__(self, layout: KVLayout, staging_tokens: int = 0) -> None:
@@ -209,7 +205,6 @@ class VLLMPagedMemGPUConnector(PagedConnector):
 
     Args:
         hidden_dim_size: num_heads * head_size on this worker.
-        num_layers: Number of layers.
     """
 
     def __init__(self, hidden_dim_size: int, num_layers: int) -> None:
@@ -231,7 +226,6 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
 
     Args:
         hidden_dim_size: num_heads * head_size on this worker.
-        num_layers: Number of layers.
         use_gpu: Keep a staging buffer on the pages' device.
         **kwargs: Options of that buffer, ignored unless `use_gpu`: `chunk_size`, its size in tokens
             (longer chunks allocate), required; `dtype` and `device`, which must equal those of the

@@ -44,9 +44,6 @@ class StagingPair:
 
         Args:
             content: uint8, flat; None if it is decoded into the lent bytes.
-            binding: The pages.
-            num_tokens: Tokens in the content.
-            after: See above.
         """
         device, layout = binding.device, binding.layout
 
@@ -70,8 +67,6 @@ class StagingPair:
 
 
 class _Buffer:
-    """Bytes on a device, and a stream."""
-
     def __init__(self) -> None:
         self.bytes: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
