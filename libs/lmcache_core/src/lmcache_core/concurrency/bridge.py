@@ -77,10 +77,8 @@ class LoopThread:
         """Run `work` on the loop and wait for it.
 
         Args:
-            work: Coroutine to run.
-            timeout_s: Longest wait.
             discard: Releases what a result owns; called if the result comes too late for the
-            caller.
+                caller.
 
         Raises:
             UnavailableError: It did not end within `timeout_s` and has been cancelled, or the loop

@@ -23,7 +23,6 @@ def close_apart(close: Callable[[], None], wait_s: float) -> None:
 
     Args:
         close: Thread-safe and idempotent.
-        wait_s: Longest wait.
 
     Raises:
         BaseException: What `close` raised in time.

@@ -47,7 +47,6 @@ class StartedPool(ThreadPoolExecutor):
     is collected as garbage.
 
     Args:
-        num_threads: Number of threads.
         name: Prefix of their names.
 
     Attributes:
