@@ -23,7 +23,6 @@ def refuse_contradictions(config: LMCacheEngineConfig, options: Mapping[str, Opt
 
     Args:
         config: Config whose values are all valid.
-        options: All options.
 
     Raises:
         ConfigError: They do; the text names the options, their values and the fix, and no secret.

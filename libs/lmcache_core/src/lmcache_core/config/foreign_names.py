@@ -50,7 +50,6 @@ def in_our_names(
 
     Args:
         named: Values by our names and LMCache's.
-        options: All of our options.
         origin: Their source, for errors.
 
     Raises:

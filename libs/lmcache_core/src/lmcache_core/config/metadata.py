@@ -25,7 +25,6 @@ class LMCacheEngineMetadata:
     Attributes:
         model_name: Model, as named by the serving engine.
         world_size: Number of workers.
-        worker_id: This worker.
         fmt: KV format of the serving engine, "vllm" or "huggingface".
         kv_dtype: `torch.dtype` or its name.
         kv_shape: `(num_layers, 2, chunk_size, num_kv_heads, head_size)`; 1 instead of 2 if keys and

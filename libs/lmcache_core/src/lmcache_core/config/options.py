@@ -43,7 +43,6 @@ class Form:
     """A required form of a text.
 
     Attributes:
-        fits: Returns whether a text has it.
         wanted: Description of the form.
         advice: Returns what else helps with a text that does not have it, "" if nothing does.
     """
@@ -139,8 +138,6 @@ def option(
     """Return a dataclass field that is an option.
 
     Args:
-        group: See `Option`.
-        meaning: See `Option`.
         default: Omitted if `from_defaults` has it.
         sidecar: The sidecar's settings that replace it if a sidecar has the tiers.
         facts: Further attributes of `Option`.
@@ -302,7 +299,6 @@ def directory_of_url(url: str) -> str:
 
 
 def _is_file_name(text: str) -> bool:
-    """Return whether the file system's encoding can represent the text."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:

@@ -48,7 +48,6 @@ def values_of_environment(
 
     Args:
         variables: See `read_environment`.
-        options: All options.
 
     Raises:
         ConfigError: A variable names no option, or its text cannot be read.
@@ -75,7 +74,6 @@ def values_of_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
     Args:
         path: The file, at most `MAX_FILE_BYTES` long.
-        options: All options.
 
     Raises:
         ConfigError: As of `named_in_file`, or `in_our_names` refuses the content.
@@ -92,7 +90,6 @@ def named_in_file(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
     Args:
         path: The file, at most `MAX_FILE_BYTES` long.
-        options: All options.
 
     Raises:
         ConfigError: The file cannot be read, is not a mapping, or names something twice. The text
