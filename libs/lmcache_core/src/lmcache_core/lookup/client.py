@@ -111,7 +111,6 @@ class LookupClient:
 
         Args:
             chunk_ids: 16 bytes each, in order. Only the first 8192 are queried.
-            exclude: Instances to leave out.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
@@ -138,7 +137,6 @@ class LookupClient:
 
         Args:
             chunk_ids: 16 bytes each, at most 8192, in any order.
-            exclude: Instances whose holdings do not count.
             timeout_s: Limit on this call instead of the client's.
 
         Raises:
@@ -179,9 +177,7 @@ class LookupClient:
         """Take or renew an instance's lease.
 
         Args:
-            instance_id: Id of the instance.
             incarnation: Number of its current life; a higher one immediately ends all lower ones.
-            kind: Kind of instance.
             ttl_ms: The lease to request, None for the service's default; the service may grant
                 another.
 
@@ -197,7 +193,6 @@ class LookupClient:
         """End an instance's lease, if there is one.
 
         Args:
-            instance_id: Id of the instance.
             incarnation: Leave the lease alone if it belongs to another incarnation.
 
         Raises:
@@ -217,8 +212,6 @@ class LookupClient:
         """Report stores and removals.
 
         Args:
-            instance_id: Id of the instance.
-            incarnation: Incarnation of the lease.
             first_sequence: Number of the first event; the others follow without a gap.
             events: At most 2048.
 

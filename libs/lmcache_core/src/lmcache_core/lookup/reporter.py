@@ -150,11 +150,8 @@ class InstanceReporter:
 
     Args:
         client: Must stay open as long as this object.
-        instance_id: Instance whose holdings are reported.
-        kind: Kind of instance.
         snapshot: Returns everything that is held now, including what `stored` reported before.
             Called in a thread, because it may be long.
-        timing: Timing and bounds.
 
     Raises:
         ValueError: `instance_id` is malformed.
