@@ -57,12 +57,9 @@ class BrokerClient(JsonHttpClient):
         that has lost its state.
 
         Args:
-            peer: The peer.
             load: 0 (idle) to 1 (full).
             ttl_ms: The lease to request, None for the default; the broker may grant another.
             draining: The peer accepts no new pulls.
-            drain: Progress of its drain.
-            figures: Its counters and what it holds.
 
         Raises:
             UnavailableError: The broker did not answer, or refused.
@@ -147,7 +144,6 @@ class BrokerClient(JsonHttpClient):
         """Extend a pull by the lifetime of another ticket.
 
         Args:
-            requester: The instance that pulls.
             pull: `Assignment.pull`.
 
         Returns:
@@ -164,7 +160,6 @@ class BrokerClient(JsonHttpClient):
         """Report that pulls have ended, so that others need not wait for their tickets to expire.
 
         Args:
-            requester: The instance that pulled.
             pulls: `Assignment.pull` of each; only the first 4096 are sent, empty ones are skipped.
 
         Raises:

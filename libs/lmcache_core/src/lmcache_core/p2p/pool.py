@@ -24,7 +24,6 @@ def peer_client(distributed_url: str, token: ShownToken, options: ClientOptions)
     """Return the client of a peer, encrypted if and only if its URL says so.
 
     Args:
-        distributed_url: The peer's address.
         token: Token to present. Anyone who may announce a peer could receive it, so if
             `options.tls` requires it, only peers with a verified certificate get it.
         options: Options, whose `tls` applies to encrypted peers; None: the system's authorities.
@@ -47,10 +46,8 @@ class PeerPool:
     Args:
         name: Name of this instance in the peers' logs.
         tier: Name of the tier that chunks from peers are attributed to.
-        timeout_s: Deadline of a call.
         connect_timeout_s: Deadline of connecting; a dead peer costs at most this once per back-off
             interval.
-        accepts: Records that peers may send.
         tls: Trusted authorities and client certificate for encrypted peers; None: the system's
             authorities.
 

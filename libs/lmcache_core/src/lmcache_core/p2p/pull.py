@@ -54,8 +54,6 @@ class PullFigures:
         failed_pulls: Pulls that did not deliver everything requested.
         renewed_pulls: Tickets that were replaced because they expired before their pulls ended.
         failed_over_chunks: Chunks that were requested again because a peer failed.
-        pulled_chunks: Chunks received.
-        pulled_bytes: Their bytes.
         corrupt_chunks: Chunks that arrived damaged, or were not the ones requested.
     """
 
@@ -80,16 +78,7 @@ class PulledBytes(OrderedDict[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class PullParts:
-    """State shared by all pulls of one instance.
-
-    Attributes:
-        instance: This instance.
-        broker: Assigns holders.
-        peers: Connections.
-        figures: Results of all pulls.
-        pulled: Bytes received, by peer.
-        log: Reports peers that fail.
-    """
+    """State shared by all pulls of one instance."""
 
     instance: str
     broker: BrokerClient
@@ -104,7 +93,6 @@ class _Share:
     """The chunks of one peer, and its work on them.
 
     Attributes:
-        assignment: The peer and its chunks.
         ticket: The current ticket.
         open: Indices of its chunks that have not arrived yet.
         moved: Time at which something last arrived from it, on the loop's clock.
@@ -122,16 +110,13 @@ class PeerPull:
     """Reads chunks from peers, once. For use on the event loop.
 
     Args:
-        parts: State shared with other reads.
-        keys: Names of the chunks.
         holders: Possible holders of the first chunks, one entry per chunk; chunks without any are
-        not requested.
-        allocate: Allocates memory for payloads.
+            not requested.
         deadline: On the loop's clock.
 
     Attributes:
         granted: Ids of the pulls that the broker has granted; report them as done when they have
-        ended.
+            ended.
     """
 
     def __init__(
@@ -261,7 +246,6 @@ class PeerPull:
         self._begin(assignments)
 
     async def _work(self, share: _Share) -> None:
-        """Pull the chunks of a share, a few batches at a time."""
         places = sorted(share.open)
         batches = iter([places[i : i + BATCH_CHUNKS] for i in range(0, len(places), BATCH_CHUNKS)])
         async with asyncio.TaskGroup() as lanes:

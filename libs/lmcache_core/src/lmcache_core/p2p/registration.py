@@ -51,11 +51,9 @@ class PeerRegistration:
 
     Args:
         client: Must stay open as long as this object.
-        peer: The peer to register.
         load: Called before each renewal; 0 (idle) to 1 (full).
         ttl_ms: The lease to request; None: the broker's `default_lease_ttl_ms`. It is renewed three
             times within the lease granted.
-        listener: Handles the broker's requests.
         figures: Called before each renewal, on the loop: counters of the instance and what it
             holds.
 
