@@ -71,8 +71,7 @@ class BoundedContext(ssl.SSLContext):
 
         Args:
             context: Created by `server_context`; other listeners may share it, each with its own
-            bound.
-            max_handshakes: Handshakes underway at a time.
+                bound.
             max_s: The listener's handshake timeout. A handshake that began earlier has ended, even
                 if its object still exists.
         """

@@ -28,10 +28,6 @@ _KEY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 class TicketKeyFile(Reloaded[dict[str, bytes]]):
     """Key id to secret, with the current content of a file, the signing key first.
 
-    Args:
-        path: See `read_ticket_keys`.
-        option: The same.
-
     Raises:
         ConfigError: It cannot be read or an entry is wrong. Shows no secret.
     """
@@ -92,7 +88,6 @@ def read_ticket_keys(path: str | Path, option: str = "") -> dict[str, bytes]:
     skipped.
 
     Args:
-        path: The file.
         option: Name of the option that names it, for errors.
 
     Raises:

@@ -60,9 +60,6 @@ _DECODER: Final = msgspec.msgpack.Decoder(Ticket)
 class TicketSigner:
     """Signs tickets with the first of the shared keys.
 
-    Args:
-        keys: See `TicketKeys`.
-
     Raises:
         ConfigError: A key is out of bounds.
     """

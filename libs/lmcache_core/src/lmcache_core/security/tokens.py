@@ -115,7 +115,6 @@ class TokenTable:
         """Read a token file.
 
         Args:
-            path: The file.
             option: Name of the option that names it, for errors.
 
         Raises:
@@ -252,7 +251,6 @@ class RateLimiter:
     if it returns. For one thread.
 
     Args:
-        per_second: Requests per second.
         clock: Seconds, monotonic.
     """
 

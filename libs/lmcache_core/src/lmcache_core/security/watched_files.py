@@ -78,9 +78,7 @@ def read_bounded(path: Path, where: str, max_bytes: int, if_larger: str) -> byte
     """Read a small file.
 
     Args:
-        path: The file.
         where: Name of the file in errors.
-        max_bytes: Its largest size.
         if_larger: Advice for a larger file.
 
     Raises:
@@ -104,7 +102,6 @@ class Reloaded(Generic[T]):
 
     Args:
         read: Reads the value; raises `ConfigError`.
-        paths: The files.
         what: Name of the value in logs.
         interval_s: Shortest pause between two checks of the files.
 
