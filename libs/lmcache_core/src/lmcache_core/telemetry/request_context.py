@@ -102,7 +102,6 @@ def working_for(
     """Return a context manager whose body works for that request. Enter it once.
 
     Args:
-        name: Name of the work.
         came: Context received with the request.
         tracer: Begins its span; None: no tracing.
         is_server: Whether another process made the request.

@@ -17,8 +17,6 @@ class SparseLog:
     thread-safe.
 
     Args:
-        logger: Logger to write to.
-        interval_s: Shortest time between two lines of a kind, seconds.
         clock: Seconds, monotonic.
     """
 

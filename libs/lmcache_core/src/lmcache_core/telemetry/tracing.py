@@ -99,7 +99,6 @@ class Tracer:
         """Begin a span.
 
         Args:
-            name: Name of the work.
             traceparent: The caller's span in another process; "" for none.
             is_server: Whether the work is done for another process.
         """
