@@ -24,7 +24,6 @@ class MultimodalSpan:
 
     Attributes:
         content_hash: Hash of the content, 1 to 255 bytes; two contents never share one.
-        offset: First placeholder token.
         length: Number of placeholder tokens, at least 1.
 
     Raises:

@@ -33,7 +33,6 @@ class ChunkedTokenDatabase(TokenDatabase):
 
     Args:
         config: Provides chunk size and salt.
-        metadata: Provides the identity of the KV.
     """
 
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata) -> None:
@@ -74,8 +73,6 @@ def num_masked_tokens(mask: torch.Tensor | None, num_tokens: int, chunk_size: in
 
     Args:
         mask: Booleans, shape `[num_tokens]`, or None for no Falses.
-        num_tokens: Length of the sequence.
-        chunk_size: Tokens in a full chunk.
 
     Raises:
         ValueError: Wrong length or dtype, a False after a True, or the number of Falses is no

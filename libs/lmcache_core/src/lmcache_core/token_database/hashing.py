@@ -112,7 +112,6 @@ def chain_hashes(
     Args:
         root: 32 bytes from `identity_root`; with `first`, the hash of the chunk before it.
         tokens: From `tokens_as_uint32`, shape `[seq_len]`.
-        chunk_size: Tokens in a full chunk.
         spans: Multimodal contents; each enters the hash of every chunk that it overlaps.
         first: Where to begin, a multiple of `chunk_size`.
     """
