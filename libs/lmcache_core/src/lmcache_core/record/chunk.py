@@ -51,10 +51,8 @@ class Chunk:
     chunk that never leaves the process costs neither.
 
     Args:
-        key: Its name.
-        header: The parsed head of its record.
         head: The head's bytes, as written to a file or a socket; None: built on first use, with the
-        digest.
+            digest.
         memory: Its payload, `byte_array` of exactly the record's payload length. Never changed
             while the chunk lives.
         tier: Name of the tier that it came from.

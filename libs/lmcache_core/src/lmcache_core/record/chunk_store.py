@@ -80,7 +80,6 @@ class ChunkStore(Protocol):
 
         Args:
             ticket: Name of the question, for example the request's id.
-            chains: The chunks.
             is_prefix: Ignore everything after the first missing chunk of a chain. Otherwise each
                 chunk counts individually.
             recompute_s: Cost of recomputing one chunk, if known: reading takes no longer than that
@@ -126,7 +125,6 @@ class ChunkStore(Protocol):
         Missing chunks are counted with their reasons.
 
         Args:
-            keys: Names of the chunks.
             recompute_s: Cost of recomputing one chunk, if known: a chunk that takes longer to load
                 is a miss.
             check_later: Leave chunks whose digest must be checked `is_unchecked`: the caller checks

@@ -45,7 +45,6 @@ class RecordPrefix:
     Attributes:
         head_bytes: Length of prefix, header, padding and checksum; the offset of the payload.
         header_bytes: Length of the header alone.
-        payload_bytes: Length of the payload.
     """
 
     head_bytes: int

@@ -79,9 +79,7 @@ class Extension(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """A field of a later version.
 
     Attributes:
-        id: Number of the field.
         must_understand: A reader that does not know it refuses the record.
-        data: Its bytes.
     """
 
     id: int
@@ -97,9 +95,7 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         serde: Encoding of the payload, "naive" for raw bytes.
         profile: Profile of the encoding, "" for none.
         lossy: Whether decoded values differ from those stored.
-        tensors: Content of the payload.
         digest: xxh3-128 of the payload.
-        extensions: Fields of later versions.
     """
 
     key: bytes
@@ -175,8 +171,6 @@ def raw_header(
     """Return the header of a record that holds one raw tensor.
 
     Args:
-        key: Its key.
-        shape: Its shape.
         dtype: Its dtype, a `torch.dtype` or its name.
         digest: `payload_digest` of its bytes.
     """

@@ -19,7 +19,6 @@ class HotVerifier:
 
     Args:
         mode: "always", "sampled" (a random one of each 16) or "never".
-        rng: Source of randomness.
     """
 
     def __init__(self, mode: str, rng: random.Random | None = None) -> None:
