@@ -16,11 +16,9 @@ KERNELS = {
     "paged_copy": ("check_paged_copy.py",),
     "rope_rotate": ("check_rope_rotate.py",),
     "blend_select": ("check_blend_select.py",),
-    "cachegen_quantize": ("check_codec_quantize.py",),
-    "cachegen_encode": ("check_codec_streams.py", "check_codec_device.py"),
     "cachegen_decode": (
         "check_codec_streams.py",
-        "check_codec_serializer.py",
+        "check_codec_device.py",
         "check_encoded_loads.py",
     ),
 }

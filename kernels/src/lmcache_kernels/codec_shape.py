@@ -1,4 +1,4 @@
-"""The shape of quantised KV, and the constants that the three codec ops share with every other
+"""The shape of quantised KV, and the constants that the decoder shares with every other
 implementation of the format.
 """
 
@@ -84,11 +84,6 @@ class CodecShape:
         return -(-self.channels // self.section)
 
     @property
-    def max_words(self) -> int:
-        """Largest number of words in a section's stream: the states, and one word per symbol."""
-        return self.tokens * self.section + LANES * STATE_WORDS
-
-    @property
     def sizes(self) -> tuple[int, int, int]:
         """Sizes of the tensor: planes, tokens, channels."""
         return self.planes, self.tokens, self.channels
@@ -96,8 +91,7 @@ class CodecShape:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPlanes:
-    """Output of an encoder and input of a decoder, apart from scales and levels. All on one device,
-    contiguous.
+    """Input of the decoder, apart from scales and levels. All on one device, contiguous.
 
     Attributes:
         shifts: int16 `[planes, groups]`: subtracted from every value of a group.

@@ -29,12 +29,6 @@ class Alphabet(Protocol):
         tables alternate.
         """
 
-    @property
-    def choice(self) -> Any:
-        """int64 `[2, tables / 2]`: bounds between variances in 1/256, the last above any variance,
-        and the largest symbol of each tight table.
-        """
-
 
 @dataclass(frozen=True, eq=False)
 class CodecTables:
@@ -47,23 +41,17 @@ class CodecTables:
         levels: Levels of each alphabet.
         first_entries: Index of each alphabet's first entry in the flat arrays.
         strides: Number of entries of one table of each alphabet.
-        coder: int64 `[entries]`. From the lowest bit: frequency (13 bits), first slot of the symbol
-            (12), `b` (7), and a multiplier `m` (32), such that `(x * m) >> (31 + b)` is any number
-            `x` below 2^31 divided by the frequency.
         start_and_frequency: int32 `[entries]`: first slot of the symbol (upper half), frequency
         (lower half).
         slot_symbol: uint8 `[alphabets, tables * 2^PRECISION_BITS]`: the symbol (plus `levels`) of
         each slot.
-        choice: int64 `[alphabets, 2, tables / 2]`.
     """
 
     levels: tuple[int, ...]
     first_entries: tuple[int, ...]
     strides: tuple[int, ...]
-    coder: torch.Tensor
     start_and_frequency: torch.Tensor
     slot_symbol: torch.Tensor
-    choice: torch.Tensor
 
     @classmethod
     def of(cls, alphabets: Sequence[Alphabet], device: torch.device) -> CodecTables:
@@ -95,23 +83,19 @@ class CodecTables:
             tuple(alphabet.levels for alphabet in alphabets),
             tuple(sum(sizes[:i]) for i in range(len(sizes))),
             tuple(row.shape[1] for row in rows),
-            torch.from_numpy(_coder_entries(frequency, start)).to(device),
             torch.from_numpy((start << 16 | frequency).astype(np.int32)).to(device),
             torch.from_numpy(slots.astype(np.uint8)).to(device),
-            torch.from_numpy(
-                np.stack([alphabet.choice for alphabet in alphabets]).astype(np.int64)
-            ).to(device),
         )
 
     @property
     def device(self) -> torch.device:
         """The tables' device."""
-        return self.coder.device
+        return self.start_and_frequency.device
 
     @property
     def num_tables(self) -> int:
         """Number of tables of each alphabet."""
-        return 2 * self.choice.shape[2]
+        return self.slot_symbol.shape[1] >> PRECISION_BITS
 
     def of_planes(self, levels: Sequence[int]) -> torch.Tensor:
         """Return the facts about each plane that kernels need.
@@ -140,14 +124,11 @@ class CodecTables:
 
 
 def _check(alphabet: Alphabet, num_tables: int) -> None:
-    expected = (num_tables, 2 * alphabet.levels + 1), (2, num_tables // 2)
-    if (
-        not 0 < alphabet.levels <= MAX_LEVELS
-        or (alphabet.frequencies.shape, alphabet.choice.shape) != expected
-    ):
-        sizes = alphabet.frequencies.shape, alphabet.choice.shape
+    expected = num_tables, 2 * alphabet.levels + 1
+    if not 0 < alphabet.levels <= MAX_LEVELS or alphabet.frequencies.shape != expected:
         raise KernelInputError(
-            f"the tables for {alphabet.levels} levels have sizes {sizes}; expected {expected}"
+            f"the tables for {alphabet.levels} levels have sizes {alphabet.frequencies.shape};"
+            f" expected {expected}"
         )
     if (alphabet.frequencies < 0).any() or (
         alphabet.frequencies.sum(1) != 1 << PRECISION_BITS
@@ -162,16 +143,3 @@ def _padded(alphabet: Alphabet) -> Integers:
     rows = np.zeros((len(alphabet.frequencies), 1 << (size - 1).bit_length()), np.int64)
     rows[:, :size] = alphabet.frequencies
     return rows
-
-
-def _coder_entries(frequency: Integers, start: Integers) -> Integers:
-    """Source: Granlund and Montgomery, "Division by invariant integers using multiplication",
-    1994, theorem 4.2, with N = 31.
-    """
-    divisor = np.maximum(frequency, 1)
-    bits = np.array([(number - 1).bit_length() for number in divisor.tolist()], np.int64)
-    multiplier = -(-(np.int64(1) << (31 + bits)) // divisor)
-    entries = multiplier.astype(np.uint64) << np.uint64(32) | (
-        bits << 25 | start << 13 | frequency
-    ).astype(np.uint64)
-    return np.where(frequency > 0, entries, np.uint64(0)).view(np.int64)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from lmcache_kernels.cachegen_decode.reference import cachegen_decode_reference
+from lmcache_kernels.cachegen_decode.reference import cachegen_decode_reference, random_planes
 from lmcache_kernels.checks import FLOATS, check_tensor
 from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 from lmcache_kernels.errors import KernelInputError
 
-__all__ = ["cachegen_decode", "cachegen_decode_reference"]
+__all__ = ["cachegen_decode", "cachegen_decode_reference", "random_planes"]
 
 
 def cachegen_decode(

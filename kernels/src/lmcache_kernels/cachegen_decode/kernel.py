@@ -8,7 +8,6 @@ import triton.language as tl
 
 from lmcache_kernels.arithmetic import EXACT, launching, narrow
 from lmcache_kernels.checks import KINDS, WORD_DTYPES
-from lmcache_kernels.codec_arithmetic import fold
 from lmcache_kernels.codec_shape import (
     DELTA_FLAG,
     LANES,
@@ -28,6 +27,15 @@ _PRECISION_BITS = tl.constexpr(PRECISION_BITS)
 _TOTAL = tl.constexpr(1 << PRECISION_BITS)
 _LOWEST_STATE = tl.constexpr(LOWEST_STATE)
 _DELTA_FLAG = tl.constexpr(DELTA_FLAG)
+
+
+@triton.jit
+def fold(values, levels):  # type: ignore[no-untyped-def]
+    """Map integers that exceed the range by at most `2 * levels + 1` into `-levels … levels`,
+    modulo that.
+    """
+    values = tl.where(values > levels, values - (2 * levels + 1), values)
+    return tl.where(values < -levels, values + (2 * levels + 1), values)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""The reference of `cachegen_decode`, for tests: decodes one symbol after the other, then restores
-whole planes.
+"""The reference of `cachegen_decode`: decodes one symbol after the other, then restores whole
+planes; and random streams, on which a kernel is compared with it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,51 @@ def cachegen_decode_reference(
             whole + shifts, levels[plane], scales[plane].view(torch.float32), by_token
         ).to(out.dtype)
     return torch.tensor(status, dtype=torch.uint8)
+
+
+def random_planes(
+    shape: CodecShape, levels: Sequence[int], alphabets: Mapping[int, Alphabet], seed: int
+) -> EncodedPlanes:
+    """Return valid streams on the CPU: random shifts, tables and deltas, and symbols that occur as
+    often as their tables say.
+    """
+    random = np.random.default_rng(seed)
+    groups = shape.planes, shape.groups
+    shapes = random.integers(0, len(alphabets[levels[0]].frequencies), groups)
+    streams: list[list[int]] = []
+    for plane, top in enumerate(levels):
+        frequencies = alphabets[top].frequencies
+        tables = np.repeat(shapes[plane], shape.group)[: shape.channels]
+        ends = np.cumsum(frequencies[tables], 1)  # of each channel's symbols, in slots
+        slots = random.integers(0, 1 << PRECISION_BITS, (shape.tokens, shape.channels, 1))
+        symbols = (ends <= slots).sum(2)
+        for first in range(0, shape.channels, shape.section):
+            columns = slice(first, first + shape.section)
+            streams.append(_stream(symbols[:, columns], tables[columns], frequencies))
+    words = np.array([word for stream in streams for word in stream], np.uint16).view(np.int16)
+    return EncodedPlanes(
+        torch.from_numpy(random.integers(-3, 4, groups).astype(np.int16)),
+        torch.from_numpy((shapes + DELTA_FLAG * random.integers(0, 2, groups)).astype(np.uint8)),
+        torch.tensor([len(stream) for stream in streams], dtype=torch.int32),
+        torch.from_numpy(words),
+    )
+
+
+def _stream(symbols: Integers, tables: Integers, frequencies: Integers) -> list[int]:
+    """Return the words of a section `[tokens, width]`; column `i` is coded with `tables[i]`."""
+    starts = np.cumsum(frequencies, 1) - frequencies
+    flat, of_symbol = symbols.ravel().tolist(), np.tile(tables, len(symbols)).tolist()
+    states = [LOWEST_STATE] * LANES
+    backwards = []
+    for i in reversed(range(len(flat))):
+        frequency = int(frequencies[of_symbol[i], flat[i]])
+        start = int(starts[of_symbol[i], flat[i]])
+        state = states[i % LANES]
+        if state >= frequency << (31 - PRECISION_BITS):
+            backwards.append(state & 0xFFFF)
+            state >>= 16
+        states[i % LANES] = (state // frequency << PRECISION_BITS) + start + state % frequency
+    return [half for state in states for half in (state >> 16, state & 0xFFFF)] + backwards[::-1]
 
 
 def _symbols(

@@ -1,5 +1,5 @@
-"""`cachegen_encode` and `cachegen_decode`: kernels, references and CPU codec alike. Collected by
-`test_interpreted.py` only.
+"""`cachegen_decode`: kernel, reference and CPU codec alike. Collected by `test_interpreted.py`
+only.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.errors import SerdeError
 from lmcache_core.serde import plane_layout
-from lmcache_kernels.cachegen_decode import cachegen_decode, cachegen_decode_reference
-from lmcache_kernels.cachegen_encode import cachegen_encode, cachegen_encode_reference
-from lmcache_kernels.cachegen_encode.kernel import COPY_WORDS, launch_gather
-from lmcache_kernels.cachegen_quantize import (
-    cachegen_quantize_by_plane_reference,
-    cachegen_quantize_by_token_reference,
+from lmcache_kernels.cachegen_decode import (
+    cachegen_decode,
+    cachegen_decode_reference,
+    random_planes,
 )
-from lmcache_kernels.codec_shape import LANES, STATE_WORDS, CodecShape, EncodedPlanes
+from lmcache_kernels.codec_shape import (
+    DELTA_FLAG,
+    LANES,
+    STATE_WORDS,
+    CodecShape,
+    EncodedPlanes,
+)
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
-FINENESS = 144
 LEVELS = (15, 7, 127)
 PARTS = ("shifts", "shapes", "lengths", "words")
 # (planes, tokens, channels), and channels of a section. Rows of whole steps and others, a table for
@@ -45,42 +48,20 @@ BY_PLANE = (
 CASES = [(*case, True) for case in BY_TOKEN] + [(*case, False) for case in BY_PLANE]
 
 
-def whole_numbers(x, by_token):
-    levels = LEVELS[: x.shape[0]] if by_token else (127,) * x.shape[0]
-    return (
-        cachegen_quantize_by_token_reference(x, levels)
-        if by_token
-        else cachegen_quantize_by_plane_reference(x, FINENESS)
-    ), levels
-
-
-def check_equal(got, expected):
-    for name in PARTS:
-        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name).cpu()), name
-
-
 def on(device, encoded):
     return EncodedPlanes(*(getattr(encoded, name).to(device) for name in PARTS))
 
 
 @pytest.mark.parametrize(("shape", "section", "dtype", "by_token"), CASES, ids=str)
-def test_both_sides_write_the_same_bytes_and_read_the_same_values(
+def test_kernel_and_cpu_read_the_same_values(
     codec, make_kv, same, device, monkeypatch, shape, section, dtype, by_token
 ):
     monkeypatch.setattr(plane_layout, "SECTION_CHANNELS", section)
     monkeypatch.setattr(plane_layout, "SECTION_TOKENS", 8)
     x = make_kv(dtype, *shape)
-    planes, levels = whole_numbers(x, by_token)
+    levels = LEVELS[: x.shape[0]] if by_token else (127,) * x.shape[0]
     cut = codec.shape_of(x)
-    encoded = cachegen_encode(planes.values, cut, levels, codec.tables, wraps=by_token)
-    check_equal(
-        encoded,
-        cachegen_encode_reference(
-            planes.values.cpu(), cut, levels, codec.alphabets, wraps=by_token
-        ),
-    )
-    blob, _, (scales, by_cpu) = codec.encode(x, levels, by_token)
-    check_equal(encoded, by_cpu)
+    blob, (scales, by_cpu) = codec.encode(x, levels, by_token)
     out, wanted = torch.full_like(x, -7.0), torch.full_like(x, 9.0, device="cpu")
     status = cachegen_decode(
         on(device, by_cpu), scales.to(device), levels, cut, codec.tables, out, by_token
@@ -97,72 +78,36 @@ def test_both_sides_write_the_same_bytes_and_read_the_same_values(
 @pytest.mark.parametrize(
     "cut", [(70, 16, 33), (70, 64, 70), (64, 4, 32), (192, 1, 96), (3, 2, 3), (34, 1, 2)], ids=str
 )
-def test_sections_and_groups_may_be_of_any_width(codec, make_kv, same, device, cut):
+@pytest.mark.parametrize("by_token", [True, False])
+def test_sections_and_groups_may_be_of_any_width(codec, same, device, cut, by_token):
+    """Random symbols jump as far as they can: deltas and shifted values leave the range, and are
+    folded back into it.
+    """
     channels, group, section = cut
-    x = make_kv(torch.bfloat16, 1, 2, channels)
-    planes, levels = whole_numbers(x, True)
-    shape = CodecShape(1, 2, channels, group, section)
-    encoded = cachegen_encode(planes.values, shape, levels, codec.tables, wraps=True)
-    expected = cachegen_encode_reference(
-        planes.values.cpu(), shape, levels, codec.alphabets, wraps=True
+    shape, levels = CodecShape(3, 4, channels, group, section), (1, 15, 127)
+    encoded = random_planes(shape, levels, codec.alphabets, channels)
+    assert channels == 3 or (encoded.shapes >= DELTA_FLAG).any()
+    scales = torch.rand(3, 4 if by_token else 1).view(torch.int32)
+    out, wanted = torch.full(shape.sizes, -7.0, device=device), torch.full(shape.sizes, 9.0)
+    status = cachegen_decode(
+        on(device, encoded), scales.to(device), levels, shape, codec.tables, out, by_token
     )
-    check_equal(encoded, expected)
-    out, wanted = torch.full_like(x, -7.0), torch.full_like(x, 9.0, device="cpu")
-    assert not cachegen_decode(encoded, planes.scales, levels, shape, codec.tables, out, True).any()
-    cachegen_decode_reference(
-        expected, planes.scales.cpu(), levels, shape, codec.alphabets, wanted, True
-    )
+    assert not status.any()
+    assert not cachegen_decode_reference(
+        encoded, scales, levels, shape, codec.alphabets, wanted, by_token
+    ).any()
     assert same(out, wanted)
 
 
-def test_long_streams_are_put_together():
-    """Longer than what is copied at once, and shorter."""
-    lengths = torch.tensor([COPY_WORDS.value + 9, 64, COPY_WORDS.value], dtype=torch.int32)
-    generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(-9, 9, (3, COPY_WORDS.value + 70), generator=generator).to(torch.int16)
-    wanted = [row[len(row) - length :] for row, length in zip(rows, lengths.tolist(), strict=True)]
-    words = launch_gather(rows.to(DEVICE), lengths.to(DEVICE))
-    assert torch.equal(words.cpu(), torch.cat(wanted))
-
-
-def test_values_that_jump_as_far_as_they_can(codec, device):
-    """Deltas and values about the shift leave the range, and are folded back into it."""
-    levels = (1, 15, 127)
-    rows = torch.arange(20)[None, :, None]
-    tops = torch.tensor(levels)[:, None, None]
-    jumps = torch.where((rows // 3) % 2 == 0, tops, -tops)
-    drift = (rows * tops // 9) % (2 * tops + 1) - tops
-    skew = torch.where(rows % 9 == 0, -tops, tops)
-    values = (
-        torch.cat([jumps, drift, skew, skew * 0, jumps * 0 + tops], 2).to(torch.int16).to(device)
-    )
-    shape = CodecShape(3, 20, 5, 1, 5)
-    encoded = cachegen_encode(values, shape, levels, codec.tables, wraps=True)
-    check_equal(
-        encoded, cachegen_encode_reference(values.cpu(), shape, levels, codec.alphabets, wraps=True)
-    )
-    assert (encoded.shapes >= 128).any()
-    assert (encoded.shapes < 128).any()
-    ones = torch.ones(3, 20, device=device).view(torch.int32)
-    out = torch.full((3, 20, 5), 9.0, device=device)
-    assert not cachegen_decode(encoded, ones, levels, shape, codec.tables, out, True).any()
-    assert torch.equal(out, values.float() / tops.float().to(device))
-
-
 @pytest.fixture(scope="module")
-def in_three_sections(codec, make_kv):
-    x = make_kv(torch.bfloat16, 1, 7, 96)  # fewer tokens fit the states
-    planes, levels = whole_numbers(x, True)
-    cut = CodecShape(1, 7, 96, 1, 32)
-    return (
-        planes,
-        levels,
-        cut,
-        cachegen_encode(planes.values, cut, levels, codec.tables, wraps=True),
-    )
+def in_three_sections(codec, device):
+    cut, levels = CodecShape(1, 7, 96, 1, 32), (15,)  # fewer tokens fit the states
+    encoded = random_planes(cut, levels, codec.alphabets, seed=3)
+    scales = torch.rand(1, 7).view(torch.int32)
+    return scales.to(device), levels, cut, on(device, encoded)
 
 
-def decoded(codec, device, encoded, planes, levels, cut, poison=0):
+def decoded(codec, device, encoded, scales, levels, cut, poison=0):
     """Decode in the middle of poisoned memory: what lies around the words must not matter, what
     lies around the output stays.
     """
@@ -171,21 +116,21 @@ def decoded(codec, device, encoded, planes, levels, cut, poison=0):
     pool = torch.full((cut.tokens * cut.channels + 2048,), 7.0, dtype=torch.bfloat16, device=device)
     out = pool[1024 : 1024 + cut.tokens * cut.channels].view(cut.sizes)
     inside = dataclasses.replace(encoded, words=words)
-    status = cachegen_decode(inside, planes.scales, levels, cut, codec.tables, out, by_token=True)
+    status = cachegen_decode(inside, scales, levels, cut, codec.tables, out, by_token=True)
     assert (pool[:1024] == 7.0).all()
     assert (pool[-1024:] == 7.0).all()
     return status.tolist(), out.clone()
 
 
 def test_a_stream_that_is_none_is_told_of_its_section_alone(codec, device, in_three_sections):
-    planes, levels, cut, encoded = in_three_sections
+    scales, levels, cut, encoded = in_three_sections
     first, second, _ = encoded.lengths.tolist()
     in_states, in_words, last = first + 5, first + LANES * STATE_WORDS + 1, first + second - 1
     for place in (in_states, in_words, last):
         words = encoded.words.clone()
         words[place] ^= 1
         status, _ = decoded(
-            codec, device, dataclasses.replace(encoded, words=words), planes, levels, cut
+            codec, device, dataclasses.replace(encoded, words=words), scales, levels, cut
         )
         assert status == [0, 1, 0], place
 
@@ -206,11 +151,11 @@ def test_a_stream_that_is_none_is_told_of_its_section_alone(codec, device, in_th
 def test_lengths_that_are_wrong_are_told_and_lead_nowhere(
     codec, device, in_three_sections, lengths, status
 ):
-    planes, levels, cut, encoded = in_three_sections
+    scales, levels, cut, encoded = in_three_sections
     wrong = dataclasses.replace(
         encoded, lengths=encoded.lengths + torch.tensor(lengths, dtype=torch.int32, device=device)
     )
-    results = [decoded(codec, device, wrong, planes, levels, cut, poison) for poison in (0, -1)]
+    results = [decoded(codec, device, wrong, scales, levels, cut, poison) for poison in (0, -1)]
     assert results[0][0] == results[1][0] == list(status)
     assert torch.equal(results[0][1].view(torch.int16), results[1][1].view(torch.int16))
 
@@ -223,7 +168,11 @@ def test_any_words_give_the_values_that_the_references_give(
     random = torch.Generator().manual_seed(seed)
     shape = CodecShape(2, 4, channels, 4, channels)
     lengths = torch.randint(
-        LANES * STATE_WORDS, shape.max_words, (2,), dtype=torch.int32, generator=random
+        LANES * STATE_WORDS,
+        4 * channels + LANES * STATE_WORDS,
+        (2,),
+        dtype=torch.int32,
+        generator=random,
     )
     words = torch.randint(
         -(1 << 15), 1 << 15, (int(lengths.sum()),), dtype=torch.int32, generator=random
@@ -277,6 +226,6 @@ def test_models_of_any_bytes_lead_nowhere(codec, device, seed, channels):
 
 def test_the_cpu_refuses_what_the_kernel_refuses(codec, make_kv):
     x = make_kv(torch.bfloat16, 1, 5, 32)
-    blob, _, _ = codec.encode(x, (15,), by_token=True)
+    blob, _ = codec.encode(x, (15,), by_token=True)
     with pytest.raises(SerdeError):
         codec.decode(blob[:-1] + bytes([blob[-1] ^ 1]), x)

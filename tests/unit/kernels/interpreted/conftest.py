@@ -1,4 +1,4 @@
-"""The CPU codec and its tables, for kernels that must give the same bytes."""
+"""The CPU codec and its tables, for kernels that must read the same values."""
 
 from __future__ import annotations
 
@@ -47,20 +47,17 @@ class Codec:
         return {levels: self.set.of(levels) for levels in self.set.levels}
 
     def encode(self, x: torch.Tensor, levels, by_token: bool):
-        """The CPU's blob of `x` (bytes), errors `[planes, 3]`, and the blob's arrays as the
-        kernels have them.
-        """
+        """The CPU's blob of `x` (bytes), and its arrays as the kernel has them."""
         quantiser = (
             Quantiser(Mode.BY_TOKEN, tuple(levels))
             if by_token
             else Quantiser(Mode.BY_PLANE, tuple(levels), FINENESS)
         )
-        pieces, errors = self.coder.encode(
+        pieces, _ = self.coder.encode(
             raw_bytes(x), NAMES[x.dtype], PlaneLayout(*x.shape), quantiser
         )
         return (
             b"".join(bytes(memoryview(piece).cast("B")) for piece in pieces),
-            errors,
             self.parts(x, by_token, pieces),
         )
 

@@ -13,9 +13,4 @@ Nothing else imports this package, except lazy re-exports under the documented n
 | `debug_serde` | `lmcache_core.serde` | serdes that log what they do |
 | `cachegen` | `lmcache_core.serde`, `.serde.cachegen` | CacheGen of one tensor, step by step |
 | `legacy_config` | `LMCacheEngineConfig.from_legacy` | the old names of backends |
-
-CacheGen of one tensor encodes and decodes on a CUDA device by `serde.device` and the kernels
-`cachegen_quantize`, `cachegen_encode` and `cachegen_decode`. The live path encodes on the CPU
-(`serde.CacheGenCodec`), writes the same bytes, and decodes there or, in vLLM, on the GPU
-(`serde.device`).
 """

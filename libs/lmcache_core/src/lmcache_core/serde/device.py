@@ -1,5 +1,4 @@
-"""Quantised KV as a blob, and back, on the tensor's device: kernels for the bytes that
-`QuantisedCoder` writes and reads.
+"""Decodes blobs of quantised KV on the device: kernels for the bytes that `QuantisedCoder` writes.
 
 Needs torch and `lmcache_kernels` (extra `kernels`), and a CUDA device.
 """
@@ -8,15 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from lmcache_kernels.cachegen_decode import cachegen_decode, cachegen_decode_reference
-from lmcache_kernels.cachegen_encode import cachegen_encode, cachegen_encode_reference
-from lmcache_kernels.cachegen_quantize import cachegen_quantize_by_plane, cachegen_quantize_by_token
+from lmcache_kernels.cachegen_decode import (
+    cachegen_decode,
+    cachegen_decode_reference,
+    random_planes,
+)
 from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 
@@ -25,20 +22,15 @@ from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.tensor import copy_parts
 from lmcache_core.memory.views import tensor_over
 from lmcache_core.record import RecordHeader
-from lmcache_core.serde.blob import HEAD, Head, Mode, Reader
+from lmcache_core.serde.blob import HEAD, Mode, Reader
 from lmcache_core.serde.codec import CACHEGEN_SERDE, TABLES_MARK, encoding_of
 from lmcache_core.serde.plane_layout import PlaneLayout
 from lmcache_core.serde.quantised_blob import (
-    FOREIGN_STREAMS,
     KINDS,
-    NotQuantisableError,
-    Quantiser,
     can_be_quantised,
     read_quantised,
 )
 from lmcache_core.serde.tables import TableSet, bell_curves
-
-Array = npt.NDArray[Any]
 
 
 def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
@@ -49,56 +41,6 @@ def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
         device: A CUDA device.
     """
     return CodecTables.of([tables.of(levels) for levels in tables.levels], device)
-
-
-def encode_on_device(
-    x: torch.Tensor, quantiser: Quantiser, tables: CodecTables
-) -> tuple[list[Any], Array]:
-    """Encode a tensor, and copy the blob to the host. Waits for the device.
-
-    Args:
-        x: float32, float16 or bfloat16 `[sides, layers, tokens, channels]`, on the tables' device.
-            Strides are free.
-        quantiser: How.
-        tables: Of `device_tables`.
-
-    Returns:
-        As `QuantisedCoder.encode`: the pieces of the blob, in order, the same bytes; and errors,
-        int64 `[planes, 3]`.
-
-    Raises:
-        NotQuantisableError: See there.
-        SerdeError: It is no such tensor.
-        KernelInputError: There is no kernel for its device.
-    """
-    layout = _layout(tuple(x.shape), x.dtype)
-    kv = x.detach().reshape(layout.planes, layout.tokens, layout.channels).contiguous()
-    by_token = quantiser.mode is Mode.BY_TOKEN
-    planes = (
-        cachegen_quantize_by_token(kv, quantiser.levels)
-        if by_token
-        else cachegen_quantize_by_plane(kv, quantiser.fineness)
-    )
-    encoded = cachegen_encode(
-        planes.values, _shape(layout), quantiser.levels, tables, wraps=by_token
-    )
-    if planes.status.any():
-        raise NotQuantisableError
-    kind = KINDS[dtype_name(x.dtype)]
-    head = Head(
-        quantiser.mode, kind, x.dtype.itemsize, (layout.planes, layout.tokens, layout.channels, 0)
-    )
-    scales = planes.scales.view(torch.float32)
-    parts = (
-        scales.to(x.dtype) if by_token else scales,  # float32 bits of values of the dtype
-        encoded.shifts,
-        encoded.shapes,
-        encoded.lengths,
-        encoded.words,
-    )
-    # One copy to the host instead of five, each of which would wait for the device.
-    rest = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).cpu().numpy()
-    return [head.pack(), np.array(quantiser.levels, np.uint8), rest], planes.errors.cpu().numpy()
 
 
 CHECKED_TOKENS, CHECKED_CHANNELS = 8, 64
@@ -118,19 +60,11 @@ def decodes_rightly(device: torch.device, dtype: torch.dtype) -> bool:
     alphabets = {levels: known.of(levels) for levels in known.levels}
     layout = PlaneLayout(2, CHECKED_TOKENS, CHECKED_CHANNELS)
     levels = (15, 7)
-    random = torch.Generator().manual_seed(0)
-    sizes = CHECKED_TOKENS, CHECKED_CHANNELS
-    values = torch.stack(
-        [
-            torch.randn(sizes, generator=random).mul(most / 3).round().clamp(-most, most).short()
-            for most in levels
-        ]
-    )
+    encoded = random_planes(_shape(layout), levels, alphabets, seed=0)
     is_right = True
     for by_token in (True, False):
-        encoded = cachegen_encode_reference(values, _shape(layout), levels, alphabets, by_token)
         scales = torch.full((2, CHECKED_TOKENS if by_token else 1), 0.375).view(torch.int32)
-        expected = torch.empty(2, *sizes, dtype=dtype)
+        expected = torch.empty(_shape(layout).sizes, dtype=dtype)
         cachegen_decode_reference(
             encoded, scales, levels, _shape(layout), alphabets, expected, by_token
         )
@@ -220,33 +154,6 @@ class DeviceDecoder:
         if at != len(out) or len(status) < len(header.tensors):
             raise SerdeError(f"a record of tensors of another size than {len(out)} bytes")
         return torch.cat(status)
-
-
-def decode_on_device(
-    blob: memoryview, shape: Sequence[int], dtype: torch.dtype, tables: CodecTables
-) -> torch.Tensor:
-    """Decode a blob of mode by token or by plane. Waits for the device.
-
-    Args:
-        blob: All of it; any bytes are safe to give.
-        shape: Of the tensor, `[sides, layers, tokens, channels]`.
-        dtype: Of the tensor.
-        tables: Of `device_tables`: those that it was encoded with.
-
-    Returns:
-        The tensor, on the tables' device, contiguous; the caller owns it.
-
-    Raises:
-        SerdeError: The bytes are no such blob of such a tensor.
-        KernelInputError: There is no kernel for the device.
-    """
-    layout = _layout(tuple(shape), dtype)
-    encoded = torch.from_numpy(np.frombuffer(blob, np.uint8).copy()).to(tables.device)
-    sizes = layout.planes, layout.tokens, layout.channels
-    out = torch.empty(sizes, dtype=dtype, device=tables.device)
-    if _begin_decoding(blob, encoded, layout, out, tables).any():
-        raise SerdeError(FOREIGN_STREAMS)
-    return out.view(tuple(shape))
 
 
 def _begin_decoding(

@@ -1,6 +1,6 @@
 """CacheGen as documented: one tensor as bytes and back, and each step of it.
 
-`serializer` uses the codec of the live path, or kernels for a tensor on a GPU (`device`).
+`serializer` uses the codec of the live path.
 `quantization`, `streams` and `outputs` are the documented single steps: they code one stream per
 layer and channel, in a separate format.
 """

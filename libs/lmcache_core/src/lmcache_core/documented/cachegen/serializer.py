@@ -4,7 +4,7 @@ encoded with. Needs torch and numba.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +15,8 @@ from lmcache_core.memory.dtypes import dtype_name
 from lmcache_core.memory.views import bytes_under
 from lmcache_core.record import RAW_SERDE, RecordHeader, TensorSpec
 from lmcache_core.serde.base import BytesLike, Deserializer, Serializer
-from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile, quantiser_of
-from lmcache_core.serde.codec import CACHEGEN_SERDE, LOSSLESS_SERDE, TABLES_MARK
-from lmcache_core.serde.quantised_blob import NotQuantisableError, can_be_quantised
-from lmcache_core.serde.tables import bell_curves
+from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
+from lmcache_core.serde.codec import CACHEGEN_SERDE, LOSSLESS_SERDE
 from lmcache_core.serde.tensor_bytes import SerdeId, check_elements, dense, head_of, seal, unseal
 
 if TYPE_CHECKING:
@@ -61,20 +59,15 @@ class CacheGenSerializer(_LayerBins, Serializer):
         self._profile = Profile(level) if level else Profile.STANDARD
         self._codec = CacheGenCodec(self._profile)
         self._codec.open()
-        self._device_tables: dict[torch.device, Any] = {}
         self._axes = _TOKENS_FOURTH if metadata.fmt == HUGGINGFACE else _TOKENS_THIRD
 
     @override
     def to_bytes(self, tensor: torch.Tensor) -> bytes:
-        """Encode a tensor; on a CUDA device by kernels, to the same bytes.
+        """Encode a tensor, on the CPU.
 
         KV is `[layers, 2, tokens, heads, size]` (of Hugging Face `[layers, 2, heads, tokens,
         size]`) or `[2, layers, tokens, channels]`, of float32, float16 or bfloat16.
         """
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-            encoded = self.encode_on_device(tensor)
-            if encoded is not None:
-                return encoded
         given = dense(tensor)
         axes = self._axes_of(given)
         kv = dense(_to_planes(given, axes))
@@ -87,34 +80,6 @@ class CacheGenSerializer(_LayerBins, Serializer):
             else (smaller.serde, smaller.profile, smaller.payload)
         )
         return _sealed(given, axes, (serde, profile), payload)
-
-    def encode_on_device(self, tensor: torch.Tensor) -> bytes | None:
-        """Encode by kernels on the tensor's device; return None if it cannot be quantised or would
-        not get smaller.
-
-        Raises:
-            KernelInputError: There is no kernel for its device.
-        """
-        from lmcache_core.serde.device import device_tables, encode_on_device
-
-        axes = self._axes_of(tensor)
-        kv = _to_planes(tensor.detach(), axes)
-        if not can_be_quantised(str(kv.dtype).removeprefix("torch."), tuple(kv.shape)):
-            return None
-        tables = bell_curves()
-        if tensor.device not in self._device_tables:
-            self._device_tables[tensor.device] = device_tables(tables, tensor.device)
-        try:
-            pieces, _ = encode_on_device(
-                kv, quantiser_of(self._profile, kv.shape), self._device_tables[tensor.device]
-            )
-        except NotQuantisableError:
-            return None
-        payload = b"".join(pieces)
-        if len(payload) >= tensor.nbytes:
-            return None
-        profile = f"{self._profile}{TABLES_MARK}{tables.id}"
-        return _sealed(tensor, axes, (CACHEGEN_SERDE, profile), payload)
 
     def _axes_of(self, given: torch.Tensor) -> int:
         return self._axes if given.dim() == 5 and given.shape[1] == 2 else _ANY_AXES
