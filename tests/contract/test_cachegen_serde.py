@@ -15,7 +15,7 @@ from lmcache_core.serde import (
 )
 from lmcache_core.serde.cachegen import CacheGenConfig, do_dequantize, torch_quant_vectorized
 
-from tests.suites.serde_suite import SerdeSuite
+from tests.suites.serde_suite import SerdeSuite, payload_of, sealed_by_hand
 
 CONFIG = LMCacheEngineConfig.from_defaults()
 
@@ -92,7 +92,7 @@ def test_the_axes_of_both_formats_name_the_same_kv() -> None:
     )
     reader = CacheGenDeserializer(CONFIG, metadata("vllm"), None)
     assert torch.equal(reader.from_bytes(vllm), reader.from_bytes(huggingface).transpose(2, 3))
-    assert len(vllm) == len(huggingface)
+    assert len(payload_of(vllm)) == len(payload_of(huggingface))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16, 64, 100, 256])
@@ -125,17 +125,39 @@ def test_a_profile_is_taken_from_the_config_and_read_by_any(level: str) -> None:
 
 
 def test_tables_that_are_not_here_are_named() -> None:
-    data = bytearray(
-        CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(kv(3, 20, torch.bfloat16))
+    given = kv(3, 20, torch.bfloat16)
+    data = CacheGenSerializer(CONFIG, metadata("vllm")).to_bytes(given)
+    foreign = sealed_by_hand(
+        payload_of(data),
+        serde="cachegen",
+        dtype="bfloat16",
+        shape=given.shape,
+        details=["vllm", "cachegen", "standard@0123456789abcdef"],
     )
-    at = bytes(data).index(b"@") + 1
-    from lmcache_core.serde.tensor_bytes import SerdeId, seal, unseal
+    with pytest.raises(SerdeError, match="tables of profile 'standard@0123"):
+        CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(foreign)
 
-    head, body = unseal(bytes(data), SerdeId.CACHEGEN)
-    changed = bytearray(body)
-    changed[at - (len(data) - len(body))] ^= 1
-    with pytest.raises(SerdeError, match="tables of profile 'standard@"):
-        CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(seal(head, bytes(changed)))
+
+@pytest.mark.parametrize(
+    ("shape", "details"),
+    [
+        ((3, 2, 4, 1, 2), []),
+        ((3, 2, 4, 1, 2), ["torch", "naive", ""]),
+        ((3, 2, 4, 1, 2), ["vllm", "other", ""]),
+        ((3, 2, 4, 1, 4), ["vllm", "naive", ""]),
+        ((3, 2, 8), ["vllm", "naive", ""]),
+        ((3, 1, 8, 1, 2), ["huggingface", "naive", ""]),
+        ((1, 2, 1 << 20, 1, 64), ["vllm", "lossless", ""]),
+    ],
+)
+def test_heads_that_say_what_cannot_be_are_refused(
+    shape: tuple[int, ...], details: list[str]
+) -> None:
+    data = sealed_by_hand(
+        bytes(96), serde="cachegen", dtype="bfloat16", shape=shape, details=details
+    )
+    with pytest.raises(SerdeError):
+        CacheGenDeserializer(CONFIG, metadata("vllm"), None).from_bytes(data)
 
 
 def test_other_serdes_bytes_are_refused() -> None:
@@ -155,4 +177,3 @@ def test_bins_and_buffer() -> None:
     )
     buffer = reader.get_output_buffer(12, 64, 10)
     assert (buffer.shape, buffer.dtype) == ((10, 2 * 12 * 64), torch.uint8)
-    assert reader.get_output_buffer(12, 64, 4).data_ptr() == buffer.data_ptr()

@@ -70,7 +70,7 @@ def test_a_serde_reads_only_what_it_wrote(
         assert torch.equal(reader(None).from_bytes(data), given)
     else:
         with pytest.raises(
-            SerdeError, match=f"encoded by serde .*, read as {reader.__name__[:4].upper()}"
+            SerdeError, match=f"encoded by serde .*, read as '{reader.__name__[:4].lower()}"
         ):
             reader(None).from_bytes(data)
 

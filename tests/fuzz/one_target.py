@@ -14,7 +14,7 @@ import atheris
 
 INSTRUMENTED = [
     "lmcache_core.serde",
-    "lmcache_core.documented.cachegen",
+    "lmcache_core.documented",
     "lmcache_core.record",
     "lmcache_core.sidecar",
     "lmcache_core.memory.dtypes",
@@ -44,7 +44,8 @@ def prepared(name: str, has_plain_loops: bool, corpus: Path) -> Callable[[bytes]
     target = targets.TARGETS[name]
     if has_plain_loops:
         loops = plain_loops.plain_loops()
-        mock.patch("lmcache_core.serde.chunk_codec.load_loops", return_value=loops).start()
+        for module in ("serde.chunk_codec", "documented.cachegen.streams"):
+            mock.patch(f"lmcache_core.{module}.load_loops", return_value=loops).start()
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(target.seeds()):
         (corpus / f"seed-{number}").write_bytes(seed)

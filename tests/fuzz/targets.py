@@ -7,7 +7,6 @@ fuzzer guesses those.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import struct
@@ -57,7 +56,7 @@ from tests.fixtures import pods
 from tests.fixtures.time_bound import cpu_bound
 from tests.suites.chunks import make_record
 from tests.suites.codec_payloads import decode_between_guards, kv_payload, specs_of
-from tests.suites.serde_suite import random_bits, sealed_by_hand
+from tests.suites.serde_suite import payload_of, random_bits, sealed_by_hand
 
 MAX_DECODED_BYTES = 1 << 20
 """Heads that claim more are left alone once they are read: whoever decodes has bounded what it
@@ -72,6 +71,12 @@ TENSORS = (
     ("uint8", (90,)),
     ("float64", (2, 0, 3)),
 )
+ENCODINGS = tuple(
+    (fmt, serde, f"standard@{bell_curves().id}" if serde == CACHEGEN_SERDE else "")
+    for fmt in ("", "vllm", "huggingface")
+    for serde in ("naive", "lossless", CACHEGEN_SERDE)
+)
+"""What an encoding of the CacheGen serde may say of itself."""
 _METADATA = LMCacheEngineMetadata("m", 1, 0, "vllm", torch.bfloat16, (2, 2, 5, 1, 6))
 
 
@@ -95,12 +100,14 @@ def read_container(data: bytes) -> None:
     if len(data) < 4:
         return
     number, is_whole = data[0] & 3, bool(data[0] & 4)
-    dtype, num_dimensions = 1 + data[1] % len(DTYPE_ITEMSIZE), data[2] % 6
+    dtype, num_dimensions = list(DTYPE_ITEMSIZE)[data[1] % len(DTYPE_ITEMSIZE)], data[2] % 6
     shape, payload = data[3 : 3 + num_dimensions], data[3 + num_dimensions :]
+    details = ENCODINGS[data[1] % len(ENCODINGS)] if number == 3 else ()
+    serde = ("torch", "safetensor", "fast", "cachegen")[number]
     whole = (
         data[1:]
         if is_whole
-        else sealed_by_hand(payload, serde=number + 1, dtype=dtype, shape=list(shape))
+        else sealed_by_hand(payload, serde=serde, dtype=dtype, shape=list(shape), details=details)
     )
     try:
         found = _readers()[number].from_bytes(whole)
@@ -109,7 +116,7 @@ def read_container(data: bytes) -> None:
     assert type(found) is torch.Tensor
     assert is_whole or (tuple(found.shape), found.dtype) == (
         tuple(shape),
-        getattr(torch, list(DTYPE_ITEMSIZE)[dtype - 1]),
+        getattr(torch, dtype),
     )
     assert found.untyped_storage().nbytes() == found.nbytes
 
@@ -127,7 +134,7 @@ def seeds_of_containers() -> Iterator[bytes]:
             shape = (2, 2, 5, 1, 6) if number == 3 and i % 2 else (2, 3)
             whole = writer.to_bytes(random_bits(getattr(torch, dtype), shape, i))
             yield bytes([number | 4]) + whole
-            yield bytes([number, i, len(shape), *shape]) + whole[16 + 8 * len(shape) + 16 :]
+            yield bytes([number, i, len(shape), *shape]) + payload_of(whole)
 
 
 def read_blob(data: bytes) -> None:
@@ -167,12 +174,10 @@ def seeds_of_blobs() -> Iterator[bytes]:
 
 
 def read_gpu_output(data: bytes) -> None:
-    """The message of a CacheGen output. What can be read is decoded."""
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError):
-        data = msgspec.msgpack.encode(_resealed(msgspec.msgpack.decode(data)))
+    """The file of a CacheGen output. What can be read is decoded."""
     try:
         output = CacheGenGPUEncoderOutput.from_bytes(
-            sealed_by_hand(data, serde=3, dtype=11, shape=[len(data)])
+            sealed_by_hand(data, serde="cachegen_gpu", dtype="uint8", shape=[len(data)])
         )
     except SerdeError:
         return
@@ -191,17 +196,6 @@ def read_gpu_output(data: bytes) -> None:
     assert keys.shape == values.shape == (num_layers // 2, num_tokens, num_channels)
 
 
-def _resealed(message: object) -> object:
-    """The message with a right digest in each container of it."""
-    if isinstance(message, list):
-        return [_resealed(part) for part in message]
-    if not isinstance(message, bytes) or len(message) < 8:
-        return message
-    digest_at = 16 + 8 * message[7]
-    head, payload = message[:digest_at], message[digest_at + 16 :]
-    return head + xxhash.xxh3_128_digest(head + payload) + payload
-
-
 def seeds_of_gpu_outputs() -> Iterator[bytes]:
     """Outputs of several shapes, in one data chunk and in more."""
     for layers, tokens, heads, size, chunk_size in (
@@ -215,7 +209,7 @@ def seeds_of_gpu_outputs() -> Iterator[bytes]:
         kv = torch.randn(
             (layers, 2, tokens, heads, size), generator=torch.Generator().manual_seed(tokens)
         ).to(torch.bfloat16)
-        yield encode_function(kv, config, *bins, chunk_size).to_bytes()[24 + 16 :]
+        yield payload_of(encode_function(kv, config, *bins, chunk_size).to_bytes())
 
 
 def read_record_head(data: bytes) -> None:

@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import struct
 import tracemalloc
 
 import pytest
 import torch
-import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lmcache_core.errors import SerdeError
@@ -25,8 +23,9 @@ from lmcache_core.serde.cachegen import (
     torch_quant_vectorized,
 )
 
+from tests.suites.serde_suite import payload_of, sealed_by_hand
+
 MEMORY_BOUND_BYTES = 4 << 20
-PREFIX = struct.Struct("<4sB3xI4xQ")
 
 bins = st.integers(2, 128).map(lambda half: 2 * half)
 
@@ -104,16 +103,12 @@ MADE = encode_function(
     KV, CacheGenConfig.for_num_layers(2), torch.tensor([32, 32]), torch.tensor([32, 32]), 4
 )
 WRITTEN = MADE.to_bytes()
-BODY_AT = PREFIX.size + 16
+FILE = payload_of(WRITTEN)
 
 
-def resealed(data: bytes) -> bytes:
-    """The bytes with the digest that they should have, so that what is behind it is reached."""
-    return (
-        data[: PREFIX.size]
-        + xxhash.xxh3_128_digest(data[: PREFIX.size] + data[BODY_AT:])
-        + data[BODY_AT:]
-    )
+def sealed(file: bytes) -> bytes:
+    """Bytes with a right digest around them, so that their reader is reached."""
+    return sealed_by_hand(file, serde="cachegen_gpu", dtype="uint8", shape=[len(file)])
 
 
 def read_and_decode(data: bytes) -> None:
@@ -126,24 +121,20 @@ def read_and_decode(data: bytes) -> None:
 @settings(deadline=None, max_examples=300)
 @given(data=st.binary(max_size=400))
 @example(b"")
-@example(WRITTEN[:BODY_AT])
+@example(WRITTEN[:100])
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(SerdeError):
         CacheGenGPUEncoderOutput.from_bytes(data)
     with pytest.raises(SerdeError):
-        CacheGenGPUEncoderOutput.from_bytes(
-            PREFIX.pack(b"LMCG", 1, len(data), 0) + xxhash.xxh3_128_digest(data) + data
-        )
+        CacheGenGPUEncoderOutput.from_bytes(sealed(data))
 
 
 @settings(deadline=None, max_examples=500)
-@given(
-    position=st.integers(0, len(WRITTEN) - 1), value=st.integers(0, 255), is_sealed=st.booleans()
-)
+@given(position=st.integers(0, len(FILE) - 1), value=st.integers(0, 255), is_sealed=st.booleans())
 def test_changed_bytes_are_refused_or_decoded(position: int, value: int, is_sealed: bool) -> None:
-    changed = bytearray(WRITTEN)
+    changed = bytearray(FILE)
     changed[position] = value
-    data = resealed(bytes(changed)) if is_sealed else bytes(changed)
+    data = sealed(bytes(changed)) if is_sealed else WRITTEN[: -len(FILE)] + bytes(changed)
     tracemalloc.start()
     try:
         read_and_decode(data)
@@ -158,8 +149,8 @@ def test_changed_bytes_are_refused_or_decoded(position: int, value: int, is_seal
 
 @settings(deadline=None, max_examples=300)
 @given(
-    stream=st.binary(max_size=60),
-    split=st.integers(0, 60),
+    stream=st.binary(max_size=300),
+    split=st.sampled_from((0, 1, 128, 130, 140)),
     row=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=2, max_size=8),
 )
 def test_any_stream_under_any_table_stays_in_its_buffer(

@@ -9,6 +9,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 import torch
 import xxhash
@@ -67,30 +68,30 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
 def sealed_by_hand(
     payload: bytes,
     *,
-    serde: int,
-    dtype: int,
+    serde: object,
+    dtype: object,
     shape: Sequence[int],
-    payload_bytes: int | None = None,
-    magic: bytes = b"LMTB",
-    version: int = 1,
+    details: Sequence[str] = (),
+    head: bytes | None = None,
 ) -> bytes:
-    """A container of the Torch (1), Safe (2) or Fast (3) serde with a right digest around any
-    payload, made without the code under test.
+    """An encoding with a right digest around any payload, made without the code under test.
 
     Args:
         payload: Its payload.
-        serde: Number of the serde.
-        dtype: Number of the dtype.
-        shape: Sizes, each in 64 bits.
-        payload_bytes: Length of the payload as the head says it, if not the right one.
-        magic: First bytes.
-        version: Version of the container.
+        serde: Name of the serde.
+        dtype: Name of the dtype.
+        shape: Sizes.
+        details: Further facts in the head.
+        head: Takes the place of all of these.
     """
-    length = len(payload) if payload_bytes is None else payload_bytes
-    head = struct.pack(
-        f"<4s4BQ{len(shape)}Q", magic, version, serde, dtype, len(shape), length, *shape
-    )
-    return head + xxhash.xxh3_128_digest(head + payload) + payload
+    head = msgspec.msgpack.encode([serde, dtype, shape, details]) if head is None else head
+    covered = struct.pack("<I", len(head)) + head + payload
+    return xxhash.xxh3_128_digest(covered) + covered
+
+
+def payload_of(data: bytes) -> bytes:
+    """The payload in an encoding."""
+    return data[20 + int.from_bytes(data[16:20], "little") :]
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:

@@ -6,22 +6,21 @@ import dataclasses
 import logging
 import tracemalloc
 
-import msgspec
 import pytest
+import safetensors.torch
 import torch
-from lmcache_core.documented.cachegen.outputs import MAX_COUNT, MAX_DATA_CHUNKS
+from lmcache_core.documented.cachegen.outputs import MAX_COUNT
 from lmcache_core.errors import SerdeError
-from lmcache_core.serde import FastSerializer
 from lmcache_core.serde.cachegen import (
     CacheGenConfig,
     CacheGenEncoderOutput,
-    CacheGenGPUBytestream,
     CacheGenGPUEncoderOutput,
     encode_function,
 )
 
+from tests.suites.serde_suite import sealed_by_hand
+
 MEMORY_BOUND_BYTES = 4 << 20
-FAST = FastSerializer()
 
 
 def gpu_output(tokens: int = 5, dtype: torch.dtype = torch.bfloat16) -> CacheGenGPUEncoderOutput:
@@ -53,12 +52,6 @@ def same(a: object, b: object) -> bool:
             same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)
         )
     return type(a) is type(b) and a == b
-
-
-def sealed(message: object) -> bytes:
-    """Any message, with a right digest."""
-    data = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
-    return FAST.to_bytes(torch.tensor(list(data), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
@@ -94,17 +87,9 @@ def test_tensors_with_gaps_are_written_as_their_copies() -> None:
     assert gapped.to_bytes() == GPU.to_bytes()
 
 
-def test_the_message_is_pinned() -> None:
-    chunk = CacheGenGPUBytestream(
-        torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.uint8),
-        torch.tensor([[4], [4]], dtype=torch.int32),
-        1,
-    )
-    table = torch.tensor([[[0, 7, -1]]] * 2, dtype=torch.int16)
-    scale = torch.tensor([[[1.5]]], dtype=torch.bfloat16)
-    written = CacheGenGPUEncoderOutput([chunk], table, scale, -scale, 1, 1).to_bytes()
-    tensors = (table, scale, -scale, chunk.bytestream, chunk.bytestream_lengths)
-    assert written == sealed(["channel_streams", [1, 1, 1], [FAST.to_bytes(t) for t in tensors]])
+def test_scales_may_be_one_tensor() -> None:
+    shared = dataclasses.replace(GPU, max_tensors_value=GPU.max_tensors_key)
+    assert same(CacheGenGPUEncoderOutput.from_bytes(shared.to_bytes()), shared)
 
 
 def test_devices_are_logged(caplog) -> None:
@@ -130,67 +115,75 @@ def test_damage_is_noticed(output) -> None:
 
 
 def test_one_output_is_not_taken_for_the_other() -> None:
-    with pytest.raises(SerdeError, match="kind"):
+    with pytest.raises(SerdeError, match="encoded by serde"):
         CacheGenEncoderOutput.from_bytes(GPU.to_bytes())
-    with pytest.raises(SerdeError, match="kind"):
+    with pytest.raises(SerdeError, match="encoded by serde"):
         CacheGenGPUEncoderOutput.from_bytes(OLDER.to_bytes())
 
 
-KIND = "channel_streams"
-TABLE = FAST.to_bytes(torch.zeros(0, 1, 5, dtype=torch.int16))
-SCALE = FAST.to_bytes(torch.zeros(0, 0, 1))
+def file_of(name: str = "cachegen_gpu", numbers: object = (1, 1), **changes: object) -> bytes:
+    """An empty output with some other tensors, under a right digest; None takes one away."""
+    tensors = {
+        "cdf": torch.zeros(0, 1, 5, dtype=torch.int16),
+        "max_tensors_key": torch.zeros(0, 0, 1),
+        "max_tensors_value": torch.zeros(0, 0, 1),
+        "numbers": torch.tensor(numbers),
+    } | changes
+    file = safetensors.torch.save({k: v for k, v in tensors.items() if v is not None})
+    return sealed(file, name)
 
 
-def message(*tensors: object, numbers: object = (1, 1), kind: str = KIND) -> list[object]:
-    return [kind, numbers, tensors or (TABLE, SCALE, SCALE)]
+def sealed(file: bytes, name: str = "cachegen_gpu") -> bytes:
+    return sealed_by_hand(file, serde=name, dtype="uint8", shape=[len(file)])
 
 
-def table_of(*shape: int, dtype: torch.dtype = torch.int16) -> list[object]:
-    """A message whose first tensor is another one."""
-    return message(FAST.to_bytes(torch.zeros(shape, dtype=dtype)), SCALE, SCALE)
+def header_of(text: str, data: bytes = b"") -> bytes:
+    """A file with that header."""
+    return sealed(len(text).to_bytes(8, "little") + text.encode() + data)
 
 
-def scales_of(*scales: torch.Tensor) -> list[object]:
-    return message(TABLE, *(FAST.to_bytes(scale) for scale in scales))
-
-
-HOSTILE_MESSAGES = {
-    "nothing": b"",
-    "no message": b"\xc1",
-    "a long list of nothing": b"\xdd\xff\xff\xff\xff",
-    "a long list inside": b"\x93\xafchannel_streams\xdd\xff\xff\xff\xff",
-    "a long list of tensors": b"\x93\xafchannel_streams\x92\x01\x01\xdd\xff\xff\xff\xff",
-    "a long tensor": b"\x93\xafchannel_streams\x92\x01\x01\x91\xc6\xff\xff\xff\xff",
-    "a long text": b"\x93\xdb\xff\xff\xff\xff",
-    "no text": b"\x93\xa1\x80\x90\x90",
-    "nested deeply": b"\x91" * (1 << 20),
-    "an object": {"kind": KIND},
-    "too few fields": [KIND, [1, 1]],
-    "too many fields": [*message(), 1],
-    "negative": message(numbers=[-1, -1]),
-    "a number too large": message(numbers=[MAX_COUNT + 1, 1]),
-    "a number that is none": message(numbers=[1.5, 1]),
-    "too many numbers": message(numbers=[1] * (MAX_DATA_CHUNKS + 3)),
-    "too few numbers": message(numbers=[1]),
-    "too few tensors": message(SCALE, SCALE),
-    "a chunk without tensors": message(numbers=[1, 1, 0]),
-    "a tensor that is none": message(b"LMTB", SCALE, SCALE),
-    "a damaged tensor": message(TABLE[:-1] + b"\1", SCALE, SCALE),
-    "another dtype": table_of(0, 1, 5, dtype=torch.int32),
-    "too few dimensions": table_of(0, 1),
-    "other channels": message(numbers=[1, 2]),
-    "other layers": table_of(2, 1, 5),
-    "tokens without a chunk": scales_of(torch.zeros(0, 7, 1), torch.zeros(0, 7, 1)),
-    "scales that differ": scales_of(torch.zeros(0, 0, 1), torch.zeros(0, 0, 1).half()),
-    "scales of whole numbers": scales_of(*[torch.zeros(0, 0, 1, dtype=torch.int32)] * 2),
-    "another kind": message(kind="other"),
-    "older": message(kind="streams"),
+HOSTILE_FILES = {
+    "nothing": sealed(b""),
+    "no file": sealed(b"\xc1" * 20),
+    "a long header": sealed(b"\xff" * 8),
+    "no header": header_of("[1]"),
+    "nested deeply": header_of('{"a":' * 10_000),
+    "an unknown dtype": header_of('{"cdf":{"dtype":"F99","shape":[0],"data_offsets":[0,0]}}'),
+    "a dtype of half a byte": header_of(
+        '{"cdf":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', b"1"
+    ),
+    "sizes too large": header_of(
+        '{"cdf":{"dtype":"I16","shape":[0,9223372036854775808],"data_offsets":[0,0]}}'
+    ),
+    "sizes whose product is": header_of(
+        '{"cdf":{"dtype":"I16","shape":[0,4611686018427387904,4],"data_offsets":[0,0]}}'
+    ),
+    "negative": file_of(numbers=[-1, -1]),
+    "a number too large": file_of(numbers=[MAX_COUNT + 1, 1]),
+    "numbers that are none": file_of(numbers=[1.5, 1.0]),
+    "one number": file_of(numbers=1),
+    "numbers of numbers": file_of(numbers=[[1, 1], [1, 1]]),
+    "too few numbers": file_of(numbers=[1]),
+    "too few tensors": file_of(cdf=None),
+    "no tensors": sealed(safetensors.torch.save({})),
+    "too many tensors": file_of(more=torch.zeros(1)),
+    "a chunk without tensors": file_of(numbers=[1, 1, 0]),
+    "another dtype": file_of(cdf=torch.zeros(0, 1, 5, dtype=torch.int32)),
+    "too few dimensions": file_of(cdf=torch.zeros(0, 1, dtype=torch.int16)),
+    "other channels": file_of(numbers=[1, 2]),
+    "other layers": file_of(cdf=torch.zeros(2, 1, 5, dtype=torch.int16)),
+    "tokens without a chunk": file_of(
+        max_tensors_key=torch.zeros(0, 7, 1), max_tensors_value=torch.zeros(0, 7, 1)
+    ),
+    "scales that differ": file_of(max_tensors_value=torch.zeros(0, 0, 1).half()),
+    "scales of whole numbers": file_of(max_tensors_key=torch.zeros(0, 0, 1, dtype=torch.int32)),
+    "the older kind": file_of("cachegen_encoder"),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE_MESSAGES)
-def test_a_hostile_message_under_a_right_digest(name: str) -> None:
-    data = sealed(HOSTILE_MESSAGES[name])
+@pytest.mark.parametrize("name", HOSTILE_FILES)
+def test_a_hostile_file_under_a_right_digest(name: str) -> None:
+    data = HOSTILE_FILES[name]
     tracemalloc.start()
     try:
         for read in (CacheGenGPUEncoderOutput.from_bytes, CacheGenEncoderOutput.from_bytes):
@@ -201,8 +194,8 @@ def test_a_hostile_message_under_a_right_digest(name: str) -> None:
         tracemalloc.stop()
 
 
-def test_what_the_hostile_messages_differ_from_is_read() -> None:
-    read = CacheGenGPUEncoderOutput.from_bytes(sealed(message()))
+def test_what_the_hostile_files_differ_from_is_read() -> None:
+    read = CacheGenGPUEncoderOutput.from_bytes(file_of())
     assert (read.cdf.shape, read.data_chunks) == ((0, 1, 5), [])
 
 
@@ -224,13 +217,6 @@ def chunks(**changes: object) -> dict[str, object]:
         (GPU, chunks(ntokens=2.0)),
         (GPU, chunks(bytestream=CHUNK.bytestream.int())),
         (GPU, chunks(bytestream_lengths=CHUNK.bytestream_lengths[:1])),
-        (
-            GPU,
-            {
-                "data_chunks": GPU.data_chunks
-                + [dataclasses.replace(CHUNK, ntokens=0)] * MAX_DATA_CHUNKS
-            },
-        ),
         (OLDER, {"start_indices": torch.ones(1)}),
         (OLDER, {"head_size": 4}),
     ],

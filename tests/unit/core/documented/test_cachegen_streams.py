@@ -1,4 +1,4 @@
-"""Streams of channels: their bytes are pinned, they come back, and whatever is damaged is
+"""Streams of channels: they are those of the live codec, they come back, and whatever is damaged is
 refused or decoded wrong, never more.
 """
 
@@ -26,18 +26,21 @@ def tables(*rows: list[int]) -> torch.Tensor:
 
 
 def reference_stream(cdf: list[int], symbols: list[int]) -> bytes:
-    """The coder written down once more, with unbounded numbers: bytes leave the state while the
-    symbol would not fit otherwise.
+    """The coder written down once more: 32 states in turn, each of which gives a word away where
+    the symbol would not fit otherwise.
     """
-    state, out = 2**23, []
-    for symbol in reversed(symbols):
-        low = cdf[symbol]
-        frequency = (cdf[symbol + 1] if symbol + 2 < len(cdf) else 2**16) - low
-        while (state // frequency) * 2**16 + state % frequency + low >= 2**31:
-            out.append(state % 256)
-            state //= 256
-        state = (state // frequency) * 2**16 + state % frequency + low
-    return state.to_bytes(4, "little") + bytes(reversed(out))
+    bins = len(cdf) - 1
+    slots = [part * (4096 - bins) // 65536 + i for i, part in enumerate([*cdf[:-1], 65536])]
+    states, words = [2**15] * 32, []
+    for i, symbol in reversed(list(enumerate(symbols))):
+        low, frequency = slots[symbol], slots[symbol + 1] - slots[symbol]
+        state = states[i % 32]
+        if (state // frequency) * 4096 + state % frequency + low >= 2**31:
+            words.append(state % 65536)
+            state //= 65536
+        states[i % 32] = (state // frequency) * 4096 + state % frequency + low
+    halves = [half for state in states for half in (state >> 16, state & 0xFFFF)]
+    return b"".join(word.to_bytes(2, "little") for word in (*halves, *reversed(words)))
 
 
 def encoded(
@@ -45,7 +48,7 @@ def encoded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Streams and their lengths."""
     layers, tokens, channels = symbols.shape
-    room = 2 * tokens + 4 if room is None else room
+    room = 2 * tokens + 128 if room is None else room
     buffer = torch.full((layers, channels, room), 0xA5, dtype=torch.uint8, device=DEVICE)
     lengths = torch.full((layers, channels), -1, dtype=torch.int32, device=DEVICE)
     return encode_ntokens(cdf, symbols, buffer, lengths), lengths
@@ -69,30 +72,12 @@ def decoded(
     return target
 
 
-@pytest.mark.parametrize(
-    ("cdf", "symbols", "stream"),
-    [
-        # Nothing said is the state at the beginning.
-        ([0, 0x8000, 0xFFFF], [], "00008000"),
-        # A half for each symbol adds one bit to the state each time: 2^23 becomes 2^24, plus where
-        # the symbol lies.
-        ([0, 0x8000, 0xFFFF], [0], "00000001"),
-        ([0, 0x8000, 0xFFFF], [1], "00800001"),
-        # All of the probability, and next to none of it.
-        ([0, 0xFFFF], [0, 0, 0], "00008000"),
-        # 2^23 gives two bytes of zeros away, 2^7 is left; times 2^16, plus where the symbol lies:
-        # 0x80ffff.
-        ([0, 0xFFFF, 0xFFFF], [1], "ffff80000000"),
-    ],
-)
-def test_streams_are_pinned(cdf: list[int], symbols: list[int], stream: str) -> None:
-    assert reference_stream(cdf, symbols).hex() == stream
+def test_an_empty_stream_is_the_first_states() -> None:
     made, lengths = encoded(
-        tables(cdf), torch.tensor(symbols, dtype=torch.int8, device=DEVICE).reshape(1, -1, 1)
+        tables([0, 0x8000, 0xFFFF]), torch.zeros(1, 0, 1, dtype=torch.int8, device=DEVICE)
     )
-    assert bytes(made.tolist()).hex() == stream
-    assert lengths.tolist() == [[len(stream) // 2]]
-    assert decoded(tables(cdf), made, lengths, len(symbols)).flatten().tolist() == symbols
+    assert bytes(made.tolist()) == bytes((0, 0, 0, 0x80)) * 32
+    assert lengths.tolist() == [[128]]
 
 
 @pytest.mark.parametrize("bins", [4, 16, 32, 130, 256])
@@ -118,32 +103,30 @@ def test_worst_symbols_fit_two_bytes_each(tokens: int) -> None:
     cdf = tables([0, 1, 0xFFFF])
     symbols = torch.zeros(1, tokens, 1, dtype=torch.int8, device=DEVICE)
     stream, lengths = encoded(cdf, symbols)
-    assert lengths.item() == 2 * tokens + 4, (
-        "the smallest probability for each symbol: the bound is reached, and no more"
-    )
+    assert lengths.item() <= 2 * tokens + 128, "the smallest probability for each symbol"
     assert torch.equal(decoded(cdf, stream, lengths, tokens), symbols)
 
 
-@pytest.mark.parametrize("room", [0, 1, 3, 4, 5, 22, 23])
+@pytest.mark.parametrize("room", [0, 1, 127, 128])
 def test_a_buffer_that_is_too_short(room: int) -> None:
     cdf = tables([0, 1, 0xFFFF])
     with pytest.raises(SerdeError, match=r"layer 0, channel 0.*too short"):
-        encoded(cdf, torch.zeros(1, 10, 1, dtype=torch.int8, device=DEVICE), room=room)
+        encoded(cdf, torch.zeros(1, 64, 1, dtype=torch.int8, device=DEVICE), room=room)
 
 
 def test_nothing_is_written_outside_a_buffer() -> None:
     symbols, cdf = example(layers=1, tokens=64, channels=2)
-    around = torch.full((1, 2, 300), 0xA5, dtype=torch.uint8)
-    inner = around[:, :, 50:250]
+    around = torch.full((1, 2, 400), 0xA5, dtype=torch.uint8)
+    inner = around[:, :, 50:350]
     lengths = torch.zeros(1, 2, dtype=torch.int32)
     stream = encode_ntokens(cdf.cpu(), symbols.cpu(), inner, lengths)
     assert (around[:, :, :50] == 0xA5).all()
-    assert (around[:, :, 250:] == 0xA5).all()
+    assert (around[:, :, 350:] == 0xA5).all()
     assert torch.equal(torch.cat([inner[0, i, : lengths[0, i]] for i in range(2)]), stream)
     with pytest.raises(SerdeError, match="too short"):
         encode_ntokens(cdf.cpu(), symbols.cpu(), around[:, :, 50:60], lengths)
     assert (around[:, :, :50] == 0xA5).all()
-    assert (around[:, :, 250:] == 0xA5).all()
+    assert (around[:, :, 350:] == 0xA5).all()
 
 
 def test_a_symbol_without_a_probability() -> None:
@@ -247,9 +230,9 @@ def test_damaged_streams_are_refused_or_decoded_wrong() -> None:
 
 @pytest.mark.parametrize("row", [[1, 2, 3], [0, 0, 3], [0, 5, 5, 9], [0, 5, 4, 9], [0xFFFF, 0, 1]])
 def test_tables_that_do_not_rise(row: list[int]) -> None:
-    stream = torch.tensor([0, 0, 0x80, 0], dtype=torch.uint8)
+    stream = torch.tensor([0, 0, 0, 0x80] * 32, dtype=torch.uint8)
     with pytest.raises(SerdeError, match="does not rise"):
-        decoded(tables(row), stream, torch.tensor([[4]], dtype=torch.int32), 0)
+        decoded(tables(row), stream, torch.tensor([[128]], dtype=torch.int32), 0)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.int8, (2, 9, 3)), (torch.uint8, (2, 9, 3))])
@@ -277,7 +260,10 @@ def test_a_chunk_of_another_number_of_tokens() -> None:
 
 def test_tensors_of_other_shapes_or_dtypes() -> None:
     symbols, cdf = example(layers=2, tokens=4, channels=3)
-    buffer, lengths = torch.zeros(2, 3, 12, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.int32)
+    buffer, lengths = (
+        torch.zeros(2, 3, 136, dtype=torch.uint8),
+        torch.zeros(2, 3, dtype=torch.int32),
+    )
     right = [cdf, symbols, buffer, lengths]
     wrong = [
         [cdf.int(), cdf[:1], cdf[:, :, :1], cdf.repeat(1, 1, 8)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lmcache_core.config import LMCacheEngineConfig
-from lmcache_core.documented.legacy_config import LEGACY_BACKENDS
+from lmcache_core.config.legacy_backends import LEGACY_BACKENDS
 from lmcache_core.errors import ConfigError
 
 

@@ -367,7 +367,7 @@ class LMCacheEngineConfig:
         """
         values = _flat(locals())
         del values["backend"]
-        from lmcache_core.documented.legacy_config import tiers_of
+        from lmcache_core.config.legacy_backends import tiers_of
 
         return _build(values | tiers_of(backend, values), "from_legacy")
 

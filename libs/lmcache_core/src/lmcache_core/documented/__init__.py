@@ -10,7 +10,6 @@ Nothing else imports this package, except lazy re-exports under the documented n
 | `radix` | `lmcache_core.token_database` | a token database that remembers prefixes |
 | `tensor_backend` | `lmcache_core.storage` | tensors by key, over the tiers |
 | `disk` | `lmcache_core.storage` | the disk tier with methods for one chunk at a time |
-| `debug_serde` | `lmcache_core.serde` | serdes that log what they do |
+| `serdes` | `lmcache_core.serde` | Torch, Safe, Fast, those that log, and a codec over them |
 | `cachegen` | `lmcache_core.serde`, `.serde.cachegen` | CacheGen of one tensor, step by step |
-| `legacy_config` | `LMCacheEngineConfig.from_legacy` | the old names of backends |
 """

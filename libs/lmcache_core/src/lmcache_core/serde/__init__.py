@@ -16,11 +16,18 @@ from lmcache_core.serde.codec import ChunkCodec
 
 if TYPE_CHECKING:
     from lmcache_core.documented.cachegen.serializer import CacheGenDeserializer, CacheGenSerializer
-    from lmcache_core.documented.debug_serde import DeserializerDebugWrapper, SerializerDebugWrapper
-    from lmcache_core.serde.base import Deserializer, Serializer
-    from lmcache_core.serde.safe_serde import SafeDeserializer, SafeSerializer
-    from lmcache_core.serde.tensor_bytes import FastDeserializer, FastSerializer
-    from lmcache_core.serde.torch_serde import TorchDeserializer, TorchSerializer
+    from lmcache_core.documented.serdes import (
+        Deserializer,
+        DeserializerDebugWrapper,
+        FastDeserializer,
+        FastSerializer,
+        SafeDeserializer,
+        SafeSerializer,
+        Serializer,
+        SerializerDebugWrapper,
+        TorchDeserializer,
+        TorchSerializer,
+    )
 
 RAW = "naive"
 CODEC_NAMES = ("cachegen", "cachegen:high", "cachegen:low", "lossless")
@@ -34,16 +41,17 @@ _RESOLVED_LATER = MappingProxyType(
     {
         "CacheGenDeserializer": "documented.cachegen.serializer",
         "CacheGenSerializer": "documented.cachegen.serializer",
-        "Deserializer": "serde.base",
-        "DeserializerDebugWrapper": "documented.debug_serde",
-        "FastDeserializer": "serde.tensor_bytes",
-        "FastSerializer": "serde.tensor_bytes",
-        "SafeDeserializer": "serde.safe_serde",
-        "SafeSerializer": "serde.safe_serde",
-        "Serializer": "serde.base",
-        "SerializerDebugWrapper": "documented.debug_serde",
-        "TorchDeserializer": "serde.torch_serde",
-        "TorchSerializer": "serde.torch_serde",
+        "Deserializer": "documented.serdes",
+        "DeserializerDebugWrapper": "documented.serdes",
+        "DocumentedCodec": "documented.serdes",
+        "FastDeserializer": "documented.serdes",
+        "FastSerializer": "documented.serdes",
+        "SafeDeserializer": "documented.serdes",
+        "SafeSerializer": "documented.serdes",
+        "Serializer": "documented.serdes",
+        "SerializerDebugWrapper": "documented.serdes",
+        "TorchDeserializer": "documented.serdes",
+        "TorchSerializer": "documented.serdes",
     }
 )
 
@@ -75,14 +83,16 @@ def create_codec(name: str | None, threads: int = 0) -> ChunkCodec | None:
         threads: Threads that work on one payload; 0: one for each processor.
 
     Raises:
-        ConfigError: There is no such codec.
+        ConfigError: There is no such codec, or it needs a package that is missing.
     """
     if name is None or name == RAW:
         return None
     if name in DOCUMENTED_NAMES:
-        from lmcache_core.serde.documented_codec import DocumentedCodec
-
-        return DocumentedCodec(name)
+        try:
+            codec: ChunkCodec = resolve(__name__, _RESOLVED_LATER, "DocumentedCodec")(name)
+        except ModuleNotFoundError as exc:
+            raise ConfigError(str(exc)) from exc
+        return codec
     if name not in _PROFILES:
         raise ConfigError(f"serde {name!r}: must be one of {', '.join(SERDE_NAMES)}")
     try:

@@ -36,7 +36,6 @@ from lmcache_core.serde.codec import (
     encoding_report,
     report_extension,
 )
-from lmcache_core.serde.documented_codec import DocumentedCodec
 from lmcache_core.serde.stated_size import check_stated_size
 from lmcache_core.storage.disk.pool import ChunkJob, FilePool
 from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
@@ -82,11 +81,13 @@ def create_codecs(
             raise ConfigError(f"{option}={serde!r}: {exc}") from exc
         if codec is not None:
             named[serde], options[serde] = codec, option
-    documented = (
-        [DocumentedCodec(serde) for serde in DOCUMENTED_NAMES if serde not in named]
-        if decode_documented
-        else []
-    )
+    documented: list[ChunkCodec] = []
+    if decode_documented:
+        try:
+            further = (create_codec(serde) for serde in DOCUMENTED_NAMES if serde not in named)
+            documented += (codec for codec in further if codec is not None)
+        except ConfigError as exc:
+            logger.info("not decoding records of the documented serdes: error=%s", exc)
     return Codecs(named, documented, counters, options)
 
 

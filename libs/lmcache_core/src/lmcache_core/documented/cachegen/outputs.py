@@ -1,28 +1,24 @@
-"""What the CacheGen coder makes, as objects and as bytes. Needs torch.
+"""What the CacheGen coder makes, as objects and as bytes. Needs torch and safetensors.
 
-The bytes are a message of numbers and tensors (MessagePack), each tensor as the Fast serde writes
-it, and the message as the Fast serde writes a tensor of bytes: one digest over everything.
+The bytes are a safetensors file of the object's tensors and, as `numbers`, its whole numbers, under
+one digest (`serdes.seal`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
 
-import msgspec
 import numpy as np
+import safetensors.torch
 import torch
 
+from lmcache_core.documented.serdes import BytesLike, dense, seal, unseal
 from lmcache_core.errors import LMCacheError, SerdeError
-from lmcache_core.serde.base import BytesLike
-from lmcache_core.serde.tensor_bytes import FastDeserializer, FastSerializer, SerdeId, unseal
 
 logger = logging.getLogger(__name__)
 
-MAX_DATA_CHUNKS = 8192
-MAX_COUNT = 1 << 40
 SCALE_DTYPES = (
     torch.float32,
     torch.float16,
@@ -30,21 +26,7 @@ SCALE_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the bytes of an output hold.
-
-    Attributes:
-        kind: Which output: its `KIND`.
-        numbers: Its whole numbers, in the order of its fields.
-        tensors: Its tensors, in the order of its fields, each by the Fast serde.
-    """
-
-    kind: Annotated[str, msgspec.Meta(max_length=32)]
-    numbers: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=2 + MAX_DATA_CHUNKS)]
-    tensors: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=3 + 2 * MAX_DATA_CHUNKS)]
+MAX_COUNT = 1 << 40
 
 
 @dataclass
@@ -61,8 +43,6 @@ class CacheGenEncoderOutput:
         head_size: Channels of a head.
     """
 
-    KIND: ClassVar = "streams"
-
     bytestream: bytes
     start_indices: torch.Tensor
     cdf: torch.Tensor
@@ -72,15 +52,15 @@ class CacheGenEncoderOutput:
     head_size: int
 
     def to_bytes(self) -> bytes:
-        """Return everything as one checked message; the caller owns it.
+        """Return everything as one checked file; the caller owns it.
 
         Raises:
             SerdeError: A field is not what the class says.
         """
         self._check()
         stream = torch.from_numpy(np.frombuffer(self.bytestream, np.uint8).copy())
-        tables = (self.start_indices, self.cdf, self.max_tensors_key, self.max_tensors_value)
-        return _seal(self.KIND, (self.num_heads, self.head_size), (stream, *tables))
+        tensors = _tables(self) | {"bytestream": stream, "start_indices": self.start_indices}
+        return _sealed("cachegen_encoder", (self.num_heads, self.head_size), tensors)
 
     @classmethod
     def from_bytes(cls, bs: BytesLike) -> CacheGenEncoderOutput:
@@ -90,12 +70,15 @@ class CacheGenEncoderOutput:
             SerdeError: The bytes are no such output, or are damaged. Found out in time and memory
                 bounded by their length.
         """
-        numbers, tensors = _unseal(bs, cls.KIND)
-        if len(numbers) != 2 or len(tensors) != 5:
-            raise SerdeError(f"{len(numbers)} numbers and {len(tensors)} tensors, must be 2 and 5")
-        stream, starts, cdf, keys, values = tensors
+        numbers, tensors = _unsealed(bs, "cachegen_encoder")
+        try:
+            (num_heads, head_size), stream = numbers, tensors.pop("bytestream")
+            output = cls(
+                stream.numpy().tobytes(), **tensors, num_heads=num_heads, head_size=head_size
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise SerdeError(f"not the fields of a CacheGen output: {exc}") from exc
         check_tensor("bytestream", stream, (torch.uint8,), (None,))
-        output = cls(stream.numpy().tobytes(), starts, cdf, keys, values, numbers[0], numbers[1])
         output._check()
         return output
 
@@ -135,8 +118,6 @@ class CacheGenGPUEncoderOutput:
         head_size: Channels of a head.
     """
 
-    KIND: ClassVar = "channel_streams"
-
     data_chunks: list[CacheGenGPUBytestream]
     cdf: torch.Tensor
     max_tensors_key: torch.Tensor
@@ -145,19 +126,21 @@ class CacheGenGPUEncoderOutput:
     head_size: int
 
     def to_bytes(self) -> bytes:
-        """Return everything as one checked message; the caller owns it. Tensors are copied to the
-        CPU if they are elsewhere.
+        """Return everything as one checked file; the caller owns it. Tensors are copied to the CPU
+        if they are elsewhere.
 
         Raises:
             SerdeError: A field is not what the class says, or does not fit the others.
         """
         self._check()
-        chunks = self.data_chunks
-        numbers = (self.num_heads, self.head_size, *(chunk.ntokens for chunk in chunks))
-        tensors = [self.cdf, self.max_tensors_key, self.max_tensors_value]
-        for chunk in chunks:
-            tensors += [chunk.bytestream, chunk.bytestream_lengths]
-        return _seal(self.KIND, numbers, tensors)
+        numbers, tensors = [self.num_heads, self.head_size], _tables(self)
+        for i, chunk in enumerate(self.data_chunks):
+            numbers.append(chunk.ntokens)
+            tensors |= {
+                f"bytestream.{i}": chunk.bytestream,
+                f"lengths.{i}": chunk.bytestream_lengths,
+            }
+        return _sealed("cachegen_gpu", numbers, tensors)
 
     @classmethod
     def from_bytes(cls, bs: BytesLike) -> CacheGenGPUEncoderOutput:
@@ -167,25 +150,25 @@ class CacheGenGPUEncoderOutput:
             SerdeError: The bytes are no such output, or are damaged. Found out in time and memory
                 bounded by their length.
         """
-        numbers, tensors = _unseal(bs, cls.KIND)
-        num_chunks = len(numbers) - 2
-        if num_chunks < 0 or len(tensors) != 3 + 2 * num_chunks:
-            raise SerdeError(
-                f"{len(numbers)} numbers and {len(tensors)} tensors, must be 2 and 3, and 1 and 2"
-                " more for each data chunk"
-            )
-        num_heads, head_size, *counts = numbers
-        cdf, keys, values, *streams = tensors
-        of_chunks = zip(streams[::2], streams[1::2], counts, strict=True)
-        chunks = [CacheGenGPUBytestream(*of_chunk) for of_chunk in of_chunks]
-        output = cls(chunks, cdf, keys, values, num_heads, head_size)
+        numbers, tensors = _unsealed(bs, "cachegen_gpu")
+        try:
+            num_heads, head_size, *counts = numbers
+            chunks = [
+                CacheGenGPUBytestream(
+                    tensors.pop(f"bytestream.{i}"), tensors.pop(f"lengths.{i}"), count
+                )
+                for i, count in enumerate(counts)
+            ]
+            output = cls(chunks, **tensors, num_heads=num_heads, head_size=head_size)
+        except (KeyError, TypeError, ValueError) as exc:
+            raise SerdeError(f"not the fields of a CacheGen output: {exc}") from exc
         output._check()
         return output
 
     def debug_print_device(self) -> None:
         """Log on which device each tensor is."""
-        for name in ("cdf", "max_tensors_key", "max_tensors_value"):
-            logger.debug("tensor: name=%s device=%s", name, getattr(self, name).device)
+        for name, tensor in _tables(self).items():
+            logger.debug("tensor: name=%s device=%s", name, tensor.device)
         for i, chunk in enumerate(self.data_chunks):
             logger.debug(
                 "data chunk: index=%d bytestream_device=%s lengths_device=%s",
@@ -196,8 +179,6 @@ class CacheGenGPUEncoderOutput:
 
     def _check(self) -> None:
         _check_tables(self)
-        if len(self.data_chunks) > MAX_DATA_CHUNKS:
-            raise SerdeError(f"{len(self.data_chunks)} data chunks; at most {MAX_DATA_CHUNKS}")
         sizes = tuple(self.cdf.shape[:2])
         for i, chunk in enumerate(self.data_chunks):
             _check_count(f"ntokens of data chunk {i}", chunk.ntokens)
@@ -234,14 +215,17 @@ def check_tensor(
         )
 
 
+def _tables(output: CacheGenEncoderOutput | CacheGenGPUEncoderOutput) -> dict[str, torch.Tensor]:
+    return {name: getattr(output, name) for name in ("cdf", "max_tensors_key", "max_tensors_value")}
+
+
 def _check_tables(output: CacheGenEncoderOutput | CacheGenGPUEncoderOutput) -> None:
     _check_count("num_heads", output.num_heads)
     _check_count("head_size", output.head_size)
-    num_channels = output.num_heads * output.head_size
-    keys, values = output.max_tensors_key, output.max_tensors_value
+    keys, num_channels = output.max_tensors_key, output.num_heads * output.head_size
     check_tensor("cdf", output.cdf, (torch.int16,), (None, num_channels, None))
     check_tensor("max_tensors_key", keys, SCALE_DTYPES, (None, None, 1))
-    check_tensor("max_tensors_value", values, (keys.dtype,), tuple(keys.shape))
+    check_tensor("max_tensors_value", output.max_tensors_value, (keys.dtype,), tuple(keys.shape))
     if output.cdf.shape[0] != 2 * keys.shape[0]:
         raise SerdeError(
             f"a cdf of {output.cdf.shape[0]} layers, largest magnitudes of {keys.shape[0]}: must be"
@@ -254,40 +238,24 @@ def _check_count(name: str, number: int) -> None:
         raise SerdeError(f"{name} {number!r} must be a whole number, 0 to {MAX_COUNT}")
 
 
-def _seal(kind: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> bytes:
-    """Write a message; tensors may be on any device.
+def _sealed(kind: str, numbers: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return a file of tensors, which may be on any device."""
+    # Copies: the library refuses tensors that share memory.
+    owned = {name: dense(tensor).clone() for name, tensor in tensors.items()}
+    file = safetensors.torch.save(owned | {"numbers": torch.tensor(numbers, dtype=torch.int64)})
+    return seal(kind, torch.frombuffer(bytearray(file), dtype=torch.uint8), file)
+
+
+def _unsealed(data: BytesLike, kind: str) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Return the whole numbers and the tensors of a file.
 
     Raises:
-        SerdeError: It is longer than a container may be.
+        SerdeError: The bytes are no such file, or are damaged.
     """
-    serializer = FastSerializer()
+    _, file = unseal(data, kind)
     try:
-        packed = tuple(serializer.to_bytes(tensor) for tensor in tensors)
-        message = bytearray(msgspec.msgpack.encode(_Message(kind, tuple(numbers), packed)))
-        return serializer.to_bytes(torch.frombuffer(message, dtype=torch.uint8))
-    except ValueError as exc:
-        raise SerdeError(f"a CacheGen output cannot be written: {exc}") from exc
-
-
-def _unseal(data: BytesLike, kind: str) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-    """Read a message.
-
-    Args:
-        data: All bytes of it, and no more.
-        kind: What is asked for; another one is refused.
-
-    Returns:
-        Its numbers, and its tensors: contiguous, on the CPU, with memory of their own.
-
-    Raises:
-        SerdeError: The bytes are no such message, or are damaged.
-    """
-    _, body = unseal(data, SerdeId.FAST)
-    try:
-        message = msgspec.msgpack.decode(body, type=_Message)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        tensors = safetensors.torch.load(bytes(file))
+        return tensors.pop("numbers").tolist(), tensors
+    # The library checks a header; sizes or dtypes that torch does not have are torch's errors.
+    except (safetensors.SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as exc:
         raise SerdeError(f"a CacheGen output cannot be read: {exc}") from exc
-    if message.kind != kind:
-        raise SerdeError(f"a CacheGen output of kind {message.kind!r}, asked for {kind!r}")
-    deserializer = FastDeserializer(None)
-    return message.numbers, [deserializer.from_bytes(packed) for packed in message.tensors]

@@ -1,20 +1,9 @@
-"""The documented functions of the CacheGen coder: KV to streams and back. Needs torch.
+"""The documented functions of the CacheGen coder: KV to streams and back. Needs torch and numba.
 
 One stream for each layer (those of the keys first, then those of the values) and channel, coded
-with that channel's own distribution by a range asymmetric numeral system: 32-bit state, one byte at
-a time. Tensors may be on any device; numpy codes on the CPU, all streams at once, token by token.
-
-The state is 2^23 before the first symbol and stays in [2^23, 2^31). Probabilities have 16 bits:
-symbol `s` of a channel spans `[cdf[s], cdf[s + 1])` of 2^16, the last one up to 2^16 itself,
-whatever the table says there. Tokens are coded last to first, so that they are decoded first to
-last. A stream is the final state, four bytes, little-endian, then the bytes in the order in which
-decoding takes them; it takes at most two bytes a token and these four. Decoding ends in the state
-in which coding began, with no byte left: damage that does not end there is noticed, other damage
-gives wrong symbols.
-
-Source: Duda, "Asymmetric numeral systems", arXiv 1311.2540, section 3; the byte-wise form is the
-    usual one, with `freq << 15` as the bound above which a byte leaves the state before a symbol of
-    that frequency.
+with that channel's own distribution. It is a stream of the live codec (`serde/rans.py`), a section
+of one channel: at least 128 bytes, its words little-endian. Tensors may be on any device; streams
+are coded on the CPU.
 """
 
 from __future__ import annotations
@@ -37,16 +26,17 @@ from lmcache_core.documented.cachegen.quantization import (
     whole_bins,
 )
 from lmcache_core.errors import LayoutError, SerdeError
-from lmcache_core.serde.cachegen import CacheGenConfig
+from lmcache_core.serde.cachegen import MAX_BINS, CacheGenConfig
+from lmcache_core.serde.machine_code import load_loops
+from lmcache_core.serde.tables import LANES, STATE_WORDS, TOTAL, max_words, reciprocals
 
 Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint16]
 
 MAX_RECOMBINED_BYTES = 1 << 30
-STATE_BYTES = 4
-MAX_BYTES_PER_SYMBOL = 2
-LOWEST_STATE, END_OF_STATES = 1 << 23, 1 << 31
-TOTAL = 1 << 16
-"""Probabilities of a channel sum to this."""
+_WORD_BYTES = 2
+_FIRST_TABLE = np.zeros(1, np.uint8)
+"""The one channel of a section is coded with the one table that is given."""
 _SYMBOL_DTYPES = (torch.int8, torch.uint8)
 
 
@@ -95,10 +85,9 @@ def encode_function(
     data_chunks = []
     for start in range(0, num_tokens, chunk_size):
         chunk = symbols[:, start : start + chunk_size]
-        stream, lengths = _collected(*_encoded(_table(cdf), chunk))
-        data_chunks.append(
-            CacheGenGPUBytestream(stream.to(kv.device), lengths.to(kv.device), chunk.shape[1])
-        )
+        streams, lengths = _encoded(cdf, chunk)
+        stream = _joined(streams).to(kv.device)
+        data_chunks.append(CacheGenGPUBytestream(stream, lengths.to(kv.device), chunk.shape[1]))
     return CacheGenGPUEncoderOutput(data_chunks, cdf, max_keys, max_values, num_heads, head_size)
 
 
@@ -113,8 +102,8 @@ def encode_ntokens(
     Args:
         cdf_int: int16 with the bits of uint16, `[nlayers, nchannels, bins + 1]`.
         encode_input: int8 or uint8, `[nlayers, ntokens, nchannels]`, values 0 to `bins - 1`.
-        output_buffer: uint8, `[nlayers, nchannels, BUFFER_SIZE]`; written. Four bytes and two for
-            each token are always enough.
+        output_buffer: uint8, `[nlayers, nchannels, BUFFER_SIZE]`; written. 128 bytes and two
+            for each token are always enough.
         output_lengths: int32, `[nlayers, nchannels]`; written: how much of each buffer is a stream.
 
     Returns:
@@ -122,7 +111,8 @@ def encode_ntokens(
         device of `output_buffer`.
 
     Raises:
-        SerdeError: A buffer is too short, or a value has no probability. Nothing is written then.
+        SerdeError: A buffer is too short, the cdf does not rise, or a value is beyond it. Nothing
+            is written then.
         LayoutError: Shapes or dtypes are others.
     """
     check_tensor("encode_input", encode_input, _SYMBOL_DTYPES, (None, None, None), LayoutError)
@@ -131,14 +121,15 @@ def encode_ntokens(
     check_tensor("cdf_int", cdf_int, (torch.int16,), (*sizes, None), LayoutError)
     check_tensor("output_buffer", output_buffer, (torch.uint8,), (*sizes, None), LayoutError)
     check_tensor("output_lengths", output_lengths, (torch.int32,), sizes, LayoutError)
-    buffers, begins = _encoded(_table(cdf_int), encode_input)
-    stream, lengths = _collected(buffers, begins)
-    room = output_buffer.shape[2]
-    _refuse((lengths > room).numpy(), "the buffer is too short: give 4 bytes and 2 for each token")
+    streams, lengths = _encoded(cdf_int, encode_input)
+    stream, room = _joined(streams).to(output_buffer.device), output_buffer.shape[2]
+    _refuse(
+        (lengths > room).numpy(), "the buffer is too short: give 128 bytes and 2 for each token"
+    )
     output_lengths.copy_(lengths)
     in_streams = torch.arange(room) < lengths[:, :, None]
-    output_buffer[in_streams.to(output_buffer.device)] = stream.to(output_buffer.device)
-    return stream.to(output_buffer.device)
+    output_buffer[in_streams.to(output_buffer.device)] = stream
+    return stream
 
 
 def collect_bytes(output_buffer: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
@@ -223,14 +214,23 @@ def decode_chunk(
     check_tensor("cdf", cdf, (torch.int16,), (*sizes, None), LayoutError)
     lengths = data_chunk.bytestream_lengths
     check_tensor("bytestream_lengths", lengths, (torch.int32,), sizes, LayoutError)
-    table = _table(cdf)
     if data_chunk.ntokens != num_tokens:
         raise SerdeError(f"a data chunk of {data_chunk.ntokens} tokens, a buffer for {num_tokens}")
     offsets = _stream_offsets(data_chunk.bytestream, lengths)
-    rises = np.diff(table[:, :, :-1]).min(-1, initial=1) > 0
-    _refuse((table[:, :, 0] != 0) | ~rises, "the cdf does not rise from 0")
+    slots, decode_sections = _slots(cdf).reshape(-1, cdf.shape[2]), load_loops().decode_sections
     data = data_chunk.bytestream.detach().cpu().numpy()
-    symbols, is_damaged = _decoded(table.reshape(-1, table.shape[2]), data, offsets, num_tokens)
+    num_words, rest = np.divmod(np.diff(offsets), _WORD_BYTES)
+    is_damaged = (rest > 0) | (num_words < LANES * STATE_WORDS)
+    symbols = np.zeros((len(slots), num_tokens), np.uint8)
+    place = 0, num_tokens, 1, 1, 0
+    for i in np.flatnonzero(~is_damaged):
+        frequencies = np.diff(slots[i])
+        slot_symbol = np.repeat(np.arange(len(frequencies), dtype=np.uint8), frequencies)
+        entries = (slots[i, :-1] << 16 | frequencies).astype(np.uint32)
+        words = np.frombuffer(data[offsets[i] : offsets[i + 1]].tobytes(), "<u2")
+        is_damaged[i] = decode_sections(
+            words, place, num_words[i : i + 1], _FIRST_TABLE, slot_symbol, entries, symbols[i]
+        )
     _refuse(is_damaged.reshape(sizes), "the stream is damaged")
     decoded = torch.from_numpy(symbols).view(num_layers, num_channels, num_tokens)
     target_buffer.view(torch.uint8).copy_(decoded.transpose(1, 2))
@@ -285,91 +285,36 @@ def decode_function_gpu(
     return decoded[:layers_in_key], decoded[layers_in_key:]
 
 
-def _encoded(table: Integers, symbols: torch.Tensor) -> tuple[npt.NDArray[np.uint8], Integers]:
-    """Code every channel of every layer.
+def _encoded(cdf: torch.Tensor, symbols: torch.Tensor) -> tuple[list[Words], torch.Tensor]:
+    """Return the streams of all layers and channels, and their lengths in bytes, int32 `[layers,
+    channels]`.
 
     Args:
-        table: Of `_table`.
+        cdf: As `encode_ntokens` takes it.
         symbols: int8 or uint8 `[layers, tokens, channels]`.
-
-    Returns:
-        Buffers `[layers, channels, room]`, each of which ends with a stream, and where it begins.
     """
-    values = symbols.detach().cpu().view(torch.uint8).transpose(1, 2).numpy().astype(np.int64)
-    num_tokens = values.shape[2]
-    _refuse(
-        values.max(-1, initial=0) > table.shape[2] - 2, "a value is beyond the last one of the cdf"
-    )
-    lows = np.take_along_axis(table, values, -1)
-    frequencies = np.take_along_axis(table, values + 1, -1) - lows
-    _refuse(
-        frequencies.min(-1, initial=1) <= 0,
-        "the cdf does not rise, or leaves a value without a probability",
-    )
-    room = STATE_BYTES + MAX_BYTES_PER_SYMBOL * num_tokens
-    buffers = np.zeros((*values.shape[:2], room), np.uint8)
-    states, at = np.full(values.shape[:2], LOWEST_STATE), np.full(values.shape[:2], room)
-    for token in reversed(range(num_tokens)):
-        frequency = frequencies[:, :, token]
-        for _ in range(MAX_BYTES_PER_SYMBOL):
-            is_full = states >= frequency << 15
-            at -= is_full
-            buffers[(*np.nonzero(is_full), at[is_full])] = states[is_full] & 0xFF
-            states = np.where(is_full, states >> 8, states)
-        quotient, rest = np.divmod(states, frequency)
-        states = quotient * TOTAL + rest + lows[:, :, token]
-    for byte in reversed(range(STATE_BYTES)):
-        at -= 1
-        np.put_along_axis(buffers, at[:, :, None], (states >> 8 * byte & 0xFF)[:, :, None], -1)
-    return buffers, at
+    slots, encode_sections = _slots(cdf), load_loops().encode_sections
+    values = symbols.detach().cpu().view(torch.uint8).transpose(1, 2).numpy()
+    num_bins = slots.shape[2] - 1
+    _refuse(values.max(-1, initial=0) >= num_bins, "a value is beyond the last one of the cdf")
+    section = values.shape[2], 1, 1, num_bins
+    words, length = np.empty(max_words(values.shape[2]), np.uint16), np.zeros(1, np.int64)
+    streams = []
+    for layer in range(len(slots)):
+        frequencies = np.diff(slots[layer])
+        # Of each channel, for each symbol: what the coder needs (`ShapeTables.coder`).
+        coder = np.stack((frequencies, slots[layer, :, :-1], *reciprocals(frequencies)), axis=2)
+        rows = np.ascontiguousarray(values[layer])
+        for row, entries in zip(rows, coder.astype(np.uint32), strict=True):
+            begin = encode_sections(row, section, _FIRST_TABLE, entries, words, length)
+            streams.append(words[begin:].astype("<u2"))
+    lengths = torch.tensor([stream.nbytes for stream in streams], dtype=torch.int32)
+    return streams, lengths.view(slots.shape[:2])
 
 
-def _collected(
-    buffers: npt.NDArray[np.uint8], begins: Integers
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all streams one after the other, and their lengths."""
-    room = buffers.shape[2]
-    streams = buffers[np.arange(room) >= begins[:, :, None]]
-    return torch.from_numpy(streams), torch.from_numpy((room - begins).astype(np.int32))
-
-
-def _decoded(
-    table: Integers, data: npt.NDArray[np.uint8], offsets: Integers, num_tokens: int
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """Decode all streams; reads nothing outside the arrays, whatever they hold.
-
-    Args:
-        table: `[streams, entries]`, rising from 0.
-        data: All streams.
-        offsets: Of `_stream_offsets`.
-        num_tokens: Symbols of each stream.
-
-    Returns:
-        Symbols `[streams, num_tokens]`, and which streams are damaged.
-    """
-    at, ends = offsets[:-1].copy(), offsets[1:]
-    rows, last_symbol = np.arange(len(at)), table.shape[1] - 2
-    padded = np.append(data, np.uint8(0)).astype(np.int64)  # so that there is a last byte
-    symbols = np.zeros((len(at), num_tokens), np.uint8)
-    states = np.zeros(len(at), np.int64)
-    for byte in range(STATE_BYTES):
-        states |= padded[np.minimum(at + byte, len(data))] << 8 * byte
-    at += STATE_BYTES
-    is_damaged = (at > ends) | (states < LOWEST_STATE) | (states >= END_OF_STATES)
-    for token in range(num_tokens):
-        slots, symbol = states % TOTAL, np.zeros(len(at), np.int64)
-        for step in (128, 64, 32, 16, 8, 4, 2, 1):  # the last symbol that begins at or before it
-            tried = np.minimum(symbol + step, last_symbol)
-            symbol = np.where(table[rows, tried] <= slots, np.maximum(symbol, tried), symbol)
-        low = table[rows, symbol]
-        states = (table[rows, symbol + 1] - low) * (states // TOTAL) + slots - low
-        for _ in range(MAX_BYTES_PER_SYMBOL):
-            is_low = states < LOWEST_STATE
-            is_damaged |= is_low & (at >= ends)
-            states = np.where(is_low, states << 8 | padded[np.minimum(at, len(data))], states)
-            at += is_low
-        symbols[:, token] = symbol
-    return symbols, is_damaged | (states != LOWEST_STATE) | (at != ends)
+def _joined(streams: list[Words]) -> torch.Tensor:
+    """Return all streams one after the other, uint8."""
+    return torch.from_numpy(np.concatenate(streams or [np.empty(0, np.uint16)]).view(np.uint8))
 
 
 def _check_chunk_size(chunk_size: int) -> None:
@@ -377,15 +322,24 @@ def _check_chunk_size(chunk_size: int) -> None:
         raise LayoutError(f"chunk_size {chunk_size} holds no token: give at least 1")
 
 
-def _table(cdf: torch.Tensor) -> Integers:
-    """Return where symbols begin, `[layers, channels, bins + 1]`; the last one ends at `TOTAL`."""
-    if not 2 <= cdf.shape[2] <= 257:
+def _slots(cdf: torch.Tensor) -> Integers:
+    """Return where the slots of symbols begin, and where the last ones end, `[layers, channels,
+    bins + 1]`: the 2^16 parts of the cdf shared out among the coder's `TOTAL`, at least one each.
+
+    Raises:
+        LayoutError: There are too few or too many bins.
+        SerdeError: A row does not rise from 0.
+    """
+    num_bins = cdf.shape[2] - 1
+    if not 1 <= num_bins <= MAX_BINS:
         raise LayoutError(
-            f"cdf has {cdf.shape[2]} entries: give one for each bin and one more, 2 to 257"
+            f"cdf has {num_bins + 1} entries: give one for each bin and one more, 2 to 257"
         )
-    table = cdf.detach().cpu().contiguous().numpy().view(np.uint16).astype(np.int64)
-    table[:, :, -1] = TOTAL
-    return table
+    parts = cdf.detach().cpu().contiguous().numpy().view(np.uint16).astype(np.int64)
+    parts[:, :, -1] = 1 << 16
+    rises = np.diff(parts).min(-1, initial=1) > 0
+    _refuse((parts[:, :, 0] != 0) | ~rises, "the cdf does not rise from 0")
+    return (parts * (TOTAL - num_bins) >> 16) + np.arange(num_bins + 1)
 
 
 def _stream_offsets(bytestream: torch.Tensor, lengths: torch.Tensor) -> Integers:
