@@ -13,7 +13,6 @@ from lmcache_core.engine import LMCacheEngine
 from lmcache_core.gpu_connectors import VLLMPagedMemGPUConnectorV2
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
-from lmcache_kernels.paged_copy import paged_gather, paged_scatter
 from lmcache_kernels.pages import Pages
 
 from tests.bench.measure import ROUNDS, Figure
@@ -31,6 +30,7 @@ from tests.bench.shape import (
     make_metadata,
     tokens_of,
 )
+from tests.fixtures.paged_cases import paged_gather, paged_scatter
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE

@@ -15,9 +15,9 @@ from lmcache_core.memory import (
     MixedMemoryAllocator,
     PinMemoryAllocator,
     TensorMemoryAllocator,
-    create_shared_arena,
 )
 
+from tests.fixtures.shared_arena import create_shared_arena
 from tests.suites.allocator_suite import CAPACITY_BYTES, AddressableSuite, ArenaSuite
 
 GPU_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -24,12 +24,12 @@ from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_kernels import pages as kernel_pages
-from lmcache_kernels.paged_copy import paged_gather, paged_scatter
 
 from tests.bench import blend_device, codec_device, paged
 from tests.bench.engines import running_sidecar
 from tests.bench.measure import ROUNDS, Figure, timed
 from tests.bench.shape import CHUNK_SIZE, make_config, make_metadata
+from tests.fixtures.paged_cases import paged_gather, paged_scatter
 from tests.fixtures.restarted_sidecar import until
 from tests.gpu.connectors import Pages
 from tests.gpu.report import Report, WrongBytes

@@ -17,7 +17,6 @@ import httpx
 import msgspec
 import pytest
 from lmcache_core.lookup import LookupClient
-from lmcache_core.memory import create_shared_arena
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.wire.frames import (
     HEADER_BYTES,
@@ -40,6 +39,7 @@ from tests.contract.releases.tape import (
     unix_server,
 )
 from tests.fixtures.service_process import running_service
+from tests.fixtures.shared_arena import create_shared_arena
 from tests.fixtures.sidecar import running_socket
 from tests.fixtures.wire import MemoryStore, client_of, serving
 from tests.suites.chunks import make_chunk

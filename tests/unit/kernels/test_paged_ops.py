@@ -1,4 +1,4 @@
-"""The wrappers and their torch references, on a CPU, against a loop over single tokens."""
+"""The ops and their torch references, on a CPU, against a loop over single tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from hypothesis import strategies as st
 from lmcache_kernels import KernelInputError
 from lmcache_kernels.paged_copy import (
     CheckedSlots,
-    checked_copy,
-    paged_gather,
     paged_gather_reference,
     paged_gather_steps,
-    paged_scatter,
     paged_scatter_reference,
     paged_scatter_steps,
 )
 from lmcache_kernels.pages import Pages
 
-from tests.fixtures.paged_cases import COMBINATIONS, FORMS, SHAPES, build_case
+from tests.fixtures.paged_cases import (
+    COMBINATIONS,
+    FORMS,
+    SHAPES,
+    build_case,
+    checked_copy,
+    paged_gather,
+    paged_scatter,
+)
 
 SHAPE = (3, 5, 3, 2, 7, 11, 2)
 OPS = (paged_gather, paged_scatter)
@@ -268,9 +273,10 @@ def test_a_cpu_op_does_not_import_triton():
     program = """
 import sys, torch
 from lmcache_kernels.pages import Pages
-from lmcache_kernels.paged_copy import paged_gather
+from lmcache_kernels.paged_copy import CheckedSlots, paged_gather_steps
 page = torch.zeros(1, 1, 1, 1)
-paged_gather(Pages.of([page], [page]), torch.tensor([0]), torch.empty(2, 1, 1, 1))
+slots = CheckedSlots.of(Pages.of([page], [page]), torch.tensor([0]), once=False)
+list(paged_gather_steps(slots.copy_with(torch.empty(2, 1, 1, 1), writes_pages=False)))
 sys.exit("triton" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

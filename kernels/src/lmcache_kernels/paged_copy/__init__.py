@@ -1,11 +1,8 @@
-"""`paged_gather` and `paged_scatter`: copy between the pages of a KV cache and a contiguous chunk.
-The maths: `README.md`.
-"""
+"""Copies between the pages of a KV cache and a contiguous chunk. The maths: `README.md`."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,11 +17,8 @@ from lmcache_kernels.pages import MAX_WORD_BYTES, WORD_DTYPES, HostArray, Pages
 __all__ = [
     "CheckedSlots",
     "PagedCopy",
-    "checked_copy",
-    "paged_gather",
     "paged_gather_reference",
     "paged_gather_steps",
-    "paged_scatter",
     "paged_scatter_reference",
     "paged_scatter_steps",
 ]
@@ -123,7 +117,7 @@ class CheckedSlots:
 @dataclass(frozen=True, eq=False)
 class PagedCopy:
     """Pages, chunk and slots of one copy, checked against each other. Create it with
-    `checked_copy`.
+    `CheckedSlots.copy_with`.
 
     Attributes:
         pages: The pages.
@@ -157,51 +151,10 @@ class PagedCopy:
         return math.gcd(self.alignment_bytes, MAX_WORD_BYTES)
 
 
-def checked_copy(
-    pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor, writes_pages: bool
-) -> PagedCopy:
-    """Check chunk and slots against the pages. For arguments and errors see `CheckedSlots.of` and
-    `CheckedSlots.copy_with`.
-    """
-    return CheckedSlots.of(pages, slot_mapping, writes_pages).copy_with(blob, writes_pages)
-
-
-def paged_gather(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -> None:
-    """Fill `blob` with the KV of the given slots, bit for bit. Does not wait for the device to
-    finish.
-
-    Args:
-        pages: Read.
-        slot_mapping: int64 `[num_tokens]`, `slot = block * block_size + offset`, in any order, on
-            the pages' device or the CPU.
-        blob: Filled: contiguous `[num_sides, num_layers, num_tokens, num_heads * head_size]`, of
-            the pages' dtype and device.
-
-    Raises:
-        KernelInputError: The tensors do not match, or a slot does not exist; `blob` is untouched.
-    """
-    deque(paged_gather_steps(checked_copy(pages, slot_mapping, blob, writes_pages=False)), maxlen=0)
-
-
-def paged_scatter(pages: Pages, slot_mapping: torch.Tensor, blob: torch.Tensor) -> None:
-    """Write `blob` into the given slots of the pages, bit for bit; no other slot changes. Does not
-    wait for the device to finish.
-
-    Args:
-        pages: Written.
-        slot_mapping: As for `paged_gather`, but without duplicates.
-        blob: As for `paged_gather`, but read.
-
-    Raises:
-        KernelInputError: The tensors do not match, or a slot does not exist or occurs twice; the
-            pages are untouched.
-    """
-    deque(paged_scatter_steps(checked_copy(pages, slot_mapping, blob, writes_pages=True)), maxlen=0)
-
-
 def paged_gather_steps(copy: PagedCopy) -> Iterator[int]:
-    """Gather a checked copy step by step, for callers that check several copies first, or
-    interleave the copy with other work.
+    """Fill the chunk of a checked copy with the KV of its slots, bit for bit, step by step: a
+    caller may check several copies first, and interleave them with other work. Does not wait for
+    the device to finish.
 
     Yields:
         How many of the pages, from the first, have been copied completely; on a device once, when
@@ -211,7 +164,8 @@ def paged_gather_steps(copy: PagedCopy) -> Iterator[int]:
 
 
 def paged_scatter_steps(copy: PagedCopy) -> Iterator[int]:
-    """Scatter a checked copy step by step.
+    """Write the chunk of a checked copy into its slots, bit for bit, step by step; no other slot
+    changes. Does not wait for the device to finish.
 
     Yields:
         How many of the pages, from the first, have been filled; on a device once, when all copies

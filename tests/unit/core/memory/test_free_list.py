@@ -175,12 +175,6 @@ FreeListMachine.TestCase.settings = settings(deadline=None, max_examples=80, sta
 TestFreeList = FreeListMachine.TestCase
 
 
-def test_blocks_say_whether_they_meet():
-    assert FreeBlock(0, 512).can_be_coalesced(FreeBlock(512, 1))
-    assert not FreeBlock(512, 1).can_be_coalesced(FreeBlock(0, 512))
-    assert not FreeBlock(0, 512).can_be_coalesced(FreeBlock(513, 1))
-
-
 def units(start: int, size: int) -> FreeBlock:
     return FreeBlock(start * ALIGN_BYTES, size * ALIGN_BYTES)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
-from lmcache_core.memory import ArenaAllocator, attach_shared_arena, create_shared_arena, shared
+from lmcache_core.memory import ArenaAllocator, attach_shared_arena, shared
 from lmcache_core.memory.arena_locks import generations_in, own_directory
 from lmcache_core.memory.shared import FILE_NAME, ArenaFile, unlink_shared_arena
+
+from tests.fixtures.shared_arena import create_shared_arena
 
 SIZE = 4 * mmap.PAGESIZE
 
@@ -164,7 +166,7 @@ def test_one_sidecar_owns_a_directory_until_its_process_ends(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-from lmcache_core.memory import create_shared_arena
+from tests.fixtures.shared_arena import create_shared_arena
 arena = create_shared_arena(Path({str(tmp_path)!r}), {SIZE})
 print(arena.path, flush=True)
 sys.stdin.read()
@@ -300,7 +302,7 @@ def test_a_limit_on_file_sizes_is_a_capacity_error_too(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 from lmcache_core.errors import CapacityError
-from lmcache_core.memory import create_shared_arena
+from tests.fixtures.shared_arena import create_shared_arena
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 try:

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_kernels.errors import KernelInputError
 from lmcache_kernels.paged_copy import (
-    checked_copy,
     paged_gather_reference,
     paged_scatter_reference,
 )
 from lmcache_kernels.paged_copy.kernel import MAX_GRID_Y_Z, launch
 from lmcache_kernels.pages import Pages
 
-from tests.fixtures.paged_cases import COMBINATIONS, build_case
+from tests.fixtures.paged_cases import COMBINATIONS, build_case, checked_copy
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 BOTH_WAYS = pytest.mark.parametrize("to_pages", [False, True], ids=["gather", "scatter"])

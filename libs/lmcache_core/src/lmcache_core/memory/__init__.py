@@ -19,7 +19,7 @@ from lmcache_core.memory.base import (
 )
 from lmcache_core.memory.buffer import BufferAllocator, BytesBufferMemoryObj
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
-from lmcache_core.memory.shared import SharedArena, attach_shared_arena, create_shared_arena
+from lmcache_core.memory.shared import SharedArena, attach_shared_arena
 
 if TYPE_CHECKING:
     from lmcache_core.documented.mixed_allocator import MixedMemoryAllocator
@@ -89,7 +89,6 @@ __all__ = [
     "TensorMemoryAllocator",
     "TensorMemoryObj",
     "attach_shared_arena",
-    "create_shared_arena",
     "dtype_name",
     "num_bytes",
 ]

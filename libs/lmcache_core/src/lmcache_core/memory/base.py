@@ -122,10 +122,6 @@ class FreeBlock(NamedTuple):
     start: int
     size: int
 
-    def can_be_coalesced(self, succ: FreeBlock) -> bool:
-        """Return whether `succ` begins where this block ends."""
-        return self.start + self.size == succ.start
-
 
 class MemoryAllocatorInterface(ABC):
     """Allocates memory objects."""

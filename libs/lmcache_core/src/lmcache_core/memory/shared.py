@@ -25,7 +25,6 @@ from lmcache_core.memory.arena_locks import (
     generation_path,
     generations_in,
     join_generation,
-    own_directory,
 )
 from lmcache_core.memory.populate import allocate, populate
 
@@ -243,21 +242,6 @@ def huge_page_policy(directory: Path) -> str:
     except OSError:  # a kernel or sandbox without them
         return "never"
     return policies.get(volume, "never")
-
-
-def create_shared_arena(
-    directory: Path, size: int, mode: int = DEFAULT_MODE, huge_pages: bool | None = False
-) -> SharedArena:
-    """Lock a directory and create an arena file there; see `own_directory` and
-    `ArenaFile.create`.
-    """
-    file = ArenaFile(directory, size, mode, huge_pages)
-    lock = own_directory(directory)
-    try:
-        return file.create(lock)
-    except (CapacityError, ConfigError):
-        lock.release()
-        raise
 
 
 def attach_shared_arena(path: Path, size: int, generation: int) -> SharedArena:
