@@ -11,7 +11,7 @@ from lmcache_core.storage.base import StorageBackend
 
 if TYPE_CHECKING:
     from lmcache_core.documented.disk import LocalDiskBackend
-    from lmcache_core.documented.tensor_backend import LMCBackendInterface, StackTensorBackend
+    from lmcache_core.documented.tensor_backend import LMCBackendInterface
     from lmcache_core.storage.disk import DiskBackend
     from lmcache_core.storage.hot import LocalCPUBackend
     from lmcache_core.storage.manager import StorageManager
@@ -22,7 +22,6 @@ _LAZY = MappingProxyType(
         "LMCBackendInterface": "documented.tensor_backend",
         "LocalCPUBackend": "storage.hot",
         "LocalDiskBackend": "documented.disk",
-        "StackTensorBackend": "documented.tensor_backend",
         "StorageManager": "storage.manager",
     }
 )
@@ -37,7 +36,6 @@ __all__ = [
     "Miss",
     "MissReason",
     "Result",
-    "StackTensorBackend",
     "StorageBackend",
     "StorageManager",
 ]
