@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from lmcache_core.sidecar import link, pace
+from lmcache_core.sidecar import connection, link
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL
 
 from tests.fixtures.fake_vllm import imported_connector
@@ -53,7 +53,7 @@ def test_nothing_that_a_peer_says_is_wrong_kv_or_an_error(
 ) -> None:
     # A busy machine must not make the sidecar late, which is then not asked: that is another
     # matter.
-    monkeypatch.setattr(pace, "QUICK_S", 0.1)
+    monkeypatch.setattr(connection, "QUICK_S", 0.1)
     wanted = ANSWERS if side is Side.ANSWERS else REQUESTS
     model = make_model(tmp_path)
     with (

@@ -17,7 +17,8 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.keys import ChunkChain
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Staged
-from lmcache_core.sidecar import SidecarChunkStore, pace
+from lmcache_core.sidecar import SidecarChunkStore
+from lmcache_core.sidecar import connection as client_connection
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.manager import StorageManager
 from lmcache_core.telemetry import Counters
@@ -81,7 +82,7 @@ def behind_sidecar(directory: Path) -> Iterator[Open]:
     shelf = Shelf()
     with running_socket(directory, ARENA_BYTES, lower=[shelf]) as running:
         store = SidecarChunkStore(running.path, HELLO, PATIENCE_S, Counters())
-        with mock.patch.object(pace, "QUICK_S", UNHURRIED_S):
+        with mock.patch.object(client_connection, "QUICK_S", UNHURRIED_S):
             store.open(lambda salt: None)
             try:
                 yield Open(store, running.hot, shelf)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lmcache_core.sidecar import pace
+from lmcache_core.sidecar import connection as client_connection
 
 from tests.fixtures.late_socket import LateSocket, late_socket
 from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
@@ -46,7 +46,7 @@ def asked(engine: Engine, relay: LateSocket, ask: Ask) -> tuple[list[str], int]:
 def test_no_question_is_asked_in_vain(
     world: World, relay: LateSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "QUICK_S", PATIENCE_S)
+    monkeypatch.setattr(client_connection, "QUICK_S", PATIENCE_S)
     with running_engine(world.options(lmcache_sidecar_socket=str(relay.path))) as engine:
         assert asked(engine, relay, Ask(prompt(500, 100))) == ([], 0)
         ask = Ask(prompt(501, 1000))

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 from lmcache_core.integrations.vllm.scheduler import WINDOW_TICKET
-from lmcache_core.sidecar import pace
+from lmcache_core.sidecar import connection as client_connection
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.late_socket import LateSocket, late_socket, name_of
@@ -74,7 +74,7 @@ def test_no_question_is_asked_in_vain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Otherwise a busy machine delays an answer for so long that it is not waited for.
-    monkeypatch.setattr(pace, "QUICK_S", PATIENCE_S)
+    monkeypatch.setattr(client_connection, "QUICK_S", PATIENCE_S)
     with running(any_module, model, beside(relay.path), limits=Limits(64)) as engine:
         assert asked(engine, relay, prompt(1, 7)) == ([], 0), "less than a chunk"
         assert asked(engine, relay, prompt(1, 43)) == (["COMMIT", "RESERVE", "STAGE"], 0)

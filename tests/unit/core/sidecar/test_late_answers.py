@@ -11,14 +11,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.sidecar import pace as pace_module
-from lmcache_core.sidecar.connection import MAX_UNANSWERED, Question, SidecarConnection
-from lmcache_core.sidecar.pace import QUICK_S, Pace
+from lmcache_core.sidecar import connection as connection_module
+from lmcache_core.sidecar.connection import (
+    MAX_UNANSWERED,
+    QUICK_S,
+    Question,
+    SidecarConnection,
+)
 from lmcache_core.sidecar.store import CALL_MARGIN_S
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
@@ -180,18 +185,19 @@ def test_a_probe_that_could_not_be_sent_tells_nothing(
     again.
     """
     with held(tmp_path) as (store, _, go):
-        connection, probe = store._link.connection, store._pace._probe
+        connection = store._link.connection
         assert connection is not None
-        probes: list[float | None] = []
+        probe = connection.probe
+        probes: list[float] = []
 
-        def counted() -> float | None:
+        def counted() -> float:
             took_s = probe()
             probes.append(took_s)
             return took_s
 
-        monkeypatch.setattr(store._pace, "_probe", counted)
+        monkeypatch.setattr(connection, "probe", counted)
         with connection._turn:
-            store._pace.wasted(2 * UNHURRIED_S)
+            connection.wasted(2 * UNHURRIED_S)
             until(lambda: probes, "it is not probed")
             time.sleep(0.05)
             assert not store.is_worth(0.0), "nothing has been answered"
@@ -302,37 +308,52 @@ def test_an_answer_may_come_in_pieces(tmp_path: Path) -> None:
         assert asked(sidecar) == ["HELLO", "STAGE"]
 
 
-def test_a_wait_for_nothing_is_followed_by_a_rest() -> None:
+@contextlib.contextmanager
+def probed(directory: Path, *answers_s: float) -> Iterator[tuple[SidecarConnection, list[float]]]:
+    """A connection whose probes take that long, the last one again and again; when they began."""
+    began: list[float] = []
+
+    def probe() -> float:
+        began.append(time.monotonic())
+        return answers_s[min(len(began), len(answers_s)) - 1]
+
+    with scripted_sidecar(directory, lambda request: None, QUICK_S) as sidecar:
+        connection = SidecarConnection(sidecar.path, HELLO, TIMEOUT_S)
+        connection.open()
+        with mock.patch.object(connection, "probe", probe):
+            yield connection, began
+            connection.close()
+            connection.join()
+
+
+def test_a_wait_for_nothing_is_followed_by_a_rest(tmp_path: Path) -> None:
     """A sidecar that is quick when it is probed, and late when it matters, may not cost more
     than a few percent.
     """
-    probes: list[float] = []
-    pace = Pace(lambda: probes.append(time.monotonic()) or 0.0)  # type: ignore[func-returns-value]
-    begin = time.monotonic()
-    pace.wasted(0.01)
-    assert not pace.is_worth(0.0)
-    until(lambda: pace.is_worth(0.0), "it rests for ever")
-    assert probes[0] - begin >= 0.2
-    pace.took(2 * QUICK_S)
-    until(
-        lambda: len(probes) == 2 and pace.is_worth(0.0),
-        "one answer that came late is held against it",
-    )
-    pace.close()
-    pace.took(1.0)
-    assert len(probes) == 2
+    with probed(tmp_path, 0.0) as (connection, began):
+        begin = time.monotonic()
+        connection.wasted(0.01)
+        assert not connection.is_worth(0.0)
+        until(lambda: connection.is_worth(0.0), "it rests for ever")
+        assert began[0] - begin >= 0.2
+        connection.took(2 * QUICK_S)
+        until(
+            lambda: len(began) == 2 and connection.is_worth(0.0),
+            "one answer that came late is held against it",
+        )
+        connection.close()
+        connection.took(1.0)
+    assert len(began) == 2, "a closed connection is probed"
 
 
 def test_an_answer_that_took_very_long_is_not_held_against_the_next(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's own start may have held up the thread that waited for it."""
-    monkeypatch.setattr(pace_module, "PROBE_S", MUCH_S)
-    answers = iter([MUCH_S, 0.0])
-    pace = Pace(lambda: next(answers))
-    pace.took(2 * QUICK_S)
-    until(lambda: pace.is_worth(0.0), "it waits before it asks again")
-    pace.close()
+    monkeypatch.setattr(connection_module, "PROBE_S", MUCH_S)
+    with probed(tmp_path, MUCH_S, 0.0) as (connection, _):
+        connection.took(2 * QUICK_S)
+        until(lambda: connection.is_worth(0.0), "it waits before it asks again")
 
 
 def test_an_answer_is_timed_when_it_arrives(
@@ -351,7 +372,7 @@ def test_an_answer_is_timed_when_it_arrives(
             return answer
 
         monkeypatch.setattr(connection, "await_answer", noticed_late)
-        assert store._links.seconds_to_answer(connection, m.Ping(), m.Pong, TIMEOUT_S) < 0.9
+        assert connection.probe() < 0.9
 
 
 def test_the_error_names_the_request_and_its_deadline(tmp_path: Path) -> None:
@@ -393,7 +414,9 @@ def test_a_connection_is_measured_when_it_is_made(tmp_path: Path) -> None:
             store.close()
 
 
-def test_a_rest_may_begin_while_a_probe_is_under_way() -> None:
+def test_a_rest_may_begin_while_a_probe_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The probe waits for the same answer as the caller, whose patience ends first."""
     is_probing, may_answer = threading.Event(), threading.Event()
 
@@ -402,12 +425,12 @@ def test_a_rest_may_begin_while_a_probe_is_under_way() -> None:
         may_answer.wait(PATIENCE_S)
         return 0.0
 
-    pace = Pace(probe)
-    pace.took(2 * QUICK_S)
-    assert is_probing.wait(PATIENCE_S)
-    begin = time.monotonic()
-    pace.wasted(0.02)
-    may_answer.set()
-    until(lambda: pace.is_worth(0.0), "it rests for ever")
-    assert time.monotonic() - begin >= 0.4
-    pace.close()
+    with probed(tmp_path, 0.0) as (connection, _):
+        monkeypatch.setattr(connection, "probe", probe)
+        connection.took(2 * QUICK_S)
+        assert is_probing.wait(PATIENCE_S)
+        begin = time.monotonic()
+        connection.wasted(0.02)
+        may_answer.set()
+        until(lambda: connection.is_worth(0.0), "it rests for ever")
+        assert time.monotonic() - begin >= 0.4

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.sidecar.connection import SidecarConnection
-from lmcache_core.sidecar.link import SidecarLink, SidecarLinks
+from lmcache_core.sidecar.link import SidecarLink
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.embedded import until
@@ -53,7 +53,7 @@ def test_a_connection_that_is_lost_before_it_is_visible_is_replaced(tmp_path: Pa
     def greet(connection: SidecarConnection) -> None:
         greeted.append(connection)
         if len(greeted) == 1:
-            SidecarLinks([link]).give_up(connection, "the sidecar is gone")
+            connection.give_up("the sidecar is gone")
 
     with scripted_sidecar(tmp_path, lambda request: None):
         link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, greet)
@@ -136,11 +136,11 @@ def test_a_process_that_may_start_no_thread_tries_again(tmp_path: Path) -> None:
             connection = link.connection
             assert connection is not None
             with without_threads():
-                SidecarLinks([link]).give_up(connection, "the sidecar is gone")
+                connection.give_up("the sidecar is gone")
                 assert link.connection is None
             until(lambda: link.connection, "the link has given up")
             with without_threads():
-                SidecarLinks([link]).give_up(connection, "the sidecar is gone")
+                connection.give_up("the sidecar is gone")
         finally:
             link.close()
 

@@ -149,7 +149,7 @@ def test_a_connection_that_is_lost_alone_finds_the_arena_pinned(
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
         store.pin_memory(DEVICE)
         num_calls, link = runtime.num_calls, getattr(store, lost)
-        store._links.give_up(link.connection, "a call took too long")
+        link.connection.give_up("a call took too long")
         until(lambda: loads_from_pinned_memory(link), "its arena is not pinned")
         assert is_pinned(runtime, put(store))
         assert is_pinned(runtime, get(store))

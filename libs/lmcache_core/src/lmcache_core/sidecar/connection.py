@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import select
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from lmcache_core.errors import ProtocolError, UnavailableError, VersionError
+from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError, VersionError
 from lmcache_core.forks import ProcessMark
 from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.memory.arena_locks import FileLock, join_generation
@@ -21,6 +23,7 @@ from lmcache_core.memory.shared import SharedArena
 from lmcache_core.record import HotVerifier
 from lmcache_core.sidecar.mapping import ArenaMapping, ArenaMappings
 from lmcache_core.telemetry.request_context import carried
+from lmcache_core.wire.failures import LATE, reaching
 from lmcache_core.wire.frames import HEADER_BYTES, MAGIC, FrameHeader, parse_header
 from lmcache_core.wire.lanes import LaneNumbers, runs_of
 from lmcache_core.wire.messages import (
@@ -32,9 +35,13 @@ from lmcache_core.wire.messages import (
     HelloOk,
     Message,
     NameRun,
+    Ping,
+    Pong,
     build_frame,
     parse_meta,
 )
+
+logger = logging.getLogger(__name__)
 
 A = TypeVar("A", bound=Message)
 MAX_UNANSWERED = 256
@@ -45,6 +52,23 @@ message may exceed the socket's buffer.
 """
 POLL_S = 0.05
 READ_BYTES = 64 << 10
+QUICK_S = 0.003
+"""A wait this short is always acceptable: a healthy sidecar answers in a fraction of it."""
+MAX_DELAY = 0.02
+"""Beyond that, an answer is worth waiting for if the wait is at most this fraction of what it can
+save.
+"""
+MAX_FIRST_DELAY = 0.25
+"""While all answers have been quick, a late one is awaited for up to this fraction."""
+REST_PER_LOSS = 20
+MAX_REST_S = 1.0
+"""After a wait in vain, the sidecar is not asked for this many times as long, so that an unsteady
+one costs a few percent at most.
+"""
+PROBE_S = 0.25
+"""Interval between two probes of a late sidecar, from question to question: a probe that took
+longer says little about the present, and may have waited for this process itself.
+"""
 _FIXES: dict[type[Exception], str] = {
     FileNotFoundError: (
         "; run lmcache-sidecar, or set sidecar_socket to the socket that it names in its log"
@@ -85,11 +109,17 @@ class SidecarConnection:
     held through it (`hold`, `release`). So does its share of the lock on the sidecar's generation,
     which tells the next sidecar what may still be written to.
 
+    It also keeps how quickly the sidecar answers at present: the latest time given to `took`. While
+    that is long, a background thread probes the sidecar. A late answer is not worth a wait that
+    costs more than it can save (`is_worth`, `patience_s`).
+
     Args:
         path: The sidecar's socket.
         hello: First message to send.
         timeout_s: Deadline of connecting, and of each call without its own.
         mappings: Those of the client; by default it has no other connection.
+        on_lost: Called with this connection, the cause, and how many seconds a caller waited in
+            vain, as soon as it is found to be lost; possibly several times, and in any thread.
 
     Attributes:
         is_greeted: Whether the sidecar has answered HELLO.
@@ -108,11 +138,13 @@ class SidecarConnection:
         hello: Hello,
         timeout_s: float,
         mappings: ArenaMappings | None = None,
+        on_lost: Callable[[SidecarConnection, LMCacheError, float], None] | None = None,
     ) -> None:
         self._path = path
         self._mappings = mappings or ArenaMappings()
         self._hello = hello
         self._timeout_s = timeout_s
+        self._on_lost = on_lost
         self._turn = threading.Lock()
         self._books = threading.Lock()
         self._socket: socket.socket | None = None
@@ -129,6 +161,10 @@ class SidecarConnection:
         self._generation_lock: FileLock | None = None
         self._mapping: ArenaMapping | None = None
         self._population: BackgroundPopulation | None = None
+        self._took_s = 0.0
+        self._rests_until = 0.0
+        self._prober: threading.Thread | None = None
+        self._closing = threading.Event()
         self.is_greeted = False
         self.greeting_s = 0.0
         self.verifier = HotVerifier("always")
@@ -167,24 +203,27 @@ class SidecarConnection:
             VersionError: The sidecar supports none of our protocol versions.
             ProtocolError: Its answer is malformed.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        connection.settimeout(self._timeout_s)
-        try:
-            connection.connect(str(self._path))
-        except (OSError, ValueError) as exc:
-            connection.close()
-            raise UnavailableError(
-                f"sidecar at {self._path}: {exc}{_FIXES.get(type(exc), '')}"
-            ) from exc
+        place = f"sidecar at {self._path}"
+        with reaching(place, ValueError, why=_why_unreachable):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            connection.settimeout(self._timeout_s)
+            try:
+                connection.connect(str(self._path))
+            except BaseException:
+                connection.close()
+                raise
         self._socket, self._process, self._is_usable = connection, ProcessMark(), True
         begin = time.monotonic()
         try:
-            self.welcome, info = self._greet()
-            self.arena_info, self.is_greeted = info, True
-            self.greeting_s = time.monotonic() - begin
-            self._generation_lock = join_generation(Path(info.path).parent, info.generation)
-            self._mapping = self._mappings.of(info)
-            self._population = BackgroundPopulation((self.arena.store_view, self.arena.load_view))
+            with reaching(place):
+                self.welcome, info = self._greet()
+                self.arena_info, self.is_greeted = info, True
+                self.greeting_s = time.monotonic() - begin
+                self._generation_lock = join_generation(Path(info.path).parent, info.generation)
+                self._mapping = self._mappings.of(info)
+                self._population = BackgroundPopulation(
+                    (self.arena.store_view, self.arena.load_view)
+                )
         except (UnavailableError, ProtocolError):
             self.close()
             raise
@@ -212,9 +251,23 @@ class SidecarConnection:
         """Refuse further calls; close the socket as soon as nothing is held. Idempotent."""
         with self._books:
             self._is_usable = False
+            self._closing.set()
             if self._population is not None:
                 self._population.stop()
             self._close_unless_held()
+
+    def give_up(self, why: str) -> None:
+        """Close a connection whose sidecar cannot be trusted, or missed a message that it must
+        receive.
+        """
+        self.close()
+        self._report_loss(ProtocolError(why), 0.0)
+
+    def join(self) -> None:
+        """Wait for the thread that probes the sidecar, after `close`."""
+        prober = self._prober
+        if prober is not None:
+            prober.join(MAX_REST_S)
 
     def hold(self, count: int) -> None:
         """Keep the socket open for `count` pieces of the arena. Call it before requesting them, so
@@ -256,13 +309,11 @@ class SidecarConnection:
         with self._turn_within(limit_s if turn_s is None else turn_s):
             deadline = time.monotonic() + limit_s
             question = self._send(request, expected, limit_s)
-            try:
-                self._read_until(question, deadline)
-            except OSError as exc:  # the deadline has passed
+            if not self._read_until(question, deadline):
                 self.close()
                 raise UnavailableError(
                     f"sidecar at {self._path}: no answer to {question.name} within {limit_s:g} s"
-                ) from exc
+                )
             assert question.answer is not None
             return question.answer
 
@@ -271,28 +322,16 @@ class SidecarConnection:
 
         Raises:
             UnavailableError: The connection is gone or busy, or has too many unanswered requests.
+            ProtocolError: The sidecar refused an earlier one, or sent an unexpected answer.
         """
-        with self._turn_within(SEND_TIMEOUT_S):
-            return self._send(request, expected, SEND_TIMEOUT_S)
-
-    @property
-    def unanswered_s(self) -> float:
-        """The age of the oldest question without an answer; 0.0 if there is none."""
         try:
-            return time.monotonic() - self._unanswered[0].sent_at
-        except IndexError:  # another thread may have read the answer: no lock is held
-            return 0.0
-
-    def read_arrived(self) -> float:
-        """Read the answers that have arrived; return the age of the oldest unanswered question.
-
-        Raises:
-            UnavailableError: The connection is gone or busy.
-            ProtocolError: The sidecar refused a request or sent an unexpected answer.
-        """
-        with self._turn_within(SEND_TIMEOUT_S):
-            self._read_arrived()
-            return self.unanswered_s
+            with self._turn_within(SEND_TIMEOUT_S):
+                return self._send(request, expected, SEND_TIMEOUT_S)
+        except UnavailableError:
+            if self.is_open and self.is_quick:
+                # An earlier answer is late, or has arrived unread: the probe finds out.
+                self.took(min(self._unanswered_s, 2 * QUICK_S))
+            raise
 
     def answer_to(self, question: Question[A], wait_s: float) -> A | None:
         """Return the answer if it arrives within `wait_s`, else None; the connection stays open.
@@ -306,8 +345,6 @@ class SidecarConnection:
         try:
             with self._turn_within(wait_s):
                 self._read_until(question, deadline)
-        except (TimeoutError, BlockingIOError):
-            pass
         except UnavailableError:
             if question.answer is None and not self.is_open:
                 raise
@@ -330,26 +367,136 @@ class SidecarConnection:
         finally:
             self.release(1)
 
+    @property
+    def is_quick(self) -> bool:
+        """Return whether an immediate answer can be expected."""
+        return self._took_s <= QUICK_S
+
+    def is_worth(self, saving_s: float) -> bool:
+        """Return whether an answer that can save `saving_s` is worth the wait."""
+        return self._took_s <= max(QUICK_S, MAX_DELAY * saving_s)
+
+    def patience_s(self, saving_s: float) -> float:
+        """Return how long to wait for a late answer that can save `saving_s`."""
+        return max(QUICK_S, MAX_FIRST_DELAY * saving_s)
+
+    def took(self, seconds: float, rest_s: float = 0.0) -> None:
+        """Record that an answer took `seconds`, or has been outstanding for that long.
+
+        Args:
+            seconds: The time.
+            rest_s: How long not to ask again even if the sidecar is quick.
+        """
+        self._took_s = seconds
+        if seconds <= QUICK_S or not self.is_open:
+            return
+        with self._books:
+            self._rests_until = max(self._rests_until, time.monotonic() + rest_s)
+            if self._is_usable and (self._prober is None or not self._prober.is_alive()):
+                prober = threading.Thread(
+                    target=self._probe_until_quick, name="lmcache-sidecar-pace", daemon=True
+                )
+                try:
+                    prober.start()
+                except RuntimeError:  # no probe would ever say that it is quick again
+                    self._took_s = 0.0
+                else:
+                    self._prober = prober
+
+    def wasted(self, seconds: float) -> None:
+        """Record that a caller waited this long in vain."""
+        self.took(seconds, min(REST_PER_LOSS * seconds, MAX_REST_S))
+
+    def probe(self) -> float:
+        """Ask without blocking other threads' requests, and return how long the answer took.
+
+        Return infinity if there is no answer, or the question cannot be sent now. A connection that
+        leaves this question or an earlier one unanswered for its `timeout_s` is closed.
+        """
+        limit_s = self._timeout_s
+        try:
+            question = self.send(Ping(), Pong)
+        except (UnavailableError, ProtocolError):
+            # The connection may be full of questions that a hanging sidecar does not read. While
+            # another thread holds it, nothing is known: that call has its own deadline.
+            with contextlib.suppress(UnavailableError, ProtocolError):
+                with self._turn_within(SEND_TIMEOUT_S):
+                    self._read_arrived()
+                if self._unanswered_s > limit_s:
+                    self.give_up(f"an earlier request was not answered within {limit_s:g} s")
+            return math.inf
+        with contextlib.suppress(UnavailableError, ProtocolError):
+            if self.await_answer(question, limit_s) is not None:
+                return question.took_s
+            self.give_up(f"{question.name} was not answered within {limit_s:g} s")
+        return math.inf
+
+    def _probe_until_quick(self) -> None:
+        wait_s = 0.0
+        while not self._closing.wait(max(wait_s, self._rests_until - time.monotonic())):
+            took_s = self.probe()
+            with self._books:
+                # A rest may have begun during the probe.
+                if took_s <= QUICK_S and time.monotonic() >= self._rests_until:
+                    self._took_s = 0.0
+                    self._prober = None
+                    return
+            wait_s = PROBE_S
+            if QUICK_S < took_s < math.inf:
+                self._took_s = took_s
+                wait_s -= took_s
+
+    @property
+    def _unanswered_s(self) -> float:
+        """The age of the oldest question without an answer; 0.0 if there is none."""
+        try:
+            return time.monotonic() - self._unanswered[0].sent_at
+        except IndexError:  # another thread may have read the answer: no lock is held
+            return 0.0
+
     @contextlib.contextmanager
     def _turn_within(self, limit_s: float) -> Iterator[None]:
-        self.hold(1)
+        """Exclude other threads' requests; report the connection if it is lost meanwhile."""
+        begin = time.monotonic()
         try:
-            if not self._turn.acquire(timeout=limit_s):
-                raise UnavailableError(
-                    f"sidecar at {self._path}: busy with requests of other threads"
-                )
+            self.hold(1)
             try:
-                yield
+                if not self._turn.acquire(timeout=limit_s):
+                    raise UnavailableError(
+                        f"sidecar at {self._path}: busy with requests of other threads"
+                    )
+                try:
+                    yield
+                finally:
+                    self._turn.release()
             finally:
-                self._turn.release()
-        finally:
-            self.release(1)
+                self.release(1)
+        except (UnavailableError, ProtocolError) as exc:
+            if self.is_open:
+                logger.debug("the sidecar did not answer: error=%s", str(exc))
+            else:
+                self._report_loss(exc, time.monotonic() - begin)
+            raise
+
+    @contextlib.contextmanager
+    def _on_socket(self) -> Iterator[None]:
+        """Access the socket; if it breaks, close the connection and raise `UnavailableError`."""
+        try:
+            with reaching(f"sidecar at {self._path}"):
+                yield
+        except UnavailableError:
+            self.close()
+            raise
+
+    def _report_loss(self, cause: LMCacheError, cost_s: float) -> None:
+        if self._on_lost is not None:
+            self._on_lost(self, cause, cost_s)
 
     def _greet(self) -> tuple[HelloOk, ArenaInfo]:
         try:
             welcome = self.call(self._hello, HelloOk)
         except _NotAFrame as exc:
-            # One text for all cases: `SidecarLink` reports each cause once, not each random byte.
+            # One text for all cases: `SidecarLink` logs each cause once, not each random byte.
             raise ProtocolError(
                 "the server on this socket speaks another protocol; set sidecar_socket to a"
                 " sidecar's socket"
@@ -374,7 +521,7 @@ class SidecarConnection:
                     self._lanes.add(declared)
 
     def _send(self, request: Message, expected: type[A], limit_s: float) -> Question[A]:
-        connection = self._usable_socket()
+        self._usable_socket()
         if len(self._unanswered) >= MAX_UNANSWERED:
             self._read_arrived()  # answers may have arrived unread
         if len(self._unanswered) >= MAX_UNANSWERED:
@@ -384,68 +531,59 @@ class SidecarConnection:
         question = Question(self._last_id + 1, request, expected)
         frames = self._preface(question.id) + build_frame(question.id, request)
         deadline = time.monotonic() + limit_s
-        try:
-            self._flush(connection, deadline)
-        except (TimeoutError, BlockingIOError) as exc:
-            raise UnavailableError(f"sidecar at {self._path}: it reads no requests") from exc
+        if not self._flush(deadline):
+            raise UnavailableError(f"sidecar at {self._path}: it reads no requests")
         self._last_id = question.id
         self._unanswered.append(question)  # type: ignore[arg-type]
         with self._books:
             self._unsent += self._undeclared + frames
             self._undeclared.clear()
-        with contextlib.suppress(
-            TimeoutError, BlockingIOError
-        ):  # the rest is sent before the next answer is read
-            self._flush(connection, deadline)
+        self._flush(deadline)  # the rest is sent before the next answer is read
         return question
 
-    def _flush(self, connection: socket.socket, deadline: float) -> None:
-        """Send what could not be sent before.
+    def _flush(self, deadline: float) -> bool:
+        """Send what could not be sent before; return whether that was all.
 
         Raises:
-            OSError: The socket's buffer is full (`TimeoutError`, `BlockingIOError`).
             UnavailableError: The connection is broken.
         """
-        try:
+        connection = self._usable_socket()
+        with self._on_socket(), contextlib.suppress(*LATE):
             while self._unsent:
                 connection.settimeout(max(0.0, deadline - time.monotonic()))
                 del self._unsent[: connection.send(self._unsent)]
-        except (TimeoutError, BlockingIOError):
-            raise
-        except OSError as exc:
-            raise self._broken(exc) from exc
+        return not self._unsent
 
     def _read_arrived(self) -> None:
         if self._unanswered:
-            with contextlib.suppress(TimeoutError, BlockingIOError):
-                self._read_until(self._unanswered[-1], 0.0)
+            self._read_until(self._unanswered[-1], 0.0)
 
-    def _read_until(self, question: Question[A], deadline: float) -> None:
-        """Read answers up to that of `question`.
+    def _read_until(self, question: Question[A], deadline: float) -> bool:
+        """Read answers up to that of `question`; return whether it arrived in time.
 
         Raises:
-            OSError: It did not arrive in time (`TimeoutError`, `BlockingIOError`).
             UnavailableError: The connection is broken.
+            ProtocolError: The sidecar refused a request, or sent an unexpected answer.
         """
         while question.answer is None:
-            connection = self._usable_socket()
             # A sidecar that is waiting for us to read its answers reads no questions until we do.
-            with contextlib.suppress(TimeoutError, BlockingIOError):
-                self._flush(connection, deadline)
+            self._flush(deadline)
+            frame: tuple[FrameHeader, Message] | None = None
             try:
-                header, answer = self._next_frame(connection, deadline)
+                with self._on_socket(), contextlib.suppress(*LATE):
+                    frame = self._next_frame(self._usable_socket(), deadline)
             except ProtocolError as exc:
                 self.close()
                 raise _NotAFrame(str(exc)) from exc
-            except (TimeoutError, BlockingIOError):
-                raise
-            except OSError as exc:
-                raise self._broken(exc) from exc
+            if frame is None:
+                return False
+            header, answer = frame
             try:
                 self._accept(self._unanswered.popleft(), header.correlation_id, answer)
             except ProtocolError:
                 self.close()
                 raise
+        return True
 
     def _next_frame(
         self, connection: socket.socket, deadline: float
@@ -493,10 +631,6 @@ class SidecarConnection:
         question.took_s = time.monotonic() - question.sent_at
         question.answer = answer
 
-    def _broken(self, cause: OSError) -> UnavailableError:
-        self.close()
-        return UnavailableError(f"sidecar at {self._path}: {cause}")
-
     def _usable_socket(self) -> socket.socket:
         connection = self._socket
         if connection is None or not self.is_open:
@@ -525,3 +659,7 @@ class SidecarConnection:
 
 class _NotAFrame(ProtocolError):
     """The bytes received are not a frame of this protocol."""
+
+
+def _why_unreachable(exc: Exception) -> str:
+    return f"{exc}{_FIXES.get(type(exc), '')}"

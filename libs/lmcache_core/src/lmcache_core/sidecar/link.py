@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.forks import ProcessMark
-from lmcache_core.sidecar.connection import Question, SidecarConnection
+from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.sidecar.mapping import ArenaMappings
-from lmcache_core.wire.messages import Hello, Message
+from lmcache_core.wire.messages import Hello
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-A = TypeVar("A", bound=Message)
-T = TypeVar("T")
-
-TURN_S = 0.5
-"""Longest wait for other threads' requests before a call proceeds without the cache."""
 
 FIRST_WAIT_S = 0.1
 MAX_WAIT_S = 1.0
@@ -52,6 +45,7 @@ class SidecarLink:
         timeout_s: Deadline of connecting, and of calls without their own.
         on_connected: Called with each connection before it is visible to others, possibly in a
             background thread. If it fails, the connection is discarded.
+        on_lost: See `SidecarConnection`; must call `lost`, as it does by default.
         mappings: Those of the client; by default it has no other link.
     """
 
@@ -61,12 +55,14 @@ class SidecarLink:
         hello: Hello,
         timeout_s: float,
         on_connected: Callable[[SidecarConnection], None],
+        on_lost: Callable[[SidecarConnection, LMCacheError, float], None] | None = None,
         mappings: ArenaMappings | None = None,
     ) -> None:
         self._path = path
         self._hello = hello
         self._timeout_s = timeout_s
         self._on_connected = on_connected
+        self._on_lost = on_lost or self.lost
         self._mappings = mappings or ArenaMappings()
         self._current: SidecarConnection | None = None
         self._pins_for: torch.device | None = None
@@ -90,7 +86,7 @@ class SidecarLink:
         """Try to connect, once immediately and then in the background."""
         try:
             self._connect()
-        except (UnavailableError, ProtocolError, OSError) as exc:
+        except (UnavailableError, ProtocolError) as exc:
             self._say_lost(exc)
             self._reconnect_later(None)
 
@@ -111,6 +107,7 @@ class SidecarLink:
             thread = self._thread
         if current is not None:
             current.close()
+            current.join()
         if thread is not None and thread is not threading.current_thread():
             thread.join(self._timeout_s)
 
@@ -150,7 +147,9 @@ class SidecarLink:
         self._pins_for = None
 
     def _connect(self) -> None:
-        connection = SidecarConnection(self._path, self._hello, self._timeout_s, self._mappings)
+        connection = SidecarConnection(
+            self._path, self._hello, self._timeout_s, self._mappings, self._on_lost
+        )
         try:
             connection.open()
         except (UnavailableError, ProtocolError) as exc:
@@ -201,7 +200,7 @@ class SidecarLink:
             next_wait_s = max(wait_s, min(2 * wait_s, MAX_WAIT_S))
             try:
                 self._connect()
-            except (UnavailableError, ProtocolError, OSError) as exc:
+            except (UnavailableError, ProtocolError) as exc:
                 logger.debug("no sidecar yet: %s", exc)
                 wait_s = next_wait_s
                 continue
@@ -232,114 +231,7 @@ class SidecarLink:
                 "the sidecar answers but is unusable: socket=%s error=%s", self._path, cause
             )
 
-    def _say_lost(self, cause: LMCacheError | OSError) -> None:
+    def _say_lost(self, cause: LMCacheError) -> None:
         if not self._closing.is_set():
             # As text: a handler that keeps records would keep the connection, and so its arena.
             logger.warning("no sidecar, computing without a cache: error=%s", str(cause))
-
-
-class SidecarLinks:
-    """The links of one client to one sidecar. Whatever a link has lent is returned through that
-    link.
-
-    Args:
-        links: The links; they are closed together.
-    """
-
-    def __init__(self, links: Sequence[SidecarLink]) -> None:
-        self._links = tuple(links)
-
-    def open(self) -> None:
-        """Try to connect; a missing sidecar is not an error."""
-        for link in self._links:
-            link.open()
-
-    def close(self) -> None:
-        """Close the connections. Idempotent."""
-        for link in self._links:
-            link.close()
-
-    def pin_memory(self, device: torch.device) -> None:
-        """Pin the arena for copies to and from a device."""
-        for link in self._links:
-            link.pin_memory(device)
-
-    def ask(
-        self,
-        connection: SidecarConnection,
-        request: Message,
-        expected: type[A],
-        timeout_s: float | None = None,
-        turn_s: float = TURN_S,
-    ) -> A | None:
-        """Call `SidecarConnection.call`; return None if no answer arrives, for any reason."""
-        return self._tried(
-            connection, lambda: connection.call(request, expected, timeout_s, turn_s)
-        )
-
-    def send(
-        self, connection: SidecarConnection, request: Message, expected: type[A]
-    ) -> Question[A] | None:
-        """Call `SidecarConnection.send`; return None if sending failed."""
-        return self._tried(connection, lambda: connection.send(request, expected))
-
-    def answer_to(
-        self, connection: SidecarConnection, question: Question[A], wait_s: float
-    ) -> A | None:
-        """Call `SidecarConnection.answer_to`; return None if there is no answer (yet)."""
-        return self._tried(connection, lambda: connection.answer_to(question, wait_s))
-
-    def seconds_to_answer(
-        self, connection: SidecarConnection, request: Message, expected: type[A], timeout_s: float
-    ) -> float:
-        """Ask without blocking other threads' requests, and return how long the answer took.
-
-        Return infinity if there is no answer, or the question cannot be sent now. A connection that
-        leaves this question or an earlier one unanswered for `timeout_s` is closed.
-        """
-        question = self.send(connection, request, expected)
-        if question is None:
-            # The connection may be full of questions that a hanging sidecar does not read. While
-            # another thread holds it, nothing is known: that call has its own deadline.
-            unanswered_s = self._tried(connection, connection.read_arrived)
-            if unanswered_s is not None and unanswered_s > timeout_s:
-                self.give_up(
-                    connection, f"an earlier request was not answered within {timeout_s:g} s"
-                )
-            return math.inf
-        try:
-            if connection.await_answer(question, timeout_s) is not None:
-                return question.took_s
-            self.give_up(connection, f"{question.name} was not answered within {timeout_s:g} s")
-        except (UnavailableError, ProtocolError) as exc:
-            self._lost(connection, exc, 0.0)  # the engine did not wait
-        return math.inf
-
-    def give_up(self, connection: SidecarConnection, why: str) -> None:
-        """Close a connection whose sidecar cannot be trusted, or missed a message that it must
-        receive.
-        """
-        connection.close()
-        self._lost(connection, ProtocolError(why), 0.0)
-
-    def _tried(self, connection: SidecarConnection, call: Callable[[], T]) -> T | None:
-        begin = time.monotonic()
-        try:
-            return call()
-        except (UnavailableError, ProtocolError) as exc:
-            if connection.is_open:
-                logger.debug("%s", exc)
-            else:
-                self._lost(connection, exc, time.monotonic() - begin)
-            return None
-
-    def _lost(self, connection: SidecarConnection, cause: LMCacheError, cost_s: float) -> None:
-        """Report the loss to all links: a sidecar that is gone has closed the other connections,
-        too. They reconnect immediately, not at their next call.
-        """
-        for link in self._links:
-            link.lost(connection, cause, cost_s)
-            current = link.connection
-            if current is not None and current.has_ended:
-                current.close()
-                link.lost(current, cause, 0.0)

@@ -4,15 +4,15 @@ sidecar.
 The sidecar may be absent, hang, be killed or be restarted at any moment. Every call then answers
 like an empty cache, and the store reconnects when the sidecar is back. A hanging sidecar costs one
 call its deadline; the calls after it cost nothing (`SidecarLink`). A late answer is not waited for
-if that costs more than it can save (`Pace`).
+if that costs more than it can save (`SidecarConnection.is_worth`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_core._typing import override
 from lmcache_core.concurrency import Workers
-from lmcache_core.errors import IdentityError, UnavailableError
+from lmcache_core.errors import IdentityError, LMCacheError, ProtocolError, UnavailableError
 from lmcache_core.keys import CacheEngineKey, ChunkChain, Lane
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.dtypes import num_bytes
@@ -29,9 +29,8 @@ from lmcache_core.record import Chunk, MissReason, Staged
 from lmcache_core.record.chunk_store import ChunkStore, NotLent
 from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent, lent, loaded_chunk, reserved_extents
-from lmcache_core.sidecar.link import SidecarLink, SidecarLinks
+from lmcache_core.sidecar.link import SidecarLink
 from lmcache_core.sidecar.mapping import ArenaMappings
-from lmcache_core.sidecar.pace import Pace
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
 from lmcache_core.wire import messages as m
 
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TURN_S = 0.5
+"""Longest wait for other threads' requests before a call proceeds without the cache."""
 CALL_MARGIN_S = 0.5
 """Extra time for an answer, beyond the deadline given to the sidecar."""
 STEP_SHARE = 8
@@ -51,6 +52,8 @@ CHUNK_S = 0.001
 MAX_UNSAID = 4 * m.MAX_NAMES
 """Released tickets to report when the sidecar reads again; it forgets the others by itself."""
 UNANSWERED = Staged(False, ())
+NO_ANSWER = (UnavailableError, ProtocolError)
+"""If the connection is lost, it has reported that itself."""
 
 A = TypeVar("A", bound=m.Message)
 T = TypeVar("T")
@@ -107,16 +110,14 @@ class SidecarChunkStore(ChunkStore):
         self._on_salt: Callable[[str], None] = lambda salt: None
         self._describe = describe
         mappings = ArenaMappings()
-        self._link = SidecarLink(path, hello, timeout_s, self._greeted, mappings)
+        self._link = SidecarLink(path, hello, timeout_s, self._greeted, self._lost, mappings)
         self._load_link = (
-            SidecarLink(path, hello, timeout_s, lambda connection: None, mappings)
+            SidecarLink(path, hello, timeout_s, lambda connection: None, self._lost, mappings)
             if loads_beside
             else self._link
         )
-        self._links = SidecarLinks((self._link, self._load_link) if loads_beside else (self._link,))
-        # Probed even before the link publishes it. Weak, since a connection keeps its arena mapped.
-        self._newest: Callable[[], SidecarConnection | None] = lambda: None
-        self._pace = Pace(self._probe)
+        # What a link has lent is returned through that link.
+        self._links = (self._link, self._load_link) if loads_beside else (self._link,)
         self._step_s = timeout_s / STEP_SHARE
         self._deadline_ms = _milliseconds(timeout_s)
         self._asked: dict[str, _Asked] = {}
@@ -125,20 +126,23 @@ class SidecarChunkStore(ChunkStore):
     @override
     def open(self, on_salt: Callable[[str], None]) -> None:
         self._on_salt = on_salt
-        self._links.open()
+        for link in self._links:
+            link.open()
 
     @override
     def close(self) -> None:
-        self._links.close()
-        self._pace.close()
+        for link in self._links:
+            link.close()
 
     @override
     def pin_memory(self, device: torch.device) -> None:
-        self._links.pin_memory(device)
+        for link in self._links:
+            link.pin_memory(device)
 
     @override
     def is_worth(self, saving_s: float) -> bool:
-        return self._link.connection is not None and self._pace.is_worth(saving_s)
+        connection = self._link.connection
+        return connection is not None and connection.is_worth(saving_s)
 
     @override
     def lookup(self, keys: Sequence[CacheEngineKey], search_range: Sequence[str] | None) -> int:
@@ -156,7 +160,7 @@ class SidecarChunkStore(ChunkStore):
             if search_range is not None and set(search_range) <= {MEMORY_TIER}:
                 answer = self._ask_in_step(connection, request, m.ContainsOk, len(batch))
             else:
-                answer = self._links.ask(connection, request, m.ContainsOk, left_s + CALL_MARGIN_S)
+                answer = _ask(connection, request, m.ContainsOk, left_s + CALL_MARGIN_S)
             if answer is None:
                 break
             found = answer.present[: len(batch)]
@@ -181,7 +185,7 @@ class SidecarChunkStore(ChunkStore):
                     break
                 wait_s = left_s + CALL_MARGIN_S
                 request = m.Lookup(connection.names(batch), (), _milliseconds(left_s))
-                answer = self._links.ask(connection, request, m.ContainsOk, wait_s, wait_s)
+                answer = _ask(connection, request, m.ContainsOk, wait_s, wait_s)
                 if answer is None or len(answer.present) < len(batch):
                     break
                 present += answer.present[: len(batch)]
@@ -192,7 +196,7 @@ class SidecarChunkStore(ChunkStore):
         connection = self._link.connection
         if connection is not None:
             for batch in _batches(keys):
-                self._links.ask(connection, m.Prefetch(connection.names(batch)), m.Ok)
+                _ask(connection, m.Prefetch(connection.names(batch)), m.Ok)
 
     @override
     def stage(
@@ -218,20 +222,22 @@ class SidecarChunkStore(ChunkStore):
         if wait_s is None:
             if not self._say_unstaged(connection):
                 return None
-            answer = self._links.ask(connection, request, m.Promise, self._step_s, self._step_s)
+            answer = _ask(connection, request, m.Promise, self._step_s, self._step_s)
         else:
             known = self._send_stage(connection, ticket, request, saving_s)
             if known is None:
                 return None
-            answer = self._links.answer_to(
-                connection, known.question, wait_s if self._pace.is_quick else 0.0
-            )
+            answer = None
+            with contextlib.suppress(*NO_ANSWER):
+                answer = connection.answer_to(
+                    known.question, wait_s if connection.is_quick else 0.0
+                )
             if answer is None and connection.is_open:
                 return self._unanswered(ticket, known, saving_s)
             del self._asked[ticket]
         staged = None if answer is None else _staged(answer, asked, chains)
         if answer is not None and staged is None:
-            self._links.give_up(connection, "the sidecar answered STAGE for other chunks")
+            connection.give_up("the sidecar answered STAGE for other chunks")
         return staged
 
     @override
@@ -245,7 +251,7 @@ class SidecarChunkStore(ChunkStore):
             return
         self._unsaid += map(_fitted_ticket, tickets)
         del self._unsaid[:-MAX_UNSAID]
-        if self._pace.is_quick:
+        if connection.is_quick:
             self._say_unstaged(connection)
 
     @override
@@ -282,12 +288,10 @@ class SidecarChunkStore(ChunkStore):
             )
             begin = time.monotonic()
             answer = self._return(extents, commit, m.ContainsOk)
-            self._pace.took(time.monotonic() - begin - len(batch) * CHUNK_S)
+            connection = extents[0].connection
+            connection.took(time.monotonic() - begin - len(batch) * CHUNK_S)
             if answer is not None and len(answer.present) != len(batch):
-                self._links.give_up(
-                    extents[0].connection,
-                    "the sidecar answered COMMIT for another number of chunks",
-                )
+                connection.give_up("the sidecar answered COMMIT for another number of chunks")
                 answer = None
             stored += [False] * len(batch) if answer is None else answer.present
         return stored
@@ -326,7 +330,7 @@ class SidecarChunkStore(ChunkStore):
         )
         extent = chunk.memory
         if isinstance(extent, ArenaExtent) and extent.is_lent:
-            self._links.ask(extent.connection, m.Reject((extent.handle,)), m.Ok, self._step_s)
+            _ask(extent.connection, m.Reject((extent.handle,)), m.Ok, self._step_s)
 
     @override
     def forget(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -343,7 +347,7 @@ class SidecarChunkStore(ChunkStore):
     @override
     def stats(self) -> dict[str, dict[str, int]]:
         connection = self._link.connection
-        answer = None if connection is None else self._links.ask(connection, m.Stats(), m.StatsOk)
+        answer = None if connection is None else _ask(connection, m.Stats(), m.StatsOk)
         return {} if answer is None else {tier_name(name): n for name, n in answer.stats.items()}
 
     def _say_unstaged(self, connection: SidecarConnection) -> bool:
@@ -351,10 +355,8 @@ class SidecarChunkStore(ChunkStore):
         reported.
         """
         while self._unsaid:
-            if (
-                self._send(connection, m.DoneWith((), tuple(self._unsaid[: m.MAX_NAMES])), m.Ok)
-                is None
-            ):
+            released = m.DoneWith((), tuple(self._unsaid[: m.MAX_NAMES]))
+            if _send(connection, released, m.Ok) is None:
                 return False
             del self._unsaid[: m.MAX_NAMES]
         return True
@@ -396,30 +398,23 @@ class SidecarChunkStore(ChunkStore):
             return known
         self._asked.pop(ticket, None)
         # A released ticket may be asked for again: the sidecar must receive both in that order.
-        may_ask = self._pace.is_worth(saving_s) and self._say_unstaged(connection)
-        question = self._send(connection, request, m.Promise) if may_ask else None
+        may_ask = connection.is_worth(saving_s) and self._say_unstaged(connection)
+        question = _send(connection, request, m.Promise) if may_ask else None
         if question is None:
             return None
         self._asked[ticket] = _Asked(connection, question, request)
         return self._asked[ticket]
 
-    def _send(
-        self, connection: SidecarConnection, request: m.Message, expected: type[A]
-    ) -> Question[A] | None:
-        question = self._links.send(connection, request, expected)
-        if question is None and connection.is_open:
-            self._pace.unsent(connection.unanswered_s)
-        return question
-
     def _unanswered(self, ticket: str, asked: _Asked, saving_s: float) -> Staged | None:
         """Wait for the answer to a question, or proceed without it."""
+        connection = asked.connection
         waited_s = time.monotonic() - asked.question.sent_at
-        if waited_s <= self._pace.patience_s(saving_s):
-            if self._pace.is_quick:
-                self._pace.took(waited_s)
+        if waited_s <= connection.patience_s(saving_s):
+            if connection.is_quick:
+                connection.took(waited_s)
             return UNANSWERED
         del self._asked[ticket]
-        self._pace.wasted(waited_s)
+        connection.wasted(waited_s)
         return None
 
     def _ask_in_step(
@@ -429,15 +424,9 @@ class SidecarChunkStore(ChunkStore):
         answer.
         """
         begin = time.monotonic()
-        answer = self._links.ask(connection, request, expected, self._step_s + num_chunks * CHUNK_S)
-        self._pace.took(time.monotonic() - begin - num_chunks * CHUNK_S)
+        answer = _ask(connection, request, expected, self._step_s + num_chunks * CHUNK_S)
+        connection.took(time.monotonic() - begin - num_chunks * CHUNK_S)
         return answer
-
-    def _probe(self) -> float | None:
-        connection = self._newest()
-        if connection is None or not connection.is_open:
-            return None  # nothing is known: the next connection is measured when it is established
-        return self._links.seconds_to_answer(connection, m.Ping(), m.Pong, self._timeout_s)
 
     def _greeted(self, connection: SidecarConnection) -> None:
         """Prepare a connection before any other use."""
@@ -448,8 +437,18 @@ class SidecarChunkStore(ChunkStore):
             begin = time.monotonic()
             connection.call(self._describe(salt), m.Ok)
             took_s = time.monotonic() - begin
-        self._newest = weakref.ref(connection)
-        self._pace.took(took_s)
+        connection.took(took_s)
+
+    def _lost(self, connection: SidecarConnection, cause: LMCacheError, cost_s: float) -> None:
+        """Report the loss to all links: a sidecar that is gone has closed the other connections,
+        too. They reconnect immediately, not at their next call.
+        """
+        for link in self._links:
+            link.lost(connection, cause, cost_s)
+            current = link.connection
+            if current is not None and current.has_ended:
+                current.close()
+                link.lost(current, cause, 0.0)
 
     def _reserve_batch(
         self,
@@ -468,10 +467,9 @@ class SidecarChunkStore(ChunkStore):
                 return []
             given = reserved_extents(connection, answer.items, shapes, dtype)
             if given is None:
-                self._links.give_up(
-                    connection,
+                connection.give_up(
                     "the sidecar answered RESERVE with memory that was not requested or does not"
-                    " exist",
+                    " exist"
                 )
                 return []
             extents = given
@@ -496,7 +494,7 @@ class SidecarChunkStore(ChunkStore):
         connection.hold(len(keys))
         try:
             limit_s = left_s if recompute_s is None else min(left_s, recompute_s * len(keys))
-            answer = self._links.ask(connection, request, m.Extents, limit_s + CALL_MARGIN_S)
+            answer = _ask(connection, request, m.Extents, limit_s + CALL_MARGIN_S)
             if answer is None:
                 return good, MissReason.UNAVAILABLE
             reason: str = MissReason.NEVER_STORED
@@ -523,7 +521,7 @@ class SidecarChunkStore(ChunkStore):
                 item.id for item in answer.items[len(good) :] if isinstance(item, m.Extent)
             )
             if unused:
-                self._links.ask(connection, m.DoneWith(unused), m.Ok, self._step_s)
+                _ask(connection, m.DoneWith(unused), m.Ok, self._step_s)
         finally:
             connection.release(len(keys) - len(good))
         return good, reason
@@ -543,12 +541,34 @@ class SidecarChunkStore(ChunkStore):
         """
         connection = extents[0].connection
         limit_s = self._step_s + len(extents) * CHUNK_S
-        answer = self._links.ask(connection, request, expected, limit_s, self._timeout_s)
+        answer = _ask(connection, request, expected, limit_s, self._timeout_s)
         if answer is None:
-            self._links.give_up(connection, f"could not deliver {request.frame_type.name}")
+            connection.give_up(f"could not deliver {request.frame_type.name}")
         for extent in extents:
             extent.end()
         return answer
+
+
+def _ask(
+    connection: SidecarConnection,
+    request: m.Message,
+    expected: type[A],
+    timeout_s: float | None = None,
+    turn_s: float = TURN_S,
+) -> A | None:
+    """Call `SidecarConnection.call`; return None if no answer arrives, for any reason."""
+    with contextlib.suppress(*NO_ANSWER):
+        return connection.call(request, expected, timeout_s, turn_s)
+    return None
+
+
+def _send(
+    connection: SidecarConnection, request: m.Message, expected: type[A]
+) -> Question[A] | None:
+    """Call `SidecarConnection.send`; return None if sending failed."""
+    with contextlib.suppress(*NO_ANSWER):
+        return connection.send(request, expected)
+    return None
 
 
 def _batches(items: Sequence[T]) -> list[Sequence[T]]:

@@ -44,5 +44,6 @@ States of a connection at the lm:// server (`server`; `requests` has what both s
 Bounds: frames and fields in `frames` and `messages`, what one client can make a server do in
 `ServerLimits`, what one server can make a client hold in `connection`. A sender that stalls loses
 its connection by the bytes received, not by those announced. A record is trusted only when its
-digest has been computed here and its key is the one requested.
+digest has been computed here and its key is the one requested. What says that the other side cannot
+be reached is in one table for all transports (`failures`).
 """

@@ -21,6 +21,7 @@ from lmcache_core.wire import messages as m
 from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Arrival, Call, ClientConnection
+from lmcache_core.wire.failures import reaching
 from lmcache_core.wire.frames import FrameType
 from lmcache_core.wire.incoming import Received, verified
 from lmcache_core.wire.messages import Message, NameRun
@@ -360,36 +361,34 @@ class LmClient:
     async def _open_connection(self) -> ClientConnection:
         await self._drop_connection()
         connection: ClientConnection | None = None
-        stream: FrameStream | None = None
         tls = self._options.tls
         try:
-            async with asyncio.timeout(self._options.connect_timeout_s):
-                _, stream = await asyncio.get_running_loop().create_connection(
-                    FrameStream,
-                    self._host,
-                    self._port,
-                    ssl=None if tls is None else tls.context,
-                    server_hostname=None if tls is None else tls.name or self._host,
-                )
-                connection = ClientConnection(stream, self._name)
-                await connection.greet(
-                    token_text(self._token),
-                    self._options.name,
-                    self._options.accepts.capabilities(),
-                )
+            with reaching(self._name):
+                async with asyncio.timeout(self._options.connect_timeout_s):
+                    _, stream = await asyncio.get_running_loop().create_connection(
+                        FrameStream,
+                        self._host,
+                        self._port,
+                        ssl=None if tls is None else tls.context,
+                        server_hostname=None if tls is None else tls.name or self._host,
+                    )
+                    connection = ClientConnection(stream, self._name)
+                    try:
+                        await connection.greet(
+                            token_text(self._token),
+                            self._options.name,
+                            self._options.accepts.capabilities(),
+                        )
+                    except UnavailableError as exc:
+                        if stream.num_received:
+                            raise
+                        hint = why_silent(None if tls is None else tls.context)
+                        raise UnavailableError(f"{self._name}: {exc}{hint}") from exc
         except BaseException as exc:
             if connection is not None:
                 await connection.close()
-            if isinstance(exc, (OSError, UnicodeError, LMCacheError)):
+            if isinstance(exc, LMCacheError):
                 self._backoff.failed()
-            if isinstance(exc, (OSError, UnicodeError)):  # UnicodeError: an invalid host name
-                raise UnavailableError(
-                    f"{self._name}: {exc or 'could not be reached in time'}"
-                ) from exc
-            if isinstance(exc, UnavailableError) and stream and not stream.num_received:
-                raise UnavailableError(
-                    f"{self._name}: {exc}{why_silent(None if tls is None else tls.context)}"
-                ) from exc
             raise
         self._backoff.succeeded()
         self._connection = connection

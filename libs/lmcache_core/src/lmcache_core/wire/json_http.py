@@ -14,6 +14,7 @@ import msgspec
 
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.security import ShownToken, why_silent
+from lmcache_core.wire.failures import reaching
 from lmcache_core.wire.http_client import BearerAuth, context_for, http_client
 
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class JsonHttpClient:
         if self._client is None:
             raise UnavailableError(f"{self._name}: the client is not open")
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        try:
+        with reaching(self._name, httpx.HTTPError, httpx.InvalidURL, why=self._why):
             async with asyncio.timeout(limit_s):
                 for attempt in range(MAX_ATTEMPTS):
                     try:
@@ -170,15 +171,6 @@ class JsonHttpClient:
                     except _HUNG_UP:
                         if attempt + 1 == MAX_ATTEMPTS or not self._was_answered:
                             raise
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
-            hint = (
-                why_silent(self._tls)
-                if isinstance(exc, _HUNG_UP) and not self._was_answered
-                else ""
-            )
-            raise UnavailableError(
-                f"{self._name}: {type(exc).__name__} {exc}".rstrip() + hint
-            ) from exc
         self._was_answered = True
         return Reply(response.status_code, data)
 
@@ -202,6 +194,10 @@ class JsonHttpClient:
     def unusable(self, why: str) -> UnavailableError:
         """Return the error for a malformed response."""
         return UnavailableError(f"{self._name}: unusable answer: {why}")
+
+    def _why(self, exc: Exception) -> str:
+        is_silent = isinstance(exc, _HUNG_UP) and not self._was_answered
+        return f"{type(exc).__name__} {exc}".rstrip() + (why_silent(self._tls) if is_silent else "")
 
     async def _read(self, response: httpx.Response) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lmcache_core._typing import override
-from lmcache_core.errors import RecordError, UnavailableError
+from lmcache_core.errors import RecordError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import (
@@ -26,6 +26,7 @@ from lmcache_core.record import (
 from lmcache_core.security import ClientTls, ShownToken
 from lmcache_core.storage.base import StorageBackend, caller_limit
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.failures import reaching
 
 DEFAULT_TIMEOUT_S = 2.0
 
@@ -65,11 +66,12 @@ class RemoteBackend(StorageBackend):
         place: Name of the tier in errors.
 
     Attributes:
-        failures: Exceptions that the client library raises if the server cannot be reached.
+        failures: What the client library raises if the server cannot be reached, in addition to
+            `lmcache_core.wire.failures.BROKEN`.
     """
 
     name = STORAGE_TIER
-    failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+    failures: ClassVar[tuple[type[Exception], ...]] = ()
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -108,17 +110,18 @@ class RemoteBackend(StorageBackend):
         Args:
             limit_s: Deadline of the call; None if its client enforces one.
         """
-        failures: tuple[type[Exception], ...] = (TimeoutError, *self.failures)
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                yield
-        except failures as exc:
-            why = f"{type(exc).__name__}: {exc}"
+        limit = asyncio.timeout(limit_s)
+
+        def why(exc: Exception) -> str:
             if limit.expired():
-                why = f"no answer within {limit_s} s"
-            elif isinstance(exc, OSError) and exc.strerror:
-                why = exc.strerror
-            raise UnavailableError(f"{self._place}: {why}") from exc
+                return f"no answer within {limit_s} s"
+            if isinstance(exc, OSError) and exc.strerror:
+                return exc.strerror
+            return f"{type(exc).__name__}: {exc}"
+
+        with reaching(self._place, *self.failures, why=why):
+            async with limit:
+                yield
 
     async def _collect(
         self,

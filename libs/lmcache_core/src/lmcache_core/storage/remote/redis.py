@@ -137,7 +137,7 @@ class RedisBackend(RemoteBackend):
         sentinels: Clients that find Redis for `client`; closed with this tier.
     """
 
-    failures = (RedisError, OSError, ProtocolError)
+    failures = (RedisError, ProtocolError)
 
     def __init__(
         self,
