@@ -30,7 +30,7 @@ class ChunkSet:
     def keys(self, turn: int) -> list[ChunkKey]:
         """Names of the chunks of that round."""
         return [
-            ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}"))
+            ChunkKey.of("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}"))
             for i in range(NUM_CHUNKS)
         ]
 

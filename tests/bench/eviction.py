@@ -226,7 +226,7 @@ def as_markdown(row: HitRatios) -> str:
 
 def _names() -> Iterator[ChunkKey]:
     for i in itertools.count():
-        yield ChunkKey(DEFAULT_TENANT, CacheEngineKey("trace", "trace", 1, 0, f"{i:08x}"))
+        yield ChunkKey.of(DEFAULT_TENANT, CacheEngineKey("trace", "trace", 1, 0, f"{i:08x}"))
 
 
 def _zipf(num: int, exponent: float, rng: random.Random) -> Callable[[], int]:

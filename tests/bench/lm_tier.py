@@ -72,7 +72,7 @@ class Bench:
 
     def _keys(self, turn: int) -> list[ChunkKey]:
         return [
-            ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}"))
+            ChunkKey.of("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}"))
             for i in range(NUM_CHUNKS)
         ]
 

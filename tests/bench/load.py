@@ -74,7 +74,7 @@ async def load_storage(url: str, token: TokenFile | None, given: argparse.Namesp
     """Store, fetch and remove."""
     model = f"load/{secrets.token_hex(8)}"
     keys = [
-        ChunkKey("default", CacheEngineKey("bench", model, 1, 0, f"{number:064x}"))
+        ChunkKey.of("default", CacheEngineKey("bench", model, 1, 0, f"{number:064x}"))
         for number in range(given.chunks)
     ]
     payload = os.urandom(given.size)

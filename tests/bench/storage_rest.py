@@ -36,7 +36,7 @@ TOTAL_BYTES = NUM_CHUNKS * CHUNK_BYTES
 TIMEOUT_S = 120.0
 
 KEYS = [
-    ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{i:064x}"))
+    ChunkKey.of("default", CacheEngineKey("vllm", "bench", 1, 0, f"{i:064x}"))
     for i in range(NUM_CHUNKS)
 ]
 

@@ -23,7 +23,9 @@ from tests.fixtures.service_process import running_service
 NUM_CALLS = 200_000
 NUM_REQUESTS = 1000
 NUM_ROUNDS = 400
-KEYS = [ChunkKey("default", CacheEngineKey("vllm", "bench", 1, 0, f"{i:064x}")) for i in range(16)]
+KEYS = [
+    ChunkKey.of("default", CacheEngineKey("vllm", "bench", 1, 0, f"{i:064x}")) for i in range(16)
+]
 IDS = RequestIds()
 Way = Callable[[], AbstractContextManager[None]]
 WAYS: dict[str, Way] = {

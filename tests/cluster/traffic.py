@@ -93,7 +93,7 @@ class Storage:
         engine_key = CacheEngineKey(NAME, f"{NAME}/{self._run}", 1, 0, digest)
         header = raw_header(engine_key, (CHUNK_BYTES,), "uint8", UNSEALED_DIGEST)
         payload = BytesBufferMemoryObj(random.Random(digest).randbytes(CHUNK_BYTES))
-        return Chunk.unsealed(ChunkKey("default", engine_key), header, payload, NAME).sealed()
+        return Chunk.unsealed(ChunkKey.of("default", engine_key), header, payload, NAME).sealed()
 
     async def put(self) -> str:
         """Store one more chunk; after MAX_CHUNKS, read one instead."""

@@ -23,7 +23,15 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.manager import StorageManager
 from lmcache_core.telemetry import Counters
 
-from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, num_loaded, store_chunks
+from tests.fixtures.chains import (
+    TAKEN_BYTES,
+    Shelf,
+    chain_of,
+    keys_by_chunk,
+    names_of,
+    num_loaded,
+    store_chunks,
+)
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import make_config
@@ -45,7 +53,7 @@ class Open:
     shelf: Shelf
 
     def keep_on_shelf_alone(self, chain: ChunkChain) -> None:
-        keys = chain.keys_by_chunk()
+        keys = keys_by_chunk(chain)
         assert store_chunks(self.store, keys) == len(keys)
         until(lambda: self.shelf.held >= set(names_of(keys)), "chunks are not written below")
         self.hot.clear_now()

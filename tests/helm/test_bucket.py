@@ -193,7 +193,7 @@ async def store_a_chunk(url: str, token: TokenFile) -> None:
     key = CacheEngineKey("vllm", "tiny", 1, 0, "ab" * 32)
     header = raw_header(key, (4096,), "uint8", UNSEALED_DIGEST)
     chunk = Chunk.unsealed(
-        ChunkKey("default", key), header, BytesBufferMemoryObj(os.urandom(4096)), "test"
+        ChunkKey.of("default", key), header, BytesBufferMemoryObj(os.urandom(4096)), "test"
     ).sealed()
     backend = create_remote_backend(url, token, 10.0, "test")
     await backend.open()

@@ -103,7 +103,7 @@ async def test_what_the_sidecar_has_lets_it_fetch_from_the_storage(
     assert (tls is None) == (cluster.scheme == "http")
     token = shown_token(settings.service_token_file) if shows_token else None
     client = LmClient("127.0.0.1", cluster.lm_ports["storage"], token, ClientOptions(tls=tls))
-    keys = [ChunkKey(settings.tenant, CacheEngineKey("vllm", "tiny", 1, 0, "ab" * 32))]
+    keys = [ChunkKey.of(settings.tenant, CacheEngineKey("vllm", "tiny", 1, 0, "ab" * 32))]
     try:
         if shows_token:
             assert await client.contains(keys, 10.0) == [False]

@@ -52,7 +52,7 @@ class Place:
 
     def remove(self, keys: Sequence[CacheEngineKey]) -> None:
         """Forget these chunks in every tier."""
-        self.hot.remove_many([ChunkKey(DEFAULT_TENANT, key) for key in keys])
+        self.hot.remove_many([ChunkKey.of(DEFAULT_TENANT, key) for key in keys])
 
 
 class EmbeddedPlace(Place):

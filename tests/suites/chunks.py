@@ -23,7 +23,7 @@ DEFAULT_PAYLOAD_BYTES = 1000
 def make_key(name: object, tenant: str = DEFAULT_TENANT) -> ChunkKey:
     """The key of the chunk called `name`."""
     chunk_hash = hashlib.sha256(str(name).encode()).hexdigest()
-    return ChunkKey(tenant, CacheEngineKey("vllm", "test/model", 1, 0, chunk_hash))
+    return ChunkKey.of(tenant, CacheEngineKey("vllm", "test/model", 1, 0, chunk_hash))
 
 
 def make_payload(name: object, num_bytes: int = DEFAULT_PAYLOAD_BYTES) -> bytes:

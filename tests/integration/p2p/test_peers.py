@@ -233,12 +233,12 @@ async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbo
     key = CacheEngineKey.from_url(a.get("/v1/admin/chunks")["chunks"][0])
     try:
         with pytest.raises(AuthenticationError):
-            await stranger.contains([ChunkKey("default", key)])
+            await stranger.contains([ChunkKey.of("default", key)])
         with pytest.raises(AuthenticationError):
-            await stranger.remove([ChunkKey("default", key)])
+            await stranger.remove([ChunkKey.of("default", key)])
         with contextlib.suppress(LMCacheError):
             (result,) = await stranger.get(
-                [ChunkKey("default", key)], lambda n: BytesBufferMemoryObj(bytearray(n))
+                [ChunkKey.of("default", key)], lambda n: BytesBufferMemoryObj(bytearray(n))
             )
             assert not isinstance(result, Chunk)
     finally:

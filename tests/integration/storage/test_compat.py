@@ -71,7 +71,7 @@ def value_of(name: object, num_bytes: int = VALUE_BYTES) -> bytes:
 
 
 def chunk_key(name: str, tenant: str = "acme") -> ChunkKey:
-    return ChunkKey(tenant, CacheEngineKey("lmcache-v0.3+", "", 1, 0, name))
+    return ChunkKey.of(tenant, CacheEngineKey("lmcache-v0.3+", "", 1, 0, name))
 
 
 async def settle(service: ServiceProcess) -> None:

@@ -251,7 +251,7 @@ async def test_tenants_are_those_of_their_tokens() -> None:
         assert await yours.contains(keys_of(1)) == [False]
         assert [take(r) for r in await yours.get(keys_of(1), arena)] == [MissReason.NEVER_STORED]
         assert await yours.remove(keys_of(1)) == 0
-        assert list(store.chunks) == [ChunkKey("a", make_key(1).key)]
+        assert list(store.chunks) == [ChunkKey.of("a", make_key(1).key)]
         async with client_of(server.port) as nobody:
             with pytest.raises(AuthenticationError):
                 await nobody.ping()

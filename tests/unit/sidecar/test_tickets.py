@@ -21,7 +21,15 @@ from lmcache_core.wire.capabilities import ON_DEVICE
 from lmcache_sidecar import metrics
 from lmcache_sidecar.socket import server as server_module
 
-from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, num_loaded, store_chunks
+from tests.fixtures.chains import (
+    TAKEN_BYTES,
+    Shelf,
+    chain_of,
+    keys_by_chunk,
+    names_of,
+    num_loaded,
+    store_chunks,
+)
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO, greeted
 from tests.fixtures.kv import CHUNK_SIZE, make_config, make_metadata
@@ -53,7 +61,7 @@ def client_of(
 
 def evictable(sidecar: RunningSocket, chain: ChunkChain) -> bool:
     sidecar.hot.evict_bytes(ARENA_BYTES)
-    return not any(sidecar.hot.contains_many(names_of(chain.keys_by_chunk())))
+    return not any(sidecar.hot.contains_many(names_of(keys_by_chunk(chain))))
 
 
 def test_the_end_of_a_connection_gives_back_what_it_was_promised(sidecar: RunningSocket) -> None:

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import struct
+from binascii import hexlify, unhexlify
 from functools import lru_cache
 from typing import Annotated
 from urllib.parse import quote, unquote
@@ -31,19 +32,20 @@ _NUMBERS = struct.Struct("<II")
 _HASH_LENGTH = _LENGTH.pack(2 * CHUNK_HASH_BYTES)
 _HASH_FIELD_BYTES = len(_HASH_LENGTH) + 2 * CHUNK_HASH_BYTES
 _NO_GROUP = _LENGTH.pack(0)
+_new_key = object.__new__
 _NUM_TEXT_PARTS = 5
 _MAX_NUMBER_DIGITS = len(str(2**32 - 1))
 _MAX_CACHED_PREFIXES = 64
 """Cached prefixes of canonical keys: models times workers, each at most 2 KiB."""
 
 
-class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
+class CacheEngineKey:
     """The documented key of one chunk of KV. Immutable and hashable.
 
-    A struct rather than a dataclass, since every lookup creates one for each chunk: it takes a
-    tenth of the time, and is hashed once.
+    It holds a lane and the bytes of the hash, as names cross the wire. Lookups create one for each
+    chunk, and few of them are ever read as text.
 
-    Attributes:
+    Args:
         fmt: Serving engine's KV format, for example "vllm" or "huggingface".
         model_name: Model, as named by the serving engine; may contain any character.
         world_size: Number of workers that share the KV of one token.
@@ -52,12 +54,65 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
         group: Name of the layer group for hybrid models, "" for the only or full-attention group.
     """
 
-    fmt: str
-    model_name: str
-    world_size: int
-    worker_id: int
-    chunk_hash: str
-    group: str = ""
+    __slots__ = ("_hash", "_lane")
+
+    def __init__(
+        self,
+        fmt: str,
+        model_name: str,
+        world_size: int,
+        worker_id: int,
+        chunk_hash: str,
+        group: str = "",
+    ) -> None:
+        self._lane = Lane(fmt, model_name, world_size, worker_id, group)
+        packed = _packed(chunk_hash.encode()) if chunk_hash.isascii() else None
+        self._hash: bytes | str = chunk_hash if packed is None else packed
+
+    @property
+    def fmt(self) -> str:
+        """Serving engine's KV format."""
+        return self._lane.fmt
+
+    @property
+    def model_name(self) -> str:
+        """Model, as named by the serving engine."""
+        return self._lane.model_name
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that share the KV of one token."""
+        return self._lane.world_size
+
+    @property
+    def worker_id(self) -> int:
+        """The worker that this KV belongs to."""
+        return self._lane.worker_id
+
+    @property
+    def chunk_hash(self) -> str:
+        """Hex SHA-256 of the chunk and everything before it."""
+        return self._hash if isinstance(self._hash, str) else self._hash.hex()
+
+    @property
+    def group(self) -> str:
+        """Name of the layer group."""
+        return self._lane.group
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CacheEngineKey):
+            return NotImplemented
+        return self._hash == other._hash and self._lane == other._lane
+
+    def __hash__(self) -> int:
+        return hash((self._hash, self._lane))
+
+    def __repr__(self) -> str:
+        return (
+            f"CacheEngineKey(fmt={self.fmt!r}, model_name={self.model_name!r},"
+            f" world_size={self.world_size!r}, worker_id={self.worker_id!r},"
+            f" chunk_hash={self.chunk_hash!r}, group={self.group!r})"
+        )
 
     def canonical(self) -> bytes:
         """Return an unambiguous encoding of this key: length-prefixed UTF-8 fields and two
@@ -67,11 +122,11 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
             IdentityError: A field is longer than `MAX_KEY_FIELD_BYTES` or not Unicode text, the key
                 is longer than `MAX_CANONICAL_KEY_BYTES`, or a number does not fit.
         """
-        prefix = _canonical_prefix(self.fmt, self.model_name, self.world_size, self.worker_id)
-        chunk_hash = self.chunk_hash
-        if len(chunk_hash) == 2 * CHUNK_HASH_BYTES and chunk_hash.isascii() and not self.group:
-            return prefix + _HASH_LENGTH + chunk_hash.encode() + _NO_GROUP  # nearly all keys
-        data = prefix + _field("chunk_hash", self.chunk_hash) + _field("group", self.group)
+        lane, packed = self._lane, self._hash
+        prefix = _canonical_prefix(lane.fmt, lane.model_name, lane.world_size, lane.worker_id)
+        if isinstance(packed, bytes) and not lane.group:
+            return prefix + _HASH_LENGTH + hexlify(packed) + _NO_GROUP  # nearly all keys
+        data = prefix + _field("chunk_hash", self.chunk_hash) + _field("group", lane.group)
         if len(data) > MAX_CANONICAL_KEY_BYTES:
             raise IdentityError(
                 f"key has {len(data)} bytes; the limit is {MAX_CANONICAL_KEY_BYTES}"
@@ -89,24 +144,18 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
             raise IdentityError("not a canonical key: wrong magic or too long")
         try:
             at = _end_of_prefix(data)
-            fmt, model_name, world_size, worker_id = _read_prefix(data[:at])
-            if (
-                data[at : at + 2] == _HASH_LENGTH and data[at + _HASH_FIELD_BYTES :] == _NO_GROUP
-            ):  # nearly all keys; parsed in half the time
-                return cls(
-                    fmt,
-                    model_name,
-                    world_size,
-                    worker_id,
-                    data[at + 2 : at + _HASH_FIELD_BYTES].decode("utf-8"),
-                )
+            lane = _read_prefix(data[:at])
+            if data[at : at + 2] == _HASH_LENGTH and data[at + _HASH_FIELD_BYTES :] == _NO_GROUP:
+                packed = _packed(data[at + 2 : at + _HASH_FIELD_BYTES])
+                if packed is not None:  # nearly all keys; parsed in half the time
+                    return lane.key(packed)
             chunk_hash, at = _read_field(data, at)
             group, at = _read_field(data, at)
         except (struct.error, IndexError, UnicodeDecodeError) as exc:
             raise IdentityError(f"not a canonical key: {exc}") from exc
         if at != len(data):
             raise IdentityError("not a canonical key: bytes after its end")
-        return cls(fmt, model_name, world_size, worker_id, chunk_hash, group)
+        return cls(lane.fmt, lane.model_name, lane.world_size, lane.worker_id, chunk_hash, group)
 
     def to_string(self) -> str:
         """Return the readable form `fmt@model@world_size@worker_id@chunk_hash[@group]`, with `@`,
@@ -175,32 +224,17 @@ class CacheEngineKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
 
     def lane(self) -> Lane:
         """Return everything of this name except the chunk hash."""
-        return Lane(self.fmt, self.model_name, self.world_size, self.worker_id, self.group)
+        return self._lane
 
     def hash_bytes(self) -> bytes | None:
         """Return the chunk hash as its 32 bytes; None if it is not 64 lower-case hex digits."""
-        if len(self.chunk_hash) != 2 * CHUNK_HASH_BYTES:
-            return None
-        try:
-            data = bytes.fromhex(self.chunk_hash)
-        except ValueError:
-            return None
-        return data if data.hex() == self.chunk_hash else None
+        return self._hash if isinstance(self._hash, bytes) else None
 
     def chunk_id(self) -> bytes:
         """Return the anonymous name of this chunk for lookup and broker: 16 bytes that reveal
         neither model nor tokens.
         """
         return hashlib.sha256(_CHUNK_ID_TAG + self.canonical()).digest()[:CHUNK_ID_BYTES]
-
-
-class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
-    """A `CacheEngineKey` of one authenticated tenant, by which tiers are indexed. Immutable and
-    hashable.
-    """
-
-    tenant: str
-    key: CacheEngineKey
 
 
 DEFAULT_TENANT = "default"
@@ -231,18 +265,51 @@ class Lane(
         """Raise `IdentityError` if keys of this lane cannot be encoded."""
         self.keys(bytes(CHUNK_HASH_BYTES))[0].canonical()
 
+    def key(self, packed_hash: bytes | str) -> CacheEngineKey:
+        """Return the key of a chunk of this lane; its hash as in `ChunkKey`."""
+        key = _new_key(CacheEngineKey)
+        key._lane, key._hash = self, packed_hash
+        return key
+
     def keys(self, hashes: bytes) -> list[CacheEngineKey]:
         """Return the keys of chunk hashes packed in order."""
-        fmt, model_name, world_size, rank = (
-            self.fmt,
-            self.model_name,
-            self.world_size,
-            self.worker_id,
-        )
-        return [
-            CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, self.group)
-            for chunk_hash in _hex_of_each(hashes)
-        ]
+        return [self.key(packed) for packed in _each_hash(hashes)]
+
+    def chunk_keys(self, tenant: str, hashes: bytes) -> list[ChunkKey]:
+        """Return a tenant's keys of chunk hashes packed in order."""
+        return [ChunkKey(tenant, self, packed) for packed in _each_hash(hashes)]
+
+
+class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
+    """A `CacheEngineKey` of one authenticated tenant, by which tiers are indexed. Immutable and
+    hashable.
+
+    A struct, since every request creates one for each chunk: it takes a tenth of the time of a
+    dataclass, and is hashed once.
+
+    Attributes:
+        tenant: Owner of the chunk.
+        lane: Everything of the key except the chunk hash.
+        packed_hash: The 32 bytes of the chunk hash, or its text if it is not 64 lower-case hex
+            digits.
+    """
+
+    tenant: str
+    lane: Lane
+    packed_hash: bytes | str
+
+    @classmethod
+    def of(cls, tenant: str, key: CacheEngineKey) -> ChunkKey:
+        """Return a tenant's name of the chunk with that key."""
+        return cls(tenant, key._lane, key._hash)
+
+    @property
+    def key(self) -> CacheEngineKey:
+        """The documented key."""
+        return self.lane.key(self.packed_hash)
+
+    def __repr__(self) -> str:
+        return f"ChunkKey.of(tenant={self.tenant!r}, key={self.key!r})"
 
 
 class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -284,15 +351,16 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         lane = Lane(self.fmt, self.model_name, self.world_size, rank, self.group)
         return lane.keys(self.hashes)
 
-    def keys_by_chunk(self) -> list[CacheEngineKey]:
-        """Return all keys: those of the first chunk by rank, then those of the second, and so
-        on.
+    def chunk_keys(self, tenant: str) -> list[ChunkKey]:
+        """Return all keys for a tenant: those of the first chunk by rank, then those of the second,
+        and so on.
         """
-        fmt, model_name, world_size, group = self.fmt, self.model_name, self.world_size, self.group
+        lanes = [
+            Lane(self.fmt, self.model_name, self.world_size, rank, self.group)
+            for rank in range(self.world_size)
+        ]
         return [
-            CacheEngineKey(fmt, model_name, world_size, rank, chunk_hash, group)
-            for chunk_hash in _hex_of_each(self.hashes)
-            for rank in range(world_size)
+            ChunkKey(tenant, lane, packed) for packed in _each_hash(self.hashes) for lane in lanes
         ]
 
     def part(self, start: int, end: int) -> ChunkChain:
@@ -302,12 +370,21 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         )
 
 
-def _hex_of_each(hashes: bytes) -> list[str]:
-    """Return packed hashes as hex digits, in one conversion for all, since lookups contain many."""
-    digits = hashes.hex()
-    return [
-        digits[at : at + 2 * CHUNK_HASH_BYTES] for at in range(0, len(digits), 2 * CHUNK_HASH_BYTES)
-    ]
+def _each_hash(hashes: bytes) -> list[bytes]:
+    return [hashes[at : at + CHUNK_HASH_BYTES] for at in range(0, len(hashes), CHUNK_HASH_BYTES)]
+
+
+def _packed(digits: bytes) -> bytes | None:
+    """Return the 32 bytes of a chunk hash; None if it is not 64 lower-case hex digits, so that each
+    hash has one form.
+    """
+    if len(digits) != 2 * CHUNK_HASH_BYTES:
+        return None
+    try:
+        packed = unhexlify(digits)
+    except binascii.Error:
+        return None
+    return packed if hexlify(packed) == digits else None
 
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES, typed=True)
@@ -332,12 +409,11 @@ def _end_of_prefix(data: bytes) -> int:
 
 
 @lru_cache(maxsize=_MAX_CACHED_PREFIXES)
-def _read_prefix(prefix: bytes) -> tuple[str, str, int, int]:
-    """Invert `_canonical_prefix`; cached for the same reason."""
+def _read_prefix(prefix: bytes) -> Lane:
+    """Invert `_canonical_prefix`, as a lane without a group; cached for the same reason."""
     fmt, at = _read_field(prefix, len(_CANONICAL_MAGIC))
     model_name, at = _read_field(prefix, at)
-    world_size, worker_id = _NUMBERS.unpack_from(prefix, at)
-    return fmt, model_name, world_size, worker_id
+    return Lane(fmt, model_name, *_NUMBERS.unpack_from(prefix, at))
 
 
 def _field(name: str, text: str) -> bytes:

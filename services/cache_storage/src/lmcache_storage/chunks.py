@@ -105,7 +105,7 @@ class ListedChunks(ApiModel):
 
 def chunk_key(tenant: str, url_key: str) -> ChunkKey:
     """Return the key for a tenant; raise `IdentityError` if it is malformed."""
-    return ChunkKey(tenant, CacheEngineKey.from_url(url_key))
+    return ChunkKey.of(tenant, CacheEngineKey.from_url(url_key))
 
 
 async def _visible_store(storage: RunningStorage, accept: AcceptHeader = "") -> ServedStore:

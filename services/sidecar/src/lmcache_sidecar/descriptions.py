@@ -173,6 +173,6 @@ def named_chunks(
 def _keys(tenant: str, known: Describe, chunk_hash: str) -> tuple[ChunkKey, ...]:
     fmt, model, num_ranks = known.fmt, known.model_name, known.world_size
     return tuple(
-        ChunkKey(tenant, CacheEngineKey(fmt, model, num_ranks, rank, chunk_hash, group))
+        ChunkKey.of(tenant, CacheEngineKey(fmt, model, num_ranks, rank, chunk_hash, group))
         for rank, group in product(range(num_ranks), known.groups)
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain, ChunkKey
+from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain
 from lmcache_core.record import Miss, MissReason, Staged, StagedFrom
 from lmcache_core.storage.hot import LocalCPUBackend
 
@@ -118,8 +118,8 @@ class RecentLookups:
             first = of_group.find(NOWHERE)
             if first < 0:
                 continue
-            keys = chain.part(first, first + 1).keys_by_chunk()
-            held = self._hot.peek_many([ChunkKey(self._tenant, key) for key in keys])
+            names = chain.part(first, first + 1).chunk_keys(self._tenant)
+            held = self._hot.peek_many(names)
             reasons = (one.reason for one in held if isinstance(one, Miss))
             # Memory has it for all ranks, but tickets have reached their limit.
             return next(reasons, MissReason.NO_MEMORY).value

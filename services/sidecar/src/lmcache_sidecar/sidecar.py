@@ -295,7 +295,7 @@ class SidecarNode(Node[SidecarSettings]):
         """Log if the remote tier does not answer: without requests, nothing else would say so."""
         nothing = CacheEngineKey("", "", 1, 0, "00" * 32)
         try:
-            await remote.batched_contains([ChunkKey(self.settings.tenant, nothing)])
+            await remote.batched_contains([ChunkKey.of(self.settings.tenant, nothing)])
         except UnavailableError as exc:
             logger.warning("dependency unavailable: check=storage error=%s", exc)
 

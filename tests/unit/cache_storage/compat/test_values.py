@@ -56,7 +56,7 @@ def world() -> World:
 
 
 def chunk_key(key: str) -> ChunkKey:
-    return ChunkKey("acme", CacheEngineKey("lmcache-v0.3+", "", 1, 0, key))
+    return ChunkKey.of("acme", CacheEngineKey("lmcache-v0.3+", "", 1, 0, key))
 
 
 @pytest.mark.parametrize("size", [1, 64, INLINE_DIGEST_BYTES + 1])

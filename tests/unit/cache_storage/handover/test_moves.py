@@ -289,7 +289,7 @@ async def test_what_the_receiver_is_not_known_to_hold_is_not_forgotten(
     """It said of each chunk that it had stored it. Only what it says afterwards counts."""
     monkeypatch.setattr(rebalancing, "FORGET_AFTER_S", 0.2)
     async with here("s-1") as made:
-        keys = [ChunkKey(tenant, key.key) for key in KEYS]
+        keys = [ChunkKey.of(tenant, key.key) for key in KEYS]
         await made.put(KEYS, tenant)
         for _ in range(rebalancing.STEADY_LOOKS + 1):
             await made.rebalancer.look()
@@ -318,7 +318,7 @@ async def test_chunks_of_other_tenants_are_forgotten_when_their_home_says_that_i
         assert moved
         await asyncio.sleep(0.3)
         await made.rebalancer.look()
-        assert set(made.hot.keys()) == {ChunkKey("rival", key.key) for key in KEYS} - moved
+        assert set(made.hot.keys()) == {ChunkKey.of("rival", key.key) for key in KEYS} - moved
 
 
 async def test_what_has_no_room_at_home_stays() -> None:

@@ -98,7 +98,9 @@ def store_cold(cache: Embedded, num_hot: int = 0) -> None:
     """All chunks on disk, the first of them hot too."""
     cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
     cache.drain()
-    cache.hot.remove_many([ChunkKey(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[num_hot:]])
+    cache.hot.remove_many(
+        [ChunkKey.of(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[num_hot:]]
+    )
 
 
 @pytest.mark.parametrize("num_hot", [0, 3])
@@ -166,7 +168,7 @@ def test_what_comes_in_time_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         store_cold(cache)
         disk = cache.lower(DiskBackend)
         assert isinstance(disk, DiskBackend)
-        stuck = disk._layout.record(ChunkKey(DEFAULT_TENANT, cache.keys(TOKENS)[2]))
+        stuck = disk._layout.record(ChunkKey.of(DEFAULT_TENANT, cache.keys(TOKENS)[2]))
 
         def slow(self: DiskFiles, path: Path) -> int:
             assert path != stuck or may_open.wait(LONG_S)

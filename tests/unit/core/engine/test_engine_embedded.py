@@ -205,7 +205,7 @@ def test_a_lookup_joins_what_each_tier_has(tmp_path: Path) -> None:
         for tier in (manager._hot, *manager._tiers.lower):
             until(lambda name=tier.name: cache.engine.lookup(tokens, [name]) == len(tokens))
             others = [
-                ChunkKey(DEFAULT_TENANT, keys[i]) for i in range(4) if i not in places[tier.name]
+                ChunkKey.of(DEFAULT_TENANT, keys[i]) for i in range(4) if i not in places[tier.name]
             ]
             manager._loop.run(tier.batched_remove(others), 60)
         assert cache.engine.lookup(tokens) == len(tokens)

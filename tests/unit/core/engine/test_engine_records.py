@@ -62,7 +62,7 @@ def put(
     given = {"serde": "naive", "profile": "", "lossy": False, "tensors": (spec,)} | fields
     header = RecordHeader(key=key.canonical(), digest=payload_digest(memory.byte_array), **given)  # type: ignore[arg-type]
     chunk = Chunk(
-        ChunkKey(DEFAULT_TENANT, key), header, encode_head(header, num_bytes), memory, "memory"
+        ChunkKey.of(DEFAULT_TENANT, key), header, encode_head(header, num_bytes), memory, "memory"
     )
     assert store.put([chunk]) == [True]
     store.release([chunk])

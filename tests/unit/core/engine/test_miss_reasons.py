@@ -65,7 +65,7 @@ def store(cache: Embedded, tokens: torch.Tensor = TOKENS) -> None:
 def record_path(cache: Embedded, key: CacheEngineKey) -> Path:
     disk = cache.lower(DiskBackend)
     assert isinstance(disk, DiskBackend)
-    return disk._layout.record(ChunkKey(DEFAULT_TENANT, key))
+    return disk._layout.record(ChunkKey.of(DEFAULT_TENANT, key))
 
 
 def put_on_disk(cache: Embedded, key: CacheEngineKey, tensor: TensorSpec) -> None:
@@ -77,7 +77,7 @@ def put_on_disk(cache: Embedded, key: CacheEngineKey, tensor: TensorSpec) -> Non
         key.canonical(), RAW_SERDE, "", False, (tensor,), payload_digest(memory.byte_array)
     )
     chunk = Chunk(
-        ChunkKey(DEFAULT_TENANT, key), header, encode_head(header, tensor.length), memory, "test"
+        ChunkKey.of(DEFAULT_TENANT, key), header, encode_head(header, tensor.length), memory, "test"
     )
     assert cache.manager._loop.run(cache.stack.lower[0].batched_put([chunk]), PATIENCE_S) == [True]
     chunk.release()

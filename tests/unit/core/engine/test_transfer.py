@@ -172,7 +172,7 @@ def test_lookup_can_be_confined_to_tiers(tmp_path: Path) -> None:
     with embedded_engine(tmp_path) as cache:
         store(cache)
         cache.drain()
-        cache.hot.remove_many([ChunkKey(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[2:]])
+        cache.hot.remove_many([ChunkKey.of(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[2:]])
         found = {name: cache.engine.lookup(TOKENS, [name]) for name in TIERS}
         assert found == {
             "memory": 2 * CHUNK_SIZE,
@@ -277,7 +277,7 @@ def test_a_read_that_a_close_overtakes_leaves_nothing_in_memory(
     ) as cache:
         store(cache)
         cache.drain()
-        cache.hot.remove_many([ChunkKey(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[1:]])
+        cache.hot.remove_many([ChunkKey.of(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[1:]])
         tier = cache.lower(Lingering)
         assert isinstance(tier, Lingering)
         loaded: list[int] = []

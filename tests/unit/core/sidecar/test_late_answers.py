@@ -28,7 +28,7 @@ from lmcache_core.sidecar.store import CALL_MARGIN_S
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
-from tests.fixtures.chains import chain_of
+from tests.fixtures.chains import chain_of, keys_by_chunk
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.scripted_sidecar import (
@@ -89,7 +89,7 @@ def asked(sidecar: ScriptedSidecar) -> list[str]:
 def test_a_question_waits_for_its_turn_on_the_connection(tmp_path: Path) -> None:
     """A lookup that gave up behind a late answer would miss stored chunks."""
     with held(tmp_path) as (store, _, go), ThreadPoolExecutor(2) as pool:
-        keys = [chain_of([number]).keys_by_chunk() for number in range(2)]
+        keys = [keys_by_chunk(chain_of([number])) for number in range(2)]
         found = [pool.submit(store.contains, key) for key in keys]
         time.sleep(2 * CALL_MARGIN_S)
         go.set()

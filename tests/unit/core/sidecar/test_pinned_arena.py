@@ -61,7 +61,7 @@ def put(store: SidecarChunkStore) -> int:
     memory.byte_array[:] = bytes(range(256)) * (CHUNK_BYTES // 256)
     address, digest = address_of(memory), payload_digest(memory.byte_array)
     header = raw_header(KEY, (CHUNK_BYTES,), "uint8", digest)
-    chunk = Chunk.unsealed(ChunkKey(DEFAULT_TENANT, KEY), header, memory, "memory")
+    chunk = Chunk.unsealed(ChunkKey.of(DEFAULT_TENANT, KEY), header, memory, "memory")
     assert store.put([chunk]) == [True]
     store.release([chunk])
     return address

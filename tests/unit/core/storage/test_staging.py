@@ -23,7 +23,15 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.staging import STAGE_LEASE_S, ChunkBudget, Stager
 
-from tests.fixtures.chains import PAYLOAD_BYTES, TAKEN_BYTES, Shelf, chain_of, chunk_in, names_of
+from tests.fixtures.chains import (
+    PAYLOAD_BYTES,
+    TAKEN_BYTES,
+    Shelf,
+    chain_of,
+    chunk_in,
+    keys_by_chunk,
+    names_of,
+)
 
 PATIENCE_S = 30.0
 
@@ -155,10 +163,10 @@ async def test_a_chunk_that_one_rank_lacks_is_not_lifted_for_the_other() -> None
     shelf = Shelf()
     chain = chain_of(range(2), world_size=2)
     async with world(shelf) as w:
-        shelf.held.update(names_of(chain.keys_by_chunk())[:3])
+        shelf.held.update(names_of(keys_by_chunk(chain))[:3])
         w.stage("t", chain)
         assert (await w.settled("t")).tiers == (b"\2\0",)
-        assert set(shelf.num_read) == set(names_of(chain.keys_by_chunk())[:2])
+        assert set(shelf.num_read) == set(names_of(keys_by_chunk(chain))[:2])
 
 
 async def test_what_is_held_is_not_evicted_and_afterwards_is() -> None:
@@ -200,7 +208,7 @@ async def test_what_would_find_no_room_is_not_read() -> None:
 async def test_ranks_are_held_together_or_not_at_all() -> None:
     chain = chain_of(range(3), world_size=3)
     async with world(num_chunks=10) as w:
-        w.make_hot(names_of(chain.keys_by_chunk()))
+        w.make_hot(names_of(keys_by_chunk(chain)))
         assert w.stage("t", chain).tiers == (b"\1\0\0",)
         assert w.room.used_bytes == 3 * TAKEN_BYTES
 
@@ -413,7 +421,7 @@ def test_every_constellation_is_staged_by_the_book(
                 )
                 asked.append(chain)
                 flat = [place for ranks in places for place in ranks]
-                for name, place in zip(names_of(chain.keys_by_chunk()), flat, strict=True):
+                for name, place in zip(names_of(keys_by_chunk(chain)), flat, strict=True):
                     if place == 1:
                         w.make_hot([name])
                     else:
@@ -428,7 +436,7 @@ def test_every_constellation_is_staged_by_the_book(
             held = {
                 name
                 for chain, tiers in zip(asked, w.stage("t").tiers, strict=True)
-                for i, name in enumerate(names_of(chain.keys_by_chunk()))
+                for i, name in enumerate(names_of(keys_by_chunk(chain)))
                 if tiers[i // chain.world_size]
             }
             assert w.room.used_bytes == len(held) * TAKEN_BYTES

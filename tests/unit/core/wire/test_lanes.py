@@ -38,7 +38,7 @@ def naming(line: Line) -> ClientConnection:
 
 
 def key(lane: int = 0, chunk_hash: str = HASH, group: str = "") -> ChunkKey:
-    return ChunkKey("default", CacheEngineKey("vllm", "m", 1 << 20, lane, chunk_hash, group))
+    return ChunkKey.of("default", CacheEngineKey("vllm", "m", 1 << 20, lane, chunk_hash, group))
 
 
 MIXED = [
@@ -92,5 +92,5 @@ async def test_a_key_that_cannot_be_spelled_is_refused_before_it_is_sent(
 ) -> None:
     line = Line()
     with pytest.raises(IdentityError):
-        await naming(line).names([ChunkKey("default", bad)])
+        await naming(line).names([ChunkKey.of("default", bad)])
     assert not line.declared

@@ -206,7 +206,7 @@ class LocalDiskBackend(DiskBackend):
 
 
 def _name(key: DiskKey) -> ChunkKey:
-    return key if isinstance(key, ChunkKey) else ChunkKey(DEFAULT_TENANT, key)
+    return key if isinstance(key, ChunkKey) else ChunkKey.of(DEFAULT_TENANT, key)
 
 
 def _chunk_of(name: ChunkKey, memory_obj: MemoryObj) -> Chunk:

@@ -304,7 +304,7 @@ class KVTransfer:
             return memory
         reserved.byte_array[:] = memory.byte_array
         header = raw_header(key, shape, self._dtype, UNSEALED_DIGEST)
-        put = [Chunk.unsealed(ChunkKey(DEFAULT_TENANT, key), header, reserved, MEMORY_TIER)]
+        put = [Chunk.unsealed(ChunkKey.of(DEFAULT_TENANT, key), header, reserved, MEMORY_TIER)]
         try:
             self._store.put(put)
         finally:
@@ -455,7 +455,7 @@ class KVTransfer:
         header = RecordHeader(
             key.canonical(), RAW_SERDE, "", is_lossy, tensors, digest or UNSEALED_DIGEST
         )
-        chunk = Chunk(ChunkKey(DEFAULT_TENANT, key), header, None, memory, MEMORY_TIER)
+        chunk = Chunk(ChunkKey.of(DEFAULT_TENANT, key), header, None, memory, MEMORY_TIER)
         chunk.is_sealed = digest is not None  # its head is built only if it leaves the process
         return chunk
 

@@ -104,7 +104,9 @@ def loaded_chunk(
         (extent.length,), None, extent.offset, extent.length, 1, MemoryFormat.BINARY
     )
     memory = ArenaExtent(connection, extent.id, view, metadata)
-    return Chunk(ChunkKey(DEFAULT_TENANT, key), header, extent.head, memory, tier_name(extent.tier))
+    return Chunk(
+        ChunkKey.of(DEFAULT_TENANT, key), header, extent.head, memory, tier_name(extent.tier)
+    )
 
 
 def _is_inside(connection: SidecarConnection, extent: Extent) -> bool:

@@ -484,7 +484,7 @@ def _log_failure(lift: Future[None]) -> None:
 
 
 def _names(keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-    return [ChunkKey(DEFAULT_TENANT, key) for key in keys]
+    return [ChunkKey.of(DEFAULT_TENANT, key) for key in keys]
 
 
 def _num_first(held: Sequence[bool]) -> int:

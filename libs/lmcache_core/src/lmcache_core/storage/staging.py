@@ -132,9 +132,7 @@ class StagedChain:
     def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
         """Return the names of these chunks, in ascending order, the ranks of one chunk together."""
         start, end = numbers[0], numbers[-1] + 1
-        names = [
-            ChunkKey(self._tenant, key) for key in self._chain.part(start, end).keys_by_chunk()
-        ]
+        names = self._chain.part(start, end).chunk_keys(self._tenant)
         if len(numbers) == end - start:
             return names
         num_ranks = self.num_ranks

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import IdentityError
-from lmcache_core.keys import MAX_TOKEN_ID, CacheEngineKey
+from lmcache_core.keys import MAX_TOKEN_ID, CacheEngineKey, Lane
 from lmcache_core.token_database.base import MultimodalSpan
 
 if TYPE_CHECKING:
@@ -151,14 +151,9 @@ def named_chunks(
     metadata: LMCacheEngineMetadata, chain: Iterable[tuple[int, int, bytes]]
 ) -> Iterator[tuple[int, int, CacheEngineKey]]:
     """Yield the chunks of a hash chain with their keys instead of their hashes."""
-    fmt, model_name, world_size, worker_id = (
-        metadata.fmt,
-        metadata.model_name,
-        metadata.world_size,
-        metadata.worker_id,
-    )
+    lane = Lane(metadata.fmt, metadata.model_name, metadata.world_size, metadata.worker_id)
     for start, end, digest in chain:
-        yield start, end, CacheEngineKey(fmt, model_name, world_size, worker_id, digest.hex())
+        yield start, end, lane.key(digest)
 
 
 def extras_of_chunks(

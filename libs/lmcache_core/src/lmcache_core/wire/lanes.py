@@ -60,7 +60,7 @@ def runs_of(keys: Iterable[CacheEngineKey]) -> list[tuple[Lane | None, bytes]]:
             runs.append((None, bytearray(key.canonical())))
             continue
         lane = key.lane()
-        if runs and runs[-1][0] == lane:
+        if runs and (runs[-1][0] is lane or runs[-1][0] == lane):
             runs[-1][1].extend(packed)
         else:
             runs.append((lane, bytearray(packed)))
@@ -117,11 +117,11 @@ class KnownLanes:
         )
         if num_keys > max_keys:
             raise IdentityError(f"{num_keys} keys; the limit is {max_keys}")
-        keys: list[CacheEngineKey] = []
+        keys: list[ChunkKey] = []
         for number, data in names:
             if number is None:
-                keys.append(CacheEngineKey.from_canonical(data))
+                keys.append(ChunkKey.of(tenant, CacheEngineKey.from_canonical(data)))
             else:
                 lane, hashes = self.run(number, data)
-                keys += lane.keys(hashes)
-        return [ChunkKey(tenant, key) for key in keys]
+                keys += lane.chunk_keys(tenant, hashes)
+        return keys

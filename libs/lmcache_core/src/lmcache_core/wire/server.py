@@ -401,7 +401,7 @@ class LmSession:
             check_stated_size(record.header, record.memory.byte_array)
         except SerdeError:
             return messages.PutOk(False, MissReason.CORRUPT.value)
-        key = ChunkKey(tenant, record.header.engine_key())
+        key = ChunkKey.of(tenant, record.header.engine_key())
         chunk = Chunk(key, record.header, record.head, record.memory, TIER)
         chunk.stored_at = stored_at
         is_kept = await keep(chunk)

@@ -116,7 +116,7 @@ class ForeignValues:
         return await self._store.put(chunk)
 
     def _chunk_key(self, key: str) -> ChunkKey:
-        return ChunkKey(self._tenant, CacheEngineKey(self._kind, "", 1, 0, key))
+        return ChunkKey.of(self._tenant, CacheEngineKey(self._kind, "", 1, 0, key))
 
     def _header(self, key: ChunkKey, about: About, num_bytes: int) -> RecordHeader:
         spec = TensorSpec("", "uint8", (num_bytes,), 0, num_bytes)
@@ -139,7 +139,7 @@ def is_foreign(key: ChunkKey) -> bool:
     """Return whether a key names a value of an LMCache client. Such a value is useful only on the
     server where that client looks for it.
     """
-    return key.key.fmt.startswith(NAME_PREFIX)
+    return key.lane.fmt.startswith(NAME_PREFIX)
 
 
 async def _is_intact(chunk: Chunk) -> bool:

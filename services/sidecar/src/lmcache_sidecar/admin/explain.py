@@ -354,7 +354,7 @@ async def _ask_lookup(
     """
     chains: dict[tuple[int, str], list[int]] = {}
     for i, key in enumerate(keys):
-        chains.setdefault((key.key.worker_id, key.key.group), []).append(i)
+        chains.setdefault((key.lane.worker_id, key.lane.group), []).append(i)
     for chain in chains.values():
         answer = await holders.of([keys[i].key.chunk_id() for i in chain], MAX_QUESTIONS)
         for i, holding in zip(chain, answer, strict=True):
@@ -395,8 +395,8 @@ def _state(sidecar: SidecarNode, key: ChunkKey, found: Found) -> StateView:
     places = [place for place in found if isinstance(place, PlaceView)]
     reasons = [reason for reason in found if isinstance(reason, MissReason)]
     return StateView(
-        rank=key.key.worker_id,
-        group=key.key.group,
+        rank=key.lane.worker_id,
+        group=key.lane.group,
         places=places,
         missing=_why_missing({place.state for place in places}, reasons),
         is_pinned=key in sidecar.pins,

@@ -156,9 +156,9 @@ async def list_pins(sidecar: RunningSidecar) -> PinnedHashes:
         pins=[
             PinnedHash(
                 chunk_hash=pinned.key.key.chunk_hash,
-                model_name=pinned.key.key.model_name,
-                rank=pinned.key.key.worker_id,
-                group=pinned.key.key.group,
+                model_name=pinned.key.lane.model_name,
+                rank=pinned.key.lane.worker_id,
+                group=pinned.key.lane.group,
                 num_bytes=pinned.num_bytes,
                 expires_in_s=round(pinned.expires_in_s, 3),
             )
@@ -187,8 +187,8 @@ def _unpinned(
     return [
         UnpinnedHash(
             chunk_hash=key.key.chunk_hash,
-            rank=key.key.worker_id,
-            group=key.key.group,
+            rank=key.lane.worker_id,
+            group=key.lane.group,
             reason=reasons[key],
         )
         for key in dict.fromkeys(told)

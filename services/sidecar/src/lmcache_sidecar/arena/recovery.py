@@ -116,7 +116,7 @@ def _checked(entry: Committed, memory: MemoryObj, tier: str) -> Chunk | None:
         if payload_bytes != entry.length:
             return None
         verify_payload(header, memory.byte_array)
-        key = ChunkKey(entry.tenant, header.engine_key())
+        key = ChunkKey.of(entry.tenant, header.engine_key())
     except (RecordError, IdentityError):
         return None
     return Chunk(key, header, head, memory, tier, entry.stored_at)

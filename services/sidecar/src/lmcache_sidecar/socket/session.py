@@ -321,7 +321,11 @@ class EngineSession:
             )
             return None
         return Chunk(
-            ChunkKey(self._context.tenant, header.engine_key()), header, head, memory, MEMORY_TIER
+            ChunkKey.of(self._context.tenant, header.engine_key()),
+            header,
+            head,
+            memory,
+            MEMORY_TIER,
         )
 
     async def _load(self, request: m.LoadExtents) -> m.Extents:
@@ -365,11 +369,11 @@ class EngineSession:
         Without a group that attends to the whole prompt, these are the tokens of the widest window.
         """
         described = {known.model_name: known for known in self._context.descriptions.said_by(self)}
-        if not loaded or (known := described.get(loaded[0].key.model_name)) is None:
+        if not loaded or (known := described.get(loaded[0].lane.model_name)) is None:
             return
         # Each group is loaded by a request of its own.
         counted = max(known.groups, key=_window)
-        num_chunks = sum(name.key.worker_id == 0 and name.key.group == counted for name in loaded)
+        num_chunks = sum(name.lane.worker_id == 0 and name.lane.group == counted for name in loaded)
         model = self._context.model_label(known.model_name)
         counters = self._context.counters
         counters.add(metrics.SAVED_TOKENS_TOTAL, num_chunks * known.chunk_size, model)

@@ -132,4 +132,6 @@ def read_entry(
     key = header.engine_key()
     if record_name(key) != path.name:
         raise RecordError(RecordReason.WRONG_KEY, "the file is not named after its key")
-    return ChunkKey(tenant, key), DiskEntry(len(head), payload_bytes, header.lossy, status.st_mtime)
+    return ChunkKey.of(tenant, key), DiskEntry(
+        len(head), payload_bytes, header.lossy, status.st_mtime
+    )
