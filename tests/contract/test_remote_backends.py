@@ -12,10 +12,11 @@ import pytest
 import pytest_asyncio
 import redis
 from lmcache_core.keys import ChunkKey
-from lmcache_core.record import UNSEALED_DIGEST, Chunk, Miss, MissReason, RecordHeader
+from lmcache_core.record import UNSEALED_DIGEST, Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.redis import Replies
+from lmcache_core.wire.incoming import Received
 
 from tests.fixtures.encoded_suite import EncodedReadingSuite, encoding
 from tests.fixtures.redis_server import RedisServer, running_redis
@@ -160,11 +161,11 @@ class TestRedis(RemoteSuite):
     ) -> None:
         """The value arrives as it is, and its copy in the arena is another one, every time."""
 
-        async def never_whole(header: RecordHeader, payload: memoryview) -> bool:
+        async def never_whole(record: Received) -> bool:
             return False
 
         await backend.batched_put([make_chunk("a")])
-        monkeypatch.setattr("lmcache_core.wire.incoming.payload_is_whole", never_whole)
+        monkeypatch.setattr(Received, "is_whole", never_whole)
         assert await backend.batched_get([make_key("a")], Arena()) == [Miss(MissReason.UNAVAILABLE)]
         assert await backend.batched_contains([make_key("a")]) == [True]
 

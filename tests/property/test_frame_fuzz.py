@@ -21,7 +21,7 @@ from lmcache_core.wire.frames import (
     build_header,
     parse_header,
 )
-from lmcache_core.wire.incoming import IncomingRecord, Received, payload_is_whole
+from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.messages import build_frame, parse_meta
 from lmcache_core.wire.stream import FrameStream
 
@@ -147,7 +147,7 @@ async def receive(blob: bytes, cut: int) -> tuple[str, bytes]:
     result = await task
     verdict = "ok"
     if isinstance(result, Received):
-        is_whole = await payload_is_whole(result.header, result.memory.byte_array)
+        is_whole = await result.is_whole()
         verdict = "ok" if is_whole else "corrupt"
         result.memory.ref_count_down()
     else:

@@ -19,7 +19,7 @@ from lmcache_core.record import (
     decode_head,
     decode_prefix,
 )
-from lmcache_core.wire.incoming import verified
+from lmcache_core.wire.incoming import Received
 
 SKIPPED_AT_ONCE_BYTES: Final = 64 << 10
 
@@ -91,7 +91,7 @@ class RecordStream:
                 raise
             self.is_damaged = True
             return Miss(MissReason.CORRUPT)
-        return await verified(key, record.header, record.head, memory, STORAGE_TIER)
+        return await Received(record.header, record.head, memory).verified(key, STORAGE_TIER)
 
     async def _skip(self, num_bytes: int) -> None:
         dropped = memoryview(bytearray(min(num_bytes, SKIPPED_AT_ONCE_BYTES)))

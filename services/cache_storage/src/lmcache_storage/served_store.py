@@ -85,45 +85,16 @@ class Departures:
         return True
 
 
-class KeepingStore(LocalStore):
-    """The tiers of a server. A chunk that is put there does not depart.
-
-    Args:
-        stack: The tiers.
-        departures: Chunks that are about to be dropped there.
-        accepts_puts: See `LocalStore`.
-        timeout_s: See `LocalStore`.
-    """
-
-    def __init__(
-        self,
-        stack: TierStack,
-        departures: Departures,
-        accepts_puts: Callable[[], bool],
-        timeout_s: float,
-    ) -> None:
-        super().__init__(stack, accepts_puts, timeout_s, tiers=None)
-        self._departures = departures
-
-    @override
-    async def put(self, chunk: Chunk) -> bool:
-        return await self._departures.stay(chunk.key) and await super().put(chunk)
-
-
 class CountedStore(WrappedStore):
-    """Counts the operations of another store's clients.
+    """A store as seen by its clients: what they do is counted.
 
     Args:
         store: The wrapped store.
         counters: Counters, under the names of `lmcache_storage.metrics`.
-
-    Attributes:
-        store: The wrapped store, for access that is not counted.
     """
 
     def __init__(self, store: ServedStore, counters: Counters) -> None:
         super().__init__(store)
-        self.store = store
         self._counters = counters
 
     @override
@@ -161,16 +132,18 @@ class CountedStore(WrappedStore):
         return num_removed
 
 
-class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
-    """All chunks of this server, for clients and for other servers that hand over theirs.
+class StorageStore(LocalStore, AdaptsToClients, TakesHandovers):
+    """All chunks of this server, for clients (`for_client`) and for other servers that hand over
+    theirs. A chunk that is put here does not depart.
 
     Args:
-        store: All chunks, unchanged.
-        counters: See `CountedStore`.
         stack: The tiers.
         disk: The disk tier of the stack; None without one.
         departures: Chunks that are about to be dropped.
         takes_chunks: Whether this server still accepts chunks.
+        timeout_s: See `LocalStore`.
+        counters: Counters of what clients and other servers do, under the names of
+            `lmcache_storage.metrics`.
 
     Attributes:
         departures: Chunks that are about to be dropped.
@@ -179,29 +152,33 @@ class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
 
     def __init__(
         self,
-        store: ServedStore,
-        counters: Counters,
         stack: TierStack,
         disk: DiskBackend | None,
         departures: Departures,
         takes_chunks: Callable[[], bool],
+        timeout_s: float,
+        counters: Counters,
     ) -> None:
-        super().__init__(store, counters)
-        self._lossless = LosslessStore(store)
-        self._stack = stack
+        super().__init__(stack, takes_chunks, timeout_s, tiers=None)
         self._disk = disk
-        self._takes_chunks = takes_chunks
+        self._counters = counters
+        self._counted = CountedStore(self, counters)
+        self._lossless = CountedStore(LosslessStore(self), counters)
         self._max_pending_bytes = stack.hot.stats()["capacity_bytes"] // MAX_PENDING_SHARE
         self.departures = departures
         self.num_received = 0
 
     @override
     def for_client(self, accepts: Accepts) -> ServedStore:
-        return CountedStore(self.store if accepts.lossy else self._lossless, self._counters)
+        return self._counted if accepts.lossy else self._lossless
+
+    @override
+    async def put(self, chunk: Chunk) -> bool:
+        return await self.departures.stay(chunk.key) and await super().put(chunk)
 
     @override
     def stays(self, key: ChunkKey) -> bool:
-        return self._takes_chunks() and key not in self.departures
+        return self._accepts_puts() and key not in self.departures
 
     @override
     def has_room(self, num_bytes: int) -> bool:
@@ -220,7 +197,7 @@ class HandoverStore(CountedStore, AdaptsToClients, TakesHandovers):
             if asyncio.get_running_loop().time() > deadline:
                 return False
             await asyncio.sleep(PAUSE_S)
-        is_kept = await self.put(chunk)
+        is_kept = await self._counted.put(chunk)
         self.num_received += is_kept
         self._counters.add(metrics.RECEIVED_CHUNKS_TOTAL, is_kept)
         self._counters.add(metrics.RECEIVED_BYTES_TOTAL, chunk.num_bytes * is_kept)

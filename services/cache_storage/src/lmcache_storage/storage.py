@@ -34,7 +34,7 @@ from lmcache_storage.handover.servers import OtherServers, create_members
 from lmcache_storage.metrics import DESCRIBED
 from lmcache_storage.problems import DrainingError
 from lmcache_storage.s3 import create_s3_backend
-from lmcache_storage.served_store import Departures, HandoverStore, KeepingStore
+from lmcache_storage.served_store import Departures, StorageStore
 from lmcache_storage.settings import StorageSettings
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class StorageNode(Node[StorageSettings]):
 
     bucket: S3Backend | None
     limits: ServerLimits
-    store: HandoverStore
+    store: StorageStore
     near: LocalStore
     servers: OtherServers | None
 
@@ -97,15 +97,10 @@ class StorageNode(Node[StorageSettings]):
             self.servers = OtherServers(members, settings.instance_id)
             mover = Mover(chunks, self.servers, self.counters)
         self.make_drain(ServerHandover(chunks, self.servers, mover))
-        departures, timeout_s = Departures(), settings.tier_timeout_s
+        timeout_s = settings.tier_timeout_s
         self.near = LocalStore(stack, self.takes_chunks, timeout_s)
-        self.store = HandoverStore(
-            KeepingStore(stack, departures, self.takes_chunks, timeout_s),
-            self.counters,
-            stack,
-            tiers.disk_files,
-            departures,
-            self.takes_chunks,
+        self.store = StorageStore(
+            stack, tiers.disk_files, Departures(), self.takes_chunks, timeout_s, self.counters
         )
         self.limits = ServerLimits(
             max_connections=settings.max_connections,

@@ -29,7 +29,7 @@ from lmcache_storage.handover import rebalancer as rebalancing
 from lmcache_storage.handover.mover import WINDOW_CHUNKS, Mover, ServerHandover, num_hottest
 from lmcache_storage.handover.rebalancer import Rebalancer
 from lmcache_storage.handover.servers import OtherServers
-from lmcache_storage.served_store import Departures, HandoverStore, KeepingStore
+from lmcache_storage.served_store import Departures, StorageStore
 
 from tests.fixtures.wire import MemoryStore
 from tests.suites.chunks import make_chunk, make_key
@@ -91,9 +91,8 @@ class Here:
         )
         self.pins = PinBoard(self.stack, arena.capacity_bytes, 1.0)
         self.departures = Departures()
-        served = KeepingStore(self.stack, self.departures, lambda: True, 1.0)
-        self.store = HandoverStore(
-            served, self.counters, self.stack, None, self.departures, lambda: True
+        self.store = StorageStore(
+            self.stack, None, self.departures, lambda: True, 1.0, self.counters
         )
         self.rebalancer = Rebalancer(
             self.held,

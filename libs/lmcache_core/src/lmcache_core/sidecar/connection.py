@@ -22,13 +22,11 @@ from lmcache_core.memory.populate import BackgroundPopulation
 from lmcache_core.memory.shared import SharedArena
 from lmcache_core.record import HotVerifier
 from lmcache_core.sidecar.mapping import ArenaMapping, ArenaMappings
-from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire.failures import LATE, reaching
 from lmcache_core.wire.frames import HEADER_BYTES, MAGIC, FrameHeader, parse_header
 from lmcache_core.wire.lanes import LaneNumbers, runs_of
 from lmcache_core.wire.messages import (
     ArenaInfo,
-    Context,
     ErrorCode,
     ErrorMessage,
     Hello,
@@ -40,6 +38,7 @@ from lmcache_core.wire.messages import (
     build_frame,
     parse_meta,
 )
+from lmcache_core.wire.requests import check_version, preface
 
 logger = logging.getLogger(__name__)
 
@@ -501,11 +500,7 @@ class SidecarConnection:
                 "the server on this socket speaks another protocol; set sidecar_socket to a"
                 " sidecar's socket"
             ) from exc
-        if not self._hello.version_min <= welcome.version <= self._hello.version_max:
-            spoken = f"{self._hello.version_min} to {self._hello.version_max}"
-            raise VersionError(
-                f"the sidecar answered in version {welcome.version}; this client supports {spoken}"
-            )
+        check_version("the sidecar", self._hello, welcome)
         if welcome.arena is None:
             raise ProtocolError(
                 "the server on this socket has no arena; set sidecar_socket to a sidecar's socket"
@@ -529,7 +524,9 @@ class SidecarConnection:
                 f"sidecar at {self._path}: {MAX_UNANSWERED} requests are unanswered"
             )
         question = Question(self._last_id + 1, request, expected)
-        frames = self._preface(question.id) + build_frame(question.id, request)
+        frames = build_frame(question.id, request)
+        if self.is_greeted:
+            frames = preface(question.id) + frames
         deadline = time.monotonic() + limit_s
         if not self._flush(deadline):
             raise UnavailableError(f"sidecar at {self._path}: it reads no requests")
@@ -636,13 +633,6 @@ class SidecarConnection:
         if connection is None or not self.is_open:
             raise UnavailableError("the connection to the sidecar is closed")
         return connection
-
-    def _preface(self, correlation_id: int) -> bytes:
-        """Return the CONTEXT frame of a request, if there is a trace."""
-        whose = carried()
-        if whose is None or not self.is_greeted:
-            return b""
-        return build_frame(correlation_id, Context(whose.request_id, whose.traceparent))
 
     def _close_unless_held(self) -> None:
         connection = self._socket

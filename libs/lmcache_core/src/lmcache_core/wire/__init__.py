@@ -34,7 +34,7 @@ first name in it; from then on a run of names is the lane's number and the packe
 A key whose hash is not 32 bytes is spelled out in full. The tenant is named only in HELD and
 HANDOVER; otherwise it is the token's or the ticket's.
 
-States of a connection at the lm:// server (`server`; `requests` has what both servers read first):
+States of a connection at the lm:// server (`server`; `requests` has what precedes a request):
 
     stranger --HELLO, good token--> served       --token revoked, or a frame that violates a
     stranger --HELLO, no token----> ticket only    bound-->  ERROR, closed

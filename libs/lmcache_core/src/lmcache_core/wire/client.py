@@ -23,7 +23,6 @@ from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Arrival, Call, ClientConnection
 from lmcache_core.wire.failures import reaching
 from lmcache_core.wire.frames import FrameType
-from lmcache_core.wire.incoming import Received, verified
 from lmcache_core.wire.messages import Message, NameRun
 from lmcache_core.wire.stream import FrameStream
 
@@ -189,12 +188,12 @@ class LmClient:
                 keys, question, FrameType.GET_END, deadline, allocate
             ) as call:
                 while isinstance(item := await connection.next_item(call), Arrival):
-                    record: Received | Result = item.record
-                    if isinstance(record, Received):
-                        key = keys[item.index]
-                        about = (record.header, record.head, record.memory)
-                        record = await verified(key, *about, self._options.tier)
-                    results[item.index] = record
+                    record = item.record
+                    results[item.index] = (
+                        record
+                        if isinstance(record, Miss)
+                        else await record.verified(keys[item.index], self._options.tier)
+                    )
                 assert isinstance(item, m.GetEnd), "nothing else ends a GET"
                 try:
                     rest = _take_misses(item, results, prefix_only)

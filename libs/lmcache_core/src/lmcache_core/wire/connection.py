@@ -18,12 +18,12 @@ from lmcache_core.errors import (
 )
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.record import Allocate, Miss
-from lmcache_core.telemetry.request_context import carried
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.lanes import LaneNumbers, runs_of
 from lmcache_core.wire.messages import Message, NameRun
+from lmcache_core.wire.requests import check_version, preface
 from lmcache_core.wire.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -134,20 +134,15 @@ class ClientConnection:
             ProtocolError: The answer is malformed.
             UnavailableError: The connection ended, or the server is busy.
         """
-        await self._stream.send_message(
-            _HELLO_ID, m.Hello(m.VERSION_MIN, m.VERSION_MAX, list(capabilities), token, client)
-        )
+        hello = m.Hello(m.VERSION_MIN, m.VERSION_MAX, list(capabilities), token, client)
+        await self._stream.send_message(_HELLO_ID, hello)
         header = await self._stream.read_header()
         if header.type not in (FrameType.HELLO_OK, FrameType.ERROR):
             raise ProtocolError(f"{self._name} answered HELLO with {header.type.name}")
         answer = await self._stream.read_message(header)
         if not isinstance(answer, m.HelloOk):
             raise self._refusal(answer)
-        if not m.VERSION_MIN <= answer.version <= m.VERSION_MAX:
-            raise VersionError(
-                f"{self._name} chose version {answer.version}; this client supports"
-                f" {m.VERSION_MIN} to {m.VERSION_MAX}"
-            )
+        check_version(self._name, hello, answer)
         self.max_batch = min(answer.max_batch, m.MAX_BATCH_KEYS)
         self.server = answer.server
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
@@ -230,12 +225,10 @@ class ClientConnection:
         call = Call(self._last_id, answer, keys, allocate)
         call.received_before = self._stream.num_received
         self._calls[call.correlation_id] = call
-        preface = b""
-        own = carried()
-        if own is not None:
-            preface = m.build_frame(call.correlation_id, m.Context(own.request_id, own.traceparent))
         try:
-            await self._stream.send_message(call.correlation_id, message, *blob, preface=preface)
+            await self._stream.send_message(
+                call.correlation_id, message, *blob, preface=preface(call.correlation_id)
+            )
         except BaseException:
             # Cancelled before its first byte; after that byte the stream has been aborted.
             call.release()

@@ -36,43 +36,42 @@ class Received:
     head: bytes
     memory: MemoryObj
 
+    async def is_whole(self) -> bool:
+        """Return whether the payload matches the digest in its header.
+
+        Large payloads are digested in a thread. If this is cancelled, the thread may still read
+        memory that has been released since; it writes nothing, and its result is dropped.
+        """
+        payload = self.memory.byte_array
+        try:
+            if len(payload) <= INLINE_VERIFY_BYTES:
+                verify_payload(self.header, payload)
+            else:
+                await asyncio.to_thread(verify_payload, self.header, payload)
+        except RecordError:
+            return False
+        return True
+
+    async def verified(self, key: ChunkKey, tier: str) -> Result:
+        """Return the chunk, or a miss if the payload is damaged. The reference on `memory` passes
+        to the chunk, or is released.
+        """
+        is_whole = False
+        try:
+            is_whole = await self.is_whole()
+        finally:
+            if not is_whole:
+                self.memory.ref_count_down()
+        if not is_whole:
+            return Miss(MissReason.CORRUPT)
+        return Chunk(key, self.header, self.head, self.memory, tier)
+
 
 def miss_for(error: RecordError) -> Miss:
     """Return the miss that corresponds to a refused record."""
     return Miss(
         MissReason.IDENTITY if error.reason == RecordReason.WRONG_KEY else MissReason.CORRUPT
     )
-
-
-async def payload_is_whole(header: RecordHeader, payload: memoryview) -> bool:
-    """Return whether the payload matches the digest in its header.
-
-    Large payloads are digested in a thread. If this is cancelled, the thread may still read memory
-    that has been released since; it writes nothing, and its result is dropped.
-    """
-    try:
-        if len(payload) <= INLINE_VERIFY_BYTES:
-            verify_payload(header, payload)
-        else:
-            await asyncio.to_thread(verify_payload, header, payload)
-    except RecordError:
-        return False
-    return True
-
-
-async def verified(
-    key: ChunkKey, header: RecordHeader, head: bytes, memory: MemoryObj, tier: str
-) -> Result:
-    """Return the chunk whose payload is in `memory`, or a miss if it is damaged. The reference on
-    `memory` passes to the chunk, or is released.
-    """
-    is_whole = False
-    try:
-        is_whole = await payload_is_whole(header, memory.byte_array)
-    finally:
-        if not is_whole:
-            memory.ref_count_down()
-    return Chunk(key, header, head, memory, tier) if is_whole else Miss(MissReason.CORRUPT)
 
 
 class OversizedBlobError(Exception):

@@ -1,5 +1,6 @@
 """The start of every connection and request, over TCP and over the sidecar's socket: HELLO, the
-order of requests, and the lanes and contexts that precede them.
+order of requests, and the lanes and contexts that precede them. Clients send with `preface` and
+`check_version`, servers read with `RequestReader`.
 """
 
 from __future__ import annotations
@@ -7,11 +8,33 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from lmcache_core.errors import ProtocolError, VersionError
-from lmcache_core.telemetry.request_context import Carried
+from lmcache_core.telemetry.request_context import Carried, carried
 from lmcache_core.wire import messages
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.lanes import KnownLanes
 from lmcache_core.wire.messages import VERSION_MAX, VERSION_MIN, Message
+
+
+def preface(correlation_id: int) -> bytes:
+    """Return the CONTEXT frame of a request in the current context; empty if that has no id."""
+    own = carried()
+    if own is None:
+        return b""
+    context = messages.Context(own.request_id, own.traceparent)
+    return messages.build_frame(correlation_id, context)
+
+
+def check_version(server: str, hello: messages.Hello, answer: messages.HelloOk) -> None:
+    """Refuse a server that answers HELLO with a version that was not offered.
+
+    Raises:
+        VersionError: It does.
+    """
+    if not hello.version_min <= answer.version <= hello.version_max:
+        raise VersionError(
+            f"{server} chose version {answer.version}; this client supports"
+            f" {hello.version_min} to {hello.version_max}"
+        )
 
 
 class RequestReader:

@@ -34,7 +34,7 @@ from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import WITH_RECORD, FrameHeader, FrameType
-from lmcache_core.wire.incoming import IncomingRecord, Received, payload_is_whole
+from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.listener import FrameListener
 from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage, Message
 from lmcache_core.wire.requests import RequestReader
@@ -395,7 +395,7 @@ class LmSession:
         record = self._arrived[correlation_id]
         if isinstance(record, Miss):
             return messages.PutOk(False, record.reason.value)
-        if not await payload_is_whole(record.header, record.memory.byte_array):
+        if not await record.is_whole():
             return messages.PutOk(False, MissReason.CORRUPT.value)
         try:
             check_stated_size(record.header, record.memory.byte_array)

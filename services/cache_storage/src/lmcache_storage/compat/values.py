@@ -20,11 +20,11 @@ from lmcache_core.record import (
     verify_payload,
 )
 from lmcache_core.telemetry import Counters
-from lmcache_core.wire.served import ServedStore
+from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire.served import AdaptsToClients, ServedStore
 
 from lmcache_storage import metrics
 from lmcache_storage.compat.dialect import NUM_ABOUT, About
-from lmcache_storage.served_store import CountedStore
 
 ABOUT_EXTENSION: Final = 2
 """Id of the extension with the numbers by which a client described its value; ignorable, since only
@@ -48,7 +48,7 @@ class ForeignValues:
     They are marked lossy, because it is unknown whether they are.
 
     Args:
-        store: The store.
+        store: The store; what clients do goes through its view for them, if it has any.
         tenant: Tenant of the values.
         dialect: Name of the dialect of the clients; other dialects number formats differently, and
             see none of these values.
@@ -56,8 +56,9 @@ class ForeignValues:
     """
 
     def __init__(self, store: ServedStore, tenant: str, dialect: str, counters: Counters) -> None:
-        self._store = store
-        self._uncounted = store.store if isinstance(store, CountedStore) else store
+        everything = Accepts(lossy=True)
+        self._store = store.for_client(everything) if isinstance(store, AdaptsToClients) else store
+        self._uncounted = store
         self._tenant = tenant
         self._kind = f"{NAME_PREFIX}{dialect}"
         self._counters = counters

@@ -16,7 +16,7 @@ from lmcache_node.local_chunks import LocalChunks
 
 from lmcache_storage.handover.mover import Mover, Sized
 from lmcache_storage.handover.servers import OtherServers
-from lmcache_storage.served_store import HandoverStore
+from lmcache_storage.served_store import StorageStore
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Rebalancer:
         stack: TierStack,
         servers: OtherServers,
         mover: Mover,
-        store: HandoverStore,
+        store: StorageStore,
         pinned: PinBoard,
         takes_chunks: Callable[[], bool],
     ) -> None:

@@ -43,7 +43,7 @@ from lmcache_core.storage.remote.base import (
 )
 from lmcache_core.storage.sealing import seal_all
 from lmcache_core.storage.unusable import UnusableRecords
-from lmcache_core.wire.incoming import IncomingRecord, OversizedBlobError, Received, verified
+from lmcache_core.wire.incoming import IncomingRecord, OversizedBlobError, Received
 from lmcache_core.wire.stream import STAGED_READ_BYTES, FrameStream
 
 logger = logging.getLogger(__name__)
@@ -293,8 +293,7 @@ class RedisBackend(RemoteBackend):
         async def check(number: int, reply: None) -> None:
             i = begin + number
             if i in received:
-                one = received.pop(i)
-                results[i] = await verified(keys[i], one.header, one.head, one.memory, STORAGE_TIER)
+                results[i] = await received.pop(i).verified(keys[i], STORAGE_TIER)
                 if isinstance(results[i], Miss):
                     suspected[i] = sizes[i]
                 else:
