@@ -15,7 +15,7 @@ import pytest
 from tests.fixtures.redis_server import redis_executable
 
 TIMEOUT_S = 300
-COMMAND = [sys.executable, "-m", "lmcache_demo.cli"]
+COMMAND = [sys.executable, "-m", "lmcache_demo.demo"]
 
 
 def descendants_of(marker: str) -> list[str]:

@@ -8,34 +8,30 @@ from typing import TypeVar
 import msgspec
 import pytest
 from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER
-from lmcache_demo.blending import Way
-from lmcache_demo.cluster import TierCompression
-from lmcache_demo.engines import Answer, BlendedAnswers
-from lmcache_demo.report import print_steps
-from lmcache_demo.scenario import NOWHERE, Compression, Step
+from lmcache_demo.report import (
+    NOWHERE,
+    Answer,
+    BlendedAnswers,
+    Compression,
+    Step,
+    print_report,
+)
 from rich.console import Console
 
 WIDTH = 80
 ALL_EQUAL = "Every answer equals the one without a cache, token for token"
-PLAIN = Answer([1, 2], "", 3000, 0, {}, 0, 0, 0, 1.0, 32)
-HIT = Answer([1, 2], "", 3000, 2900, {MEMORY_TIER: 2900}, 1, 0, 0, 0.1, 32)
+PLAIN = Answer([1, 2], "", 3000, 0, {}, 0, 0, 1.0, 32)
+HIT = Answer([1, 2], "", 3000, 2900, {MEMORY_TIER: 2900}, 1, 0, 0.1, 32)
 FROM_DISK = msgspec.structs.replace(HIT, reused_by_tier={DISK_TIER: 2900})
-WRITTEN, READ = TierCompression(3000, 1000, 0, 0.5, 0.25), TierCompression(0, 0, 12, 0.5, 0.25)
-EXACT = replace(WRITTEN, max_error=0.0, rms_error=0.0)
-LOSSY, LOSSLESS = Compression(True, WRITTEN, READ), Compression(False, EXACT, READ)
+LOSSY = Compression(True, 3000, 1000, 12, 0.5, 0.25)
+LOSSLESS = Compression(False, 3000, 1000, 12, 0.0, 0.0)
 REASON = "the model failed its certificate"
-BLENDED = Way(
-    "deviation", 0.25, BlendedAnswers(0.001, 0.999, None, 24, 24, 24, 24, 2352, 2304), is_good=True
-)
-REFUSED = Way(
-    "none", 0.0, BlendedAnswers(10.669, 0.934, REASON, 24, 0, 24, 24, 2352, 0), is_good=False
-)
-T = TypeVar("T", Answer, Way)
+BLENDED = BlendedAnswers("deviation", 0.25, 0.001, 0.999, None, 24, 24, 24, 24, 2352, 2304)
+REFUSED = BlendedAnswers("none", 0.0, 10.669, 0.934, REASON, 24, 0, 24, 24, 2352, 0)
+T = TypeVar("T", Answer, BlendedAnswers)
 
 
 def changed(one: T, **fields: object) -> T:
-    if isinstance(one, Way):
-        return replace(one, answers=msgspec.structs.replace(one.answers, **fields))
     return msgspec.structs.replace(one, **fields)
 
 
@@ -44,10 +40,10 @@ def step(expected: str, answer: Answer, compression: Compression | None = None) 
 
 
 def printed(
-    capsys: pytest.CaptureFixture[str], steps: list[Step], blended: list[Way]
+    capsys: pytest.CaptureFixture[str], steps: list[Step], blended: list[BlendedAnswers]
 ) -> tuple[bool, list[str], str]:
     """Whether all is as said; lines; and the same as one text without line ends."""
-    is_good = print_steps(steps, blended, Console(width=WIDTH))
+    is_good = print_report(steps, blended, Console(width=WIDTH))
     lines = capsys.readouterr().out.splitlines()
     return is_good, lines, " ".join(" ".join(lines).split())
 
@@ -67,7 +63,7 @@ def printed(
         changed(REFUSED, num_right=22),
     ],
 )
-def test_what_is_as_said_has_no_fault(one: Step | Way) -> None:
+def test_what_is_as_said_has_no_fault(one: Step | BlendedAnswers) -> None:
     assert one.faults == []
 
 
@@ -88,11 +84,11 @@ def test_what_is_as_said_has_no_fault(one: Step | Way) -> None:
         *(
             (step(DISK_TIER, FROM_DISK, compression), fault)
             for compression, fault in [
-                (Compression(False, replace(EXACT, encoded_bytes=3000), READ), "not smaller"),
-                (Compression(False, TierCompression(0, 0, 0, 0.0, 0.0), READ), "not smaller"),
-                (Compression(False, EXACT, replace(READ, num_decoded_chunks=0)), "nothing was dec"),
-                (Compression(False, WRITTEN, READ), "an error of 25.00%"),
-                (Compression(True, EXACT, READ), "an error of 0.00%"),
+                (replace(LOSSLESS, encoded_bytes=3000), "not smaller"),
+                (replace(LOSSLESS, raw_bytes=0, encoded_bytes=0), "not smaller"),
+                (replace(LOSSLESS, num_decoded_chunks=0), "nothing was decoded"),
+                (replace(LOSSY, is_lossy=False), "an error of 25.00%"),
+                (replace(LOSSLESS, is_lossy=True), "an error of 0.00%"),
             ]
         ),
         (changed(BLENDED, reason_against=REASON), f"blend, deviation: not blended: {REASON}"),
@@ -107,15 +103,14 @@ def test_what_is_as_said_has_no_fault(one: Step | Way) -> None:
     ],
 )
 def test_anything_else_is_a_fault(
-    one: Step | Way, fault: str, capsys: pytest.CaptureFixture[str]
+    one: Step | BlendedAnswers, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert any(fault in found for found in one.faults)
     assert (isinstance(one, Step) and one.compression is None) or len(one.faults) == 1
     steps, blended = ([one], []) if isinstance(one, Step) else ([step(NOWHERE, PLAIN)], [one])
     is_good, _, text = printed(capsys, steps, blended)
     assert not is_good
-    title = "x: " if isinstance(one, Step) else ""
-    assert f"NOT AS SAID {title}{one.faults[0]}" in text
+    assert f"NOT AS SAID {one.faults[0]}" in text
     assert "No process is left" not in text
 
 
@@ -159,7 +154,7 @@ def test_an_answer_that_differs_is_told(capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_the_verdict(
-    steps: list[Step], blended: list[Way], rest: str, capsys: pytest.CaptureFixture[str]
+    steps: list[Step], blended: list[BlendedAnswers], rest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, text = printed(capsys, steps, blended)
     assert f"{ALL_EQUAL}{rest}. No process is left." in text
@@ -170,12 +165,14 @@ def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[s
     """With the longest cells that it can be given, none is cut."""
     longest = changed(
         BLENDED,
+        policy="first_of_chunk",
+        recompute_ratio=1.0,
         num_prompt_tokens=123456,
         num_reused_tokens=123456,
         top1_agreement=1.0,
         kl_nats=10.0,
     )
-    ways = [REFUSED, replace(longest, policy="first_of_chunk", recompute_ratio=1.0)]
+    ways = [REFUSED, longest]
     is_good, lines, _ = printed(capsys, [step(NOWHERE, PLAIN)], ways)
     assert is_good
     assert max(map(len, lines)) <= WIDTH
