@@ -139,7 +139,11 @@ def text_section(
     separator = torch.tensor(tokenizer.encode("\n---\n", add_special_tokens=False))
     prompts = _text_prompts(tokenizer, texts, separator)
     cells = []
-    for policy, ratio in ((NAIVE, 0.0), ("first_of_chunk", 0.15), ("deviation", 0.15)):
+    for name, policy, ratio in (
+        (NAIVE, "first_of_chunk", 0.0),
+        ("first_of_chunk", "first_of_chunk", 0.15),
+        ("deviation", "deviation", 0.15),
+    ):
         profile = BlendProfile(policy, ratio, tuple(separator.tolist()))
 
         def blending(retriever: BlendRetriever, profile: BlendProfile = profile) -> BlendingModel:
@@ -149,7 +153,7 @@ def text_section(
         added = f"{found.delta_loss_nats:+.4f} ± {NORMAL_95 * found.delta_loss_error:.4f}"
         cells.append(
             (
-                policy,
+                name,
                 f"{ratio:.0%}",
                 added,
                 f"{found.kl_nats:.4f}",

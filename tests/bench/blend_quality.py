@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding
 from lmcache_core.blend.selection import (
     Candidates,
+    FirstOfChunk,
     MostDeviating,
-    NoneAtAll,
     SelectionPolicy,
     create_policy,
 )
@@ -128,8 +128,8 @@ class QualityBench:
         self._rotary = RotaryEmbedding(rope_parameters_of(model.config))
         self._both_sides: list[BothSides] = []
         self._arms = {
-            Arm(UNMOVED, 0.0): self._blending(NoneAtAll(), moves=False),
-            Arm(NAIVE, 0.0): self._blending(NoneAtAll()),
+            Arm(UNMOVED, 0.0): self._blending(FirstOfChunk(0.0), moves=False),
+            Arm(NAIVE, 0.0): self._blending(FirstOfChunk(0.0)),
         }
         for ratio in RATIOS:
             self._arms |= {

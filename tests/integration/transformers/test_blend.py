@@ -82,9 +82,7 @@ def test_a_ratio_of_one_is_full_recompute(model, batch, saves_unfull):
 
 
 @settings(max_examples=6, deadline=None)
-@given(
-    batches(), st.sampled_from(["deviation", "first_of_chunk", "none"]), st.sampled_from([0.0, 0.3])
-)
+@given(batches(), st.sampled_from(["deviation", "first_of_chunk"]), st.sampled_from([0.0, 0.3]))
 def test_nothing_found_is_a_plain_prefill(model, batch, policy, ratio):
     with cached(model) as (_, retriever):
         prompts = [
@@ -94,7 +92,7 @@ def test_nothing_found_is_a_plain_prefill(model, batch, policy, ratio):
         assert_equals_full(model, prompts, blending(model, retriever, ratio, policy))
 
 
-@pytest.mark.parametrize("policy", ["deviation", "first_of_chunk", "none"])
+@pytest.mark.parametrize("policy", ["deviation", "first_of_chunk"])
 def test_one_document_in_front_is_exact_at_any_ratio(model, policy):
     with cached(model) as (engine, retriever):
         store(model, engine, document(30, 1))
@@ -167,7 +165,7 @@ def test_documents_that_are_a_prefix_here_are_taken_as_one(model):
         store(model, engine, second)
         store(model, engine, torch.cat([first, second]))
         prompt = torch.cat([first, second, question])
-        assert_equals_full(model, [prompt], blending(model, retriever, 0.0, "none"))
+        assert_equals_full(model, [prompt], blending(model, retriever, 0.0, "first_of_chunk"))
         positions = (
             retriever.new_request(prompt, torch.tensor([0, len(prompt)]))
             .result(0)
@@ -221,7 +219,11 @@ def test_quality_of_full_recompute_is_perfect_and_of_none_is_not(model):
             done.append,
         )
 
-    perfect, none, half = quality("deviation", 1.0), quality("none", 0.0), quality("deviation", 0.5)
+    perfect, none, half = (
+        quality("deviation", 1.0),
+        quality("first_of_chunk", 0.0),
+        quality("deviation", 0.5),
+    )
     assert abs(perfect.kl_nats) < 1e-5
     assert perfect.top1_agreement == 1.0
     assert abs(perfect.delta_loss_nats) < 1e-5

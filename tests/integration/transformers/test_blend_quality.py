@@ -33,7 +33,7 @@ def test_only_judged_tokens_are_measured(model):
     losses = F.cross_entropy(
         model(input_ids=tokens[None]).logits[0, :-1], tokens[1:], reduction="none"
     ).detach()
-    profile = BlendProfile("none", 0.0, tuple(SEPARATOR.tolist()))
+    profile = BlendProfile("first_of_chunk", 0.0, tuple(SEPARATOR.tolist()))
     retriever = DocumentRetriever(model)
     blended = blending_model_of(model, retriever, profile)
 
@@ -82,7 +82,7 @@ def test_a_prompt_that_cannot_be_judged_is_refused(
     prompt = SplitPrompt([document(20, 1)] * num_documents, text(num_ending, 2), places)
     with pytest.raises(ValueError, match=reason):
         prompt.judged_places()
-    profile = BlendProfile("none", 0.0, tuple(SEPARATOR.tolist()))
+    profile = BlendProfile("first_of_chunk", 0.0, tuple(SEPARATOR.tolist()))
     with pytest.raises(ValueError, match=reason):
         measure(
             model, [prompt, prompt], lambda retriever: blending_model_of(model, retriever, profile)

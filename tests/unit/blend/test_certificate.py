@@ -49,7 +49,7 @@ def test_who_passed_may_blend_and_nobody_else(folder):
     assert "no certificate" in reason(folder, model="another")
     for other in (
         BlendProfile("deviation", 0.1, (5, 6)),
-        BlendProfile("none", 0.15, (5, 6)),
+        BlendProfile("first_of_chunk", 0.15, (5, 6)),
         BlendProfile("deviation", 0.15, (5,)),
     ):
         assert "no certificate" in reason(folder, profile=other)
@@ -127,7 +127,7 @@ def test_it_is_said_what_does_not_fit(folder):
     )
     assert "only" not in reason(folder, model="another")
     assert "only" not in reason(
-        folder, identity="weights-2", profile=BlendProfile("none", 0.0, (5,))
+        folder, identity="weights-2", profile=BlendProfile("first_of_chunk", 0.0, (5,))
     )
     folder.path_of("a/model", "weights-3", PROFILE).write_bytes(b"{")
     assert "other weights" in reason(folder, identity="weights-2"), "a damaged one says nothing"

@@ -104,7 +104,7 @@ def test_a_model_is_named_after_its_place_as_given(
 def test_what_fails_is_kept_and_says_why(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, out, _ = run(capsys, "--certificates", str(tmp_path), "--max-kl", "0", "--policy", "none")
+    code, out, _ = run(capsys, "--certificates", str(tmp_path), "--max-kl", "0", "--ratio", "0")
     assert code == 1
     assert "FAILED: divergence" in out
     assert len(list(tmp_path.iterdir())) == 1

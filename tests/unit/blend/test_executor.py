@@ -71,7 +71,7 @@ def batches(draw):
 @given(
     batches(),
     st.sampled_from([0.0, 0.15, 0.5, 1.0]),
-    st.sampled_from(["deviation", "first_of_chunk", "none"]),
+    st.sampled_from(["deviation", "first_of_chunk"]),
 )
 def test_what_layers_get(batch, ratio, policy):
     made = executor(ratio, policy)
@@ -105,7 +105,7 @@ def test_what_layers_get(batch, ratio, policy):
     assert torch.equal(out.q.movedim(dim, 0), batch.q[rows])
     assert torch.equal(out.positions, batch.positions[rows])
     assert torch.equal(out.v.movedim(dim, 0), batch.fresh_v)
-    if ratio == 1 and policy != "none":
+    if ratio == 1:
         assert selected.all() or policy == "first_of_chunk"
     later = batch.layer(made, check_layer + 1, rows)
     assert later.query_start_loc is None
@@ -325,5 +325,5 @@ def test_a_ratio_is_a_share(ratio):
 
 
 def test_unknown_policies_are_refused():
-    with pytest.raises(ValueError, match=r"best.*deviation, first_of_chunk, none"):
+    with pytest.raises(ValueError, match=r"best.*deviation, first_of_chunk"):
         create_policy("best", 0.1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lmcache_core.blend.selection import POLICY_NAMES, Candidates, create_policy, share_of
+from lmcache_core.blend.selection import Candidates, create_policy, share_of, with_the_rest
+from lmcache_core.config import BLEND_POLICIES
 
 
 def candidates(valid, originals, positions, starts, deviation):
@@ -87,7 +88,7 @@ RATIOS = st.one_of(st.sampled_from([0.0, 0.05, 0.15, 0.29, 0.57, 1.0]), st.float
 
 
 @settings(deadline=None, max_examples=150)
-@given(batches(), st.sampled_from(POLICY_NAMES), RATIOS)
+@given(batches(), st.sampled_from(BLEND_POLICIES), RATIOS)
 @example(
     ([True] * 6, [0, 1, 2, 1, 2, 3], [0, 1, 2, 0, 1, 2], [0, 3, 6], [0.0] * 6),
     "first_of_chunk",
@@ -95,7 +96,8 @@ RATIOS = st.one_of(st.sampled_from([0.0, 0.05, 0.15, 0.29, 0.57, 1.0]), st.float
 )
 @example(([True] * 4, [0, 1, 2, 3], [5, 6, 7, 8], [0, 4], [0.0] * 4), "first_of_chunk", 0.5)
 def test_what_is_chosen(batch, policy, ratio):
-    chosen = create_policy(policy, ratio).choose(candidates(*batch))
+    known = candidates(*batch)
+    chosen = with_the_rest(create_policy(policy, ratio).choose(known), known)
     assert chosen.nonzero().flatten().tolist() == wanted(policy, ratio, *batch)
 
 
@@ -124,7 +126,7 @@ def test_of_a_chunk_a_share_is_rounded_up_and_not_exceeded(length, ratio, count)
 
 
 def test_only_deviation_looks_at_values_and_behind_the_first_layer():
-    known = {name: create_policy(name, 0.5) for name in POLICY_NAMES}
+    known = {name: create_policy(name, 0.5) for name in BLEND_POLICIES}
     assert {
         name: (policy.check_layer, policy.needs_deviation) for name, policy in known.items()
-    } == {"deviation": (1, True), "first_of_chunk": (0, False), "none": (0, False)}
+    } == {"deviation": (1, True), "first_of_chunk": (0, False)}

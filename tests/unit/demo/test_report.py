@@ -27,7 +27,7 @@ LOSSY = Compression(True, 3000, 1000, 12, 0.5, 0.25)
 LOSSLESS = Compression(False, 3000, 1000, 12, 0.0, 0.0)
 REASON = "the model failed its certificate"
 BLENDED = BlendedAnswers("deviation", 0.25, 0.001, 0.999, None, 24, 24, 24, 24, 2352, 2304)
-REFUSED = BlendedAnswers("none", 0.0, 10.669, 0.934, REASON, 24, 0, 24, 24, 2352, 0)
+REFUSED = BlendedAnswers("deviation", 0.0, 10.669, 0.934, REASON, 24, 0, 24, 24, 2352, 0)
 T = TypeVar("T", Answer, BlendedAnswers)
 
 
@@ -91,15 +91,15 @@ def test_what_is_as_said_has_no_fault(one: Step | BlendedAnswers) -> None:
                 (replace(LOSSLESS, is_lossy=True), "an error of 0.00%"),
             ]
         ),
-        (changed(BLENDED, reason_against=REASON), f"blend, deviation: not blended: {REASON}"),
-        (changed(BLENDED, num_blended=23), "blend, deviation: 23 of 24 prompts were blended"),
-        (changed(REFUSED, num_blended=1), "blend, none: 1 of 24 prompts were blended"),
+        (changed(BLENDED, reason_against=REASON), f"blend, deviation 25%: not blended: {REASON}"),
+        (changed(BLENDED, num_blended=23), "blend, deviation 25%: 23 of 24 prompts were blended"),
+        (changed(REFUSED, num_blended=1), "blend, deviation 0%: 1 of 24 prompts were blended"),
         (changed(BLENDED, num_reused_tokens=1881), "only 1881 of 2352 tokens were reused"),
         (changed(BLENDED, num_equal=21), "21 of 24 answers are those of full recompute"),
-        (changed(BLENDED, num_right=21), "blend, deviation: 21 of 24 answers are right"),
+        (changed(BLENDED, num_right=21), "blend, deviation 25%: 21 of 24 answers are right"),
         (changed(REFUSED, reason_against=None), "passed its certificate, and should not have"),
         (changed(REFUSED, num_equal=23), "23 of 24 answers are those of full recompute"),
-        (changed(REFUSED, num_right=21), "blend, none: 21 of 24 answers are right"),
+        (changed(REFUSED, num_right=21), "blend, deviation 0%: 21 of 24 answers are right"),
     ],
 )
 def test_anything_else_is_a_fault(
@@ -179,6 +179,6 @@ def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[s
     assert not any("…" in line for line in lines)
     rows = [" ".join(line.split()) for line in lines]
     assert "policy anew KL agree gate prompts reused as full right" in rows
-    assert "none 0% 10.669 93% failed 2352 0 24 of 24 24" in rows
+    assert "deviation 0% 10.669 93% failed 2352 0 24 of 24 24" in rows
     assert "first_of_chunk 100% 10.000 100% passed 123456 123456 24 of 24 24" in rows
-    assert f"none, computed in full: {REASON}" in lines
+    assert f"deviation, computed in full: {REASON}" in lines

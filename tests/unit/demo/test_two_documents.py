@@ -307,7 +307,7 @@ class TestModel:
                 model, prompts, lambda retriever: blending_model_of(model, retriever, profile)
             )
 
-        naive, blended = quality("none", 0.0), quality("deviation", 0.25)
+        naive, blended = quality("deviation", 0.0), quality("deviation", 0.25)
         assert naive.num_tokens == 160
         assert naive.delta_loss_nats > max(0.3, 3 * naive.delta_loss_error)
         assert naive.top1_agreement < blended.top1_agreement

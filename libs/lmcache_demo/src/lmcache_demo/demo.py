@@ -164,11 +164,9 @@ class Story:
         reader = self._cluster.start_sidecar("sidecar-h")
         # In this order: prompts that are computed in full are stored, and would be found whole;
         # blended ones are not.
-        for policy, ratio in ((POLICY, RECOMPUTE_RATIO), ("none", 0.0)):
-            answers = engine.ask_blended(
-                reader, self._cluster.directory / "certificates", policy, ratio
-            )
-            self.blended.append(answers)
+        for ratio in (RECOMPUTE_RATIO, 0.0):
+            certificates = self._cluster.directory / "certificates"
+            self.blended.append(engine.ask_blended(reader, certificates, POLICY, ratio))
         engine.process.end()
         keeper.process.kill()
         reader.process.kill()

@@ -98,7 +98,8 @@ class BlendedAnswers(msgspec.Struct):
             found.append(f"{self.num_equal} {asked} those of full recompute")
         if self.num_right < self.num_answers * MIN_RIGHT_SHARE:
             found.append(f"{self.num_right} {asked} right")
-        return [f"blend, {self.policy}: {fault}" for fault in found]
+        way = f"{self.policy} {self.recompute_ratio:.0%}"
+        return [f"blend, {way}: {fault}" for fault in found]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class BlendProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of blending that a certificate covers.
 
     Attributes:
-        policy: Selects the tokens to recompute: one of `selection.POLICY_NAMES`.
+        policy: Selects the tokens to recompute: one of `config.BLEND_POLICIES`.
         recompute_ratio: Their share, 0 … 1.
         separator: Token ids that end a document.
     """

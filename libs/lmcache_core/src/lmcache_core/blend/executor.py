@@ -252,7 +252,7 @@ class CacheBlendImpl(BlendExecutor):
             )
             deviation = blend_deviation(ours, theirs, is_valid)
         candidates = Candidates(layer.valid_mask, is_valid, originals, positions, starts, deviation)
-        # Another policy may leave out tokens that are always computed.
+        # A policy may leave out tokens that are always computed.
         is_selected = with_the_rest(self.policy.choose(candidates), candidates)
         indices = mask_to_indices(is_selected)
         counts = torch.cat([is_selected.new_zeros(1, dtype=torch.int64), is_selected.cumsum(0)])

@@ -136,19 +136,7 @@ class FirstOfChunk:
         )
         counts = torch.ceil(lengths * self.ratio - _SLACK)
         counts[chunk_of[heads[is_first[heads] & (candidates.positions[heads] == 0)]]] = 0
-        return with_the_rest(valid & (originals < counts[chunk_of]), candidates)
-
-
-@dataclass(frozen=True)
-class NoneAtAll:
-    """Uses retrieved KV unchanged: the least work, and a baseline."""
-
-    check_layer: int = 0
-    needs_deviation: bool = False
-
-    def choose(self, candidates: Candidates) -> torch.Tensor:
-        """See `SelectionPolicy.choose`."""
-        return with_the_rest(torch.zeros_like(candidates.is_valid), candidates)
+        return valid & (originals < counts[chunk_of])
 
 
 def with_the_rest(chosen: torch.Tensor, candidates: Candidates) -> torch.Tensor:
@@ -162,23 +150,22 @@ def with_the_rest(chosen: torch.Tensor, candidates: Candidates) -> torch.Tensor:
 
 
 _POLICIES: Mapping[str, Callable[[float], SelectionPolicy]] = MappingProxyType(
-    {"deviation": MostDeviating, "first_of_chunk": FirstOfChunk, "none": lambda _: NoneAtAll()}
+    {"deviation": MostDeviating, "first_of_chunk": FirstOfChunk}
 )
-POLICY_NAMES = BLEND_POLICIES
 
 
 def create_policy(name: str, recompute_ratio: float) -> SelectionPolicy:
     """Return the policy with that name.
 
     Args:
-        name: One of `POLICY_NAMES`.
+        name: One of `BLEND_POLICIES`.
         recompute_ratio: Share of the valid tokens that it selects, 0 … 1.
 
     Raises:
         ValueError: The name is unknown, or the ratio is out of range.
     """
     if name not in _POLICIES:
-        raise ValueError(f"selection policy {name!r}; known are {', '.join(POLICY_NAMES)}")
+        raise ValueError(f"selection policy {name!r}; known are {', '.join(BLEND_POLICIES)}")
     if not 0 <= recompute_ratio <= 1:
         raise ValueError(f"recompute_ratio is {recompute_ratio}; it must be 0 … 1")
     return _POLICIES[name](recompute_ratio)

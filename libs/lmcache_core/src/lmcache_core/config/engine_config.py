@@ -185,7 +185,7 @@ class LMCacheEngineConfig:
     blend_policy: str = option(
         "Blending",
         "Which reused tokens are recomputed. deviation: those whose KV differs most on an early "
-        "layer (CacheBlend). first_of_chunk: each text's first (EPIC). none: none.",
+        "layer (CacheBlend). first_of_chunk: each text's first (EPIC).",
         default="deviation",
         choices=BLEND_POLICIES,
     )

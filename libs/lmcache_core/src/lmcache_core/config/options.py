@@ -23,7 +23,7 @@ VERIFY_HOT_MODES = ("always", "sampled", "never")
 DISK_SERDES = ("naive", "cachegen", "cachegen:high", "cachegen:low", "lossless")
 """Serdes available to a process without torch; "naive" means no encoding."""
 REMOTE_SERDES = (*DISK_SERDES, "torch", "safetensor", "fast")
-BLEND_POLICIES = ("deviation", "first_of_chunk", "none")
+BLEND_POLICIES = ("deviation", "first_of_chunk")
 SIDECAR_SETTING = "set the sidecar's "
 MAX_SHOWN_CHARS = 200
 MAX_SHOWN_ITEMS = 8
