@@ -8,7 +8,6 @@ the method returns is answered as a line of standard output.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,8 @@ import lmcache_core
 import msgspec
 import numpy as np
 import torch
-from lmcache_core.blend.certificate import (
-    FORMAT_VERSION,
-    BlendCertificate,
-    BlendProfile,
-    CertificateFolder,
-    Quality,
-    QualityBounds,
-)
-from lmcache_core.integrations.transformers import metadata_of
-from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, measure
-from lmcache_core.integrations.transformers.blended import blending_model_of
+from lmcache_core.blend.certificate import BlendProfile, CertificateFolder, Quality
+from lmcache_core.integrations.transformers.blend_quality import SplitPrompt, certify
 from lmcache_core.telemetry import (
     RETRIEVED_BYTES_TOTAL,
     RETRIEVED_TOKENS_TOTAL,
@@ -136,7 +126,7 @@ class DocumentWorker:
             recompute_ratio: Share of them.
         """
         profile = BlendProfile(policy, recompute_ratio, tuple(self._separator.tolist()))
-        quality = self._certify(profile, Path(certificates))
+        quality = self._certify(profile, certificates)
         plain = lmcache_core.CachedCausalLM(self._model, None)
         found = BlendedAnswers(policy, recompute_ratio, quality.kl_nats, quality.top1_agreement)
         with self._open(
@@ -161,7 +151,7 @@ class DocumentWorker:
                     found.num_reused_tokens += got.num_reused_tokens
         return found
 
-    def _certify(self, profile: BlendProfile, folder: Path) -> Quality:
+    def _certify(self, profile: BlendProfile, folder: str) -> Quality:
         """Measure on prompts that are not asked later, and keep the certificate."""
         prompts = []
         for prompt in self._certified_prompts:
@@ -169,26 +159,9 @@ class DocumentWorker:
             prompts.append(
                 SplitPrompt(self._documents(prompt), torch.tensor(ending), torch.tensor(places))
             )
-        quality = measure(
-            self._model,
-            prompts,
-            lambda retriever: blending_model_of(self._model, retriever, profile),
-        )
-        metadata = metadata_of(
-            self._model, TWO_DOCUMENT_MODEL_NAME, lmcache_core.LMCacheEngineConfig.from_defaults()
-        )
-        CertificateFolder(folder).save(
-            BlendCertificate(
-                FORMAT_VERSION,
-                metadata.model_name,
-                metadata.revision,
-                profile,
-                QualityBounds(),
-                quality,
-                version("lmcache-core"),
-            )
-        )
-        return quality
+        certificate = certify(self._model, TWO_DOCUMENT_MODEL_NAME, prompts, profile)
+        CertificateFolder(Path(folder)).save(certificate)
+        return certificate.quality
 
     def _open(self, sidecar: str, **options: Any) -> lmcache_core.CachedCausalLM:
         return lmcache_core.open(

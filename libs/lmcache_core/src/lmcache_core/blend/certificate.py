@@ -81,6 +81,9 @@ class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_delta_loss_nats: float = 0.02
 
 
+DEFAULT_BOUNDS: Final = QualityBounds()
+
+
 class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A measurement, its subject, and whether it meets the bounds.
 

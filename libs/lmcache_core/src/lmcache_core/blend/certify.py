@@ -13,19 +13,18 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from pydoc_data import topics
 from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_core.blend.certificate import (
-    FORMAT_VERSION,
+    DEFAULT_BOUNDS,
     BlendCertificate,
     BlendProfile,
     CertificateFolder,
     QualityBounds,
 )
-from lmcache_core.config import BLEND_POLICIES, LMCacheEngineConfig
+from lmcache_core.config import BLEND_POLICIES
 from lmcache_core.errors import ConfigError
 from lmcache_core.extras import needs_extra
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 EXIT_FAILED: Final = 1
 EXIT_NOT_MEASURED: Final = 2
 EXIT_INTERRUPTED: Final = 130
-DEFAULT_BOUNDS: Final = QualityBounds()
 
 
 def certify(given: argparse.Namespace, progress: Callable[[int], None]) -> BlendCertificate:
@@ -52,9 +50,7 @@ def certify(given: argparse.Namespace, progress: Callable[[int], None]) -> Blend
     """
     import torch
 
-    from lmcache_core.integrations.transformers import metadata_of
-    from lmcache_core.integrations.transformers.blend_quality import measure
-    from lmcache_core.integrations.transformers.blended import blending_model_of
+    from lmcache_core.integrations.transformers import blend_quality
 
     text = own_text() if given.text is None else _read(given.text)
     model, tokenizer = load_model(given.model, given.dtype)
@@ -77,27 +73,25 @@ def certify(given: argparse.Namespace, progress: Callable[[int], None]) -> Blend
     profile = BlendProfile(given.policy, given.ratio, tuple(separator.tolist()))
     name = given.name or _name_of(given.model)
     try:
-        metadata = metadata_of(model, name, LMCacheEngineConfig.from_defaults(), given.revision)
-        quality = measure(
-            model, prompts, lambda retriever: blending_model_of(model, retriever, profile), progress
+        found = blend_quality.certify(
+            model,
+            name,
+            prompts,
+            profile,
+            bounds=QualityBounds(given.max_kl, given.min_agreement, given.max_loss),
+            revision=given.revision,
+            progress=progress,
         )
     except ValueError as exc:
         raise ConfigError(f"{given.model} cannot be blended: {exc}") from exc
+    quality = found.quality
     figures = (quality.kl_nats, quality.delta_loss_nats, quality.delta_loss_error)
     if not all(map(math.isfinite, figures)):
+        dtype = str(model.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{given.model} in {metadata.kv_dtype_name} does not predict finite numbers; try"
-            " another --dtype"
+            f"{given.model} in {dtype} does not predict finite numbers; try another --dtype"
         )
-    return BlendCertificate(
-        FORMAT_VERSION,
-        metadata.model_name,
-        metadata.revision,
-        profile,
-        QualityBounds(given.max_kl, given.min_agreement, given.max_loss),
-        quality,
-        version("lmcache-core"),
-    )
+    return found
 
 
 def cut_prompts(

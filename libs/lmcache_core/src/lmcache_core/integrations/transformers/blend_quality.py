@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,17 @@ from transformers import PreTrainedModel
 
 from lmcache_core._typing import override
 from lmcache_core.blend import BlendRetriever, BlendRetrieverResult, BlendRetrieverTask
-from lmcache_core.blend.certificate import Quality
-from lmcache_core.integrations.transformers.blended import BlendingModel
+from lmcache_core.blend.certificate import (
+    DEFAULT_BOUNDS,
+    FORMAT_VERSION,
+    BlendCertificate,
+    BlendProfile,
+    Quality,
+    QualityBounds,
+)
+from lmcache_core.config import LMCacheEngineConfig
+from lmcache_core.integrations.transformers.blended import BlendingModel, blending_model_of
+from lmcache_core.integrations.transformers.identity import metadata_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +222,47 @@ def measure(
         float(deltas.mean()),
         float(deltas.std() / len(found) ** 0.5),
         sum(one.num_reused for one in found) / sum(one.num_prompt_tokens for one in found),
+    )
+
+
+def certify(
+    model: PreTrainedModel,
+    model_name: str,
+    prompts: Iterable[SplitPrompt],
+    profile: BlendProfile,
+    *,
+    bounds: QualityBounds = DEFAULT_BOUNDS,
+    revision: str | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> BlendCertificate:
+    """Measure what blending costs a model on prompts, and return the certificate of that, passed or
+    not; `CertificateFolder` keeps it.
+
+    Args:
+        model: In eval mode.
+        model_name: Name under which its KV is shared.
+        prompts: At least two.
+        profile: The parameters of blending.
+        bounds: What the model must keep to.
+        revision: Revision of the weights, as for `metadata_of`.
+        progress: Called with the number of prompts done.
+
+    Raises:
+        ValueError: The model cannot be blended, or the prompts cannot be measured; see
+            `blending_model_of`, `metadata_of` and `measure`.
+    """
+    metadata = metadata_of(model, model_name, LMCacheEngineConfig.from_defaults(), revision)
+    quality = measure(
+        model, prompts, lambda retriever: blending_model_of(model, retriever, profile), progress
+    )
+    return BlendCertificate(
+        FORMAT_VERSION,
+        metadata.model_name,
+        metadata.revision,
+        profile,
+        bounds,
+        quality,
+        version("lmcache-core"),
     )
 
 
