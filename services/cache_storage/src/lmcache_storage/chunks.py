@@ -108,10 +108,18 @@ def chunk_key(tenant: str, url_key: str) -> ChunkKey:
     return ChunkKey.of(tenant, CacheEngineKey.from_url(url_key))
 
 
-async def _visible_store(storage: RunningStorage, accept: AcceptHeader = "") -> ServedStore:
-    """Return the store as seen by a caller with these capabilities."""
+async def _accepts(accept: AcceptHeader = "") -> Accepts:
+    """Return which records the caller accepts."""
     words = {word.strip().lower() for word in accept.split(",")}
-    return storage.store.for_client(Accepts(lossy=LOSSLESS not in words))
+    return Accepts(lossy=LOSSLESS not in words)
+
+
+AcceptedRecords = Annotated[Accepts, Depends(_accepts)]
+
+
+async def _visible_store(storage: RunningStorage, accepts: AcceptedRecords) -> ServedStore:
+    """Return the store as seen by a caller with these capabilities."""
+    return storage.store.for_client(accepts)
 
 
 VisibleStore = Annotated[ServedStore, Depends(_visible_store)]
@@ -135,7 +143,7 @@ async def put_chunk(
     request: Request,
     principal: ClientPrincipal,
     storage: RunningStorage,
-    store: VisibleStore,
+    accepts: AcceptedRecords,
 ) -> Response:
     """Store one verified record under its key.
 
@@ -146,11 +154,10 @@ async def put_chunk(
     name = chunk_key(principal.tenant, key)
     if not storage.takes_chunks():
         raise DrainingError("this instance is draining")
+    store = storage.store.for_client(accepts)
     chunk = await receive_record(request, name, store, storage.limits)
     try:
-        # The first check does not reach the bucket; the second knows what this client can decode.
-        [is_near] = await storage.near.contains([name])
-        was_here = is_near and await store.contains([name]) == [True]
+        [was_here] = await storage.near_for_client(accepts).contains([name])
         if not await store.put(chunk):
             raise CapacityError(f"no room for a record of {chunk.num_bytes} bytes")
     finally:

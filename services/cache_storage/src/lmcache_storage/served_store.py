@@ -146,6 +146,7 @@ class StorageStore(LocalStore, AdaptsToClients, TakesHandovers):
             `lmcache_storage.metrics`.
 
     Attributes:
+        lossless: The chunks as seen by clients that accept only lossless records.
         departures: Chunks that are about to be dropped.
         num_received: Chunks received so far.
     """
@@ -162,15 +163,16 @@ class StorageStore(LocalStore, AdaptsToClients, TakesHandovers):
         super().__init__(stack, takes_chunks, timeout_s, tiers=None)
         self._disk = disk
         self._counters = counters
+        self.lossless = LosslessStore(self)
         self._counted = CountedStore(self, counters)
-        self._lossless = CountedStore(LosslessStore(self), counters)
+        self._counted_lossless = CountedStore(self.lossless, counters)
         self._max_pending_bytes = stack.hot.stats()["capacity_bytes"] // MAX_PENDING_SHARE
         self.departures = departures
         self.num_received = 0
 
     @override
     def for_client(self, accepts: Accepts) -> ServedStore:
-        return self._counted if accepts.lossy else self._lossless
+        return self._counted if accepts.lossy else self._counted_lossless
 
     @override
     async def put(self, chunk: Chunk) -> bool:

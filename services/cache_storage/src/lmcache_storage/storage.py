@@ -17,7 +17,8 @@ from lmcache_core.p2p import PeerFigures
 from lmcache_core.storage.guard import GuardOptions
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.tiers import HotSpec, TierSet, TiersSpec, build_tiers
-from lmcache_core.wire.served import ServerLimits
+from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire.served import ServedStore, ServerLimits
 from lmcache_core.wire.server import LmServer
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_node.node import Node, disk_spec
@@ -137,6 +138,10 @@ class StorageNode(Node[StorageSettings]):
             tasks.repeat("look", rebalancer.look, LOOK_S)
         self.drain_at_stop(before_stop=settings.hand_over_on_stop, at_exit=False)
         self._add_health_checks()
+
+    def near_for_client(self, accepts: Accepts) -> ServedStore:
+        """Return what `store.for_client` does, without the bucket."""
+        return self.near if accepts.lossy else self.store.lossless.over(self.near)
 
     @override
     def refuse_stores(self) -> None:

@@ -121,6 +121,62 @@ async def test_a_lossless_chunk_takes_the_place_of_a_lossy_one_and_not_the_other
     assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == CHARGE
 
 
+class HeldWrites(DiskFiles):
+    """Each write waits until it is let go; later ones are let go first if so wanted."""
+
+    def __init__(self):
+        self.may_write = []
+
+    def write(self, fd, buffers):
+        self.may_write.append(may_go_on := threading.Event())
+        assert may_go_on.wait(30)
+        super().write(fd, buffers)
+
+
+@pytest.mark.parametrize("is_lossy", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("first", [0, 1])
+async def test_of_two_writes_of_a_chunk_the_better_or_the_first_to_end_is_served(
+    tmp_path, is_lossy, first
+):
+    files = HeldWrites()
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, files=files)
+    await disk.open()
+    puts = []
+    for i in range(2):
+        chunk = make_chunk("a", payload=make_payload(i), lossy=is_lossy[i])
+        puts.append(asyncio.create_task(disk.batched_put([chunk])))
+        async with asyncio.timeout(10):
+            while len(files.may_write) <= i:
+                await asyncio.sleep(0.001)
+    for i in (first, 1 - first):
+        files.may_write[i].set()
+        assert await puts[i] == [True]
+    is_replaced = is_lossy[first] and not is_lossy[1 - first]
+    assert await get(disk, "a") == [make_payload(1 - first if is_replaced else first)]
+    assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == CHARGE
+    disk.check_integrity()
+    await disk.close()
+
+
+async def test_a_write_that_another_has_overtaken_does_not_bring_back_what_was_removed(tmp_path):
+    files = HeldWrites()
+    disk = DiskBackend(tmp_path, CAPACITY_BYTES, files=files)
+    await disk.open()
+    puts = [asyncio.create_task(disk.batched_put([make_chunk("a")])) for _ in range(2)]
+    async with asyncio.timeout(10):
+        while len(files.may_write) < 2:
+            await asyncio.sleep(0.001)
+    files.may_write[0].set()
+    await asyncio.wait(puts, return_when=asyncio.FIRST_COMPLETED)
+    assert await disk.batched_remove([make_key("a")]) == 1
+    files.may_write[1].set()
+    await asyncio.wait(puts)
+    assert sorted(kept for put in puts for kept in put.result()) == [False, True]
+    assert await get(disk, "a") == [MissReason.NEVER_STORED]
+    assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == 0
+    await disk.close()
+
+
 async def test_a_file_that_somebody_removed_is_a_miss_and_is_forgotten(disk, removed, tmp_path):
     await put(disk, "a")
     for path in tmp_path.rglob("*.kvr"):

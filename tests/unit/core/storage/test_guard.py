@@ -283,6 +283,11 @@ class Knowing(Moody):
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[ChunkKey, int] = {}
+        self.num_stored = 0
+
+    @property
+    def num_written(self) -> int:
+        return self.num_stored
 
     def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [key in self.names for key in keys]
@@ -294,6 +299,7 @@ class Knowing(Moody):
         if any(chunk.key not in self.names for chunk in chunks):
             await self._call()
             self.names |= {chunk.key: chunk.num_bytes for chunk in chunks}
+            self.num_stored += 1
         return [True] * len(chunks)
 
     async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:

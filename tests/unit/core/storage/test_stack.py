@@ -15,8 +15,11 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage import write_behind
-from lmcache_core.storage.disk import DiskBackend
+from lmcache_core.storage.codecs import create_codecs
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
+from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.guard import Guard
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
@@ -247,15 +250,12 @@ async def test_a_store_longer_than_the_bound_is_written_in_turns(
 async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batches(
     arena: ArenaAllocator, tmp_path: Path
 ) -> None:
-    """As a disk does for chunks that it has, and every tier while it is bypassed: nothing of
-    that waits.
+    """As a disk with a serde does for chunks that it has, and every tier while it is bypassed:
+    nothing of that waits.
     """
-    listener = Listener()
-    stack = TierStack(
-        LocalCPUBackend(arena, create_policy()),
-        [DiskBackend(tmp_path, ARENA_BYTES)],
-        listener=listener,
-    )
+    listener, codecs = Listener(), create_codecs({"disk_serde": "lossless"})
+    disk = EncodedBackend(DiskBackend(tmp_path, ARENA_BYTES), codecs, "lossless")
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], listener=listener)
     await stack.open()
     names = [f"n{i}" for i in range(200)]
     most = 0
@@ -266,6 +266,35 @@ async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batche
             await asyncio.sleep(0)
             most = max(most, len(listener.heard) - num_told)
     assert most <= write_behind.BATCH_CHUNKS
+    await stack.close()
+
+
+@pytest.mark.parametrize("serde", [None, "lossless"])
+async def test_what_a_disk_has_is_neither_encoded_nor_written_again(
+    arena: ArenaAllocator, tmp_path: Path, serde: str | None
+) -> None:
+    class Counted(DiskFiles):
+        num_named = 0
+
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            self.num_named += 1
+
+    files, listener = Counted(), Listener()
+    disk = DiskBackend(tmp_path, 1 << 22, files=files)
+    tier = Guard(EncodedBackend(disk, create_codecs({"disk_serde": serde}), serde))
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [tier], listener=listener)
+    await stack.open()
+    for _ in range(2):
+        chunk = make_chunk("a", payload=bytes(64 << 10), allocate=stack.allocate)
+        assert await stack.batched_put([chunk]) == [True]
+        chunk.release()
+        assert await stack.drain(5.0)
+        stack.hot.clear_now()
+    figures = stack.stats()["disk"]
+    assert files.num_named == figures["put_chunks"] == 1
+    assert figures.get("encoded_chunks", 0) == (0 if serde is None else 1)
+    assert listener.heard.count((make_key("a"), "disk")) == 2
     await stack.close()
 
 

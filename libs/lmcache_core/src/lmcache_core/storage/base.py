@@ -33,6 +33,20 @@ class StorageBackend(ABC):
         """Return whether calls, or only writes, are answered without touching the device."""
         return False
 
+    @property
+    def num_written(self) -> int | None:
+        """Return how many chunks the device has taken so far; None if the tier asks its device for
+        every answer. A tier that counts them knows what it holds without its device.
+        """
+        return None if self.wrapped is None else self.wrapped.num_written
+
+    @property
+    def is_asked_first(self) -> bool:
+        """Return whether to ask for chunks before they are put, since putting one that is there
+        would cost more than the question. The put of any other tier recognizes such a chunk itself.
+        """
+        return self.num_written is None if self.wrapped is None else self.wrapped.is_asked_first
+
     def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
         """Return how many chunks, from the first, a read should ask for; all if the cost is
         unknown.

@@ -86,6 +86,12 @@ class EncodedBackend(StorageBackend):
     def __repr__(self) -> str:
         return f"EncodedBackend({self._backend!r})"
 
+    @property
+    @override
+    def is_asked_first(self) -> bool:
+        """Return True for a tier that would encode what it is given."""
+        return self._encoder is not None or super().is_asked_first
+
     @override
     async def open(self) -> None:
         """Open the codecs, which may take a minute the first time, then the tier.

@@ -304,17 +304,16 @@ class Guard(StorageBackend):
         try:
             if self._breaker.admit():
                 async with self._attempt("put", keys, limit_s) as attempt:
-                    known = (
-                        kept if self._lister is None else await self._lister.batched_contains(keys)
-                    )
+                    num_written = self._backend.num_written
                     kept = await self._backend.batched_put(chunks)
-                    attempt.num_chunks = sum(kept)
-                    attempt.num_bytes = sum(
-                        chunk.num_bytes for chunk, has in zip(chunks, kept, strict=True) if has
+                    attempt.proves_nothing = (
+                        num_written is not None and num_written == self._backend.num_written
                     )
-                    has_added = any(has and not had for has, had in zip(kept, known, strict=True))
-                    attempt.proves_nothing = self._lister is not None and not has_added
                     if not attempt.proves_nothing:
+                        attempt.num_chunks = sum(kept)
+                        attempt.num_bytes = sum(
+                            chunk.num_bytes for chunk, has in zip(chunks, kept, strict=True) if has
+                        )
                         self._writes.succeeded()
                 if attempt.is_hung:
                     self._writes.failed(attempt.failure)

@@ -203,19 +203,8 @@ class LocalCPUBackend(StorageBackend):
         """Return memory for a tensor, evicting chunks if necessary; the caller owns one reference.
         None if there is no room.
         """
-        memory_obj = self._allocator.allocate(shape, dtype, fmt)
-        if memory_obj is not None:
-            return memory_obj
-        if num_bytes(shape, "uint8" if dtype is None else dtype) > self._memory.capacity_bytes:
-            return None
         gone: list[ChunkKey] = []
-        with self._lock:
-            for key in self._give_up(MAX_VICTIMS_PER_ALLOCATION):
-                gone.append(key)
-                memory_obj = self._allocator.allocate(shape, dtype, fmt)
-                if memory_obj is not None:
-                    break
-            self._num_failed_allocations += memory_obj is None
+        memory_obj = self._allocate(shape, dtype, fmt, gone)
         self._report(gone)
         return memory_obj
 
@@ -318,10 +307,16 @@ class LocalCPUBackend(StorageBackend):
             Whether each chunk is held now. False if its memory had to be copied and there was no
                 room, or if it exceeds its tenant's quota.
         """
+        held: set[ChunkKey] = set()
         with step("tier memory put"):
             for chunk in reversed(chunks):
-                self._put(chunk)
-        return self.contains_many([chunk.key for chunk in chunks])
+                gone: list[ChunkKey] = []
+                is_held = self._put(chunk, gone)
+                self._report(gone)
+                held.difference_update(gone)  # it may have made room at the cost of its own batch
+                if is_held:
+                    held.add(chunk.key)
+        return [chunk.key in held for chunk in chunks]
 
     def replace(self, held: Chunk, better: Chunk) -> bool:
         """Serve `better` (borrowed, in this arena's memory) in the place of a chunk that the tier
@@ -522,18 +517,20 @@ class LocalCPUBackend(StorageBackend):
             part = keys[begin : begin + REMOVED_AT_ONCE]
             yield self.remove_many([key for key in part if tenant in (None, key.tenant)])
 
-    def _put(self, chunk: Chunk) -> None:
+    def _put(self, chunk: Chunk, gone: list[ChunkKey]) -> bool:
+        """Store a chunk, noting the keys of dropped ones in `gone`; return whether it is held."""
         memory_obj = chunk.memory
         if memory_obj.metadata.fmt is MemoryFormat.BINARY_BUFFER:
-            copy = self._copy(chunk)
+            copy = self._copy(chunk, gone)
             if copy is None:
-                return
+                return self.contains_many([chunk.key])[0]
             memory_obj = copy
         else:
             memory_obj.ref_count_up()
         with self._lock:
-            gone = self._expire([chunk.key]) if self._ledger.has_ttl else []
+            gone += self._expire([chunk.key])
             is_admitted = self._admits(chunk, memory_obj.metadata.phy_size, gone)
+            is_held = is_admitted or self._find(chunk.key) is not None
             if is_admitted:
                 is_ours = memory_obj is chunk.memory and chunk.tier == self.name
                 if chunk.key in self._chunks:  # it replaces a lossy one
@@ -541,20 +538,41 @@ class LocalCPUBackend(StorageBackend):
                 self._hold(chunk if is_ours else chunk.moved(memory_obj, self.name))
         if not is_admitted:
             memory_obj.ref_count_down()
-        if gone:
-            self._report(gone)
+        return is_held
 
-    def _copy(self, chunk: Chunk) -> MemoryObj | None:
+    def _copy(self, chunk: Chunk, gone: list[ChunkKey]) -> MemoryObj | None:
         """Return the chunk's payload in this arena; None if the chunk is refused or there is no
-        room.
+        room. Notes the keys of dropped chunks in `gone`.
         """
-        gone: list[ChunkKey] = []
+        num_bytes = chunk.memory.get_size()
         with self._lock:
-            is_admitted = self._admits(chunk, chunk.memory.get_size(), gone)
-        self._report(gone)
-        memory_obj = self.allocate(chunk.memory.get_size()) if is_admitted else None
+            is_admitted = self._admits(chunk, num_bytes, gone)
+        memory_obj = None
+        if is_admitted:
+            memory_obj = self._allocate((num_bytes,), None, MemoryFormat.BINARY, gone)
         if memory_obj is not None:
             memory_obj.byte_array[:] = chunk.memory.byte_array
+        return memory_obj
+
+    def _allocate(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype | str | None,
+        fmt: MemoryFormat,
+        gone: list[ChunkKey],
+    ) -> MemoryObj | None:
+        memory_obj = self._allocator.allocate(shape, dtype, fmt)
+        if memory_obj is not None:
+            return memory_obj
+        if num_bytes(shape, "uint8" if dtype is None else dtype) > self._memory.capacity_bytes:
+            return None
+        with self._lock:
+            for key in self._give_up(MAX_VICTIMS_PER_ALLOCATION):
+                gone.append(key)
+                memory_obj = self._allocator.allocate(shape, dtype, fmt)
+                if memory_obj is not None:
+                    break
+            self._num_failed_allocations += memory_obj is None
         return memory_obj
 
     def _report(self, gone: Sequence[ChunkKey]) -> None:

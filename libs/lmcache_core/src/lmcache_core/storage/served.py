@@ -108,11 +108,18 @@ class LosslessStore(WrappedStore):
 
     Args:
         store: The wrapped store.
+        replaceable: Records known to be lossy.
     """
 
-    def __init__(self, store: ServedStore) -> None:
+    def __init__(self, store: ServedStore, replaceable: UnusableRecords | None = None) -> None:
         super().__init__(store)
-        self._replaceable = UnusableRecords()
+        self._replaceable = UnusableRecords() if replaceable is None else replaceable
+
+    def over(self, store: ServedStore) -> LosslessStore:
+        """Return the same view of some of the tiers; it knows the lossy records that this one
+        has read.
+        """
+        return LosslessStore(store, self._replaceable)
 
     @override
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -193,7 +193,7 @@ class WriteBehind:
                 self._written.set()
                 for chunk in batch:
                     self._settle(chunk)
-            # A tier that is bypassed, or already has the chunks, answers without ever suspending.
+            # A tier that is bypassed, or has the chunks it is asked for, need not suspend.
             await asyncio.sleep(0)
 
     def _next_batch(self) -> list[Chunk]:
@@ -213,10 +213,13 @@ class WriteBehind:
 
     async def _write(self, batch: list[Chunk]) -> None:
         kept = [False] * len(batch)
+        known = [False] * len(batch)
+        fresh = batch
         with contextlib.suppress(UnavailableError):
-            known = await self._backend.batched_contains([chunk.key for chunk in batch])
-            fresh = [chunk for chunk, is_known in zip(batch, known, strict=True) if not is_known]
-            await seal_all(fresh)
+            if self._backend.is_asked_first:
+                known = await self._backend.batched_contains([chunk.key for chunk in batch])
+                fresh = [chunk for chunk, has in zip(batch, known, strict=True) if not has]
+                await seal_all(fresh)
             answers = iter(await self._backend.batched_put(fresh) if fresh else [])
             kept = [is_known or next(answers) for is_known in known]
             if self._unwanted:

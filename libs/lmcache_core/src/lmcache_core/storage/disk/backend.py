@@ -149,6 +149,11 @@ class DiskBackend(StorageBackend):
         if self._loading is not None:
             await wait_all([self._loading])
 
+    @property
+    @override
+    def num_written(self) -> int:
+        return self._store.num_written
+
     @override
     def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._index.contains_many(keys)

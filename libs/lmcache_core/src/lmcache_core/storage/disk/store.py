@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -62,6 +63,22 @@ EVENTS = (
 """Names of the counters in `stats`."""
 
 
+@dataclass(eq=False)
+class _Write:
+    """A chunk whose file is being written.
+
+    Attributes:
+        key: Its name.
+        lossy: Whether its encoding is lossy.
+        outcome: None while its file is wanted; False once the chunk has been removed; True once
+            another record of it is served that this one would not replace.
+    """
+
+    key: ChunkKey
+    lossy: bool
+    outcome: bool | None = None
+
+
 class DiskStore:
     """The files of one tier. Thread-safe.
 
@@ -102,7 +119,7 @@ class DiskStore:
         self._crowded_out_bytes = 0
         self._failed: WeakKeyDictionary[DiskEntry, tuple[float, int]] = WeakKeyDictionary()
         self._num_good_reads = 0
-        self._writing: dict[object, ChunkKey] = {}
+        self._writing: set[_Write] = set()
         self._synced_names: set[Path] = set()
         self.is_loaded = False
 
@@ -149,6 +166,11 @@ class DiskStore:
                 len(found.unread),
                 found.error.strerror,
             )
+
+    @property
+    def num_written(self) -> int:
+        """Return how many records have been written."""
+        return self._counters.value("written_records")
 
     @property
     def has_unread(self) -> bool:
@@ -208,8 +230,18 @@ class DiskStore:
         """
         if self._index.past(1):
             self.expire()
-        if not self._index.wants(chunk.key, chunk.lossy):
-            return True
+        write = _Write(chunk.key, chunk.lossy)
+        with self._names_lock:
+            if not self._index.wants(chunk.key, chunk.lossy):
+                return True
+            self._writing.add(write)
+        try:
+            return self._write(chunk, write)
+        finally:
+            with self._names_lock:
+                self._writing.discard(write)
+
+    def _write(self, chunk: Chunk, write: _Write) -> bool:
         payload_bytes = chunk.memory.get_size()
         entry = DiskEntry(
             chunk.num_bytes - payload_bytes, payload_bytes, chunk.lossy, chunk.stored_at
@@ -227,7 +259,7 @@ class DiskStore:
             self._note_crowded_out(entry.charge)
             return False
         try:
-            is_kept = self._write_reserved(chunk, entry, path)
+            is_kept = self._write_reserved(chunk, write, entry, path)
         except OSError as exc:
             self._counters.add("failed_writes")
             if exc.errno in FULL:
@@ -242,6 +274,7 @@ class DiskStore:
         if not is_kept:  # refused before touching the disk
             self._counters.add("rejected_writes")
             return False
+        self._counters.add("written_records")
         self._index.note_room()
         if self._backoff.succeeded():
             logger.info("disk takes writes again: path=%s", self._layout.root)
@@ -300,8 +333,7 @@ class DiskStore:
                 return True
             if not self._index.reserve(entry.charge, key.tenant):
                 return False
-            self._room.forget(path)
-            self._index.commit(key, entry)
+            self._commit(key, entry, path)
         return self._index.contains_many([key])[0]  # False if it has expired
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
@@ -320,8 +352,9 @@ class DiskStore:
             if path is None:
                 continue
             with self._names_lock:
-                for write in [write for write, written in self._writing.items() if written == key]:
-                    del self._writing[write]
+                for write in self._writing:
+                    if write.key == key:
+                        write.outcome = False
                 entry = self._index.remove(key)
                 charge = self._room.forget(path) if entry is None else entry.charge
                 if charge is None:
@@ -337,11 +370,9 @@ class DiskStore:
         """
         self._check_held()
         with self._names_lock:
-            self._writing = {
-                write: key
-                for write, key in self._writing.items()
-                if tenant not in (None, key.tenant)
-            }
+            for write in self._writing:
+                if tenant in (None, write.key.tenant):
+                    write.outcome = False
         num_removed = self.remove(self._index.keys(tenant))
         with self._names_lock:
             for path in [
@@ -401,7 +432,7 @@ class DiskStore:
                 " .lock"
             )
 
-    def _write_reserved(self, chunk: Chunk, entry: DiskEntry, path: Path) -> bool:
+    def _write_reserved(self, chunk: Chunk, write: _Write, entry: DiskEntry, path: Path) -> bool:
         if not self._lock.is_held():  # below a mount point lies another file system
             raise OSError(errno.ENODEV, "the volume is gone, or another process has its .lock")
         if not self._index.reserve(entry.charge, chunk.key.tenant):
@@ -410,23 +441,16 @@ class DiskStore:
                     return False
         temporary = self._layout.new_temporary()
         is_committed = False
-        this_write = object()
         try:
-            with self._names_lock:
-                self._writing[this_write] = chunk.key
             write_record(self._files, temporary, chunk, self._fsync)
             with self._names_lock:
-                if this_write not in self._writing:
-                    # removed during the write: a write that hung must not bring the chunk back
+                if write.outcome is False:  # a write that hung must not bring the chunk back
                     return False
-                if self._index.wants(chunk.key, chunk.lossy):
+                if write.outcome is None:
                     name_record(self._files, temporary, path)
-                    self._room.forget(path)
-                    self._index.commit(chunk.key, entry)
+                    self._commit(chunk.key, entry, path)
                     is_committed = True
         finally:
-            with self._names_lock:
-                self._writing.pop(this_write, None)
             if not is_committed:
                 self._discard(temporary, entry.charge, chunk.key.tenant)
         if self._fsync:
@@ -438,6 +462,14 @@ class DiskStore:
                 self.remove([chunk.key])
                 raise
         return True
+
+    def _commit(self, key: ChunkKey, entry: DiskEntry, path: Path) -> None:
+        """Serve a record that has its name. Called with the lock for names held."""
+        self._room.forget(path)
+        self._index.commit(key, entry)
+        for write in self._writing:
+            if write.key == key and (write.lossy or not entry.lossy):
+                write.outcome = True
 
     def _sync_names(self, path: Path) -> None:
         """Wait until a record's name is on the device, and once those of the directories above it.
