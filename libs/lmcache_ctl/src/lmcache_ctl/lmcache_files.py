@@ -68,7 +68,7 @@ _NUMBER = re.compile(r"[+-]?\d[\d.]*(?:[eE][+-]?\d+)?")
 _MAX_DEPTH = 100
 
 
-class Found(msgspec.Struct):
+class LMCacheOptions(msgspec.Struct):
     """What a file holds.
 
     Attributes:
@@ -84,7 +84,7 @@ class Found(msgspec.Struct):
     refused: list[str] = msgspec.field(default_factory=list)
 
 
-def read(path: str) -> Found:
+def read(path: str) -> LMCacheOptions:
     """Return what a file holds.
 
     Raises:
@@ -169,7 +169,7 @@ class _Reader:
     """Collects options."""
 
     def __init__(self, path: str) -> None:
-        self.found = Found()
+        self.found = LMCacheOptions()
         self._path = path
         self._left_out: dict[str, list[str]] = {}
 

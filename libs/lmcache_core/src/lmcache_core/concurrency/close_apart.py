@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from lmcache_core.concurrency.started_pool import OwnThread, Work
+from lmcache_core.concurrency.started_pool import OwnThread, ThreadWork
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def close_apart(close: Callable[[], None], wait_s: float) -> None:
     if sys.is_finalizing():  # a new thread would never run, and its start would wait for that
         close()
         return
-    closing = Work(close)
+    closing = ThreadWork(close)
     closed = closing.future
     try:
         threading.Thread(target=closing.run, name="lmcache-close", daemon=True).start()

@@ -62,7 +62,7 @@ class StartedPool(ThreadPoolExecutor):
         self.ended.set_running_or_notify_cancel()  # cannot be cancelled from here on
         self._process = ProcessMark()
         self._is_closed = False
-        self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ThreadWork[Any] | None] = queue.SimpleQueue()
         weakref.finalize(self, self._queue.put, None).atexit = False  # type: ignore[misc]
         self._running: list[OwnThread] = []
         # The threads must not hold the pool.
@@ -85,7 +85,7 @@ class StartedPool(ThreadPoolExecutor):
         Raises:
             RuntimeError: The pool is closed, or belongs to the process that forked this one.
         """
-        work = Work(partial(fn, *args, **kwargs))
+        work = ThreadWork(partial(fn, *args, **kwargs))
         if self._accepts_work():
             self._queue.put(work)
             # If it was closed concurrently, the threads may have ended before they came to this.
@@ -120,7 +120,7 @@ class StartedPool(ThreadPoolExecutor):
         return not self._is_closed and self._process.is_here
 
 
-class Work(Generic[T]):
+class ThreadWork(Generic[T]):
     """A call for a thread.
 
     Attributes:
@@ -145,7 +145,7 @@ class Work(Generic[T]):
 
 
 def _run(
-    works: queue.SimpleQueue[Work[Any] | None], ended: Future[None], num_left: Iterator[int]
+    works: queue.SimpleQueue[ThreadWork[Any] | None], ended: Future[None], num_left: Iterator[int]
 ) -> None:
     while (work := works.get()) is not None:
         work.run()

@@ -53,7 +53,7 @@ _LENGTH = struct.Struct("<I")
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXTENT)]
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SerdeHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What precedes a payload.
 
     Attributes:
@@ -93,19 +93,19 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Head)
+_DECODER = msgspec.msgpack.Decoder(SerdeHead)
 
 
 def seal(
     serde: str, tensor: torch.Tensor, payload: BytesLike, details: tuple[str, ...] = ()
 ) -> bytes:
     """Return a payload of a tensor with its head and their digest."""
-    head = _ENCODER.encode(Head(serde, dtype_name(tensor.dtype), tuple(tensor.shape), details))
+    head = _ENCODER.encode(SerdeHead(serde, dtype_name(tensor.dtype), tuple(tensor.shape), details))
     covered = b"".join((_LENGTH.pack(len(head)), head, payload))
     return payload_digest(covered) + covered
 
 
-def unseal(data: BytesLike, serde: str) -> tuple[Head, memoryview]:
+def unseal(data: BytesLike, serde: str) -> tuple[SerdeHead, memoryview]:
     """Check the digest and the head. Allocates nothing that grows with what the head claims.
 
     Args:
@@ -155,7 +155,7 @@ def dense(t: torch.Tensor) -> torch.Tensor:
             f"a tensor of layout {t.layout} on {t.device} cannot be encoded: give a dense one that"
             " has values"
         )
-    if (fault := Head("", dtype, tuple(t.shape)).fault()) is not None:
+    if (fault := SerdeHead("", dtype, tuple(t.shape)).fault()) is not None:
         raise ValueError(f"a tensor cannot be encoded: {fault}")
     plain = t.detach().as_subclass(torch.Tensor).to("cpu").resolve_neg()
     # An empty view may begin past the end of an empty storage.
@@ -165,7 +165,7 @@ def dense(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
 
 
-def check_elements(head: Head, elements: memoryview) -> None:
+def check_elements(head: SerdeHead, elements: memoryview) -> None:
     """Check that bytes are those of a tensor: as many as it has, and of a bool only 0 and 1, since
     others are undefined behaviour in torch.
 
@@ -280,7 +280,7 @@ class _PlainDeserializer(Deserializer):
         return tensor
 
     @abstractmethod
-    def _elements(self, head: Head, payload: memoryview) -> memoryview:
+    def _elements(self, head: SerdeHead, payload: memoryview) -> memoryview:
         """Return the tensor's bytes in a payload.
 
         Raises:
@@ -304,7 +304,7 @@ class FastDeserializer(_PlainDeserializer):
     SERDE = "fast"
 
     @override
-    def _elements(self, head: Head, payload: memoryview) -> memoryview:
+    def _elements(self, head: SerdeHead, payload: memoryview) -> memoryview:
         return payload
 
 
@@ -324,7 +324,7 @@ class SafeDeserializer(_PlainDeserializer):
     SERDE = "safetensor"
 
     @override
-    def _elements(self, head: Head, payload: memoryview) -> memoryview:
+    def _elements(self, head: SerdeHead, payload: memoryview) -> memoryview:
         data_at = len(payload) - head.num_bytes
         if data_at < 0:
             return payload  # too short: `check_elements` says so
@@ -359,7 +359,7 @@ class TorchDeserializer(_PlainDeserializer):
     SERDE = "torch"
 
     @override
-    def _elements(self, head: Head, payload: memoryview) -> memoryview:
+    def _elements(self, head: SerdeHead, payload: memoryview) -> memoryview:
         try:
             with zipfile.ZipFile(io.BytesIO(payload)) as archive:
                 member = archive.getinfo(TORCH_MEMBER)

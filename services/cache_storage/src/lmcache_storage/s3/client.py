@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.security import TokenFile
 
-from lmcache_storage.s3.connections import FAILURES, Answer, ConnectionPool, Origin, why
+from lmcache_storage.s3.connections import FAILURES, BucketAnswer, ConnectionPool, Origin, why
 from lmcache_storage.s3.credentials import KeyChain, KeyFiles
 from lmcache_storage.s3.signature import (
     EMPTY_PAYLOAD,
@@ -87,7 +87,7 @@ class BucketClient:
         query: Mapping[str, str] = _NO_QUERY,
         headers: Mapping[str, str] = _NO_HEADERS,
         body: Sequence[bytes | memoryview] = NO_BODY,
-    ) -> Answer:
+    ) -> BucketAnswer:
         """Send a request and read the head of its answer, which the caller closes.
 
         Reading the answer has the same deadline: `s3_timeout_s` from now. At most the body of a
@@ -143,7 +143,7 @@ class BucketClient:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _refusal(answer: Answer) -> UnavailableError:
+def _refusal(answer: BucketAnswer) -> UnavailableError:
     """Return an error with status and code, without the text, which may repeat what was signed."""
     region = _REGION.fullmatch(answer.header("x-amz-bucket-region") or "")
     with answer:

@@ -142,7 +142,7 @@ class _Connection(http.client.HTTPConnection):
         return bool(poll.poll(0))
 
 
-class Answer:
+class BucketAnswer:
     """An answer with its head read; its body comes next, as the caller takes it.
 
     Attributes:
@@ -201,7 +201,7 @@ class Answer:
         self._response.close()
         self._pool.give_back(connection, is_whole and not self._response.will_close)
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> BucketAnswer:
         return self
 
     def __exit__(
@@ -234,7 +234,7 @@ class ConnectionPool:
         headers: Mapping[str, str],
         body: Sequence[bytes | memoryview],
         ends_at: float,
-    ) -> Answer:
+    ) -> BucketAnswer:
         """Send a request and read the head of its answer. The caller closes the answer.
 
         Sent twice if a connection that had been idle proves to be closed: requests must be safe to
@@ -263,7 +263,7 @@ class ConnectionPool:
                 connection.endheaders()
                 for part in body:
                     connection.send(part)
-                return Answer(self, connection, connection.getresponse())
+                return BucketAnswer(self, connection, connection.getresponse())
             except _HUNG_UP:
                 self.give_back(connection, is_usable=False)
                 if is_fresh:

@@ -41,7 +41,7 @@ from lmcache_core.storage.disk.layout import record_name
 from lmcache_core.wire.incoming import miss_for
 
 from lmcache_storage.s3.client import BucketClient
-from lmcache_storage.s3.connections import FAILURES, Answer, why
+from lmcache_storage.s3.connections import FAILURES, BucketAnswer, why
 from lmcache_storage.settings import S3Settings
 
 logger = logging.getLogger(__name__)
@@ -389,7 +389,7 @@ class BucketObjects:
         with self._request("HEAD", name) as answer:
             return None if answer.status == 404 else _version_of(answer)
 
-    def _get(self, name: str) -> Answer | None:
+    def _get(self, name: str) -> BucketAnswer | None:
         answer = self._request("GET", name)
         if answer.status == 200:
             return answer
@@ -428,7 +428,7 @@ class BucketObjects:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         body: Sequence[bytes | memoryview] = (),
-    ) -> Answer:
+    ) -> BucketAnswer:
         try:
             return self._client.request(
                 method, name, query=query or {}, headers=headers or {}, body=body
@@ -443,7 +443,7 @@ class BucketObjects:
 class _Pieces:
     """The bytes of an object as they arrive."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: BucketAnswer) -> None:
         self._answer = answer
 
     @property
@@ -501,7 +501,7 @@ def _found(
     return FoundObject(key, header, bytes(head), payload_bytes, stored_at, pieces)
 
 
-def _version_of(answer: Answer) -> _Version:
+def _version_of(answer: BucketAnswer) -> _Version:
     made_at = answer.modified_at
     stored_at = made_at
     if made_at is not None:

@@ -166,7 +166,7 @@ class LookupView(ApiModel):
     """Hashes of the first 512 chunks, 64 hex digits each."""
 
 
-class LookupAnswer(ApiModel):
+class RememberedLookup(ApiModel):
     """The latest lookup of the requests that match."""
 
     lookup: LookupView | None
@@ -224,7 +224,7 @@ async def latest_lookup(
             description="The engine's id of the request, or a part of it.",
         ),
     ],
-) -> LookupAnswer:
+) -> RememberedLookup:
     """Find the latest lookup of a request.
 
     The last 1,000 of the last hour are kept in memory: hashes and counts, no tokens. 403 unless
@@ -232,7 +232,7 @@ async def latest_lookup(
     """
     _check_loopback(sidecar)
     found = sidecar.lookups.latest(request_id)
-    return LookupAnswer(lookup=None if found is None else _lookup_view(found))
+    return RememberedLookup(lookup=None if found is None else _lookup_view(found))
 
 
 def _check_loopback(sidecar: SidecarNode) -> None:
