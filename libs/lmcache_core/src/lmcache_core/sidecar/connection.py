@@ -455,7 +455,9 @@ class SidecarConnection:
 
     @contextlib.contextmanager
     def _turn_within(self, limit_s: float) -> Iterator[None]:
-        """Exclude other threads' requests; report the connection if it is lost meanwhile."""
+        """Exclude other threads' requests. A socket that breaks closes the connection, and a
+        connection that is lost is reported.
+        """
         begin = time.monotonic()
         try:
             self.hold(1)
@@ -465,7 +467,8 @@ class SidecarConnection:
                         f"sidecar at {self._path}: busy with requests of other threads"
                     )
                 try:
-                    yield
+                    with reaching(f"sidecar at {self._path}", close=self.close):
+                        yield
                 finally:
                     self._turn.release()
             finally:
@@ -475,16 +478,6 @@ class SidecarConnection:
                 logger.debug("the sidecar did not answer: error=%s", str(exc))
             else:
                 self._report_loss(exc, time.monotonic() - begin)
-            raise
-
-    @contextlib.contextmanager
-    def _on_socket(self) -> Iterator[None]:
-        """Access the socket; if it breaks, close the connection and raise `UnavailableError`."""
-        try:
-            with reaching(f"sidecar at {self._path}"):
-                yield
-        except UnavailableError:
-            self.close()
             raise
 
     def _report_loss(self, cause: LMCacheError, cost_s: float) -> None:
@@ -539,17 +532,19 @@ class SidecarConnection:
         return question
 
     def _flush(self, deadline: float) -> bool:
-        """Send what could not be sent before; return whether that was all.
+        """Send what could not be sent before; return whether that was possible in time.
 
         Raises:
-            UnavailableError: The connection is broken.
+            OSError: The connection is broken.
         """
         connection = self._usable_socket()
-        with self._on_socket(), contextlib.suppress(*LATE):
+        try:
             while self._unsent:
                 connection.settimeout(max(0.0, deadline - time.monotonic()))
                 del self._unsent[: connection.send(self._unsent)]
-        return not self._unsent
+        except LATE:
+            return False
+        return True
 
     def _read_arrived(self) -> None:
         if self._unanswered:
@@ -559,22 +554,19 @@ class SidecarConnection:
         """Read answers up to that of `question`; return whether it arrived in time.
 
         Raises:
-            UnavailableError: The connection is broken.
+            OSError: The connection is broken.
             ProtocolError: The sidecar refused a request, or sent an unexpected answer.
         """
         while question.answer is None:
             # A sidecar that is waiting for us to read its answers reads no questions until we do.
             self._flush(deadline)
-            frame: tuple[FrameHeader, Message] | None = None
             try:
-                with self._on_socket(), contextlib.suppress(*LATE):
-                    frame = self._next_frame(self._usable_socket(), deadline)
+                header, answer = self._next_frame(self._usable_socket(), deadline)
+            except LATE:
+                return False
             except ProtocolError as exc:
                 self.close()
                 raise _NotAFrame(str(exc)) from exc
-            if frame is None:
-                return False
-            header, answer = frame
             try:
                 self._accept(self._unanswered.popleft(), header.correlation_id, answer)
             except ProtocolError:

@@ -22,7 +22,10 @@ BROKEN: Final = (
 
 @contextmanager
 def reaching(
-    place: str, *kinds: type[Exception], why: Callable[[Exception], str] = str
+    place: str,
+    *kinds: type[Exception],
+    why: Callable[[Exception], str] = str,
+    close: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Raise `UnavailableError` for whatever is in `BROKEN` or of these kinds.
 
@@ -30,9 +33,11 @@ def reaching(
         place: Name of the other side, with which the error begins.
         kinds: What else the transport's library raises if it cannot reach the other side.
         why: Returns the rest of the error's text; "" for a deadline that has passed.
+        close: Called before the error is raised.
     """
     failures: tuple[type[Exception], ...] = (*BROKEN, *kinds)
     try:
         yield
     except failures as exc:
+        close()
         raise UnavailableError(f"{place}: {why(exc) or 'no answer in time'}") from exc
