@@ -238,6 +238,15 @@ def test_another_archive_is_refused(archive: bytes, match: str) -> None:
         read(TorchDeserializer, archive)
 
 
+def test_a_torch_that_writes_otherwise_is_found_out_when_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = archived({"data/1": DATA})
+    monkeypatch.setattr(torch, "save", lambda tensor, file: file.write(other))
+    with pytest.raises(SerdeError, match=r"torch \S+ writes archives of another form; use the"):
+        TorchSerializer().to_bytes(GIVEN)
+
+
 class Recorded(Serializer, Deserializer):
     """Answers with a fixed object, so that the wrapper is seen to hand on that very one."""
 

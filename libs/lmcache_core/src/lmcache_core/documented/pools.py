@@ -113,11 +113,6 @@ class LocalPool(BasePool):
         self._free = list(range(self.max_chunk_num - 1, -1, -1))
         self._handed_out: dict[int, KVObj] = {}
 
-    @property
-    def num_free(self) -> int:
-        """Slots that can be allocated."""
-        return len(self._free)
-
     def init_max_chunk_num(self, metadata: LMCacheMemPoolMetadata) -> int:
         """Return how many whole chunks fit into `max_local_cache_size`."""
         return int(metadata.max_local_cache_size * BYTES_PER_GB) // num_bytes(

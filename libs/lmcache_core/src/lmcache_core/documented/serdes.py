@@ -348,8 +348,17 @@ class TorchSerializer(_PlainSerializer):
 
     @override
     def _payload(self, tensor: torch.Tensor) -> BytesLike:
+        """Raises:
+        SerdeError: This release of torch writes other archives than this serde reads.
+        """
         file = io.BytesIO()
         torch.save(tensor, file)
+        with zipfile.ZipFile(file) as archive:
+            if TORCH_MEMBER not in archive.namelist():
+                raise SerdeError(
+                    f"torch {torch.__version__} writes archives of another form; use the Safe or"
+                    " the Fast serde"
+                )
         return file.getbuffer()
 
 
