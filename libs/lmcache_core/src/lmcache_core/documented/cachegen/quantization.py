@@ -87,8 +87,7 @@ def quant(bins: int, xq: torch.Tensor, max1: float | torch.Tensor) -> torch.Tens
         ConfigError: The bins cannot be used.
     """
     centre = _centres((bins,), xq.device).reshape(())
-    scale = torch.as_tensor(max1, dtype=torch.float32, device=xq.device)
-    return _unsigned(xq).to(torch.float32, copy=True).sub_(centre).div_(centre).mul_(scale)
+    return _dequantised(xq, centre, torch.as_tensor(max1))
 
 
 def do_dequantize(
@@ -118,10 +117,7 @@ def do_dequantize(
             f"maxtensors {tuple(maxtensors.shape)} do not fit values {tuple(t.shape)}: give"
             f" {(*t.shape[:2], 1)}"
         )
-    scale = maxtensors.to(device=t.device, dtype=torch.float32)
-    return (
-        _unsigned(t).to(torch.float32, copy=True).sub_(centres).div_(centres).mul_(scale).to(dtype)
-    )
+    return _dequantised(t, centres, maxtensors).to(dtype)
 
 
 def concat_max(max1: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -310,5 +306,7 @@ def _quantised(values: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tenso
     return torch.minimum(quantised, centres + centres, out=quantised), maxes.to(values.dtype)
 
 
-def _unsigned(symbols: torch.Tensor) -> torch.Tensor:
-    return symbols.view(torch.uint8) if symbols.dtype is torch.int8 else symbols
+def _dequantised(symbols: torch.Tensor, centres: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    unsigned = symbols.view(torch.uint8) if symbols.dtype is torch.int8 else symbols
+    wide = scale.to(device=symbols.device, dtype=torch.float32)
+    return unsigned.to(torch.float32, copy=True).sub_(centres).div_(centres).mul_(wide)

@@ -31,7 +31,6 @@ from lmcache_core.serde.machine_code import load_loops
 from lmcache_core.serde.tables import LANES, STATE_WORDS, TOTAL, max_words, reciprocals
 
 Integers = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint16]
 
 MAX_RECOMBINED_BYTES = 1 << 30
 _WORD_BYTES = 2
@@ -85,9 +84,8 @@ def encode_function(
     data_chunks = []
     for start in range(0, num_tokens, chunk_size):
         chunk = symbols[:, start : start + chunk_size]
-        streams, lengths = _encoded(cdf, chunk)
-        stream = _joined(streams).to(kv.device)
-        data_chunks.append(CacheGenGPUBytestream(stream, lengths.to(kv.device), chunk.shape[1]))
+        stream, lengths = (part.to(kv.device) for part in _encoded(cdf, chunk))
+        data_chunks.append(CacheGenGPUBytestream(stream, lengths, chunk.shape[1]))
     return CacheGenGPUEncoderOutput(data_chunks, cdf, max_keys, max_values, num_heads, head_size)
 
 
@@ -121,8 +119,8 @@ def encode_ntokens(
     check_tensor("cdf_int", cdf_int, (torch.int16,), (*sizes, None), LayoutError)
     check_tensor("output_buffer", output_buffer, (torch.uint8,), (*sizes, None), LayoutError)
     check_tensor("output_lengths", output_lengths, (torch.int32,), sizes, LayoutError)
-    streams, lengths = _encoded(cdf_int, encode_input)
-    stream, room = _joined(streams).to(output_buffer.device), output_buffer.shape[2]
+    stream, lengths = _encoded(cdf_int, encode_input)
+    stream, room = stream.to(output_buffer.device), output_buffer.shape[2]
     _refuse(
         (lengths > room).numpy(), "the buffer is too short: give 128 bytes and 2 for each token"
     )
@@ -285,9 +283,9 @@ def decode_function_gpu(
     return decoded[:layers_in_key], decoded[layers_in_key:]
 
 
-def _encoded(cdf: torch.Tensor, symbols: torch.Tensor) -> tuple[list[Words], torch.Tensor]:
-    """Return the streams of all layers and channels, and their lengths in bytes, int32 `[layers,
-    channels]`.
+def _encoded(cdf: torch.Tensor, symbols: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the streams of all layers and channels one after the other, uint8, and their lengths,
+    int32 `[layers, channels]`; on the CPU.
 
     Args:
         cdf: As `encode_ntokens` takes it.
@@ -299,7 +297,7 @@ def _encoded(cdf: torch.Tensor, symbols: torch.Tensor) -> tuple[list[Words], tor
     _refuse(values.max(-1, initial=0) >= num_bins, "a value is beyond the last one of the cdf")
     section = values.shape[2], 1, 1, num_bins
     words, length = np.empty(max_words(values.shape[2]), np.uint16), np.zeros(1, np.int64)
-    streams = []
+    streams = [words[:0].astype("<u2")]  # an empty one: KV may have no channels
     for layer in range(len(slots)):
         frequencies = np.diff(slots[layer])
         # Of each channel, for each symbol: what the coder needs (`ShapeTables.coder`).
@@ -308,13 +306,9 @@ def _encoded(cdf: torch.Tensor, symbols: torch.Tensor) -> tuple[list[Words], tor
         for row, entries in zip(rows, coder.astype(np.uint32), strict=True):
             begin = encode_sections(row, section, _FIRST_TABLE, entries, words, length)
             streams.append(words[begin:].astype("<u2"))
-    lengths = torch.tensor([stream.nbytes for stream in streams], dtype=torch.int32)
-    return streams, lengths.view(slots.shape[:2])
-
-
-def _joined(streams: list[Words]) -> torch.Tensor:
-    """Return all streams one after the other, uint8."""
-    return torch.from_numpy(np.concatenate(streams or [np.empty(0, np.uint16)]).view(np.uint8))
+    lengths = torch.tensor([stream.nbytes for stream in streams[1:]], dtype=torch.int32)
+    joined = torch.from_numpy(np.concatenate(streams).view(np.uint8))
+    return joined, lengths.view(slots.shape[:2])
 
 
 def _check_chunk_size(chunk_size: int) -> None:
