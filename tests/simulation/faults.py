@@ -579,7 +579,7 @@ class Faults:
             name for name, process in self._cluster.processes.items() if process.machine is machine
         ]
         node = self._world.nodes.get(name)
-        disk = None if node is None else node.tiers.disk_files
+        disk = None if node is None else node.tiers.disk
         held = (
             {} if disk is None else {disk._layout.record(key): key for key in disk._index._entries}
         )

@@ -299,7 +299,7 @@ def _drop_no_only_copy(world: World) -> None:
         return process.name, {
             key
             for node in others
-            for disk in [node.tiers.disk_files]
+            for disk in [node.tiers.disk]
             for key in (*node.stack.hot._chunks, *(() if disk is None else disk._index._entries))
         }
 

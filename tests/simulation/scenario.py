@@ -332,7 +332,7 @@ class Scenario:
         """Check the bytes on a disk; no file that cannot be read is removed to make room."""
         if not self._has_read_disk(name):
             return
-        room = self._world.nodes[name].tiers.disk_files._store._room
+        room = self._world.nodes[name].tiers.disk._store._room
         limit = max(self.cluster.disk_bytes(name), room.unread_bytes)
         used = self._world.files.disks[name].used_bytes(self.cluster.disk_path(name))
         if used > limit * DISK_SLACK:
@@ -426,9 +426,9 @@ class Scenario:
         node, disk = self._running(name), self._world.files.disks[name]
         if node is None:
             return False
-        if node.tiers.disk_files is None:
+        if node.tiers.disk is None:
             return False
-        store = node.tiers.disk_files._store
+        store = node.tiers.disk._store
         return store.is_loaded and not any(disk.is_folder(str(path)) for path in store._room.unread)
 
     def _running(self, name: str) -> Any:
@@ -441,7 +441,7 @@ class Scenario:
         node = self._world.nodes.get(name)
         if node is None:
             return 0
-        tiers = [] if node.tiers.disk_files is None else [node.tiers.disk_files]
+        tiers = [] if node.tiers.disk is None else [node.tiers.disk]
         if node.tiers.remote is not None:
             tiers.append(node.tiers.remote)
         return sum(tier.stats()["corrupt_chunks"] for tier in tiers)
@@ -774,7 +774,7 @@ class Scenario:
         """Check that each file on a disk is one that its tier charges."""
         if not self._has_read_disk(name):
             return
-        tier, disk = self._world.nodes[name].tiers.disk_files, self._world.files.disks[name]
+        tier, disk = self._world.nodes[name].tiers.disk, self._world.files.disks[name]
         room, layout = tier._store._room, tier._layout
         known = {str(layout.record(key)) for key in tier._index._entries} | {str(layout.lock)}
         held = (*room.unread, *room.damaged, *room.doubtful, *room.later)

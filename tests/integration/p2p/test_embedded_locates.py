@@ -88,7 +88,7 @@ async def test_lookup_tells_where_a_chunk_is(tmp_path: Path, is_announced: bool)
             await stack.open()
             exits.push_async_callback(stack.close)
             exits.push_async_callback(peers.close)
-            await peers.open(stack, tiers.disk_files)
+            await peers.open(stack, tiers.disk)
             remote = tiers.lower[-1]
             [got] = await remote.batched_get([KEY], tiers.hot.allocate, 10.0)
             assert payload_of(got) == (

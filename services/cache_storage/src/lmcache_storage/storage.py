@@ -12,7 +12,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.names import BUCKET_TIER
+from lmcache_core.names import BUCKET_TIER, DISK_TIER
 from lmcache_core.p2p import PeerFigures
 from lmcache_core.storage.guard import GuardOptions
 from lmcache_core.storage.served import LocalStore
@@ -87,8 +87,8 @@ class StorageNode(Node[StorageSettings]):
         # LMCache clients know one server, and would not find their values on another.
         chunks = LocalChunks(
             tiers.hot,
-            tiers.disk_files,
-            tiers.guarded_disk,
+            tiers.disk,
+            tiers.guarded(DISK_TIER),
             settings.tier_timeout_s,
             lambda key: not is_foreign(key),
         )
@@ -101,7 +101,7 @@ class StorageNode(Node[StorageSettings]):
         timeout_s = settings.tier_timeout_s
         self.near = LocalStore(stack, self.takes_chunks, timeout_s)
         self.store = StorageStore(
-            stack, tiers.disk_files, Departures(), self.takes_chunks, timeout_s, self.counters
+            stack, tiers.disk, Departures(), self.takes_chunks, timeout_s, self.counters
         )
         self.limits = ServerLimits(
             max_connections=settings.max_connections,
@@ -206,7 +206,7 @@ class StorageNode(Node[StorageSettings]):
 
         health.add("stores", stores)
         health.add("arena", arena)
-        if (disk := self.tiers.disk_files) is not None:
+        if (disk := self.tiers.disk) is not None:
 
             async def takes_writes() -> str:
                 figures = disk.stats()

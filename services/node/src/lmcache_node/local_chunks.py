@@ -9,7 +9,8 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import ListsKeys, StorageBackend
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 
 MAX_READING_BYTES = 256 << 20
@@ -24,13 +25,13 @@ class LocalChunks:
     Attributes:
         hot: The memory tier.
         listed: Lists the chunks on disk; None without a disk.
-        disk: Reads from the disk; None without one.
+        disk: Reads from the disk, in its guard; None without one.
         timeout_s: Longest wait for the disk per batch.
         is_wanted: Selects the chunks that are listed.
     """
 
     hot: LocalCPUBackend
-    listed: ListsKeys | None
+    listed: DiskBackend | None
     disk: StorageBackend | None
     timeout_s: float
     is_wanted: Callable[[ChunkKey], bool]

@@ -18,7 +18,7 @@ from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile, huge_page_policy
-from lmcache_core.names import PEER_TIER
+from lmcache_core.names import DISK_TIER, PEER_TIER
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
@@ -134,8 +134,8 @@ class SidecarNode(Node[SidecarSettings]):
         # Other tenants' chunks on a disk would arrive elsewhere under this tenant's name.
         chunks = LocalChunks(
             self.tiers.hot,
-            self.tiers.disk_files,
             self.tiers.disk,
+            self.tiers.guarded(DISK_TIER),
             settings.tier_timeout_s,
             lambda key: key.tenant == settings.tenant,
         )

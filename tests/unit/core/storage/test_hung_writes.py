@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.storage.base import lister_of
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backend import DEFAULT_NUM_THREADS
@@ -54,8 +53,14 @@ def arena() -> ArenaAllocator:
 
 
 @pytest.fixture
-async def stack(tmp_path: Path, files: Hanging, arena: ArenaAllocator) -> AsyncIterator[TierStack]:
-    disk = DiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
+def disk(tmp_path: Path, files: Hanging) -> DiskBackend:
+    return DiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
+
+
+@pytest.fixture
+async def stack(
+    disk: DiskBackend, files: Hanging, arena: ArenaAllocator
+) -> AsyncIterator[TierStack]:
     options = GuardOptions(timeout_s=0.1, cool_down_s=0.2, cool_down_cap_s=0.4)
     tier = Guard(EncodedBackend(disk, Codecs({})), options, is_priced=True)
     made = TierStack(LocalCPUBackend(arena, create_policy()), [tier])
@@ -129,15 +134,13 @@ async def test_storing_what_the_disk_has_does_not_end_the_bypass(
 
 
 async def test_bytes_that_a_hung_write_reads_are_not_used_again(
-    stack: TierStack, files: Hanging
+    stack: TierStack, disk: DiskBackend, files: Hanging
 ) -> None:
     await put(stack, *range(NUM_CHUNKS))
     await until(lambda: figures(stack)["breaker_open"])
     await put(stack, *range(100, 100 + 4 * NUM_CHUNKS))  # over every byte of the arena that is free
     files.may_write.set()
     keys = [make_key(i) for i in range(DEFAULT_NUM_THREADS)]
-    disk = lister_of(stack.lower[0])
-    assert disk is not None
     await until(lambda: set(keys) <= {key for key, _ in disk.held()})
     stack.hot.clear_now()
     found = await stack.batched_get(keys)

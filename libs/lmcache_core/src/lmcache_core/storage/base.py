@@ -6,7 +6,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol, runtime_checkable
 
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Result
@@ -116,26 +115,6 @@ class StorageBackend(ABC):
         """Return figures for status pages: `num_chunks`, `used_bytes`, `capacity_bytes` and the
         tier's own counters.
         """
-
-
-@runtime_checkable
-class ListsKeys(Protocol):
-    """A tier that can list its chunks."""
-
-    def keys(self) -> list[ChunkKey]:
-        """Return the names of all chunks held now."""
-
-    def held(self) -> list[tuple[ChunkKey, int]]:
-        """Return name and size (whole record, bytes) of every chunk held now."""
-
-
-def lister_of(backend: StorageBackend) -> ListsKeys | None:
-    """Return the object that lists this tier's chunks: the tier itself or one it wraps. None if
-    neither can.
-    """
-    while backend.wrapped is not None:
-        backend = backend.wrapped
-    return backend if isinstance(backend, ListsKeys) else None
 
 
 @asynccontextmanager

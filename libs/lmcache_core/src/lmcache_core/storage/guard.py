@@ -22,7 +22,7 @@ from lmcache_core._typing import override
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
-from lmcache_core.storage.base import StorageBackend, lister_of
+from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.observers import (
     LogObserver,
     MetricsObserver,
@@ -168,8 +168,9 @@ class Guard(StorageBackend):
     whatever it still reads after a put was cancelled.
 
     An answer that did not need the device proves nothing about it, so it neither opens nor closes a
-    breaker. A tier that lists its keys answers that way to `batched_contains`, to a put that adds
-    no chunk, and to a get or removal that finds none; every tier does for a call without keys.
+    breaker. A tier that knows its chunks (`num_written`) answers that way to `batched_contains`, to
+    a put that writes none, and to a get or removal that finds none; every tier does for a call
+    without keys.
 
     Args:
         backend: The tier; opened and closed with this one.
@@ -198,8 +199,7 @@ class Guard(StorageBackend):
         self._writes = _Breaker(
             f"{backend.name} (writes)", replace(self._options, num_failures=1), clock
         )
-        lister = lister_of(backend)
-        self._lister: StorageBackend | None = lister if isinstance(lister, StorageBackend) else None
+        self._knows_chunks = backend.num_written is not None
         self._cost = ReadCost() if is_priced else None
         self._num_too_dear = self._num_withheld = 0
         self._asking_price: WeakSet[asyncio.Task[Any]] = WeakSet()
@@ -256,7 +256,7 @@ class Guard(StorageBackend):
             async with self._attempt("contains", keys, self._options.timeout_s) as attempt:
                 found = await self._backend.batched_contains(keys)
                 attempt.num_chunks = sum(found)
-                attempt.proves_nothing = self._lister is not None
+                attempt.proves_nothing = self._knows_chunks
                 return found
         return [False] * len(keys)
 
@@ -307,7 +307,7 @@ class Guard(StorageBackend):
                     num_written = self._backend.num_written
                     kept = await self._backend.batched_put(chunks)
                     attempt.proves_nothing = (
-                        num_written is not None and num_written == self._backend.num_written
+                        self._knows_chunks and self._backend.num_written == num_written
                     )
                     if not attempt.proves_nothing:
                         attempt.num_chunks = sum(kept)
@@ -367,7 +367,7 @@ class Guard(StorageBackend):
             and timeout_s < self._options.slow_call_s
         )
         if not trouble:
-            attempt.proves_nothing = self._lister is not None
+            attempt.proves_nothing = self._knows_chunks
         elif is_short:
             attempt.proves_nothing = True
         else:
@@ -383,7 +383,7 @@ class Guard(StorageBackend):
         if self._breaker.admit():
             async with self._attempt(operation, keys, limit_s) as attempt:
                 attempt.num_chunks = await remove()
-                attempt.proves_nothing = self._lister is not None and not attempt.num_chunks
+                attempt.proves_nothing = self._knows_chunks and not attempt.num_chunks
                 return attempt.num_chunks
         return 0
 

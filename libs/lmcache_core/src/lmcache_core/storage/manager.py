@@ -365,7 +365,7 @@ class StorageManager(ChunkStore):
         try:
             await stack.open()
             if peers is not None:
-                await peers.open(stack, tiers.disk_files)
+                await peers.open(stack, tiers.disk)
             if self._closing is not None:
                 raise UnavailableError("it was closed while it was being opened")
         except BaseException:

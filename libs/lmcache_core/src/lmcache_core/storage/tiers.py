@@ -146,26 +146,26 @@ class TierSet:
         hot: The host-memory tier.
         lower: All slower tiers in their guards, fastest first.
         written: Those of them that every new chunk is written to.
-        disk_files: The bare disk tier, which can list its chunks.
-        guarded_disk: The disk tier in its guard.
-        disk: The disk tier with its codec but without its guard: it raises instead of missing.
-        remote: The remote tier, in the same form.
+        disk: The disk tier, bare: it can list its chunks. `lower` has it in its guard.
+        remote: The remote tier with its codec but without its guard: it raises instead of missing.
         pulled: Bytes pulled, by peer.
     """
 
     hot: LocalCPUBackend
     lower: tuple[StorageBackend, ...] = ()
     written: tuple[StorageBackend, ...] = ()
-    disk_files: DiskBackend | None = None
-    guarded_disk: StorageBackend | None = None
-    disk: StorageBackend | None = None
+    disk: DiskBackend | None = None
     remote: StorageBackend | None = None
     pulled: PulledBytes | None = None
 
     @property
     def local(self) -> tuple[LocalCPUBackend | DiskBackend, ...]:
         """Return the bare tiers that keep chunks in this pod."""
-        return (self.hot,) if self.disk_files is None else (self.hot, self.disk_files)
+        return (self.hot,) if self.disk is None else (self.hot, self.disk)
+
+    def guarded(self, name: str) -> StorageBackend | None:
+        """Return the slower tier of that name in its guard; None if there is none."""
+        return next((tier for tier in self.lower if tier.name == name), None)
 
     def stack(
         self,
@@ -203,11 +203,10 @@ def build_tiers(spec: TiersSpec, hot: LocalCPUBackend | None = None) -> TierSet:
             limits=spec.hot.limits,
             on_kept=spec.hot.on_kept,
         )
-    files = None if spec.disk is None else _disk(spec, spec.disk)
-    disk = None
-    if files is not None and spec.disk is not None:
-        disk = _decoded(spec, files, spec.disk.serde)
-    peers = None
+    disk = records = peers = None
+    if spec.disk is not None:
+        disk = _disk(spec, spec.disk)
+        records = _decoded(spec, disk, spec.disk.serde)
     if spec.peers is not None:
         peers = _decoded(spec, spec.peers.backend, None, spec.peers.accepts_lossy)
     remote = None
@@ -221,13 +220,11 @@ def build_tiers(spec: TiersSpec, hot: LocalCPUBackend | None = None) -> TierSet:
             if tier is not None
         ]
 
-    on_disk, pulling, distant = guarded(disk), guarded(peers), guarded(remote, spec.further)
+    on_disk, pulling, distant = guarded(records), guarded(peers), guarded(remote, spec.further)
     return TierSet(
         hot=hot,
         lower=(*on_disk, *pulling, *distant),
         written=(*on_disk, *distant),
-        disk_files=files,
-        guarded_disk=on_disk[0] if on_disk else None,
         disk=disk,
         remote=remote,
         pulled=None if spec.peers is None else spec.peers.backend.pulled,

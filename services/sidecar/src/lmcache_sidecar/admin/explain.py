@@ -317,18 +317,18 @@ async def _in_memory(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
 
 
 async def _on_disk(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
-    files, disk = sidecar.tiers.disk_files, sidecar.tiers.disk
-    if files is None or disk is None:
+    disk, guard = sidecar.tiers.disk, sidecar.tiers.guarded(DISK_TIER)
+    if disk is None or guard is None or guard.wrapped is None:
         return ()
-    served = await _bounded(sidecar, disk.batched_contains(keys))
+    served = guard.wrapped.contains_now(keys)  # what its codec lets through
     found: list[PlaceView | MissReason] = []
-    for i, entry in enumerate(files.peek_many(keys)):
+    for i, entry in enumerate(disk.peek_many(keys)):
         if isinstance(entry, Miss):
             found.append(entry.reason)
             continue
         found.append(
             PlaceView(
-                tier=files.name,
+                tier=disk.name,
                 state="unknown" if served is None else "present" if served[i] else "refused",
                 num_bytes=entry.record_bytes,
                 age_s=_age_s(entry.stored_at),
