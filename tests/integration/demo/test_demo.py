@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from lmcache_demo.demo import Engine
+from lmcache_demo.processes import DemoError, Processes
+from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.redis_server import redis_executable
 
@@ -146,3 +149,11 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert "interrupted" in output
     assert not descendants_of(str(tmp_path))
     assert not list(tmp_path.glob("lmcache-demo-*"))
+
+
+def test_an_engine_that_has_ended_is_a_fault_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with Processes(tmp_path, quiet_environment()) as processes:
+        engine = Engine(processes, "engine-x", "no such worker")
+        ended = pytest.raises(DemoError, match=r"(?s)^engine-x has ended:\n.*no such worker")
+        with engine.process.process, ended:
+            engine.ask("One. Two.")

@@ -8,6 +8,7 @@ compared with the one without a cache, and printed (`report`).
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import select
 import signal
@@ -228,19 +229,18 @@ class Engine:
         Raises:
             DemoError: The process has ended, or gave no answer in time; the text ends with its log.
         """
-        process, name = self.process.process, self.process.name
+        process = self.process.process
         assert process.stdin is not None
         assert process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # of one that has ended, nothing can be read
             process.stdin.write(msgspec.json.encode([method, *arguments]) + b"\n")
             process.stdin.flush()
-        except BrokenPipeError as exc:
-            raise DemoError(f"{name} has ended:\n{self.process.tail()}") from exc
         ready, _, _ = select.select([process.stdout], [], [], ANSWER_TIMEOUT_S)
         line = process.stdout.readline() if ready else b""
         if not line:
-            tail = self.process.tail()
-            raise DemoError(f"{name} gave no answer within {ANSWER_TIMEOUT_S:.0f} s:\n{tail}")
+            late = f"gave no answer within {ANSWER_TIMEOUT_S:.0f} s"
+            what = "has ended" if ready else late
+            raise DemoError(f"{self.process.name} {what}:\n{self.process.tail()}")
         return msgspec.json.decode(line, type=answer)
 
 
