@@ -530,12 +530,12 @@ class LocalCPUBackend(StorageBackend):
         with self._lock:
             gone += self._expire([chunk.key])
             is_admitted = self._admits(chunk, memory_obj.metadata.phy_size, gone)
-            is_held = is_admitted or self._find(chunk.key) is not None
             if is_admitted:
                 is_ours = memory_obj is chunk.memory and chunk.tier == self.name
                 if chunk.key in self._chunks:  # it replaces a lossy one
                     self._drop(chunk.key)
                 self._hold(chunk if is_ours else chunk.moved(memory_obj, self.name))
+            is_held = self._find(chunk.key) is not None  # False if it has expired already
         if not is_admitted:
             memory_obj.ref_count_down()
         return is_held
