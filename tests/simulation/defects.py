@@ -232,8 +232,7 @@ DEFECTS = (
     Defect(
         "questions wait for a full socket",
         f"{CORE}/sidecar/connection.py",
-        "            with contextlib.suppress(TimeoutError, BlockingIOError):\n"
-        "                self._flush(connection, deadline)\n            try:",
+        "            self._flush(deadline)\n            try:",
         "            try:",
     ),
     Defect(
@@ -275,9 +274,9 @@ DEFECTS = (
     ),
     Defect(
         "a slow sidecar is asked at once when it has a thread",
-        f"{CORE}/sidecar/pace.py",
-        "self._thread is None or not self._thread.is_alive()",
-        "self._thread is None or self._thread.is_alive()",
+        f"{CORE}/sidecar/connection.py",
+        "self._prober is None or not self._prober.is_alive()",
+        "self._prober is None or self._prober.is_alive()",
     ),
     Defect(
         "a file that cannot be read is served again",

@@ -52,7 +52,7 @@ def make_chunk() -> Chunk:
     """A chunk of a model that nobody else has."""
     engine_key = CacheEngineKey(NAME, f"{NAME}/{secrets.token_hex(8)}", 1, 0, hashlib.sha256(os.urandom(32)).hexdigest())
     header = raw_header(engine_key, (CHUNK_BYTES,), "uint8", UNSEALED_DIGEST)
-    return Chunk.unsealed(ChunkKey("default", engine_key), header, BytesBufferMemoryObj(os.urandom(CHUNK_BYTES)), NAME).sealed()
+    return Chunk.unsealed(ChunkKey.of("default", engine_key), header, BytesBufferMemoryObj(os.urandom(CHUNK_BYTES)), NAME).sealed()
 
 
 async def check_storage(url: str, token: TokenFile | None, tls: ClientTls) -> None:
