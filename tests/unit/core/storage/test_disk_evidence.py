@@ -114,6 +114,50 @@ async def test_a_digest_that_fails_once_costs_one_miss(tmp_path: Path, files: Ly
     await disk.close()
 
 
+class TurningFiles(LyingFiles):
+    """Turns within a second look: the first read of each file lies, those after it do not."""
+
+    def __init__(self, turned: Callable[[], None]) -> None:
+        super().__init__()
+        self._turned = turned
+        self._opened: set[Path] | None = None
+
+    def turn(self) -> None:
+        self._opened = set()
+
+    def open(self, path: Path) -> int:
+        if self._opened is not None and path.suffix == ".kvr":
+            if path in self._opened:
+                self.lie = None
+                self._turned()
+            self._opened.add(path)
+        return super().open(path)
+
+
+def out_of_descriptors() -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize("turned", [out_of_descriptors, lambda: None], ids=["unread", "right"])
+async def test_no_file_is_forgotten_that_reads_otherwise_at_the_second_look(
+    tmp_path: Path, turned: Callable[[], None]
+) -> None:
+    await fill(tmp_path, *NAMES)
+    files = TurningFiles(turned)
+    files.lie = LIES["zeros"]
+    disk = await opened(tmp_path, files=files)
+    used_bytes = disk.stats()["used_bytes"]
+    assert used_bytes > 0
+    files.turn()
+    await look_again(disk)
+    assert disk.stats()["used_bytes"] == used_bytes
+    files._opened = None
+    await look_again(disk)
+    assert await get(disk, *NAMES) == PAYLOADS
+    assert disk.stats()["used_bytes"] == used_bytes
+    await disk.close()
+
+
 class SmallVolume(DiskFiles):
     """A volume of so many bytes and files, of which others take some; it counts its `*.kvr` and
     `*.tmp` files.

@@ -213,8 +213,10 @@ class DiskStore:
             ]
             doubtful = [path for path, _ in (*found.damaged, *found.later) if is_ours(path)]
             judged = scan(self._layout, self._files, doubtful)
+            found.records += judged.records
             found.damaged, found.later = judged.damaged, judged.later
             found.unread = {path: size for path, size in found.unread.items() if is_ours(path)}
+            found.unread |= judged.unread
             for path in still_unread:
                 self._room.forget(path)
             self._take_over(found)
