@@ -17,8 +17,10 @@ from typing import Any
 from tests.simulation.__main__ import FIXED
 
 ROOT = Path(__file__).resolve().parents[2]
-KNOWN_SEEDS = (2, 4, 5, 6, 490679675, 1787743731, 1223285715, 1227964489, 69250424)
-"""Runs of 300 s that violated something once."""
+KNOWN_SEEDS = (2, 4, 1223285715)
+"""Runs of 300 s that violated something once, and meet many faults for their time. What was found
+has tests of its own; with each change of the product these seeds tell other stories.
+"""
 OTHER_KNOWN_RUNS = (
     (30, 80.0),
     (101, 14400.0),
