@@ -1,4 +1,4 @@
-"""Runs of the simulated cluster: a seed repeats, known seeds and a fresh one violate nothing."""
+"""Runs of the simulated cluster: a seed repeats, and a fresh one violates nothing."""
 
 from __future__ import annotations
 
