@@ -1,7 +1,7 @@
 """Each side of each protocol works with the other side as it was at a release, byte for byte, in
 both directions.
 
-`record.py` records a release when it is tagged. Until then, and besides, what is recorded now is
+`record.py` records a release when it is tagged. What is recorded now is always
 replayed, so that the recorder is known to work. Only HELLO and REST bodies may have grown since a
 recording.
 """
