@@ -51,7 +51,6 @@ class StorageBackend(ABC):
         unknown.
 
         Args:
-            num_chunks: Number of chunks wanted.
             limit_s: Time within which the read must finish.
             recompute_s: Cost of computing one chunk instead. A read that costs more than
                 recomputing what it brings is not worth making.
@@ -88,8 +87,6 @@ class StorageBackend(ABC):
         """Read chunks and verify each (key, head, digest). The caller owns every chunk returned.
 
         Args:
-            keys: Names of the chunks.
-            allocate: Allocates memory for payloads.
             timeout_s: Chunks that have not arrived by then are misses with reason `deadline`; the
                 others are returned. None: the tier's own limit.
         """

@@ -64,8 +64,7 @@ def create_codecs(
         serdes: Values of `remote_serde` and similar options, by option; None and "naive" name no
             codec.
         decode_documented: Also decode `torch`, `safetensor` and `fast` if their packages are
-        installed.
-        counters: Counters for the codecs' work.
+            installed.
 
     Raises:
         ConfigError: A serde is unknown, or needs a package that is missing.
@@ -100,13 +99,10 @@ class Codecs:
     Args:
         named: Codecs that options name, by that name. Either all of them open or none does.
         further: Codecs that only decode; skipped if they cannot be opened.
-        counters: Counters for the codecs' work.
         options: The option that names each codec, for errors.
 
     Attributes:
         decoding: Threads that decode, separate so that reads never queue behind writes.
-        encoding: Threads that encode.
-        figures: Statistics of encoding and decoding.
     """
 
     def __init__(
@@ -191,7 +187,6 @@ class Codecs:
         Args:
             chunk: An encoded chunk; the job takes over its reference, a miss does not.
             allocate: Allocates memory for the decoded payload; None: it is too late.
-            figures: Statistics to update.
             seals: Whether to compute the digest of the decoded payload, too.
         """
         codec = self.decoder_of(chunk.described)
@@ -264,7 +259,6 @@ def encoded_chunk(codec: ChunkCodec, chunk: Chunk, figures: CodecFigures) -> Chu
     Args:
         codec: An open codec.
         chunk: A raw chunk; borrowed.
-        figures: Statistics to update.
 
     Returns:
         A chunk with its own memory, outside any arena; None if its record would not be smaller. It
@@ -307,10 +301,7 @@ class Decoding:
     is released.
 
     Attributes:
-        codec: Codec that decodes the record.
-        chunk: The encoded chunk.
         memory: Memory for the decoded payload, of exactly its length.
-        figures: Statistics to update.
         seals: Whether to compute the digest of the decoded payload, too.
     """
 

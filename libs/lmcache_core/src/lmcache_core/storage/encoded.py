@@ -208,7 +208,6 @@ class EncodedBackend(StorageBackend):
         )
 
     def _time_to_read(self, timeout_s: float | None, num_chunks: int) -> float | None:
-        """Return the part of the caller's time that is left for the tier itself."""
         return (
             None
             if timeout_s is None

@@ -56,7 +56,6 @@ class GuardOptions:
     Attributes:
         num_failures: Consecutive failures that open the breaker.
         cool_down_s: Wait before the first probe; doubles with each probe that fails.
-        cool_down_cap_s: Longest wait.
         slow_call_s: A call that its caller cancelled after at least this long counts as a failure.
         timeout_s: Longest wait for a call without a limit of its own; puts and removals get more
             time in proportion to their size.
@@ -174,7 +173,6 @@ class Guard(StorageBackend):
 
     Args:
         backend: The tier; opened and closed with this one.
-        options: Deadlines, and when to bypass the tier.
         is_priced: Measure the cost of reads, so that `num_worth` can tell whether one pays off. For
             readers that can compute the KV instead.
         observers: Notified of every admitted call; by default trace, log and metrics.

@@ -78,7 +78,6 @@ class HeldChunk(NamedTuple):
         stored_at: When it was stored, seconds since the epoch; None if unknown.
         num_holders: References on its memory other than the tier's own: readers, pins, writes to
             slower tiers.
-        lossy: Whether its encoding is lossy.
     """
 
     num_bytes: int
@@ -153,7 +152,6 @@ class LocalCPUBackend(StorageBackend):
         policy: Eviction order; must not be shared with another tier.
         on_removed: Called with every key that the tier drops, in the thread that caused it, without
             a lock held.
-        limits: Limits of age and quota, applied even while there is room.
         clock: Seconds since the epoch, for the age of chunks.
         on_kept: Called with every chunk that the tier stores, in this arena's memory, under the
             tier's lock: it must not call back.
@@ -214,10 +212,6 @@ class LocalCPUBackend(StorageBackend):
         The bytes may never arrive. Until they form a chunk, the memory counts against the tenant's
         quota, which only its own chunks make room for, and against its share of the tier.
 
-        Args:
-            num_bytes: Announced size.
-            tenant: The tenant that will store it.
-
         Returns:
             None if there is no room, or if the tenant may not hold more. In the second case no
                 other tenant loses a chunk; in the first, chunks of about the payload's size are
@@ -247,7 +241,6 @@ class LocalCPUBackend(StorageBackend):
         alone.
 
         Args:
-            num_bytes: Announced size.
             most_bytes: Size of the largest payload that the reader can use; None: unknown. An
                 unusually large one (`UNASKED_SHARE`) may then take free memory, up to one part in
                 `RECEIVING_SHARE`, and evicts nothing.
@@ -601,7 +594,6 @@ class LocalCPUBackend(StorageBackend):
         room.
 
         Args:
-            num_bytes: Announced size.
             tenant: The tenant that will store it; None: a reader asked for it.
             share_bytes: What the tenant, or all readers, may borrow at a time.
             victims: Evicts chunks to make room.
@@ -642,8 +634,6 @@ class LocalCPUBackend(StorageBackend):
         it.
 
         Args:
-            chunk: The chunk.
-            num_bytes: Memory that it will take.
             gone: Receives the keys that were evicted.
         """
         held = self._find(chunk.key)

@@ -69,8 +69,6 @@ class StorageManager(ChunkStore):
     open when the interpreter ends is closed then.
 
     Args:
-        config: Configuration, which selects the tiers.
-        memory_allocator: Host memory for chunks.
         counters: Counters for misses.
         workers: Threads that check digests; opened and closed by their owner.
         chunk_bytes: Size of the largest payload of a chunk that the engine can use; a larger record
@@ -508,12 +506,6 @@ def engine_spec(
     counters: Counters | None = None,
 ) -> TiersSpec:
     """Describe the tiers of an embedded engine.
-
-    Args:
-        config: Configuration, which selects the tiers.
-        memory: Host memory for chunks.
-        peers: Connects the engine to its peers; None: it has none.
-        counters: Counters for the codecs' work.
 
     Raises:
         ConfigError: The token file or a TLS file cannot be read, or a package that a serde needs is

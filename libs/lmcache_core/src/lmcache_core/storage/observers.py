@@ -38,8 +38,6 @@ class TierCall:
     """One call of a tier.
 
     Attributes:
-        tier: Name of the tier.
-        operation: The operation called.
         keys: Keys of the chunks requested; empty for `clear`.
         num_chunks: Chunks found, read, stored or removed.
         num_bytes: Size of the records read or stored.
@@ -89,11 +87,7 @@ class TraceObserver(Observer):
 
 
 class LogObserver(Observer):
-    """Logs one line per call at level debug.
-
-    Args:
-        logger: Logger to write to.
-    """
+    """Logs one line per call at level debug."""
 
     def __init__(self, logger: logging.Logger = logger) -> None:
         self._logger = logger

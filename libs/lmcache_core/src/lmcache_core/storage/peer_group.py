@@ -58,7 +58,7 @@ class PeerGroup:
     Attributes:
         announcer: Announces to lookup what the engine's tiers hold.
         locate: Finds the server of a remote tier that holds a chunk; unavailable while the engine
-        is closed.
+            is closed.
 
     Raises:
         ConfigError: A file cannot be read, or a URL is malformed.
@@ -118,7 +118,6 @@ class PeerGroup:
 
         Args:
             stack: An open stack with `announcer` as its listener.
-            disk: Its disk tier.
         """
         self._loop = asyncio.get_running_loop()
         for client in (self._lookup, self._broker):
@@ -187,8 +186,7 @@ def _tls(config: LMCacheEngineConfig) -> tuple[ClientTls, ssl.SSLContext | None]
 
 def _any_client(token: str | None) -> Principal:
     """Let every client that reaches the address read: there are no ticket keys, as the config
-    allows
-    on loopback only.
+    allows on loopback only.
     """
     return Principal(DEFAULT_TENANT, "client", "anybody")
 

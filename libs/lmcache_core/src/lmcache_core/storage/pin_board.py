@@ -23,9 +23,7 @@ class OperatorPin:
     """A pinned chunk.
 
     Attributes:
-        key: Its name.
         num_bytes: How much of the arena it takes.
-        expires_in_s: Remaining time.
     """
 
     key: ChunkKey
@@ -45,7 +43,6 @@ class PinBoard:
 
     Args:
         stack: The tiers; a chunk that is not hot is lifted.
-        arena_bytes: Size of the arena.
         timeout_s: Longest wait for the slower tiers per batch of chunks.
         clock: Seconds, monotonic.
     """

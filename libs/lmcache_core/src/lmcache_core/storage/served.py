@@ -25,7 +25,6 @@ class LocalStore(ServedStore):
     """A `ServedStore` over the local tiers of a stack, or over the tiers that are named.
 
     Args:
-        stack: The tiers.
         accepts_puts: Queried at every PUT and its allocation: False while draining, or always for a
             read-only store.
         timeout_s: Longest wait for slower tiers in one request.
@@ -72,11 +71,7 @@ class LocalStore(ServedStore):
 
 
 class WrappedStore(ServedStore):
-    """A `ServedStore` that forwards everything to another one.
-
-    Args:
-        store: The wrapped store.
-    """
+    """A `ServedStore` that forwards everything to another one."""
 
     def __init__(self, store: ServedStore) -> None:
         self._store = store
@@ -107,7 +102,6 @@ class LosslessStore(WrappedStore):
     counts as absent, and is replaced by a lossless one.
 
     Args:
-        store: The wrapped store.
         replaceable: Records known to be lossy.
     """
 
@@ -176,7 +170,6 @@ class EncodingStore(WrappedStore, AdaptsToClients):
     All others get raw chunks, and lossy records only if they accept them.
 
     Args:
-        store: The wrapped store.
         codecs: Codecs that are open while this store serves.
         serde: Encoding of chunks, one that `codecs` was made with; "naive": none.
 

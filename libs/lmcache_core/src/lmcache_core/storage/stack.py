@@ -83,9 +83,7 @@ class TierStack:
             `DEFAULT_PENDING_SHARE` leaves.
 
     Attributes:
-        hot: The host-memory tier.
         lower: The slower tiers that are open.
-        keep_hot: Whether chunks stay in host memory.
     """
 
     def __init__(
@@ -198,7 +196,6 @@ class TierStack:
         misses with reason `deadline`.
 
         Args:
-            keys: Names of the chunks.
             timeout_s: Deadline of the whole call; chunks that have not arrived by then are misses.
             prefix_only: Return nothing after the first miss.
             search_range: Names of the slower tiers to ask; None: all.
@@ -469,9 +466,7 @@ class InflightRead:
     """Chunks that one task is reading from slower tiers.
 
     Attributes:
-        keys: Names of the chunks.
         unwanted: Those being removed: the task must not keep them.
-        done: Set when the read has ended.
     """
 
     keys: frozenset[ChunkKey]

@@ -58,12 +58,7 @@ class ChunkBudget:
     """Bounds the memory of chunks held for tickets, and the number of concurrent lifts. A chunk
     held several times counts once. Thread-safe.
 
-    Args:
-        max_bytes: Bound on the memory of all chunks held.
-
     Attributes:
-        max_bytes: Bound on the memory of all chunks held.
-        used_bytes: Memory that they take now.
         lifts: Semaphore that each lift holds.
     """
 
@@ -172,8 +167,6 @@ class Stager:
     steps in a row; `run_cooperatively` yields to the event loop between them.
 
     Args:
-        stack: The tiers.
-        tenant: Tenant of the client's chunks.
         room: Budget shared with other clients.
         start_lift: Runs a lift on the stack's event loop; False if it will not, and has closed the
             coroutine.
@@ -354,8 +347,6 @@ class Stager:
         budget.
 
         Args:
-            ticket: Ticket that holds them.
-            chain: Chain that they belong to.
             numbers: Their indices in the chain.
             codes: Source of each chunk; None: all from host memory.
         """

@@ -41,8 +41,6 @@ class HotSpec:
     """The host-memory tier.
 
     Attributes:
-        memory: The arena.
-        limits: Limits of age and quota, applied even while there is room.
         on_kept: Called with every chunk that the tier stores; see `LocalCPUBackend`.
     """
 
@@ -56,9 +54,7 @@ class DiskSpec:
     """The disk tier.
 
     Attributes:
-        path: Its directory.
         capacity_bytes: Hard bound on its content.
-        limits: Limits of age and quota, applied even while there is room.
         fsync: Wait for the device before a chunk counts as stored.
         serde: Encoding of raw chunks there; one of the codecs.
     """
@@ -76,7 +72,6 @@ class PeersSpec:
 
     Attributes:
         backend: Made by the caller, which owns its clients.
-        accepts_lossy: Whether lossy records are let through.
     """
 
     backend: P2PBackend
@@ -89,10 +84,7 @@ class RemoteSpec:
 
     Attributes:
         url: See `create_remote_backend`.
-        timeout_s: Deadline of a call to its server.
-        token: Bearer token to present.
         serde: Encoding of raw chunks there; one of the codecs.
-        tls: Trusted authorities and the client's certificate.
         locate: Finds the one of several servers that holds a chunk.
     """
 
@@ -109,9 +101,7 @@ class TiersSpec:
     """The tiers of a process.
 
     Attributes:
-        hot: The host-memory tier.
         disk: The disk tier; None here and below: there is no such tier.
-        peers: The peer tier.
         remote: A server or directory shared by many.
         further: The last tier, made by the caller, such as a bucket.
         policy: Eviction policy of the memory tier and the disk.
@@ -143,7 +133,6 @@ class TierSet:
     """Tiers, not opened yet.
 
     Attributes:
-        hot: The host-memory tier.
         lower: All slower tiers in their guards, fastest first.
         written: Those of them that every new chunk is written to.
         disk: The disk tier, bare: it can list its chunks. `lower` has it in its guard.
@@ -189,7 +178,6 @@ def build_tiers(spec: TiersSpec, hot: LocalCPUBackend | None = None) -> TierSet:
     """Build the tiers of a process without opening them.
 
     Args:
-        spec: Describes the tiers.
         hot: An existing memory tier to keep, when only the slower ones are rebuilt.
 
     Raises:

@@ -43,7 +43,6 @@ class WriteBehind:
     is fetched from memory when there is room again.
 
     Args:
-        backend: The tier.
         max_pending_bytes: Bound on waiting bytes, whose arena memory cannot be evicted.
         on_written: Called on the loop with every chunk that the tier has stored.
         find: Returns chunks that are still in memory, with a reference each; without it, only what

@@ -55,8 +55,6 @@ class DiskBackend(StorageBackend):
         fsync: Wait for the device before a chunk counts as stored. Without it, a power failure may
             cost recent chunks, which are then misses.
         num_threads: Bound on concurrent file operations.
-        files: File operations to use.
-        limits: Limits of age and quota, applied even while there is room.
         clock: Seconds since the epoch, for the age of chunks. Files found at the start are dated by
             their modification times.
 

@@ -30,9 +30,6 @@ class DiskEntry:
     """One record on disk. Compared by identity: a rewritten record has a new entry.
 
     Attributes:
-        head_bytes: Size of its head.
-        payload_bytes: Size of its payload.
-        lossy: Whether its encoding is lossy.
         stored_at: When it was stored, seconds since the epoch; None in a new entry: the index sets
             it.
     """
@@ -63,7 +60,6 @@ class DiskIndex:
     Args:
         capacity_bytes: Bound on the bytes charged.
         policy: Eviction order; must not be shared with another index.
-        limits: Limits of age and quota, applied even while there is room.
         clock: Seconds since the epoch, for the age of entries.
         monotonic: Seconds, monotonic.
     """
@@ -260,7 +256,6 @@ class DiskIndex:
         """Drop a chunk.
 
         Args:
-            key: Its name.
             entry: Drop it only if this is still its entry.
 
         Returns:

@@ -41,11 +41,7 @@ def record_name(key: CacheEngineKey) -> str:
 
 
 class DiskLayout:
-    """Paths below one root.
-
-    Args:
-        root: The directory of the tier.
-    """
+    """Paths below one root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -21,7 +21,6 @@ class ChunkJob(Generic[R]):
     """Work in a thread. It owns its references until it ends, then its result owns them.
 
     Attributes:
-        future: Future of the work.
         unrun: Releases what the work owns if it never runs.
         has_ended: Whether the work had ended when `finish` returned.
     """
@@ -127,8 +126,6 @@ class FilePool:
         """Return the result of `work`. If the caller is cancelled, work that has begun continues.
 
         Args:
-            work: A blocking function.
-            arguments: Its arguments.
             discard: Releases what the result owns if the caller is gone.
 
         Raises:
@@ -190,7 +187,6 @@ def abandon(
     """Stop waiting for work and ensure that its result is released.
 
     Args:
-        future: Future of the work.
         discard: Called with the result once there is one.
         never_run: Called instead if the work never runs.
     """

@@ -43,8 +43,6 @@ def read_head(files: DiskFiles, fd: int, first_bytes: int = FIRST_READ_BYTES) ->
     file ends first.
 
     Args:
-        files: File operations to use.
-        fd: The file.
         first_bytes: Size of the first read; a longer head takes a second one.
 
     Raises:
@@ -66,8 +64,6 @@ def read_payload(
     """Fill `payload` with the payload of a record, and verify it.
 
     Args:
-        files: File operations to use.
-        fd: The file.
         at: Offset of the payload.
         header: Header that states the digest.
         payload: Memory of exactly the payload's length.
@@ -122,10 +118,8 @@ def write_record(files: DiskFiles, path: Path, chunk: Chunk, fsync: bool) -> Non
     """Write a record to a file that must not exist yet, without copying it.
 
     Args:
-        files: File operations to use.
         path: A temporary name; its directory is created if missing.
         chunk: The chunk to write; its digest is computed if missing.
-        fsync: Wait for the device.
 
     Raises:
         OSError: Writing failed; the file is incomplete.
@@ -148,8 +142,6 @@ def name_record(files: DiskFiles, source: Path, target: Path) -> None:
     """Give a written record its final name, replacing any file that has it.
 
     Args:
-        files: File operations to use.
-        source: Its temporary name.
         target: Its directories are created if missing.
 
     Raises:

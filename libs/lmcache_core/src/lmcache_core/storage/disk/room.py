@@ -28,7 +28,7 @@ class Unread(NamedTuple):
     Attributes:
         charge: Bytes of capacity it takes; 0 if unknown.
         needs_payload: Whether it counts as readable only if the payload can be read, not just the
-        head.
+            head.
     """
 
     charge: int
@@ -43,13 +43,9 @@ class DiskRoom:
     Not thread-safe: the store calls it under its lock for names.
 
     Args:
-        layout: The directory layout.
         index: The records held, and the accounting of all files.
-        files: File operations to use.
-        on_removed: Called with every key that is dropped.
 
     Attributes:
-        unread: Files and directories that could not be read.
         unread_bytes: Sum of their charges; kept because every write needs it.
         damaged: Damaged files and files that cannot be removed, with their charges; oldest first.
         doubtful: Files in place that were read as something other than their records, with their

@@ -111,9 +111,7 @@ def read_entry(
     """Return the key and entry of a record file, from its head.
 
     Args:
-        files: File operations to use.
         tenant: Tenant whose directory holds the file.
-        path: The file.
         status: Its size and modification time, which is when it was stored.
 
     Raises:

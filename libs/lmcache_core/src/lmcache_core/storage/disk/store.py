@@ -68,8 +68,6 @@ class _Write:
     """A chunk whose file is being written.
 
     Attributes:
-        key: Its name.
-        lossy: Whether its encoding is lossy.
         outcome: None while its file is wanted; False once the chunk has been removed; True once
             another record of it is served that this one would not replace.
     """
@@ -89,9 +87,7 @@ class DiskStore:
     it or a new record replaces it.
 
     Args:
-        layout: The directory layout.
         index: The records held; its capacity is never exceeded, files being written included.
-        files: File operations to use.
         on_removed: Called in a worker thread with every key that is dropped.
         fsync: Wait for the device before a record is visible.
         lock: Lock by which this process owns the directory.
@@ -286,8 +282,6 @@ class DiskStore:
         """Read and verify one chunk.
 
         Args:
-            key: Its name.
-            entry: Its entry in the index.
             memory: Memory for the payload; the reference passes to the chunk returned, or is
                 released on a miss.
         """
@@ -314,7 +308,6 @@ class DiskStore:
         """Serve a record that another component has put in place.
 
         Args:
-            key: Its name.
             payload_bytes: Accept it only if its payload has this length.
 
         Returns:

@@ -97,7 +97,6 @@ class _Share:
 
     Attributes:
         policy: Eviction order among them, used when the tenant exceeds its quota.
-        used_bytes: Their total size.
     """
 
     policy: EvictionPolicy
@@ -119,12 +118,7 @@ class Ledger:
 
     Args:
         policy: Eviction order; must not be shared with another ledger.
-        limits: Limits of age and quota; by default none.
         clock: Seconds since the epoch.
-
-    Attributes:
-        used_bytes: Total size of all held chunks.
-        has_ttl: Whether chunks expire.
     """
 
     def __init__(
@@ -175,7 +169,6 @@ class Ledger:
         """Record that the tier dropped a held chunk. A tenant without chunks is forgotten.
 
         Args:
-            key: Its name.
             num_bytes: As passed to `add`.
             reason: `EVICTED` to make room, `EXPIRED` at the end of its lifetime; None: on request.
         """

@@ -65,7 +65,6 @@ class _Held:
     """A known chunk.
 
     Attributes:
-        num_bytes: Its size.
         num_reads: Reads since it entered its queue, less the times that they saved it from
             eviction; at most `MAX_READS`.
     """
@@ -166,7 +165,6 @@ class S3FIFOPolicy(EvictionPolicy):
         raise KeyError(key)
 
     def _take(self, key: ChunkKey) -> _Held:
-        """Remove a chunk from its queue and return it."""
         if key in self._small:
             self._small_bytes -= self._small[key].num_bytes
         return self._queue_of(key).pop(key)

@@ -42,7 +42,6 @@ def create_remote_backend(
             `redis-sentinel://[user:password@]host:port,host:port/service[?ttl_s=…]`, or
             `file:///directory`, which must exist and is shared by all who name it.
         token: Bearer token for lm.
-        timeout_s: Deadline of a call.
         client_name: Name of this process in the server's logs.
         accepts: Records that the server may send, if the protocol can express it; by default only
             lossless ones.

@@ -42,7 +42,6 @@ class RemoteOptions:
 
     Attributes:
         token: Bearer token, for protocols that have one; a token file is re-read when it changes.
-        timeout_s: Deadline of a call.
         client_name: Name of this process in the server's logs.
         accepts: Records that the server may send, if the protocol can express it.
         locate: Finds chunks that are not at home, if there are several servers.
@@ -133,7 +132,6 @@ class RemoteBackend(StorageBackend):
         """Return and count what `read` delivers within the caller's time.
 
         Args:
-            num_keys: Number of results to return.
             timeout_s: The caller's limit; results that have not arrived by then are late.
             read: Fills in results; what it leaves out is missing.
             unanswered: Reason of those misses if time was left.

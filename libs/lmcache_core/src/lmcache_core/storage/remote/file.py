@@ -82,9 +82,7 @@ class FileBackend(RemoteBackend):
     mount is an unavailable tier and not a full local disk.
 
     Args:
-        root: The directory.
         options: Deadline of a call.
-        files: File operations to use.
     """
 
     def __init__(self, root: Path, options: RemoteOptions, files: DiskFiles | None = None) -> None:
@@ -226,12 +224,7 @@ class FoundRecord:
     `SharedDirectory.read` or `close`.
 
     Attributes:
-        key: Its name.
-        path: Path of its file.
         status: Status of the open file, which may no longer have that path.
-        head: Its head.
-        header: Its parsed head.
-        payload_bytes: Length of its payload.
     """
 
     key: ChunkKey
@@ -277,7 +270,6 @@ class SharedDirectory:
 
     Args:
         root: The directory, which must exist.
-        files: File operations to use.
     """
 
     def __init__(self, root: Path, files: DiskFiles) -> None:
@@ -330,7 +322,6 @@ class SharedDirectory:
         """Read and verify the payload, and close the file.
 
         Args:
-            found: A record returned by `find`.
             memory: Memory for the payload; the reference passes to the chunk returned, or is
                 released on a miss.
         """
@@ -440,7 +431,6 @@ class SharedDirectory:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
     def _status_of(self, key: ChunkKey) -> os.stat_result | None:
-        """Return the status of a chunk's file; None if it has none."""
         path = self._layout.find(key)
         try:
             status = None if path is None else self._files.stat(path)

@@ -48,7 +48,6 @@ def members_of(url: str, options: RemoteOptions) -> Members:
 
     Args:
         url: As for `create`.
-        options: Options of the connections.
 
     Raises:
         ConfigError: The URL is malformed.

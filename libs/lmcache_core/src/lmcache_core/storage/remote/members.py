@@ -39,8 +39,6 @@ class ServerAddress(NamedTuple):
     """The address of a server.
 
     Attributes:
-        host: Host to connect to.
-        port: Port to connect to.
         name: Name that resolved to it, which its certificate must contain if it has one.
     """
 
@@ -54,12 +52,7 @@ MakeClient = Callable[[ServerAddress], LmClient]
 
 
 class Member:
-    """One server.
-
-    Args:
-        address: Its address.
-        client: Its client.
-    """
+    """One server."""
 
     def __init__(self, address: ServerAddress, client: LmClient) -> None:
         self.client = client
@@ -292,7 +285,6 @@ async def locate_by_lookup(lookup: LookupClient, keys: Sequence[ChunkKey]) -> li
 
     Args:
         lookup: An open client.
-        keys: Names of the chunks.
 
     Raises:
         UnavailableError: Lookup did not answer.

@@ -132,7 +132,6 @@ class RedisBackend(RemoteBackend):
 
     Args:
         client: Client without response decoding; closed with this tier.
-        timeout_s: Deadline of a call.
         ttl_s: Expiry of a chunk from its last store, 0 for none.
         sentinels: Clients that find Redis for `client`; closed with this tier.
     """
@@ -344,7 +343,6 @@ class RedisBackend(RemoteBackend):
         return Miss(MissReason.UNAVAILABLE)
 
     async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the replies to pipelined commands."""
         answers: list[Any] = []
         for begin in range(0, len(commands), BATCH_KEYS):
             pipeline = self._client.pipeline(transaction=False)
@@ -438,8 +436,8 @@ class Replies(FrameStream):
     """The socket of a connection of redis-py, for requests and replies that are not copied.
 
     redis-py has connected it (addresses, sentinels, TLS, login); its own reader would copy each
-    byte of a reply three times. RESP2 only: RESP3 may send other messages
-    between replies.
+    byte of a reply three times. RESP2 only: RESP3 may send other messages between
+    replies.
 
     Args:
         connection: Connected and idle.
@@ -521,8 +519,6 @@ async def exchange(
     send twice.
 
     Args:
-        client: Client whose connections are used.
-        requests: Encoded requests.
         num_ahead: Returns how many may be without a reply; queried repeatedly, clamped to
             1..`MAX_AHEAD`.
         read: Reads the reply to the request of that number, to its end; or raises `EndOfReplies`,

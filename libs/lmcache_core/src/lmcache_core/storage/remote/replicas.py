@@ -49,7 +49,6 @@ class ReplicatedBackend(RemoteBackend):
 
     Args:
         members: The servers; opened and closed with this tier.
-        timeout_s: Deadline of a call.
         locate: Finds chunks that are not at home; without it, or where it does not know, the next
             choices are asked.
     """
@@ -293,7 +292,6 @@ class Answers(Generic[T]):
     """The results of asking several servers.
 
     Attributes:
-        by_name: Answers, by server.
         failure: Why a server did not answer; None if all did.
     """
 
