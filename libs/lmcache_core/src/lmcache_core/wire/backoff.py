@@ -13,8 +13,6 @@ class Backoff:
     `initial_s * 2^n * (0.5 … 1)`.
 
     Args:
-        initial_s: First wait.
-        cap_s: Longest wait.
         clock: Seconds, monotonic.
         jitter: Random numbers in 0 … 1, the system's by default.
     """

@@ -42,11 +42,8 @@ class ClientOptions:
         connect_timeout_s: Deadline of connecting and HELLO, independent of the deadline of the call
             that needed it first.
         put_window: Concurrent PUTs without an answer.
-        backoff_initial_s: First wait after a failed connection.
-        backoff_cap_s: Longest wait.
         name: Name of this client, for the server's logs and for tickets.
         tier: Name of the tier that chunks from here are attributed to.
-        accepts: Records that the server may send.
         tls: Encrypts, and verifies the server; None: neither.
     """
 
@@ -70,10 +67,7 @@ class LmClient:
     `AuthenticationError` or `ProtocolError` if that is the cause.
 
     Args:
-        host: Host that the server listens on.
-        port: Its port.
         token: Bearer token, None for none; a token file is re-read for each connection.
-        options: Options.
 
     Attributes:
         server: The name that the server gave when it was last reached; None before.
@@ -140,8 +134,6 @@ class LmClient:
         """Fetch chunks and verify each. The caller owns the chunks returned.
 
         Args:
-            keys: Names of the chunks.
-            allocate: Allocates memory for payloads.
             prefix_only: Stop at the first missing chunk.
             ticket: A broker's ticket, if the server requires one.
             timeout_s: Chunks that have not arrived by then are misses with reason `deadline`.
@@ -224,7 +216,6 @@ class LmClient:
         Args:
             chunks: Borrowed.
             may_evict: Whether the server may evict others for them.
-            timeout_s: Limit on this call instead of the client's.
         """
 
         def announce(chunk: Chunk) -> Message:

@@ -55,7 +55,6 @@ class Call:
     """One request that has been sent, and the frames that have arrived for it.
 
     Args:
-        correlation_id: Its number.
         answer: Type of the frame that ends it.
         keys: For GET, the keys requested.
         allocate: For GET, allocates memory for payloads.
@@ -99,7 +98,6 @@ class ClientConnection:
 
     Attributes:
         max_batch: Largest number of keys in one request.
-        server: The server's own name.
     """
 
     def __init__(self, stream: FrameStream, name: str) -> None:
@@ -124,8 +122,6 @@ class ClientConnection:
         """Exchange HELLO and start the reader.
 
         Args:
-            token: Bearer token, None for none.
-            client: Name of this client.
             capabilities: What it takes; see `lmcache_core.wire.capabilities`.
 
         Raises:

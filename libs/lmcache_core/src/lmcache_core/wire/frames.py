@@ -84,7 +84,6 @@ class FrameHeader(NamedTuple):
     """The header of one frame.
 
     Attributes:
-        type: Type of the frame.
         correlation_id: The request that it belongs to; 0 is the connection itself.
         meta_bytes: Length of the MessagePack part.
         blob_bytes: Length of the raw bytes after it.
@@ -146,5 +145,4 @@ def _check_bounds(header: FrameHeader) -> None:
 
 
 def _checksum(rest: bytes) -> int:
-    """Return the checksum of what surrounds it."""
     return xxhash.xxh3_64_intdigest(rest) & _LOW_32_BITS

@@ -69,13 +69,9 @@ def http_client(
     """Return a connection pool for one service; it does not connect yet.
 
     Args:
-        base_url: URL of the service.
-        auth: Its token.
         timeout_s: Longest wait for each step of a call; callers bound the whole call themselves.
         tls: See `context_for`.
-        limits: Concurrent connections, and how long idle ones are kept.
         transport: Replaces the network in tests.
-        headers: Headers of every request.
     """
     return httpx.AsyncClient(
         base_url=base_url,

@@ -84,8 +84,6 @@ class IncomingRecord:
 
     Args:
         stream: Positioned at the first byte of the blob.
-        blob_bytes: Length of the blob.
-        allocate: Allocates memory for the payload.
         max_skipped_bytes: How much of a blob is read for nothing; None: all of it.
     """
 

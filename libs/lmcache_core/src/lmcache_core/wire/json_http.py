@@ -112,10 +112,7 @@ class JsonHttpClient:
         """Make one call.
 
         Args:
-            method: HTTP method.
             path: Path below the base URL.
-            body: Sent as JSON.
-            timeout_s: Limit on this call instead of the client's.
             absent_ok: Whether status 404 is also a success.
 
         Returns:
@@ -147,11 +144,8 @@ class JsonHttpClient:
         safe to repeat.
 
         Args:
-            method: HTTP method.
             path: Path below the base URL.
-            content: The body, None for none.
             headers: Added to those of every call, or replacing them.
-            timeout_s: Limit on this call instead of the client's.
 
         Raises:
             UnavailableError: No response in time, or one that is too long.

@@ -104,11 +104,6 @@ class KnownLanes:
     def keys(self, names: Sequence[NameRun], tenant: str, max_keys: int) -> list[ChunkKey]:
         """Return the keys that a request names.
 
-        Args:
-            names: Names as received.
-            tenant: Tenant of the keys.
-            max_keys: Largest number of keys accepted.
-
         Raises:
             IdentityError: There are too many, or one is malformed.
         """

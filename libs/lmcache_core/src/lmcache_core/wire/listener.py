@@ -84,7 +84,6 @@ class FrameListener:
         name: Name of the listener, for errors and for the names of tasks.
         max_connections: Connections served concurrently. As many more may be sent the reason for
             their refusal; further ones are closed without a word.
-        begin: Creates the session of a connection.
         turned_away: Called for each connection beyond the limit.
         goodbye: Message for such connections; None closes them without a word.
         max_strangers: Concurrent connections that have not been `let_in`; a new one displaces the
@@ -143,7 +142,6 @@ class FrameListener:
         up its oldest connection for one of an owner with fewer, after the requests underway.
 
         Args:
-            stream: The connection.
             owner: Tenant, or another name under which connections share the places.
         """
         if stream in self._strangers:
@@ -176,9 +174,7 @@ class FrameListener:
         """Listen.
 
         Args:
-            host: Address to bind.
             port: 0 picks a free one.
-            tls: Encrypts every connection; None: no encryption.
             handshake_s: Longest TLS handshake; only with `tls`.
 
         Returns:

@@ -98,11 +98,7 @@ class ErrorCode(StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """The meta of a frame. Fields that a later version adds are ignored.
-
-    Attributes:
-        frame_type: Type of the frame that carries it.
-    """
+    """The meta of a frame. Fields that a later version adds are ignored."""
 
     frame_type: ClassVar[FrameType]
 
@@ -118,9 +114,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
         name: Name of the engine, the same for all of its processes.
         pid: Process id, in the client's own namespace.
         rank: The part of the KV that it handles.
-        model: Model of the KV.
         layout: Fingerprint of the KV's layout, "" for none.
-        world_size: Number of ranks.
     """
 
     name: _Text
@@ -136,7 +130,6 @@ class ArenaInfo(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         path: The file to map.
-        num_bytes: Its size.
         generation: The sidecar's generation, whose lock the client takes.
         verify_hot: Which loads a client verifies.
         salt: Part of the names of chunks.
@@ -153,8 +146,6 @@ class Hello(Message, frozen=True):
     """Opens a connection.
 
     Attributes:
-        version_min: Oldest version that the client supports.
-        version_max: Newest version.
         capabilities: Names of what the client takes; see `lmcache_core.wire.capabilities`.
         token: Bearer token, nil without one.
         client: Name of the client, for logs and for comparison with tickets.
@@ -174,7 +165,6 @@ class HelloOk(Message, frozen=True):
     """Accepts a connection.
 
     Attributes:
-        version: Version that both use from here on.
         server: Name of the server: its instance id, or `ANY_SERVER`.
         max_batch: Largest number of keys in one request.
         arena: The arena for exchanging chunks, on a sidecar's socket.
@@ -205,7 +195,6 @@ class Get(StrictMessage, frozen=True):
     """Requests chunks.
 
     Attributes:
-        names: Names of the chunks.
         prefix_only: Stop at the first missing chunk.
         ticket: A broker's ticket, nil without one.
     """
@@ -241,10 +230,9 @@ class HandoverChunk(StrictMessage, frozen=True):
     Answered by PUT_OK.
 
     Attributes:
-        tenant: Tenant that owns the chunk.
         age_ms: Time since it was stored.
         may_evict: Whether others may be evicted for it; otherwise it is accepted only if there is
-        room.
+            room.
     """
 
     frame_type = FrameType.HANDOVER
@@ -254,12 +242,7 @@ class HandoverChunk(StrictMessage, frozen=True):
 
 
 class Held(StrictMessage, frozen=True):
-    """Asks which chunks of a tenant are here to stay. Answered by CONTAINS_OK.
-
-    Attributes:
-        tenant: Tenant that owns the chunks.
-        names: Names of the chunks.
-    """
+    """Asks which chunks of a tenant are here to stay. Answered by CONTAINS_OK."""
 
     frame_type = FrameType.HELD
     tenant: _Tenant
@@ -305,7 +288,6 @@ class DeclareLane(StrictMessage, frozen=True):
 
     Attributes:
         number: 0 for the connection's first lane, then the next number.
-        lane: The lane.
     """
 
     frame_type = FrameType.LANE
@@ -377,7 +359,6 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     Attributes:
         id: Its id on this connection.
-        offset: Its offset in the arena.
         length: Its length in bytes.
         tier: For a load, the tier that the chunk came from.
         head: For a load, the head of the chunk's record.
@@ -413,7 +394,6 @@ class LoadExtents(StrictMessage, frozen=True):
     EXTENTS.
 
     Attributes:
-        names: Names of the chunks.
         deadline_ms: Longest wait for slower tiers.
         recompute_us: Cost of computing one chunk, microseconds, 0 if unknown: loading may take no
             longer than that for each chunk that is not in the arena yet.

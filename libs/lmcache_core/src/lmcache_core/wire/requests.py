@@ -41,12 +41,9 @@ class RequestReader:
     """Reads one connection.
 
     Args:
-        kinds: Frame types that are requests.
         next_header: Returns the next frame's header; None if the session accepts no more.
-        read_message: Returns the message that follows a header.
 
     Attributes:
-        lanes: Lanes that the client has declared.
         carried: Context of the request that `next` returned last; None without one.
     """
 

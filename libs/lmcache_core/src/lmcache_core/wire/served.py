@@ -88,8 +88,6 @@ class HandoverNote:
         client: Address and port of the other side.
         tenants: Tenants of the chunks, or some of them.
         num_chunks: Chunks that were stored.
-        num_bytes: Their bytes.
-        num_refused: Chunks that were not stored.
     """
 
     caller: Principal | None
@@ -132,9 +130,7 @@ class HandoverLog:
 
         Args:
             caller: Current owner of the connection.
-            tenant: Tenant of the chunk.
             num_bytes: Size of its payload.
-            is_kept: Whether it was stored.
         """
         self._caller = caller
         if len(self._tenants) < MAX_NOTED_TENANTS:

@@ -69,16 +69,13 @@ class LmServer(FrameListener):
     Args:
         store: The store to serve; may implement `AdaptsToClients` or `TakesHandovers`.
         authenticate: Maps HELLO's token to its owner, for example `TokenTable.authenticate`.
-        host: Address to listen on.
         port: 0 picks a free one; see `port`.
         verify_ticket: Checks tickets, for example `TicketVerifier.verify`; with it, connections
             without a token may GET by ticket.
-        limits: Bounds on what clients can do.
         name: Name of this server in HELLO_OK, by which clients tell servers apart.
 
     Attributes:
         log: Logs what clients can cause arbitrarily often.
-        tracer: Traces requests; None: no tracing.
     """
 
     def __init__(
@@ -113,7 +110,6 @@ class LmServer(FrameListener):
 
         Args:
             tls: Encrypts every connection, as created by `server_context`; None: no encryption.
-            tracer: Traces requests.
 
         Raises:
             UnavailableError: The address cannot be bound.
@@ -132,12 +128,7 @@ class LmServer(FrameListener):
 
 
 class LmSession:
-    """Serves one connection.
-
-    Args:
-        server: Server that accepted it.
-        stream: The connection.
-    """
+    """Serves one connection."""
 
     def __init__(self, server: LmServer, stream: FrameStream) -> None:
         self._server = server
