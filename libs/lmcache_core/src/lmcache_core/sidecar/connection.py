@@ -83,8 +83,6 @@ class Question(Generic[A]):
 
     Args:
         id: Its correlation id.
-        request: The message that was sent.
-        expected: Class of the answer.
     """
 
     def __init__(self, id: int, request: Message, expected: type[A]) -> None:
@@ -113,8 +111,6 @@ class SidecarConnection:
     costs more than it can save (`is_worth`, `patience_s`).
 
     Args:
-        path: The sidecar's socket.
-        hello: First message to send.
         timeout_s: Deadline of connecting, and of each call without its own.
         mappings: Those of the client; by default it has no other connection.
         on_lost: Called with this connection, the cause, and how many seconds a caller waited in
@@ -125,7 +121,6 @@ class SidecarConnection:
         greeting_s: How long that took.
         welcome: The answer. Valid after `open`, like the next attribute.
         arena_info: The sidecar's description of its arena.
-        verifier: Chooses which loaded chunks are verified.
     """
 
     welcome: HelloOk
@@ -292,8 +287,6 @@ class SidecarConnection:
         """Send a request and wait for its answer.
 
         Args:
-            request: The message to send.
-            expected: Class of the answer.
             timeout_s: Deadline of the exchange. If it passes, the connection is closed, because an
                 answer may still arrive.
             turn_s: Longest wait for requests of other threads. If it passes, the connection remains
@@ -383,7 +376,6 @@ class SidecarConnection:
         """Record that an answer took `seconds`, or has been outstanding for that long.
 
         Args:
-            seconds: The time.
             rest_s: How long not to ask again even if the sidecar is quick.
         """
         self._took_s = seconds
@@ -591,7 +583,6 @@ class SidecarConnection:
         return header, parse_meta(header.type, self._taken(header.meta_bytes))
 
     def _fill(self, connection: socket.socket, num_bytes: int, deadline: float) -> None:
-        """Receive until `num_bytes` are buffered."""
         while (missing := num_bytes - len(self._received)) > 0:
             connection.settimeout(max(0.0, deadline - time.monotonic()))
             received = connection.recv(max(missing, READ_BYTES))

@@ -29,8 +29,6 @@ class ArenaExtent(BytesBufferMemoryObj):
         connection: Connection that lent it; handles of another connection are meaningless. It is
             held (`SidecarConnection.hold`) for this extent.
         handle: The id that the sidecar gave it.
-        view: The bytes.
-        metadata: Describes the content.
     """
 
     def __init__(

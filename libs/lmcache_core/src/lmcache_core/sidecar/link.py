@@ -40,7 +40,6 @@ class SidecarLink:
     for connecting.
 
     Args:
-        path: The sidecar's socket.
         hello: First message of each connection.
         timeout_s: Deadline of connecting, and of calls without their own.
         on_connected: Called with each connection before it is visible to others, possibly in a
@@ -115,8 +114,6 @@ class SidecarLink:
         """Record that a connection is no longer open; repeated calls are harmless.
 
         Args:
-            connection: The connection.
-            cause: Why it was lost.
             cost_s: How long a caller waited in vain.
         """
         with self._lock:

@@ -83,7 +83,6 @@ class SidecarChunkStore(ChunkStore):
     `CALL_MARGIN_S` for them, however many requests it takes.
 
     Args:
-        path: The sidecar's socket.
         hello: First message of each connection.
         timeout_s: Longest wait for chunks from the sidecar's tiers.
         counters: Counters for misses.
@@ -565,7 +564,6 @@ def _ask(
 def _send(
     connection: SidecarConnection, request: m.Message, expected: type[A]
 ) -> Question[A] | None:
-    """Call `SidecarConnection.send`; return None if sending failed."""
     with contextlib.suppress(*NO_ANSWER):
         return connection.send(request, expected)
     return None
@@ -589,9 +587,7 @@ def _staged(
     """Return what is staged of these chains; None if the answer does not match the question.
 
     Args:
-        answer: The sidecar's answer.
         asked: The question: a prefix of each chain. The rest counts as absent.
-        chains: The full chains.
     """
     if [len(tiers) for tiers in answer.tiers] != [chain.num_chunks for chain in asked]:
         return None
