@@ -33,7 +33,6 @@ class Head:
     """The fixed fields of a blob.
 
     Attributes:
-        mode: How the tensor is encoded.
         dtype: Number of the element type; its meaning depends on the mode.
         itemsize: Bytes of an element.
         sizes: Four numbers, whose meaning depends on the mode.
@@ -56,9 +55,6 @@ class Head:
 
 class Reader:
     """Reads a blob from the front, never beyond its end.
-
-    Args:
-        blob: Its bytes.
 
     Raises:
         SerdeError: From every method, if there are too few bytes or they are invalid.

@@ -116,7 +116,6 @@ class QuantizationSpec:
     """Bins of a run of layers.
 
     Attributes:
-        start_layer: First layer of the run.
         end_layer: One past its last layer.
         bins: Even, 4 to 256; `bins - 1` values are used, symmetric around zero.
 
@@ -149,7 +148,6 @@ class CacheGenConfig:
     """Bins of every layer of a model.
 
     Attributes:
-        nlayers: Number of layers.
         kspecs: Bins of the keys: runs of layers, each beginning where the previous one ends, the
             first at 0, the last ending at or after `nlayers`. Any sequence is accepted and stored
             as a tuple.

@@ -91,7 +91,6 @@ class EncodedPayload(msgspec.Struct, frozen=True):
         serde: For `RecordHeader.serde`.
         profile: For `RecordHeader.profile`: the profile and, after `@`, the id of its tables.
         lossy: Whether decoding gives other values.
-        report: What the encoder measured.
     """
 
     payload: memoryview
@@ -145,7 +144,6 @@ class ChunkCodec(Protocol):
 
         Args:
             header: Of its record; `decodes` is true.
-            payload: The encoded bytes.
             out: Where the raw payload goes: exactly `decoded_bytes(header)` bytes, tensors one
                 after the other in the header's order.
 

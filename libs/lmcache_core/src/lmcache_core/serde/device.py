@@ -37,7 +37,6 @@ def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
     """Return the tables where kernels can read them, about 1.5 MiB: to be made once for a device.
 
     Args:
-        tables: Of the codec.
         device: A CUDA device.
     """
     return CodecTables.of([tables.of(levels) for levels in tables.levels], device)
@@ -111,7 +110,6 @@ class DeviceDecoder:
         """Begin to decode a record on the current stream, without waiting for the device.
 
         Args:
-            header: The record's header.
             payload: Its payload, which does not change before the device is done. Copied beside
                 other work if it is in pinned memory.
             out: uint8, flat, contiguous, on the tables' device: filled with the tensors, one after
@@ -166,9 +164,7 @@ def _begin_decoding(
     """Check a blob in host memory, and decode the same bytes on the device.
 
     Args:
-        blob: The blob.
         encoded: The blob on the device: uint8, flat.
-        layout: Of the tensor.
         out: The tensor `[planes, tokens, channels]` on the device.
         tables: Those that it was encoded with.
 

@@ -41,12 +41,7 @@ _ALPHABET_BITS = 8
 
 
 class LosslessCoder:
-    """Encodes and decodes tensors of any dtype and shape. Thread-safe.
-
-    Args:
-        loops: Machine code.
-        pool: Where blocks are worked on.
-    """
+    """Encodes and decodes tensors of any dtype and shape. Thread-safe."""
 
     def __init__(self, loops: Loops, pool: Executor) -> None:
         self._loops = loops
@@ -58,8 +53,6 @@ class LosslessCoder:
         """Encode a tensor.
 
         Args:
-            raw: Its bytes.
-            dtype: Its dtype.
             shape: Its shape; of `[sides, layers, tokens, channels]` each block holds whole layers,
                 as far as that suits.
 

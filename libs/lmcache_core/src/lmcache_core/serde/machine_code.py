@@ -226,9 +226,7 @@ def side_by_side(pool: Executor, work: Callable[[S], T], parts: Iterable[S]) -> 
     memory. `Executor.map` would leave the others running if the first one fails.
 
     Args:
-        pool: Threads to use.
         work: Called with each part, on any thread.
-        parts: The parts.
 
     Raises:
         RuntimeError: The pool accepts no more work.

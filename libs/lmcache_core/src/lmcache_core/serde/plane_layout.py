@@ -27,7 +27,6 @@ class PlaneLayout:
     one side.
 
     Attributes:
-        planes: Number of planes.
         tokens: Rows of a plane.
         channels: Values of a row.
     """

@@ -50,13 +50,7 @@ class _Scratch(threading.local):
 
 
 class QuantisedCoder:
-    """Encodes and decodes tensors `[sides, layers, tokens, channels]`. Thread-safe.
-
-    Args:
-        loops: Machine code.
-        tables: Probability tables.
-        pool: Threads that work on planes.
-    """
+    """Encodes and decodes tensors `[sides, layers, tokens, channels]`. Thread-safe."""
 
     def __init__(self, loops: Loops, tables: TableSet, pool: Executor) -> None:
         self._loops = loops
@@ -70,10 +64,7 @@ class QuantisedCoder:
         """Encode a tensor.
 
         Args:
-            raw: Its bytes.
             dtype: One of `layout.KINDS`.
-            layout: Its shape.
-            quantiser: How to quantise it.
 
         Returns:
             The pieces of the blob, in order, and int64 `[planes, 3]`: for each plane the largest
@@ -257,7 +248,6 @@ def group_errors(
 
 
 def _by_channel(of_group: Array, layout: PlaneLayout) -> Array:
-    """Return values of groups, expanded to channels."""
     return of_group if layout.group == 1 else np.repeat(of_group, layout.group)[: layout.channels]
 
 

@@ -29,7 +29,6 @@ class WarmUp:
         num_read: How many had been, and were read.
         folders: Where their code is kept.
         not_kept: Loops whose code could not be kept, by name.
-        seconds: How long it took.
     """
 
     num_compiled: int
