@@ -288,8 +288,6 @@ class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     dataclass, and is hashed once.
 
     Attributes:
-        tenant: Owner of the chunk.
-        lane: Everything of the key except the chunk hash.
         packed_hash: The 32 bytes of the chunk hash, or its text if it is not 64 lower-case hex
             digits.
     """
@@ -317,10 +315,7 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     stored once.
 
     Attributes:
-        fmt: As in `CacheEngineKey`.
-        model_name: As in `CacheEngineKey`.
         world_size: Number of ranks; a chunk exists when all of them have stored it.
-        group: As in `CacheEngineKey`.
         hashes: The chunk hashes, `CHUNK_HASH_BYTES` each, packed in order.
 
     Raises:

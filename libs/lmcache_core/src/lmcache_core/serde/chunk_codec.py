@@ -53,9 +53,8 @@ class Profile(StrEnum):
     """How much is kept.
 
     `STANDARD`: the documented bins, the same values as the documented algorithm. `HIGH` and `LOW`:
-        one step for each layer of keys or
-    values, 9/16 or 15/16 of the standard deviation within its channels (docs/codec.md has the curve
-    that they were chosen from).
+    one step for each layer of keys or values, 9/16 or 15/16 of the standard deviation within its
+    channels (docs/codec.md has the curve that they were chosen from).
     """
 
     STANDARD = "standard"

@@ -6,9 +6,8 @@ byte a channel, instead of a distribution for each. Curves come twice: `tight`, 
 far from the centre no room, and `wide`, which gives each some.
 
 Source: sampled normal density, computed in decimal arithmetic and rounded to integers, so that the
-    bits do not depend on a machine's
-floating point. On KV of a trained model, curves chosen by variance come within 1 % of the best of
-128 tables fitted to that model (docs/codec.md).
+    bits do not depend on a machine's floating point. On KV of a trained model, curves chosen by
+    variance come within 1 % of the best of 128 tables fitted to that model (docs/codec.md).
 """
 
 from __future__ import annotations
