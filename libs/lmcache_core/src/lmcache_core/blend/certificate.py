@@ -47,7 +47,6 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     documents.
 
     Attributes:
-        num_prompts: Number of prompts.
         num_tokens: Number of judged tokens.
         kl_nats: Mean Kullback-Leibler divergence of the next token's distribution, in nats.
         top1_agreement: Share of tokens with the same most probable successor.
@@ -70,10 +69,9 @@ class QualityBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds that a model must keep.
 
     Attributes:
-        max_kl_nats: Largest mean divergence.
         min_top1_agreement: Smallest share of equal first choices.
         max_delta_loss_nats: Largest increase of the loss; twice its standard error is added to the
-        measurement.
+            measurement.
     """
 
     max_kl_nats: float = 0.05
@@ -92,9 +90,6 @@ class BlendCertificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model_name: Name under which the model's KV is shared.
         identity: Revision of the weights and the options that affect KV, as in
             `LMCacheEngineMetadata.revision`.
-        profile: The parameters covered.
-        bounds: The bounds required.
-        quality: The measurements.
         core_version: Version of the library that measured.
     """
 
@@ -156,11 +151,7 @@ class CertificateFolder:
         return self._folder / f"blend-{hashlib.sha256(named).hexdigest()[:32]}.json"
 
     def save(self, certificate: BlendCertificate) -> Path:
-        """Store a certificate, replacing an older one, atomically even if others save, too.
-
-        Returns:
-            Its path.
-        """
+        """Store a certificate, replacing an older one, atomically even if others save, too."""
         path = self.path_of(certificate.model_name, certificate.identity, certificate.profile)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()

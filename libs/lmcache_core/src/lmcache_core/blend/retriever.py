@@ -52,7 +52,7 @@ class RetrievedSegment:
 
     Attributes:
         layers: K and V of each layer, `[num_tokens, num_heads, head_size]`; None if nothing was
-        found.
+            found.
         is_loaded: Booleans on the CPU, `[num_tokens]`; other rows of K and V are meaningless.
     """
 

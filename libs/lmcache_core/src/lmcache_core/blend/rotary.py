@@ -24,7 +24,6 @@ class RopeParameters:
     """How a model rotates, according to its configuration.
 
     Attributes:
-        head_size: Dimensions of a head.
         theta: Base of the wavelengths.
         rotary_dims: How many dimensions of a head, from the first, are rotated; even. None: all.
         kind: How wavelengths are stretched for prompts longer than those of the training.
@@ -100,7 +99,7 @@ class RopeParameters:
 
         Args:
             num_positions: Length of the prompt, needed only for "dynamic"; None: at most
-            `max_positions`.
+                `max_positions`.
 
         Returns:
             float32 `[num_rotated / 2]`.
@@ -159,7 +158,6 @@ class RotaryEmbedding:
     Its methods have the form that `CacheBlendImpl` expects.
 
     Args:
-        parameters: How the model rotates.
         num_positions: Length of the prompt that the model rotates for, see
             `RopeParameters.frequencies`.
         original_num_positions: Length of the prompts whose KV is cached; needed only for "dynamic".
