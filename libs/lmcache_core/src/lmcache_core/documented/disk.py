@@ -43,8 +43,6 @@ class LocalDiskBackend(DiskBackend):
     is not open raises `UnavailableError`.
 
     Args:
-        root: See `DiskBackend`.
-        capacity_bytes: See `DiskBackend`.
         memory_allocator: Where chunks are read to; without one, plain bytes.
         options: Further arguments of `DiskBackend`.
     """
@@ -75,7 +73,6 @@ class LocalDiskBackend(DiskBackend):
         """Write a chunk in the background.
 
         Args:
-            key: Its name.
             memory_obj: Its payload. The task takes a reference of its own and gives it back when it
                 is done; the content must not change until then.
 
@@ -183,7 +180,6 @@ class LocalDiskBackend(DiskBackend):
         reading its payload.
 
         Args:
-            key: Its name.
             memory_obj: What the record should hold; one of another size is not inserted.
 
         Returns:

@@ -26,7 +26,6 @@ class KVObj:
     """A slot of a pool, and the part of it that one chunk fills.
 
     Attributes:
-        chunk_idx: Index of the slot.
         size: Bytes of the chunk.
         data: A view of the slot's memory in the shape and dtype of the chunk; its content is
             undefined until it is written.
@@ -43,9 +42,6 @@ class BasePool(ABC):
     @abstractmethod
     def allocate(self, kv_chunk: torch.Tensor) -> KVObj | None:
         """Return a slot for a chunk of that shape and dtype, without moving data.
-
-        Args:
-            kv_chunk: The KV to be stored.
 
         Returns:
             A slot, owned by the caller until `free`; None if the pool is full.
@@ -82,9 +78,6 @@ class LocalPool(BasePool):
         metadata: `kv_shape` of a whole chunk, `(num_layers, 2, chunk_size, num_kv_heads,
             head_size)`; `kv_dtype`; and `max_local_cache_size`, GB (2^30 bytes), which the slots
             never exceed.
-
-    Attributes:
-        max_chunk_num: How many slots there are.
 
     Raises:
         ConfigError: The size does not hold one chunk, or the shape has not five positive

@@ -57,9 +57,6 @@ class SerdeHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """What precedes a payload.
 
     Attributes:
-        serde: The serde that wrote it.
-        dtype: Name of the tensor's dtype.
-        shape: Its shape.
         details: Further facts that the serde needs.
     """
 
@@ -380,11 +377,7 @@ class TorchDeserializer(_PlainDeserializer):
 
 
 class SerializerDebugWrapper(Serializer):
-    """Forwards to a serializer and writes one debug line a call.
-
-    Args:
-        s: What is wrapped.
-    """
+    """Forwards to a serializer and writes one debug line a call."""
 
     def __init__(self, s: Serializer) -> None:
         self._wrapped = s
@@ -398,11 +391,7 @@ class SerializerDebugWrapper(Serializer):
 
 
 class DeserializerDebugWrapper(Deserializer):
-    """Forwards to a deserializer and writes one debug line a call.
-
-    Args:
-        d: What is wrapped.
-    """
+    """Forwards to a deserializer and writes one debug line a call."""
 
     def __init__(self, d: Deserializer) -> None:
         super().__init__(d.dtype)

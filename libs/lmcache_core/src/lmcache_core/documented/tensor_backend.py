@@ -29,7 +29,6 @@ class LMCBackendInterface(ABC):
         """Store the KV of a chunk of tokens.
 
         Args:
-            key: Its key.
             kv_chunk: One tensor, without a batch dimension.
             blocking: Return when it can be retrieved.
         """

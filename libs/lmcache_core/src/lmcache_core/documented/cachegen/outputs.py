@@ -39,7 +39,6 @@ class CacheGenEncoderOutput:
         cdf: int16 with the bits of uint16, `[nlayers (of keys and values), nchannels, bins + 1]`.
         max_tensors_key: Largest magnitudes of the keys, `[nlayers, ntokens, 1]`.
         max_tensors_value: Largest magnitudes of the values, likewise.
-        num_heads: Heads of the keys or values of a layer.
         head_size: Channels of a head.
     """
 
@@ -96,7 +95,6 @@ class CacheGenGPUBytestream:
         bytestream: uint8, one-dimensional: one stream for each layer and channel, one after the
             other.
         bytestream_lengths: Their lengths: int32, `[nlayers (of keys and values), nchannels]`.
-        ntokens: How many tokens.
     """
 
     bytestream: torch.Tensor

@@ -186,9 +186,6 @@ class CacheGenEncoderImpl:
             many layers.
 
     Attributes:
-        fp_k: As given.
-        fp_v: As given.
-        config: As given.
         quantized_key: For each layer its quantised keys, float32 `[ntokens, nchannels]`; empty
             before `quantize`.
         quantized_value: Likewise of the values.

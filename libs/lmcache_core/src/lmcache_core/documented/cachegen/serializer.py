@@ -85,8 +85,6 @@ class CacheGenDeserializer(_LayerBins, Deserializer):
     """Reads what any `CacheGenSerializer` wrote. Constructing it makes the machine code ready.
 
     Args:
-        config: Of the engine.
-        metadata: What the KV is.
         dtype: See `Deserializer`.
 
     Raises:

@@ -352,11 +352,7 @@ def _stream_offsets(bytestream: torch.Tensor, lengths: torch.Tensor) -> Integers
 
 
 def _refuse(is_wrong: npt.NDArray[Any], why: str) -> None:
-    """Raise for the first stream `[layer, channel]` that is wrong.
-
-    Raises:
-        SerdeError: One is.
-    """
+    """Raise for the first stream `[layer, channel]` that is wrong."""
     if is_wrong.any():
         layer, channel = np.argwhere(is_wrong)[0].tolist()
         raise SerdeError(f"layer {layer}, channel {channel}: {why}")
