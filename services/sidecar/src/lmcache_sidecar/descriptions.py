@@ -131,7 +131,6 @@ def named_chunks(
     that leads to too many keys is skipped, so that the others are still answered.
 
     Args:
-        tenant: Tenant of this pod.
         descriptions: At least one.
         chunk_hashes: Hashes of the chunks; or
         token_ids: A prompt of text, all of whose chunks are named.

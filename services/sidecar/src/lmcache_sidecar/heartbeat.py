@@ -72,7 +72,6 @@ def heartbeat_figures(
     """Return the current figures from the sidecar's counters, so that broker and `/metrics` agree.
 
     Args:
-        tiers: Tiers of this sidecar.
         counters: Counters of its engines' requests and results.
         exclusive_bytes: Bytes that only this sidecar holds; None if unknown.
         chunk_tokens: Tokens per chunk, by model.
@@ -113,7 +112,6 @@ class ExclusiveBytes:
     hottest to the coldest, and looks for other holders.
 
     Attributes:
-        chunks: The chunks of this sidecar.
         remote: The remote tier, without a breaker; None without one.
         holders: Finds peers and storage servers that hold chunks.
         timeout_s: Longest wait for the remote tier.

@@ -28,9 +28,7 @@ class PeerStore(WrappedStore):
 
     Args:
         store: The wrapped store; it refuses everything while handovers are not accepted.
-        tenant: Tenant of this pod.
         codecs: Decode what the engines cannot.
-        accepts_lossy: Whether chunks that were encoded with loss are accepted.
         counters: Counters of received chunks, under the names of `lmcache_sidecar.metrics`.
     """
 
@@ -72,11 +70,8 @@ def create_peer_server(
     """Create the server, not opened.
 
     Args:
-        settings: Address, and how peers authenticate.
-        state: Token table and request limits.
         stack: The tiers; only the local ones are served.
         codecs: Encode chunks for peers that can decode them.
-        takes_handovers: Whether peers may currently put chunks here.
         counters: See `PeerStore`.
 
     Raises:

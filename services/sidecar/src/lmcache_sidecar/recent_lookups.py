@@ -33,7 +33,6 @@ class RecentLookup:
 
     Attributes:
         request_id: The ticket's name, which contains the engine's id of the request.
-        model_name: Model name under which the engine names KV.
         asked_at: Unix time of the first request.
         num_chunks: Chunks of the prompt.
         hashes: Hashes of the first `MAX_CHUNKS`, packed.
@@ -66,7 +65,6 @@ class RecentLookups:
 
     Args:
         hot: Knows why a chunk is not in memory.
-        tenant: Namespace of this pod's chunks.
     """
 
     def __init__(self, hot: LocalCPUBackend, tenant: str) -> None:
@@ -81,7 +79,6 @@ class RecentLookups:
         Args:
             request_id: Name of the ticket.
             chains: The requested chunks; none: the same as before.
-            staged: The answer.
         """
         known = self._lookups.get(request_id)
         if chains:

@@ -65,11 +65,6 @@ class SidecarNode(Node[SidecarSettings]):
     """A node whose memory tier is shared with the engines of its pod.
 
     Attributes:
-        arena_owner: Owns the shared memory and those parts of it that outlive this process.
-        arena: The shared memory.
-        socket_server: Serves the engines of the pod.
-        descriptions: How the engines name KV.
-        lookups: Their recent lookups.
         holders: Finds other holders of chunks; None without lookup.
     """
 

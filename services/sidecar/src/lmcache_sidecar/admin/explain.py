@@ -379,7 +379,6 @@ async def _in_remote(sidecar: SidecarNode, keys: Sequence[ChunkKey]) -> Found:
 
 
 async def _bounded(sidecar: SidecarNode, work: Awaitable[T]) -> T | None:
-    """Return the result; None if a tier does not answer in time."""
     try:
         async with asyncio.timeout(sidecar.settings.tier_timeout_s):
             return await work

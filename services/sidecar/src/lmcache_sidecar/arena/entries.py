@@ -139,7 +139,6 @@ class Lent:
     """An extent that a client of that generation may write to.
 
     Attributes:
-        generation: Generation of the client.
         num_bytes: Its size in the arena.
     """
 
@@ -165,7 +164,7 @@ def replay(entries: Iterable[AnyEntry], arena_bytes: int, inode: int) -> FoundEx
 
     Raises:
         JournalError: It belongs to another arena or version, or is inconsistent: nothing in it is
-        trusted.
+            trusted.
     """
     steps = iter(entries)
     begin = next(steps, None)

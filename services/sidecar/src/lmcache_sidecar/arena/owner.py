@@ -34,15 +34,10 @@ class ArenaOwner:
     """Owns the arena, its journal, and the content that an earlier start has left.
 
     Args:
-        arena: The memory.
         journal: Journal of its content; None if nothing outlives this process.
-        found: Existing content.
 
     Attributes:
-        arena: The memory.
         allocator: Allocates from it; existing content is already taken.
-        journal: Records what is lent and stored; or None.
-        recovery: Checks what an earlier start has left.
     """
 
     def __init__(
@@ -90,10 +85,7 @@ class ArenaOwner:
         earlier generations.
 
         Args:
-            tasks: Owner of the work.
-            hot: Tier for recovered chunks.
             listener: Notified of each recovered chunk.
-            counters: Counters of recovered chunks.
         """
         self._has_served = True
         tasks.start("recover-arena", self.recovery.run(hot, listener, counters))
@@ -149,7 +141,6 @@ def open_arena(file: ArenaFile, recovers: bool) -> ArenaOwner:
     trusted, else a new one.
 
     Args:
-        file: Location, size and permissions.
         recovers: Whether the content outlives this process, and an earlier process's content is
             recovered.
 

@@ -60,7 +60,6 @@ class ArenaRecovery:
         """Recover everything. Call it once.
 
         Args:
-            hot: Tier for the chunks.
             listener: Notified of each chunk that is served.
             counters: Counters, under the names of `lmcache_sidecar.metrics`.
         """

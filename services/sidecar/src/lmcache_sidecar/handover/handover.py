@@ -45,7 +45,6 @@ class TakerBatch:
 
     Attributes:
         keys: Those not settled yet, hottest first.
-        num_settled: Number of those settled.
         refused: Those that the taker refuses; they stay in `keys`.
     """
 
@@ -118,7 +117,6 @@ class PodHandover(ChunkHandover):
     time, plus what earlier ones have left of theirs.
 
     Args:
-        chunks: The chunks of this sidecar.
         sources: Sources of receivers; each is asked for what the previous one has left.
         counters: Counters of results, under the names of `lmcache_sidecar.metrics`.
     """

@@ -38,10 +38,7 @@ class BrokerRequests(LeaseListener):
     be sent are dropped: the broker orders them again.
 
     Attributes:
-        drain: The drain.
-        chunks: The chunks of this sidecar.
         connect: Creates the client of a peer, from its distributed URL.
-        tasks: Owns the work.
         counters: Counters of copies, under the names of `lmcache_sidecar.metrics`.
     """
 

@@ -86,11 +86,7 @@ class PeerSource(TakerSource):
     """The live sidecars, as the broker sees them, that are not about to shut down.
 
     Args:
-        instance: This instance.
         broker: Must stay open as long as this object.
-        holders: Finds existing holders of chunks.
-        token: Token to present to peers.
-        timeout_s: Longest wait for a peer's answer.
         tls: Trusted authorities and client certificate for encrypted peers.
     """
 

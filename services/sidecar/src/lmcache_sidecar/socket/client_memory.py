@@ -30,13 +30,9 @@ MAX_PINNED_CHUNK_BYTES = 128
 class ClientMemory:
     """The reservations and pins of one client, each with a reference and a unique handle.
 
-    Args:
-        context: State shared by all sessions: the source of memory, and the limits for all clients.
-
     Attributes:
         reservations: Memory that the client fills, by handle.
         pins: Chunks that it loads, by handle.
-        reserved_bytes: Arena memory held by the reservations.
     """
 
     def __init__(self, context: SessionContext) -> None:

@@ -37,27 +37,21 @@ class SessionContext:
     """State shared by all sessions of a sidecar.
 
     Attributes:
-        stack: The tiers.
-        arena: The shared arena.
         server: This sidecar's instance id.
-        tenant: Tenant of this pod's chunks.
         verify_hot: Which loads clients verify.
         salt: Sent to every client.
         timeout_s: Longest wait for the tiers in a lookup.
         tasks: Owner of background lifts.
         counters: Counters of engines' requests and results, under the names of
-        `lmcache_sidecar.metrics`.
+            `lmcache_sidecar.metrics`.
         journal: Records what is lent to clients; None: the next start uses a new arena, so late
             writes to this one do no harm.
-        tracer: Traces requests; None: no tracing.
         readers: What clients decode; None: no tier has encoded records.
-        descriptions: How clients name KV.
         request_ids: Generates ids for requests that came without one.
         large_requests: Bounds the memory of large requests, from their first byte until they are
             answered.
         log: Logs events that clients can cause arbitrarily often.
         is_draining: Whether stores from clients are refused.
-        lookups: Engines' recent lookups.
         staged: Limit on what tickets of all clients hold together.
         pinned: Limit on what pins of all clients hold together; a chunk pinned several times counts
             once.

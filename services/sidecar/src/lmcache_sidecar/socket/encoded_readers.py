@@ -62,8 +62,6 @@ class EncodedReaders:
 
         Args:
             results: Chunks and misses; their references pass to the result.
-            encodings: What the client decodes.
-            stack: The tiers, which hold the chunks in the arena.
             timeout_s: Limit on the decoding; what is late is a miss.
             most_bytes: Size of the largest payload that the client can use; None: unknown.
         """

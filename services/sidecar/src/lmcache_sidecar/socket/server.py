@@ -29,10 +29,6 @@ class SocketServer:
     Args:
         path: Path of the socket. A stale socket without a listener is replaced; one in use is an
             error.
-        context: State shared by sessions.
-
-    Attributes:
-        context: State shared by sessions.
     """
 
     def __init__(self, path: Path, context: SessionContext) -> None:

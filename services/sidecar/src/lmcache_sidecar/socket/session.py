@@ -73,12 +73,7 @@ _REQUESTS = frozenset(
 class EngineSession:
     """Serves one connection, one request after the other, and releases everything at its end.
 
-    Args:
-        stream: The connection.
-        context: State shared by all sessions of the sidecar.
-
     Attributes:
-        memory: Arena memory held by the client.
         staging: Its tickets.
         engine: Its description; None before HELLO and after the end.
     """
