@@ -109,7 +109,6 @@ def chunk_key(tenant: str, url_key: str) -> ChunkKey:
 
 
 async def _accepts(accept: AcceptHeader = "") -> Accepts:
-    """Return which records the caller accepts."""
     words = {word.strip().lower() for word in accept.split(",")}
     return Accepts(lossy=LOSSLESS not in words)
 
@@ -118,7 +117,6 @@ AcceptedRecords = Annotated[Accepts, Depends(_accepts)]
 
 
 async def _visible_store(storage: RunningStorage, accepts: AcceptedRecords) -> ServedStore:
-    """Return the store as seen by a caller with these capabilities."""
     return storage.store.for_client(accepts)
 
 
@@ -273,10 +271,8 @@ async def receive_record(
     """Read a request's body into the arena and verify it there. The caller owns the chunk.
 
     Args:
-        request: A request whose body is one record.
         key: The key that the record must have.
         store: Provides the memory.
-        limits: Bounds on a record's size and on slow clients.
 
     Raises:
         RecordError: The body is not one intact record of that key, or states shapes that cannot be
@@ -348,7 +344,6 @@ class RecordResponse(Response):
 
     Args:
         chunk: Passes to this response, which releases it.
-        limits: Bounds on slow clients.
     """
 
     media_type = RECORD_TYPE
@@ -369,13 +364,7 @@ class RecordResponse(Response):
 
 
 class RecordsResponse(Response):
-    """The records of those chunks that exist, back to back, in the order of the keys.
-
-    Args:
-        store: The store.
-        keys: Names of the chunks.
-        limits: Bounds on chunks referenced at a time, and on slow clients.
-    """
+    """The records of those chunks that exist, back to back, in the order of the keys."""
 
     media_type = RECORD_TYPE
 

@@ -61,7 +61,6 @@ class Departures:
 
         Args:
             keys: All of them depart, and none is stored before `remove` runs.
-            remove: Removes them.
         """
         removed = asyncio.Event()
         self.end(keys)
@@ -89,7 +88,6 @@ class CountedStore(WrappedStore):
     """A store as seen by its clients: what they do is counted.
 
     Args:
-        store: The wrapped store.
         counters: Counters, under the names of `lmcache_storage.metrics`.
     """
 
@@ -137,17 +135,11 @@ class StorageStore(LocalStore, AdaptsToClients, TakesHandovers):
     theirs. A chunk that is put here does not depart.
 
     Args:
-        stack: The tiers.
-        disk: The disk tier of the stack; None without one.
-        departures: Chunks that are about to be dropped.
-        takes_chunks: Whether this server still accepts chunks.
-        timeout_s: See `LocalStore`.
         counters: Counters of what clients and other servers do, under the names of
             `lmcache_storage.metrics`.
 
     Attributes:
         lossless: The chunks as seen by clients that accept only lossless records.
-        departures: Chunks that are about to be dropped.
         num_received: Chunks received so far.
     """
 

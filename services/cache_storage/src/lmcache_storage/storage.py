@@ -55,7 +55,6 @@ class StorageNode(Node[StorageSettings]):
     Attributes:
         bucket: The further store; None if none is configured.
         limits: Bounds on lm:// connections and on bodies over REST.
-        store: The store behind lm:// and REST.
         near: The same chunks without the bucket, which a store must not wait for.
         servers: The other servers of this tier; None if none are configured.
     """

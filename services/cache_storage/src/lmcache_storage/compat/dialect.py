@@ -72,10 +72,8 @@ class Request:
     """One request.
 
     Attributes:
-        command: The command.
         key: The key without its padding; "" for HEALTH.
         num_bytes: Length of the value that follows; 0 except for PUT.
-        about: Description of that value.
     """
 
     command: CompatCommand
@@ -93,7 +91,7 @@ class Dialect:
         request: CompatCommand, length, format, dtype, (location,) four dimensions, key.
         reply: Code, length, format, dtype, four dimensions (, location).
         has_location: Whether the request contains a number for a tier of the client, which is
-        ignored.
+            ignored.
     """
 
     name: str
@@ -106,7 +104,6 @@ class Dialect:
 
         Args:
             data: Exactly `request.size` bytes.
-            max_value_bytes: Largest value accepted.
 
         Raises:
             CompatRefusedError: It is malformed, or announces a value that is not accepted.

@@ -45,7 +45,6 @@ class CompatLimits:
 
     Attributes:
         max_connections: Concurrent connections; a further one is closed without an answer.
-        max_value_bytes: Largest value accepted.
         max_receiving_bytes: Memory that values being received may hold together; a larger one is
             received only alone.
         idle_timeout_s: Longest silence. Long, since these clients do not reconnect; the kernel
@@ -72,12 +71,6 @@ class CompatLimits:
 class CompatServer:
     """Serves values to LMCache clients. Everyone who reaches the port is served: it knows no
     credentials and no TLS.
-
-    Args:
-        values: What is served.
-        dialect: Dialect of the clients.
-        limits: Bounds on what they can do.
-        counters: Counters of requests and closed connections.
 
     Attributes:
         listener: The listener; has the port once it is open.
@@ -130,7 +123,6 @@ def create_compat_server(
 
     Args:
         settings: Settings with a tenant for these clients.
-        store: Store for the values.
         counters: Counters, under the names of `lmcache_storage.metrics`.
     """
     assert settings.lmcache_compat_tenant is not None, "checked by the settings"
@@ -147,10 +139,6 @@ def create_compat_server(
 class CompatSession:
     """Answers the requests of one connection in order; these clients send the next one after the
     reply to the last, or need no reply.
-
-    Args:
-        stream: The connection.
-        server: Server with the store and the bounds.
     """
 
     def __init__(self, stream: FrameStream, server: CompatServer) -> None:

@@ -49,7 +49,6 @@ class ForeignValues:
 
     Args:
         store: The store; what clients do goes through its view for them, if it has any.
-        tenant: Tenant of the values.
         dialect: Name of the dialect of the clients; other dialects number formats differently, and
             see none of these values.
         counters: Counters of values that cannot be served.

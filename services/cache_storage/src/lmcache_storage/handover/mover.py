@@ -51,8 +51,6 @@ class Mover:
     """Sends chunks in windows, to the servers of a window in parallel.
 
     Args:
-        chunks: The chunks of this server.
-        servers: The receivers.
         counters: Counters of results, under the names of `lmcache_storage.metrics`.
     """
 
@@ -65,7 +63,6 @@ class Mover:
         """Move chunks, in this order. If cancelled, chunks sent by then have moved.
 
         Args:
-            wanted: Names and sizes.
             num_evicting: Number of chunks, from the first, for which others may be evicted.
             moved: Updated along the way; its `total` is set by the caller.
         """
@@ -246,7 +243,6 @@ class ServerHandover(ChunkHandover):
     """Hands over all chunks of a server that shuts down.
 
     Args:
-        chunks: The chunks of this server.
         servers: The receivers; None if there are none.
         mover: Sends the chunks; None if there are no receivers.
     """

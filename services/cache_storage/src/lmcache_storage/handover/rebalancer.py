@@ -40,10 +40,7 @@ class Rebalancer:
     After each window it rests for as long as the window took.
 
     Args:
-        chunks: The chunks of this server.
         stack: The tiers to drop them from.
-        servers: The other servers.
-        mover: Sends chunks.
         store: Receives chunks from others, which may see another set of servers; informed of
             departing chunks.
         pinned: Chunks that stay here regardless.

@@ -26,7 +26,6 @@ class OtherServers:
 
     Attributes:
         members: The set; opened and closed by its owner.
-        instance: Name of this server.
     """
 
     members: Members
@@ -78,8 +77,6 @@ def create_members(
     Args:
         settings: May name the servers.
         broker: An open client; used if the settings name none.
-        token: Token to present to them.
-        tls: Trusted authorities for encrypted connections.
 
     Raises:
         ConfigError: `replicas_url` is malformed.

@@ -61,7 +61,6 @@ class S3Backend(StorageBackend):
     caller that gives up earlier does not wait for them.
 
     Args:
-        objects: The bucket.
         timeout_s: Deadline of a contains, a get or a removal.
     """
 

@@ -47,7 +47,6 @@ class BucketClient:
     """Sends requests to a bucket. Makes none by itself; obeys no proxy variables.
 
     Args:
-        settings: Name and address of the bucket.
         clock: Seconds since the epoch.
 
     Raises:
@@ -94,11 +93,8 @@ class BucketClient:
         success is left to read, and that only as far as the caller takes it.
 
         Args:
-            method: HTTP method.
             name: Name of the object; "": the bucket.
-            query: Parameters.
             headers: Headers of the object, with lower-case names.
-            body: The object.
 
         Returns:
             An answer with status 200, 204 or 404.

@@ -42,7 +42,6 @@ class Origin:
     """Scheme, host and port of a server.
 
     Args:
-        host: Name or address.
         port: None: the scheme's.
         tls: Trusted authorities; None: the connection is not encrypted.
     """
@@ -146,7 +145,6 @@ class BucketAnswer:
     """An answer with its head read; its body comes next, as the caller takes it.
 
     Attributes:
-        status: Its status.
         size: Length of the body; None if it is not stated.
     """
 
@@ -214,11 +212,7 @@ class BucketAnswer:
 
 
 class ConnectionPool:
-    """Connections to one server, kept between requests. Thread-safe. Obeys no proxy variables.
-
-    Args:
-        origin: The server.
-    """
+    """Connections to one server, kept between requests. Thread-safe. Obeys no proxy variables."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -241,7 +235,6 @@ class ConnectionPool:
         repeat.
 
         Args:
-            method: HTTP method.
             target: Path and query, encoded.
             headers: All headers but the length.
             body: Buffers, sent without a copy.

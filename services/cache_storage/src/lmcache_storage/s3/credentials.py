@@ -66,8 +66,6 @@ class KeyChain:
     ends.
 
     Args:
-        region: Region of the bucket.
-        tls: Trusted authorities.
         environ: Variables of this process.
         clock: Seconds since the epoch.
     """

@@ -98,10 +98,6 @@ class FoundObject:
     """A record whose head has been read and matches the request; its payload comes next.
 
     Attributes:
-        key: Its name.
-        header: Its parsed head.
-        head: Its head.
-        payload_bytes: Length of its payload.
         stored_at: When the chunk was stored, seconds since the epoch; None if unknown.
         pieces: The rest of the object; its connection is held until `BucketObjects.read` or
             `close`.
@@ -124,7 +120,6 @@ class _Version:
     """What the bucket says about an object.
 
     Attributes:
-        size: Its length.
         etag: Its tag, without quotes: of an object written by one request usually its MD5.
         modified_at: When it was written, seconds since the epoch; None if that is not stated.
         stored_at: When its chunk was stored; None if unknown.
@@ -159,7 +154,6 @@ class BucketObjects:
     vouches for the bytes, see `_refuse`.
 
     Args:
-        settings: Name and address of the bucket.
         clock: Seconds since the epoch.
 
     Raises:
@@ -385,7 +379,6 @@ class BucketObjects:
         self._request("DELETE", name).close()
 
     def _version(self, name: str) -> _Version | None:
-        """Return what the bucket says about an object; None if there is none."""
         with self._request("HEAD", name) as answer:
             return None if answer.status == 404 else _version_of(answer)
 

@@ -22,8 +22,6 @@ class Credentials(NamedTuple):
     """A key that requests are signed with.
 
     Attributes:
-        access_key: Its id.
-        secret_key: Its secret.
         token: Token of a session; None for a permanent key.
         expires_at: When the session ends, seconds since the epoch; None: never.
     """
@@ -64,7 +62,6 @@ class Unsigned(NamedTuple):
     """A request that is to be signed.
 
     Attributes:
-        method: HTTP method.
         path: Its path, encoded.
         query: Its query, encoded.
         headers: Its headers, `host` among them, with lower-case names.
@@ -84,9 +81,6 @@ def signed_headers(
     """Return all headers of a request, signed.
 
     Args:
-        credentials: The key.
-        region: Region of the bucket.
-        request: The request.
         now: Seconds since the epoch.
     """
     method, path, query, headers, payload = request
