@@ -137,7 +137,6 @@ class ExclusiveBytes:
         self.num_bytes = num_held * num_alone // num_sampled if num_sampled else 0
 
     def _sampled(self) -> tuple[int, list[tuple[ChunkKey, int]]]:
-        """Return the bytes of all chunks, and a sample of them."""
         held = self.chunks.hottest_first()
         sample = held[:: max(1, math.ceil(len(held) / MAX_SAMPLED_CHUNKS))]
         return sum(num_bytes for _, num_bytes in held), sample

@@ -229,7 +229,6 @@ class CacheBlendImpl(BlendExecutor):
         return out
 
     def _selected_before(self, layer_id: int) -> _Selected | None:
-        """Return the selection made on an earlier layer of this batch."""
         if 0 <= layer_id <= self.policy.check_layer:
             return None
         if layer_id != self._next_layer:

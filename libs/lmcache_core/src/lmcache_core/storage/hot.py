@@ -493,7 +493,6 @@ class LocalCPUBackend(StorageBackend):
         return freed
 
     def _sizes(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-        """Return name and size of those chunks that would be served now."""
         found: list[tuple[ChunkKey, int]] = []
         for begin in range(0, len(keys), LISTED_AT_ONCE):
             part = keys[begin : begin + LISTED_AT_ONCE]
@@ -503,7 +502,6 @@ class LocalCPUBackend(StorageBackend):
         return found
 
     def _clear_in_parts(self, tenant: str | None) -> Iterator[int]:
-        """Drop everything (of that tenant) in steps, and yield the number of chunks after each."""
         with self._lock:
             keys = list(self._chunks)
         for begin in range(0, len(keys), REMOVED_AT_ONCE):

@@ -411,7 +411,6 @@ class TierStack:
             return
 
     def _join(self, opened: StorageBackend) -> None:
-        """Insert a newly opened tier in its place for reads, and begin to write to it."""
         self.lower = tuple(tier for tier in self._tiers if tier is opened or tier in self.lower)
         writer = self._written_to.get(opened.name)
         if writer is not None:

@@ -278,7 +278,6 @@ class Stager:
         return staged
 
     def _takes(self, name: str) -> bool:
-        """Return whether a new ticket may have that name."""
         return not self._is_closed and (name in self._tickets or len(self._tickets) < MAX_TICKETS)
 
     def unstage(self, names: Sequence[str]) -> Steps[None]:

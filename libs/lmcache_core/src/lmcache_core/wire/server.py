@@ -399,7 +399,6 @@ class LmSession:
         return messages.PutOk(is_kept, "" if is_kept else MissReason.NO_MEMORY.value)
 
     async def _present(self, message: messages.Contains | messages.Held) -> list[bool]:
-        """Return which chunks exist; for HELD, which of them are here to stay."""
         keys = self._keys(message)
         present = await self._store.contains(keys)
         if isinstance(message, messages.Held) and (store := self._handovers) is not None:

@@ -256,7 +256,6 @@ class CompatSession:
 
     @contextmanager
     def _expecting(self, what: str) -> Iterator[None]:
-        """Close a connection if the rest of a message does not arrive in time."""
         try:
             yield
         except TimeoutError:

@@ -134,7 +134,6 @@ class Rebalancer:
         )
 
     async def _strangers(self, known: frozenset[str]) -> list[Sized]:
-        """Return the chunks whose home is elsewhere, hottest first."""
         found: list[Sized] = []
         for i, chunk in enumerate(await asyncio.to_thread(self._chunks.hottest_first)):
             if not self._stays(chunk[0], known):

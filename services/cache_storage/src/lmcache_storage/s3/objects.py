@@ -461,14 +461,12 @@ class _Pieces:
             at += got
 
     def drain(self, limit: int, saw: Callable[[memoryview], object]) -> None:
-        """Pass what is left to `saw`, at most `limit` bytes."""
         block = memoryview(bytearray(CHECKED_BYTES))
         while limit > 0 and (got := self._answer.readinto(block)):
             saw(block[:got])
             limit -= got
 
     def close(self) -> None:
-        """Give the connection back. Idempotent."""
         self._answer.close()
 
 

@@ -46,7 +46,7 @@ class DiskRoom:
         index: The records held, and the accounting of all files.
 
     Attributes:
-        unread_bytes: Sum of their charges; kept because every write needs it.
+        unread_bytes: Sum of the charges in `unread`; kept because every write needs it.
         damaged: Damaged files and files that cannot be removed, with their charges; oldest first.
         doubtful: Files in place that were read as something other than their records, with their
             charges: what was read need not be what they hold.

@@ -224,7 +224,7 @@ class FoundRecord:
     `SharedDirectory.read` or `close`.
 
     Attributes:
-        status: Status of the open file, which may no longer have that path.
+        status: Status of the open file, which `path` may no longer name.
     """
 
     key: ChunkKey

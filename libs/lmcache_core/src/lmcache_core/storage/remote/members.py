@@ -174,7 +174,6 @@ class Members:
                 await member.client.close()
 
     def _report(self) -> None:
-        """Log which servers there are: at the start, and when they change."""
         names = ",".join(sorted(self.by_name())) or "-"
         addresses = ",".join(sorted(f"{one.host}:{one.port}" for one in self._by_address)) or "-"
         if self._reported != (names, addresses):

@@ -399,7 +399,6 @@ def _name(key: ChunkKey) -> str:
 
 
 def _is_head_of(head: bytes, key: ChunkKey, size: int) -> bool:
-    """Return whether a value of that size begins with a head of a record of that key and size."""
     try:
         prefix = decode_prefix(head[:PREFIX_BYTES])
         decode_head(head[: prefix.head_bytes], key.key)
