@@ -341,6 +341,35 @@ async def test_a_name_that_could_not_be_synced_is_synced_by_the_next_write(tmp_p
     await disk.close()
 
 
+async def test_a_store_of_a_record_whose_name_is_not_synced_yet_syncs_it_itself(tmp_path):
+    class FirstSyncHangs(RecordedSyncs):
+        def __init__(self):
+            super().__init__()
+            self.shard = None
+            self.hangs, self.may_continue = threading.Event(), threading.Event()
+
+        def sync_directory(self, path):
+            if path == self.shard and not self.hangs.is_set():
+                self.hangs.set()
+                assert self.may_continue.wait(60)
+            super().sync_directory(path)
+
+    files = FirstSyncHangs()
+    disk = DiskBackend(tmp_path / "root", CAPACITY_BYTES, fsync=True, files=files)
+    await disk.open()
+    files.shard = disk._layout.record(make_key("a")).parent
+    first = asyncio.create_task(put(disk, "a"))
+    assert await asyncio.to_thread(files.hangs.wait, 60)
+    await put(disk, "a")
+    assert files.shard in files.calls, "reported as stored before its name was on the device"
+    files.may_continue.set()
+    await first
+    files.calls.clear()
+    await put(disk, "a")
+    assert not files.calls, "a synced name costs nothing more"
+    await disk.close()
+
+
 async def test_names_that_an_earlier_process_did_not_sync_are_synced(tmp_path):
     earlier = DiskBackend(tmp_path / "root", CAPACITY_BYTES)
     await earlier.open()
@@ -353,6 +382,24 @@ async def test_names_that_an_earlier_process_did_not_sync_are_synced(tmp_path):
     await put(disk, "a")
     shard = disk._layout.record(make_key("a")).parent
     assert {shard, *shard.parents[:3]} <= set(files.calls)
+    await disk.close()
+
+
+async def test_a_record_of_an_earlier_process_is_synced_when_it_is_stored_again(tmp_path):
+    earlier = DiskBackend(tmp_path / "root", CAPACITY_BYTES)
+    await earlier.open()
+    await put(earlier, "a")
+    await earlier.close()
+    files = RecordedSyncs()
+    disk = DiskBackend(tmp_path / "root", CAPACITY_BYTES, fsync=True, files=files)
+    await disk.open()
+    await put(disk, "a")
+    shard = disk._layout.record(make_key("a")).parent
+    assert files.calls[:2] == ["sync", shard]
+    files.calls.clear()
+    files.failing = {shard}
+    await put(disk, "a")
+    assert files.calls == []
     await disk.close()
 
 

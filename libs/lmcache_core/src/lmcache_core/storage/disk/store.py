@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from lmcache_core.errors import RecordError, UnavailableError
 from lmcache_core.keys import ChunkKey
@@ -116,6 +116,7 @@ class DiskStore:
         self._failed: WeakKeyDictionary[DiskEntry, tuple[float, int]] = WeakKeyDictionary()
         self._num_good_reads = 0
         self._writing: set[_Write] = set()
+        self._synced: WeakSet[DiskEntry] = WeakSet()  # with their names; only under `fsync`
         self._synced_names: set[Path] = set()
         self.is_loaded = False
 
@@ -230,14 +231,35 @@ class DiskStore:
             self.expire()
         write = _Write(chunk.key, chunk.lossy)
         with self._names_lock:
+            served = None
             if not self._index.wants(chunk.key, chunk.lossy):
-                return True
-            self._writing.add(write)
+                [served] = self._index.peek_many([chunk.key])
+            if served is None:
+                self._writing.add(write)
+        if served is not None:
+            return isinstance(served, DiskEntry) and self._sync_served(chunk.key, served)
         try:
             return self._write(chunk, write)
         finally:
             with self._names_lock:
                 self._writing.discard(write)
+
+    def _sync_served(self, key: ChunkKey, entry: DiskEntry) -> bool:
+        """Make sure that a served record is on the device. Another write may be about to sync it; a
+        record found at the start may never have been synced.
+        """
+        path = self._layout.find(key)
+        if not self._fsync or entry in self._synced or path is None:
+            return True
+        try:
+            with opened(self._files, path) as fd:
+                self._files.sync(fd)
+            self._sync_names(path)
+        except OSError:
+            self._counters.add("failed_writes")
+            return False
+        self._synced.add(entry)
+        return self._index.peek_many([key]) == [entry]
 
     def _write(self, chunk: Chunk, write: _Write) -> bool:
         payload_bytes = chunk.memory.get_size()
@@ -445,17 +467,23 @@ class DiskStore:
                     name_record(self._files, temporary, path)
                     self._commit(chunk.key, entry, path)
                     is_committed = True
+                [served] = self._index.peek_many([chunk.key])
         finally:
             if not is_committed:
                 self._discard(temporary, entry.charge, chunk.key.tenant)
+        if not isinstance(served, DiskEntry):  # it expired at once
+            return False
+        if not is_committed:
+            return self._sync_served(chunk.key, served)
         if self._fsync:
             try:
                 self._sync_names(path)
             except OSError:
-                # A chunk that counts as not stored must not be served: it is not announced, and the
-                # next store of it would report it as synced.
-                self.remove([chunk.key])
+                # A chunk that counts as not stored must not be served: it is not announced.
+                if served not in self._synced:
+                    self.remove([chunk.key])
                 raise
+            self._synced.add(served)
         return True
 
     def _commit(self, key: ChunkKey, entry: DiskEntry, path: Path) -> None:
