@@ -4,16 +4,21 @@ of Hypothesis; and tests without PyTorch.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import importlib.util
 import os
 import signal
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.fixtures.virtual_time import CLOCK, VirtualLoop
 
 MAX_PROCESSES = 4
 TESTS = Path(__file__).parent
@@ -76,11 +81,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     limits_s = defaultdict[Path, float](float)
     places = tuple(str(TESTS / place) for place in LONG)
     for item in items:
-        if str(item.path).startswith(places):
+        if str(item.path).startswith(places) or item.get_closest_marker("realtime"):
             item.add_marker(pytest.mark.long)
         mark = item.get_closest_marker("timeout")
         limits_s[item.path] = max(limits_s[item.path], mark.args[0] if mark else 0.0)
     items.sort(key=lambda item: -limits_s[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], Any]]:
+    """Run tests that are marked `virtual_time` on a loop whose time is virtual."""
+    is_virtual = item.get_closest_marker("virtual_time") is not None
+    return {"asyncio": VirtualLoop if is_virtual else asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _virtual_monotonic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("virtual_time") is not None:
+        monkeypatch.setattr(time, "monotonic", CLOCK)
 
 
 # The services and tools run without PyTorch, and so do their tests. Where it is not installed, a
