@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 1 << 22
 
-Tree = dict[tuple[bytes, bytes], bytes]
-"""The hash of each known chunk, found by the hash before it (of a first chunk, the root) and by the
-chunk's block: its tokens and, with multimodal contents, a SHA-256 of its extras.
+Tree = dict[tuple[bytes, bytes], tuple[bytes, CacheEngineKey]]
+"""The hash and the key of each known chunk, found by the hash before it (of a first chunk, the
+root) and by the chunk's block: its tokens and, with multimodal contents, a SHA-256 of its extras.
 """
 
 
@@ -78,28 +78,30 @@ class RadixTokenDatabase(ChunkedTokenDatabase):
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
         # The root is read once: the salt may change concurrently. Chunks of another root have
         # another hash before them, so one tree serves all.
-        chain = self._hashes(self._root, ids, spans)
-        return named_chunks(self._metadata, islice(chain, num_skipped // self.chunk_size, None))
+        named = self._named(self._root, ids, spans)
+        return islice(named, num_skipped // self.chunk_size, None)
 
-    def _hashes(
+    def _named(
         self, root: bytes, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]
-    ) -> Iterator[tuple[int, int, bytes]]:
-        """Yield as `chain_hashes` does."""
-        blocks, before, size = self._blocks(ids, spans), root, self.chunk_size
+    ) -> Iterator[tuple[int, int, CacheEngineKey]]:
+        blocks, before, size, tree = self._blocks(ids, spans), root, self.chunk_size, self._tree
         num_known = 0
         for block in blocks:
-            known = self._tree.get((before, block))
+            known = tree.get((before, block))
             if known is None:
                 break
-            yield num_known * size, (num_known + 1) * size, known
-            before, num_known = known, num_known + 1
+            before, key = known
+            yield num_known * size, (num_known + 1) * size, key
+            num_known += 1
         rest = chain_hashes(before, ids, size, spans, num_known * size)
-        for start, end, digest in rest:
+        for start, end, key in named_chunks(self._metadata, rest):
+            digest = key.hash_bytes()
+            assert digest is not None, "a digest has 32 bytes"
             if end - start == size:
                 if len(self._tree) >= self._max_chunks:
                     self._tree = {}
-                self._tree[before, blocks[start // size]] = digest
-            yield start, end, digest
+                self._tree[before, blocks[start // size]] = digest, key
+            yield start, end, key
             before = digest
 
     def _blocks(self, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]) -> list[bytes]:
