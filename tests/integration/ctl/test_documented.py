@@ -82,30 +82,29 @@ def filled(cluster: SmallCluster) -> dict[str, str]:
     }
 
 
-def settings_beside(cluster: SmallCluster) -> None:
-    """The files that the document names, with these services' addresses."""
-    urls = {
-        kind: [one.url for name, one in cluster.services.items() if name.startswith(kind)]
-        for kind in ("lookup", "broker", "storage", "sidecar")
-    }
-    settings = {f"{kind}_urls": of_kind for kind, of_kind in urls.items()} | {
-        "token_file": str(cluster.directory / "token")
-    }
-    [example] = [body for body in documented("yaml") if body.startswith("# ctl.yaml")]
-    assert set(yaml.safe_load(example)) <= {*settings, "tls"}
-    (cluster.directory / "ctl.yaml").write_text(yaml.safe_dump(settings))
-    (cluster.directory / "sidecar.yaml").write_text(
-        yaml.safe_dump({"arena_path": str(cluster.directory / "other"), "arena_gb": 0.01})
+def variables_for(cluster: SmallCluster) -> dict[str, str]:
+    """The variables that the document names, with these services' addresses."""
+    found = {"LMCACHE_CTL_TOKEN_FILE": str(cluster.directory / "token")}
+    for kind in ("lookup", "broker", "storage", "sidecar"):
+        urls = [one.url for name, one in cluster.services.items() if name.startswith(kind)]
+        found[f"LMCACHE_CTL_{kind.upper()}_URLS"] = ",".join(urls)
+    return found
+
+
+def write_settings(directory: Path) -> None:
+    """The files that the document names."""
+    (directory / "sidecar.yaml").write_text(
+        yaml.safe_dump({"arena_path": str(directory / "other"), "arena_gb": 0.01})
     )
-    (cluster.directory / "lookup.yaml").write_text("max_instances: 100\n")
+    (directory / "lookup.yaml").write_text("max_instances: 100\n")
 
 
 def test_every_command_does_what_is_written(
     cluster: SmallCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = filled(cluster)
-    settings_beside(cluster)
     directory = cluster.directory
+    write_settings(directory)
     monkeypatch.chdir(directory)
     with pods_api() as api:
         for name, component, port in (
@@ -120,17 +119,17 @@ def test_every_command_does_what_is_written(
             ].ports["port"]
         (directory / ".kube").mkdir()
         api.kubeconfig(directory / ".kube" / "config")
-        ctl = Ctl([], {"HOME": str(directory)})
+        environ = {
+            "HOME": str(directory),
+            "LMCACHE_CTL_TOKEN_FILE": str(directory / "token"),
+        }
         run = commands()
         assert len(run) > 20
         for words in run:
             arguments = [string.Template(word).substitute(values) for word in words]
-            in_cluster = "-n" in arguments or "--namespace" in arguments
-            ctl.environ |= {"LMCACHE_CTL_CONFIG": "ctl.yaml"}
-            if in_cluster:
-                ctl.environ["LMCACHE_CTL_CONFIG"] = ""
-                ctl.environ["LMCACHE_CTL_TOKEN_FILE"] = str(directory / "token")
-            done = ctl.run(*arguments)
+            names_cluster = "-n" in arguments or "--namespace" in arguments
+            more = {} if names_cluster else variables_for(cluster)
+            done = Ctl([], environ | more).run(*arguments)
             assert done.stdout, arguments
 
 

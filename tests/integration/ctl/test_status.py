@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -138,45 +137,26 @@ def test_a_command_that_needs_a_token_says_how_it_is_given(cluster: SmallCluster
     assert "it requires a token: give one with --token-file FILE or LMCACHE_CTL_TOKEN" in told
 
 
-def test_a_variable_may_hold_the_token_itself(cluster: SmallCluster, tmp_path: Path) -> None:
+def test_a_variable_may_hold_the_token_itself(cluster: SmallCluster) -> None:
     token = (cluster.directory / "token").read_text().strip()
     found = without_token(cluster, LMCACHE_CTL_TOKEN=token).json("status")
     assert not any(one["needs_token"] for one in found["services"])
-    (tmp_path / "ctl.yaml").write_text("token_file: /nowhere/token\n")
-    ctl = without_token(
-        cluster, LMCACHE_CTL_TOKEN=token, LMCACHE_CTL_CONFIG=str(tmp_path / "ctl.yaml")
-    )
-    assert ctl.json("status")["totals"]["num_well"] == len(NAMES), (
-        "a variable stands before the file"
-    )
     wrong = cluster.ctl(environ={"LMCACHE_CTL_TOKEN": "nobody-knows-0123456789"})
     assert wrong.json("status")["totals"]["num_well"] == len(NAMES), (
         "an option stands before a variable"
     )
-    both = without_token(
-        cluster, LMCACHE_CTL_TOKEN=token, LMCACHE_CTL_TOKEN_FILE="/nowhere/token"
-    ).text("status", code=2)
-    assert "token and token_file" in both
     bad = without_token(cluster, LMCACHE_CTL_TOKEN="nobody knows").text("status", code=2)
     assert "nobody knows" not in bad
 
 
-def test_where_services_are_is_said_by_file_and_environment(
-    cluster: SmallCluster, tmp_path: Path
-) -> None:
+def test_where_services_are_is_said_by_the_environment(cluster: SmallCluster) -> None:
     lookup, broker = cluster.services["lookup"].url, cluster.services["broker"].url
-    config = {
-        "lookup_urls": [lookup],
-        "broker_urls": ["http://127.0.0.1:9"],
-        "token_file": str(cluster.directory / "token"),
+    environ = {
+        "LMCACHE_CTL_LOOKUP_URLS": lookup,
+        "LMCACHE_CTL_BROKER_URLS": broker,
+        "LMCACHE_CTL_TOKEN_FILE": str(cluster.directory / "token"),
     }
-    (tmp_path / "ctl.yaml").write_text(yaml.safe_dump(config))
-    environ = {"LMCACHE_CTL_CONFIG": str(tmp_path / "ctl.yaml"), "LMCACHE_CTL_BROKER_URLS": broker}
     assert [one["url"] for one in Ctl([], environ).json("status")["services"]] == [lookup, broker]
-    wrong = {"LMCACHE_CTL_LOOKUP_URL": lookup}
-    assert "LMCACHE_CTL_LOOKUP_URL sets nothing; did you mean 'LMCACHE_CTL_LOOKUP_URLS'?" in Ctl(
-        [], wrong
-    ).text("status", code=2)
 
 
 def test_a_service_of_another_kind_is_not_taken_for_one(cluster: SmallCluster) -> None:

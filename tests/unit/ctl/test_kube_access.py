@@ -6,10 +6,9 @@ from pathlib import Path
 
 import kubernetes.config
 import pytest
-from lmcache_ctl import settings as ctl_settings
 from lmcache_ctl.kube import access
 from lmcache_ctl.kube.access import KubeApi
-from lmcache_ctl.settings import CtlSettings
+from lmcache_ctl.options import CtlSettings
 
 NAMED, NO_CONTEXT = "named.yaml", "no-context.yaml"
 
@@ -26,8 +25,7 @@ def config(server: str, context: str = "{cluster: c, user: u}") -> str:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The home of a process in a pod that may ask the API."""
     (tmp_path / "namespace").write_text("of-the-pod\n")
-    for module in (ctl_settings, access):
-        monkeypatch.setattr(module, "POD_NAMESPACE_FILE", tmp_path / "namespace")
+    monkeypatch.setattr(access, "POD_NAMESPACE_FILE", tmp_path / "namespace")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("KUBECONFIG", raising=False)

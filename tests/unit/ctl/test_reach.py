@@ -17,9 +17,9 @@ from lmcache_ctl import asking
 from lmcache_ctl.asking import Asker
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.kube import pods
+from lmcache_ctl.options import CtlSettings
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
-from lmcache_ctl.settings import CtlSettings
 
 from tests.fixtures.http_server import Handler, served
 
@@ -60,7 +60,7 @@ def url() -> Iterator[str]:
 
 
 def ask(url: str, path: str, body: Any = None, **settings: Any) -> dict[str, Any]:
-    return Reach(CtlSettings(sidecar_urls=(url,), **settings)).ask(Kind.SIDECAR, "POST", path, body)
+    return Reach(CtlSettings(sidecar_urls=[url], **settings), Kind.SIDECAR).ask("POST", path, body)
 
 
 def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_pods_of_all_namespaces_are_not_sent_the_callers_token(
     )
     monkeypatch.setattr(pods, "KubeApi", Cluster)
     monkeypatch.setattr(pods, "PodPort", lambda *_: contextlib.nullcontext())
-    with Reach(settings, all_namespaces=True).services(Kind.SIDECAR) as services:
+    with Reach(settings, Kind.SIDECAR, everywhere=True).services() as services:
         here = [msgspec.structs.replace(one, url=url, socket_path=None) for one in services]
         told = asyncio.run(
             Asker(settings).each(here, lambda caller: caller.ask("POST", "/echo", {}))

@@ -16,7 +16,7 @@ import yaml
 from lmcache_broker.settings import BrokerSettings
 from lmcache_core.config import OPTIONS
 from lmcache_core.config.sources import CONFIG_FILE_ENV, IGNORED_ENV_NAMES
-from lmcache_ctl.settings import CONFIG_NAME, PREFIX, CtlSettings
+from lmcache_ctl.options import VARIABLES
 from lmcache_lookup.settings import LookupSettings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_storage.settings import StorageSettings
@@ -69,9 +69,8 @@ def known_variables() -> set[str]:
         for each in SETTINGS
         for name in (*each.model_fields, "config")
     }
-    ctl = {f"{PREFIX}{name}".upper() for name in (*CtlSettings.__struct_fields__, CONFIG_NAME)}
     engine = {f"LMCACHE_{name}".upper() for name in OPTIONS}
-    return {CONFIG_FILE_ENV, *IGNORED_ENV_NAMES} | services | ctl | engine
+    return {CONFIG_FILE_ENV, *IGNORED_ENV_NAMES} | services | VARIABLES | engine
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

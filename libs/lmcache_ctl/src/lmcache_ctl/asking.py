@@ -19,12 +19,11 @@ import msgspec
 from lmcache_core.errors import ConfigError
 
 from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.options import CtlSettings
 from lmcache_ctl.services import HOW_TO_AUTHENTICATE, Endpoint
-from lmcache_ctl.settings import CtlSettings
 
 if TYPE_CHECKING:
     import httpx
-    from lmcache_core.security import ShownToken
 
 MAX_ASKED_AT_ONCE: Final = 64
 MAX_ANSWER_BYTES: Final = 64 << 20
@@ -85,12 +84,10 @@ class Caller:
 
     Args:
         client: Sends the requests; sets no deadline.
-        has_token: Whether the client sends a token.
     """
 
-    def __init__(self, service: Endpoint, client: httpx.AsyncClient, has_token: bool) -> None:
+    def __init__(self, service: Endpoint, client: httpx.AsyncClient) -> None:
         self.service = service
-        self.has_token = has_token
         self._client = client
 
     async def get(self, path: str) -> HttpAnswer:
@@ -116,7 +113,7 @@ class Caller:
             return ServiceRefusedError(
                 answer.status,
                 f"it refuses the token: give one that it knows with {HOW_TO_AUTHENTICATE}{where}"
-                if self.has_token
+                if self.service.token
                 else f"it requires a token: give one with {HOW_TO_AUTHENTICATE}{where}",
             )
         try:
@@ -163,12 +160,11 @@ class Asker:
     """Ask any number of services at once.
 
     Raises:
-        UsageError: The token file or a TLS file cannot be read, or does not fit.
+        UsageError: A TLS file cannot be read, or does not fit.
     """
 
     def __init__(self, settings: CtlSettings) -> None:
         self.timeout_s = settings.timeout_s
-        self._token = given_token(settings)
         self._tls = tls_context(settings.tls)
 
     async def each(
@@ -210,13 +206,11 @@ class Asker:
     async def calling(self, service: Endpoint) -> AsyncIterator[Caller]:
         """Yield a caller of that service; set a deadline around it, since bytes may trickle."""
         import httpx
-        from lmcache_core.security import no_context, token_text
+        from lmcache_core.security import no_context
 
         headers = {"accept": "application/json", "accept-encoding": "identity"}
-        given = self._token if service.takes_given_token else None
-        token = token_text(given or service.token)
-        if token is not None:
-            headers["authorization"] = f"Bearer {token}"
+        if service.token is not None:
+            headers["authorization"] = f"Bearer {service.token}"
         if service.host is not None:
             headers["host"] = service.host
         verify = self._tls if service.url.startswith("https:") else no_context()
@@ -224,7 +218,7 @@ class Asker:
         async with httpx.AsyncClient(
             headers=headers, timeout=self.timeout_s, transport=way
         ) as client:
-            yield Caller(service, client, token is not None)
+            yield Caller(service, client)
 
 
 def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -234,22 +228,6 @@ def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return await asyncio.gather(*work)
 
     return asyncio.run(all_of_it())
-
-
-def given_token(settings: CtlSettings) -> ShownToken:
-    """Return the token that the caller was given, or None.
-
-    Raises:
-        UsageError: The token file cannot be read or holds no token.
-    """
-    if settings.token_file is None:
-        return settings.token
-    from lmcache_core.security import TokenFile
-
-    try:
-        return TokenFile(settings.token_file, "token-file")
-    except ConfigError as exc:
-        raise UsageError(str(exc)) from exc
 
 
 def tls_context(tls: str | None) -> ssl.SSLContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final
@@ -20,6 +21,7 @@ from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.evict import evict
 from lmcache_ctl.explain import explain
 from lmcache_ctl.migrate import migrate
+from lmcache_ctl.options import SHARED, settings_of
 from lmcache_ctl.output import plain
 from lmcache_ctl.pin import pin
 from lmcache_ctl.status import own_version, status, version
@@ -110,6 +112,21 @@ def _without_values(parameters: list[Any]) -> list[Any]:
 
 
 class _Command(TyperCommand):
+    """A command; one that takes a `typer.Context` has the shared options too."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        assert self.callback is not None
+        self._shares = "ctx" in inspect.signature(self.callback).parameters
+        if self._shares:
+            self.params = [*self.params, *SHARED.params]
+
+    @override
+    def invoke(self, ctx: Any) -> Any:
+        if self._shares:
+            ctx.obj = settings_of(ctx)
+        return super().invoke(ctx)
+
     @override
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_values(super().get_params(ctx))

@@ -12,21 +12,19 @@ from urllib.parse import urlsplit
 
 import typer
 
-from lmcache_ctl.asking import Asker
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.options import reaches
+from lmcache_ctl.options import CtlSettings, Url
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
-from lmcache_ctl.settings import CtlSettings
 
 
-@reaches(Kind.BROKER)
 def dashboard(
-    reach: Reach,
+    ctx: typer.Context,
     browser: Annotated[
         bool,
         typer.Option("--browser/--no-browser", help="Open the page, or only print its address."),
     ] = True,
+    url: Url = None,
 ) -> None:
     """Open the broker's page in a browser.
 
@@ -34,18 +32,18 @@ def dashboard(
     this machine. The page asks for a token by itself; none is put into the
     address.
     """
-    asker = Asker(reach.settings)
-    with reach.services(Kind.BROKER) as services:
-        broker, answer = reach.first_answer(asker, services, lambda caller: caller.get("/"))
+    reach = Reach(ctx.obj, Kind.BROKER, url=url)
+    with reach.services() as services:
+        broker, answer = reach.first_answer(services, lambda caller: caller.get("/"))
         if answer.status != HTTPStatus.OK:
             raise CtlError(f"{broker.url} has no page: is it a broker?")
-        with _address_of(reach.settings, broker) as url:
-            typer.echo(url)
+        with _address_of(reach.settings, broker) as page:
+            typer.echo(page)
             if broker.token_secret:
                 secret = f"kubectl -n {broker.namespace} get secret {broker.token_secret}"
                 key = "-o jsonpath='{.data.operator-token}' | base64 -d"
                 typer.echo(f"The token that the page asks for: {secret} {key}", err=True)
-            if browser and not webbrowser.open(url):
+            if browser and not webbrowser.open(page):
                 typer.echo("No browser was found here: open the address in one.", err=True)
             if broker.pod:
                 typer.echo(f"Forwarding to pod {broker.pod} until Ctrl-C.", err=True)

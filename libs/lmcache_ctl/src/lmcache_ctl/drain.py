@@ -12,7 +12,6 @@ import typer
 
 from lmcache_ctl.asking import Asker, Caller, run_all
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
@@ -28,7 +27,15 @@ from lmcache_ctl.output import (
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
 from lmcache_ctl.states import DrainStatus
-from lmcache_ctl.targets import PEER, Target, TargetResult, named, parse_target, results_of
+from lmcache_ctl.targets import (
+    PEER,
+    Target,
+    Targets,
+    ask_targets,
+    named,
+    parse_target,
+    print_results,
+)
 
 DEFAULT_WITHIN_S = 120.0
 POLL_S: Final = 0.25
@@ -60,9 +67,8 @@ class DrainOutcome(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-@reaches_services
 def drain(
-    reach: Reach,
+    ctx: typer.Context,
     targets: Annotated[
         list[str],
         typer.Argument(
@@ -92,8 +98,9 @@ def drain(
     """
     wanted = [_parse(text) for text in targets]
     within_s = within if wait else None
-    with reach.services(*dict.fromkeys(target.kind for target in wanted)) as services:
-        asker = Asker(reach.settings)
+    reach = Reach(ctx.obj, *dict.fromkeys(target.kind for target in wanted))
+    asker = reach.asker
+    with reach.services() as services:
         direct, peers = asyncio.run(_meant(asker, services, wanted))
         if not yes and any(target.name is None for target in wanted):
             names = ", ".join(f"{one.kind}/{one.name}" for one in direct)
@@ -107,39 +114,16 @@ def drain(
         raise typer.Exit(1)
 
 
-@reaches_services
-def undrain(
-    reach: Reach,
-    targets: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TARGET",
-            help="sidecar, storage, or one of them: storage/NAME.",
-        ),
-    ],
-    output: Output = OutputFormat.TABLE,
-) -> None:
+def undrain(ctx: typer.Context, targets: Targets, output: Output = OutputFormat.TABLE) -> None:
     """Cancel drains: services take chunks and pulls again.
 
     Chunks that were handed over stay there, pins are gone. Needs the role
     admin. Exits with 1 when a service did not do it, such as one that ends.
     """
-    wanted = [parse_target(text, list(PATHS)) for text in targets]
-
-    async def work(asker: Asker) -> list[TargetResult]:
-        chosen = await named(asker, services, wanted)
-        return results_of(chosen, await asker.each(chosen, _undrained))
-
-    with reach.services(*dict.fromkeys(target.kind for target in wanted)) as services:
-        found = asyncio.run(work(Asker(reach.settings)))
-    show(found, output, _print_undrained)
+    found = ask_targets(ctx.obj, [parse_target(text) for text in targets], _undrained)
+    show(found, output, lambda found: print_results(found, "state", _takes))
     if any(one.problem for one in found):
         raise typer.Exit(1)
-
-
-def _print_undrained(found: Sequence[TargetResult]) -> None:
-    rows = [(str(one.kind), one.name, one.problem or _takes(one.result)) for one in found]
-    print_table("", Columns(("service", "name", "state"), left=3, prose=True), rows)
 
 
 async def _undrained(caller: Caller) -> dict[str, Any]:
@@ -164,7 +148,7 @@ def _parse(text: str) -> Target:
     """Read `sidecar[/NAME]`, `storage[/NAME]` or `peer/NAME`, which is asked of a broker."""
     kind, _, name = text.partition("/")
     if kind != PEER:
-        return parse_target(text, list(PATHS))
+        return parse_target(text)
     if not name:
         raise UsageError(f"{text!r}: name one, peer/NAME")
     return Target(Kind.BROKER, name)

@@ -1,7 +1,7 @@
 """The exceptions of the command line.
 
 CtlError         a command cannot do what it was asked; its text says why and what would help
-`-- UsageError   it was called or configured incorrectly
+`-- UsageError   it was called incorrectly
 """
 
 
@@ -10,6 +10,4 @@ class CtlError(Exception):
 
 
 class UsageError(CtlError):
-    """An option, a variable or the settings file is wrong: one line on standard error, and exit
-    code 2.
-    """
+    """An option or a variable is wrong: one line on standard error, and exit code 2."""

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
 
 import typer
 
-from lmcache_ctl.asking import Asker, Caller
+from lmcache_ctl.asking import Caller
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.options import reaches_services
-from lmcache_ctl.output import Columns, Output, OutputFormat, confirm, print_table, show, size_text
-from lmcache_ctl.reach import Reach
-from lmcache_ctl.services import Kind
-from lmcache_ctl.settings import parse_size
-from lmcache_ctl.targets import TargetResult, named, parse_target, results_of
+from lmcache_ctl.output import Output, OutputFormat, confirm, show, size_text
+from lmcache_ctl.services import Endpoint
+from lmcache_ctl.targets import Targets, ask_targets, parse_target, print_results
 
-KINDS = [Kind.SIDECAR, Kind.STORAGE]
+UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
-@reaches_services
 def evict(
-    reach: Reach,
-    targets: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TARGET",
-            help="sidecar, storage, or one of them: storage/NAME.",
-        ),
-    ],
+    ctx: typer.Context,
+    targets: Targets,
     size: Annotated[
         str | None, typer.Option(help="Memory to free, coldest chunks first, such as 512MiB.")
     ] = None,
@@ -51,33 +42,41 @@ def evict(
     """
     if (size is not None) == everything:
         raise UsageError("give --size or --everything, one of them")
-    asked = [parse_target(text, KINDS) for text in targets]
+    asked = [parse_target(text) for text in targets]
     body = None if size is None else {"num_bytes": parse_size(size)}
     what = "clear" if size is None else "evict"
+
+    def ask_first(chosen: Sequence[Endpoint]) -> None:
+        if everything and not yes:
+            names = ", ".join(f"{one.kind}/{one.name}" for one in chosen)
+            confirm(f"Forget all chunks at {names}?")
 
     async def tell(caller: Caller) -> Any:
         return await caller.ask("POST", f"/v1/admin/{what}", body)
 
-    async def work(asker: Asker) -> list[TargetResult]:
-        chosen = await named(asker, services, asked)
-        if everything and not yes:
-            names = ", ".join(f"{one.kind}/{one.name}" for one in chosen)
-            confirm(f"Forget all chunks at {names}?")
-        return results_of(chosen, await asker.each(chosen, tell))
-
-    with reach.services(*dict.fromkeys(target.kind for target in asked)) as services:
-        found = asyncio.run(work(Asker(reach.settings)))
-    show(found, output, _print)
+    found = ask_targets(ctx.obj, asked, tell, ask_first)
+    show(found, output, lambda found: print_results(found, "done", _done))
     if any(one.problem for one in found):
         raise typer.Exit(1)
 
 
-def _print(found: Sequence[TargetResult]) -> None:
-    rows = [(str(one.kind), one.name, one.problem or _done(one.result)) for one in found]
-    print_table("", Columns(("service", "name", "done"), left=3, prose=True), rows)
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as `512MiB`.
+
+    Raises:
+        UsageError: It is not such a number, or less than one byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found is not None else 0
+    if not size:
+        raise UsageError(
+            f"{text!r} is not a size: write a number and one of"
+            f" {', '.join(unit for unit in UNITS if unit)}, such as 512MiB"
+        )
+    return size
 
 
-def _done(result: dict[str, Any]) -> str:
+def _done(result: Mapping[str, Any]) -> str:
     if "freed_bytes" in result:
         return f"{size_text(result['freed_bytes'])} freed"
     return f"{result.get('num_chunks')} chunks forgotten"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -13,7 +12,7 @@ import typer
 
 from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.options import reaches, takes
+from lmcache_ctl.options import Url
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
@@ -31,7 +30,6 @@ from lmcache_ctl.targets import Target, named
 
 EXPLAIN_PATH: Final = "/v1/admin/explain"
 NEVER_STORED: Final = "never_stored"
-ONE_OF: Final = "give chunk hashes or --tokens, --prompt, --messages or --request: one of them"
 _SLOW: Final = "a slower tier did not answer in time: lmcachectl status shows which"
 _CODEC: Final = (
     "it is stored in an encoding that this sidecar does not take: give all sidecars the same"
@@ -59,60 +57,34 @@ CAUSES: Final = {
 """What a reason for a missing chunk comes from, and the fix."""
 
 
-@dataclass(frozen=True)
-class ExplainSubject:
-    """What to explain: one of the first five."""
-
+def explain(
+    ctx: typer.Context,
     chunk_hashes: Annotated[
         list[str] | None, typer.Argument(metavar="HASH", help="Chunk hashes, 64 hex digits each.")
-    ] = None
+    ] = None,
     prompt: Annotated[
         Path | None,
         typer.Option(help="File with a prompt of text, as /v1/completions takes it; - for stdin."),
-    ] = None
+    ] = None,
     messages: Annotated[
         Path | None,
         typer.Option(help="File with chat messages, or a whole chat request, as JSON."),
-    ] = None
+    ] = None,
     request: Annotated[
         str | None,
         typer.Option(metavar="ID", help="vLLM's id of a recent request, or a part of it."),
-    ] = None
+    ] = None,
     tokens: Annotated[
         Path | None,
         typer.Option(help="File with the token ids of a prompt, separated by commas or blanks."),
-    ] = None
+    ] = None,
     vllm_url: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
             help="vLLM, which tokenizes; else port 8000 of the sidecar's pod or this machine.",
         ),
-    ] = None
-
-    def to_tokenize(self) -> dict[str, Any] | None:
-        """Return the request to vLLM; None if there is no text to tokenize.
-
-        Raises:
-            UsageError: Not exactly one of the five is given, or a file cannot be used.
-        """
-        given = (self.chunk_hashes or None, self.prompt, self.messages, self.request, self.tokens)
-        if sum(one is not None for one in given) != 1:
-            raise UsageError(ONE_OF)
-        if self.prompt is not None:
-            return read_prompt(self.prompt)
-        if self.messages is not None:
-            return read_messages(self.messages)
-        if self.vllm_url is not None:
-            raise UsageError("--vllm-url tokenizes text: give it with --prompt or --messages")
-        return None
-
-
-@reaches(Kind.SIDECAR)
-@takes(subject=ExplainSubject)
-def explain(
-    reach: Reach,
-    subject: ExplainSubject,
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Only as this model's engines name chunks.")
     ] = None,
@@ -122,6 +94,7 @@ def explain(
             help="Ask the sidecar of that name; else the first that answers.",
         ),
     ] = None,
+    url: Url = None,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show where each chunk of a prompt is, or why it is missing.
@@ -131,27 +104,35 @@ def explain(
     log. --request shows what a request found at its lookup. Exits with
     1 when a whole chunk is missing; a rest that fills none does not count.
     """
-    question, request = subject.to_tokenize(), subject.request
+    subjects = (chunk_hashes or None, prompt, messages, request, tokens)
+    if sum(one is not None for one in subjects) != 1:
+        raise UsageError(
+            "give chunk hashes or --tokens, --prompt, --messages or --request: one of them"
+        )
+    if vllm_url is not None and prompt is None and messages is None:
+        raise UsageError("--vllm-url tokenizes text: give it with --prompt or --messages")
+    question = None if prompt is None else read_prompt(prompt)
+    question = question if messages is None else read_messages(messages)
     body: dict[str, Any] = {} if model is None else {"model": model}
-    if subject.chunk_hashes:
-        body["chunk_hashes"] = subject.chunk_hashes
-    elif subject.tokens is not None:
-        body["token_ids"] = read_token_ids(subject.tokens)
+    if chunk_hashes:
+        body["chunk_hashes"] = chunk_hashes
+    elif tokens is not None:
+        body["token_ids"] = read_token_ids(tokens)
 
-    asker = Asker(reach.settings)
-    with reach.services(Kind.SIDECAR) as services:
+    reach = Reach(ctx.obj, Kind.SIDECAR, url=url)
+    with reach.services() as services:
         if sidecar is not None:
-            services = asyncio.run(named(asker, services, [Target(Kind.SIDECAR, sidecar)]))
+            services = asyncio.run(named(reach.asker, services, [Target(Kind.SIDECAR, sidecar)]))
         found: dict[str, Any]
         if request is not None:
-            one, lookup = _remembered(asker, services, request)
-            found = {"lookup": lookup, **_explained(reach, asker, one, lookup)}
+            one, lookup = _remembered(reach.asker, services, request)
+            found = {"lookup": lookup, **_explained(reach, one, lookup)}
         else:
             if question is not None:
-                with vllm_at(reach.settings, subject.vllm_url, services[0].pod) as url:
-                    body["token_ids"] = tokenize(reach.settings, url, question)
+                with vllm_at(reach.settings, vllm_url, services[0].pod) as vllm:
+                    body["token_ids"] = tokenize(reach.settings, vllm, question)
             _, found = reach.first_answer(
-                asker, services, lambda caller: caller.ask("POST", EXPLAIN_PATH, body)
+                services, lambda caller: caller.ask("POST", EXPLAIN_PATH, body)
             )
     show(found, output, _print_explanations)
     if not _is_whole(found):
@@ -197,9 +178,7 @@ def _remembered(
     )
 
 
-def _explained(
-    reach: Reach, asker: Asker, service: Endpoint, lookup: Mapping[str, Any]
-) -> dict[str, Any]:
+def _explained(reach: Reach, service: Endpoint, lookup: Mapping[str, Any]) -> dict[str, Any]:
     """Return where the first chunks of a lookup are now: as many as the sidecar explains at once.
     If it explains none, `problem` says why.
     """
@@ -216,7 +195,7 @@ def _explained(
             hashes = hashes[: len(hashes) // 2]  # with many ranks and groups only a few fit
 
     try:
-        return dict(reach.first_answer(asker, [service], question)[1])
+        return dict(reach.first_answer([service], question)[1])
     except CtlError as exc:
         return {"explanations": [], "num_not_explained": 0, "problem": str(exc)}
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.options import reaches
+from lmcache_ctl.options import Url
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
@@ -33,21 +33,22 @@ ChunkIds = Annotated[
 ]
 
 
-@reaches(Kind.LOOKUP)
 def status(
-    reach: Reach,
+    ctx: typer.Context,
     tenant: Annotated[
         str | None,
         typer.Option(help="Show this tenant instead of the token's; needs the role admin."),
     ] = None,
+    url: Url = None,
     output: ListOutput = ListFormat.TABLE,
 ) -> None:
     """Show where the index is, how much is in it, and which instances hold leases."""
     stats = "/v1/stats" + ("" if tenant is None else f"?tenant={quote(tenant, safe='')}")
 
+    reach = Reach(ctx.obj, Kind.LOOKUP, url=url)
     found = {
-        "stats": reach.ask(Kind.LOOKUP, "GET", stats),
-        "instances": reach.ask(Kind.LOOKUP, "GET", "/v1/instances")["instances"],
+        "stats": reach.ask("GET", stats),
+        "instances": reach.ask("GET", "/v1/instances")["instances"],
     }
     show(found, output, _print_status, _names("instances"))
 
@@ -74,10 +75,14 @@ def _print_status(found: Mapping[str, Any]) -> None:
     print_table("", Columns(("instance", "kind", "events", "lease"), left=2), rows)
 
 
-@reaches(Kind.LOOKUP)
-def tenants(reach: Reach, output: ListOutput = ListFormat.TABLE) -> None:
+def tenants(ctx: typer.Context, url: Url = None, output: ListOutput = ListFormat.TABLE) -> None:
     """List the tenants whose chunks are, or were, in the index. Needs the role admin."""
-    show(_all_tenants(reach), output, _print_tenants, lambda found: found)
+    show(
+        _all_tenants(Reach(ctx.obj, Kind.LOOKUP, url=url)),
+        output,
+        _print_tenants,
+        lambda found: found,
+    )
 
 
 def _print_tenants(found: list[str]) -> None:
@@ -88,7 +93,7 @@ def _all_tenants(reach: Reach) -> list[str]:
     names: list[str] = []
     after = ""
     for _ in range(MAX_PAGES):
-        page = reach.ask(Kind.LOOKUP, "GET", f"/v1/admin/tenants{after}")
+        page = reach.ask("GET", f"/v1/admin/tenants{after}")
         names += page["tenants"]
         if page["next_after"] is None:
             return names
@@ -96,13 +101,18 @@ def _all_tenants(reach: Reach) -> list[str]:
     raise CtlError(f"more than {MAX_PAGES} pages of tenants")
 
 
-@reaches(Kind.LOOKUP)
-def prefix(reach: Reach, chunk_ids: ChunkIds, output: ListOutput = ListFormat.TABLE) -> None:
+def prefix(
+    ctx: typer.Context,
+    chunk_ids: ChunkIds,
+    url: Url = None,
+    output: ListOutput = ListFormat.TABLE,
+) -> None:
     """Show the longest prefix of these chunks that is cached, and who holds each. Exits with 1
     when not all are.
     """
     asked = [_checked(chunk_id) for chunk_id in chunk_ids]
-    found = reach.ask(Kind.LOOKUP, "POST", "/v1/lookup", {"chunk_ids": asked})
+    reach = Reach(ctx.obj, Kind.LOOKUP, url=url)
+    found = reach.ask("POST", "/v1/lookup", {"chunk_ids": asked})
     found["chunk_ids"] = asked
     show(found, output, _print_prefix, lambda found: asked[: found["num_prefix"]])
     if found["num_prefix"] < len(asked):
@@ -125,14 +135,15 @@ def _holder_text(holder: Mapping[str, Any]) -> str:
     return f"{holder['instance']} ({holder['tier']})"
 
 
-@reaches(Kind.LOOKUP)
 def locations(
-    reach: Reach,
+    ctx: typer.Context,
     chunk_id: Annotated[str, typer.Argument(metavar="CHUNK_ID", help="A chunk id, 32 hex digits.")],
+    url: Url = None,
     output: ListOutput = ListFormat.TABLE,
 ) -> None:
     """Show all instances that hold a chunk. Exits with 1 when none does."""
-    found = reach.ask(Kind.LOOKUP, "GET", f"/v1/chunks/{_checked(chunk_id)}/locations")
+    reach = Reach(ctx.obj, Kind.LOOKUP, url=url)
+    found = reach.ask("GET", f"/v1/chunks/{_checked(chunk_id)}/locations")
     show(found, output, _print_holders, _names("holders"))
     if not found["holders"]:
         raise typer.Exit(1)
@@ -147,13 +158,18 @@ def _print_holders(found: Mapping[str, Any]) -> None:
         print_table("", Columns(("instance", "kind", "tier", "size"), left=3), rows)
 
 
-@reaches(Kind.LOOKUP)
-def route(reach: Reach, chunk_ids: ChunkIds, output: ListOutput = ListFormat.TABLE) -> None:
+def route(
+    ctx: typer.Context,
+    chunk_ids: ChunkIds,
+    url: Url = None,
+    output: ListOutput = ListFormat.TABLE,
+) -> None:
     """Show how long a prefix of these chunks each instance holds by itself. Exits with 1 when
     none holds any.
     """
     asked = [_checked(chunk_id) for chunk_id in chunk_ids]
-    found = reach.ask(Kind.LOOKUP, "POST", "/v1/route", {"chunk_ids": asked})
+    reach = Reach(ctx.obj, Kind.LOOKUP, url=url)
+    found = reach.ask("POST", "/v1/route", {"chunk_ids": asked})
 
     def print_routes(found: Mapping[str, Any]) -> None:
         if _is_known(found):

@@ -1,140 +1,218 @@
-"""Options that commands share, and the decorators that give them to a command.
+"""Options that commands share, the variables that stand for them, and what they are parsed into.
 
-A command takes the result of each group of options as one parameter, such as a `Reach`; the options
-themselves are added to its signature, which typer reads.
+`cli.py` gives `SharedOptions` to each command that takes a `typer.Context`, whose `obj` is then a
+`CtlSettings`. Options of a few commands are types of their parameters: `Url`, `Everywhere`.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final
 
 import typer
+from lmcache_core.config.options import did_you_mean, shown
 
-from lmcache_ctl.reach import Reach
+from lmcache_ctl.errors import UsageError
 
-Command = Callable[..., None]
-
-_WHERE, _HOW = "Where services are", "How they are asked"
-_CALLED: Final = {
-    "lookup": "lookup service",
-    "broker": "broker",
-    "storage": "cache_storage",
-    "sidecar": "sidecar",
-}
-
-
-def _option(kind: Any, panel: str, text: str, *names: str, **more: Any) -> Any:
-    return Annotated[kind | None, typer.Option(*names, help=text, rich_help_panel=panel, **more)]
+PREFIX: Final = "LMCACHE_CTL_"
+TOKEN_VARIABLE: Final = f"{PREFIX}TOKEN"
+"""The token itself; no option, since process lists would show it."""
+DEFAULT_TIMEOUT_S: Final = 5.0
+MAX_TIMEOUT_S: Final = 600.0
+WHERE, HOW = "Where services are", "How they are asked"
+_TOKEN = re.compile(r"[!-~]{1,4096}")
 
 
-def _url(kind: str, *names: str, hidden: bool = False) -> Any:
-    text = f"REST address of a {_CALLED[kind]}; may be given several times."
-    names = (*names, f"--{kind}-url")
-    return _option(list[str], _WHERE, text, *names, metavar="URL", hidden=hidden)
+def process_variable(name: str) -> str:
+    """Return an environment variable, "" if it is not set."""
+    return os.environ.get(name, "")
 
 
-_OPTIONS: Final[dict[str, Any]] = {
-    "namespace": _option(
-        str,
-        _WHERE,
-        "Find pods there, through the Kubernetes API.",
-        "--namespace",
-        "-n",
-    ),
-    "release": _option(str, _WHERE, "Only this Helm release's pods.", "--release"),
-    "context": _option(str, _WHERE, "Context of the kubeconfig.", "--context"),
-    "kubeconfig": _option(
-        Path, _WHERE, "Kubeconfig; by default as kubectl finds it.", "--kubeconfig"
-    ),
-    "config": _option(
-        Path, _HOW, "File with any of these options; else LMCACHE_CTL_CONFIG.", "--config"
-    ),
-    "token_file": _option(Path, _HOW, "File with the token to show.", "--token-file"),
-    "tls": _option(
-        str,
-        _HOW,
-        "For https: authorities to trust, client certificate and its key (PEM).",
-        "--tls",
-        metavar="CA[,CERT[,KEY]]",
-    ),
-    "tls_name": _option(str, _HOW, "What certificates name, where not the host.", "--tls-name"),
-    "timeout_s": _option(
-        float, _HOW, "Longest wait for one service (5).", "--timeout", metavar="SECONDS"
-    ),
-}
+def _addresses(urls: list[str] | None) -> list[str]:
+    """Return the addresses of options, or of a variable, which has commas between them."""
+    found = [part for url in urls or () for part in url.replace(",", " ").split()]
+    for url in found:
+        if not url.startswith(("http://", "https://")):
+            raise typer.BadParameter(f"{shown(url)}: an address begins with http:// or https://")
+    return found
 
 
-def takes(**groups: Callable[..., Any]) -> Callable[[Command], Command]:
-    """Give a command options in groups; it is called with the object built from each group.
-
-    Args:
-        groups: By parameter of the command, the callable (such as a data class) that builds the
-            group. Its parameters are annotated as typer reads them.
-    """
-
-    def decorate(command: Command) -> Command:
-        options = {name: _parameters_of(make) for name, make in groups.items()}
-        own = [one for one in _parameters_of(command) if one.name not in groups]
-
-        @functools.wraps(command)
-        def run(**given: Any) -> None:
-            made = {
-                name: make(**{one.name: given.pop(one.name) for one in options[name]})
-                for name, make in groups.items()
-            }
-            command(**made, **given)
-
-        parameters = [*own, *(one for group in options.values() for one in group)]
-        run.__dict__.pop("__wrapped__")  # typer reads the signature below, not that of the command
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
-        return run
-
-    return decorate
+def _seconds(text: str | float) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise typer.BadParameter(f"{text}: must be a number above 0, at most {MAX_TIMEOUT_S:g}")
+    return seconds
 
 
-def _parameters_of(made_by: Callable[..., Any]) -> list[inspect.Parameter]:
-    hints = get_type_hints(made_by, include_extras=True)
-    return [
-        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(one.name))
-        for one in inspect.signature(made_by).parameters.values()
-    ]
-
-
-def _reach_by(options: dict[str, Any]) -> Callable[..., Reach]:
-    """Return what makes a `Reach` of these options, by name."""
-
-    def make(**chosen: Any) -> Reach:
-        return Reach.of(chosen)
-
-    make.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
+def _address(kind: str, called: str) -> Any:
+    return typer.Option(
+        f"--{kind}-url",
+        envvar=f"{PREFIX}{kind.upper()}_URLS",
+        metavar="URL",
+        callback=_addresses,
+        help=f"REST address of a {called}; may be given several times.",
+        rich_help_panel=WHERE,
     )
-    make.__annotations__ = options
-    return make
 
 
-_ANY: Final = {f"{kind}_urls": _url(kind) for kind in _CALLED} | _OPTIONS
-_EVERYWHERE: Final = _option(bool, _WHERE, "Find pods in all namespaces.", "--all-namespaces", "-A")
+@dataclass(frozen=True)
+class SharedOptions:
+    """Where services are and how they are asked; typer reads the options from the fields.
 
-reaches_services = takes(reach=_reach_by(_ANY))
-"""Gives a command the options that name services of any kind, as its parameter `reach`."""
-reaches_all_services = takes(reach=_reach_by({"all_namespaces": _EVERYWHERE, **_ANY}))
-"""The same with `-A`, for commands that only look."""
-
-
-def reaches(kind: str) -> Callable[[Command], Command]:
-    """Give a command the options that name services of one kind, whose address is just `--url`.
-
-    It also accepts the options of the other kinds and ignores them, so that all commands can be
-    given the same options.
+    An address whose name resolves to several addresses stands for all of them. Without a kubeconfig
+    the cluster is found as kubectl finds it, else by the pod's own account.
     """
-    urls = {
-        f"{other}_urls": _url(other, "--url") if other == kind else _url(other, hidden=True)
-        for other in _CALLED
-    }
-    return takes(reach=_reach_by(_OPTIONS | urls))
+
+    lookup_urls: Annotated[list[str] | None, _address("lookup", "lookup service")] = None
+    broker_urls: Annotated[list[str] | None, _address("broker", "broker")] = None
+    storage_urls: Annotated[list[str] | None, _address("storage", "cache_storage")] = None
+    sidecar_urls: Annotated[list[str] | None, _address("sidecar", "sidecar")] = None
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            envvar="LMCACHE_CTL_NAMESPACE",
+            help="Find pods there, through the Kubernetes API.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None
+    release: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LMCACHE_CTL_RELEASE",
+            help="Only this Helm release's pods.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None
+    context: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LMCACHE_CTL_CONTEXT", help="Context of the kubeconfig.", rich_help_panel=WHERE
+        ),
+    ] = None
+    kubeconfig: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="LMCACHE_CTL_KUBECONFIG",
+            help="Kubeconfig; by default as kubectl finds it.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="LMCACHE_CTL_TOKEN_FILE",
+            help="File with the token to show.",
+            rich_help_panel=HOW,
+        ),
+    ] = None
+    tls: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LMCACHE_CTL_TLS",
+            metavar="CA[,CERT[,KEY]]",
+            help="For https: authorities to trust, client certificate and its key (PEM).",
+            rich_help_panel=HOW,
+        ),
+    ] = None
+    tls_name: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LMCACHE_CTL_TLS_NAME",
+            help="What certificates name, where not the host.",
+            rich_help_panel=HOW,
+        ),
+    ] = None
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            envvar="LMCACHE_CTL_TIMEOUT_S",
+            metavar="SECONDS",
+            parser=_seconds,
+            help="Longest wait for one service, all requests together.",
+            rich_help_panel=HOW,
+        ),
+    ] = DEFAULT_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class CtlSettings(SharedOptions):
+    """The shared options, and what is none of them.
+
+    Attributes:
+        token: The token to show, instead of `token_file`; None for none.
+        from_environment: The names of the fields whose values variables gave.
+    """
+
+    token: str | None = None
+    from_environment: frozenset[str] = frozenset()
+
+    @property
+    def names_urls(self) -> bool:
+        """Whether any address is given."""
+        return bool(self.lookup_urls or self.broker_urls or self.storage_urls or self.sidecar_urls)
+
+    @property
+    def names_cluster(self) -> bool:
+        """Whether options say to find services through the Kubernetes API."""
+        named = (self.kubeconfig, self.context, self.namespace, self.release)
+        return any(value is not None for value in named)
+
+
+Url = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        callback=_addresses,
+        help="REST address of the only kind of service that this asks, the same as its option below.",
+        rich_help_panel=WHERE,
+    ),
+]
+Everywhere = Annotated[
+    bool,
+    typer.Option(
+        "--all-namespaces", "-A", help="Find pods in all namespaces.", rich_help_panel=WHERE
+    ),
+]
+
+_parser = typer.Typer(add_completion=False)
+_parser.command()(SharedOptions)
+SHARED: Final = typer.main.get_command(_parser)
+"""`SharedOptions` as typer parses them: `params`, and `callback`, which takes their values."""
+VARIABLES: Final = {*(str(option.envvar) for option in SHARED.params), TOKEN_VARIABLE}
+
+
+def settings_of(ctx: typer.Context) -> CtlSettings:
+    """Take the shared options from a command's parameters, and the token from its variable.
+
+    Raises:
+        UsageError: A variable is unknown, or holds no token; the text does not show it.
+    """
+    for name, text in os.environ.items():
+        if name.startswith(PREFIX) and name not in VARIABLES and text:
+            raise UsageError(f"{name} sets nothing{did_you_mean(name, sorted(VARIABLES))}")
+    given: Mapping[str, Any] = {str(one.name): ctx.params.pop(one.name) for one in SHARED.params}
+    sources = {name: ctx.get_parameter_source(name) for name in given}
+    from_environment = frozenset(
+        name for name, source in sources.items() if source and source.name == "ENVIRONMENT"
+    )
+    token = process_variable(TOKEN_VARIABLE).strip()  # one that was read from a file ends a line
+    if process_variable(TOKEN_VARIABLE) and not _TOKEN.fullmatch(token):
+        raise UsageError(f"{TOKEN_VARIABLE} must be visible ASCII characters without blanks")
+    if token and "token_file" in from_environment:
+        raise UsageError(
+            f"{TOKEN_VARIABLE} and LMCACHE_CTL_TOKEN_FILE are both set: set one of them"
+        )
+    assert SHARED.callback is not None
+    options: SharedOptions = SHARED.callback(**given)
+    own_token = token if token and options.token_file is None else None
+    return CtlSettings(**vars(options), token=own_token, from_environment=from_environment)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lmcache_ctl.asking import Asker, Caller
+from lmcache_ctl.asking import Caller
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.options import reaches_services
 from lmcache_ctl.output import (
     Columns,
     Output,
@@ -22,18 +20,15 @@ from lmcache_ctl.output import (
     size_text,
 )
 from lmcache_ctl.prompts import read_token_ids
-from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Kind
-from lmcache_ctl.targets import TargetResult, named, parse_target, results_of
+from lmcache_ctl.targets import TargetResult, ask_targets, parse_target, print_results
 
 DEFAULT_TTL_S = 600.0
-KINDS = (Kind.SIDECAR, Kind.STORAGE)
 SHOWN_DIGITS = 16
 
 
-@reaches_services
 def pin(
-    reach: Reach,
+    ctx: typer.Context,
     chunks: Annotated[
         list[str] | None,
         typer.Argument(metavar="CHUNK", help="Chunk hashes; at cache_storage keys."),
@@ -60,7 +55,7 @@ def pin(
     chunks (see explain). Needs the role admin. Exits with 1 when a
     chunk is pinned nowhere, or a service did not answer.
     """
-    target = parse_target(at, KINDS)
+    target = parse_target(at)
     if chunks and tokens is not None:
         raise UsageError("give chunks or --tokens, one of them")
     if tokens is not None and target.kind is not Kind.SIDECAR:
@@ -69,13 +64,7 @@ def pin(
         )
     token_ids = None if tokens is None else read_token_ids(tokens)
 
-    async def work(asker: Asker) -> list[TargetResult]:
-        chosen = await named(asker, services, [target])
-        pinned = await asker.each(chosen, lambda caller: _pin_at(caller, chunks, token_ids, ttl))
-        return results_of(chosen, pinned)
-
-    with reach.services(target.kind) as services:
-        found = asyncio.run(work(Asker(reach.settings)))
+    found = ask_targets(ctx.obj, [target], lambda caller: _pin_at(caller, chunks, token_ids, ttl))
     show(found, output, print_pins)
     if any(one.problem for one in found) or _pinned_nowhere(found):
         raise typer.Exit(1)
@@ -117,8 +106,7 @@ def _pinned_nowhere(found: Sequence[TargetResult]) -> bool:
 
 def print_pins(found: Sequence[TargetResult]) -> None:
     """Print what each service pins, what it does not, and why."""
-    rows = [(str(one.kind), one.name, one.problem or _done(one.result)) for one in found]
-    print_table("", Columns(("service", "name", "pins"), left=3, prose=True), rows)
+    print_results(found, "pins", _done)
     kept = [
         (
             one.name,
@@ -137,7 +125,7 @@ def print_pins(found: Sequence[TargetResult]) -> None:
             print_text(f"{one.name}: {_shown(missing)} is not pinned: {missing['reason']}")
 
 
-def _done(result: dict[str, Any]) -> str:
+def _done(result: Mapping[str, Any]) -> str:
     if "num_unpinned" in result:
         return f"{result['num_unpinned']} let go"
     held = f"{size_text(result['pinned_bytes'])} of {size_text(result['max_pinned_bytes'])} pinned"

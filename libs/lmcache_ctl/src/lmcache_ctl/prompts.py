@@ -14,7 +14,8 @@ from lmcache_core.keys import MAX_TOKEN_ID
 
 from lmcache_ctl.asking import tls_context
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.settings import CtlSettings
+from lmcache_ctl.kube.access import asks_cluster
+from lmcache_ctl.options import CtlSettings
 
 STANDARD_INPUT: Final = Path("-")
 VLLM_PORT: Final = 8000
@@ -137,7 +138,7 @@ def vllm_at(settings: CtlSettings, url: str | None, pod: str) -> Iterator[str]:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--vllm-url {url!r}: an address begins with http:// or https://")
         yield url
-    elif settings.asks_cluster:
+    elif asks_cluster(settings):
         from lmcache_ctl.kube.forward import forwarded
 
         with forwarded(settings, pod, VLLM_PORT) as address:

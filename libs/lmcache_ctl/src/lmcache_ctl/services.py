@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
+from lmcache_core.config.options import shown
 
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.settings import FROM_ENVIRONMENT, FROM_OPTIONS, PREFIX, CtlSettings
+from lmcache_ctl.options import PREFIX, CtlSettings
 
 MAX_REPLICAS_OF_A_NAME: Final = 256
 
@@ -55,11 +56,9 @@ class Endpoint(msgspec.Struct, frozen=True):
         pod: Its pod, where it is reached through the Kubernetes API; else "".
         namespace: Of that pod.
         name_prefix: What the names of the release's pods begin with; "" where that is not known.
-        token: The token of its release, for callers who were given none; None: not known.
-        token_secret: The Secret that has, or should have, that token; "" for none.
+        token: The token to send: the caller's, else that of its release; None: none is known.
+        token_secret: The Secret that has, or should have, its release's token; "" for none.
         token_hint: Why that token is unknown, or another is not sent: the end of a sentence.
-        takes_given_token: Whether the caller's own token may be sent to it. False where only a
-            label in a namespace that the caller did not name identifies it.
         origin: What named it and what changes that, to end a sentence on why it is not reached;
             "" for a default.
     """
@@ -77,7 +76,6 @@ class Endpoint(msgspec.Struct, frozen=True):
     token: str | None = None
     token_secret: str = ""
     token_hint: str = ""
-    takes_given_token: bool = True
     origin: str = ""
 
 
@@ -89,43 +87,47 @@ def services_of(settings: CtlSettings) -> list[Endpoint]:
     """
     if not settings.names_urls:
         here = {kind: f"127.0.0.1:{DEFAULT_PORTS[kind]}" for kind in Kind}
-        return [Endpoint(kind, name, f"http://{name}") for kind, name in here.items()]
+        return [
+            Endpoint(kind, name, f"http://{name}", token=settings.token)
+            for kind, name in here.items()
+        ]
     return [
         service
         for kind in Kind
-        for url in getattr(settings, f"{kind}_urls")
+        for url in getattr(settings, f"{kind}_urls") or ()
         for service in _replicas(kind, url, settings)
     ]
 
 
 def _origin(kind: Kind, settings: CtlSettings) -> str:
     option, name = f"--{kind}-url", f"{kind}_urls"
-    given_by = settings.origins.get(name, FROM_OPTIONS)
-    if given_by == FROM_OPTIONS:
+    if name not in settings.from_environment:
         return f"; its address is from {option}"
-    source = PREFIX + name.upper() if given_by == FROM_ENVIRONMENT else f"{name} in {given_by}"
-    return f"; its address is from {source}, which {option} overrides"
+    return f"; its address is from {PREFIX}{name.upper()}, which {option} overrides"
 
 
 def _replicas(kind: Kind, url: str, settings: CtlSettings) -> Iterator[Endpoint]:
     """Yield each address that a name resolves to, such as a headless service's."""
-    tls_name, origin = settings.tls_name, _origin(kind, settings)
+    tls_name = settings.tls_name
+    more: dict[str, Any] = {"token": settings.token, "origin": _origin(kind, settings)}
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port
     except ValueError as exc:
-        raise UsageError(f"{url!r}: {exc}") from exc
+        raise UsageError(f"{shown(url)}: {exc}") from exc
     if not host or parts.username or parts.password:
-        raise UsageError(f"{url!r} must be http(s)://host:port; a token is given with --token-file")
+        raise UsageError(
+            f"{shown(url)} must be http(s)://host:port; a token is given with --token-file"
+        )
     addresses = _addresses(host)
     if len(addresses) < 2:
-        yield Endpoint(kind, parts.netloc, url.rstrip("/"), tls_name, origin=origin)
+        yield Endpoint(kind, parts.netloc, url.rstrip("/"), tls_name, **more)
         return
     for address in addresses:
         at = f"[{address}]" if ":" in address else address
         netloc = at if port is None else f"{at}:{port}"
         target = urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", ""))
-        yield Endpoint(kind, netloc, target, tls_name or host, parts.netloc, origin=origin)
+        yield Endpoint(kind, netloc, target, tls_name or host, parts.netloc, **more)
 
 
 def _addresses(host: str) -> list[str]:

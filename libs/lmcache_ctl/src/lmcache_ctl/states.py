@@ -274,7 +274,7 @@ async def _look(caller: Caller) -> ServiceStatus:
         what = f"it is {distribution}" if distribution else "it is not a service of this cache"
         raise ForeignError(f"{what}: ask for a {service.kind} elsewhere")
     told, refusal = await _told(caller)
-    needs_token = refusal is not None and not caller.has_token and refusal.status in WANTS_TOKEN
+    needs_token = refusal is not None and not service.token and refusal.status in WANTS_TOKEN
     # its health is public, so a missing token is not its fault
     problem = "" if refusal is None or needs_token else str(refusal)
     state, checks = _readiness(ready)

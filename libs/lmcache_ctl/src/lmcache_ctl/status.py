@@ -12,8 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from lmcache_ctl.asking import Asker
-from lmcache_ctl.options import reaches_all_services
+from lmcache_ctl.options import Everywhere
 from lmcache_ctl.output import (
     UNKNOWN,
     Columns,
@@ -60,16 +59,18 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     services: list[ServiceStatus]
 
 
-@reaches_all_services
-def status(reach: Reach, output: ListOutput = ListFormat.TABLE) -> None:
+def status(
+    ctx: typer.Context, everywhere: Everywhere = False, output: ListOutput = ListFormat.TABLE
+) -> None:
     """Show all services: health, versions, what their tiers hold, and the hit ratio.
 
     Every replica is asked, all at once. Health, versions and hits need no
     token; the contents of tiers, peers and drains do. Exits with 1 when a
     service does not answer, is not ready, or refuses the token.
     """
+    reach = Reach(ctx.obj, everywhere=everywhere)
     with reach.services() as services:
-        found = summed(asyncio.run(look_at(Asker(reach.settings), services)))
+        found = summed(asyncio.run(look_at(reach.asker, services)))
     as_table = functools.partial(print_status, is_wide=output is ListFormat.WIDE)
     show(found, output, as_table, lambda found: names_of(found.services))
     if not any(one.version for one in found.services) and (hint := reach.hint):  # none of ours
@@ -188,9 +189,9 @@ def own_version() -> str:
     return metadata.version("lmcache-ctl")
 
 
-@reaches_all_services
 def version(
-    reach: Reach,
+    ctx: typer.Context,
+    everywhere: Everywhere = False,
     client: Annotated[bool, typer.Option("--client", help="Ask no service.")] = False,
     output: ListOutput = ListFormat.TABLE,
 ) -> None:
@@ -200,8 +201,9 @@ def version(
     """
     states: list[ServiceStatus] = []
     if not client:
+        reach = Reach(ctx.obj, everywhere=everywhere)
         with reach.services() as services:
-            states = asyncio.run(look_at(Asker(reach.settings), services))
+            states = asyncio.run(look_at(reach.asker, services))
     found = [
         ServiceVersion(
             one.namespace, one.kind, one.name, one.version, "" if one.version else one.problem

@@ -1,20 +1,29 @@
-"""Choose the services that a command acts on: `sidecar`, `storage/NAME`."""
+"""Choose the services that a command acts on, `sidecar` or `storage/NAME`, and ask each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, Final
 
 import msgspec
+import typer
 
 from lmcache_ctl.asking import Asker, Caller
 from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.options import CtlSettings
+from lmcache_ctl.output import Columns, print_table
+from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
 
 OWN_NAME: Final = {Kind.SIDECAR: "/v1/status", Kind.STORAGE: "/v1/stats"}
-"""Where a service says which instance it is."""
+"""Where a service that can be a target says which instance it is."""
 PEER: Final = "peer"
 """A kind of targets that only a broker is asked for."""
+Targets = Annotated[
+    list[str],
+    typer.Argument(metavar="TARGET", help="sidecar, storage, or one of them: storage/NAME."),
+]
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -46,19 +55,59 @@ class TargetResult(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def parse_target(text: str, kinds: Sequence[Kind]) -> Target:
+def parse_target(text: str) -> Target:
     """Read `KIND[/NAME]`.
 
     Raises:
-        UsageError: It names none of these kinds.
+        UsageError: It names no sidecar and no cache_storage.
     """
     kind, has_name, name = text.partition("/")
-    if kind not in kinds or (has_name and not name):
+    if kind not in OWN_NAME or (has_name and not name):
         raise UsageError(
-            f"{text!r} names no service: write {' or '.join(kinds)}, and append /NAME for a"
+            f"{text!r} names no service: write {' or '.join(OWN_NAME)}, and append /NAME for a"
             " single one"
         )
     return Target(Kind(kind), name or None)
+
+
+def ask_targets(
+    settings: CtlSettings,
+    targets: Sequence[Target],
+    question: Callable[[Caller], Awaitable[Any]],
+    before: Callable[[Sequence[Endpoint]], None] | None = None,
+) -> list[TargetResult]:
+    """Return what each service that the targets match answers, or why it does not.
+
+    Args:
+        before: Called with the services before any is asked; may raise.
+
+    Raises:
+        CtlError: A target matches no service.
+    """
+    reach = Reach(settings, *dict.fromkeys(target.kind for target in targets))
+
+    async def work() -> list[TargetResult]:
+        chosen = await named(reach.asker, services, targets)
+        if before is not None:
+            before(chosen)
+        answers = await reach.asker.each(chosen, question)
+        return [
+            TargetResult(service.kind, service.name, problem=str(one))
+            if isinstance(one, CtlError)
+            else TargetResult(service.kind, service.name, one)
+            for service, one in zip(chosen, answers, strict=True)
+        ]
+
+    with reach.services() as services:
+        return asyncio.run(work())
+
+
+def print_results(
+    found: Sequence[TargetResult], heading: str, text: Callable[[Mapping[str, Any]], str]
+) -> None:
+    """Print a line for each service: the text of its result, or its problem."""
+    rows = [(str(one.kind), one.name, one.problem or text(one.result)) for one in found]
+    print_table("", Columns(("service", "name", heading), left=3, prose=True), rows)
 
 
 async def named(
@@ -91,19 +140,4 @@ async def named(
 
 
 async def _own_name(caller: Caller) -> str:
-    path = OWN_NAME.get(caller.service.kind)
-    if path is None:
-        return caller.service.name
-    return str((await caller.ask("GET", path))["instance"])
-
-
-def results_of(
-    services: Sequence[Endpoint], answers: Sequence[dict[str, Any] | CtlError]
-) -> list[TargetResult]:
-    """Return what each service answered, or why it did not."""
-    return [
-        TargetResult(service.kind, service.name, problem=str(one))
-        if isinstance(one, CtlError)
-        else TargetResult(service.kind, service.name, one)
-        for service, one in zip(services, answers, strict=True)
-    ]
+    return str((await caller.ask("GET", OWN_NAME[caller.service.kind]))["instance"])

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from lmcache_ctl.asking import Asker, Caller
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.options import CtlSettings
 from lmcache_ctl.services import Endpoint, Kind
-from lmcache_ctl.settings import CtlSettings
 
 
 async def test_a_request_that_cannot_be_written_shows_no_token() -> None:
@@ -24,7 +24,7 @@ async def test_a_request_that_cannot_be_written_shows_no_token() -> None:
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(CtlError, match="not valid HTTP") as told:
-            await Asker(CtlSettings(token="s3cret\nX")).one(
-                Endpoint(Kind.STORAGE, "s", url), question
+            await Asker(CtlSettings()).one(
+                Endpoint(Kind.STORAGE, "s", url, token="s3cret\nX"), question
             )
     assert "s3cret" not in str(told.value)

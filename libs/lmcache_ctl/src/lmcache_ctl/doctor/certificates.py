@@ -16,8 +16,8 @@ from lmcache_core.security import tls
 
 from lmcache_ctl.asking import tls_context
 from lmcache_ctl.doctor.findings import Finding, Subject
+from lmcache_ctl.options import CtlSettings
 from lmcache_ctl.services import Endpoint
-from lmcache_ctl.settings import CtlSettings
 
 SOON_DAYS: Final = 14.0
 DAY_S: Final = 86_400.0

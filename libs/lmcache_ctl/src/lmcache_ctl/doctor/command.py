@@ -8,18 +8,17 @@ from typing import Annotated
 import msgspec
 import typer
 
-from lmcache_ctl.asking import Asker
 from lmcache_ctl.doctor.findings import Finding, Subject, diagnosis_of, print_diagnosis
-from lmcache_ctl.errors import CtlError
-from lmcache_ctl.options import reaches_all_services
+from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.kube.access import asks_cluster
+from lmcache_ctl.options import CtlSettings, Everywhere
 from lmcache_ctl.output import Output, OutputFormat, show
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.states import look_at
 
 
-@reaches_all_services
 def doctor(
-    reach: Reach,
+    ctx: typer.Context,
     check_config: Annotated[
         list[str] | None,
         typer.Option(
@@ -33,6 +32,7 @@ def doctor(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 also for warnings.")
     ] = False,
+    everywhere: Everywhere = False,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """Say what is wrong, and what to do about it.
@@ -47,52 +47,53 @@ def doctor(
     from lmcache_ctl.doctor.machine import check_machine
     from lmcache_ctl.doctor.redis_server import check_redis
 
-    settings = reach.settings
+    settings: CtlSettings = ctx.obj
     findings, loaded = check_files([parse_config_file(text) for text in check_config or []])
     findings += [
         *check_machine(loaded),
         *check_addresses(loaded, settings.timeout_s),
         *check_redis(loaded, settings.timeout_s),
     ]
-    asks_cluster = reach.all_namespaces or settings.names_cluster
-    asks_cluster = asks_cluster or (settings.asks_cluster and not check_config)
-    if settings.names_urls or asks_cluster or not check_config:
-        findings += _of_places(reach, asks_cluster)
+    in_cluster = everywhere or settings.names_cluster
+    in_cluster = in_cluster or (asks_cluster(settings) and not check_config)
+    if settings.names_urls or in_cluster or not check_config:
+        findings += _of_places(settings, everywhere=everywhere, in_cluster=in_cluster)
     found = diagnosis_of(findings)
     show(found, output, print_diagnosis)
     if found.num_errors or (strict and found.num_warnings):
         raise typer.Exit(1)
 
 
-def _of_places(reach: Reach, asks_cluster: bool) -> list[Finding]:
+def _of_places(settings: CtlSettings, *, everywhere: bool, in_cluster: bool) -> list[Finding]:
     """Check each namespace by itself: releases need not be of one version."""
     from lmcache_ctl.doctor.objects import check_objects
 
+    if not everywhere:
+        return [*(check_objects(settings) if in_cluster else ()), *_of_services(settings)]
     try:
-        places = reach.places()
+        places = Reach(settings, everywhere=True).namespaces()
+    except UsageError:
+        raise
     except CtlError as exc:
         return [Subject("kubernetes", "all namespaces").error(str(exc), "see docs/ctl.md, -A")]
-    found = []
-    for place in places:
-        own = check_objects(place.settings) if asks_cluster else []
-        own += _of_services(place)
-        if reach.all_namespaces:
-            prefix = f"namespace {place.settings.namespace}, "
-            own = [msgspec.structs.replace(one, where=prefix + one.where) for one in own]
-        found += own
-    return found
+    return [
+        msgspec.structs.replace(one, where=f"namespace {place.namespace}, {one.where}")
+        for place in places
+        for one in (*check_objects(place), *_of_services(place))
+    ]
 
 
-def _of_services(reach: Reach) -> list[Finding]:
+def _of_services(settings: CtlSettings) -> list[Finding]:
     from lmcache_ctl.doctor.certificates import check_certificates
     from lmcache_ctl.doctor.running import check_services
 
     try:
+        reach = Reach(settings)
         with reach.services() as services:
-            states = asyncio.run(look_at(Asker(reach.settings), services))
+            states = asyncio.run(look_at(reach.asker, services))
             if not any(one.version for one in states) and (hint := reach.hint):  # none of ours
                 raise CtlError(hint)
-            certificates = asyncio.run(check_certificates(reach.settings, services))
+            certificates = asyncio.run(check_certificates(settings, services))
             return [*check_services(states), *certificates]
     except CtlError as exc:
         subject = Subject("reachable", "services")

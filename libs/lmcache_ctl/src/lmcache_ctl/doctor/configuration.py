@@ -15,7 +15,7 @@ from lmcache_core.errors import ConfigError, LMCacheError
 
 from lmcache_ctl.doctor.findings import Finding, Level, Subject
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.settings import process_variable
+from lmcache_ctl.options import process_variable
 
 if TYPE_CHECKING:
     from lmcache_core.config import LMCacheEngineConfig

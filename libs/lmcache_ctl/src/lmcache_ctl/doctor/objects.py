@@ -10,7 +10,7 @@ from lmcache_ctl.doctor.findings import Finding, Subject
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.kube.access import KubeApi
 from lmcache_ctl.kube.pods import OF_THE_CHART, RELEASE, SIDECAR_CONTAINERS, pods_of
-from lmcache_ctl.settings import CtlSettings
+from lmcache_ctl.options import CtlSettings
 
 CHECK: Final = "kubernetes"
 MANY_RESTARTS: Final = 3

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.settings import (
-    DEFAULT_KUBECONFIG,
-    MALFORMED,
-    POD_NAMESPACE_FILE,
-    CtlSettings,
-    finds_kubeconfig,
-    has_pod_account,
-    kubeconfig_paths,
-)
+from lmcache_ctl.options import CtlSettings, process_variable
 
+DEFAULT_KUBECONFIG: Final = "~/.kube/config"
+POD_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+MALFORMED: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What PyYAML, and who reads its values, raises for a kubeconfig of another form."""
 DEFAULT_NAMESPACE: Final = "default"
 MAX_PAGES: Final = 64
 PAGE: Final = 250
@@ -24,6 +21,41 @@ PORT_FORWARD: Final = "port-forward"
 VERBS: Final = {"secrets": "get", PORT_FORWARD: "create"}
 """The verbs that the account needs; for all else it is `list`."""
 KINDS: Final = {PORT_FORWARD: "pods/portforward"}
+
+
+def asks_cluster(settings: CtlSettings) -> bool:
+    """Return whether services are found through the Kubernetes API: where options say so, and,
+    without any address, wherever there is a kubeconfig or a pod's own account, as kubectl would.
+    """
+    return settings.names_cluster or (
+        not settings.names_urls and (_has_pod_account() or _finds_kubeconfig())
+    )
+
+
+def _kubeconfig_paths() -> str:
+    """Return the paths at which kubectl looks for a kubeconfig, as `KUBECONFIG` has them."""
+    return process_variable("KUBECONFIG") or DEFAULT_KUBECONFIG
+
+
+def _finds_kubeconfig() -> bool:
+    """Return whether there is a kubeconfig with a current context where kubectl looks for one."""
+    files = [Path(path).expanduser() for path in _kubeconfig_paths().split(os.pathsep) if path]
+    return any(file.is_file() and _has_context(file) for file in files)
+
+
+def _has_pod_account() -> bool:
+    """Return whether this process runs in a pod that may ask the Kubernetes API."""
+    return POD_NAMESPACE_FILE.is_file() and bool(process_variable("KUBERNETES_SERVICE_HOST"))
+
+
+def _has_context(kubeconfig: Path) -> bool:
+    """Return whether it names a current context, or is damaged, which its reader reports."""
+    import yaml
+
+    try:
+        return bool((yaml.safe_load(kubeconfig.read_bytes()) or {}).get("current-context"))
+    except (OSError, *MALFORMED, yaml.YAMLError):
+        return True
 
 
 class _Access(NamedTuple):
@@ -185,7 +217,7 @@ def _unusable() -> tuple[type[Exception], ...]:
 
 def _found(named: str | None) -> tuple[str, str, bool]:
     """Return the paths of the kubeconfig, what names it, and whether the loader finds one."""
-    paths = kubeconfig_paths() if named is None else named
+    paths = _kubeconfig_paths() if named is None else named
     origin = f"kubeconfig={paths}"
     if named is None:
         origin = paths if paths == DEFAULT_KUBECONFIG else f"KUBECONFIG={paths}"
@@ -201,10 +233,10 @@ def _load(settings: CtlSettings) -> _Access:
     configuration.retries = 0  # each call has one deadline and one report
     named = None if settings.kubeconfig is None else str(settings.kubeconfig)
     own_namespace = DEFAULT_NAMESPACE
-    if has_pod_account():
+    if _has_pod_account():
         own_namespace = POD_NAMESPACE_FILE.read_text(encoding="utf-8").strip()
         # as kubectl: a pod's own account is for where no kubeconfig says otherwise
-        if named is None and settings.context is None and not finds_kubeconfig():
+        if named is None and settings.context is None and not _finds_kubeconfig():
             config.load_incluster_config(client_configuration=configuration)
             return _Access(configuration, own_namespace)
     paths, origin, is_there = _found(named)

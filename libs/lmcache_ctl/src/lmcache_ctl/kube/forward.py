@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from lmcache_ctl.kube.access import PORT_FORWARD, KubeApi
-from lmcache_ctl.settings import CtlSettings
+from lmcache_ctl.options import CtlSettings
 
 MAX_STREAMS: Final = 16
 JOIN_S: Final = 2.0

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, Self
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.kube.access import KubeApi
 from lmcache_ctl.kube.forward import PodPort
+from lmcache_ctl.options import CtlSettings
 from lmcache_ctl.services import DEFAULT_PORTS, Endpoint, Kind
-from lmcache_ctl.settings import CtlSettings
 
 PART_OF: Final = ("app.kubernetes.io/part-of", "lmcache")
 OF_THE_CHART: Final = "=".join(PART_OF)
@@ -103,23 +103,18 @@ class PodWays:
     """Forwards the services of a namespace, each to a socket in a private directory, until closed.
 
     Args:
-        takes_given_token: Whether the token in the settings may be sent to these pods. Otherwise
-            each gets only the operator's token of the Secret in its own namespace.
+        settings: With the token to send to these pods; without one, each gets the operator's token
+            of the Secret in its own namespace.
+        token_hint: Why they have no token of the caller, to end a sentence.
 
     Raises:
         UsageError: The kubeconfig cannot be used.
     """
 
-    def __init__(
-        self,
-        settings: CtlSettings,
-        kinds: Sequence[Kind],
-        *,
-        takes_given_token: bool = True,
-    ) -> None:
+    def __init__(self, settings: CtlSettings, kinds: Sequence[Kind], token_hint: str = "") -> None:
         self._settings = settings
-        self._takes_given_token = takes_given_token
         self._kinds = kinds
+        self._token_hint = token_hint
         self._open = ExitStack()
         self._api = self._open.enter_context(KubeApi(settings))
         self._directory = Path(
@@ -159,10 +154,9 @@ class PodWays:
 
     def _opened(self, one: PodService, path: Path) -> Endpoint:
         tls_name = self._settings.tls_name or FORWARDED_NAME
-        token = self._operator_token(one.token_secret)
+        token = self._settings.token or self._operator_token(one.token_secret)
         if not one.problem:
             self._open.enter_context(PodPort(self._api, one.pod, one.port, path))
-        hint = "" if self._takes_given_token else "; -A does not send it: name the --namespace"
         scheme = "http" if self._settings.tls is None else "https"
         return Endpoint(
             one.kind,
@@ -176,15 +170,13 @@ class PodWays:
             name_prefix=one.name_prefix,
             token=token,
             token_secret=one.token_secret,
-            token_hint=hint + self._token_hints.get(one.token_secret, ""),
-            takes_given_token=self._takes_given_token,
+            token_hint=self._token_hint + self._token_hints.get(one.token_secret, ""),
             origin=f"; it is in {self._api.place}: {self._api.how_to_look_elsewhere}",
         )
 
     def _operator_token(self, secret: str) -> str | None:
-        """Return the release's token, if no other is sent and this account may read it."""
-        is_given = self._settings.token_file is not None or self._settings.token is not None
-        if not secret or (is_given and self._takes_given_token):
+        """Return the release's token, if this account may read it."""
+        if not secret:
             return None
         if secret not in self._tokens:
             read, text, why = self._api.core.read_namespaced_secret, "", f"has no {OPERATOR_KEY}"
