@@ -271,9 +271,9 @@ assert asyncio.run(ask(AwayIndex())) == CountAnswer(0, degraded=True)
 COMMAND = Recipe(
     files={
         f"{CTL}/count.py": '''
-from lmcache_ctl.output import Output, OutputFormat, show
+from lmcache_ctl.output import Output, show
 
-def count(words: list[str], output: Output = OutputFormat.TABLE) -> None:
+def count(words: list[str], output: Output = "table") -> None:
     """Count words."""
     show({"count": len(words)}, output, lambda found: print(found["count"]))
 '''

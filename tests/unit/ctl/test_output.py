@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_ctl.drain import DrainOutcome, print_drains
-from lmcache_ctl.output import Columns, print_table, print_text
+from lmcache_ctl.output import print_table, print_text
 from lmcache_ctl.services import Kind
 from lmcache_ctl.states import DrainStatus, ServiceStatus, State, Tier, Traffic
 from lmcache_ctl.status import print_status, summed
@@ -20,7 +20,7 @@ EVIL = "a\x1b]0;title\x07b\x9b2Jc\rd[red]e\udcff"
 
 def test_what_a_service_says_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_text(EVIL)
-    print_table("", Columns(("of", "what"), left=2), [(EVIL, "x")])
+    print_table(("of", "what"), [(EVIL, "x")], left=2)
     state = ServiceStatus(Kind.LOOKUP, EVIL, "http://h", State.OK, problem=EVIL)
     print_status(summed([state]))
     shown = capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_colours_only_where_they_are_wanted(
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")
     cells = (POD, "no answer", "it hangs, or the network drops what is sent to it")
-    print_table("", Columns(("name", "state", "why"), left=2, prose=True), [cells])
+    print_table(("name", "state", "why"), [cells], left=2, prose=True)
     shown = capsys.readouterr().out
     assert "\x1b[3" not in shown
     assert POD in shown

@@ -60,13 +60,6 @@ class HttpAnswer(NamedTuple):
             ) from exc
 
 
-def status_phrase(status: int) -> str:
-    """Return the reason phrase of an HTTP status."""
-    import httpx
-
-    return repr(httpx.codes.get_reason_phrase(status) or "an unknown status")
-
-
 class ForeignError(CtlError):
     """The answer does not come from a service of this cache."""
 
@@ -116,14 +109,15 @@ class Caller:
                 if self.service.token
                 else f"it requires a token: give one with {HOW_TO_AUTHENTICATE}{where}",
             )
+        import httpx
+
         try:
             problem = answer.json()
         except CtlError:
             problem = None
         told = _problem_text(problem) if isinstance(problem, dict) else ""
-        return ServiceRefusedError(
-            answer.status, told or f"it answers with {status_phrase(answer.status)}"
-        )
+        phrase = httpx.codes.get_reason_phrase(answer.status) or "an unknown status"
+        return ServiceRefusedError(answer.status, told or f"it answers with {phrase!r}")
 
     async def _send(self, method: str, path: str, body: Any) -> HttpAnswer:
         import httpx

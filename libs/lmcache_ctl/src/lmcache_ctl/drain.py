@@ -14,9 +14,7 @@ from lmcache_ctl.asking import Asker, Caller, run_all
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.output import (
     UNKNOWN,
-    Columns,
     Output,
-    OutputFormat,
     Tell,
     confirm,
     print_table,
@@ -25,7 +23,7 @@ from lmcache_ctl.output import (
     steps,
 )
 from lmcache_ctl.reach import Reach
-from lmcache_ctl.services import Endpoint, Kind
+from lmcache_ctl.services import Endpoint, Kind, names_of
 from lmcache_ctl.states import DrainStatus
 from lmcache_ctl.targets import (
     PEER,
@@ -87,7 +85,7 @@ def drain(
         bool,
         typer.Option("--yes", "-y", help="Do not ask before all of a kind are drained at once."),
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Drain services: they take nothing new, and hand over what only they hold.
 
@@ -103,7 +101,7 @@ def drain(
     with reach.services() as services:
         direct, peers = asyncio.run(_meant(asker, services, wanted))
         if not yes and any(target.name is None for target in wanted):
-            names = ", ".join(f"{one.kind}/{one.name}" for one in direct)
+            names = ", ".join(names_of(direct))
             confirm(f"Drain {names} at once? Each takes nothing new until undrain or a restart.")
         with steps() as tell:
             begun = [_drained(asker, one, within_s, tell) for one in direct]
@@ -114,7 +112,7 @@ def drain(
         raise typer.Exit(1)
 
 
-def undrain(ctx: typer.Context, targets: Targets, output: Output = OutputFormat.TABLE) -> None:
+def undrain(ctx: typer.Context, targets: Targets, output: Output = "table") -> None:
     """Cancel drains: services take chunks and pulls again.
 
     Chunks that were handed over stay there, pins are gone. Needs the role
@@ -247,8 +245,7 @@ def print_drains(found: Sequence[DrainOutcome]) -> None:
     ]
     spare = ("elsewhere already", "handed over", "chunks", "service")
     figures = ("chunks", "handed over", "elsewhere already", "failed", "left")
-    columns = Columns(("service", "name", "state", *figures), left=3, spare=spare)
-    print_table("", columns, rows)
+    print_table(("service", "name", "state", *figures), rows, left=3, spare=spare)
     for one in found:
         if one.problem:
             print_text(f"{one.kind} {one.name}: {one.problem}")

@@ -10,8 +10,8 @@ import typer
 
 from lmcache_ctl.asking import Caller
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.output import Output, OutputFormat, confirm, show, size_text
-from lmcache_ctl.services import Endpoint
+from lmcache_ctl.output import Output, confirm, show, size_text
+from lmcache_ctl.services import Endpoint, names_of
 from lmcache_ctl.targets import Targets, ask_targets, parse_target, print_results
 
 UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -33,7 +33,7 @@ def evict(
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Do not ask before --everything.")
     ] = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Free memory of sidecars and cache_storage, or make them forget everything.
 
@@ -48,8 +48,7 @@ def evict(
 
     def ask_first(chosen: Sequence[Endpoint]) -> None:
         if everything and not yes:
-            names = ", ".join(f"{one.kind}/{one.name}" for one in chosen)
-            confirm(f"Forget all chunks at {names}?")
+            confirm(f"Forget all chunks at {', '.join(names_of(chosen))}?")
 
     async def tell(caller: Caller) -> Any:
         return await caller.ask("POST", f"/v1/admin/{what}", body)

@@ -15,9 +15,7 @@ from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import Url
 from lmcache_ctl.output import (
     UNKNOWN,
-    Columns,
     Output,
-    OutputFormat,
     print_table,
     print_text,
     show,
@@ -95,7 +93,7 @@ def explain(
         ),
     ] = None,
     url: Url = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Show where each chunk of a prompt is, or why it is missing.
 
@@ -218,7 +216,8 @@ def _print_explanations(found: Mapping[str, Any]) -> None:
             for tokens in [f"{number * size}-{number * size + size}" if lookup is not None else ""]
             for state in chunk["states"]
         ]
-        print_table(title, Columns(("tokens", "rank", "where it is", "size", "age"), left=3), rows)
+        print_text(title)
+        print_table(("tokens", "rank", "where it is", "size", "age"), rows, left=3)
         if lookup is None:
             print_text(_cause_now(one))
         elif len(one["chunks"]) < lookup["num_chunks"]:

@@ -12,8 +12,6 @@ from lmcache_ctl.errors import CtlError
 from lmcache_ctl.options import Url
 from lmcache_ctl.output import (
     UNKNOWN,
-    Columns,
-    ListFormat,
     ListOutput,
     print_table,
     print_text,
@@ -40,7 +38,7 @@ def status(
         typer.Option(help="Show this tenant instead of the token's; needs the role admin."),
     ] = None,
     url: Url = None,
-    output: ListOutput = ListFormat.TABLE,
+    output: ListOutput = "table",
 ) -> None:
     """Show where the index is, how much is in it, and which instances hold leases."""
     stats = "/v1/stats" + ("" if tenant is None else f"?tenant={quote(tenant, safe='')}")
@@ -72,10 +70,10 @@ def _print_status(found: Mapping[str, Any]) -> None:
         )
         for one in found["instances"]
     ]
-    print_table("", Columns(("instance", "kind", "events", "lease"), left=2), rows)
+    print_table(("instance", "kind", "events", "lease"), rows, left=2)
 
 
-def tenants(ctx: typer.Context, url: Url = None, output: ListOutput = ListFormat.TABLE) -> None:
+def tenants(ctx: typer.Context, url: Url = None, output: ListOutput = "table") -> None:
     """List the tenants whose chunks are, or were, in the index. Needs the role admin."""
     show(
         _all_tenants(Reach(ctx.obj, Kind.LOOKUP, url=url)),
@@ -105,7 +103,7 @@ def prefix(
     ctx: typer.Context,
     chunk_ids: ChunkIds,
     url: Url = None,
-    output: ListOutput = ListFormat.TABLE,
+    output: ListOutput = "table",
 ) -> None:
     """Show the longest prefix of these chunks that is cached, and who holds each. Exits with 1
     when not all are.
@@ -128,7 +126,7 @@ def _print_prefix(found: Mapping[str, Any]) -> None:
             for chunk_id, holders in zip(asked, found["holders"], strict=False)
         ]
         if rows:
-            print_table("", Columns(("chunk", "held by"), left=2), rows)
+            print_table(("chunk", "held by"), rows, left=2)
 
 
 def _holder_text(holder: Mapping[str, Any]) -> str:
@@ -139,7 +137,7 @@ def locations(
     ctx: typer.Context,
     chunk_id: Annotated[str, typer.Argument(metavar="CHUNK_ID", help="A chunk id, 32 hex digits.")],
     url: Url = None,
-    output: ListOutput = ListFormat.TABLE,
+    output: ListOutput = "table",
 ) -> None:
     """Show all instances that hold a chunk. Exits with 1 when none does."""
     reach = Reach(ctx.obj, Kind.LOOKUP, url=url)
@@ -155,14 +153,14 @@ def _print_holders(found: Mapping[str, Any]) -> None:
             (one["instance"], one["kind"], one["tier"], size_text(one["size_bytes"]))
             for one in found["holders"]
         ]
-        print_table("", Columns(("instance", "kind", "tier", "size"), left=3), rows)
+        print_table(("instance", "kind", "tier", "size"), rows, left=3)
 
 
 def route(
     ctx: typer.Context,
     chunk_ids: ChunkIds,
     url: Url = None,
-    output: ListOutput = ListFormat.TABLE,
+    output: ListOutput = "table",
 ) -> None:
     """Show how long a prefix of these chunks each instance holds by itself. Exits with 1 when
     none holds any.
@@ -177,7 +175,7 @@ def route(
                 (one["instance"], f"{one['num_prefix']} of {len(asked)}")
                 for one in found["instances"]
             ]
-            print_table("", Columns(("instance", "chunks of the prefix")), rows)
+            print_table(("instance", "chunks of the prefix"), rows)
 
     def names(found: Mapping[str, Any]) -> list[str]:
         return [one["instance"] for one in found["instances"]]

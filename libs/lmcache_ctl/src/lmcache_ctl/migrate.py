@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.output import Output, OutputFormat, plain, print_text, show
+from lmcache_ctl.output import Output, plain, print_text, show
 
 if TYPE_CHECKING:
     from lmcache_core.config.options import Option
@@ -88,7 +88,7 @@ def migrate(
             ),
         ),
     ],
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Turn an LMCache configuration into settings of a sidecar and values of the chart.
 

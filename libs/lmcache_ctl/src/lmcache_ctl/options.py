@@ -173,7 +173,7 @@ Url = Annotated[
     typer.Option(
         metavar="URL",
         callback=_addresses,
-        help="REST address of the only kind of service that this asks, the same as its option below.",
+        help="REST address of the only kind of service that this asks, as its option below.",
         rich_help_panel=WHERE,
     ),
 ]

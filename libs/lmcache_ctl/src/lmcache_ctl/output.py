@@ -7,8 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 import typer
@@ -30,30 +29,12 @@ _STEERING = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 T = TypeVar("T")
 
 
-class OutputFormat(StrEnum):
-    """What `-o` takes."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
-
-
-class ListFormat(StrEnum):
-    """What `-o` takes where things with names are listed."""
-
-    TABLE = "table"
-    WIDE = "wide"
-    NAME = "name"
-    JSON = "json"
-    YAML = "yaml"
-
-
 Output = Annotated[
-    OutputFormat,
+    Literal["table", "json", "yaml"],
     typer.Option("--output", "-o", help="A table for people; JSON or YAML for programs."),
 ]
 ListOutput = Annotated[
-    ListFormat,
+    Literal["table", "wide", "name", "json", "yaml"],
     typer.Option(
         "--output",
         "-o",
@@ -63,26 +44,27 @@ ListOutput = Annotated[
         ),
     ),
 ]
+"""For commands that list things with names."""
 
 
 def show(
     value: T,
-    output: OutputFormat | ListFormat,
+    output: str,
     as_table: Callable[[T], None],
-    names: Callable[[T], Iterable[str]] | None = None,
+    names: Callable[[T], Iterable[str]] = lambda _: (),
 ) -> None:
     """Print the findings of a command: structs, lists, dicts.
 
     Args:
-        names: Returns the names of what is listed, for a `ListFormat`.
+        output: An `Output`, or a `ListOutput`.
+        names: Returns the names of what is listed, for a `ListOutput`.
     """
-    if output in (OutputFormat.JSON, ListFormat.JSON):
+    if output == "json":
         typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-    elif output is ListFormat.NAME:
-        assert names is not None, "a command that takes -o name has names"
+    elif output == "name":
         for name in names(value):
             typer.echo(plain(name))
-    elif output in (OutputFormat.YAML, ListFormat.YAML):
+    elif output == "yaml":
         import yaml
 
         plain_value = msgspec.to_builtins(value, str_keys=True)
@@ -158,81 +140,59 @@ def steps() -> Iterator[Tell]:
         yield tell
 
 
-Cell = str | Text
+def print_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 1,
+    prose: bool = False,
+    spare: Sequence[str] = (),
+    is_wide: bool = False,
+) -> None:
+    """Print a table; nothing in its cells is markup. A column of empty cells is left out.
 
-
-class Columns(msgspec.Struct, frozen=True):
-    """How the columns of a table are set.
-
-    Attributes:
+    Args:
         headings: One for each column.
+        rows: A cell for each column.
         left: This many columns from the first are flush left; the others, numbers, are flush right.
         prose: Whether the last column holds sentences: flush left, on as many lines as they need.
-        left_out: Headings of the columns that are not shown.
         spare: Headings of the columns that a narrow terminal omits, in this order. Cells are never
-            cut.
+            cut: where that is not enough, the table is wider than the terminal.
+        is_wide: Whether it has all columns, and each row is one line, on a narrow terminal too.
     """
-
-    headings: Sequence[str]
-    left: int = 1
-    prose: bool = False
-    spare: Sequence[str] = ()
-    left_out: Sequence[str] = ()
-
-
-def table_of(columns: Columns, rows: Sequence[Sequence[Cell]], width: int) -> Table:
-    """Return a table that fits into `width`, or a wider one if leaving out spare columns fails."""
-    num_columns = len(columns.headings)
+    to = console(is_wide=is_wide)
+    columns = [[str(row[number]) for row in rows] for number in range(len(headings))]
     widths = [
-        max(cell_len(heading), *(cell_len(str(row[number])) for row in rows), 0)
-        for number, heading in enumerate(columns.headings)
+        max(cell_len(heading), *map(cell_len, cells), 0)
+        for heading, cells in zip(headings, columns, strict=True)
     ]
-    if columns.prose:  # it is wrapped between words
-        words = [cell_len(word) for row in rows for word in str(row[-1]).split()]
-        widths[-1] = min(widths[-1], max(MIN_PROSE_COLUMNS, *words, 0))
-    kept = [n for n in range(num_columns) if columns.headings[n] not in columns.left_out]
-    for heading in columns.spare:
-        if _table_width(widths[number] for number in kept) > width:
-            kept.remove(columns.headings.index(heading))
+    last = len(headings) - 1
+    if prose:  # it is wrapped between words
+        words = [cell_len(word) for cell in columns[last] for word in cell.split()]
+        widths[last] = min(widths[last], max(MIN_PROSE_COLUMNS, *words, 0))
+    kept = [number for number, cells in enumerate(columns) if not cells or any(cells)]
+
+    def needed() -> int:
+        """Return the width with the blanks between columns and around them."""
+        return sum(widths[number] + 2 for number in kept) + 1
+
+    for heading in spare:
+        if needed() > to.width:
+            kept.remove(headings.index(heading))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for number in kept:
-        is_prose = columns.prose and number == num_columns - 1
-        is_left = number < columns.left or is_prose
+        is_prose = prose and number == last
         table.add_column(
-            columns.headings[number],
-            justify="left" if is_left else "right",
+            headings[number],
+            justify="left" if number < left or is_prose else "right",
             no_wrap=not is_prose,
             overflow="fold",
             min_width=widths[number],
         )
     for row in rows:
-        cells = (row[number] for number in kept)
-        table.add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in cells))
-    needed = _table_width(widths[number] for number in kept)
-    table.width = needed if needed > width else None  # or rich would cut every cell to make it fit
-    return table
-
-
-def _table_width(widths: Iterable[int]) -> int:
-    """Return the width with the blanks between columns and around them."""
-    found = list(widths)
-    return sum(found) + 2 * len(found) + 1
-
-
-def print_table(
-    title: str, columns: Columns, rows: Sequence[Sequence[Cell]], *, is_wide: bool = False
-) -> None:
-    """Print a table; nothing in its cells is markup.
-
-    Args:
-        title: Above it, "" for none.
-        rows: A cell for each column.
-        is_wide: Whether it has all columns, and each row is one line, on a narrow terminal too.
-    """
-    if title:
-        print_text(title)
-    to = console(is_wide=is_wide)
-    to.print(table_of(columns, rows, to.width), crop=False)
+        table.add_row(*(Text(plain(row[number])) for number in kept))
+    table.width = needed() if needed() > to.width else None  # or rich would cut every cell
+    to.print(table, crop=False)
 
 
 def size_text(num_bytes: int) -> str:

@@ -11,9 +11,7 @@ import typer
 from lmcache_ctl.asking import Caller
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.output import (
-    Columns,
     Output,
-    OutputFormat,
     print_table,
     print_text,
     show,
@@ -47,7 +45,7 @@ def pin(
     ttl: Annotated[
         float, typer.Option(metavar="SECONDS", help="For how long; 0 removes the pins.", min=0)
     ] = DEFAULT_TTL_S,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Keep chunks in memory for a while, for instance a system prompt before a rush.
 
@@ -119,7 +117,7 @@ def print_pins(found: Sequence[TargetResult]) -> None:
         for pin in one.result.get("pins", [])
     ]
     if kept:
-        print_table("", Columns(("name", "chunk", "of", "size", "seconds left"), left=3), kept)
+        print_table(("name", "chunk", "of", "size", "seconds left"), kept, left=3)
     for one in found:
         for missing in one.result.get("not_pinned", []):
             print_text(f"{one.name}: {_shown(missing)} is not pinned: {missing['reason']}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -77,6 +77,23 @@ class Endpoint(msgspec.Struct, frozen=True):
     token_secret: str = ""
     token_hint: str = ""
     origin: str = ""
+
+
+class Named(Protocol):
+    """A service, or what was done with it."""
+
+    @property
+    def kind(self) -> str:
+        """Its kind."""
+
+    @property
+    def name(self) -> str:
+        """Which one."""
+
+
+def names_of(services: Iterable[Named]) -> list[str]:
+    """Return `KIND/NAME` of each, as commands take it."""
+    return [f"{one.kind}/{one.name}" for one in services]
 
 
 def services_of(settings: CtlSettings) -> list[Endpoint]:

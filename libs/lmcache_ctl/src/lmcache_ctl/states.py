@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -159,23 +159,6 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     def is_well(self) -> bool:
         """Whether the service works."""
         return self.state in (State.OK, State.DRAINING)
-
-
-class Named(Protocol):
-    """A service, or what was done with it."""
-
-    @property
-    def kind(self) -> str:
-        """Its kind."""
-
-    @property
-    def name(self) -> str:
-        """Which one."""
-
-
-def names_of(services: Iterable[Named]) -> list[str]:
-    """Return `KIND/NAME` of each, as commands take it."""
-    return [f"{one.kind}/{one.name}" for one in services]
 
 
 def name_prefix(states: Sequence[ServiceStatus]) -> str:

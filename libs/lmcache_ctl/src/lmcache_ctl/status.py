@@ -15,8 +15,6 @@ import typer
 from lmcache_ctl.options import Everywhere
 from lmcache_ctl.output import (
     UNKNOWN,
-    Columns,
-    ListFormat,
     ListOutput,
     print_table,
     print_text,
@@ -25,8 +23,8 @@ from lmcache_ctl.output import (
     size_text,
 )
 from lmcache_ctl.reach import Reach
-from lmcache_ctl.services import Kind
-from lmcache_ctl.states import ServiceStatus, look_at, name_prefix, names_of, token_hint
+from lmcache_ctl.services import Kind, names_of
+from lmcache_ctl.states import ServiceStatus, look_at, name_prefix, token_hint
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -60,7 +58,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 
 def status(
-    ctx: typer.Context, everywhere: Everywhere = False, output: ListOutput = ListFormat.TABLE
+    ctx: typer.Context, everywhere: Everywhere = False, output: ListOutput = "table"
 ) -> None:
     """Show all services: health, versions, what their tiers hold, and the hit ratio.
 
@@ -71,7 +69,7 @@ def status(
     reach = Reach(ctx.obj, everywhere=everywhere)
     with reach.services() as services:
         found = summed(asyncio.run(look_at(reach.asker, services)))
-    as_table = functools.partial(print_status, is_wide=output is ListFormat.WIDE)
+    as_table = functools.partial(print_status, is_wide=output == "wide")
     show(found, output, as_table, lambda found: names_of(found.services))
     if not any(one.version for one in found.services) and (hint := reach.hint):  # none of ours
         typer.echo(f"lmcachectl: {hint}", err=True)
@@ -105,6 +103,7 @@ def summed(states: Sequence[ServiceStatus]) -> ClusterStatus:
 def print_status(found: ClusterStatus, *, is_wide: bool = False) -> None:
     """Print a line for each service, what their tiers hold, and what is wrong."""
     totals, prefix = found.totals, name_prefix(found.services)
+    in_several = _in_several(found.services)
     versions = (f"{version} ({number}x)" for version, number in sorted(totals.versions.items()))
     shares = totals.hit_ratio_by_tier.items()
     by_tier = ", ".join(f"{tier} {share_text(share)}" for tier, share in shares)
@@ -116,7 +115,7 @@ def print_status(found: ClusterStatus, *, is_wide: bool = False) -> None:
     )
     rows = [
         (
-            one.namespace,
+            one.namespace if in_several else "",
             str(one.kind),
             one.name.removeprefix(prefix),
             str(one.state),
@@ -131,13 +130,11 @@ def print_status(found: ClusterStatus, *, is_wide: bool = False) -> None:
         for one in found.services
     ]
     headings = ("namespace", "service", "name", "state", "version", "answers in", "hits", "more")
-    spare = ("answers in", "version", "more", "service")
-    left_out = _no_namespace(found.services)
-    columns = Columns(headings, left=5, prose=True, spare=spare, left_out=left_out)
-    print_table("", columns, rows, is_wide=is_wide)
+    spare = ["answers in", "version", "more", "service"]
+    print_table(headings, rows, left=5, prose=True, spare=spare, is_wide=is_wide)
     tiers = [
         (
-            one.namespace,
+            one.namespace if in_several else "",
             str(one.kind),
             one.name.removeprefix(prefix),
             tier.name,
@@ -150,8 +147,8 @@ def print_status(found: ClusterStatus, *, is_wide: bool = False) -> None:
     ]
     if tiers:
         of_tiers = ("namespace", "service", "name", "tier", "chunks", "used", "of")
-        columns = Columns(of_tiers, 4, spare=("chunks", "service", "of"), left_out=left_out)
-        print_table("", columns, tiers, is_wide=is_wide)
+        spare = ["chunks", "service", "of"]
+        print_table(of_tiers, tiers, left=4, spare=spare, is_wide=is_wide)
     if prefix:
         print_text(f"Names without {prefix}, which all pods begin with.")
     for one in found.services:
@@ -162,9 +159,9 @@ def print_status(found: ClusterStatus, *, is_wide: bool = False) -> None:
         print_text(f"{how_many} require a token for tiers, peers and drains: {how}.")
 
 
-def _no_namespace(services: Sequence[ServiceStatus | ServiceVersion]) -> tuple[str, ...]:
-    """Return the heading to leave out where all services are in one namespace."""
-    return ("namespace",) if len({one.namespace for one in services}) < 2 else ()
+def _in_several(services: Sequence[ServiceStatus | ServiceVersion]) -> bool:
+    """Return whether these are services of several namespaces, which are shown only then."""
+    return len({one.namespace for one in services}) > 1
 
 
 class ServiceVersion(msgspec.Struct, frozen=True):
@@ -193,7 +190,7 @@ def version(
     ctx: typer.Context,
     everywhere: Everywhere = False,
     client: Annotated[bool, typer.Option("--client", help="Ask no service.")] = False,
-    output: ListOutput = ListFormat.TABLE,
+    output: ListOutput = "table",
 ) -> None:
     """Show the version of lmcachectl, and that of each service. Needs no token.
 
@@ -216,11 +213,11 @@ def version(
 
 def _print_versions(found: Versions) -> None:
     print_text(f"lmcachectl {found.client}")
+    in_several = _in_several(found.services)
     if found.services:
         rows = [
-            (one.namespace, one.kind, one.name, one.version or one.problem)
+            (one.namespace if in_several else "", one.kind, one.name, one.version or one.problem)
             for one in found.services
         ]
         headings = ("namespace", "service", "name", "version")
-        left_out = _no_namespace(found.services)
-        print_table("", Columns(headings, left=3, prose=True, left_out=left_out), rows)
+        print_table(headings, rows, left=3, prose=True)

@@ -12,9 +12,9 @@ import typer
 from lmcache_ctl.asking import Asker, Caller
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import CtlSettings
-from lmcache_ctl.output import Columns, print_table
+from lmcache_ctl.output import print_table
 from lmcache_ctl.reach import Reach
-from lmcache_ctl.services import Endpoint, Kind
+from lmcache_ctl.services import Endpoint, Kind, names_of
 
 OWN_NAME: Final = {Kind.SIDECAR: "/v1/status", Kind.STORAGE: "/v1/stats"}
 """Where a service that can be a target says which instance it is."""
@@ -107,7 +107,7 @@ def print_results(
 ) -> None:
     """Print a line for each service: the text of its result, or its problem."""
     rows = [(str(one.kind), one.name, one.problem or text(one.result)) for one in found]
-    print_table("", Columns(("service", "name", heading), left=3, prose=True), rows)
+    print_table(("service", "name", heading), rows, left=3, prose=True)
 
 
 async def named(
@@ -134,7 +134,7 @@ async def named(
 
     for target in targets:
         if not any(means(target, *one) for one in known):
-            there = ", ".join(f"{own.kind}/{own.name}" for _, own in known) or "none of that kind"
+            there = ", ".join(names_of(own for _, own in known)) or "none of that kind"
             raise CtlError(f"{target} is not there: there is {there}")
     return [one[1] for one in known if any(means(target, *one) for target in targets)]
 

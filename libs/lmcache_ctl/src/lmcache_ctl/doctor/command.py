@@ -12,7 +12,7 @@ from lmcache_ctl.doctor.findings import Finding, Subject, diagnosis_of, print_di
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.kube.access import asks_cluster
 from lmcache_ctl.options import CtlSettings, Everywhere
-from lmcache_ctl.output import Output, OutputFormat, show
+from lmcache_ctl.output import Output, show
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.states import look_at
 
@@ -33,7 +33,7 @@ def doctor(
         bool, typer.Option("--strict", help="Exit with 1 also for warnings.")
     ] = False,
     everywhere: Everywhere = False,
-    output: Output = OutputFormat.TABLE,
+    output: Output = "table",
 ) -> None:
     """Say what is wrong, and what to do about it.
 
