@@ -65,12 +65,23 @@ class DrainOutcome(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+def _parse(text: str) -> Target:
+    """Read `sidecar[/NAME]`, `storage[/NAME]` or `peer/NAME`, which is asked of a broker."""
+    kind, _, name = text.partition("/")
+    if kind != PEER:
+        return parse_target(text)
+    if not name:
+        raise UsageError(f"{text!r}: name one, peer/NAME")
+    return Target(Kind.BROKER, name)
+
+
 def drain(
     ctx: typer.Context,
     targets: Annotated[
-        list[str],
+        list[Target],
         typer.Argument(
             metavar="TARGET",
+            parser=_parse,
             help="sidecar/NAME or storage/NAME, or all of a kind; peer/NAME goes by the broker.",
         ),
     ],
@@ -94,13 +105,12 @@ def drain(
     Needs the role admin. Exits with 1 when chunks are left or were refused, or
     the drain is not done in time.
     """
-    wanted = [_parse(text) for text in targets]
     within_s = within if wait else None
-    reach = Reach(ctx.obj, *dict.fromkeys(target.kind for target in wanted))
+    reach = Reach(ctx.obj, *dict.fromkeys(target.kind for target in targets))
     asker = reach.asker
     with reach.services() as services:
-        direct, peers = asyncio.run(_meant(asker, services, wanted))
-        if not yes and any(target.name is None for target in wanted):
+        direct, peers = asyncio.run(_meant(asker, services, targets))
+        if not yes and any(target.name is None for target in targets):
             names = ", ".join(names_of(direct))
             confirm(f"Drain {names} at once? Each takes nothing new until undrain or a restart.")
         with steps() as tell:
@@ -118,7 +128,7 @@ def undrain(ctx: typer.Context, targets: Targets, output: Output = "table") -> N
     Chunks that were handed over stay there, pins are gone. Needs the role
     admin. Exits with 1 when a service did not do it, such as one that ends.
     """
-    found = ask_targets(ctx.obj, [parse_target(text) for text in targets], _undrained)
+    found = ask_targets(ctx.obj, targets, _undrained)
     show(found, output, lambda found: print_results(found, "state", _takes))
     if any(one.problem for one in found):
         raise typer.Exit(1)
@@ -140,16 +150,6 @@ def _is_complete(one: DrainOutcome) -> bool:
     if one.problem or one.drain is None:
         return False
     return one.drain.state == DONE and not (one.drain.left or one.drain.failed)
-
-
-def _parse(text: str) -> Target:
-    """Read `sidecar[/NAME]`, `storage[/NAME]` or `peer/NAME`, which is asked of a broker."""
-    kind, _, name = text.partition("/")
-    if kind != PEER:
-        return parse_target(text)
-    if not name:
-        raise UsageError(f"{text!r}: name one, peer/NAME")
-    return Target(Kind.BROKER, name)
 
 
 async def _meant(

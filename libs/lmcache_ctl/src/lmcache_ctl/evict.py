@@ -12,17 +12,38 @@ from lmcache_ctl.asking import Caller
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.output import Output, confirm, show, size_text
 from lmcache_ctl.services import Endpoint, names_of
-from lmcache_ctl.targets import Targets, ask_targets, parse_target, print_results
+from lmcache_ctl.targets import Targets, ask_targets, print_results
 
 UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as `512MiB`.
+
+    Raises:
+        UsageError: It is not such a number, or less than one byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found is not None else 0
+    if not size:
+        raise UsageError(
+            f"{text!r} is not a size: write a number and one of"
+            f" {', '.join(unit for unit in UNITS if unit)}, such as 512MiB"
+        )
+    return size
 
 
 def evict(
     ctx: typer.Context,
     targets: Targets,
     size: Annotated[
-        str | None, typer.Option(help="Memory to free, coldest chunks first, such as 512MiB.")
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size,
+            help="Memory to free, coldest chunks first, such as 512MiB.",
+        ),
     ] = None,
     everything: Annotated[
         bool,
@@ -42,8 +63,7 @@ def evict(
     """
     if (size is not None) == everything:
         raise UsageError("give --size or --everything, one of them")
-    asked = [parse_target(text) for text in targets]
-    body = None if size is None else {"num_bytes": parse_size(size)}
+    body = None if size is None else {"num_bytes": size}
     what = "clear" if size is None else "evict"
 
     def ask_first(chosen: Sequence[Endpoint]) -> None:
@@ -53,26 +73,10 @@ def evict(
     async def tell(caller: Caller) -> Any:
         return await caller.ask("POST", f"/v1/admin/{what}", body)
 
-    found = ask_targets(ctx.obj, asked, tell, ask_first)
+    found = ask_targets(ctx.obj, targets, tell, ask_first)
     show(found, output, lambda found: print_results(found, "done", _done))
     if any(one.problem for one in found):
         raise typer.Exit(1)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as `512MiB`.
-
-    Raises:
-        UsageError: It is not such a number, or less than one byte.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found is not None else 0
-    if not size:
-        raise UsageError(
-            f"{text!r} is not a size: write a number and one of"
-            f" {', '.join(unit for unit in UNITS if unit)}, such as 512MiB"
-        )
-    return size
 
 
 def _done(result: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.options import Url
+from lmcache_ctl.options import Url, web_address
 from lmcache_ctl.output import (
     UNKNOWN,
     Output,
@@ -80,6 +80,7 @@ def explain(
         str | None,
         typer.Option(
             metavar="URL",
+            parser=web_address,
             help="vLLM, which tokenizes; else port 8000 of the sidecar's pod or this machine.",
         ),
     ] = None,

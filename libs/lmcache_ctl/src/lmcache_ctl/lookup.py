@@ -23,10 +23,19 @@ from lmcache_ctl.services import Kind
 
 MAX_PAGES: Final = 1000
 
+
+def _chunk_id(text: str) -> str:
+    if len(text) != 32 or set(text) - set("0123456789abcdef"):
+        raise typer.BadParameter(f"{text!r} is not a chunk id: 32 lowercase hex digits")
+    return text
+
+
 ChunkIds = Annotated[
     list[str],
     typer.Argument(
-        metavar="CHUNK_ID", help="Chunk ids, 32 hex digits each, in the order of the prompt."
+        metavar="CHUNK_ID",
+        parser=_chunk_id,
+        help="Chunk ids, 32 hex digits each, in the order of the prompt.",
     ),
 ]
 
@@ -108,12 +117,11 @@ def prefix(
     """Show the longest prefix of these chunks that is cached, and who holds each. Exits with 1
     when not all are.
     """
-    asked = [_checked(chunk_id) for chunk_id in chunk_ids]
     reach = Reach(ctx.obj, Kind.LOOKUP, url=url)
-    found = reach.ask("POST", "/v1/lookup", {"chunk_ids": asked})
-    found["chunk_ids"] = asked
-    show(found, output, _print_prefix, lambda found: asked[: found["num_prefix"]])
-    if found["num_prefix"] < len(asked):
+    found = reach.ask("POST", "/v1/lookup", {"chunk_ids": chunk_ids})
+    found["chunk_ids"] = chunk_ids
+    show(found, output, _print_prefix, lambda found: chunk_ids[: found["num_prefix"]])
+    if found["num_prefix"] < len(chunk_ids):
         raise typer.Exit(1)
 
 
@@ -135,13 +143,16 @@ def _holder_text(holder: Mapping[str, Any]) -> str:
 
 def locations(
     ctx: typer.Context,
-    chunk_id: Annotated[str, typer.Argument(metavar="CHUNK_ID", help="A chunk id, 32 hex digits.")],
+    chunk_id: Annotated[
+        str,
+        typer.Argument(metavar="CHUNK_ID", parser=_chunk_id, help="A chunk id, 32 hex digits."),
+    ],
     url: Url = None,
     output: ListOutput = "table",
 ) -> None:
     """Show all instances that hold a chunk. Exits with 1 when none does."""
     reach = Reach(ctx.obj, Kind.LOOKUP, url=url)
-    found = reach.ask("GET", f"/v1/chunks/{_checked(chunk_id)}/locations")
+    found = reach.ask("GET", f"/v1/chunks/{chunk_id}/locations")
     show(found, output, _print_holders, _names("holders"))
     if not found["holders"]:
         raise typer.Exit(1)
@@ -165,14 +176,13 @@ def route(
     """Show how long a prefix of these chunks each instance holds by itself. Exits with 1 when
     none holds any.
     """
-    asked = [_checked(chunk_id) for chunk_id in chunk_ids]
     reach = Reach(ctx.obj, Kind.LOOKUP, url=url)
-    found = reach.ask("POST", "/v1/route", {"chunk_ids": asked})
+    found = reach.ask("POST", "/v1/route", {"chunk_ids": chunk_ids})
 
     def print_routes(found: Mapping[str, Any]) -> None:
         if _is_known(found):
             rows = [
-                (one["instance"], f"{one['num_prefix']} of {len(asked)}")
+                (one["instance"], f"{one['num_prefix']} of {len(chunk_ids)}")
                 for one in found["instances"]
             ]
             print_table(("instance", "chunks of the prefix"), rows)
@@ -189,9 +199,3 @@ def _is_known(found: Mapping[str, Any]) -> bool:
     if found["degraded"]:
         print_text("The index does not answer: nothing is known.")
     return not found["degraded"]
-
-
-def _checked(chunk_id: str) -> str:
-    if len(chunk_id) != 32 or set(chunk_id) - set("0123456789abcdef"):
-        raise typer.BadParameter(f"{chunk_id!r} is not a chunk id: 32 lowercase hex digits")
-    return chunk_id

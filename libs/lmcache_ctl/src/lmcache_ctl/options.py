@@ -32,13 +32,16 @@ def process_variable(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def web_address(url: str) -> str:
+    """Return an address that an option gives, if it can be one."""
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{shown(url)}: an address begins with http:// or https://")
+    return url
+
+
 def _addresses(urls: list[str] | None) -> list[str]:
     """Return the addresses of options, or of a variable, which has commas between them."""
-    found = [part for url in urls or () for part in url.replace(",", " ").split()]
-    for url in found:
-        if not url.startswith(("http://", "https://")):
-            raise typer.BadParameter(f"{shown(url)}: an address begins with http:// or https://")
-    return found
+    return [web_address(part) for url in urls or () for part in url.replace(",", " ").split()]
 
 
 def _seconds(text: str | float) -> float:

@@ -20,10 +20,6 @@ OWN_NAME: Final = {Kind.SIDECAR: "/v1/status", Kind.STORAGE: "/v1/stats"}
 """Where a service that can be a target says which instance it is."""
 PEER: Final = "peer"
 """A kind of targets that only a broker is asked for."""
-Targets = Annotated[
-    list[str],
-    typer.Argument(metavar="TARGET", help="sidecar, storage, or one of them: storage/NAME."),
-]
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -68,6 +64,16 @@ def parse_target(text: str) -> Target:
             " single one"
         )
     return Target(Kind(kind), name or None)
+
+
+Targets = Annotated[
+    list[Target],
+    typer.Argument(
+        metavar="TARGET",
+        parser=parse_target,
+        help="sidecar, storage, or one of them: storage/NAME.",
+    ),
+]
 
 
 def ask_targets(
