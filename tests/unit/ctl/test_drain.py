@@ -82,8 +82,8 @@ def test_a_drain_that_leaves_or_loses_chunks_is_a_failure(
         figures: dict[str, int] = progress("done")["drain"] | {"total": 1, figure: 1}
         return drain.DrainOutcome("storage", "storage-0", DrainStatus(**figures))
 
-    async def meant(*_: object) -> tuple[list[Endpoint], list[tuple[Endpoint, str]]]:
-        return [STORAGE], []
+    def meant(*_: object) -> list[tuple[Endpoint, str | None]]:
+        return [(STORAGE, None)]
 
     monkeypatch.setattr(drain, "_drained", drained)
     monkeypatch.setattr(drain, "_meant", meant)

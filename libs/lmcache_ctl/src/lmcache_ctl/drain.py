@@ -27,6 +27,7 @@ from lmcache_ctl.services import Endpoint, Kind, names_of
 from lmcache_ctl.states import DrainStatus
 from lmcache_ctl.targets import (
     PEER,
+    STATUS_PATHS,
     Target,
     Targets,
     ask_targets,
@@ -41,11 +42,7 @@ MAX_UNANSWERED: Final = 3
 """In a row, after which the service counts as ended."""
 DONE: Final = "done"
 CANCELLED: Final = "the drain was cancelled"
-PATHS: Final = {
-    Kind.SIDECAR: ("/v1/admin/drain?wait=false", "/v1/status"),
-    Kind.STORAGE: ("/v1/admin/drain?wait=false", "/v1/stats"),
-}
-"""The path that begins a drain, and the path that reports its progress."""
+DRAIN_PATH: Final = "/v1/admin/drain?wait=false"
 UNDRAIN_PATH: Final = "/v1/admin/undrain"
 FIGURES: Final = ("total", "handed_over", "already_elsewhere", "failed", "left")
 
@@ -107,16 +104,15 @@ def drain(
     """
     within_s = within if wait else None
     reach = Reach(ctx.obj, *dict.fromkeys(target.kind for target in targets))
-    asker = reach.asker
     with reach.services() as services:
-        direct, peers = asyncio.run(_meant(asker, services, targets))
+        chosen = _meant(reach, services, targets)
         if not yes and any(target.name is None for target in targets):
-            names = ", ".join(names_of(direct))
+            names = ", ".join(names_of(service for service, peer in chosen if peer is None))
             confirm(f"Drain {names} at once? Each takes nothing new until undrain or a restart.")
         with steps() as tell:
-            begun = [_drained(asker, one, within_s, tell) for one in direct]
-            begun += [_drained(asker, one, within_s, tell, peer) for one, peer in peers]
-            found = run_all(begun)
+            found = run_all(
+                _drained(reach.asker, service, within_s, tell, peer) for service, peer in chosen
+            )
     show(found, output, print_drains)
     if not all(_is_complete(one) or (not wait and not one.problem) for one in found):
         raise typer.Exit(1)
@@ -135,7 +131,7 @@ def undrain(ctx: typer.Context, targets: Targets, output: Output = "table") -> N
 
 
 async def _undrained(caller: Caller) -> dict[str, Any]:
-    before = await caller.ask("GET", PATHS[caller.service.kind][1])
+    before = await caller.ask("GET", STATUS_PATHS[caller.service.kind])
     after = await caller.ask("POST", UNDRAIN_PATH)
     if after["draining"]:
         raise CtlError("another drain has begun: see lmcachectl status")
@@ -152,29 +148,26 @@ def _is_complete(one: DrainOutcome) -> bool:
     return one.drain.state == DONE and not (one.drain.left or one.drain.failed)
 
 
-async def _meant(
-    asker: Asker, services: Sequence[Endpoint], wanted: Sequence[Target]
-) -> tuple[list[Endpoint], list[tuple[Endpoint, str]]]:
-    """Return the services to drain, and the peers with the broker to ask for them.
+def _meant(
+    reach: Reach, services: Sequence[Endpoint], wanted: Sequence[Target]
+) -> list[tuple[Endpoint, str | None]]:
+    """Return the services to ask; with each broker, the peer to ask it for.
 
     Raises:
         CtlError: A target matches no service.
     """
     targets = [target for target in wanted if target.kind is not Kind.BROKER]
-    direct = await named(asker, services, targets) if targets else []
-    peers = [str(target.name) for target in wanted if target.kind is Kind.BROKER]
-    if not peers:
-        return direct, []
+    direct = named(reach, services, targets) if targets else []
     brokers = [one for one in services if one.kind is Kind.BROKER]
-    answers = await asker.each(brokers, lambda caller: caller.get("/healthz"))
+    answers = reach.each(brokers, lambda caller: caller.get("/healthz"))
     # Any broker that answers will do; where none does, the first one's error tells why.
     alive = [
         broker
         for broker, answer in zip(brokers, answers, strict=True)
         if not isinstance(answer, CtlError)
     ]
-    broker = (alive or brokers)[0]
-    return direct, [(broker, peer) for peer in peers]
+    peers = [target.name for target in wanted if target.kind is Kind.BROKER]
+    return [*((one, None) for one in direct), *(((alive or brokers)[0], one) for one in peers)]
 
 
 async def _drained(
@@ -182,7 +175,7 @@ async def _drained(
 ) -> DrainOutcome:
     """Begin a drain, and watch it for `within_s` (None: not at all); a broker begins a peer's."""
     if peer is None:
-        begin, look = PATHS[service.kind]
+        begin, look = DRAIN_PATH, STATUS_PATHS[service.kind]
         outcome = DrainOutcome(str(service.kind), service.name)
     else:
         named = quote(peer, safe="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from lmcache_ctl.asking import Asker, Caller, ServiceRefusedError
+from lmcache_ctl.asking import Caller, ServiceRefusedError
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import Url, web_address
 from lmcache_ctl.output import (
@@ -121,10 +120,10 @@ def explain(
     reach = Reach(ctx.obj, Kind.SIDECAR, url=url)
     with reach.services() as services:
         if sidecar is not None:
-            services = asyncio.run(named(reach.asker, services, [Target(Kind.SIDECAR, sidecar)]))
+            services = named(reach, services, [Target(Kind.SIDECAR, sidecar)])
         found: dict[str, Any]
         if request is not None:
-            one, lookup = _remembered(reach.asker, services, request)
+            one, lookup = _remembered(reach, services, request)
             found = {"lookup": lookup, **_explained(reach, one, lookup)}
         else:
             if question is not None:
@@ -145,7 +144,7 @@ def _is_whole(found: Mapping[str, Any]) -> bool:
 
 
 def _remembered(
-    asker: Asker, services: Sequence[Endpoint], request_id: str
+    reach: Reach, services: Sequence[Endpoint], request_id: str
 ) -> tuple[Endpoint, dict[str, Any]]:
     """Return the sidecar that remembers the latest lookup of a request, and that lookup.
 
@@ -159,7 +158,7 @@ def _remembered(
         path = f"/v1/admin/lookups?request_id={quote(request_id, safe='')}"
         return (await caller.ask("GET", path))["lookup"]
 
-    answers = list(zip(services, asyncio.run(asker.each(services, question)), strict=True))
+    answers = list(zip(services, reach.each(services, question), strict=True))
     known = [
         (service, lookup)
         for service, lookup in answers

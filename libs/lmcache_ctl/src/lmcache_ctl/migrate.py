@@ -10,17 +10,26 @@ from __future__ import annotations
 import decimal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 import typer
+from lmcache_core.config import OPTIONS
+from lmcache_core.config.foreign_names import FOREIGN_NAMES, translated
+from lmcache_core.config.options import (
+    DISK_SERDES,
+    SIDECAR_SETTING,
+    as_directory_url,
+    directory_of_url,
+    is_directory_url,
+    problems_of,
+)
+from lmcache_core.errors import ConfigError
 
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.output import Output, plain, print_text, show
-
-if TYPE_CHECKING:
-    from lmcache_core.config.options import Option
+from lmcache_ctl.lmcache_files import KNOWN, RESP_NAMES, read
+from lmcache_ctl.output import Output, plain, print_text, show, yaml_text
 
 SAME_IN_SIDECAR: Final = frozenset(
     {"eviction_policy", "chunk_ttl_s", "tier_timeout_s", "lookup_url", "distributed_url"}
@@ -108,10 +117,6 @@ def migration_of(file: Path) -> Migration:
     Raises:
         UsageError: It cannot be read, or holds nothing of LMCache's.
     """
-    from lmcache_core.errors import ConfigError
-
-    from lmcache_ctl.lmcache_files import read
-
     try:
         found = read(str(file))
     except ConfigError as exc:
@@ -135,12 +140,6 @@ class _Migrator:
     """Gives each option its fate."""
 
     def __init__(self, origin: str, named: Mapping[Any, Any]) -> None:
-        from lmcache_core.config import OPTIONS
-
-        from lmcache_ctl.lmcache_files import RESP_NAMES
-
-        self._resp_names = RESP_NAMES
-        self.options: Mapping[str, Option] = OPTIONS
         self.sidecar: dict[str, Any] = {}
         self.engine: dict[str, Any] = {}
         self.to_choose: dict[str, str] = {}
@@ -151,11 +150,6 @@ class _Migrator:
         self._sources: dict[str, str] = {}
 
     def migrate(self) -> None:
-        from lmcache_core.config.foreign_names import FOREIGN_NAMES, translated
-        from lmcache_core.config.options import problems_of
-
-        from lmcache_ctl.lmcache_files import KNOWN
-
         self._take_remote()
         unset = [
             name
@@ -164,7 +158,7 @@ class _Migrator:
         ]
         for name in unset:
             del self._named[name]
-        values, refused = translated(self._named, self.options, self._origin)
+        values, refused = translated(self._named, OPTIONS, self._origin)
         self.refused += refused
         idle: list[str] = []
         asks_nothing: list[str] = []
@@ -178,9 +172,9 @@ class _Migrator:
             self._sources |= dict.fromkeys(meant or (), name)
         possible = {}
         for name, value in values.items():
-            problems = problems_of({name: value}, self.options)
+            problems = problems_of({name: value}, OPTIONS)
             if not problems and isinstance(value, str) and not _is_utf8(value):
-                problems = [f"{name}={self.options[name].shown(value)}: must be text in UTF-8"]
+                problems = [f"{name}={OPTIONS[name].shown(value)}: must be text in UTF-8"]
             if problems:
                 source = self._sources.get(name)
                 self.refused += [f"{source} means {each}" if source else each for each in problems]
@@ -193,7 +187,7 @@ class _Migrator:
         self._list("left out, without what they belong to", idle)
         self._list("left out, they ask for nothing", [*unset, *asks_nothing])
         self._take_sizes(possible, values)
-        same = [name for name, value in possible.items() if value == self.options[name].default]
+        same = [name for name, value in possible.items() if value == OPTIONS[name].default]
         self._list("left out, the default here too", [self._sources.get(n, n) for n in same])
         for name, value in possible.items():
             if name not in same:
@@ -219,8 +213,6 @@ class _Migrator:
 
     def _take_remote(self) -> None:
         """Bring a remote tier that LMCache names otherwise, and its password, into our form."""
-        from lmcache_core.config.options import as_directory_url, is_directory_url
-
         url = self._named.get("remote_url")
         parts = _split(url)
         scheme = parts.scheme
@@ -234,7 +226,7 @@ class _Migrator:
                 )
         elif scheme in IN_URL:
             self._take_redis(parts)
-        for name in self._resp_names:
+        for name in RESP_NAMES:
             if self._named.pop(name, None) is not None:
                 self.refused.append(
                     f"{self._origin}: {name}: belongs to a remote_url with resp://; write all of it"
@@ -252,7 +244,7 @@ class _Migrator:
         if rest.get("valkey_mode", "standalone") != "standalone":
             return
         parts = [rest.get(name) for name in names]
-        parts += [self._named.get(name) for name in self._resp_names] if scheme == "resp" else []
+        parts += [self._named.get(name) for name in RESP_NAMES] if scheme == "resp" else []
         if not all(map(_is_part, parts)):
             return
         parts = parts[: len(names)]
@@ -265,7 +257,7 @@ class _Migrator:
             place = place.rpartition("@")[0] + ("@" if "@" in place else "") + host
             user = user or str(self._named.get("resp_username", ""))
             password = password or str(self._named.get("resp_password", ""))
-            for name in self._resp_names:
+            for name in RESP_NAMES:
                 used += [name] if self._named.pop(name, None) is not None else []
         if user or password:
             place = f"{quote(user, '')}:{quote(password, '')}@{place.rpartition('@')[2]}"
@@ -300,9 +292,7 @@ class _Migrator:
                 self.to_choose[setting] = f"{source} is not in the source"
 
     def _place(self, name: str, value: Any) -> None:
-        from lmcache_core.config.options import DISK_SERDES, SIDECAR_SETTING, directory_of_url
-
-        option = self.options[name]
+        option = OPTIONS[name]
         said = f"{name}={option.shown(value)}"
         if name in self._sources:
             said = f"{self._sources[name]}: {said}"
@@ -376,7 +366,6 @@ class _Migrator:
 
 def _address_problem(name: str, value: Any) -> str:
     """Return why a sidecar would refuse an address that an engine takes, or ""."""
-    from lmcache_core.errors import ConfigError
     from lmcache_core.p2p import parse_distributed_url
     from lmcache_core.storage.remote.members import hosts_of
     from lmcache_core.wire.json_http import check_base_url
@@ -442,8 +431,5 @@ def _print(found: Migration) -> None:
 
 
 def _print_yaml(title: str, values: Mapping[str, Any], comments: Sequence[str] = ()) -> None:
-    import yaml
-
-    text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)
     head = "\n".join(f"# {line}" for line in (title, *comments))
-    typer.echo(plain(f"{head}\n{text}"))
+    typer.echo(plain(f"{head}\n{yaml_text(dict(values))}"))

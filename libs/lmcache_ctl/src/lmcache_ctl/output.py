@@ -7,7 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import typer
@@ -65,13 +65,17 @@ def show(
         for name in names(value):
             typer.echo(plain(name))
     elif output == "yaml":
-        import yaml
-
-        plain_value = msgspec.to_builtins(value, str_keys=True)
-        text = yaml.safe_dump(plain_value, sort_keys=False, allow_unicode=True, width=1000)
-        typer.echo(text, nl=False)
+        typer.echo(yaml_text(value), nl=False)
     else:
         as_table(value)
+
+
+def yaml_text(value: Any) -> str:
+    """Return structs, lists and dicts as YAML."""
+    import yaml
+
+    plain_value = msgspec.to_builtins(value, str_keys=True)
+    return yaml.safe_dump(plain_value, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def plain(text: str) -> str:

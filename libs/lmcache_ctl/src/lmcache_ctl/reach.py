@@ -119,6 +119,12 @@ class Reach:
             )
         return answer
 
+    def each(
+        self, services: Sequence[Endpoint], question: Callable[[Caller], Awaitable[T]]
+    ) -> list[T | CtlError]:
+        """Put a question to all these services at once; return answers and errors in order."""
+        return asyncio.run(self.asker.each(services, question))
+
     def first_answer(
         self, services: Sequence[Endpoint], question: Callable[[Caller], Awaitable[T]]
     ) -> tuple[Endpoint, T]:

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from lmcache_ctl.asking import Asker, Caller, ForeignError, HttpAnswer, ServiceRefusedError
+from lmcache_ctl.asking import Caller, ForeignError, HttpAnswer, ServiceRefusedError
 from lmcache_ctl.errors import CtlError
+from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import DISTRIBUTIONS, HOW_TO_AUTHENTICATE, Endpoint, Kind
 
 BUILD_INFO: Final = "lmcache_build_info"
@@ -220,9 +221,9 @@ class Metrics:
         return {key: int(value) for key, value in sums.items() if value}
 
 
-async def look_at(asker: Asker, services: list[Endpoint]) -> list[ServiceStatus]:
+def look_at(reach: Reach, services: Sequence[Endpoint]) -> list[ServiceStatus]:
     """Return the state of each service; not answering is also a state."""
-    seen = await asker.each(services, _look)
+    seen = reach.each(services, _look)
     return [
         ServiceStatus(
             service.kind,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections import Counter
 from collections.abc import Sequence
@@ -68,7 +67,7 @@ def status(
     """
     reach = Reach(ctx.obj, everywhere=everywhere)
     with reach.services() as services:
-        found = summed(asyncio.run(look_at(reach.asker, services)))
+        found = summed(look_at(reach, services))
     as_table = functools.partial(print_status, is_wide=output == "wide")
     show(found, output, as_table, lambda found: names_of(found.services))
     if not any(one.version for one in found.services) and (hint := reach.hint):  # none of ours
@@ -200,7 +199,7 @@ def version(
     if not client:
         reach = Reach(ctx.obj, everywhere=everywhere)
         with reach.services() as services:
-            states = asyncio.run(look_at(reach.asker, services))
+            states = look_at(reach, services)
     found = [
         ServiceVersion(
             one.namespace, one.kind, one.name, one.version, "" if one.version else one.problem

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
-from lmcache_ctl.asking import Asker, Caller
+from lmcache_ctl.asking import Caller
 from lmcache_ctl.errors import CtlError, UsageError
 from lmcache_ctl.options import CtlSettings
 from lmcache_ctl.output import print_table
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind, names_of
 
-OWN_NAME: Final = {Kind.SIDECAR: "/v1/status", Kind.STORAGE: "/v1/stats"}
-"""Where a service that can be a target says which instance it is."""
+STATUS_PATHS: Final = {Kind.SIDECAR: "/v1/status", Kind.STORAGE: "/v1/stats"}
+"""Where a service that can be a target says which instance it is, and whether it drains."""
 PEER: Final = "peer"
 """A kind of targets that only a broker is asked for."""
 
@@ -58,9 +57,9 @@ def parse_target(text: str) -> Target:
         UsageError: It names no sidecar and no cache_storage.
     """
     kind, has_name, name = text.partition("/")
-    if kind not in OWN_NAME or (has_name and not name):
+    if kind not in STATUS_PATHS or (has_name and not name):
         raise UsageError(
-            f"{text!r} names no service: write {' or '.join(OWN_NAME)}, and append /NAME for a"
+            f"{text!r} names no service: write {' or '.join(STATUS_PATHS)}, and append /NAME for a"
             " single one"
         )
     return Target(Kind(kind), name or None)
@@ -91,21 +90,17 @@ def ask_targets(
         CtlError: A target matches no service.
     """
     reach = Reach(settings, *dict.fromkeys(target.kind for target in targets))
-
-    async def work() -> list[TargetResult]:
-        chosen = await named(reach.asker, services, targets)
+    with reach.services() as services:
+        chosen = named(reach, services, targets)
         if before is not None:
             before(chosen)
-        answers = await reach.asker.each(chosen, question)
-        return [
-            TargetResult(service.kind, service.name, problem=str(one))
-            if isinstance(one, CtlError)
-            else TargetResult(service.kind, service.name, one)
-            for service, one in zip(chosen, answers, strict=True)
-        ]
-
-    with reach.services() as services:
-        return asyncio.run(work())
+        answers = reach.each(chosen, question)
+    return [
+        TargetResult(service.kind, service.name, problem=str(one))
+        if isinstance(one, CtlError)
+        else TargetResult(service.kind, service.name, one)
+        for service, one in zip(chosen, answers, strict=True)
+    ]
 
 
 def print_results(
@@ -116,9 +111,7 @@ def print_results(
     print_table(("service", "name", heading), rows, left=3, prose=True)
 
 
-async def named(
-    asker: Asker, services: Sequence[Endpoint], targets: Sequence[Target]
-) -> list[Endpoint]:
+def named(reach: Reach, services: Sequence[Endpoint], targets: Sequence[Target]) -> list[Endpoint]:
     """Return the services that the targets match, under the names of their instances.
 
     A service that does not answer keeps its address as its name.
@@ -128,7 +121,7 @@ async def named(
     """
     kinds = {target.kind for target in targets}
     wanted = [service for service in services if service.kind in kinds]
-    names = await asker.each(wanted, _own_name)
+    names = reach.each(wanted, _own_name)
     known = [
         (service, msgspec.structs.replace(service, name=name) if isinstance(name, str) else service)
         for service, name in zip(wanted, names, strict=True)
@@ -146,4 +139,4 @@ async def named(
 
 
 async def _own_name(caller: Caller) -> str:
-    return str((await caller.ask("GET", OWN_NAME[caller.service.kind]))["instance"])
+    return str((await caller.ask("GET", STATUS_PATHS[caller.service.kind]))["instance"])

@@ -90,7 +90,7 @@ def _of_services(settings: CtlSettings) -> list[Finding]:
     try:
         reach = Reach(settings)
         with reach.services() as services:
-            states = asyncio.run(look_at(reach.asker, services))
+            states = look_at(reach, services)
             if not any(one.version for one in states) and (hint := reach.hint):  # none of ours
                 raise CtlError(hint)
             certificates = asyncio.run(check_certificates(settings, services))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def _arena(subject: Subject, settings: Any) -> Iterator[Finding]:
         what = f"arena_path {directory} is on {kind}: every write of KV goes to a disk"
         fix = "mount an in-memory volume there (emptyDir with medium: Memory)"
         yield subject.warning(what, fix)
-    free = _free_bytes(at) + _size_of(directory)
+    free = shutil.disk_usage(at).free + _size_of(directory)
     if free < wanted + JOURNAL_BYTES:
         what = (
             f"arena_gb wants {size_text(wanted)} and 64 MiB for the journal; {at} has"
@@ -107,7 +108,7 @@ def _disk(subject: Subject, path: Path, wanted: int) -> Finding:
     if problem:
         fix = "choose a directory that the service may write to, or chown the volume to its user"
         return subject.error(f"disk_path {path}: {problem}", fix)
-    free = _free_bytes(at) + _size_of(path)
+    free = shutil.disk_usage(at).free + _size_of(path)
     if free < wanted:
         what = f"disk_gb wants {size_text(wanted)}; {at} has {size_text(free)}"
         fix = "enlarge the volume or lower disk_gb: chunks that do not fit are not kept there"
@@ -164,11 +165,6 @@ def _nearest(path: Path) -> tuple[Path, str]:
     if not os.access(path, os.W_OK | os.X_OK):
         return path, f"user {os.getuid()} may not write to {path}"
     return path, ""
-
-
-def _free_bytes(path: Path) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
 
 
 def _size_of(directory: Path) -> int:

@@ -9,7 +9,7 @@ from lmcache_ctl.doctor.configuration import ALLOCATOR, ALLOCATOR_FIX, allocator
 from lmcache_ctl.doctor.findings import Finding, Subject
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.kube.access import KubeApi
-from lmcache_ctl.kube.pods import OF_THE_CHART, RELEASE, SIDECAR_CONTAINERS, pods_of
+from lmcache_ctl.kube.pods import OF_THE_CHART, SIDECAR_CONTAINERS, containers_of, pods_of, selector
 from lmcache_ctl.options import CtlSettings
 
 CHECK: Final = "kubernetes"
@@ -56,7 +56,7 @@ def _of_pod(pod: Any) -> Iterator[Finding]:
                 " raise its memory limit"
             )
             yield subject.warning(what, fix)
-    containers = [*(pod.spec.init_containers or ()), *(pod.spec.containers or ())]
+    containers = containers_of(pod)
     if any(one.name in SIDECAR_CONTAINERS for one in containers):
         for container in containers:
             conf = {one.name: one.value for one in container.env or ()}.get(ALLOCATOR)
@@ -89,7 +89,7 @@ def _of_owners(api: KubeApi, release: str | None) -> Iterator[Finding]:
         ("statefulset", apps.list_namespaced_stateful_set),
     ):
         try:
-            owners = api.list(method, f"{kind}s", _selector(release, OF_THE_CHART))
+            owners = api.list(method, f"{kind}s", selector(OF_THE_CHART, release))
         except CtlError as exc:
             yield Subject(CHECK, f"{kind}s").note(f"not checked: {exc}")
             continue
@@ -107,7 +107,7 @@ def _of_owners(api: KubeApi, release: str | None) -> Iterator[Finding]:
 def _of_claims(api: KubeApi, release: str | None) -> Iterator[Finding]:
     method, kind = api.core.list_namespaced_persistent_volume_claim, "persistentvolumeclaim"
     try:
-        claims = api.list(method, f"{kind}s", _selector(release, CLAIMS))
+        claims = api.list(method, f"{kind}s", selector(CLAIMS, release))
     except CtlError as exc:
         yield Subject(CHECK, f"{kind}s").note(f"not checked: {exc}")
         return
@@ -121,7 +121,3 @@ def _of_claims(api: KubeApi, release: str | None) -> Iterator[Finding]:
                 " that makes volumes"
             )
             yield subject.error(f"its phase is {claim.status.phase}", fix)
-
-
-def _selector(release: str | None, labels: str) -> str:
-    return labels if release is None else f"{labels},{RELEASE}={release}"

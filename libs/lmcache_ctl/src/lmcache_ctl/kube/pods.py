@@ -74,8 +74,7 @@ def pods_of(api: KubeApi, release: str | None) -> list[Any]:
     """
     core = api.core
     method = core.list_namespaced_pod if api.namespace else core.list_pod_for_all_namespaces
-    of_release = "" if release is None else f",{RELEASE}={release}"
-    found = api.list(method, "pods", OF_THE_CHART + of_release)
+    found = api.list(method, "pods", selector(OF_THE_CHART, release))
     if release is None:
         known = {(pod.metadata.namespace, pod.metadata.name) for pod in found}
         found += [
@@ -84,6 +83,11 @@ def pods_of(api: KubeApi, release: str | None) -> list[Any]:
             if (pod.metadata.namespace, pod.metadata.name) not in known
         ]
     return found
+
+
+def selector(labels: str, release: str | None) -> str:
+    """Return the selector of these labels, in one release where it is given."""
+    return labels if release is None else f"{labels},{RELEASE}={release}"
 
 
 def services_in(pods: Sequence[Any]) -> list[PodService]:
@@ -198,7 +202,9 @@ def _kind(pod: Any) -> Kind | None:
     component = (pod.metadata.labels or {}).get(COMPONENT)
     if component in (Kind.LOOKUP, Kind.BROKER, Kind.STORAGE):
         return Kind(component)
-    return Kind.SIDECAR if any(one.name in SIDECAR_CONTAINERS for one in _containers(pod)) else None
+    return (
+        Kind.SIDECAR if any(one.name in SIDECAR_CONTAINERS for one in containers_of(pod)) else None
+    )
 
 
 def _prefix(pod: Any) -> str:
@@ -213,7 +219,7 @@ def _prefix(pod: Any) -> str:
 def _port(pod: Any, kind: Kind) -> int:
     """Return its port; a sidecar's is on loopback and so not declared."""
     if kind is not Kind.SIDECAR:
-        for container in _containers(pod):
+        for container in containers_of(pod):
             for port in container.ports or ():
                 if port.name == PORT_NAME:
                     return int(port.container_port)
@@ -231,5 +237,6 @@ def _token_secret(pod: Any) -> str:
     return ""
 
 
-def _containers(pod: Any) -> list[Any]:
+def containers_of(pod: Any) -> list[Any]:
+    """Return all containers of a pod, those for its start too."""
     return [*(pod.spec.init_containers or ()), *(pod.spec.containers or ())]
