@@ -147,10 +147,15 @@ def test_pods_of_all_namespaces_are_not_sent_the_callers_token(
     )
     monkeypatch.setattr(pods, "KubeApi", Cluster)
     monkeypatch.setattr(pods, "PodPort", lambda *_: contextlib.nullcontext())
-    with Reach(settings, Kind.SIDECAR, everywhere=True).services() as services:
+    everywhere = Reach(settings, Kind.SIDECAR, everywhere=True)
+    with everywhere.services() as services:
         here = [msgspec.structs.replace(one, url=url, socket_path=None) for one in services]
         told = asyncio.run(
             Asker(settings).each(here, lambda caller: caller.ask("POST", "/echo", {}))
         )
     sent = {one.namespace: answer["token"] for one, answer in zip(here, told, strict=True)}
     assert sent == {"ours": "Bearer of-ours", "strange": None}
+    for place in everywhere.namespaces():
+        with Reach(place, Kind.SIDECAR).services() as [service]:
+            assert service.token == ("of-ours" if place.namespace == "ours" else None)
+            assert service.token_hint.startswith("; -A does not send it: name the --namespace")

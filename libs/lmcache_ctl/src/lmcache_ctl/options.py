@@ -153,10 +153,12 @@ class CtlSettings(SharedOptions):
 
     Attributes:
         token: The token to show, instead of `token_file`; None for none.
+        token_hint: Why the caller's is not among these settings, to end a sentence.
         from_environment: The names of the fields whose values variables gave.
     """
 
     token: str | None = None
+    token_hint: str = ""
     from_environment: frozenset[str] = frozenset()
 
     @property

@@ -74,8 +74,9 @@ class Reach:
 
         # Any account that may create a pod may give it our label: none is sent the caller's token.
         nowhere_else: dict[str, Any] = dict.fromkeys(URLS)
+        hint = "; -A does not send it: name the --namespace"
         return [
-            replace(self.settings, **nowhere_else, namespace=name, token=None)
+            replace(self.settings, **nowhere_else, namespace=name, token=None, token_hint=hint)
             for name in namespaces_of(self.settings, self.kinds)
         ]
 
@@ -94,9 +95,8 @@ class Reach:
             if self._is_in_cluster:
                 from lmcache_ctl.kube.pods import PodWays
 
-                hint = "; -A does not send it: name the --namespace" if self.everywhere else ""
                 for place in self.namespaces() if self.everywhere else [self.settings]:
-                    pods = ways.enter_context(PodWays(place, self.kinds, hint))
+                    pods = ways.enter_context(PodWays(place, self.kinds))
                     found += pods.find()
                     nowhere = nowhere or pods.nothing_found()
             found = [service for service in found if service.kind in self.kinds]

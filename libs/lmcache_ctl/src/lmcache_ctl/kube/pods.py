@@ -109,16 +109,14 @@ class PodWays:
     Args:
         settings: With the token to send to these pods; without one, each gets the operator's token
             of the Secret in its own namespace.
-        token_hint: Why they have no token of the caller, to end a sentence.
 
     Raises:
         UsageError: The kubeconfig cannot be used.
     """
 
-    def __init__(self, settings: CtlSettings, kinds: Sequence[Kind], token_hint: str = "") -> None:
+    def __init__(self, settings: CtlSettings, kinds: Sequence[Kind]) -> None:
         self._settings = settings
         self._kinds = kinds
-        self._token_hint = token_hint
         self._open = ExitStack()
         self._api = self._open.enter_context(KubeApi(settings))
         self._directory = Path(
@@ -174,7 +172,7 @@ class PodWays:
             name_prefix=one.name_prefix,
             token=token,
             token_secret=one.token_secret,
-            token_hint=self._token_hint + self._token_hints.get(one.token_secret, ""),
+            token_hint=self._settings.token_hint + self._token_hints.get(one.token_secret, ""),
             origin=f"; it is in {self._api.place}: {self._api.how_to_look_elsewhere}",
         )
 
