@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from lmcache_ctl.asking import Caller
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.output import Output, confirm, show, size_text
+from lmcache_ctl.output import UNITS, Output, confirm, show, size_text
 from lmcache_ctl.services import Endpoint, names_of
 from lmcache_ctl.targets import Targets, ask_targets, print_results
 
-UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -25,11 +24,10 @@ def parse_size(text: str) -> int:
         UsageError: It is not such a number, or less than one byte.
     """
     found = _SIZE.fullmatch(text.strip())
-    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found is not None else 0
+    size = int(float(found[1]) * UNITS.get(found[2] or "B", 0)) if found is not None else 0
     if not size:
         raise UsageError(
-            f"{text!r} is not a size: write a number and one of"
-            f" {', '.join(unit for unit in UNITS if unit)}, such as 512MiB"
+            f"{text!r} is not a size: write a number and one of {', '.join(UNITS)}, such as 512MiB"
         )
     return size
 

@@ -20,12 +20,18 @@ from lmcache_ctl.output import (
     show,
     size_text,
 )
-from lmcache_ctl.prompts import read_messages, read_prompt, read_token_ids, tokenize, vllm_at
+from lmcache_ctl.prompts import (
+    EXPLAIN_PATH,
+    read_messages,
+    read_prompt,
+    read_token_ids,
+    tokenize,
+    vllm_at,
+)
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import Endpoint, Kind
 from lmcache_ctl.targets import Target, named
 
-EXPLAIN_PATH: Final = "/v1/admin/explain"
 NEVER_STORED: Final = "never_stored"
 _SLOW: Final = "a slower tier did not answer in time: lmcachectl status shows which"
 _CODEC: Final = (

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from lmcache_ctl.errors import CtlError
 
-KIB = 1 << 10
+UNITS: Final = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 UNKNOWN = "-"
 UNLIMITED_COLUMNS: Final = 10_000
 MIN_PROSE_COLUMNS: Final = 16
@@ -201,11 +201,9 @@ def print_table(
 
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes in the unit that suits it, for example `1.5 MiB`."""
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= KIB and len(units) > 1:
-        size /= KIB
-        del units[0]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+    unit = next((unit for unit in reversed(UNITS) if num_bytes >= UNITS[unit]), "B")
+    size = num_bytes / UNITS[unit]
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def share_text(share: float | None) -> str:

@@ -17,7 +17,7 @@ from lmcache_ctl.output import (
     show,
     size_text,
 )
-from lmcache_ctl.prompts import read_token_ids
+from lmcache_ctl.prompts import EXPLAIN_PATH, read_token_ids
 from lmcache_ctl.services import Kind
 from lmcache_ctl.targets import TargetResult, ask_targets, parse_target, print_results
 
@@ -75,7 +75,7 @@ async def _pin_at(
     is_storage = caller.service.kind is Kind.STORAGE
     field = "keys" if is_storage else "chunk_hashes"
     if token_ids is not None:
-        told = await caller.ask("POST", "/v1/admin/explain", {"token_ids": token_ids})
+        told = await caller.ask("POST", EXPLAIN_PATH, {"token_ids": token_ids})
         whole = (
             chunk
             for one in told["explanations"]

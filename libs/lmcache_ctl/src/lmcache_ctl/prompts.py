@@ -18,6 +18,8 @@ from lmcache_ctl.kube.access import asks_cluster
 from lmcache_ctl.options import CtlSettings
 
 STANDARD_INPUT: Final = Path("-")
+EXPLAIN_PATH: Final = "/v1/admin/explain"
+"""Where a sidecar tells the chunks of token ids, and where they are."""
 VLLM_PORT: Final = 8000
 """vLLM's default, and that of the chart's pods."""
 CHAT_FIELDS: Final = (
