@@ -171,7 +171,6 @@ class _Reader:
     def __init__(self, path: str) -> None:
         self.found = LMCacheOptions()
         self._path = path
-        self._left_out: dict[str, list[str]] = {}
 
     def environment(self, variables: Iterable[tuple[str, str]]) -> None:
         others = []

@@ -7,7 +7,7 @@ import functools
 import importlib
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -173,20 +173,23 @@ def _certificates_of(where: str, settings: Any) -> Iterator[Finding]:
                 chain = TlsFiles(files.cert_file, files.key_file, Path(authorities))
                 yield from check_chain(where, names[0], chain)
 
-    for option in sorted(name for name in _names_of(settings) if name.endswith("ca_file")):
-        value = getattr(settings, option)
-        if value is None or option in loaded or not _exists(Path(value)):
+    for option, path in _paths_of(settings, "ca_file"):
+        if option in loaded or not _exists(path):
             continue
         try:
-            client_context(TlsFiles(ca_file=Path(value), options=("", "", option)))
+            client_context(TlsFiles(ca_file=path, options=("", "", option)))
         except LMCacheError as exc:
             yield Subject("certificate", where).error(str(exc), "mount the authorities")
 
 
-def _names_of(settings: Any) -> Iterable[str]:
-    """Return the names of all options of a service or an engine."""
+def _paths_of(settings: Any, ending: str) -> Iterator[tuple[str, Path]]:
+    """Yield the options of a service or an engine with that ending that name a file, and it."""
     fields = getattr(type(settings), "model_fields", None)
-    return fields if fields is not None else (one.name for one in dataclasses.fields(settings))
+    names = fields if fields is not None else [one.name for one in dataclasses.fields(settings)]
+    for option in sorted(name for name in names if name.endswith(ending)):
+        value = getattr(settings, option)
+        if value is not None:
+            yield option, Path(value)
 
 
 def _exists(path: Path) -> bool:
@@ -198,11 +201,9 @@ def _exists(path: Path) -> bool:
 
 def _files_of(subject: Subject, settings: Any) -> Iterator[Finding]:
     """Check that each file is readable and valid, and that secrets are not world-readable."""
-    for option in sorted(name for name in _names_of(settings) if name.endswith("_file")):
-        value = getattr(settings, option)
-        if value is None or (option.startswith("peer_") and not settings.enable_p2p):
+    for option, path in _paths_of(settings, "_file"):
+        if option.startswith("peer_") and not settings.enable_p2p:
             continue
-        path = Path(value)
         try:
             _read_as_the_service(option, path)
             mode = stat.S_IMODE(path.stat().st_mode)
