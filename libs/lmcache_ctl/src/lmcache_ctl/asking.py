@@ -55,13 +55,16 @@ class HttpAnswer(NamedTuple):
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise ForeignError(
-                "something else listens there: its answer is not JSON; correct the address"
-            ) from exc
+            raise foreign("its answer is not JSON") from exc
 
 
 class ForeignError(CtlError):
     """The answer does not come from a service of this cache."""
+
+
+def foreign(what: str) -> ForeignError:
+    """Return the error that says how something else than a service of this cache answers."""
+    return ForeignError(f"something else listens there: {what}; correct the address")
 
 
 class ServiceRefusedError(CtlError):
@@ -139,9 +142,7 @@ class Caller:
                         raise CtlError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as exc:
             if str(exc).startswith("illegal"):  # h11 on bytes that are no HTTP
-                raise ForeignError(
-                    "something else listens there: it does not speak HTTP; correct the address"
-                ) from exc
+                raise foreign("it does not speak HTTP") from exc
             raise CtlError(_unreached(self.service, exc) + self.service.origin) from exc
         try:
             clock_s = parsedate_to_datetime(response.headers["date"]).timestamp()

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lmcache_ctl.asking import Caller, ForeignError, HttpAnswer, ServiceRefusedError
+from lmcache_ctl.asking import Caller, ForeignError, HttpAnswer, ServiceRefusedError, foreign
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.reach import Reach
 from lmcache_ctl.services import DISTRIBUTIONS, HOW_TO_AUTHENTICATE, Endpoint, Kind
@@ -246,11 +246,11 @@ async def _look(caller: Caller) -> ServiceStatus:
     if ready.status not in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
         if ready.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise caller.refusal(ready)
-        raise _foreign("it does not know /readyz")
+        raise foreign("it does not know /readyz")
     asked_at = time.time() - ready.seconds / 2
     answer = await caller.get("/metrics")
     if answer.status != HTTPStatus.OK:
-        raise _foreign("it does not know /metrics")
+        raise foreign("it does not know /metrics")
     metrics = Metrics(answer.body.decode("utf-8", errors="replace"))
     build = next((labels for labels, _ in metrics.of(BUILD_INFO)), {})
     distribution, version = build.get("service", ""), build.get("version", "")
@@ -305,10 +305,6 @@ async def _look(caller: Caller) -> ServiceStatus:
         ) from exc
 
 
-def _foreign(what: str) -> ForeignError:
-    return ForeignError(f"something else listens there: {what}; correct the address")
-
-
 async def _told(caller: Caller) -> tuple[dict[str, Any], ServiceRefusedError | None]:
     """Return all answers that need a token, merged, and the refusal that ended them, if any."""
     told: dict[str, Any] = {}
@@ -325,7 +321,7 @@ async def _told(caller: Caller) -> tuple[dict[str, Any], ServiceRefusedError | N
 def _readiness(answer: HttpAnswer) -> tuple[State, list[Check]]:
     report = answer.json()
     if not isinstance(report, dict) or report.get("status") not in ("ok", "degraded", "unready"):
-        raise _foreign("its /readyz is not ours")
+        raise foreign("its /readyz is not ours")
     checks = (report.get("checks") or {}).items()
     return State(report["status"]), [
         Check(name, bool(one.get("ok")), str(one.get("detail", ""))) for name, one in checks
