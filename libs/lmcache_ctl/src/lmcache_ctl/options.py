@@ -54,14 +54,22 @@ def _seconds(text: str | float) -> float:
     return seconds
 
 
-def _address(kind: str, called: str) -> Any:
+def _option(panel: str, variable: str, text: str, *names: str, **more: Any) -> Any:
+    """Return an option for which `LMCACHE_CTL_<variable>` stands, too."""
     return typer.Option(
+        *names, envvar=f"{PREFIX}{variable}", help=text, rich_help_panel=panel, **more
+    )
+
+
+def _address(kind: str, called: str) -> Any:
+    text = f"REST address of a {called}; may be given several times."
+    return _option(
+        WHERE,
+        f"{kind.upper()}_URLS",
+        text,
         f"--{kind}-url",
-        envvar=f"{PREFIX}{kind.upper()}_URLS",
         metavar="URL",
         callback=_addresses,
-        help=f"REST address of a {called}; may be given several times.",
-        rich_help_panel=WHERE,
     )
 
 
@@ -79,70 +87,45 @@ class SharedOptions:
     sidecar_urls: Annotated[list[str] | None, _address("sidecar", "sidecar")] = None
     namespace: Annotated[
         str | None,
-        typer.Option(
+        _option(
+            WHERE,
+            "NAMESPACE",
+            "Find pods there, through the Kubernetes API.",
             "--namespace",
             "-n",
-            envvar="LMCACHE_CTL_NAMESPACE",
-            help="Find pods there, through the Kubernetes API.",
-            rich_help_panel=WHERE,
         ),
     ] = None
-    release: Annotated[
-        str | None,
-        typer.Option(
-            envvar="LMCACHE_CTL_RELEASE",
-            help="Only this Helm release's pods.",
-            rich_help_panel=WHERE,
-        ),
-    ] = None
-    context: Annotated[
-        str | None,
-        typer.Option(
-            envvar="LMCACHE_CTL_CONTEXT", help="Context of the kubeconfig.", rich_help_panel=WHERE
-        ),
-    ] = None
+    release: Annotated[str | None, _option(WHERE, "RELEASE", "Only this Helm release's pods.")] = (
+        None
+    )
+    context: Annotated[str | None, _option(WHERE, "CONTEXT", "Context of the kubeconfig.")] = None
     kubeconfig: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="LMCACHE_CTL_KUBECONFIG",
-            help="Kubeconfig; by default as kubectl finds it.",
-            rich_help_panel=WHERE,
-        ),
+        Path | None, _option(WHERE, "KUBECONFIG", "Kubeconfig; by default as kubectl finds it.")
     ] = None
     token_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="LMCACHE_CTL_TOKEN_FILE",
-            help="File with the token to show.",
-            rich_help_panel=HOW,
-        ),
+        Path | None, _option(HOW, "TOKEN_FILE", "File with the token to show.")
     ] = None
     tls: Annotated[
         str | None,
-        typer.Option(
-            envvar="LMCACHE_CTL_TLS",
+        _option(
+            HOW,
+            "TLS",
+            "For https: authorities to trust, client certificate and its key (PEM).",
             metavar="CA[,CERT[,KEY]]",
-            help="For https: authorities to trust, client certificate and its key (PEM).",
-            rich_help_panel=HOW,
         ),
     ] = None
     tls_name: Annotated[
-        str | None,
-        typer.Option(
-            envvar="LMCACHE_CTL_TLS_NAME",
-            help="What certificates name, where not the host.",
-            rich_help_panel=HOW,
-        ),
+        str | None, _option(HOW, "TLS_NAME", "What certificates name, where not the host.")
     ] = None
     timeout_s: Annotated[
         float,
-        typer.Option(
+        _option(
+            HOW,
+            "TIMEOUT_S",
+            "Longest wait for one service, all requests together.",
             "--timeout",
-            envvar="LMCACHE_CTL_TIMEOUT_S",
             metavar="SECONDS",
             parser=_seconds,
-            help="Longest wait for one service, all requests together.",
-            rich_help_panel=HOW,
         ),
     ] = DEFAULT_TIMEOUT_S
 
