@@ -16,7 +16,7 @@ from lmcache_core.record import Staged
 
 from tests.bench import engines
 from tests.bench.measure import timed
-from tests.fixtures.chains import chain_of, store_chunks
+from tests.fixtures.chains import chain_of, keys_of_rank, store_chunks
 
 NUM_CHUNKS = 400
 NUM_ROUNDS = 201
@@ -62,9 +62,9 @@ def answer_times(directory: Path) -> list[AnswerTime]:
 
 def _rows(where: str, store: ChunkStore, goal_ms: float | None) -> Iterator[AnswerTime]:
     chain = chain_of(range(NUM_CHUNKS))
-    if store_chunks(store, chain.keys_of_rank(0)) != NUM_CHUNKS:
+    if store_chunks(store, keys_of_rank(chain, 0)) != NUM_CHUNKS:
         raise AssertionError(f"{where}: the prompt is not in memory")
-    keys = chain.keys_of_rank(0)
+    keys = keys_of_rank(chain, 0)
 
     def look_up(_: int) -> None:
         if store.lookup(keys, None) != NUM_CHUNKS:

@@ -68,11 +68,11 @@ class BuffersOfMixed(MixedMemoryAllocator):
 
     @property
     def capacity_bytes(self) -> int:
-        return self.buffer_capacity_bytes
+        return self._buffers.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self.buffer_used_bytes
+        return self._buffers.used_bytes
 
 
 class TestMixedBuffers(AddressableSuite):

@@ -28,6 +28,7 @@ from tests.fixtures.chains import (
     Shelf,
     chain_of,
     keys_by_chunk,
+    keys_of_rank,
     names_of,
     num_loaded,
     store_chunks,
@@ -115,24 +116,24 @@ def num_left(opened: Open) -> int:
 
 def test_what_is_hot_is_ready_at_once_and_can_be_loaded(opened: Open) -> None:
     chain = chain_of(range(5))
-    assert store_chunks(opened.store, chain.keys_of_rank(0)) == 5
+    assert store_chunks(opened.store, keys_of_rank(chain, 0)) == 5
     assert opened.store.stage("t", [chain]) == Staged(True, (b"\1" * 5,))
-    assert num_loaded(opened.store, chain.keys_of_rank(0)) == 5
+    assert num_loaded(opened.store, keys_of_rank(chain, 0)) == 5
     opened.store.unstage(["t"])
 
 
 def test_a_chunk_is_there_when_all_ranks_have_stored_it(opened: Open) -> None:
     chain = chain_of(range(3), world_size=2)
-    store_chunks(opened.store, chain.keys_of_rank(0))
+    store_chunks(opened.store, keys_of_rank(chain, 0))
     assert opened.settled("t", chain).tiers == (b"\0\0\0",)
-    store_chunks(opened.store, chain.keys_of_rank(1)[:2])
+    store_chunks(opened.store, keys_of_rank(chain, 1)[:2])
     opened.store.unstage(["t"])
     assert opened.settled("t", chain).tiers == (b"\1\1\0",)
 
 
 def test_a_window_counts_chunk_by_chunk(opened: Open) -> None:
     chain = chain_of(range(4))
-    keys = chain.keys_of_rank(0)
+    keys = keys_of_rank(chain, 0)
     store_chunks(opened.store, [keys[1], keys[3]])
     opened.shelf.hangs = True
     staged = opened.store.stage("t", [chain], is_prefix=False)
@@ -143,7 +144,7 @@ def test_a_window_counts_chunk_by_chunk(opened: Open) -> None:
 
 def test_several_chains_are_one_question(opened: Open) -> None:
     full, window = chain_of(range(4)), chain_of(range(4), group="window")
-    store_chunks(opened.store, [*full.keys_of_rank(0)[:3], *window.keys_of_rank(0)[:1]])
+    store_chunks(opened.store, [*keys_of_rank(full, 0)[:3], *keys_of_rank(window, 0)[:1]])
     staged = opened.store.stage("t", [full, window, chain_of([])])
     assert staged is not None
     assert staged.tiers == (b"\1\1\1\0", b"\1\0\0\0", b"")
@@ -158,13 +159,13 @@ def test_what_is_below_is_lifted_while_nobody_waits(opened: Open) -> None:
     assert first is not None
     assert opened.settled("t", chain).tiers == (b"\2" * 6,)
     opened.shelf.hangs = True
-    assert num_loaded(opened.store, chain.keys_of_rank(1)) == 6
+    assert num_loaded(opened.store, keys_of_rank(chain, 1)) == 6
     opened.shelf.hangs = False
 
 
 def test_a_tier_that_hangs_is_waited_for_by_nobody(opened: Open) -> None:
     chain = chain_of(range(4))
-    store_chunks(opened.store, chain.keys_of_rank(0)[:2])
+    store_chunks(opened.store, keys_of_rank(chain, 0)[:2])
     opened.shelf.hangs = True
     for _ in range(3):
         begin = time.monotonic()
@@ -176,23 +177,23 @@ def test_a_tier_that_hangs_is_waited_for_by_nobody(opened: Open) -> None:
 
 def test_what_was_promised_stays_until_it_is_given_back(opened: Open) -> None:
     chain = chain_of(range(20))
-    store_chunks(opened.store, chain.keys_of_rank(0))
+    store_chunks(opened.store, keys_of_rank(chain, 0))
     assert opened.store.stage("t", [chain]) == Staged(True, (b"\1" * 20,))
     for turn in range(1, 6):
-        store_chunks(opened.store, chain_of(range(1000 * turn, 1000 * turn + 25)).keys_of_rank(0))
+        store_chunks(opened.store, keys_of_rank(chain_of(range(1000 * turn, 1000 * turn + 25)), 0))
     until(
-        lambda: all(opened.hot.contains_many(names_of(chain.keys_of_rank(0)))),
+        lambda: all(opened.hot.contains_many(names_of(keys_of_rank(chain, 0)))),
         "a promise was not kept",
     )
     opened.hot.evict_bytes(ARENA_BYTES)
-    assert opened.hot.contains_many(names_of(chain.keys_of_rank(0))) == [True] * 20
+    assert opened.hot.contains_many(names_of(keys_of_rank(chain, 0))) == [True] * 20
     opened.store.unstage(["unknown", "t"])
     until(lambda: num_left(opened) == 0, "what is given back is kept")
 
 
 def test_a_ticket_may_have_any_name_and_a_chain_any_length(opened: Open) -> None:
     chain = chain_of(range(70_000))
-    store_chunks(opened.store, chain.keys_of_rank(0)[:3])
+    store_chunks(opened.store, keys_of_rank(chain, 0)[:3])
     until(lambda: len(opened.shelf.held) == 3, "chunks are not written below")
     opened.shelf.hangs = True
     for ticket in ("x" * 5000, "", "\ud800", "\N{SNOWMAN}"):
@@ -206,7 +207,7 @@ def test_a_ticket_may_have_any_name_and_a_chain_any_length(opened: Open) -> None
 
 def test_a_store_that_is_closed_promises_nothing(opened: Open) -> None:
     chain = chain_of(range(2))
-    store_chunks(opened.store, chain.keys_of_rank(0))
+    store_chunks(opened.store, keys_of_rank(chain, 0))
     opened.store.stage("t", [chain])
     opened.store.close()
     assert opened.store.stage("t", [chain]) is None
@@ -216,7 +217,7 @@ def test_a_store_that_is_closed_promises_nothing(opened: Open) -> None:
 def test_an_embedded_store_does_not_need_its_loop_for_what_is_hot(tmp_path: Path) -> None:
     chain = chain_of(range(4))
     with embedded(tmp_path) as opened:
-        store_chunks(opened.store, chain.keys_of_rank(0))
+        store_chunks(opened.store, keys_of_rank(chain, 0))
         manager = opened.store
         assert isinstance(manager, StorageManager)
 

@@ -31,4 +31,3 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("cluster")
     with Processes(directory, quiet_environment()) as processes:
         yield Cluster(processes, directory)
-    assert processes.num_alive == 0

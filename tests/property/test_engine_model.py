@@ -204,7 +204,7 @@ class EngineModel(RuleBasedStateMachine):
             return
         self.is_exact = False
         if share == 1.0:
-            assert self.hot.keys() == []
+            assert not self.hot.held()
             self.stored.clear()
             self.is_exact = self.num_chunks == ROOMY
 

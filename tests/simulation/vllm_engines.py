@@ -27,6 +27,7 @@ from tests.chaos.cluster.worker import (
     TIMEOUT_S,
     prompt_of,
 )
+from tests.fixtures.chains import keys_of_rank
 from tests.fixtures.fake_vllm import imported_connector
 from tests.fixtures.vllm_engine import Engine, GroupShape, Limits, Request, Shape, local
 from tests.fixtures.vllm_engine.memory import POISON
@@ -152,7 +153,7 @@ class _Store(WrappedStore):
         staged = self.inner.stage(ticket, chains, **options)
         if staged is not None and staged.tiers:
             self._books.kept[ticket] = {
-                (chain.group, key.chunk_hash) for chain in chains for key in chain.keys_of_rank(0)
+                (chain.group, key.chunk_hash) for chain in chains for key in keys_of_rank(chain, 0)
             }
         return staged
 

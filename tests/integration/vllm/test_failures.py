@@ -25,6 +25,7 @@ from tests.fixtures.vllm_engine import (
 )
 from tests.fixtures.vllm_engine.stores import METHODS, ForgingStore, RaisingStore, WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
+from tests.suites.chunks import held_keys
 
 SHAPES = pytest.mark.parametrize(
     "shape",
@@ -224,7 +225,7 @@ def test_damage_in_memory_is_a_failed_load(module: ModuleType, model: Path) -> N
         engine.ask(prompt(1, 40))
         engine.forget()
         hot = engine.connector._open_store.store._hot
-        (chunk,) = hot.get_many(hot.keys()[2:3])
+        (chunk,) = hot.get_many(held_keys(hot)[2:3])
         chunk.memory.byte_array[5] ^= 1
         chunk.release()
         hit = engine.add(prompt(1, 43), 3)

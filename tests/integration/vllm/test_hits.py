@@ -18,6 +18,7 @@ from tests.fixtures.vllm_engine.shapes import (
     PACKED,
 )
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, embedded, prompt
+from tests.suites.chunks import held_keys
 
 LAYOUTS = [
     ("blocks", PACKED, FULL),
@@ -189,7 +190,7 @@ def test_chunks_that_a_window_has_left_before_they_were_whole(
     ) as engine:
         engine.ask(prompt(1, 36))
         engine.forget()
-        groups = [key.key.group for key in list(engine.connector._open_store.store._hot.keys())]
+        groups = [key.key.group for key in list(held_keys(engine.connector._open_store.store._hot))]
         assert (groups.count("0:full"), groups.count("1:window6")) == (2, num_windowed)
         assert engine.tally(engine.ask(prompt(1, 36))).num_external == 16 * num_windowed
 

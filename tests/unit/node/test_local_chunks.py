@@ -15,7 +15,7 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 
 from tests.fixtures.local_chunks import local_chunks
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ async def test_reading_the_disk_makes_no_room_in_memory(
         make_payload(n) for n in ("x", 1, "y")
     ]
     assert results[3] == Miss(MissReason.NEVER_STORED)
-    assert set(hot.keys()) == {make_key(name) for name in range(4)}
+    assert set(held_keys(hot)) == {make_key(name) for name in range(4)}
     for chunk in results:
         if isinstance(chunk, Chunk):
             chunk.release()

@@ -27,7 +27,7 @@ from lmcache_core.wire import messages as m
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import ENGINE, greeted, spelled
 from tests.fixtures.sidecar import RunningSocket, running_socket
-from tests.suites.chunks import make_key
+from tests.suites.chunks import held_keys, make_key
 
 FACTOR = 2
 """Decoded bytes for each encoded one."""
@@ -118,7 +118,7 @@ def load(sidecar: RunningSocket, keys: Sequence[ChunkKey], deadline_ms: int = DE
 
 def is_unheld(sidecar: RunningSocket) -> bool:
     """Return whether everything in the arena could be evicted."""
-    held = sidecar.hot.peek_many(sidecar.hot.keys())
+    held = sidecar.hot.peek_many(held_keys(sidecar.hot))
     return all(chunk.num_holders == 0 for chunk in held) and (  # type: ignore[union-attr]
         sidecar.hot.stats()["used_bytes"] == sidecar.allocator.used_bytes
     )

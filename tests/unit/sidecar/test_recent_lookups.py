@@ -17,7 +17,7 @@ from lmcache_core.telemetry import Counters
 from lmcache_sidecar import recent_lookups
 from lmcache_sidecar.recent_lookups import RecentLookup, RecentLookups, count_prefix
 
-from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, store_chunks
+from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, keys_of_rank, names_of, store_chunks
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.sidecar import RunningSocket, running_socket
@@ -57,8 +57,8 @@ def latest(sidecar: RunningSocket, text: str) -> RecentLookup:
 def test_the_last_answer_to_a_request_is_remembered(
     sidecar: RunningSocket, store: SidecarChunkStore, shelf: Shelf
 ) -> None:
-    store_chunks(store, CHAIN.keys_of_rank(0)[:1])
-    shelf.held.update(names_of(CHAIN.keys_of_rank(0)[1:2]))
+    store_chunks(store, keys_of_rank(CHAIN, 0)[:1])
+    shelf.held.update(names_of(keys_of_rank(CHAIN, 0)[1:2]))
     store.stage("0a1b:chatcmpl-7-ff", [CHAIN])
     until(
         lambda: store.stage("0a1b:chatcmpl-7-ff", [CHAIN]) == Staged(True, (b"\1\2\0\0",)),
@@ -67,14 +67,14 @@ def test_the_last_answer_to_a_request_is_remembered(
     found = latest(sidecar, "chatcmpl-7")
     assert found.found == {StagedFrom.HOT: 1, StagedFrom.DISK: 1}
     assert (found.num_chunks, found.is_final, found.missing) == (4, True, "never_stored")
-    assert found.chunk_hashes == [key.chunk_hash for key in CHAIN.keys_of_rank(0)]
+    assert found.chunk_hashes == [key.chunk_hash for key in keys_of_rank(CHAIN, 0)]
     assert recent(sidecar).latest("chatcmpl-8") is None
 
 
 def test_the_reason_is_that_of_the_first_missing_chunk(
     sidecar: RunningSocket, store: SidecarChunkStore
 ) -> None:
-    store_chunks(store, CHAIN.keys_of_rank(0))
+    store_chunks(store, keys_of_rank(CHAIN, 0))
     store.stage("whole", [CHAIN])
     store.unstage(["whole"])
     store.stage("flushed", [])  # so that the sidecar has heard of it
@@ -88,9 +88,9 @@ def test_only_hashes_are_cut(
     sidecar: RunningSocket, store: SidecarChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recent_lookups, "MAX_CHUNKS", 2)
-    store_chunks(store, CHAIN.keys_of_rank(0)[:3])
+    store_chunks(store, keys_of_rank(CHAIN, 0)[:3])
     store.stage("partial", [CHAIN])
-    store_chunks(store, CHAIN.keys_of_rank(0)[3:])
+    store_chunks(store, keys_of_rank(CHAIN, 0)[3:])
     store.stage("whole", [CHAIN])
     told = [latest(sidecar, name) for name in ("whole", "partial")]
     assert [(one.found, one.missing, len(one.chunk_hashes)) for one in told] == [

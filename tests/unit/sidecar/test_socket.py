@@ -32,6 +32,7 @@ from tests.fixtures.kv import (
 )
 from tests.fixtures.late_socket import late_socket
 from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
+from tests.suites.chunks import held_keys
 
 
 @pytest.fixture
@@ -178,7 +179,7 @@ def test_nothing_is_visible_before_its_commit(
 ) -> None:
     lent(client, 100)
     assert loaded(client, 1)[0] == []
-    assert sidecar.hot.keys() == []
+    assert not sidecar.hot.held()
 
 
 def test_no_memory_is_lent_for_a_chunk_that_is_there(
@@ -405,7 +406,7 @@ def test_engines_with_another_salt_share_nothing(tmp_path: Path) -> None:
     with running_socket(tmp_path, salt="tenant-a") as running, engine_at(running.path) as engine:
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
         assert engine.lookup(tokens) == len(tokens)
-        salted = set(running.hot.keys())
+        salted = set(held_keys(running.hot))
         plain = [key for _, _, key in engine._token_database.process_tokens(tokens)]
         assert {k.key for k in salted} == set(plain), "the engine took the sidecar's salt"
         engine._token_database.use_salt("")

@@ -13,7 +13,7 @@ from lmcache_core.wire.capabilities import (
     chunk_bytes_said_by,
 )
 
-from tests.fixtures.chains import chain_of, names_of
+from tests.fixtures.chains import chain_of, keys_of_rank, names_of
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import ENGINE, RawClient, greeted, spelled
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS
@@ -43,13 +43,13 @@ def sidecar(tmp_path: Path, tier: Stating) -> Iterator[RunningSocket]:
 
 
 def load(client: RawClient) -> None:
-    keys = [name.key for name in names_of(CHAIN.keys_of_rank(0))]
+    keys = [name.key for name in names_of(keys_of_rank(CHAIN, 0))]
     answer = client.say(m.LoadExtents(spelled(*keys), DEADLINE_MS, 0))
     assert answer == m.Extents((MissReason.NO_MEMORY.value,))
 
 
 def prefetch(client: RawClient) -> None:
-    keys = [name.key for name in names_of(CHAIN.keys_of_rank(0))]
+    keys = [name.key for name in names_of(keys_of_rank(CHAIN, 0))]
     assert client.say(m.Prefetch(spelled(*keys))) == m.Ok()
 
 

@@ -26,6 +26,7 @@ from tests.fixtures.chains import (
     Shelf,
     chain_of,
     keys_by_chunk,
+    keys_of_rank,
     names_of,
     num_loaded,
     store_chunks,
@@ -67,7 +68,7 @@ def evictable(sidecar: RunningSocket, chain: ChunkChain) -> bool:
 def test_the_end_of_a_connection_gives_back_what_it_was_promised(sidecar: RunningSocket) -> None:
     with client_of(sidecar) as other:
         with client_of(sidecar) as store:
-            store_chunks(store, CHAIN.keys_of_rank(0))
+            store_chunks(store, keys_of_rank(CHAIN, 0))
             assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
             other.unstage(["t"])
             assert not evictable(sidecar, CHAIN), "tickets belong to their client"
@@ -83,7 +84,7 @@ def test_a_ticket_ends_with_its_lease_while_the_client_lives_on(
     monkeypatch.setattr(staging_module, "STAGE_LEASE_S", 1.0)
     monkeypatch.setattr(server_module, "SWEEP_INTERVAL_S", 0.02)
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, client_of(sidecar) as store:
-        store_chunks(store, CHAIN.keys_of_rank(0))
+        store_chunks(store, keys_of_rank(CHAIN, 0))
         begin = time.monotonic()
         while time.monotonic() < begin + 1.3:
             assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
@@ -96,8 +97,8 @@ def test_a_ticket_ends_with_its_lease_while_the_client_lives_on(
 def test_all_clients_together_are_promised_half_of_the_arena(sidecar: RunningSocket) -> None:
     chain = chain_of(range(40))
     with client_of(sidecar) as first, client_of(sidecar) as second:
-        store_chunks(first, chain.keys_of_rank(0)[:25])
-        store_chunks(second, chain.keys_of_rank(0)[25:])
+        store_chunks(first, keys_of_rank(chain, 0)[:25])
+        store_chunks(second, keys_of_rank(chain, 0)[25:])
         assert first.stage("t", [chain.part(0, 20)]) == Staged(True, (b"\1" * 20,))
         assert second.stage("t", [chain.part(10, 40)]) == Staged(True, (b"\1" * 22 + bytes(8),)), (
             "ten of them are shared"
@@ -110,8 +111,8 @@ def test_a_draining_sidecar_stages_what_is_hot(tmp_path: Path) -> None:
         running_socket(tmp_path, ARENA_BYTES, lower=[shelf]) as sidecar,
         client_of(sidecar) as store,
     ):
-        store_chunks(store, CHAIN.keys_of_rank(0)[:2])
-        shelf.held.update(names_of(CHAIN.keys_of_rank(0)))
+        store_chunks(store, keys_of_rank(CHAIN, 0)[:2])
+        shelf.held.update(names_of(keys_of_rank(CHAIN, 0)))
         sidecar.server.refuse_stores()
         assert store.stage("t", [CHAIN]) == Staged(True, (b"\1\1\0\0",))
 
@@ -123,7 +124,7 @@ def test_names_that_no_tier_could_spell_end_their_own_connection_only(
     sidecar: RunningSocket, lane: Lane
 ) -> None:
     with client_of(sidecar) as other, greeted(sidecar.path) as client:
-        store_chunks(other, CHAIN.keys_of_rank(0))
+        store_chunks(other, keys_of_rank(CHAIN, 0))
         client.socket.sendall(m.build_frame(0, m.DeclareLane(0, lane)))
         assert isinstance(client.answer(), m.ErrorMessage)
         chain = ChunkChain(lane.fmt, lane.model_name, 1, lane.group, bytes(32))
@@ -244,29 +245,29 @@ def test_what_could_name_no_chunk_is_refused(
 
 
 def loaded(connection: SidecarConnection) -> list[m.Extent]:
-    load = m.LoadExtents(connection.names(CHAIN.keys_of_rank(0)), 1000, 0)
+    load = m.LoadExtents(connection.names(keys_of_rank(CHAIN, 0)), 1000, 0)
     items = connection.call(load, m.Extents).items
     return [item for item in items if isinstance(item, m.Extent)]
 
 
 def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: RunningSocket) -> None:
     with client_of(sidecar) as store:
-        store_chunks(store, CHAIN.keys_of_rank(0))
+        store_chunks(store, keys_of_rank(CHAIN, 0))
         connection = store._link.connection
         assert connection is not None
         good, bad, *_ = loaded(connection)
         connection.arena.store_view[bad.offset + 7] ^= 1
         connection.call(m.Reject((good.id, bad.id, 1 << 40)), m.Ok)
-        assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [
+        assert sidecar.hot.contains_many(names_of(keys_of_rank(CHAIN, 0))) == [
             True,
             False,
             True,
             True,
         ]
         assert sidecar.counters.value(metrics.CORRUPT_CHUNKS_TOTAL) == 1
-        assert store_chunks(store, CHAIN.keys_of_rank(0)[1:2]) == 1
+        assert store_chunks(store, keys_of_rank(CHAIN, 0)[1:2]) == 1
         connection.call(m.Reject((bad.id,)), m.Ok)
-        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4, (
+        assert num_loaded(store, keys_of_rank(CHAIN, 0)) == 4, (
             "what has come in its place is not thrown away"
         )
 
@@ -274,22 +275,22 @@ def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: Runni
 @pytest.mark.parametrize("when", ["with the copy", "before it"])
 def test_who_loads_tells_the_sidecar_of_damage(sidecar: RunningSocket, when: str) -> None:
     with client_of(sidecar) as store:
-        store_chunks(store, CHAIN.keys_of_rank(0))
+        store_chunks(store, keys_of_rank(CHAIN, 0))
         connection = store._link.connection
         assert connection is not None
         chunks = loaded(connection)
         connection.arena.store_view[chunks[2].offset] ^= 1
-        found = store.get(CHAIN.keys_of_rank(0), check_later=when == "with the copy")
+        found = store.get(keys_of_rank(CHAIN, 0), check_later=when == "with the copy")
         if when == "with the copy":
             store.reject(found[2])
         else:
             assert len(found) == 2
         store.release(found)
-        assert sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0))) == [
+        assert sidecar.hot.contains_many(names_of(keys_of_rank(CHAIN, 0))) == [
             True,
             True,
             False,
             True,
         ]
-        assert store_chunks(store, CHAIN.keys_of_rank(0)[2:3]) == 1
-        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4
+        assert store_chunks(store, keys_of_rank(CHAIN, 0)[2:3]) == 1
+        assert num_loaded(store, keys_of_rank(CHAIN, 0)) == 4

@@ -341,11 +341,6 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         """Number of chunks, each of `world_size` keys."""
         return len(self.hashes) // CHUNK_HASH_BYTES
 
-    def keys_of_rank(self, rank: int) -> list[CacheEngineKey]:
-        """Return the keys of one worker, in order."""
-        lane = Lane(self.fmt, self.model_name, self.world_size, rank, self.group)
-        return lane.keys(self.hashes)
-
     def chunk_keys(self, tenant: str) -> list[ChunkKey]:
         """Return all keys for a tenant: those of the first chunk by rank, then those of the second,
         and so on.

@@ -90,11 +90,6 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         self.end_all()
 
-    @property
-    def num_alive(self) -> int:
-        """Children that still run."""
-        return sum(process.is_alive for process in self._all)
-
     def start(self, name: str, module: str, arguments: Sequence[str] = (), **pipes: int) -> Process:
         """Run `python -m module` as a child that dies with this process.
 

@@ -17,7 +17,7 @@ from lmcache_storage import served_store as departures_module
 from lmcache_storage.handover import rebalancer as rebalancing
 from lmcache_storage.served_store import Departures
 
-from tests.suites.chunks import make_chunk
+from tests.suites.chunks import held_keys, make_chunk
 from tests.unit.cache_storage.handover.test_moves import ADMIN, KEYS, Here, here
 
 STRANGERS = [key for key in KEYS if home(["s-0", "s-1"], key.key.chunk_id()) == "s-1"]
@@ -67,7 +67,7 @@ async def test_a_server_that_takes_chunks_and_ends_gives_them_back_to_stay() -> 
             len(STRANGERS) - 3
         )
         await forgotten(made)
-        assert set(made.hot.keys()) == set(KEYS) - set(STRANGERS[3:])
+        assert set(held_keys(made.hot)) == set(KEYS) - set(STRANGERS[3:])
 
 
 async def test_a_chunk_leaves_before_its_new_home_can_know_of_it() -> None:
@@ -102,7 +102,7 @@ async def test_what_a_client_stores_meanwhile_stays() -> None:
         await moved(made)
         assert await client.put([make_chunk(KEYS.index(STRANGERS[0]))]) == [True]
         await forgotten(made)
-        assert set(made.hot.keys()) == set(KEYS) - set(STRANGERS[1:])
+        assert set(held_keys(made.hot)) == set(KEYS) - set(STRANGERS[1:])
 
 
 async def test_what_its_home_has_lost_stays() -> None:
@@ -110,7 +110,7 @@ async def test_what_its_home_has_lost_stays() -> None:
         await moved(made)
         made.others["s-1"].chunks.pop(STRANGERS[0]).release()
         await forgotten(made)
-        assert set(made.hot.keys()) == set(KEYS) - set(STRANGERS[1:])
+        assert set(held_keys(made.hot)) == set(KEYS) - set(STRANGERS[1:])
 
 
 async def test_what_a_dead_server_took_stays() -> None:
@@ -118,7 +118,7 @@ async def test_what_a_dead_server_took_stays() -> None:
         await moved(made)
         await made.servers["s-1"].close()
         await forgotten(made)
-        assert set(made.hot.keys()) == set(KEYS)
+        assert set(held_keys(made.hot)) == set(KEYS)
         assert await ending.holds("default", KEYS) == [True] * len(KEYS)
 
 

@@ -193,7 +193,7 @@ def test_memory_elsewhere_has_tensors_but_no_bytes():
 
 def test_mixed_memory_keeps_buffers_apart_and_bounded():
     allocator = MixedMemoryAllocator(CAPACITY)
-    assert allocator.capacity_bytes == allocator.buffer_capacity_bytes == CAPACITY
+    assert allocator.capacity_bytes == CAPACITY
     blob = allocator.allocate((CAPACITY,), "uint8")
     assert allocator.allocate((1,), None, MemoryFormat.BINARY) is None, (
         "encoded chunks are counted with the rest"
@@ -201,14 +201,24 @@ def test_mixed_memory_keeps_buffers_apart_and_bounded():
     buffer = allocator.allocate((CAPACITY - 1,), None, MemoryFormat.BINARY_BUFFER)
     assert isinstance(blob, TensorMemoryObj)
     assert isinstance(buffer, BytesBufferMemoryObj)
-    assert (allocator.used_bytes, allocator.buffer_used_bytes) == (CAPACITY, CAPACITY - 1)
+    assert allocator.used_bytes == CAPACITY
     assert allocator.allocate((2,), None, MemoryFormat.BINARY_BUFFER) is None
     allocator.free(buffer)
-    assert (allocator.used_bytes, allocator.buffer_used_bytes) == (CAPACITY, 0)
+    assert allocator.used_bytes == CAPACITY
+    whole = allocator.allocate((CAPACITY,), None, MemoryFormat.BINARY_BUFFER)
+    assert isinstance(whole, BytesBufferMemoryObj)
+    allocator.free(whole)
     blob.ref_count_down()
     assert allocator.used_bytes == 0
     allocator.check_integrity()
-    assert MixedMemoryAllocator(CAPACITY, 100).buffer_capacity_bytes == 100
+
+
+def test_mixed_memory_has_as_many_buffers_as_were_asked_for():
+    allocator = MixedMemoryAllocator(CAPACITY, 100)
+    assert allocator.allocate((101,), None, MemoryFormat.BINARY_BUFFER) is None
+    buffer = allocator.allocate((100,), None, MemoryFormat.BINARY_BUFFER)
+    assert isinstance(buffer, BytesBufferMemoryObj)
+    allocator.free(buffer)
 
 
 def test_mixed_memory_refuses_what_it_did_not_hand_out():

@@ -313,9 +313,6 @@ class Knowing(Moody):
     async def clear(self, tenant: str | None = None) -> int:
         return await self.batched_remove(list(self.names))
 
-    def keys(self) -> list[ChunkKey]:
-        return list(self.names)
-
     def held(self) -> list[tuple[ChunkKey, int]]:
         return list(self.names.items())
 

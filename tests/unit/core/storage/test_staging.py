@@ -30,8 +30,10 @@ from tests.fixtures.chains import (
     chain_of,
     chunk_in,
     keys_by_chunk,
+    keys_of_rank,
     names_of,
 )
+from tests.suites.chunks import held_keys
 
 PATIENCE_S = 30.0
 
@@ -103,14 +105,14 @@ async def world(*lower: Shelf, num_chunks: int = 64, keep_hot: bool = True) -> A
 async def test_what_is_hot_is_ready_at_once() -> None:
     chain = chain_of(range(4))
     async with world() as w:
-        w.make_hot(names_of(chain.keys_of_rank(0))[:3])
+        w.make_hot(names_of(keys_of_rank(chain, 0))[:3])
         assert w.stage("t", chain) == Staged(True, (b"\1\1\1\0",))
 
 
 async def test_a_prefix_ends_at_the_first_gap_and_a_window_does_not() -> None:
     chain = chain_of(range(5))
     async with world() as w:
-        names = names_of(chain.keys_of_rank(0))
+        names = names_of(keys_of_rank(chain, 0))
         w.make_hot([names[0], names[1], names[3]])
         assert w.stage("prefix", chain).tiers == (b"\1\1\0\0\0",)
         assert w.room.used_bytes == 2 * TAKEN_BYTES
@@ -121,9 +123,9 @@ async def test_a_prefix_ends_at_the_first_gap_and_a_window_does_not() -> None:
 async def test_a_chunk_counts_when_all_ranks_have_it() -> None:
     chain = chain_of(range(3), world_size=2)
     async with world() as w:
-        w.make_hot(names_of(chain.keys_of_rank(0)))
+        w.make_hot(names_of(keys_of_rank(chain, 0)))
         assert w.stage("t1", chain).tiers == (b"\0\0\0",)
-        w.make_hot(names_of(chain.keys_of_rank(1))[:2])
+        w.make_hot(names_of(keys_of_rank(chain, 1))[:2])
         assert w.stage("t2", chain).tiers == (b"\1\1\0",)
         assert w.room.used_bytes == 4 * TAKEN_BYTES
 
@@ -131,7 +133,7 @@ async def test_a_chunk_counts_when_all_ranks_have_it() -> None:
 async def test_what_is_missing_is_lifted_while_the_request_waits() -> None:
     disk, remote = Shelf("disk"), Shelf("storage")
     chain = chain_of(range(6))
-    names = names_of(chain.keys_of_rank(0))
+    names = names_of(keys_of_rank(chain, 0))
     disk.held, remote.held = {names[1], names[3]}, {names[2], names[5]}
     async with world(disk, remote) as w:
         w.make_hot(names[:1])
@@ -153,8 +155,8 @@ async def test_the_tier_is_told_and_it_is_the_slowest_ranks(name: str, code: int
     shelf = Shelf(name)
     chain = chain_of(range(2), world_size=2)
     async with world(shelf) as w:
-        w.make_hot(names_of(chain.keys_of_rank(0)))
-        shelf.held.update(names_of(chain.keys_of_rank(1)))
+        w.make_hot(names_of(keys_of_rank(chain, 0)))
+        shelf.held.update(names_of(keys_of_rank(chain, 1)))
         w.stage("t", chain)
         assert (await w.settled("t")).tiers == (bytes([code, code]),)
 
@@ -172,19 +174,19 @@ async def test_a_chunk_that_one_rank_lacks_is_not_lifted_for_the_other() -> None
 async def test_what_is_held_is_not_evicted_and_afterwards_is() -> None:
     chain, others = chain_of(range(8)), chain_of(range(100, 200))
     async with world(num_chunks=16) as w:
-        w.make_hot(names_of(chain.keys_of_rank(0)))
+        w.make_hot(names_of(keys_of_rank(chain, 0)))
         assert w.stage("t", chain).tiers == (b"\1" * 8,)
-        w.make_hot(names_of(others.keys_of_rank(0)))
-        assert all(w.stack.hot.contains_many(names_of(chain.keys_of_rank(0))))
+        w.make_hot(names_of(keys_of_rank(others, 0)))
+        assert all(w.stack.hot.contains_many(names_of(keys_of_rank(chain, 0))))
         w.staging.run(w.staging.unstage(["t", "unknown"]))
         w.stack.hot.evict_bytes(1 << 20)
-        assert not any(w.stack.hot.contains_many(names_of(chain.keys_of_rank(0))))
+        assert not any(w.stack.hot.contains_many(names_of(keys_of_rank(chain, 0))))
 
 
 async def test_no_more_than_half_of_the_arena_is_promised() -> None:
     chain, rest = chain_of(range(6)), chain_of(range(6, 12), world_size=1)
     async with world(num_chunks=16) as w:
-        w.make_hot(names_of([*chain.keys_of_rank(0), *rest.keys_of_rank(0)]))
+        w.make_hot(names_of([*keys_of_rank(chain, 0), *keys_of_rank(rest, 0)]))
         assert w.stage("first", chain).tiers == (b"\1" * 6,)
         assert w.stage("second", rest).tiers == (b"\1\1\0\0\0\0",)
         w.staging.run(w.staging.unstage(["first"]))
@@ -194,9 +196,9 @@ async def test_no_more_than_half_of_the_arena_is_promised() -> None:
 async def test_what_would_find_no_room_is_not_read() -> None:
     shelf = Shelf()
     chain = chain_of(range(40))
-    shelf.held.update(names_of(chain.keys_of_rank(0)))
+    shelf.held.update(names_of(keys_of_rank(chain, 0)))
     async with world(shelf, num_chunks=16) as w:
-        w.make_hot(names_of(chain.keys_of_rank(0))[:2])
+        w.make_hot(names_of(keys_of_rank(chain, 0))[:2])
         w.stage("t", chain)
         assert (await w.settled("t")).tiers == (b"\1\1" + b"\2" * 6 + bytes(32),)
         assert len(shelf.num_read) == 6
@@ -216,9 +218,9 @@ async def test_ranks_are_held_together_or_not_at_all() -> None:
 async def test_other_chains_under_a_ticket_are_a_new_question() -> None:
     short, longer = chain_of(range(2)), chain_of(range(3))
     async with world() as w:
-        w.make_hot(names_of(short.keys_of_rank(0)))
+        w.make_hot(names_of(keys_of_rank(short, 0)))
         assert w.stage("t", short).tiers == (b"\1\1",)
-        w.make_hot(names_of(longer.keys_of_rank(0)))
+        w.make_hot(names_of(keys_of_rank(longer, 0)))
         assert w.stage("t", longer).tiers == (b"\1\1\1",)
         assert w.staging.num_tickets == 1
         assert w.room.used_bytes == 3 * TAKEN_BYTES
@@ -234,7 +236,7 @@ async def test_a_question_about_nothing_holds_nothing() -> None:
 async def test_a_ticket_that_nobody_speaks_about_is_forgotten() -> None:
     chain = chain_of(range(2))
     async with world() as w:
-        w.make_hot(names_of(chain.keys_of_rank(0)))
+        w.make_hot(names_of(keys_of_rank(chain, 0)))
         w.stage("old", chain)
         w.now = STAGE_LEASE_S - 1
         w.stage("kept", chain)
@@ -253,7 +255,7 @@ async def test_a_ticket_that_nobody_speaks_about_is_forgotten() -> None:
 async def test_a_ticket_that_is_polled_outlives_one_that_is_not() -> None:
     chain = chain_of(range(2))
     async with world() as w:
-        w.make_hot(names_of(chain.keys_of_rank(0)))
+        w.make_hot(names_of(keys_of_rank(chain, 0)))
         w.stage("polled", chain)
         w.now = STAGE_LEASE_S - 1
         w.stage("polled")
@@ -267,7 +269,7 @@ async def test_a_client_has_a_bounded_number_of_tickets(monkeypatch: pytest.Monk
     monkeypatch.setattr(staging_module, "MAX_TICKETS", 3)
     chain = chain_of(range(2))
     async with world() as w:
-        w.make_hot(names_of(chain.keys_of_rank(0)))
+        w.make_hot(names_of(keys_of_rank(chain, 0)))
         assert [w.stage(f"t{i}", chain).tiers[0] for i in range(4)] == [b"\1\1"] * 3 + [b"\0\0"]
         w.staging.run(w.staging.unstage(["t1"]))
         assert w.stage("t3", chain).tiers == (b"\1\1",)
@@ -276,9 +278,9 @@ async def test_a_client_has_a_bounded_number_of_tickets(monkeypatch: pytest.Monk
 async def test_while_draining_what_is_hot_is_staged_and_nothing_lifted() -> None:
     shelf = Shelf()
     chain = chain_of(range(2))
-    shelf.held.update(names_of(chain.keys_of_rank(0)))
+    shelf.held.update(names_of(keys_of_rank(chain, 0)))
     async with world(shelf) as w:
-        w.make_hot(names_of(chain.keys_of_rank(0))[:1])
+        w.make_hot(names_of(keys_of_rank(chain, 0))[:1])
         w.staging.may_lift = False
         assert w.stage("t", chain) == Staged(True, (b"\1\0",))
         assert not shelf.num_read
@@ -287,7 +289,7 @@ async def test_while_draining_what_is_hot_is_staged_and_nothing_lifted() -> None
 async def test_a_lift_ends_at_its_deadline_and_a_tier_that_hangs_costs_the_others_nothing() -> None:
     disk, remote = Shelf("disk"), Shelf("storage")
     chain = chain_of(range(4))
-    names = names_of(chain.keys_of_rank(0))
+    names = names_of(keys_of_rank(chain, 0))
     disk.held.update(names[:2])
     remote.hangs = True
     async with world(disk, remote) as w:
@@ -325,7 +327,7 @@ class Gated(Shelf):
 async def test_what_a_lift_brings_for_nobody_stays_hot_and_is_not_held() -> None:
     shelf = Gated()
     chain = chain_of(range(3))
-    names = names_of(chain.keys_of_rank(0))
+    names = names_of(keys_of_rank(chain, 0))
     shelf.held.update(names)
     async with world(shelf) as w:
         w.stage("t", chain)
@@ -343,7 +345,7 @@ async def test_what_a_lift_brings_for_nobody_stays_hot_and_is_not_held() -> None
 async def test_a_long_chain_costs_what_is_there_of_it() -> None:
     shelf = Shelf()
     chain = chain_of(range(60_000))
-    names = names_of(chain.part(0, 2000).keys_of_rank(0))
+    names = names_of(keys_of_rank(chain.part(0, 2000), 0))
     shelf.held.update(names[1000:])
     async with world(shelf, num_chunks=8192) as w:
         w.make_hot(names[:1000])
@@ -355,9 +357,9 @@ async def test_a_long_chain_costs_what_is_there_of_it() -> None:
 async def test_a_closed_client_is_promised_nothing() -> None:
     shelf = Shelf()
     chain = chain_of(range(3))
-    shelf.held.update(names_of(chain.keys_of_rank(0)))
+    shelf.held.update(names_of(keys_of_rank(chain, 0)))
     async with world(shelf) as w:
-        w.make_hot(names_of(chain.keys_of_rank(0))[:1])
+        w.make_hot(names_of(keys_of_rank(chain, 0))[:1])
         w.stage("t", chain)
         w.staging.run(w.staging.close())
         w.staging.run(w.staging.close())
@@ -367,7 +369,7 @@ async def test_a_closed_client_is_promised_nothing() -> None:
 async def test_without_a_hot_tier_staged_chunks_are_hot_until_they_are_given_back() -> None:
     shelf = Shelf()
     chain = chain_of(range(3))
-    names = names_of(chain.keys_of_rank(0))
+    names = names_of(keys_of_rank(chain, 0))
     shelf.held.update(names)
     async with world(shelf, keep_hot=False) as w:
         w.stage("t", chain)
@@ -441,6 +443,6 @@ def test_every_constellation_is_staged_by_the_book(
             }
             assert w.room.used_bytes == len(held) * TAKEN_BYTES
             w.stack.hot.evict_bytes(1 << 20)
-            assert set(w.stack.hot.keys()) == held, "everything but what is held can be evicted"
+            assert set(held_keys(w.stack.hot)) == held, "everything but what is held can be evicted"
 
     asyncio.run(check())

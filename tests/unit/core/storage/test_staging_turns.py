@@ -18,7 +18,14 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.staging import STAGE_LEASE_S, ChunkBudget, Stager
 
-from tests.fixtures.chains import PAYLOAD_BYTES, TAKEN_BYTES, chain_of, chunk_in, names_of
+from tests.fixtures.chains import (
+    PAYLOAD_BYTES,
+    TAKEN_BYTES,
+    chain_of,
+    chunk_in,
+    keys_of_rank,
+    names_of,
+)
 
 BLOCK_KEYS = 4
 NUM_CHUNKS = 12 * BLOCK_KEYS
@@ -48,7 +55,7 @@ class World:
             lambda lift: tasks.start("lift", lift),
             lambda: self.now,
         )
-        for name in names_of(CHAIN.keys_of_rank(0)):
+        for name in names_of(keys_of_rank(CHAIN, 0)):
             memory = self.stack.allocate(PAYLOAD_BYTES)
             assert memory is not None
             chunk = chunk_in(memory, name.key)
@@ -63,7 +70,7 @@ class World:
     @property
     def num_held(self) -> int:
         """References beside the tier's own."""
-        held = self.stack.hot.peek_many(names_of(CHAIN.keys_of_rank(0)))
+        held = self.stack.hot.peek_many(names_of(keys_of_rank(CHAIN, 0)))
         return sum(entry.num_holders for entry in held if not isinstance(entry, Miss))
 
 
@@ -161,7 +168,7 @@ async def test_one_that_goes_while_it_gives_back_has_given_back_all_of_it() -> N
 
 async def test_what_is_removed_meanwhile_is_held_where_it_was_seen_and_else_not_there() -> None:
     async with world() as w:
-        names = names_of(CHAIN.keys_of_rank(0))
+        names = names_of(keys_of_rank(CHAIN, 0))
         staging = asyncio.ensure_future(w.stage("t"))
         await asyncio.sleep(0)
         w.stack.hot.remove_many([names[0], names[2 * BLOCK_KEYS]])

@@ -108,7 +108,7 @@ async def test_others_are_not_cleared(tmp_path: Path) -> None:
         await store(parts, *KEYS)
         for body in ({"tiers": ["storage"]}, {"tiers": []}, {"tier": "memory"}):
             assert (await client.post("/v1/admin/clear", json=body)).status_code == 422
-        assert len(parts.stack.hot.keys()) == len(KEYS)
+        assert len(parts.stack.hot.held()) == len(KEYS)
 
 
 ROLES = {

@@ -92,10 +92,10 @@ async def test_the_disk_alone_is_handed_on_too(tmp_path: Path) -> None:
     async with serving(
         tmp_path, **disk, remote_url=f"file://{tmp_path}/shared", arena_recover=False
     ) as (_, parts):
-        assert not parts.stack.hot.keys()
+        assert not parts.stack.hot.held()
         await parts.drain.run()
         assert parts.drain.progress.handed_over == len(KEYS)
-        assert not parts.stack.hot.keys(), "nothing went through shared memory"
+        assert not parts.stack.hot.held(), "nothing went through shared memory"
     assert len(list((tmp_path / "shared").rglob("*.kvr"))) == len(KEYS)
 
 

@@ -24,7 +24,7 @@ from lmcache_sidecar.handover.handover import MAX_BATCH_BYTES, PodHandover, Wait
 from lmcache_sidecar.handover.takers import MAX_BATCH_CHUNKS
 
 from tests.fixtures.local_chunks import local_chunks
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 NUM_CHUNKS = 40
 KEYS = [make_key(i) for i in range(NUM_CHUNKS)]
@@ -104,7 +104,7 @@ async def hand_over(
     await handover.close()
     assert all(source.num_closed for source in sources)
     hot.check_integrity()
-    assert all(held.num_holders == 0 for held in hot.peek_many(hot.keys())), (
+    assert all(held.num_holders == 0 for held in hot.peek_many(held_keys(hot))), (
         "every reference is given back"
     )
     assert progress.left >= 0

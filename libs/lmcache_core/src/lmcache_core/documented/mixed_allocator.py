@@ -45,16 +45,6 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         """Bytes that the arena has allocated, alignment included."""
         return self._arena.used_bytes
 
-    @property
-    def buffer_capacity_bytes(self) -> int:
-        """Bytes of buffers that can be allocated."""
-        return self._buffers.capacity_bytes
-
-    @property
-    def buffer_used_bytes(self) -> int:
-        """Bytes of buffers allocated."""
-        return self._buffers.used_bytes
-
     @override
     def allocate(
         self,

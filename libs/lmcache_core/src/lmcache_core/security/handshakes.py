@@ -112,8 +112,3 @@ class BoundedContext(ssl.SSLContext):
     def end(self, handshake: CountedObject) -> None:
         """End a handshake."""
         self._underway.discard(handshake)
-
-    @property
-    def num_underway(self) -> int:
-        """Handshakes underway."""
-        return len(self._underway)

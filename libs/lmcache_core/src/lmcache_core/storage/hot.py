@@ -374,10 +374,6 @@ class LocalCPUBackend(StorageBackend):
         with self._lock:
             return self._ledger.miss(key)
 
-    def keys(self) -> list[ChunkKey]:
-        """Return the names of all chunks that would be served now."""
-        return [key for key, _ in self.held()]
-
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Return name and size (whole record, bytes) of every chunk that would be served now."""
         with self._lock:

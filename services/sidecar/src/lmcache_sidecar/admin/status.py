@@ -271,10 +271,10 @@ async def list_chunks(
     In no order. Pages are not of one moment: chunks stored or evicted meanwhile may be skipped or
     appear twice.
     """
-    keys = await asyncio.to_thread(sidecar.stack.hot.keys)
+    held = await asyncio.to_thread(sidecar.stack.hot.held)
     end = offset + limit
-    page = [key.key.to_url() for key in keys[offset:end]]
-    return Chunks(chunks=page, next_offset=end if end < len(keys) else None)
+    page = [key.key.to_url() for key, _ in held[offset:end]]
+    return Chunks(chunks=page, next_offset=end if end < len(held) else None)
 
 
 @router.post("/admin/evict", tags=["admin"], dependencies=[admin_role])

@@ -219,10 +219,6 @@ class DiskBackend(StorageBackend):
     async def clear(self, tenant: str | None = None) -> int:
         return await self._when_loaded(lambda: self._store.clear(tenant))
 
-    def keys(self) -> list[ChunkKey]:
-        """Return the names of all chunks that would be served now."""
-        return [key for key, _ in self._index.held()]
-
     def held(self) -> list[tuple[ChunkKey, int]]:
         """Return name and size (whole record, bytes) of every chunk that would be served now."""
         return self._index.held()
