@@ -4,7 +4,9 @@ thread. No other module compares process ids.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import weakref
 from typing import Final, Protocol
@@ -27,6 +29,16 @@ class ProcessMark:
     def is_here(self) -> bool:
         """Return whether this is that process, not a forked child."""
         return os.getpid() == self._pid
+
+
+def unlock(fd: int, locked_in: ProcessMark) -> None:
+    """Close a file that is locked with flock; a forked child closes only its copy, and the lock
+    stays with the process that has taken it.
+    """
+    if locked_in.is_here:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # effective even if a child still has the file open
+    os.close(fd)
 
 
 class Forkable(Protocol):

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
-from lmcache_core.record import Chunk, decode_head, payload_digest, raw_header
+from lmcache_core.record import INLINE_DIGEST_BYTES, Chunk, decode_head, payload_digest, raw_header
 from lmcache_core.telemetry import Counters
 from lmcache_storage import metrics
-from lmcache_storage.compat.values import INLINE_DIGEST_BYTES, MAX_HEAD_BYTES, ForeignValues
+from lmcache_storage.compat.values import MAX_HEAD_BYTES, ForeignValues
 
 from tests.fixtures.wire import MemoryStore
 

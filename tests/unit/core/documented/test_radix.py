@@ -14,6 +14,7 @@ from lmcache_core.token_database import (
     MultimodalSpan,
     RadixTokenDatabase,
 )
+from lmcache_core.token_database import chunked as chunked_module
 
 from tests.suites.token_database_suite import (
     CHUNK_SIZE,
@@ -90,14 +91,17 @@ def test_another_salt_is_another_tree(database, num_hashed):
     assert num_hashed() == 3
 
 
-@pytest.mark.parametrize("step", ["extras_of_chunks", "chain_hashes", "named_chunks"])
-def test_a_salt_that_comes_between_changes_no_key(database, monkeypatch, step):
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [(radix, "extras_of_chunks"), (radix, "chain_hashes"), (chunked_module, "named_chunks")],
+)
+def test_a_salt_that_comes_between_changes_no_key(database, monkeypatch, module, step):
     def salting(*args):
         database.use_salt("tenant-a")
         return original(*args)
 
-    original = getattr(radix, step)
-    monkeypatch.setattr(radix, step, salting)
+    original = getattr(module, step)
+    monkeypatch.setattr(module, step, salting)
     assert named(database, range(12)) == named(
         ChunkedTokenDatabase(make_config(), METADATA), range(12)
     )

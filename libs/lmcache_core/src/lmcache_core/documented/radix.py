@@ -6,26 +6,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from lmcache_core._typing import override
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database.base import MultimodalSpan
-from lmcache_core.token_database.chunked import ChunkedTokenDatabase, num_masked_tokens
+from lmcache_core.token_database.chunked import ChunkedTokenDatabase
 from lmcache_core.token_database.hashing import (
     TOKEN_BYTES,
     chain_hashes,
     extras_of_chunks,
     named_chunks,
-    tokens_as_uint32,
 )
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
 DEFAULT_MAX_TOKENS = 1 << 22
 
@@ -67,23 +64,10 @@ class RadixTokenDatabase(ChunkedTokenDatabase):
         self._tree: Tree = {}
 
     @override
-    def process_tokens(
-        self,
-        tokens: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        spans: Sequence[MultimodalSpan] = (),
-    ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """Check the arguments immediately, and name each chunk when it is consumed."""
-        ids = tokens_as_uint32(tokens)
-        num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
-        # The root is read once: the salt may change concurrently. Chunks of another root have
-        # another hash before them, so one tree serves all.
-        named = self._named(self._root, ids, spans)
-        return islice(named, num_skipped // self.chunk_size, None)
-
     def _named(
         self, root: bytes, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
+        # Chunks of another root have another hash before them, so one tree serves all roots.
         blocks, before, size, tree = self._blocks(ids, spans), root, self.chunk_size, self._tree
         num_known = 0
         for block in blocks:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.forks import ProcessMark
+from lmcache_core.forks import ProcessMark, unlock
 
 GENERATION_SUFFIX = ".generation"
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -39,12 +39,8 @@ class FileLock:
         share.
         """
         fd, self._fd = self._fd, None
-        if fd is None:
-            return
-        if self._process.is_here:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # effective even if a child still has the file open
-        os.close(fd)
+        if fd is not None:
+            unlock(fd, self._process)
 
 
 def own_directory(directory: Path) -> FileLock:

@@ -24,9 +24,11 @@ from lmcache_core.record.codec import (
     decoded_bytes,
     decoded_header,
     encode_head,
+    has_its_digest,
     verify_payload,
 )
 from lmcache_core.record.header import (
+    INLINE_DIGEST_BYTES,
     RAW_SERDE,
     REPORT_EXTENSION,
     UNSEALED_DIGEST,
@@ -46,6 +48,7 @@ __all__ = [
     "Extension",
     "HEAD_ALIGN_BYTES",
     "HotVerifier",
+    "INLINE_DIGEST_BYTES",
     "MAX_HEAD_BYTES",
     "MAX_PAYLOAD_BYTES",
     "Miss",
@@ -67,6 +70,7 @@ __all__ = [
     "decoded_bytes",
     "decoded_header",
     "encode_head",
+    "has_its_digest",
     "payload_digest",
     "payload_hasher",
     "raw_header",

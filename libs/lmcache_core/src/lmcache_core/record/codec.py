@@ -5,6 +5,7 @@ Source: `docs/protocols.md`, "Record". Golden vectors: `tests/contract/golden/re
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from lmcache_core.errors import RecordError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory.dtypes import num_bytes
 from lmcache_core.record.header import (
+    INLINE_DIGEST_BYTES,
     RAW_SERDE,
     REPORT_EXTENSION,
     UNSEALED_DIGEST,
@@ -154,6 +156,17 @@ def verify_payload(header: RecordHeader, payload: bytes | bytearray | memoryview
         RecordError: They differ.
     """
     check_digest(header, payload_digest(payload))
+
+
+async def has_its_digest(header: RecordHeader, payload: bytes | bytearray | memoryview) -> bool:
+    """Return whether a payload has the digest in its header.
+
+    Large payloads are digested in a thread. If this is cancelled, the thread may still read memory
+    that has been released since; it writes nothing, and its result is dropped.
+    """
+    if len(payload) <= INLINE_DIGEST_BYTES:
+        return payload_digest(payload) == header.digest
+    return await asyncio.to_thread(payload_digest, payload) == header.digest
 
 
 def check_digest(header: RecordHeader, digest: bytes) -> None:

@@ -19,6 +19,8 @@ from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE, dtype_name, num_bytes
 DIGEST_BYTES = 16
 UNSEALED_DIGEST = bytes(DIGEST_BYTES)
 """Placeholder in a header whose digest is yet to be computed."""
+INLINE_DIGEST_BYTES = 1 << 20
+"""Largest payload that an event loop digests itself, rather than in a thread."""
 
 
 def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:

@@ -7,9 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from lmcache_core.record import Chunk
-
-INLINE_SEAL_BYTES = 1 << 20
+from lmcache_core.record import INLINE_DIGEST_BYTES, Chunk
 
 
 async def seal_all(chunks: Sequence[Chunk]) -> None:
@@ -21,7 +19,7 @@ async def seal_all(chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         if chunk.is_sealed:
             continue
-        if chunk.memory.get_size() <= INLINE_SEAL_BYTES:
+        if chunk.memory.get_size() <= INLINE_DIGEST_BYTES:
             chunk.sealed()
             continue
         chunk.memory.ref_count_up()

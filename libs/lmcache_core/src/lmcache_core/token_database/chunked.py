@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from lmcache_core._typing import override
 from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
@@ -49,11 +50,18 @@ class ChunkedTokenDatabase(TokenDatabase):
         mask: torch.Tensor | None = None,
         spans: Sequence[MultimodalSpan] = (),
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        """Check the arguments immediately, and hash each chunk when it is consumed."""
+        """Check the arguments immediately, and name each chunk when it is consumed."""
         ids = tokens_as_uint32(tokens)
         num_skipped = num_masked_tokens(mask, len(ids), self.chunk_size)
-        chain = chain_hashes(self._root, ids, self.chunk_size, spans)
-        return named_chunks(self._metadata, islice(chain, num_skipped // self.chunk_size, None))
+        # The root is read once: the salt may change concurrently.
+        named = self._named(self._root, ids, spans)
+        return islice(named, num_skipped // self.chunk_size, None)
+
+    def _named(
+        self, root: bytes, ids: npt.NDArray[np.uint32], spans: Sequence[MultimodalSpan]
+    ) -> Iterator[tuple[int, int, CacheEngineKey]]:
+        """Yield start, end and key of each chunk."""
+        return named_chunks(self._metadata, chain_hashes(root, ids, self.chunk_size, spans))
 
     @override
     def use_salt(self, salt: str) -> None:

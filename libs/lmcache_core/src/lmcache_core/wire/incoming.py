@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from lmcache_core.errors import RecordError
@@ -19,11 +18,9 @@ from lmcache_core.record import (
     Result,
     decode_head,
     decode_prefix,
-    verify_payload,
+    has_its_digest,
 )
 from lmcache_core.wire.stream import FrameStream
-
-INLINE_VERIFY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +34,8 @@ class Received:
     memory: MemoryObj
 
     async def is_whole(self) -> bool:
-        """Return whether the payload matches the digest in its header.
-
-        Large payloads are digested in a thread. If this is cancelled, the thread may still read
-        memory that has been released since; it writes nothing, and its result is dropped.
-        """
-        payload = self.memory.byte_array
-        try:
-            if len(payload) <= INLINE_VERIFY_BYTES:
-                verify_payload(self.header, payload)
-            else:
-                await asyncio.to_thread(verify_payload, self.header, payload)
-        except RecordError:
-            return False
-        return True
+        """Return whether the payload matches the digest in its header (see `has_its_digest`)."""
+        return await has_its_digest(self.header, self.memory.byte_array)
 
     async def verified(self, key: ChunkKey, tier: str) -> Result:
         """Return the chunk, or a miss if the payload is damaged. The reference on `memory` passes

@@ -6,18 +6,18 @@ import asyncio
 import struct
 from typing import Final, cast
 
-from lmcache_core.errors import RecordError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import (
     HEAD_ALIGN_BYTES,
+    INLINE_DIGEST_BYTES,
     UNSEALED_DIGEST,
     Chunk,
     Extension,
     Miss,
     RecordHeader,
     TensorSpec,
-    verify_payload,
+    has_its_digest,
 )
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire.capabilities import Accepts
@@ -35,7 +35,6 @@ MAX_HEAD_BYTES: Final = 2 * HEAD_ALIGN_BYTES
 length.
 """
 NAME_PREFIX: Final = "lmcache-"
-INLINE_DIGEST_BYTES: Final = 1 << 20
 TIER: Final = "compat"
 
 _ABOUT: Final = struct.Struct(f"<{NUM_ABOUT}i")
@@ -84,7 +83,7 @@ class ForeignValues:
             about = self._about(result.header)
             if about is None:
                 self._counters.add(metrics.UNSERVABLE_VALUES_TOTAL, label=metrics.ENCODING)
-            elif not await _is_intact(result):
+            elif not await has_its_digest(result.header, result.memory.byte_array):
                 self._counters.add(metrics.UNSERVABLE_VALUES_TOTAL, label=metrics.CORRUPT)
                 await self._store.remove([result.key])
             else:
@@ -140,17 +139,3 @@ def is_foreign(key: ChunkKey) -> bool:
     server where that client looks for it.
     """
     return key.lane.fmt.startswith(NAME_PREFIX)
-
-
-async def _is_intact(chunk: Chunk) -> bool:
-    # If cancelled, the thread may still read memory that has been released: it writes nothing, and
-    # its result is dropped.
-    payload = chunk.memory.byte_array
-    try:
-        if len(payload) <= INLINE_DIGEST_BYTES:
-            verify_payload(chunk.header, payload)
-        else:
-            await asyncio.to_thread(verify_payload, chunk.header, payload)
-    except RecordError:
-        return False
-    return True

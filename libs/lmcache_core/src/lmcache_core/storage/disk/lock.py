@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.forks import ProcessMark, enter_children
+from lmcache_core.forks import ProcessMark, enter_children, unlock
 from lmcache_core.storage.disk.files import DIRECTORY_MODE
 
 
@@ -41,12 +41,8 @@ class DirectoryLock:
     def release(self) -> None:
         """Unlock, or, in a forked child, only close its copy. Idempotent."""
         fd, self._fd = self._fd, None
-        if fd is None:
-            return
-        if self._process.is_here:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # effective even if a child still has the file open
-        os.close(fd)
+        if fd is not None:
+            unlock(fd, self._process)
 
     def is_held(self) -> bool:
         """Return whether this process still owns what lies at the path, so that it may write there
