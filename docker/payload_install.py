@@ -4,7 +4,7 @@
 Usage: /payload/install DESTINATION
 
 Afterwards DESTINATION/python is a directory for PYTHONPATH, with our packages in it and nothing
-else. It appears in one step, whole: a copy that was cut short is begun anew. Standard library only;
+else. It appears in one step, whole: a copy that was cut short starts over. Standard library only;
 needs no shell and writes nowhere else.
 """
 

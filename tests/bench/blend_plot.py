@@ -81,7 +81,7 @@ def _axes() -> list[str]:
         words(
             (LEFT + RIGHT) / 2,
             BOTTOM + 40,
-            "share of the reused tokens that is computed anew",
+            "share of the reused tokens that is recomputed",
             anchor="middle",
         )
     )

@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_chunk() -> Chunk:
-    """A chunk of a model that nobody else has."""
+    """A chunk of a model that no other client has."""
     engine_key = CacheEngineKey(NAME, f"{NAME}/{secrets.token_hex(8)}", 1, 0, hashlib.sha256(os.urandom(32)).hexdigest())
     header = raw_header(engine_key, (CHUNK_BYTES,), "uint8", UNSEALED_DIGEST)
     return Chunk.unsealed(ChunkKey.of("default", engine_key), header, BytesBufferMemoryObj(os.urandom(CHUNK_BYTES)), NAME).sealed()
@@ -92,7 +92,7 @@ async def check_refusal(url: str, tls: ClientTls) -> None:
 
 
 async def check_guard(url: str, token: TokenFile | None, tls: ClientTls) -> None:
-    """A URL of REST is answered with a token, and without one only where nobody needs any."""
+    """A URL of REST is answered with a token, and without one only where none is required."""
     context = tls.context if url.startswith("https:") else None
     expected = {True: 200, False: 200 if token is None else 401}
     for has_token, status in expected.items():

@@ -1,4 +1,4 @@
-"""Runs before vLLM is told to end: waits until nobody sends it requests any more, then until those that it has are answered.
+"""Runs before vLLM is told to end: waits until no more requests come, then until those that it has are answered.
 
 Arguments: the URL of its /metrics; seconds in which requests may still come; seconds after which nothing is waited for any more.
 """

@@ -1,5 +1,5 @@
 {{/*
-The settings file of each component: first what the chart decides (addresses, ports, paths), then `config` from the values as it is.
+The settings file of each component: first what the chart decides (addresses, ports, paths), then `config` from the values, unchanged.
 Each takes: root; that of the sidecar also the merged `model`.
 */}}
 

@@ -59,7 +59,7 @@ REDISCLI_AUTH="$(cat /run/secrets/redis/redis-password)" redis-cli{{ $tls }} pin
 {{- end -}}
 
 {{/*
-Changes with the URL of a Redis of your own, which pods read once, at their start; "" where the chart does not know it. Whoever may see pods
+Changes with the URL of a Redis of your own, which pods read once, at their start; "" where the chart does not know it. A user who may see pods
 sees what comes of it, and the URL holds a password: so it goes through scrypt, where a plain digest could be tried out. Takes: root.
 */}}
 {{- define "lmcache.redisUrlMark" -}}

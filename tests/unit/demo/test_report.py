@@ -178,7 +178,7 @@ def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[s
     assert max(map(len, lines)) <= WIDTH
     assert not any("…" in line for line in lines)
     rows = [" ".join(line.split()) for line in lines]
-    assert "policy anew KL agree gate prompts reused as full right" in rows
+    assert "policy share KL agree gate prompts reused as full right" in rows
     assert "deviation 0% 10.669 93% failed 2352 0 24 of 24 24" in rows
     assert "first_of_chunk 100% 10.000 100% passed 123456 123456 24 of 24 24" in rows
     assert f"deviation, computed in full: {REASON}" in lines

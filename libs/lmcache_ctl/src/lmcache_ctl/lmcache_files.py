@@ -37,7 +37,7 @@ KNOWN: Final = frozenset({*OPTIONS, *FOREIGN_NAMES, *RESP_NAMES})
 MAX_NAMES: Final = 512
 """In one file: each unknown one is compared with all known ones. LMCache has about 150."""
 ANNOTATION: Final = (
-    'to move a pod as it is, give it the label lmcache.io/inject: "true" and the annotation'
+    'to move a pod unchanged, give it the label lmcache.io/inject: "true" and the annotation'
     ' lmcache.io/replace-connector: "true" (docs/migration.md)'
 )
 CONNECTORS: Final = ("LMCacheConnectorV1", "LMCacheMPConnector", "LMCacheConnector")

@@ -216,7 +216,7 @@ def print_report(
     raw_bits = steps[0].answer.kv_bits
     console.print(
         _table(
-            f"The same KV, stored smaller (as it is: {raw_bits} bits an element)",
+            f"The same KV, stored smaller (raw: {raw_bits} bits an element)",
             [
                 _compressed_row_of(step, step.compression)
                 for step in steps
@@ -241,7 +241,7 @@ def print_report(
     )
     say(
         "dim",
-        "anew: share that is recomputed · KL (nats), agree: of its certificate · as full, right:"
+        "share: of the tokens, recomputed · KL (nats), agree: of its certificate · as full, right:"
         " answers",
     )
     for way in blended:
@@ -304,7 +304,7 @@ def _compressed_row_of(step: Step, compression: Compression) -> dict[str, str]:
 def _blended_row_of(way: BlendedAnswers) -> dict[str, str]:
     return {
         "policy": way.policy,
-        "anew": f"{way.recompute_ratio:.0%}",
+        "share": f"{way.recompute_ratio:.0%}",
         "KL": f"{way.kl_nats:.3f}",
         "agree": f"{way.top1_agreement:.0%}",
         "gate": "passed" if way.reason_against is None else "failed",

@@ -38,7 +38,7 @@ MAX_KEPT_VIEWS: Final = 16
 MIN_KEPT_COST_S: Final = 0.002
 REST_PER_COST: Final = 20
 """A view that cost more CPU than the above is kept for its tenant for this many times its cost, at
-most for `MAX_REST_S`. A small cluster is always shown as it is now.
+most for `MAX_REST_S`. A small cluster is always shown in its present state.
 """
 MAX_REST_S: Final = 4.0
 

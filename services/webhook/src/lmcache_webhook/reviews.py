@@ -101,7 +101,7 @@ class AdmissionResponse(ApiModel):
     patchType: Literal["JSONPatch"] | None = None
     """Form of `patch`; absent without one."""
     patch: str | None = None
-    """Changes to the pod as a JSON patch (RFC 6902) in base64; absent if it stays as it is."""
+    """Changes to the pod as a JSON patch (RFC 6902) in base64; absent if it stays unchanged."""
     warnings: list[str] | None = None
     """Why the pod gets no sidecar, or not as asked, for `kubectl` to show."""
 

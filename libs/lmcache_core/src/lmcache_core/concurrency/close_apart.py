@@ -43,7 +43,7 @@ def close_apart(close: Callable[[], None], wait_s: float) -> None:
         except TimeoutError:
             if closed.done():
                 raise
-            logger.warning("closing goes on in the background: waited_s=%g", wait_s)
+            logger.warning("closing continues in the background: waited_s=%g", wait_s)
         else:
             return
     closed.add_done_callback(_log_failure)

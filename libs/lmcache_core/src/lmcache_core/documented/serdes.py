@@ -370,7 +370,7 @@ class TorchDeserializer(_PlainDeserializer):
             with zipfile.ZipFile(io.BytesIO(payload)) as archive:
                 member = archive.getinfo(TORCH_MEMBER)
                 if member.compress_type != zipfile.ZIP_STORED or member.file_size > len(payload):
-                    raise SerdeError(f"{TORCH_MEMBER} of the archive is not stored as it is")
+                    raise SerdeError(f"{TORCH_MEMBER} of the archive is not stored uncompressed")
                 return memoryview(archive.read(member))
         except (zipfile.BadZipFile, KeyError, EOFError, OSError, RuntimeError, ValueError) as exc:
             raise SerdeError(f"the payload is no archive of a tensor: {exc}") from exc

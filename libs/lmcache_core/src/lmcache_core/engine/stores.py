@@ -38,7 +38,7 @@ class SidecarClient:
         groups: Layer groups that chunks are stored for, by their names in keys; empty: this process
             does not name chunks.
         loads_beside: Whether one thread loads while another one stores.
-        decodes: Encodings of records that this process loads, beside raw (`encoding_of`).
+        decodes: Encodings of records that this process loads, in addition to raw (`encoding_of`).
         chunk_bytes: Size of the largest payload of a chunk that this process can use, decoded; 0 if
             unknown.
     """

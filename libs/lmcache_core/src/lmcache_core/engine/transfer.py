@@ -243,7 +243,7 @@ class KVTransfer:
             decoded: dict[int, torch.Tensor] = {}
 
             def copy(i: int) -> bool:
-                if damaged:  # what lies behind is recomputed
+                if damaged:  # the chunks that follow are recomputed
                     return False
                 start, end, _ = named[i]
                 if chunks[i].described.serde == RAW_SERDE:

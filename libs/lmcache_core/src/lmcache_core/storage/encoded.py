@@ -54,7 +54,8 @@ class EncodedBackend(StorageBackend):
         accepts_lossy: Whether lossy records are let through; by default if `serde` is lossy.
         seals: Compute digests of decoded chunks in the same threads, for readers that will need
             them.
-        stays_encoded: Whether an acceptable record is let through as it is: its readers decode it.
+        stays_encoded: Whether an acceptable record is let through still encoded: its readers
+            decode it.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ in.
 NODES: Final = ("sidecar", "storage")
 """Services that need `lmcache-node` too."""
 SECRET_FILE: Final = re.compile(r"(key|keys|password|salt|token|tokens)_file")
-"""What the name of an option ends with whose file nobody else may read."""
+"""What the name of an option ends with whose file only its owner may read."""
 SERVER_IDENTITIES: Final = (
     ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
     ("peer_tls_cert_file", "peer_tls_key_file", "peer_tls_client_ca_file"),

@@ -36,12 +36,12 @@ class Credentials(NamedTuple):
 
 
 def encoded_path(path: str) -> str:
-    """Return a path as it is requested and signed."""
+    """Return a path in the form that is requested and signed."""
     return quote(path, safe="/-_.~")
 
 
 def encoded_query(query: Mapping[str, str]) -> str:
-    """Return a query as it is requested and signed."""
+    """Return a query in the form that is requested and signed."""
     return "&".join(
         f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}"
         for name, value in sorted(query.items())

@@ -175,9 +175,9 @@ purge()
 local found = {}
 for i = 2, #ARGV do
   local pull = pull_of(ARGV[i])
-  local is_his = pull and pull.who == ARGV[1]
-  if is_his then end_pull(ARGV[i]) end
-  found[#found + 1] = is_his and 1 or 0
+  local is_owner = pull and pull.who == ARGV[1]
+  if is_owner then end_pull(ARGV[i]) end
+  found[#found + 1] = is_owner and 1 or 0
 end
 return found
 """

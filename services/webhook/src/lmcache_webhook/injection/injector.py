@@ -75,7 +75,7 @@ class PodReview:
     """The result of a pod's review.
 
     Attributes:
-        verdict: `injected`; `declined` (it asked, and stays as it is but for the annotation that
+        verdict: `injected`; `declined` (it asked, and is unchanged but for the annotation that
             says why); `unchanged` (it did not ask, or has it all already); `unreadable` (it is no
             pod that we can read).
         operations: JSON patch.

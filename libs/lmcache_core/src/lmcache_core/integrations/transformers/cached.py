@@ -125,7 +125,7 @@ class CachedCausalLM:
         return self._blender.reason_against
 
     def model_changed(self) -> None:
-        """Look at the model anew, and read its weights: call this after writing to them in a way
+        """Look at the model again, and read its weights: call this after writing to them in a way
         that leaves no mark, through `.data`, through numpy, or in inference mode. Any other change
         is noticed.
         """

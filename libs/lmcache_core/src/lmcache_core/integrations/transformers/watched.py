@@ -316,7 +316,7 @@ def _plain(value: object, path: str, tensors: list[_Named]) -> object:
 
 
 def _check_hooks(where: str, hooks: Iterable[object]) -> None:
-    """Refuse what may change any output in a way that cannot be told."""
+    """Refuse hooks that may change outputs without leaving a trace in weights or settings."""
     for hook in hooks:
         source = str(getattr(hook, "__module__", type(hook).__module__))
         if not source.startswith(_HARMLESS_HOOKS):

@@ -1,6 +1,6 @@
 """Names the settings of vLLM that decide the KV: all of them, except a reviewed list.
 
-A setting that is not listed here enters the name, also one of a release that nobody has reviewed
+A setting that is not listed here enters the name, also one of a release that is not reviewed
 yet: then engines share less, never wrongly. A listed one cannot change the KV of a token beyond
 the rounding by which GPUs and kernels differ anyway, or is named elsewhere. Imports nothing of
 vLLM.
