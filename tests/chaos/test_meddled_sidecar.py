@@ -71,7 +71,7 @@ def test_nothing_that_a_peer_says_is_wrong_kv_or_an_error(
         assert wanted <= set(meddler.counts), (
             f"some messages were never changed: {meddler.counts} of {meddler.seen}"
         )
-    assert "background task sidecar socket" not in caplog.text
+    assert "background task failed: owner=sidecar socket" not in caplog.text
 
 
 def use_meddled(engine: Engine, first_new: int) -> None:

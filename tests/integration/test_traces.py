@@ -213,7 +213,7 @@ def test_a_retrieve_from_storage_tells_of_every_tier(site: Site) -> None:
     (remote,) = [span for span in trace if span.name == "tier storage get"]
     assert served.parent == remote.span
     assert {span.name for span in trace if span.parent == served.span} >= IN_STORAGE
-    assert the_id_of(site, "storage", "lm GET is answered") in ids_at(site, "c")
+    assert the_id_of(site, "storage", "request answered: request=lm GET") in ids_at(site, "c")
 
 
 def empty(site: Site, service: str, body: dict[str, object]) -> None:

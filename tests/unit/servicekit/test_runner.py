@@ -158,7 +158,10 @@ def test_a_process_listens_and_ends_cleanly(
     assert service.stop(number) == 0
     assert not list(tmp_path.glob("*.port*"))
     lines = [json.loads(line) for line in service.output.splitlines()]
-    assert any("listening: port=127.0.0.1:" in line["message"] for line in lines)
+    assert any(
+        re.match(r"listening: service=\S+ version=\S+ port=127\.0\.0\.1:", line["message"])
+        for line in lines
+    )
     assert {line["logger"] for line in lines} == {"lmcache_servicekit.runner"}
     assert "hunter2" not in service.output
     assert "/v1/things" not in service.output

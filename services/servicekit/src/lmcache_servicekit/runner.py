@@ -115,7 +115,7 @@ class Address:
         ports = {"port": number, **more}
         hosts = self.settings.listeners()
         logger.info(
-            "%s %s listening: %s",
+            "listening: service=%s version=%s %s",
             self.name,
             version_of(self.name),
             " ".join(

@@ -147,8 +147,8 @@ async def test_a_service_that_is_away_is_one_line_that_names_it_once(
         service.away = False
         await eventually(lambda: instance.reporter.registered)
     away, here = (record.getMessage() for record in caplog.records)
-    assert away.startswith("instance pod-1: lookup http://lookup")
-    assert here == "instance pod-1: lookup lease granted: ttl_ms=300"
+    assert away.startswith("lookup unavailable: instance=pod-1 error=lookup http://lookup")
+    assert here == "lookup lease granted: instance=pod-1 ttl_ms=300"
 
 
 async def test_announces_then_follows() -> None:

@@ -246,6 +246,6 @@ def test_keys_rotate_without_a_restart(tmp_path: Path, caplog: pytest.LogCapture
     files["peer"].write_text("k2:short")
     for _ in range(3):
         assert verifier.verify(signed()).key_id == "k2"
-    assert caplog.text.count("the ticket keys read before stay in force") == 1
+    assert caplog.text.count("keeping what was read before: files=ticket keys") == 1
     assert "short" not in caplog.text
     assert KEY_TEXTS["k2"] not in caplog.text + repr(keys)

@@ -76,7 +76,7 @@ def test_a_replaced_file_is_seen_and_a_spoilt_one_told_once(
     path.unlink()
     for clock.now in (2.0, 3.0, 4.0):
         assert token.text == "second-token"
-    assert caplog.text.count("read before stay in force") == 1
+    assert caplog.text.count("keeping what was read before") == 1
     path.write_text("third-token")
     clock.now = 5.0
     assert token.text == "third-token"

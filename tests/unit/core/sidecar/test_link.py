@@ -41,7 +41,7 @@ def test_a_fault_that_nobody_foresaw_ends_one_attempt_and_not_the_link(
             assert sidecar.num_connections == 3
             until(lambda: sidecar.num_ended == 2, "a connection that was not greeted stays open")
             assert [fault.exc_type for fault in seen] == [KeyError, KeyError]
-            assert caplog.text.count("connecting to the sidecar failed: KeyError('greeting')") == 2
+            assert caplog.text.count("sidecar failed: error=KeyError('greeting')") == 2
     finally:
         link.close()
 

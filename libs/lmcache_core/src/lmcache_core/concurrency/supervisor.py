@@ -78,7 +78,7 @@ class TaskSupervisor:
         try:
             await work
         except Exception:
-            logger.exception("background task %s/%s failed", self._name, name)
+            logger.exception("background task failed: owner=%s task=%s", self._name, name)
 
     async def _repeat(
         self, name: str, work: Callable[[], Awaitable[None]], interval_s: float
@@ -88,7 +88,10 @@ class TaskSupervisor:
                 await work()
             except Exception:
                 logger.exception(
-                    "periodic task %s/%s failed, next try in %.1f s", self._name, name, interval_s
+                    "periodic task failed: owner=%s task=%s retry_in_s=%.1f",
+                    self._name,
+                    name,
+                    interval_s,
                 )
             await asyncio.sleep(interval_s)
 

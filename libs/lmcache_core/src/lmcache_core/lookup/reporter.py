@@ -263,7 +263,7 @@ class InstanceReporter:
                 await self._advance()
             except UnavailableError as exc:
                 self._backoff.failed()
-                self._note(False, str(exc))
+                self._note(False, "lookup unavailable", f"error={exc}")
                 continue
             if self._outbox.needs_resync:
                 # Resyncs are paced like failures: a service that always asks for one must not be
@@ -331,7 +331,7 @@ class InstanceReporter:
         lease = await self._client.renew_instance(
             self._instance_id, incarnation=incarnation, kind=self._kind, ttl_ms=self._timing.ttl_ms
         )
-        self._note(True, f"lookup lease granted: ttl_ms={lease.ttl_ms}")
+        self._note(True, "lookup lease granted", f"ttl_ms={lease.ttl_ms}")
         self._lease_ends = float("-inf") if lease.resync else asked_at + lease.ttl_ms / 1000
         self._renew_at = asked_at + lease.ttl_ms / 1000 / RENEWALS_PER_LEASE
         if acknowledges:
@@ -344,13 +344,14 @@ class InstanceReporter:
         else:
             self._outbox.acknowledge(next_sequence)
 
-    def _note(self, reachable: bool, detail: str) -> None:
+    def _note(self, reachable: bool, what: str, detail: str) -> None:
         """Log changes only: an hour without the service is one line."""
         if reachable != self._reachable:
             self._reachable = reachable
             logger.log(
                 logging.INFO if reachable else logging.WARNING,
-                "instance %s: %s",
+                "%s: instance=%s %s",
+                what,
                 self._instance_id,
                 detail,
             )

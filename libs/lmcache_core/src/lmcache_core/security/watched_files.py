@@ -131,9 +131,13 @@ class Reloaded(Generic[T]):
             except ConfigError as exc:
                 self._watch.look_again()  # the file may be good, and descriptors lacking
                 if str(exc) != self._problem:
-                    logger.warning("%s; the %s read before stay in force", exc, self._what)
+                    logger.warning(
+                        "files not usable, keeping what was read before: files=%s error=%s",
+                        self._what,
+                        exc,
+                    )
                 self._problem = str(exc)
             else:
                 self._problem = ""
-                logger.info("%s have been replaced", self._what)
+                logger.info("files reread: files=%s", self._what)
         return self._value

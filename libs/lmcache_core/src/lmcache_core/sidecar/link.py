@@ -198,13 +198,13 @@ class SidecarLink:
             try:
                 self._connect()
             except (UnavailableError, ProtocolError) as exc:
-                logger.debug("no sidecar yet: %s", exc)
+                logger.debug("no sidecar yet: error=%s", exc)
                 wait_s = next_wait_s
                 continue
             # An unforeseen fault ends this thread visibly; another thread keeps trying.
             except Exception as exc:
                 logger.error(
-                    "connecting to the sidecar failed: %r; retry_in_s=%.1f",
+                    "connecting to the sidecar failed: error=%r retry_in_s=%.1f",
                     exc,
                     next_wait_s,
                 )

@@ -380,7 +380,7 @@ class SidecarChunkStore(ChunkStore):
                 for chain in chains
             )
         except (IdentityError, UnavailableError) as exc:
-            logger.debug("%s", exc)
+            logger.debug("ticket not asked for: error=%s", exc)
             return None
         return m.Stage(
             _fitted_ticket(ticket), runs, is_prefix, self._deadline_ms, _microseconds(recompute_s)

@@ -475,4 +475,4 @@ def _refused(frame: str) -> str:
 def _traced(name: str, carried: Carried | None, tracer: Tracer | None) -> Iterator[None]:
     with working_for(name, carried, tracer):
         yield
-        logger.debug("%s is answered", name)
+        logger.debug("request answered: request=%s", name)

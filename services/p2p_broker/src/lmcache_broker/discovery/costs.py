@@ -75,7 +75,7 @@ class DeletionCosts:
                 self._set[pod] = cost
         except (UnavailableError, OSError) as exc:
             self.num_failures += 1
-            self._note(True, f"cannot be set: {type(exc).__name__}: {exc}")
+            self._note(True, f"cannot be set: error={type(exc).__name__}: {exc}")
             return
         self._note(False, "can be set again")
 

@@ -115,7 +115,7 @@ class EndpointWatch:
 
     async def _wait_after(self, exc: Exception) -> None:
         self._backoff.failed()
-        self._note(False, f"{type(exc).__name__}: {exc}")
+        self._note(False, f"error={type(exc).__name__}: {exc}")
         await asyncio.sleep(self._backoff.wait_s)
 
     async def _list(self) -> None:
@@ -214,14 +214,15 @@ class EndpointWatch:
         self._version = version
         self._heard_at = time.monotonic()
         self._backoff.succeeded()
-        self._note(True, f"version {version}")
+        self._note(True, f"version={version}")
 
     def _note(self, is_following: bool, detail: str) -> None:
         if is_following != self._is_following:
             self._is_following = is_following
             logger.log(
                 logging.INFO if is_following else logging.WARNING,
-                "endpoints of service %s: %s",
+                "%s the endpoints of a service: service=%s %s",
+                "following" if is_following else "cannot follow",
                 self._api.settings.kubernetes_service,
                 detail,
             )

@@ -380,7 +380,7 @@ class ArenaJournal:
         """
         if not self._is_given_up:
             logger.error(
-                "cannot write the arena's journal (%s): memory will not outlive this process",
+                "cannot write the arena's journal, memory will not outlive this process: error=%s",
                 why,
             )
         self._is_given_up = True
@@ -390,8 +390,8 @@ class ArenaJournal:
             self._close_file()
         elif was_harmless:
             logger.error(
-                "cannot remove the stale journal %s either; refusing stores, because the next start"
-                " would trust it",
+                "cannot remove the stale journal either, refusing stores, because the next start"
+                " would trust it: path=%s",
                 self._directory / FILE_NAME,
             )
 

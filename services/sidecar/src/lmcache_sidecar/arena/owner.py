@@ -179,7 +179,7 @@ def _reopened(file: ArenaFile, lock: FileLock) -> tuple[SharedArena, FoundExtent
             except OSError as exc:
                 raise cannot_be_opened(path, exc) from exc
     except JournalError as exc:
-        logger.warning("not reusing the arena of an earlier start: %s", exc)
+        logger.warning("not reusing the arena of an earlier start: error=%s", exc)
         return None
     for generation in generations_in(file.directory):
         if generation not in found.lent and generation != arena.generation:

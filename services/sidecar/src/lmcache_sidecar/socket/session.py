@@ -182,7 +182,7 @@ class EngineSession:
         carried = Carried(came.request_id or self._context.request_ids.next(), came.traceparent)
         with working_for(name, carried, self._context.tracer):
             answer = await self._answer(request)
-            logger.debug("%s is answered", name)
+            logger.debug("request answered: request=%s", name)
         return answer
 
     async def _answer(self, request: Message) -> Message:

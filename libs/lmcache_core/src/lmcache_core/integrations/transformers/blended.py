@@ -329,7 +329,7 @@ class PromptBlender:
             self._retriever = SPTBlendRetriever(self._separator, engine, metadata, model.device)
             self._blended = blending_model_of(model, self._retriever, self._profile)
         else:
-            _LOG.warning("prompts are computed without blending: %s", self.reason_against)
+            _LOG.warning("computing prompts without blending: reason=%s", self.reason_against)
 
     def close(self) -> None:
         """End the retriever's threads. Idempotent."""

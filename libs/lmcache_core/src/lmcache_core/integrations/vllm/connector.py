@@ -187,8 +187,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         policy = getattr(transfer, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
             logger.warning(
-                'kv_load_failure_policy is "%s": a request whose load fails ends with an error;'
-                ' with "recompute" it is computed instead',
+                'a request whose load fails will end with an error, "recompute" would compute it'
+                " instead: kv_load_failure_policy=%s",
                 policy,
             )
         if self._open_store.is_alone:

@@ -46,11 +46,10 @@ class StorePlanner:
         for group in groups:
             if group.first_needed_token(self._chunk_size - 1) >= group.block_size:
                 logger.warning(
-                    "chunk_size=%d is longer than a sliding window of %d tokens: chunks of its"
-                    " layers that are not computed in one step are not stored; set chunk_size to at"
-                    " most %d",
+                    "chunks are longer than a sliding window, those of its layers that are not"
+                    " computed in one step are not stored; set chunk_size to at most the window:"
+                    " chunk_size=%d window=%d",
                     self._chunk_size,
-                    group.window,
                     group.window,
                 )
 

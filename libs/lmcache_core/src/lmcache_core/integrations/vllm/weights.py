@@ -196,10 +196,11 @@ class Adapters:
     ) -> _KnownAdapter:
         if name is None:
             logger.warning(
-                "adapter not cached until it is loaded again, its files %s: adapter=%s path=%s",
-                why,
+                "adapter not cached until it is loaded again: adapter=%s path=%s"
+                " reason=its files %s",
                 key[1],
                 key[2],
+                why,
             )
         if len(self._known) >= MAX_ADAPTERS:
             self._known.clear()
