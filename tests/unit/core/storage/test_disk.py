@@ -19,6 +19,8 @@ from tests.suites.chunks import make_chunk, make_key, make_payload
 
 CHARGE = charged_bytes(512 + 1000)
 NUM_SLOTS = 4
+PATIENCE_S = 30.0
+"""Only a hang takes so long."""
 CAPACITY_BYTES = CHARGE * NUM_SLOTS
 ARENA = ArenaAllocator.anonymous(1 << 20)
 
@@ -403,21 +405,26 @@ async def test_a_record_of_an_earlier_process_is_synced_when_it_is_stored_again(
     await disk.close()
 
 
-async def test_a_stalled_disk_stops_nobody_who_does_not_read_it(tmp_path):
-    may_go_on = threading.Event()
+async def test_a_stalled_disk_stops_only_its_readers(tmp_path):
+    may_go_on, begun = threading.Event(), threading.Semaphore(0)
 
     class Stalled(DiskFiles):
         def read(self, fd, buffer, at):
-            may_go_on.wait(10)
+            begun.release()
+            may_go_on.wait(2 * PATIENCE_S)
             return super().read(fd, buffer, at)
 
     disk = DiskBackend(tmp_path, CAPACITY_BYTES, files=Stalled(), num_threads=2)
     await disk.open()
     await put(disk, *range(NUM_SLOTS))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await get(disk, *range(NUM_SLOTS))
-    assert await disk.batched_contains([make_key(0)]) == [True]
+    reading = asyncio.create_task(get(disk, *range(NUM_SLOTS)))
+    for _ in range(2):
+        assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S), "no read begins"
+    async with asyncio.timeout(PATIENCE_S):
+        assert await disk.batched_contains([make_key(0)]) == [True]
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
     assert ARENA.used_bytes == 2 * 1024, (
         "reads that began hold their memory until they end, the others have given it back"
     )
