@@ -90,6 +90,63 @@ DEFECTS = (
         "                pass\n            except OSError:",
     ),
     Defect(
+        "a synced file is not synced",
+        f"{CORE}/storage/disk/record_file.py",
+        "        if fsync:\n            files.sync(fd)\n",
+        "",
+    ),
+    Defect(
+        "a store of a served record does not sync it",
+        f"{CORE}/storage/disk/store.py",
+        "if not self._fsync or entry in self._synced or path is None:",
+        "if True:",
+    ),
+    Defect(
+        "a chunk counts as on disk before its file has its name",
+        f"{CORE}/storage/disk/store.py",
+        "                    name_record(self._files, temporary, path)\n"
+        "                    self._commit(chunk.key, entry, path)\n",
+        "                    self._commit(chunk.key, entry, path)\n"
+        "                    name_record(self._files, temporary, path)\n",
+    ),
+    Defect(
+        "an acknowledged store is not in the journal",
+        f"{SIDECAR}/socket/session.py",
+        "            if self._context.journal is not None:\n"
+        "                self._context.journal.flush()\n",
+        "",
+    ),
+    Defect(
+        "a stored chunk is not recorded",
+        f"{SIDECAR}/arena/journal.py",
+        "            self._set(offset, entry)\n            self._note(entry)\n",
+        "            self._set(offset, entry)\n",
+    ),
+    Defect(
+        "a storage acknowledges what it refuses",
+        f"{WIRE}/server.py",
+        'return messages.PutOk(is_kept, "" if is_kept',
+        'return messages.PutOk(True, "" if is_kept',
+    ),
+    Defect(
+        "a sidecar acknowledges what it refuses",
+        f"{SIDECAR}/socket/session.py",
+        "                stored[i] = is_kept\n",
+        "                stored[i] = True\n",
+    ),
+    Defect(
+        "a chunk is stored whose last tokens are not computed",
+        f"{VLLM}/requests.py",
+        "num_chunks = min(num_tokens // self.chunk_size, self.names.num_chunks)",
+        "num_chunks = min(-(-num_tokens // self.chunk_size), self.names.num_chunks)",
+    ),
+    Defect(
+        "a lease at lookup is not renewed",
+        f"{CORE}/lookup/reporter.py",
+        "elif time.monotonic() >= self._renew_at:",
+        "elif False:",
+    ),
+    Defect(
         "a disk has no capacity",
         f"{CORE}/storage/disk/index.py",
         "self._ledger.used_bytes + self._reserved_bytes + charge > self._room_bytes",

@@ -39,6 +39,12 @@ CALLS = (
 )  # fmt: skip
 
 
+def content(path: str) -> bytes:
+    """Return the content of a file; takes no virtual time."""
+    with _real_open(path, "rb") as file:
+        return bytes(file.read())
+
+
 def _error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
@@ -65,6 +71,7 @@ class _NameChange:
 
     at_s: float
     folders: tuple[str, ...]
+    paths: tuple[str, ...]
     undo: Callable[[], None]
 
 
@@ -213,7 +220,7 @@ class Disk:
         while self._changes and now_s - self._changes[0].at_s > NAMES_LAST_S:
             self._changes.popleft()
         folders = tuple(path.rpartition("/")[0] for path in paths)
-        self._changes.append(_NameChange(now_s, folders, undo))
+        self._changes.append(_NameChange(now_s, folders, tuple(paths), undo))
 
     def spare(self, path: str) -> Callable[[], None]:
         """Return a function that restores a file after it was removed or replaced."""
@@ -302,6 +309,18 @@ class Disk:
             file.write(data)
             file.truncate(size)
         _real.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+    def would_lose(self, path: str) -> bool:
+        """Return whether a power cut now could lose or tear a file; takes no virtual time."""
+        now_s = self._kernel.now
+        known = self._unsynced.get(_real.lstat(path).st_ino)
+        above = {path, *(str(folder) for folder in Path(path).parents)}
+        return (
+            known is not None and (known.is_lost or now_s - known.since_s < BYTES_LAST_S)
+        ) or any(
+            now_s - change.at_s <= NAMES_LAST_S and not above.isdisjoint(change.paths)
+            for change in self._changes
+        )
 
     def has(self, path: str) -> bool:
         """Return whether a file exists; takes no virtual time."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation import disk
 from tests.simulation.threads import SimulatedThread
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def install(world: World) -> None:
     _answer_for_each(world)
     _announce_what_is_held(world)
     _keep_what_is_synced(world)
+    _keep_what_is_acknowledged(world)
     _serve_what_can_be_read(world)
     _pull_from_peers(world)
     _keep_peers_that_send(world)
@@ -127,7 +130,9 @@ def _announce_what_is_held(world: World) -> None:
 
 
 def _keep_what_is_synced(world: World) -> None:
-    """Note which chunk files are synced; the fault that cuts the power looks for them."""
+    """A chunk that is stored with `disk_fsync` outlives a power cut. The fault that cuts the power
+    looks for what is noted here.
+    """
     from lmcache_core.storage.disk.files import DiskFiles
     from lmcache_core.storage.disk.store import DiskStore
 
@@ -137,13 +142,19 @@ def _keep_what_is_synced(world: World) -> None:
         process = world.kernel.process
         assert process is not None
         of_machine = synced.setdefault(process.machine.name, set())
-        is_new = store._index.wants(chunk.key, chunk.lossy)
         path = str(store._layout.record(chunk.key))
-        if is_new:
+        if store._index.wants(chunk.key, chunk.lossy):
             of_machine.discard(path)
         is_kept = write(store, chunk)
-        if is_kept and is_new and store._fsync:
+        if is_kept and store._fsync:
             of_machine.add(path)
+            device = world.files.disks[process.machine.name]
+            # Another write may have replaced the file meanwhile, or removed it.
+            is_alone = all(one.key != chunk.key for one in store._writing)
+            if is_alone and device.has(path) and device.would_lose(path):
+                world.complaints.append(
+                    f"{process.name}: has stored {path}, which a power cut would lose"
+                )
         return is_kept
 
     def unlink_synced(disk_files: Any, path: Path) -> None:
@@ -154,6 +165,88 @@ def _keep_what_is_synced(world: World) -> None:
 
     DiskStore.write = write_synced  # type: ignore[method-assign]
     DiskFiles.unlink = unlink_synced  # type: ignore[method-assign]
+
+
+def _keep_what_is_acknowledged(world: World) -> None:
+    """A chunk that was acknowledged is held; one in an arena outlives its sidecar, however that
+    ends (see `check_journal`).
+    """
+    from lmcache_core.keys import ChunkKey
+    from lmcache_core.record import decode_head
+    from lmcache_core.storage.stack import TierStack
+    from lmcache_core.wire.server import LmSession
+    from lmcache_sidecar.socket.session import EngineSession
+
+    commit, keep, put = EngineSession._commit, LmSession._keep, TierStack.batched_put
+    kept_of: ContextVar[dict[Any, bool]] = ContextVar("kept_of")
+
+    async def put_noted(stack: Any, chunks: Sequence[Any], *args: Any) -> Any:
+        results = await put(stack, chunks, *args)
+        kept_of.get({}).update(zip([chunk.key for chunk in chunks], results, strict=True))
+        return results
+
+    async def commit_judged(session: Any, request: Any) -> Any:
+        process, context = world.kernel.process, session._context
+        assert process is not None
+        kept: dict[Any, bool] = {}
+        kept_of.set(kept)
+        answer = await commit(session, request)
+        hot = context.stack.hot
+        of, acknowledged = world.acknowledged.get(process.name, (None, {}))
+        if of is not context:  # the process has been started again
+            acknowledged = {}
+        world.acknowledged[process.name] = context, acknowledged
+        for (_, head), is_stored in zip(request.items, answer.present, strict=True):
+            if is_stored:
+                key = ChunkKey.of(context.tenant, decode_head(head)[0].engine_key())
+                if not kept.get(key):
+                    world.complaints.append(f"{process.name}: acknowledges what it does not keep")
+                if (chunk := hot._chunks.get(key)) is not None:
+                    acknowledged[key] = chunk
+        return answer
+
+    async def keep_judged(session: Any, *args: Any) -> Any:
+        process, kept = world.kernel.process, list[bool]()
+        assert process is not None
+        *before, store = args
+
+        async def store_noted(chunk: Any) -> bool:
+            kept.append(await store(chunk))
+            return kept[-1]
+
+        answer = await keep(session, *before, store_noted)
+        if answer.stored and kept != [True]:
+            world.complaints.append(f"{process.name}: acknowledges what it does not keep")
+        return answer
+
+    TierStack.batched_put = put_noted  # type: ignore[method-assign, assignment]
+    EngineSession._commit = commit_judged  # type: ignore[method-assign]
+    LmSession._keep = keep_judged  # type: ignore[method-assign]
+
+
+def check_journal(world: World, name: str) -> None:
+    """Complain if a sidecar that is about to be killed has acknowledged chunks that its next start
+    would not find in the arena's journal.
+    """
+    from lmcache_sidecar.arena.entries import read_entries, replay, with_padding
+    from lmcache_sidecar.arena.journal import FILE_NAME
+
+    context, acknowledged = world.acknowledged.pop(name, (None, {}))
+    journal = None if context is None else context.journal
+    if journal is None or not journal.is_recording:
+        return
+    begin, data = journal._begin, disk.content(str(journal._directory / FILE_NAME))
+    extents = replay(read_entries(data), begin.arena_bytes, begin.inode)
+    found = {(entry.offset, with_padding(entry.head)) for entry in extents.committed}
+    held = context.stack.hot._chunks
+    lost = [
+        key
+        for key, chunk in acknowledged.items()
+        if held.get(key) is chunk
+        and (chunk.memory.metadata.address, bytes(chunk.head)) not in found
+    ]
+    if lost:
+        world.complaints.append(f"{name}: {len(lost)} acknowledged chunks are in no journal")
 
 
 def _serve_what_can_be_read(world: World) -> None:

@@ -112,7 +112,7 @@ def handover_audit(service: str, instance: str) -> NoteHandovers:
 def _write(service: str, instance: str, entry: AuditEntry, status: int | None, result: str) -> None:
     principal = entry.principal
     line = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time())),
         "service": service,
         "instance": instance,
         "who": None if principal is None else principal.name,
