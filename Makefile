@@ -131,7 +131,9 @@ fuzz: $(VENV)/.tools
 stats: $(VENV)/.runtime
 	@$(BIN)/python -m tests.stats
 
+# Not listed: put random faults into the product and see which the tests notice (hours): ARGS="--count 400 --seed 1"
 mutants: $(VENV)/.tools
+	@$(BIN)/python -m pip install -q $(PIP_OPTIONS) coverage
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(VENV)/.tools ## Style: ruff rules and formatting

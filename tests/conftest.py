@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.virtual_time import CLOCK, VirtualLoop
+from tests.progress import Progress
 
 MAX_PROCESSES = 4
 TESTS = Path(__file__).parent
@@ -71,6 +72,14 @@ def pytest_xdist_auto_num_workers() -> int:
     more than they compute.
     """
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Report progress by file, unless each test is asked for (`-v`)."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and config.option.verbose <= 0 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(reporter))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied

@@ -1,8 +1,11 @@
 """Measure how many random faults the tests notice: `make mutants`.
 
 Each mutant is a copy of the repository in which one expression or statement of the product is
-changed. The tests nearest to the changed module run against it; a mutant that they all accept has
-survived. The same seed gives the same mutants of the same code.
+changed. The tests that execute the changed line run against it, the quickest first; a mutant that
+they all accept has survived. The same seed gives the same mutants of the same code.
+
+Which test executes which line is measured once, by the tests of the default run, and kept for later
+runs in `.mutants`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import hashlib
+import json
 import os
 import random
 import re
@@ -18,11 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import local
+
+from coverage import CoverageData
 
 from tests.stats import Module, product
 
@@ -34,9 +42,13 @@ PARTS = {
     "node": ("lmcache_node", "lmcache_sidecar", "lmcache_storage"),
 }
 COPIED = ("libs", "services", "kernels", "tests", "docs", "helm", "docker")
-MAX_TEST_FILES = 40
+KEPT = ROOT / ".mutants"
+MAX_TESTS = 400
+MAX_TESTS_S = 40.0
+"""The tests of a mutant take at most so long together where nothing is changed."""
+MAX_TEST_FILES = 10
 MAX_DISTANCE = 3
-"""Imports between a test file and the changed module."""
+"""Imports between a test file and the changed module, for lines that run at an import."""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -69,13 +81,15 @@ class Mutant:
 
     Attributes:
         module: Dotted name.
-        line: Where it is.
+        line: Where it begins.
+        end: Its last line.
         change: What was done, for people.
         source: The module's text with the change.
     """
 
     module: str
     line: int
+    end: int
     change: str
     source: str
 
@@ -165,9 +179,9 @@ def draw(modules: dict[str, Module], count: int, rng: random.Random) -> Iterator
         visitor = Points()
         visitor.visit(tree)
         node = rng.choice(visitor.found)
-        line = getattr(node, "lineno", 0)
+        line, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
         change = _change(node)
-        yield Mutant(name, line, change, ast.unparse(ast.fix_missing_locations(tree)))
+        yield Mutant(name, line, end, change, ast.unparse(ast.fix_missing_locations(tree)))
 
 
 def nearest_tests(module: str, modules: dict[str, Module]) -> list[str]:
@@ -177,7 +191,6 @@ def nearest_tests(module: str, modules: dict[str, Module]) -> list[str]:
         str(path.relative_to(ROOT)): Module(path, ROOT).imported(modules)
         for folder in ("unit", "contract", "property", "integration")
         for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))
-        if "releases" not in path.parts
     }
     found: list[str] = []
     reached = {module}
@@ -188,6 +201,60 @@ def nearest_tests(module: str, modules: dict[str, Module]) -> list[str]:
         found += sorted(near, key=lambda path: -len(words & set(re.split(r"\W|_", path))))
         reached |= {name for name, used in imports.items() if used & reached}
     return found[:MAX_TEST_FILES]
+
+
+class Executed:
+    """Which test executes which line, and how long each takes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._data = CoverageData(str(folder / "coverage"))
+        self._data.read()
+        self._seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+        self._by_file: dict[str, dict[int, list[str]]] = {}
+
+    def tests_of(self, file: Path, line: int, end: int) -> list[str]:
+        """Return the tests that execute one of these lines, the quickest first, as far as they take
+        no longer than `MAX_TESTS_S`.
+        """
+        name = str(file)
+        if name not in self._by_file:
+            self._by_file[name] = self._data.contexts_by_lineno(name)
+        by_line = self._by_file[name]
+        found = {test for one in range(line, end + 1) for test in by_line.get(one, ())}
+        left_s, chosen = MAX_TESTS_S, list[str]()
+        for test in sorted(found - {""}, key=lambda test: (self._seconds.get(test, 0.0), test)):
+            left_s -= self._seconds.get(test, 0.0)
+            if (left_s < 0 and chosen) or len(chosen) == MAX_TESTS:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def executed() -> Executed:
+    """Return what the tests execute, as the code is now; measure it unless that was done before."""
+    digest = hashlib.sha256()
+    for folder in COPIED:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    folder = KEPT / digest.hexdigest()[:16]
+    if not (folder / "seconds.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        print(f"Measuring which test executes which line: {folder}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadfile"]
+        command += ["-m", "not long", "-p", "tests.mutants_map"]
+        environment = os.environ | {"MUTANTS_MAP": str(folder)}
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        data, seconds = CoverageData(str(folder / "coverage")), dict[str, float]()
+        for part in sorted(folder.glob("coverage.*")):
+            more = CoverageData(str(part))
+            more.read()
+            data.update(more)
+        data.write()
+        for file in sorted(folder.glob("seconds-*.json")):
+            seconds |= json.loads(file.read_text())
+        (folder / "seconds.json").write_text(json.dumps(seconds))
+    return Executed(folder)
 
 
 class Workplace(local):
@@ -219,7 +286,7 @@ class Workplace(local):
                 first_failure(mutant.source, [killer]) and not first_failure(original, [killer])
             ):
                 return killer
-            tests = [one for one in tests if not killer.startswith(one)]
+            tests = [one for one in tests if one != killer and not killer.startswith(f"{one}::")]
         return ""
 
     def _first_failure(self, tests: list[str], timeout_s: float) -> str:
@@ -231,17 +298,8 @@ class Workplace(local):
             "PYTHONPATH": os.pathsep.join(map(str, sources)),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-n0",
-            "-p",
-            "no:cacheprovider",
-            *tests,
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
+        command += tests
         try:
             done = subprocess.run(
                 command,
@@ -284,25 +342,30 @@ def main() -> None:
         if name.startswith(prefixes) and ".documented" not in name
     }
     mutants = list(draw(chosen, options.count, random.Random(options.seed)))
+    known = executed()
     workplace = Workplace()
     begin = time.monotonic()
 
     def judge(mutant: Mutant) -> str:
-        file = modules[mutant.module].path.relative_to(ROOT)
-        tests = nearest_tests(mutant.module, modules)
-        return workplace.run(mutant, file, tests, options.timeout_s)
+        path = modules[mutant.module].path
+        tests = known.tests_of(path, mutant.line, mutant.end)
+        tests = tests or nearest_tests(mutant.module, modules)
+        return workplace.run(mutant, path.relative_to(ROOT), tests, options.timeout_s)
 
-    survivors = 0
+    survivors, layers = 0, Counter[str]()
     with ThreadPoolExecutor(options.jobs) as pool:
         for number, (mutant, killer) in enumerate(
             zip(mutants, pool.map(judge, mutants), strict=True), 1
         ):
             survivors += not killer
+            layers[killer.split("/")[1] if "/" in killer else killer] += 1
             print(
                 f"{number}/{len(mutants)} {time.monotonic() - begin:.0f} s"
                 f" {mutant.module}:{mutant.line} {mutant.change!r}: {killer or 'SURVIVED'}",
                 flush=True,
             )
+    del layers[""]
+    print("killed by tests of: " + ", ".join(f"{one} {n}" for one, n in layers.most_common()))
     killed = len(mutants) - survivors
     print(f"killed={killed} of={len(mutants)} rate={killed / len(mutants):.1%} seed={options.seed}")
 
