@@ -1,5 +1,5 @@
-"""Machine code: kept beside the source, read where nothing can be written, never old, never made
-for types that nobody named.
+"""Machine code: kept next to the source, read where nothing can be written, never stale, never
+compiled for types that no signature names.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,7 +68,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return become
 
 
-def test_it_is_compiled_once_and_read_from_then_on(path: Path) -> None:
+def test_code_is_compiled_once_and_read_from_then_on(path: Path) -> None:
     first: Any = load(path)
     assert hits_and_misses(first) == (0, 1)
     assert first.is_kept
@@ -79,7 +78,7 @@ def test_it_is_compiled_once_and_read_from_then_on(path: Path) -> None:
     assert added(first, 5) == added(second, 5) == [5, 6, 7]
 
 
-def test_what_was_kept_is_read_where_nothing_can_be_written(
+def test_kept_code_is_read_on_a_read_only_file_system(
     path: Path, read_only: Callable[[], None]
 ) -> None:
     load(path)
@@ -90,7 +89,7 @@ def test_what_was_kept_is_read_where_nothing_can_be_written(
     assert added(loop, 1) == [1, 2, 3]
 
 
-def test_it_is_compiled_where_nothing_was_kept_and_nothing_can_be_written(
+def test_code_is_compiled_and_not_kept_on_a_read_only_file_system(
     path: Path, read_only: Callable[[], None]
 ) -> None:
     read_only()
@@ -101,22 +100,7 @@ def test_it_is_compiled_where_nothing_was_kept_and_nothing_can_be_written(
     assert added(loop, 1) == [1, 2, 3]
 
 
-def test_it_is_compiled_where_the_folder_cannot_be_one(path: Path) -> None:
-    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
-    (path.parent / "__pycache__").write_text("a file")
-    loop: Any = load(path)
-    assert not loop.is_kept
-    assert added(loop, 1) == [1, 2, 3]
-
-
-def test_what_was_kept_goes_with_the_package_to_another_place(path: Path, tmp_path: Path) -> None:
-    """As from one stage of an image to the next: other folders, other times."""
-    load(path)
-    shutil.copytree(path.parent, tmp_path / "elsewhere", copy_function=shutil.copyfile)
-    assert hits_and_misses(load(tmp_path / "elsewhere" / path.name)) == (1, 0)
-
-
-def test_code_of_another_source_is_not_taken(path: Path) -> None:
+def test_code_of_another_source_is_not_used(path: Path) -> None:
     load(path)
     # Of another length: Python takes the bytecode of a source of the same second and length.
     path.write_text(SOURCE.replace("+= amount", "-= 1 * amount"))
@@ -125,7 +109,7 @@ def test_code_of_another_source_is_not_taken(path: Path) -> None:
     assert added(loop, 1) == [-1, 0, 1]
 
 
-def test_code_with_numbers_of_other_tables_is_not_taken(
+def test_code_with_numbers_of_other_tables_is_not_used(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loops' own modules do not change with the numbers that they import, and the numbers
@@ -155,7 +139,7 @@ def test_other_types_are_refused_and_not_compiled_for(path: Path) -> None:
     assert len(loop.signatures) == 1
 
 
-def test_it_divides_as_ieee_754_says_and_lets_go_of_the_gil(path: Path) -> None:
+def test_code_divides_as_ieee_754_says_and_releases_the_gil(path: Path) -> None:
     path.write_text("def add(numbers, amount):\n    numbers[0] = amount // 1\n")
     loop: Any = load(path)
     assert loop.targetoptions["nogil"] is True
@@ -164,7 +148,7 @@ def test_it_divides_as_ieee_754_says_and_lets_go_of_the_gil(path: Path) -> None:
 
 
 def test_numba_that_may_not_compile_is_refused_with_the_fix() -> None:
-    told = (
+    program = (
         "from lmcache_core.errors import ConfigError\n"
         "from lmcache_core.storage.codecs import create_codecs\n"
         "import asyncio\n"
@@ -175,6 +159,6 @@ def test_numba_that_may_not_compile_is_refused_with_the_fix() -> None:
     )
     environ = os.environ | {"NUMBA_DISABLE_JIT": "1"}
     child = subprocess.run(
-        [sys.executable, "-c", told], env=environ, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
     )
     assert child.stdout.startswith("remote_serde='cachegen': NUMBA_DISABLE_JIT is set"), child

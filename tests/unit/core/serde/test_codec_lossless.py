@@ -1,5 +1,5 @@
-"""Losslessly encoded tensors: split and join, frequencies, blocks, and blobs that no encoder
-writes.
+"""Losslessly encoded tensors: runs, blocks, frequencies, and blobs that no encoder writes. Any
+tensor and any damage: `tests/property/test_codec_round_trip.py` and `test_codec_fuzz.py`.
 """
 
 from __future__ import annotations
@@ -7,10 +7,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from lmcache_core.errors import SerdeError
 from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
@@ -26,8 +24,6 @@ from lmcache_core.serde.lossless import (
 )
 from lmcache_core.serde.machine_code import load_loops
 from lmcache_core.serde.tables import TOTAL
-
-Array = npt.NDArray[Any]
 
 
 @pytest.fixture
@@ -58,16 +54,14 @@ def words(count: int, itemsize: int, seed: int = 0) -> bytes:
     return data.tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPE_ITEMSIZE)
-@pytest.mark.parametrize(
-    "count", [1, 2, 3, 31, 32, 33, 5000, RUN_ELEMENTS - 1, RUN_ELEMENTS, RUN_ELEMENTS + 1]
-)
-def test_any_number_of_elements(coder: LosslessCoder, dtype: str, count: int) -> None:
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float64"])
+@pytest.mark.parametrize("count", [31, 33, RUN_ELEMENTS - 1, RUN_ELEMENTS, RUN_ELEMENTS + 1])
+def test_runs_of_any_length_come_back(coder: LosslessCoder, dtype: str, count: int) -> None:
     raw = words(count, DTYPE_ITEMSIZE[dtype])
     assert decoded(coder, encoded(coder, raw, dtype, (count,)), len(raw)) == raw
 
 
-def test_several_blocks_and_runs(coder: LosslessCoder) -> None:
+def test_several_blocks_come_back(coder: LosslessCoder) -> None:
     shape = (2, 3, 200, 100)
     raw = words(2 * 3 * 200 * 100, 2)
     blob = encoded(coder, raw, "bfloat16", shape)
@@ -77,29 +71,13 @@ def test_several_blocks_and_runs(coder: LosslessCoder) -> None:
     assert decoded(coder, encoded(coder, long, "bfloat16", (len(long) // 2,)), len(long)) == long
 
 
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-@pytest.mark.parametrize("rotated", [0, 1])
-def test_elements_are_split_as_written(itemsize: int, rotated: int) -> None:
-    raw = np.random.default_rng(itemsize).integers(0, 256, 257 * itemsize, np.uint8)
-    first, rest, back = (
-        np.zeros(257, np.uint8),
-        np.zeros(257 * (itemsize - 1), np.uint8),
-        np.zeros_like(raw),
-    )
-    loops = load_loops()
-    loops.split(raw, (itemsize, rotated), first, rest)
-    bits = 8 * itemsize
-    for i in range(257):
-        number = int.from_bytes(raw[i * itemsize : (i + 1) * itemsize].tobytes(), "little")
-        if rotated and itemsize > 1:
-            number = (number << 1 | number >> (bits - 1)) % (1 << bits)
-        assert first[i] == number >> (bits - 8)
-        assert (
-            rest[i * (itemsize - 1) : (i + 1) * (itemsize - 1)].tobytes()
-            == number.to_bytes(itemsize, "little")[:-1]
-        )
-    loops.join(first, rest, (itemsize, rotated), back)
-    np.testing.assert_array_equal(back, raw)
+def test_a_stream_of_impossible_length_is_refused(coder: LosslessCoder) -> None:
+    raw = words(1000, 2)
+    blob = encoded(coder, raw, "bfloat16", (1000,))
+    lengths_at = HEAD.size + 1 + 3 * (blob[HEAD.size] + 1)
+    for length in (63, 1 << 20):
+        with pytest.raises(SerdeError, match="impossible length"):
+            decoded(coder, altered(blob, lengths_at, "<I", length), len(raw))
 
 
 def test_what_is_rotated_has_a_sign_above_its_exponent() -> None:
@@ -108,27 +86,14 @@ def test_what_is_rotated_has_a_sign_above_its_exponent() -> None:
     }
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])
-def test_symbols_are_counted(size: int) -> None:
-    symbols = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    counts = np.zeros((4, 256), np.int64)
-    load_loops().count(symbols, counts)
-    np.testing.assert_array_equal(counts.sum(0), np.bincount(symbols, minlength=256))
-
-
 def test_frequencies_sum_to_what_the_coder_needs() -> None:
     rng = np.random.default_rng(0)
-    cases = [
-        np.eye(256, dtype=np.int64)[7],
-        np.ones(256, np.int64),
-        np.eye(256, dtype=np.int64)[0] * 10**9 + 1,
+    one, many = np.eye(256, dtype=np.int64)[7], np.ones(256, np.int64)
+    random = [
+        rng.integers(0, 2, 256) * rng.geometric(0.001, 256) ** power + (rng.random(256) < 0.01)
+        for power in (1, 2, 3) * 5
     ]
-    cases += [
-        (rng.integers(0, 2, 256) * rng.geometric(0.001, 256) ** int(power))
-        + (rng.random(256) < 0.01)
-        for power in (1, 2, 3) * 20
-    ]
-    for counts in cases:
+    for counts in (one, many, one * 10**9 + 1, *random):
         frequencies = normalised(counts)
         assert frequencies.sum() == TOTAL
         np.testing.assert_array_equal(frequencies > 0, counts > 0)
@@ -139,14 +104,11 @@ def test_frequencies_sum_to_what_the_coder_needs() -> None:
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((2, 4, 256, 1024), MAX_BLOCK_ELEMENTS),
         ((2, 4, 256, 1025), MAX_BLOCK_ELEMENTS),
         ((2, 4, 128, 128), 128 * 128),
         ((2, 4, 128, 127), 2 * 128 * 127),
         ((2, 4, 1, 1), MIN_BLOCK_ELEMENTS),
-        ((2, 4, 0, 9), MAX_BLOCK_ELEMENTS),
         ((70,), MAX_BLOCK_ELEMENTS),
-        ((), MAX_BLOCK_ELEMENTS),
     ],
 )
 def test_blocks_hold_whole_layers_where_they_can(shape: tuple[int, ...], expected: int) -> None:
@@ -158,33 +120,7 @@ def altered(blob: bytes, at: int, layout: str, *numbers: int) -> bytes:
     return blob[:at] + struct.pack(layout, *numbers) + blob[at + struct.calcsize(layout) :]
 
 
-@pytest.mark.parametrize(
-    ("at", "layout", "number"),
-    [
-        (0, "B", 0),
-        (4, "B", 9),
-        (5, "B", 2),
-        (6, "B", 3),
-        (6, "B", 4),
-        (7, "B", 1),
-        (8, "<I", 999),
-        (12, "<I", 1),
-        (20, "<I", 1),
-    ],
-)
-def test_a_head_that_says_otherwise_is_refused(
-    coder: LosslessCoder, at: int, layout: str, number: int
-) -> None:
-    raw = words(1000, 2)
-    blob = encoded(coder, raw, "bfloat16", (1000,))
-    assert decoded(coder, blob, len(raw)) == raw
-    with pytest.raises(SerdeError):
-        decoded(coder, altered(blob, at, layout, number), len(raw))
-
-
-@pytest.mark.parametrize(
-    "block", [0, 1, 1000, MIN_BLOCK_ELEMENTS - 1, MAX_BLOCK_ELEMENTS + 1, (1 << 32) - 1]
-)
+@pytest.mark.parametrize("block", [0, 1, MIN_BLOCK_ELEMENTS - 1, MAX_BLOCK_ELEMENTS + 1])
 def test_a_block_that_no_encoder_makes_is_refused_before_anything_is_held_for_it(
     coder: LosslessCoder, block: int
 ) -> None:
@@ -211,12 +147,3 @@ def test_tables_that_no_encoder_writes_are_refused(coder: LosslessCoder) -> None
     ):
         with pytest.raises(SerdeError, match="frequencies"):
             decoded(coder, damaged, len(raw))
-
-
-@pytest.mark.parametrize("length", [0, 63, 1 << 20, (1 << 32) - 1])
-def test_streams_of_impossible_lengths_are_refused(coder: LosslessCoder, length: int) -> None:
-    raw = words(1000, 2)
-    blob = encoded(coder, raw, "bfloat16", (1000,))
-    lengths_at = HEAD.size + 1 + 3 * (blob[HEAD.size] + 1)
-    with pytest.raises(SerdeError, match=r"impossible length"):
-        decoded(coder, altered(blob, lengths_at, "<I", length), len(raw))

@@ -1,6 +1,4 @@
-"""Machine code for a common kind of processor: who follows the mark, and that the code is then
-read on other machines.
-"""
+"""Machine code for a common kind of processor, named by a mark next to it."""
 
 from __future__ import annotations
 
@@ -13,6 +11,9 @@ import lmcache_core
 import pytest
 from lmcache_core.serde import machine_code as processor
 from lmcache_core.serde import warm_up
+
+TIMEOUT_S = 300.0
+"""Only a hang takes so long: a busy machine compiles for minutes."""
 
 # What the codec that a service opens is compiled for; llvmlite says what this machine has, so it
 # may be made to say less.
@@ -54,7 +55,7 @@ def opened(package: Path, lacking: str = "", before: str = "", **env: str) -> tu
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     kind, num_features = done.stdout.split()
     return kind, int(num_features)
@@ -70,13 +71,11 @@ def test_a_mark_is_followed_where_the_machine_has_what_it_names(package: Path) -
     mark(package, processor.GENERIC)
     assert opened(package) == (processor.GENERIC, 0)
     assert opened(package, lacking=NO_AVX2) == (processor.GENERIC, 0)
-    assert opened(package, before="import numba")[1] > 0, (
-        "somebody else may have compiled for this machine already"
-    )
+    assert opened(package, before="import numba")[1] > 0, "numba has chosen already"
     assert opened(package, NUMBA_CPU_NAME="core2")[0] == "core2", "chosen by hand"
 
 
-def test_a_better_kind_needs_what_it_is_made_of(package: Path) -> None:
+def test_a_better_kind_is_used_only_on_a_processor_that_has_its_features(package: Path) -> None:
     mark(package, processor.AVX2)
     has_it = processor.has_processor(processor.AVX2)
     assert (opened(package) == (processor.AVX2, 0)) == has_it
@@ -85,7 +84,7 @@ def test_a_better_kind_needs_what_it_is_made_of(package: Path) -> None:
     )
 
 
-def test_a_mark_that_nobody_knows_is_none(package: Path) -> None:
+def test_an_unknown_mark_is_ignored(package: Path) -> None:
     mark(package, "z80")
     assert opened(package)[1] > 0
 

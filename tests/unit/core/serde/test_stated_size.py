@@ -25,17 +25,17 @@ def codec(request: pytest.FixtureRequest) -> Iterator[ChunkCodec]:
     made.close()
 
 
-@pytest.mark.parametrize("has_content", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_what_an_encoder_writes_passes(codec: ChunkCodec, case: str, has_content: bool) -> None:
+def test_what_an_encoder_writes_passes(codec: ChunkCodec, case: str) -> None:
     specs = specs_of(*CASES[case])
     raw = kv_payload(specs, 0)
-    found = codec.encode(specs, memoryview(raw if has_content else bytes(len(raw))))
-    if found is not None:
-        check_stated_size(header_of(found), found.payload)
+    for payload in (raw, bytes(len(raw))):
+        found = codec.encode(specs, memoryview(payload))
+        if found is not None:
+            check_stated_size(header_of(found), found.payload)
 
 
-def test_shape_larger_than_what_is_encoded_is_refused(codec: ChunkCodec) -> None:
+def test_a_shape_larger_than_what_is_encoded_is_refused(codec: ChunkCodec) -> None:
     specs = specs_of(("bfloat16", (2, 4, 64, 64)))
     found = codec.encode(specs, memoryview(kv_payload(specs, 0)))
     assert found is not None

@@ -1,6 +1,4 @@
-"""Warming up: everything that codecs run is compiled by it, nothing later, and it says where it
-lies.
-"""
+"""Warming up compiles everything that codecs run, so that no request does."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ from typing import Any
 
 import lmcache_core
 import numba
-import numpy as np
 import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.serde import CODEC_NAMES, create_codec, warm_up
@@ -27,7 +24,6 @@ from tests.suites.codec_payloads import (
     specs_of,
 )
 
-TIMEOUT_S = 110
 WITHOUT_WRITING = """
 import builtins, errno, os, sys, tempfile
 def refuse(*a, **k):
@@ -62,7 +58,7 @@ def no_compiler(loops: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         numba.njit(lambda number: number + 1)(1)
 
 
-def test_it_makes_everything_ready(loops: list[Any]) -> None:
+def test_all_machine_code_is_compiled_or_read(loops: list[Any]) -> None:
     found = warm_up.warm_up()
     assert (
         found.num_compiled + found.num_read
@@ -72,7 +68,6 @@ def test_it_makes_everything_ready(loops: list[Any]) -> None:
     )
     assert {folder.name for folder in found.folders} == {"__pycache__"}
     assert {folder.parent.name for folder in found.folders} == {"serde"}
-    assert found.seconds < TIMEOUT_S
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -90,14 +85,6 @@ def test_no_request_compiles(name: str) -> None:
     codec.close()
 
 
-def test_types_that_nobody_named_are_refused(loops: list[Any]) -> None:
-    for loop in loops:
-        num_variants = len(loop.signatures)
-        with pytest.raises(TypeError):
-            loop(*[np.zeros((1, 1, 1, 1), np.complex128) for _ in range(len(loop.signatures[0]))])
-        assert len(loop.signatures) == num_variants
-
-
 @pytest.mark.usefixtures("loops")
 def test_a_package_that_cannot_be_written_is_read(tmp_path: Path) -> None:
     """Warmed up, taken elsewhere as from one stage of an image to the next, on a file system
@@ -111,7 +98,6 @@ def test_a_package_that_cannot_be_written_is_read(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=TIMEOUT_S,
     )
     file, counts = done.stdout.splitlines()
     assert file.startswith(str(tmp_path))
@@ -124,24 +110,14 @@ def test_the_command_says_where_and_how_long(
     capsys: pytest.CaptureFixture[str], loops: list[Any]
 ) -> None:
     assert warm_up.main([]) == 0
-    told = capsys.readouterr()
-    assert f"{loops[0].stats.cache_path}\n" in told.out
-    assert " read, in " in told.out
-    assert told.err == ""
-
-
-def test_help_needs_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm_up, "load_loops", lambda: pytest.fail("--help compiles nothing"))
-    with pytest.raises(SystemExit) as ended:
-        warm_up.main(["--help"])
-    assert ended.value.code == 0
-    assert "lmcache_core.serde.warm_up" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"{loops[0].stats.cache_path}\n" in printed.out
+    assert " read, in " in printed.out
+    assert printed.err == ""
 
 
 @pytest.mark.usefixtures("loops")
-def test_what_cannot_be_kept_is_an_error_of_the_command(
+def test_code_that_cannot_be_kept_is_an_error_of_the_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_loops().choose, "is_kept", False)
@@ -149,7 +125,7 @@ def test_what_cannot_be_kept_is_an_error_of_the_command(
     assert "choose could not be kept" in capsys.readouterr().err
 
 
-def test_without_numba_it_says_what_to_install(
+def test_without_numba_the_command_names_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> None:
