@@ -1,4 +1,6 @@
-"""Outputs as bytes: they come back whole, and nothing else is taken for one."""
+"""The documented outputs of CacheGen as bytes: they come back whole, and nothing else is taken for
+one. Damage: `tests/property/test_cachegen_streams.py`.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,14 @@ def same(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(0, torch.float32), (5, torch.bfloat16), (5, torch.float8_e5m2)]
+)
 def test_an_output_comes_back(tokens: int, dtype: torch.dtype) -> None:
     output = gpu_output(tokens, dtype)
     written = output.to_bytes()
     assert isinstance(written, bytes)
     assert same(CacheGenGPUEncoderOutput.from_bytes(written), output)
-    assert output.to_bytes() == written
 
 
 def test_an_older_output_comes_back() -> None:
@@ -72,24 +74,11 @@ def test_an_older_output_comes_back() -> None:
     assert same(CacheGenEncoderOutput.from_bytes(empty.to_bytes()), empty)
 
 
-@pytest.mark.parametrize("wrapped", [bytes, bytearray, memoryview])
-def test_any_bytes_are_read_and_not_kept(wrapped) -> None:
+def test_an_output_owns_its_memory() -> None:
     written = bytearray(GPU.to_bytes())
-    read = CacheGenGPUEncoderOutput.from_bytes(wrapped(written))
+    read = CacheGenGPUEncoderOutput.from_bytes(memoryview(written))
     written[:] = bytes(len(written))
     assert same(read, GPU)
-    read.cdf.zero_()
-
-
-def test_tensors_with_gaps_are_written_as_their_copies() -> None:
-    gapped = dataclasses.replace(GPU, cdf=GPU.cdf.repeat_interleave(2, dim=2)[:, :, ::2])
-    assert not gapped.cdf.is_contiguous()
-    assert gapped.to_bytes() == GPU.to_bytes()
-
-
-def test_scales_may_be_one_tensor() -> None:
-    shared = dataclasses.replace(GPU, max_tensors_value=GPU.max_tensors_key)
-    assert same(CacheGenGPUEncoderOutput.from_bytes(shared.to_bytes()), shared)
 
 
 def test_devices_are_logged(caplog) -> None:
@@ -97,21 +86,6 @@ def test_devices_are_logged(caplog) -> None:
         GPU.debug_print_device()
     assert [record.levelno for record in caplog.records] == [logging.DEBUG] * 6
     assert all("cpu" in record.message for record in caplog.records)
-
-
-@pytest.mark.parametrize("output", [GPU, OLDER], ids=["streams of channels", "streams"])
-def test_damage_is_noticed(output) -> None:
-    """By the container; its own tests damage every byte."""
-    written = output.to_bytes()
-    read = type(output).from_bytes
-    for position in range(0, len(written), 7):
-        damaged = bytearray(written)
-        damaged[position] ^= 1 << (position % 8)
-        with pytest.raises(SerdeError):
-            read(damaged)
-    for other in (b"", written[:20], written[:-1], written + b"\0", written + written):
-        with pytest.raises(SerdeError):
-            read(other)
 
 
 def test_one_output_is_not_taken_for_the_other() -> None:
@@ -143,46 +117,33 @@ def header_of(text: str, data: bytes = b"") -> bytes:
 
 
 HOSTILE_FILES = {
-    "nothing": sealed(b""),
-    "no file": sealed(b"\xc1" * 20),
-    "a long header": sealed(b"\xff" * 8),
-    "no header": header_of("[1]"),
     "nested deeply": header_of('{"a":' * 10_000),
-    "an unknown dtype": header_of('{"cdf":{"dtype":"F99","shape":[0],"data_offsets":[0,0]}}'),
     "a dtype of half a byte": header_of(
         '{"cdf":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', b"1"
     ),
-    "sizes too large": header_of(
-        '{"cdf":{"dtype":"I16","shape":[0,9223372036854775808],"data_offsets":[0,0]}}'
-    ),
-    "sizes whose product is": header_of(
+    "sizes whose product is too large": header_of(
         '{"cdf":{"dtype":"I16","shape":[0,4611686018427387904,4],"data_offsets":[0,0]}}'
     ),
     "negative": file_of(numbers=[-1, -1]),
     "a number too large": file_of(numbers=[MAX_COUNT + 1, 1]),
     "numbers that are none": file_of(numbers=[1.5, 1.0]),
-    "one number": file_of(numbers=1),
-    "numbers of numbers": file_of(numbers=[[1, 1], [1, 1]]),
     "too few numbers": file_of(numbers=[1]),
     "too few tensors": file_of(cdf=None),
-    "no tensors": sealed(safetensors.torch.save({})),
     "too many tensors": file_of(more=torch.zeros(1)),
     "a chunk without tensors": file_of(numbers=[1, 1, 0]),
     "another dtype": file_of(cdf=torch.zeros(0, 1, 5, dtype=torch.int32)),
     "too few dimensions": file_of(cdf=torch.zeros(0, 1, dtype=torch.int16)),
     "other channels": file_of(numbers=[1, 2]),
-    "other layers": file_of(cdf=torch.zeros(2, 1, 5, dtype=torch.int16)),
     "tokens without a chunk": file_of(
         max_tensors_key=torch.zeros(0, 7, 1), max_tensors_value=torch.zeros(0, 7, 1)
     ),
     "scales that differ": file_of(max_tensors_value=torch.zeros(0, 0, 1).half()),
-    "scales of whole numbers": file_of(max_tensors_key=torch.zeros(0, 0, 1, dtype=torch.int32)),
     "the older kind": file_of("cachegen_encoder"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE_FILES)
-def test_a_hostile_file_under_a_right_digest(name: str) -> None:
+def test_a_hostile_file_under_a_right_digest_is_refused(name: str) -> None:
     data = HOSTILE_FILES[name]
     tracemalloc.start()
     try:
@@ -194,7 +155,7 @@ def test_a_hostile_file_under_a_right_digest(name: str) -> None:
         tracemalloc.stop()
 
 
-def test_what_the_hostile_files_differ_from_is_read() -> None:
+def test_the_file_that_hostile_ones_are_made_of_is_read() -> None:
     read = CacheGenGPUEncoderOutput.from_bytes(file_of())
     assert (read.cdf.shape, read.data_chunks) == ((0, 1, 5), [])
 
@@ -207,20 +168,15 @@ def chunks(**changes: object) -> dict[str, object]:
     ("output", "change"),
     [
         (GPU, {"num_heads": 2}),
-        (GPU, {"num_heads": -1, "head_size": -3}),
         (GPU, {"cdf": GPU.cdf.int()}),
-        (GPU, {"cdf": GPU.cdf[:2]}),
-        (GPU, {"max_tensors_key": GPU.max_tensors_key.int()}),
         (GPU, {"max_tensors_value": GPU.max_tensors_value[:1]}),
         (GPU, {"data_chunks": GPU.data_chunks[:-1]}),
         (GPU, chunks(ntokens=-2)),
-        (GPU, chunks(ntokens=2.0)),
-        (GPU, chunks(bytestream=CHUNK.bytestream.int())),
         (GPU, chunks(bytestream_lengths=CHUNK.bytestream_lengths[:1])),
         (OLDER, {"start_indices": torch.ones(1)}),
         (OLDER, {"head_size": 4}),
     ],
 )
-def test_what_could_not_be_read_is_not_written(output, change) -> None:
+def test_an_output_that_no_reader_would_take_is_not_written(output, change) -> None:
     with pytest.raises(SerdeError):
         dataclasses.replace(output, **change).to_bytes()

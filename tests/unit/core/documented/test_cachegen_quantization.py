@@ -26,19 +26,12 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # bins, x, m, q. Ties first: m = C, so that x * C / m is x itself, and x + C lies in the middle.
 QUANTISED = [
     (32, "0x1.0p-1", "0x1.ep+3", 16),
-    (32, "-0x1.0p-1", "0x1.ep+3", 14),
-    (32, "0x1.8p+0", "0x1.ep+3", 16),
     (32, "-0x1.8p+0", "0x1.ep+3", 14),
-    (32, "0x1.4p+1", "0x1.ep+3", 18),
     (32, "-0x1.dp+3", "0x1.ep+3", 0),
-    (32, "0x1.dp+3", "0x1.ep+3", 30),
     (16, "0x1.0p-1", "0x1.cp+2", 8),
-    (16, "-0x1.0p-1", "0x1.cp+2", 6),
     (16, "0x1.ap+2", "0x1.cp+2", 14),
-    (4, "0x1.0p-1", "0x1.0p+0", 2),
     (4, "-0x1.0p-1", "0x1.0p+0", 0),
-    # The largest and the smallest value, and nothing.
-    (32, "0x1.ep+3", "0x1.ep+3", 30),
+    # The smallest value, nothing, and the largest value.
     (32, "-0x1.ep+3", "0x1.ep+3", 0),
     (32, "-0x0p+0", "0x1.ep+3", 15),
     (256, "0x1.0p+0", "0x1.0p+0", 254),
@@ -56,11 +49,7 @@ QUANTISED = [
 # bins, q, m, value. Another order or more precision gives the neighbour.
 DEQUANTISED = [
     (32, 15, "0x1.0p+0", "0x0.0p+0"),
-    (32, 30, "0x1.44f2b8p+0", "0x1.44f2b8p+0"),
-    (32, 0, "0x1.44f2b8p+0", "-0x1.44f2b8p+0"),
     (32, 7, "0x1.44f2b8p+0", "-0x1.5a9c82p-1"),
-    (32, 2, "0x1.0f9a30p+0", "-0x1.d6c6fep-1"),
-    (16, 2, "0x1.f25370p+0", "-0x1.63f276p+0"),
     (16, 1, "0x1.114db8p+0", "-0x1.d4853cp-1"),
 ]
 
@@ -72,11 +61,6 @@ def test_quantising_to_the_bit(bins: int, x: str, m: str, q: int) -> None:
     assert quantised.dtype == torch.float32
     assert quantised.tolist() == [q, bins - 2]
     assert maxes.tolist() == [float.fromhex(m)]
-    assert row.tolist() == [float.fromhex(x), float.fromhex(m)], "the input is only read"
-
-
-@pytest.mark.parametrize(("bins", "x", "m", "q"), QUANTISED)
-def test_many_values_at_once_are_quantised_as_one(bins: int, x: str, m: str, q: int) -> None:
     rows = torch.tensor([[[float.fromhex(x)] * 37 + [-float.fromhex(m)]] * 3] * 2, device=DEVICE)
     quantised, maxes = torch_quant_vectorized(torch.tensor([bins] * 2), rows)
     assert (quantised.dtype, quantised.shape, maxes.shape) == (torch.int8, rows.shape, (2, 3, 1))
@@ -110,10 +94,10 @@ def reference(x: torch.Tensor, bins: list[int]) -> tuple[np.ndarray, np.ndarray,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 1, 1), (3, 5, 7), (3, 64, 129)])
-def test_random_values_as_the_reference(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+def test_random_values_are_quantised_as_by_numpy(dtype: torch.dtype) -> None:
     bins = [32, 16, 256]
-    x = (torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 3).to(dtype).to(DEVICE)
+    generator = torch.Generator().manual_seed(5)
+    x = (torch.randn((3, 20, 65), generator=generator) * 3).to(dtype).to(DEVICE)
     x[0, 0] = 0
     q, m, back = reference(x, bins)
     quantised, maxes = torch_quant_vectorized(torch.tensor(bins), x)
@@ -132,25 +116,8 @@ def test_random_values_as_the_reference(dtype: torch.dtype, shape: tuple[int, in
         assert np.array_equal(quant(number, single, single_max).cpu().numpy(), back[layer])
 
 
-def test_a_view_is_quantised_as_its_copy() -> None:
-    x = torch.randn(7, 5, 3, dtype=torch.bfloat16).permute(2, 1, 0)
-    viewed, copied = (
-        torch_quant_vectorized(torch.tensor([32] * 3), x),
-        torch_quant_vectorized(torch.tensor([32] * 3), x.contiguous()),
-    )
-    assert torch.equal(viewed[0], copied[0])
-    assert torch.equal(viewed[1], copied[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_come_back_as_zeros(dtype: torch.dtype) -> None:
-    quantised, maxes = torch_quant_vectorized(torch.tensor([32]), torch.zeros(1, 2, 5, dtype=dtype))
-    assert (quantised == 15).all()
-    assert (do_dequantize(quantised, torch.tensor([32]), maxes) == 0).all()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_spoils_its_token_only(bad: float) -> None:
+def test_a_value_that_is_not_finite_spoils_its_token_only(bad: float) -> None:
     x = torch.ones(1, 3, 4)
     x[0, 1, 2] = bad
     quantised, maxes = torch_quant_vectorized(torch.tensor([16]), x)
@@ -169,50 +136,35 @@ def test_the_smallest_and_largest_magnitudes() -> None:
     assert torch_quant_vectorized(torch.tensor([32]), huge)[0].flatten().tolist() == [30, 30, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_eight_bit_floats(dtype: torch.dtype) -> None:
-    x = torch.tensor([[[1.5, -0.5, 0.25, 0.0]]]).to(dtype)
-    quantised, maxes = torch_quant_vectorized(torch.tensor([32]), x)
-    assert (maxes.dtype, maxes.float().tolist()) == (dtype, [[[1.5]]])
-    assert quantised.flatten().tolist() == [30, 10, 18, 15], "17.5 is a tie"
-
-
-def test_no_tokens() -> None:
-    quantised, maxes = torch_quant_vectorized(torch.tensor([32, 32]), torch.empty(2, 0, 3))
-    assert (quantised.shape, maxes.shape) == ((2, 0, 3), (2, 0, 1))
-    assert do_dequantize(quantised, torch.tensor([32, 32]), maxes).shape == (2, 0, 3)
-
-
-@pytest.mark.parametrize("bins", [2, 3, 33, 258, 32.5, math.nan])
-def test_unusable_bins(bins) -> None:
-    with pytest.raises(ConfigError, match="even number, 4 to 256"):
-        torch_quant(bins, torch.ones(3))
-    with pytest.raises(ConfigError, match="even number, 4 to 256"):
-        quant(bins, torch.ones(3), 1.0)
-    with pytest.raises(ConfigError, match="even number, 4 to 256"):
-        torch_quant_vectorized(torch.tensor([32, bins]), torch.ones(2, 1, 3))
-    with pytest.raises(ConfigError, match="even number, 4 to 256"):
-        do_dequantize(torch.ones(2, 1, 3), torch.tensor([32, bins]), torch.ones(2, 1, 1))
+@pytest.mark.parametrize("bins", [2, 33, 258, math.nan])
+def test_unusable_bins_are_refused(bins) -> None:
+    layers = torch.tensor([32, bins])
+    for call in (
+        lambda: torch_quant(bins, torch.ones(3)),
+        lambda: quant(bins, torch.ones(3), 1.0),
+        lambda: torch_quant_vectorized(layers, torch.ones(2, 1, 3)),
+        lambda: do_dequantize(torch.ones(2, 1, 3), layers, torch.ones(2, 1, 1)),
+    ):
+        with pytest.raises(ConfigError, match="even number, 4 to 256"):
+            call()
 
 
 @pytest.mark.parametrize(
     ("bins", "values"),
     [
         (torch.tensor([32]), torch.ones(2, 1, 3)),
-        (torch.tensor(32), torch.ones(1, 1, 3)),
         (torch.tensor([32]), torch.ones(1, 3)),
         (torch.tensor([32]), torch.ones(1, 3, 0)),
-        (torch.tensor([32]), torch.ones(1, 3, 2, dtype=torch.int32)),
         (torch.tensor([32]), torch.ones(1, 3, 2, dtype=torch.float64)),
     ],
 )
-def test_unusable_values(bins: torch.Tensor, values: torch.Tensor) -> None:
+def test_unusable_values_are_refused(bins: torch.Tensor, values: torch.Tensor) -> None:
     with pytest.raises(LayoutError, match="give"):
         torch_quant_vectorized(bins, values)
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (2, 3, 1), (1, 3, 2), (1, 2, 1)])
-def test_magnitudes_that_do_not_fit(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(1, 3), (2, 3, 1), (1, 3, 2)])
+def test_magnitudes_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match=r"give \(1, 3, 1\)"):
         do_dequantize(torch.ones(1, 3, 2), torch.tensor([32]), torch.ones(shape))
 
@@ -226,13 +178,12 @@ def test_magnitudes_of_layers_are_put_together_in_order() -> None:
     "layers",
     [
         {},
-        {1: torch.ones(1)},
         {0: torch.ones(1), 2: torch.ones(1)},
         {0: torch.ones(1), 1: torch.ones(2)},
         {0: torch.ones(1), 1: torch.ones(1).half()},
     ],
 )
-def test_magnitudes_that_cannot_be_put_together(layers: dict[int, torch.Tensor]) -> None:
+def test_magnitudes_of_unlike_layers_are_refused(layers: dict[int, torch.Tensor]) -> None:
     with pytest.raises(LayoutError, match="give"):
         concat_max(layers)
 
@@ -259,19 +210,8 @@ def test_the_encoder_step_by_step_is_the_vectorised_one() -> None:
     assert encoder.compute_cdf(is_key=False).shape == (11, 6, 33)
 
 
-KV, CONFIG = torch.ones(2, 3, 4), CacheGenConfig.for_num_layers(2)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"fp_k": KV, "config": CONFIG},
-        {"fp_k": KV, "fp_v": torch.ones(3, 3, 4), "config": CONFIG},
-        {"fp_k": torch.ones(2, 3), "fp_v": KV, "config": CONFIG},
-        {"fp_k": KV, "fp_v": KV, "config": CONFIG, "more": 1},
-    ],
-)
-def test_fields_of_the_encoder(fields) -> None:
-    with pytest.raises(LayoutError, match="give"):
-        CacheGenEncoderImpl(**fields)
+def test_wrong_fields_of_the_encoder_are_refused() -> None:
+    fields = {"fp_k": torch.ones(2, 3, 4), "config": CacheGenConfig.for_num_layers(2)}
+    for wrong in (fields, fields | {"fp_v": torch.ones(3, 3, 4)}):
+        with pytest.raises(LayoutError, match="give"):
+            CacheGenEncoderImpl(**wrong)

@@ -1,5 +1,5 @@
-"""Streams of channels: they are those of the live codec, they come back, and whatever is damaged is
-refused or decoded wrong, never more.
+"""Streams of channels, against the coder written down once more. Any stream under any table:
+`tests/property/test_cachegen_streams.py`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ def reference_stream(cdf: list[int], symbols: list[int]) -> bytes:
     return b"".join(word.to_bytes(2, "little") for word in (*halves, *reversed(words)))
 
 
-def encoded(
-    cdf: torch.Tensor, symbols: torch.Tensor, room: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Streams and their lengths."""
+def encoded(cdf: torch.Tensor, symbols: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return streams and their lengths."""
     layers, tokens, channels = symbols.shape
-    room = 2 * tokens + 128 if room is None else room
+    room = 2 * tokens + 128
     buffer = torch.full((layers, channels, room), 0xA5, dtype=torch.uint8, device=DEVICE)
     lengths = torch.full((layers, channels), -1, dtype=torch.int32, device=DEVICE)
     return encode_ntokens(cdf, symbols, buffer, lengths), lengths
@@ -72,16 +70,8 @@ def decoded(
     return target
 
 
-def test_an_empty_stream_is_the_first_states() -> None:
-    made, lengths = encoded(
-        tables([0, 0x8000, 0xFFFF]), torch.zeros(1, 0, 1, dtype=torch.int8, device=DEVICE)
-    )
-    assert bytes(made.tolist()) == bytes((0, 0, 0, 0x80)) * 32
-    assert lengths.tolist() == [[128]]
-
-
-@pytest.mark.parametrize("bins", [4, 16, 32, 130, 256])
-def test_every_stream_is_the_references(bins: int) -> None:
+@pytest.mark.parametrize("bins", [4, 32, 256])
+def test_every_stream_is_that_of_the_reference(bins: int) -> None:
     symbols, cdf = example(layers=2, tokens=50, channels=3, bins=bins)
     stream, lengths = encoded(cdf, symbols)
     numbers = (cdf.cpu().numpy().view(np.uint16)).tolist()
@@ -96,22 +86,6 @@ def test_every_stream_is_the_references(bins: int) -> None:
     assert bytes(stream.tolist()) == b"".join(streams for layer in wanted for streams in layer)
     assert lengths.tolist() == [[len(streams) for streams in layer] for layer in wanted]
     assert torch.equal(decoded(cdf, stream, lengths, 50), symbols)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 2, 255, 256, 257])
-def test_worst_symbols_fit_two_bytes_each(tokens: int) -> None:
-    cdf = tables([0, 1, 0xFFFF])
-    symbols = torch.zeros(1, tokens, 1, dtype=torch.int8, device=DEVICE)
-    stream, lengths = encoded(cdf, symbols)
-    assert lengths.item() <= 2 * tokens + 128, "the smallest probability for each symbol"
-    assert torch.equal(decoded(cdf, stream, lengths, tokens), symbols)
-
-
-@pytest.mark.parametrize("room", [0, 1, 127, 128])
-def test_a_buffer_that_is_too_short(room: int) -> None:
-    cdf = tables([0, 1, 0xFFFF])
-    with pytest.raises(SerdeError, match=r"layer 0, channel 0.*too short"):
-        encoded(cdf, torch.zeros(1, 64, 1, dtype=torch.int8, device=DEVICE), room=room)
 
 
 def test_nothing_is_written_outside_a_buffer() -> None:
@@ -129,7 +103,7 @@ def test_nothing_is_written_outside_a_buffer() -> None:
     assert (around[:, :, 350:] == 0xA5).all()
 
 
-def test_a_symbol_without_a_probability() -> None:
+def test_a_symbol_without_a_probability_is_refused() -> None:
     with pytest.raises(SerdeError, match=r"layer 0, channel 1.*beyond the last"):
         encoded(
             tables([0, 1, 9], [0, 1, 9]), torch.tensor([[[1, 2]]], dtype=torch.int8, device=DEVICE)
@@ -151,19 +125,6 @@ def test_distributions_are_the_documented_ones() -> None:
         i + (0 if i < 1 else 2 * scale // 3 if i < 2 else scale) for i in range(33)
     ]
     assert numbers[0, 0, -1] == 0xFFFF
-    assert (
-        channel_distributions(torch.zeros(2, 0, 3, dtype=torch.int8), 4).tolist()
-        == [[[0, 1, 2, 3, 4]] * 3] * 2
-    )
-
-
-@pytest.mark.parametrize("bins", [4, 256])
-@pytest.mark.parametrize("tokens", [1, 1000])
-def test_distributions_always_rise(bins: int, tokens: int) -> None:
-    symbols = torch.full((1, tokens, 1), bins - 1, dtype=torch.uint8)
-    for value in (0, bins // 2, bins - 1):
-        cdf = channel_distributions(symbols.fill_(value), bins).numpy().view(np.uint16)
-        assert (np.diff(cdf.astype(np.int64)) >= 1).all()
 
 
 def test_collecting_and_recombining() -> None:
@@ -182,17 +143,15 @@ def test_collecting_and_recombining() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[[5, 0]], [[-1, 4]]])
-def test_lengths_that_no_buffer_has(lengths: list[list[int]]) -> None:
+def test_lengths_that_no_buffer_has_are_refused(lengths: list[list[int]]) -> None:
     with pytest.raises(SerdeError, match="buffers have 4 bytes"):
         collect_bytes(
             torch.zeros(1, 2, 4, dtype=torch.uint8), torch.tensor(lengths, dtype=torch.int32)
         )
 
 
-@pytest.mark.parametrize(
-    "lengths", [[[5, 0]], [[-1, 5]], [[1, 2]], [[2**31 - 1, 2**31 - 1]], [[-(2**31), 4]]]
-)
-def test_lengths_that_do_not_add_up(lengths: list[list[int]]) -> None:
+@pytest.mark.parametrize("lengths", [[[-1, 5]], [[1, 2]], [[2**31 - 1, 2**31 - 1]]])
+def test_lengths_that_do_not_add_up_are_refused(lengths: list[list[int]]) -> None:
     with pytest.raises(SerdeError, match="lengths of streams"):
         recombine_bytes(torch.zeros(4, dtype=torch.uint8), torch.tensor(lengths, dtype=torch.int32))
     with pytest.raises(SerdeError, match="lengths of streams"):
@@ -211,43 +170,7 @@ def test_recombining_is_bounded() -> None:
         recombine_bytes(torch.zeros(1 << 20, dtype=torch.uint8), lengths)
 
 
-def test_damaged_streams_are_refused_or_decoded_wrong() -> None:
-    symbols, cdf = example(layers=2, tokens=40, channels=3)
-    stream, lengths = encoded(cdf, symbols)
-    refused = 0
-    for position in range(len(stream)):
-        for flip in (0x01, 0x80, 0xFF):
-            damaged = stream.clone()
-            damaged[position] ^= flip
-            try:
-                assert not torch.equal(decoded(cdf, damaged, lengths, 40), symbols), (
-                    "another stream is another text"
-                )
-            except SerdeError:
-                refused += 1
-    assert refused > len(stream), "most damage is noticed"
-
-
-@pytest.mark.parametrize("row", [[1, 2, 3], [0, 0, 3], [0, 5, 5, 9], [0, 5, 4, 9], [0xFFFF, 0, 1]])
-def test_tables_that_do_not_rise(row: list[int]) -> None:
-    stream = torch.tensor([0, 0, 0, 0x80] * 32, dtype=torch.uint8)
-    with pytest.raises(SerdeError, match="does not rise"):
-        decoded(tables(row), stream, torch.tensor([[128]], dtype=torch.int32), 0)
-
-
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.int8, (2, 9, 3)), (torch.uint8, (2, 9, 3))])
-def test_targets_of_any_strides(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    symbols, cdf = example(layers=2, tokens=9, channels=3)
-    stream, lengths = encoded(cdf, symbols)
-    for target in (
-        torch.zeros(shape, dtype=dtype),
-        torch.zeros((9, 3, 2), dtype=dtype).permute(2, 0, 1),
-    ):
-        decode_chunk(cdf, CacheGenGPUBytestream(stream, lengths, 9), target)
-        assert torch.equal(target.view(torch.int8), symbols.cpu())
-
-
-def test_a_chunk_of_another_number_of_tokens() -> None:
+def test_a_chunk_of_another_number_of_tokens_is_refused() -> None:
     symbols, cdf = example(tokens=9)
     stream, lengths = encoded(cdf, symbols)
     with pytest.raises(SerdeError, match="9 tokens, a buffer for 8"):
@@ -258,7 +181,7 @@ def test_a_chunk_of_another_number_of_tokens() -> None:
         decoded(cdf, stream, lengths, 8)
 
 
-def test_tensors_of_other_shapes_or_dtypes() -> None:
+def test_tensors_of_other_shapes_or_dtypes_are_refused() -> None:
     symbols, cdf = example(layers=2, tokens=4, channels=3)
     buffer, lengths = (
         torch.zeros(2, 3, 136, dtype=torch.uint8),

@@ -1,14 +1,10 @@
-"""The documented methods of LocalDiskBackend: sync, from any thread, over the files and the
-index of the async ones.
-"""
+"""The documented methods of LocalDiskBackend, from any thread, on the chunks of the async ones."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import threading
-import time
 from concurrent.futures import Future
 
 import pytest
@@ -19,8 +15,10 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator, MemoryFormat
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskFiles, backend
+from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.storage.eviction import TierLimits
 
+from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
@@ -37,13 +35,15 @@ class Gate(DiskFiles):
         self.may_read = threading.Event()
         self.may_write.set()
         self.may_read.set()
+        self.num_reads = 0
 
     def write(self, fd, buffers):
-        assert self.may_write.wait(10)
+        assert self.may_write.wait(60)
         super().write(fd, buffers)
 
     def read(self, fd, buffer, at):
-        assert self.may_read.wait(10)
+        self.num_reads += 1
+        assert self.may_read.wait(60)
         return super().read(fd, buffer, at)
 
 
@@ -83,10 +83,6 @@ def bits(memory_obj):
     return memory_obj.tensor.clone().view(torch.uint8)
 
 
-async def in_a_thread(work, *arguments):
-    return await asyncio.to_thread(work, *arguments)
-
-
 async def test_what_is_put_is_got_with_its_shape_and_dtype(disk, arena):
     kv = make_kv(arena)
     stored = bits(kv)
@@ -94,7 +90,7 @@ async def test_what_is_put_is_got_with_its_shape_and_dtype(disk, arena):
     kv.ref_count_down()
     assert await asyncio.wrap_future(task) is True
     assert disk.contains(KEY)
-    with await in_a_thread(disk.get_blocking, KEY) as got:
+    with await asyncio.to_thread(disk.get_blocking, KEY) as got:
         assert torch.equal(bits(got), stored)
         assert (got.tensor.dtype, tuple(got.tensor.shape)) == (torch.bfloat16, SHAPE)
         assert got.get_memory_format() is MemoryFormat.KV_BLOB
@@ -105,7 +101,7 @@ async def test_both_faces_show_the_same_chunks(disk, arena):
         return arena.allocate((num_bytes,), None)
 
     await disk.batched_put([make_chunk("a")])
-    with await in_a_thread(disk.get_blocking, make_key("a")) as got:
+    with await asyncio.to_thread(disk.get_blocking, make_key("a")) as got:
         assert bytes(got.byte_array) == make_payload("a")
         assert got.get_memory_format() is MemoryFormat.BINARY
     kv = make_kv(arena)
@@ -117,7 +113,7 @@ async def test_both_faces_show_the_same_chunks(disk, arena):
     kv.ref_count_down()
 
 
-async def test_a_key_of_a_tenant_is_not_the_default_tenants(disk, arena):
+async def test_tenants_are_apart(disk, arena):
     kv = make_kv(arena)
     assert await disk.async_save_bytes_to_disk(make_key("kv", tenant="acme"), kv)
     kv.ref_count_down()
@@ -125,7 +121,7 @@ async def test_a_key_of_a_tenant_is_not_the_default_tenants(disk, arena):
     assert disk.contains(make_key("kv", tenant="acme"))
 
 
-async def test_a_put_holds_its_memory_until_it_is_written_and_is_taken_once(disk, arena, files):
+async def test_a_put_holds_its_memory_until_it_is_written_and_is_accepted_once(disk, arena, files):
     files.may_write.clear()
     kv = make_kv(arena)
     task = disk.submit_put_task(KEY, kv)
@@ -143,7 +139,7 @@ async def test_a_put_holds_its_memory_until_it_is_written_and_is_taken_once(disk
     kv.ref_count_down()
 
 
-async def test_no_more_puts_wait_than_may(disk, arena, files, monkeypatch):
+async def test_waiting_puts_are_bounded(disk, arena, files, monkeypatch):
     monkeypatch.setattr(documented, "MAX_PUT_TASKS", 2)
     files.may_write.clear()
     kv = make_kv(arena)
@@ -155,18 +151,7 @@ async def test_no_more_puts_wait_than_may(disk, arena, files, monkeypatch):
     kv.ref_count_down()
 
 
-async def test_what_is_prefetched_belongs_to_whoever_takes_it(disk, arena):
-    kv = make_kv(arena)
-    assert await disk.async_save_bytes_to_disk(KEY, kv)
-    task = disk.submit_prefetch_task(KEY)
-    assert isinstance(task, Future)
-    got = await asyncio.wrap_future(task)
-    assert torch.equal(bits(got), bits(kv))
-    got.ref_count_down()
-    kv.ref_count_down()
-
-
-async def test_what_is_not_held_is_a_miss_of_every_method(disk):
+async def test_an_absent_chunk_is_a_miss_of_every_method(disk):
     assert disk.submit_prefetch_task(KEY) is None
     assert disk.get_blocking(KEY) is None
     assert disk.load_bytes_from_disk(KEY) is None
@@ -178,7 +163,7 @@ async def test_what_is_not_held_is_a_miss_of_every_method(disk):
     assert disk.insert_key(KEY) is False
 
 
-async def test_loading_in_the_callers_thread(disk, arena):
+async def test_every_way_of_loading_gives_the_caller_a_reference(disk, arena):
     kv = make_kv(arena)
     assert await disk.async_save_bytes_to_disk(KEY, kv)
     result = disk.load_disk(KEY)
@@ -189,13 +174,19 @@ async def test_loading_in_the_callers_thread(disk, arena):
         disk.name,
     )
     result.release()
-    for got in (disk.load_bytes_from_disk(KEY), await disk.async_load_bytes_from_disk(KEY)):
+    task = disk.submit_prefetch_task(KEY)
+    assert isinstance(task, Future)
+    for got in (
+        disk.load_bytes_from_disk(KEY),
+        await disk.async_load_bytes_from_disk(KEY),
+        await asyncio.wrap_future(task),
+    ):
         assert torch.equal(bits(got), bits(kv))
         got.ref_count_down()
     kv.ref_count_down()
 
 
-async def test_a_damaged_file_is_a_miss_and_no_memory_is_one_too(disk, arena, tmp_path):
+async def test_a_damaged_file_is_a_miss_and_so_is_a_lack_of_memory(disk, arena, tmp_path):
     kv = make_kv(arena)
     assert await disk.async_save_bytes_to_disk(KEY, kv)
     rest = arena.allocate((arena.capacity_bytes - arena.used_bytes,), None)
@@ -210,20 +201,18 @@ async def test_a_damaged_file_is_a_miss_and_no_memory_is_one_too(disk, arena, tm
     kv.ref_count_down()
 
 
-async def test_what_is_removed_is_gone_and_its_file_with_it(disk, arena, tmp_path):
+async def test_a_removed_chunk_is_gone_with_its_file(disk, arena, tmp_path):
     kv = make_kv(arena)
     assert await disk.async_save_bytes_to_disk(KEY, kv)
     kv.ref_count_down()
-    assert await in_a_thread(disk.remove, KEY) is True
+    assert await asyncio.to_thread(disk.remove, KEY) is True
     assert list(tmp_path.rglob("*.kvr")) == []
     assert disk.get_blocking(KEY) is None
 
 
-async def test_a_record_that_was_put_in_its_place_is_served_when_its_key_is_inserted(
-    disk, tmp_path
-):
+async def test_the_record_of_another_process_is_served_once_its_key_is_inserted(disk, tmp_path):
     chunk = make_chunk("a")
-    path = disk._layout.record(chunk.key)
+    path = DiskLayout(tmp_path).record(chunk.key)
     path.parent.mkdir(parents=True)
     path.write_bytes(make_record("b"))
     assert disk.insert_key(chunk.key) is False, "the record of another key"
@@ -254,11 +243,11 @@ async def test_a_removed_file_that_stayed_is_charged_once_when_its_key_is_insert
     assert disk.stats()["quarantined_files"] == 0
 
 
-async def test_what_does_not_fit_is_not_inserted(tmp_path):
+async def test_a_record_that_does_not_fit_is_not_inserted(tmp_path):
     disk = LocalDiskBackend(tmp_path, 4096)
     await disk.open()
     large = make_chunk("large", payload=bytes(8192))
-    path = disk._layout.record(large.key)
+    path = DiskLayout(tmp_path).record(large.key)
     path.parent.mkdir(parents=True)
     path.write_bytes(large.head + bytes(8192))
     assert disk.insert_key(large.key) is False
@@ -274,16 +263,15 @@ async def test_a_disk_that_hangs_costs_a_bounded_wait_and_no_memory(
     assert await disk.async_save_bytes_to_disk(KEY, kv)
     kv.ref_count_down()
     files.may_read.clear()
-    assert await in_a_thread(disk.get_blocking, KEY) is None
+    assert await asyncio.to_thread(disk.get_blocking, KEY) is None
+    num_reads = files.num_reads
     loading = asyncio.ensure_future(disk.async_load_bytes_from_disk(KEY))
-    await asyncio.sleep(0.05)
+    await until(lambda: files.num_reads > num_reads)
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
     files.may_read.set()
-    async with asyncio.timeout(60):
-        while arena.used_bytes or disk._pool._running:
-            await asyncio.sleep(0.01)
+    await until(lambda: not arena.used_bytes)
 
 
 async def test_a_tier_that_is_closed_says_so_and_gives_back_what_waited(tmp_path, arena, files):
@@ -297,11 +285,9 @@ async def test_a_tier_that_is_closed_says_so_and_gives_back_what_waited(tmp_path
     files.may_write.clear()
     writing = disk.submit_put_task(KEY, kv)
     saving = asyncio.ensure_future(disk.async_save_bytes_to_disk(make_key(2), kv))
-    async with asyncio.timeout(60):
-        while not writing.running() or kv.get_ref_count() < 3:
-            await asyncio.sleep(0)
+    await until(lambda: writing.running() and kv.get_ref_count() >= 3)
     closing = asyncio.ensure_future(disk.close())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     files.may_write.set()
     await closing
     assert writing.result() is True
@@ -324,7 +310,7 @@ async def test_a_tier_that_is_closed_says_so_and_gives_back_what_waited(tmp_path
             call(KEY)
 
 
-async def test_without_an_allocator_what_is_read_lies_in_plain_bytes(tmp_path):
+async def test_without_an_allocator_chunks_are_read_into_plain_bytes(tmp_path):
     disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
     await disk.open()
     await disk.batched_put([make_chunk("a")])
@@ -333,13 +319,8 @@ async def test_without_an_allocator_what_is_read_lies_in_plain_bytes(tmp_path):
     await disk.close()
 
 
-def test_close_and_the_async_methods_are_coroutines():
-    for name in ("close", "async_save_bytes_to_disk", "async_load_bytes_from_disk"):
-        assert inspect.iscoroutinefunction(getattr(LocalDiskBackend, name))
-
-
-async def test_a_file_whose_time_is_over_is_not_inserted(tmp_path):
-    now = time.time()
+async def test_an_expired_file_is_not_inserted(tmp_path):
+    now = 1e9
     disk = LocalDiskBackend(
         tmp_path, CAPACITY_BYTES, limits=TierLimits(ttl_s=60.0), clock=lambda: now
     )
@@ -357,7 +338,7 @@ async def test_a_file_whose_time_is_over_is_not_inserted(tmp_path):
     await disk.close()
 
 
-async def test_what_a_thread_removes_while_the_directory_is_read_is_gone(tmp_path, monkeypatch):
+async def test_a_chunk_removed_while_the_directory_is_read_is_gone(tmp_path, monkeypatch):
     disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
     await disk.open()
     assert await disk.batched_put([make_chunk("a")]) == [True]
@@ -366,14 +347,14 @@ async def test_what_a_thread_removes_while_the_directory_is_read_is_gone(tmp_pat
 
     class Slow(DiskFiles):
         def list_directory(self, path):
-            may_list.wait(10)
+            assert may_list.wait(60)
             return super().list_directory(path)
 
     monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.01)
     again = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=Slow())
     await again.open()
     removing = asyncio.ensure_future(asyncio.to_thread(again.remove, make_key("a")))
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)
     may_list.set()
     assert await removing is True
     await again.wait_loaded()

@@ -60,26 +60,19 @@ def fast(payload: bytes = b"1", **fields: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (b"", "0 bytes are too short"),
         (fast()[:19], "19 bytes are too short"),
         (fast()[:-1] + b"2", "digest"),
-        (fast() + b"1", "digest"),
         (fast(serde="torch"), "encoded by serde 'torch', read as 'fast'"),
         (fast(serde=3), "head of an encoded tensor cannot be read"),
-        (fast(head=b"\xc1"), "head of an encoded tensor cannot be read"),
-        (fast(head=b"\xdd\xff\xff\xff\xff"), "head of an encoded tensor cannot be read"),
-        (fast(shape=[-1]), "head of an encoded tensor cannot be read"),
         (fast(shape=[1] * 65), "head of an encoded tensor cannot be read"),
         (fast(dtype="float7"), "dtype 'float7' is not known"),
-        (fast(shape=[2]), "1 bytes of tensor for"),
         (fast(b"123", shape=[2]), "3 bytes of tensor for"),
-        (fast(dtype="float32", shape=[]), "1 bytes of tensor for"),
         (fast(b"", shape=[1 << 40, 1 << 40, 0]), "product of its sizes"),
         (fast(shape=[1 << 40]), "bytes of tensor; at most 4294967296"),
         (fast(b"\0\1\2", dtype="bool"), "neither 0 nor 1"),
     ],
 )
-def test_what_is_no_encoding_is_refused_with_the_reason(data: bytes, match: str) -> None:
+def test_bytes_that_are_no_encoding_are_refused_with_the_reason(data: bytes, match: str) -> None:
     with pytest.raises(SerdeError, match=match):
         FastDeserializer(None).from_bytes(data)
 
@@ -103,8 +96,6 @@ def test_bytes_in_other_units_are_read_and_with_gaps_refused() -> None:
             "4294967297 bytes of tensor; at most 4294967296",
         ),
         (lambda: torch.zeros(1).expand((1,) * 65), "65 dimensions; at most 64"),
-        (lambda: torch.eye(3).to_sparse(), "sparse"),
-        (lambda: torch.zeros(2, device="meta"), "on meta"),
         (lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8), "quint8"),
         (
             lambda: torch.nested.nested_tensor(
@@ -113,7 +104,7 @@ def test_bytes_in_other_units_are_read_and_with_gaps_refused() -> None:
             "layout",
         ),
     ],
-    ids=["extent", "length", "dimensions", "sparse", "meta", "quantized", "nested"],
+    ids=["extent", "length", "dimensions", "quantized", "nested"],
 )
 @pytest.mark.filterwarnings(
     "ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors"
@@ -125,20 +116,13 @@ def test_a_tensor_out_of_bounds_is_refused_before_it_is_copied(
         FastSerializer().to_bytes(make())
 
 
-@pytest.mark.parametrize("given", [None, b"bytes", [1.0, 2.0]])
-def test_what_is_no_tensor_is_refused(given: torch.Tensor) -> None:
-    with pytest.raises(
-        TypeError, match=f"{type(given).__name__} cannot be encoded: give a torch.Tensor"
-    ):
-        FastSerializer().to_bytes(given)
+def test_only_tensors_are_encoded() -> None:
+    with pytest.raises(TypeError, match=r"bytes cannot be encoded: give a torch\.Tensor"):
+        FastSerializer().to_bytes(b"bytes")
 
 
-@pytest.mark.parametrize(
-    "lazily",
-    [torch.tensor([1 + 2j]).conj().imag, torch._neg_view(torch.tensor([2.0]))],
-    ids=["part", "whole"],
-)
-def test_a_lazily_negated_tensor_is_encoded_with_its_values(lazily: torch.Tensor) -> None:
+def test_a_lazily_negated_tensor_is_encoded_with_its_values() -> None:
+    lazily = torch.tensor([1 + 2j]).conj().imag
     assert lazily.is_neg()
     assert FastSerializer().to_bytes(lazily) == FastSerializer().to_bytes(torch.tensor([-2.0]))
 
@@ -156,13 +140,10 @@ def test_the_safe_payload_is_a_safetensors_file() -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        b"",
-        DATA,
         safetensors.torch.save({"tensor_bytes": GIVEN})[:-1],
         safetensors.torch.save({"tensor_bytes": GIVEN}) + b"1",
         safetensors.torch.save({"tensor": GIVEN}),
         safetensors.torch.save({"tensor_bytes": GIVEN.view(3)}),
-        safetensors.torch.save({"tensor_bytes": GIVEN.view(torch.int32)}),
         safetensors.torch.save({"tensor_bytes": GIVEN, "other": torch.zeros(0)}),
         safetensors.torch.save({"tensor_bytes": GIVEN}, {"more": "text"}),
     ],
@@ -202,9 +183,7 @@ def not_to_be_called(*_: object, **__: object) -> None:
     pytest.fail("something was unpickled")
 
 
-@pytest.mark.parametrize(
-    "pickled", [b"\x80\2cos\nsystem\nX\4\0\0\0true\x85R.", b"", b"\x80\2cbuiltins\nexec\n."]
-)
+@pytest.mark.parametrize("pickled", [b"\x80\2cos\nsystem\nX\4\0\0\0true\x85R.", b""])
 def test_no_pickle_is_read(pickled: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((torch, "load"), (pickle, "loads"), (pickle, "Unpickler")):
         monkeypatch.setattr(module, name, not_to_be_called)
@@ -219,12 +198,9 @@ DIRECTORY, END = b"PK\1\2", b"PK\5\6"
 @pytest.mark.parametrize(
     ("archive", "match"),
     [
-        (b"", "no archive"),
         (bytes(98), "no archive"),
         (saved(GIVEN)[:-1], "no archive"),
-        (saved([]), "no archive"),
         (saved(GIVEN.double()), "24 bytes of tensor"),
-        (archived({"data/0": DATA[:-1]}), "11 bytes of tensor"),
         (archived({"data/1": DATA}), "no archive"),
         (archived({"data/0": bytes(1 << 20)}, zipfile.ZIP_DEFLATED), "not stored"),
         (edited(STORED, DIRECTORY, 8, b"\1\0"), "no archive"),  # said to be encrypted
@@ -238,7 +214,7 @@ def test_another_archive_is_refused(archive: bytes, match: str) -> None:
         read(TorchDeserializer, archive)
 
 
-def test_a_torch_that_writes_otherwise_is_found_out_when_writing(
+def test_a_torch_that_writes_another_archive_is_noticed_when_writing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = archived({"data/1": DATA})
@@ -248,7 +224,7 @@ def test_a_torch_that_writes_otherwise_is_found_out_when_writing(
 
 
 class Recorded(Serializer, Deserializer):
-    """Answers with a fixed object, so that the wrapper is seen to hand on that very one."""
+    """Returns a fixed object, which the wrapper must return itself."""
 
     def __init__(self, answer: object) -> None:
         super().__init__("float16")
@@ -311,9 +287,7 @@ def test_without_its_package_a_codec_says_what_to_install(package: str) -> None:
         "try: create_codec('safetensor')\n"
         "except Exception as exc: print(type(exc).__name__, exc)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("ConfigError")
     assert package in done.stdout
     assert "./libs/lmcache_core[torch]" in done.stdout

@@ -30,7 +30,7 @@ class Plain(LMCBackendInterface):
     def close(self): ...
 
 
-def test_the_interface_batches_for_those_who_do_not() -> None:
+def test_batches_fall_back_to_single_calls() -> None:
     plain = Plain()
     assert plain.dst_device == "cuda"
     assert plain.batched_put([(key(i), torch.full((2,), i)) for i in range(3)]) == 3
