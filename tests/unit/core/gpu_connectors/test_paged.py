@@ -33,24 +33,13 @@ def connector():
 
 
 @pytest.mark.parametrize("missing", ["kvcaches", "slot_mapping"])
-@pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
-def test_a_missing_argument_is_named(connector, method, missing):
+def test_a_missing_argument_is_named(connector, missing):
     kwargs = {"kvcaches": make_kv_caches(LAYOUT, 1), "slot_mapping": torch.tensor(SLOTS)}
+    del kwargs[missing]
     memory = make_memory(connector.get_shape(1), "bfloat16")
-    for absent in ({k: v for k, v in kwargs.items() if k != missing}, {**kwargs, missing: None}):
+    for copy in (connector.from_gpu, connector.to_gpu):
         with pytest.raises(ValueError, match=missing):
-            getattr(connector, method)(memory, 4, 5, **absent)
-
-
-def test_the_overlap_with_the_engines_prefix_is_explained(connector):
-    with pytest.raises(LayoutError, match="prefix"):
-        connector.from_gpu(
-            make_memory(connector.get_shape(2), "bfloat16"),
-            3,
-            5,
-            kvcaches=make_kv_caches(LAYOUT, 1),
-            slot_mapping=torch.tensor(SLOTS),
-        )
+            copy(memory, 4, 5, **kwargs)
 
 
 def test_pages_interleaved_by_block_come_as_pairs_of_views(connector):
@@ -91,13 +80,6 @@ sys.exit("triton" in sys.modules)
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    import lmcache_core.gpu_connectors as gpu_connectors
-
-    with pytest.raises(AttributeError, match="NoSuchConnector"):
-        _ = gpu_connectors.NoSuchConnector
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("options", [{}, {"use_gpu": True, "chunk_size": 16, "device": "cuda"}])
 @pytest.mark.parametrize("is_on_device", [False, True])
@@ -117,7 +99,7 @@ def test_pages_on_a_gpu_go_through_host_memory(options, is_on_device):
 
 
 @pytest.mark.parametrize("method", ["from_gpu", "to_gpu"])
-def test_a_block_is_not_of_two_groups_that_lie_in_the_same_memory(method):
+def test_groups_in_the_same_memory_share_no_block(method):
     connector = PagedGPUConnector(
         KVLayout(
             tuple(
@@ -140,3 +122,46 @@ def test_a_block_is_not_of_two_groups_that_lie_in_the_same_memory(method):
     apart = [torch.tensor([0, 1, 2, 4]), torch.tensor([12, 13, 8, 15])]
     getattr(connector, method)(memory, 0, 4, kvcaches=[page, page], slot_mapping=apart)
     getattr(connector, method)(memory, 0, 4, kvcaches=[page, page.clone()], slot_mapping=apart[0])
+
+
+CHECKED = torch.tensor([-1, -1, 9, 3, 4, 5, 14, 0])
+"""Slots of which those of tokens [2, 8) are checked once for all chunks of a transfer."""
+
+
+@pytest.fixture
+def declared():
+    return PagedGPUConnector(LAYOUT)
+
+
+def fill(declared, engine, start, end, **kwargs):
+    memory = make_memory(declared.get_shape(end - start), LAYOUT.kv_dtype)
+    declared.from_gpu(memory, start, end, **kwargs)
+    return bytes(memory.byte_array)
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 8), (4, 7), (5, 5)])
+def test_a_chunk_is_copied_as_with_slots_of_its_own(declared, start, end):
+    engine = make_kv_caches(LAYOUT, 1)
+    addresses = declared.addresses_of(engine, CHECKED, 2, 8)
+    alone = fill(declared, engine, start, end, kvcaches=engine, slot_mapping=CHECKED)
+    assert fill(declared, engine, start, end, addresses=addresses) == alone
+    others = [make_kv_caches(LAYOUT, 2), make_kv_caches(LAYOUT, 2)]
+    memory = make_memory(declared.get_shape(end - start), LAYOUT.kv_dtype)
+    memory.byte_array[:] = alone
+    declared.to_gpu(memory, start, end, kvcaches=others[0], slot_mapping=CHECKED)
+    declared.to_gpu(memory, start, end, addresses=declared.addresses_of(others[1], CHECKED, 2, 8))
+    assert same(*map(snapshot, others))
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 4), (6, 9)])
+def test_unchecked_tokens_are_refused(declared, start, end):
+    engine = make_kv_caches(LAYOUT, 1)
+    before = snapshot(engine)
+    addresses = declared.addresses_of(engine, CHECKED, 2, 8)
+    memory = make_memory(declared.get_shape(end - start), LAYOUT.kv_dtype)
+    for copy in (declared.from_gpu, declared.to_gpu):
+        with pytest.raises(
+            LayoutError, match=rf"tokens \[{start}, {end}\) are not among those .* \[2, 8\)"
+        ):
+            copy(memory, start, end, addresses=addresses)
+    assert same(snapshot(engine), before)

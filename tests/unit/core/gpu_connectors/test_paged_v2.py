@@ -45,38 +45,19 @@ def test_from_gpu_makes_a_kv_blob_of_memory_in_any_format(fmt):
     assert memory.metadata.fmt is MemoryFormat.KV_BLOB
 
 
-def test_a_refused_from_gpu_leaves_the_format():
-    memory = make_memory(make_connector().get_shape(3), "bfloat16", MemoryFormat.UNDEFINED)
-    with pytest.raises(LayoutError):
-        make_connector().from_gpu(memory, 2, 5, **kwargs_for(make_kv_caches(LAYOUT, 1)))
-    assert memory.metadata.fmt is MemoryFormat.UNDEFINED
+def test_unknown_options_are_named():
+    with pytest.raises(TypeError, match="buffer, devices"):
+        make_connector(use_gpu=True, chunk_size=8, buffer=1, devices="cpu")
 
 
-@pytest.mark.parametrize(
-    "options", [{"chunksize": 8}, {"use_gpu": True, "chunk_size": 8, "buffer": 1, "devices": "cpu"}]
-)
-def test_unknown_options_are_named(options):
-    with pytest.raises(
-        TypeError, match=", ".join(sorted(set(options) - {"use_gpu", "chunk_size"}))
-    ):
-        make_connector(**options)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 0, -1, 2.5])
+@pytest.mark.parametrize("chunk_size", [None, 0, 2.5])
 def test_a_staging_buffer_needs_a_size(chunk_size):
     with pytest.raises(ValueError, match="chunk_size"):
         make_connector(use_gpu=True, chunk_size=chunk_size)
 
 
-def test_options_of_the_buffer_have_no_effect_without_it():
-    connector = make_connector(chunk_size=1, dtype=torch.float64, device="cuda:7")
-    assert gathered(connector, make_kv_caches(LAYOUT, 1))
-
-
-@pytest.mark.parametrize(
-    "other", [{"dtype": torch.float16}, {"device": "cuda"}, {"device": "meta"}]
-)
-def test_pages_must_be_what_the_buffer_was_asked_for(other):
+@pytest.mark.parametrize("other", [{"dtype": torch.float16}, {"device": "meta"}])
+def test_pages_must_fit_the_buffer(other):
     engine = make_kv_caches(LAYOUT, 1)
     before = snapshot(engine)
     with pytest.raises(LayoutError, match="the connector was made for"):
@@ -123,7 +104,7 @@ def test_threads_do_not_disturb_each_other_in_the_buffer():
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.enable_grad])
-def test_the_buffer_serves_every_mode_whichever_made_it(first):
+def test_the_buffer_serves_every_mode(first):
     connector, engine = make_connector(**STAGED), make_kv_caches(LAYOUT, 1)
     with first():
         memory = make_memory(connector.get_shape(3), "bfloat16")
@@ -154,17 +135,9 @@ def test_the_same_tensors_are_bound_once():
         pytest.param(lambda t: t.data.copy_(torch.full_like(t, 3)), id="other content"),
     ],
 )
-def test_tensors_that_change_in_place_are_never_stale(change):
+def test_tensors_changed_in_place_are_not_stale(change):
     connector, engine = make_connector(), make_kv_caches(LAYOUT, 1)
     before = gathered(connector, engine)
     with torch.no_grad():
         change(engine[1])
     assert gathered(connector, engine) == gathered(make_connector(), engine) != before
-
-
-def test_a_refused_binding_is_not_remembered():
-    connector, engine = make_connector(), make_kv_caches(LAYOUT, 1)
-    for _ in range(2):
-        with pytest.raises(LayoutError):
-            connector.binding_of(engine[:1])
-    assert connector.binding_of(engine).pages[0].num_layers == NUM_LAYERS

@@ -1,4 +1,4 @@
-"""Copies between a device and an arena that is registered in pieces: none touches two, which CUDA
+"""Copies between a device and an arena registered in pieces: none touches two, which CUDA
 refuses.
 """
 

@@ -1,6 +1,4 @@
-"""Chunks on their way to and from pages on a device: what is launched when, and what is waited
-for.
-"""
+"""Chunks on their way to and from pages on a device: the order of copies, scatters and waits."""
 
 from __future__ import annotations
 
@@ -127,14 +125,7 @@ def test_an_error_waits_for_copies_that_run(runtime, connector):
     assert torch.equal(buffers[0], content)
 
 
-def test_a_load_alone_has_ended_when_it_returns(runtime, connector):
-    source, target = kwargs_of(1), kwargs_of(50)
-    (memory,) = gathered(connector, source, CHUNKS[0])
-    connector.to_gpu(memory, *CHUNKS[0], **target)
-    check_equal(source, target, range(4, 7))
-
-
-def test_of_a_chunk_only_the_wanted_slots_are_written_in_one_copy(runtime, connector):
+def test_only_wanted_slots_of_a_chunk_are_written_in_one_copy(runtime, connector):
     source, target = kwargs_of(1), kwargs_of(50)
     (memory,) = gathered(connector, source, CHUNKS[1])
     addresses = connector.addresses_of(target["kvcaches"], target["slot_mapping"], 8, 9)
@@ -178,9 +169,17 @@ def test_the_next_chunk_is_gathered_before_the_copy_of_one_is_waited_for(runtime
         assert contents(memories)[i] == wanted[i]
 
 
+def test_a_copy_alone_has_ended_when_it_returns(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    (memory,) = gathered(connector, source, CHUNKS[0])
+    assert contents([memory]) == expected(PagedGPUConnector(LAYOUT, 3), source)[:1]
+    connector.to_gpu(memory, *CHUNKS[0], **target)
+    check_equal(source, target, range(4, 7))
+
+
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (1, 0, 2)])
 def test_a_buffer_is_not_filled_before_it_is_copied(runtime, connector, order):
-    """Whichever of the streams is quicker."""
+    """In whatever order the streams end."""
     source = kwargs_of(1)
     wanted = expected(PagedGPUConnector(LAYOUT, 3), source)
     memories, launched = launched_stores(connector, source)
@@ -204,7 +203,7 @@ def test_pages_may_be_overwritten_before_chunks_are_copied(runtime, connector):
     assert contents(memories) == wanted
 
 
-def test_a_store_starts_after_what_it_is_told_and_what_was_launched_before(runtime, connector):
+def test_a_store_starts_after_its_event_and_what_was_launched_before(runtime, connector):
     source, other = kwargs_of(1), runtime.make()
     wanted = expected(PagedGPUConnector(LAYOUT, 3), source)
     pages = source["kvcaches"]
@@ -223,10 +222,3 @@ def test_a_store_starts_after_what_it_is_told_and_what_was_launched_before(runti
 def restore(pages, kept):
     for page, before in zip(pages, kept, strict=True):
         page.copy_(before)
-
-
-def test_a_store_alone_has_ended_when_it_returns(runtime, connector):
-    source = kwargs_of(1)
-    (memory,) = gathered(connector, source, CHUNKS[0])
-    assert contents([memory]) == expected(PagedGPUConnector(LAYOUT, 3), source)[:1]
-    assert runtime.log[2] == "wait"

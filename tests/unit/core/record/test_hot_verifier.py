@@ -1,4 +1,4 @@
-"""Which chunks from host memory are checked, and what the check says."""
+"""Which chunks from host memory are verified, and how many are intact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
 
 
 class Watched(BytesBufferMemoryObj):
-    """Memory that counts who looks at it, and may keep them waiting."""
+    """Memory that counts its readers, and lets them wait at a gate."""
 
     def __init__(self, data: bytes, gate: threading.Event | None = None) -> None:
         super().__init__(data)
@@ -37,7 +37,7 @@ class Watched(BytesBufferMemoryObj):
     def byte_array(self) -> memoryview:
         self.num_looks += 1
         if self.gate is not None:
-            assert self.gate.wait(5.0)
+            assert self.gate.wait(60.0)
         return super().byte_array
 
 
@@ -52,40 +52,24 @@ def damaged(name: object) -> Chunk:
     return chunk_in(name, BytesBufferMemoryObj(bytes(data)))
 
 
-@pytest.mark.parametrize("bad", [None, 0, 3, 7])
-def test_always_finds_the_first_that_is_damaged(workers: Workers, bad: int | None) -> None:
-    chunks = [damaged(i) if bad is not None and i >= bad else make_chunk(i) for i in range(8)]
-    assert HotVerifier("always").num_intact(chunks, workers) == (8 if bad is None else bad)
+@pytest.mark.parametrize("bad", [0, 3, 8])
+def test_always_finds_the_first_damaged_chunk(workers: Workers, bad: int) -> None:
+    chunks = [damaged(i) if i == bad else make_chunk(i) for i in range(8)]
+    assert HotVerifier("always").num_intact(chunks, workers) == bad
+    assert HotVerifier("always").num_intact([], workers) == 0
 
 
-def test_chunks_behind_a_damaged_one_are_not_counted(workers: Workers) -> None:
-    chunks = [make_chunk(0), damaged(1), make_chunk(2)]
-    assert HotVerifier("always").num_intact(chunks, workers) == 1
-
-
-def test_nothing_is_intact(workers: Workers) -> None:
-    for mode in ("always", "sampled", "never"):
-        assert HotVerifier(mode).num_intact([], workers) == 0
-
-
-def test_never_looks_at_nothing(workers: Workers) -> None:
-    memory = Watched(make_payload(0))
+def test_never_reads_and_seals_nothing(workers: Workers) -> None:
+    memory, made = Watched(make_payload(0)), make_chunk(2)
+    unsealed = Chunk.unsealed(made.key, made.header, made.memory, "memory")
     verifier = HotVerifier("never")
     assert not verifier.needs_digests
-    assert verifier.num_intact([chunk_in(0, memory), damaged(1)], workers) == 2
+    assert verifier.num_intact([chunk_in(0, memory), damaged(1), unsealed], workers) == 3
     assert memory.num_looks == 0
+    assert not unsealed.is_sealed
 
 
-def test_a_chunk_of_which_only_the_digest_is_to_come_is_not_sealed_for_nothing(
-    workers: Workers,
-) -> None:
-    made = make_chunk(0)
-    chunk = Chunk.unsealed(made.key, made.header, made.memory, "memory")
-    assert HotVerifier("never").num_intact([chunk], workers) == 1
-    assert not chunk.is_sealed
-
-
-def test_sampled_checks_one_in_so_many_across_calls(workers: Workers) -> None:
+def test_sampled_verifies_one_in_each_interval_across_calls(workers: Workers) -> None:
     verifier = HotVerifier("sampled")
     assert verifier.needs_digests
     memories = [Watched(make_payload(i)) for i in range(5 * SAMPLE_INTERVAL)]
@@ -97,9 +81,9 @@ def test_sampled_checks_one_in_so_many_across_calls(workers: Workers) -> None:
     assert [i // SAMPLE_INTERVAL for i in looked_at] == list(range(5)), "one in each sixteen"
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, SAMPLE_INTERVAL, 3 * SAMPLE_INTERVAL])
-def test_sampled_finds_damage_of_any_chunk_sooner_or_later(num_chunks: int) -> None:
-    """Also where each load asks for a multiple, or a divisor, of so many."""
+@pytest.mark.parametrize("num_chunks", [2, SAMPLE_INTERVAL, 3 * SAMPLE_INTERVAL])
+def test_sampled_chooses_every_chunk_of_repeated_loads_at_some_time(num_chunks: int) -> None:
+    """Also if each load asks for a multiple, or a divisor, of the interval."""
     verifier = HotVerifier("sampled", random.Random(7))
     chosen = {
         i
@@ -110,13 +94,7 @@ def test_sampled_finds_damage_of_any_chunk_sooner_or_later(num_chunks: int) -> N
     assert chosen == set(range(num_chunks))
 
 
-def test_sampled_finds_a_damaged_chunk(workers: Workers) -> None:
-    verifier, chunk = HotVerifier("sampled"), damaged(0)
-    verdicts = [verifier.num_intact([chunk], workers) for _ in range(3 * SAMPLE_INTERVAL)]
-    assert verdicts.count(0) == 3
-
-
-def test_all_checks_have_ended_when_the_verdict_is_there() -> None:
+def test_the_result_waits_for_all_readers() -> None:
     """The caller gives the memory back at once."""
     workers = Workers("test-worker", 2)
     workers.open()
@@ -132,12 +110,12 @@ def test_all_checks_have_ended_when_the_verdict_is_there() -> None:
     asking.join(0.1)
     assert asking.is_alive(), "the first is damaged, but the second is still being read"
     gate.set()
-    asking.join(5.0)
+    asking.join(60.0)
     assert verdicts == [0]
     workers.close()
 
 
-def test_an_unknown_mode_is_refused_unless_a_sidecar_says_it() -> None:
+def test_an_unknown_mode_is_refused_unless_it_comes_from_a_sidecar() -> None:
     with pytest.raises(ConfigError, match="verify_hot='often'"):
         HotVerifier("often")
     assert HotVerifier.lenient("often").mode == "always"

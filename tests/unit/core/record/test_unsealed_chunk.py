@@ -1,4 +1,4 @@
-"""A chunk whose digest is made when somebody asks for it."""
+"""A chunk whose digest is computed on demand."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ NUM_THREADS = 6
 
 
 class Counting(BytesBufferMemoryObj):
-    """Counts who reads it; each reader is given time to be overtaken."""
+    """Counts its readers; the first waits for another one, a little."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
         self.num_reads = 0
+        self._is_overtaken = threading.Event()
 
     @property
     def byte_array(self) -> memoryview:
         self.num_reads += 1
-        threading.Event().wait(0.02)
+        if self.num_reads == 1:
+            self._is_overtaken.wait(0.1)
+        self._is_overtaken.set()
         return super().byte_array
 
 
@@ -58,7 +61,7 @@ def unsealed(name: object, num_bytes: int = 1000) -> Chunk:
     )
 
 
-def test_it_is_the_record_that_it_would_have_been() -> None:
+def test_sealing_gives_the_same_record() -> None:
     sealed, chunk = make_chunk("a"), unsealed("a")
     assert not chunk.is_sealed
     assert chunk.head == sealed.head
@@ -67,7 +70,7 @@ def test_it_is_the_record_that_it_would_have_been() -> None:
 
 
 @pytest.mark.parametrize("ask", ["head", "header", "sealed"])
-def test_whatever_needs_the_digest_makes_it(ask: str) -> None:
+def test_every_part_with_the_digest_seals_the_chunk(ask: str) -> None:
     chunk = unsealed("a")
     asked = getattr(chunk, ask)
     if ask == "sealed":
@@ -78,7 +81,7 @@ def test_whatever_needs_the_digest_makes_it(ask: str) -> None:
     verify_payload(header, chunk.memory.byte_array)
 
 
-def test_what_is_known_without_the_digest_does_not_make_it() -> None:
+def test_parts_without_the_digest_do_not_seal_the_chunk() -> None:
     chunk = unsealed("a")
     assert chunk.described.tensors[0].length == 1000
     assert not chunk.lossy
@@ -87,14 +90,14 @@ def test_what_is_known_without_the_digest_does_not_make_it() -> None:
     assert not chunk.is_sealed
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 511, 4096, 100_000])
-def test_its_size_is_that_of_the_whole_record(num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [0, 511, 4096])
+def test_the_size_is_that_of_the_whole_record(num_bytes: int) -> None:
     chunk = unsealed("a", num_bytes)
     before = chunk.num_bytes
     assert before == len(chunk.head) + num_bytes == chunk.num_bytes
 
 
-def test_threads_that_seal_at_once_make_one_digest() -> None:
+def test_threads_that_seal_together_compute_one_digest() -> None:
     key, memory = make_key("a"), Counting(make_payload("a"))
     chunk = Chunk.unsealed(key, header_of(key, 1000), memory, "memory")
     start, heads = threading.Barrier(NUM_THREADS), list[bytes]()
@@ -113,7 +116,7 @@ def test_threads_that_seal_at_once_make_one_digest() -> None:
 
 
 class Overtaken(Chunk):
-    """Another thread seals it as soon as somebody has looked at one of its two halves."""
+    """Sealed, as by another thread, right after one of its two halves was read."""
 
     __slots__ = ("is_armed",)
 
@@ -125,7 +128,7 @@ class Overtaken(Chunk):
         return value
 
 
-def test_a_chunk_that_is_sealed_while_it_is_moved_fits_together() -> None:
+def test_a_chunk_sealed_while_it_is_moved_is_consistent() -> None:
     chunk = Overtaken.__new__(Overtaken)
     chunk.is_armed = False
     key = make_key("a")
