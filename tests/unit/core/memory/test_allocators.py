@@ -1,4 +1,4 @@
-"""What only some allocators do; what all do is in tests/contract/test_allocators.py."""
+"""What only some allocators do; the contract of all: `tests/contract/test_allocators.py`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ import gc
 import inspect
 import logging
 import mmap
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
-from lmcache_core import memory
-from lmcache_core.errors import CapacityError, ConfigError, IntegrityError
+from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory import (
     ALIGN_BYTES,
     DTYPE_ITEMSIZE,
     ArenaAllocator,
     BufferAllocator,
     BytesBufferMemoryObj,
-    FreeBlock,
     GPUMemoryAllocator,
     HostMemoryAllocator,
     MemoryAllocatorInterface,
     MemoryFormat,
-    MemoryObj,
     MemoryObjMetadata,
     MixedMemoryAllocator,
     PinMemoryAllocator,
@@ -38,26 +33,6 @@ from lmcache_core.memory import (
 CAPACITY = 8 * ALIGN_BYTES
 MORE_THAN_ANY_MACHINE_HAS = 1 << 60
 HAS_CUDA = torch.cuda.is_available()
-ALLOCATORS = {
-    "arena": lambda: ArenaAllocator.anonymous(CAPACITY),
-    "tensor": lambda: TensorMemoryAllocator(torch.zeros(CAPACITY, dtype=torch.uint8)),
-    "host": lambda: HostMemoryAllocator(CAPACITY),
-    "pinned": lambda: PinMemoryAllocator(CAPACITY),
-    "device": lambda: GPUMemoryAllocator(CAPACITY, "cpu"),
-    "mixed": lambda: MixedMemoryAllocator(CAPACITY),
-    "buffer": BufferAllocator,
-}
-
-
-@pytest.mark.parametrize("make", ALLOCATORS.values(), ids=ALLOCATORS.keys())
-def test_every_allocator_is_one_and_takes_its_arguments_by_position(make):
-    allocator = make()
-    assert isinstance(allocator, MemoryAllocatorInterface)
-    memory_obj = allocator.allocate(torch.Size((2, 3)), torch.float16, MemoryFormat.BINARY)
-    assert isinstance(memory_obj, MemoryObj)
-    assert memory_obj.get_memory_format() is MemoryFormat.BINARY
-    memory_obj.ref_count_down()
-    allocator.check_integrity()
 
 
 ARENAS = (
@@ -87,11 +62,6 @@ def test_an_anonymous_arena_is_private_and_at_least_a_page():
         assert not any(obj.byte_array[:: 1 << 12])
 
 
-def test_an_arena_needs_to_be_writable():
-    with pytest.raises(ValueError, match="writable"):
-        ArenaAllocator(memoryview(bytes(4096)))
-
-
 def test_an_arena_cuts_the_tensors_own_memory():
     tensor = torch.zeros(CAPACITY, dtype=torch.uint8)
     allocator = TensorMemoryAllocator(tensor)
@@ -101,25 +71,20 @@ def test_an_arena_cuts_the_tensors_own_memory():
     assert tensor.nonzero().flatten().tolist() == [512, 513, 514, 515]
 
 
-def test_an_arena_that_takes_part_in_autograd_is_plain_memory_nevertheless():
-    allocator = TensorMemoryAllocator(torch.zeros(CAPACITY, requires_grad=True))
-    with allocator.allocate((4,), torch.float32) as obj:
-        obj.tensor.fill_(1)
-        assert not obj.tensor.requires_grad
-
-
 @pytest.mark.parametrize(
     ("tensor", "named"),
     [(torch.zeros(64, 64)[:, ::2], "contiguous"), (torch.zeros(64, device="meta"), "meta")],
     ids=["strides", "meta"],
 )
-def test_an_arena_of_scattered_or_no_memory_is_refused(tensor, named):
+def test_an_arena_of_scattered_no_or_read_only_memory_is_refused(tensor, named):
     with pytest.raises(ValueError, match=named):
         TensorMemoryAllocator(tensor)
+    with pytest.raises(ValueError, match="writable"):
+        ArenaAllocator(memoryview(bytes(4096)))
 
 
 @pytest.mark.parametrize("kind", [HostMemoryAllocator, PinMemoryAllocator])
-@pytest.mark.parametrize("size", [0, 1, ALIGN_BYTES, 3 * mmap.PAGESIZE + ALIGN_BYTES + 1])
+@pytest.mark.parametrize("size", [0, 3 * mmap.PAGESIZE + ALIGN_BYTES + 1])
 def test_host_arenas_have_the_size_asked_for_and_begin_at_a_page(kind, size):
     allocator = kind(size)
     assert allocator.capacity_bytes == size - size % ALIGN_BYTES
@@ -168,7 +133,7 @@ def test_pinned_memory_lives_as_long_as_what_is_in_it():
 
 
 @pytest.mark.parametrize("device", ["cuda:99", *([] if HAS_CUDA else ["cuda"])])
-def test_a_device_that_is_not_there_is_named_with_the_fix(device):
+def test_an_absent_device_is_named_with_the_fix(device):
     with pytest.raises(ConfigError, match=f"{device}.*device='cpu'"):
         GPUMemoryAllocator(CAPACITY, device)
     with pytest.raises(ConfigError, match=r"gpu.*'cuda'"):
@@ -201,15 +166,13 @@ def test_mixed_memory_keeps_buffers_apart_and_bounded():
     buffer = allocator.allocate((CAPACITY - 1,), None, MemoryFormat.BINARY_BUFFER)
     assert isinstance(blob, TensorMemoryObj)
     assert isinstance(buffer, BytesBufferMemoryObj)
-    assert allocator.used_bytes == CAPACITY
-    assert allocator.allocate((2,), None, MemoryFormat.BINARY_BUFFER) is None
+    assert (allocator.used_bytes, allocator.buffer_used_bytes) == (CAPACITY, CAPACITY - 1)
     allocator.free(buffer)
     assert allocator.used_bytes == CAPACITY
     whole = allocator.allocate((CAPACITY,), None, MemoryFormat.BINARY_BUFFER)
     assert isinstance(whole, BytesBufferMemoryObj)
     allocator.free(whole)
     blob.ref_count_down()
-    assert allocator.used_bytes == 0
     allocator.check_integrity()
 
 
@@ -219,17 +182,6 @@ def test_mixed_memory_has_as_many_buffers_as_were_asked_for():
     buffer = allocator.allocate((100,), None, MemoryFormat.BINARY_BUFFER)
     assert isinstance(buffer, BytesBufferMemoryObj)
     allocator.free(buffer)
-
-
-def test_mixed_memory_refuses_what_it_did_not_hand_out():
-    allocator = MixedMemoryAllocator(CAPACITY)
-    with (
-        ArenaAllocator.anonymous(CAPACITY).allocate((1,), "uint8") as foreign,
-        pytest.raises(IntegrityError, match="ArenaMemoryObj"),
-    ):
-        allocator.free(foreign)
-    with pytest.raises(IntegrityError):
-        allocator.free(BytesBufferMemoryObj(b"anybody's"))
 
 
 def test_a_tensor_object_without_an_allocator_belongs_to_python():
@@ -246,32 +198,17 @@ def test_a_tensor_object_without_an_allocator_belongs_to_python():
     assert raw[12] == 12
 
 
-@pytest.mark.parametrize("raw", [b"abcdef", bytearray(b"abcdef"), memoryview(b"abcdef")])
+@pytest.mark.parametrize("raw", [b"abcdef", bytearray(b"abcdef")])
 def test_bytes_are_shared_not_copied_and_never_freed(raw):
     obj = BytesBufferMemoryObj(raw)
-    assert (obj.get_memory_format(), obj.get_size(), bytes(obj.byte_array)) == (
-        MemoryFormat.BINARY_BUFFER,
-        6,
-        b"abcdef",
-    )
+    assert (obj.get_memory_format(), obj.get_size()) == (MemoryFormat.BINARY_BUFFER, 6)
     obj.ref_count_down()
     obj.ref_count_up()
     assert obj.get_ref_count() == 1
-    assert obj.tensor.tolist() == list(b"abcdef")
+    assert obj.tensor.tolist() == list(obj.byte_array) == list(b"abcdef")
     if isinstance(raw, bytearray):
         raw[0] = ord("x")
         assert obj.byte_array[0] == ord("x")
-
-
-def test_bytes_may_be_described():
-    metadata = MemoryObjMetadata(torch.Size((3,)), torch.int16, 0, 6, 1, MemoryFormat.BINARY)
-    obj = BytesBufferMemoryObj(b"abcdef", metadata)
-    assert obj.metadata is metadata
-    assert (obj.tensor.shape, obj.tensor.dtype, obj.get_memory_format()) == (
-        (3,),
-        torch.int16,
-        MemoryFormat.BINARY,
-    )
 
 
 def test_byte_buffers_live_on_the_cpu_and_are_bounded():
@@ -286,66 +223,14 @@ def test_byte_buffers_live_on_the_cpu_and_are_bounded():
         assert bytes(obj.byte_array) == bytes(4)
 
 
-@pytest.mark.parametrize("size", [MORE_THAN_ANY_MACHINE_HAS // 2, MORE_THAN_ANY_MACHINE_HAS * 16])
-def test_buffers_that_the_machine_cannot_hold_are_none_and_take_nothing(size):
-    allocator = BufferAllocator("cpu", 32 * MORE_THAN_ANY_MACHINE_HAS)
-    assert allocator.allocate((size,), "uint8") is None
+def test_a_buffer_that_the_machine_cannot_hold_is_none_and_takes_nothing():
+    allocator = BufferAllocator("cpu", 2 * MORE_THAN_ANY_MACHINE_HAS)
+    assert allocator.allocate((MORE_THAN_ANY_MACHINE_HAS,), "uint8") is None
     assert allocator.used_bytes == 0
     allocator.check_integrity()
 
 
-def test_a_budget_that_is_not_kept_is_noticed():
-    allocator = BufferAllocator("cpu", 100)
-    obj = allocator.allocate((10,), "uint8")
-    allocator.check_integrity()
-    allocator._room.used_bytes += 1
-    with pytest.raises(IntegrityError):
-        allocator.check_integrity()
-    allocator._room.used_bytes -= 1
-    obj.metadata.ref_count = 0
-    with pytest.raises(IntegrityError):
-        allocator.check_integrity()
-
-
-def test_metadata_takes_its_fields_in_the_documented_order():
-    metadata = MemoryObjMetadata(
-        torch.Size((2, 3)), torch.float16, 512, 1024, 2, MemoryFormat.KV_BLOB
-    )
-    assert (metadata.address, metadata.phy_size, metadata.ref_count, metadata.fmt) == (
-        512,
-        1024,
-        2,
-        MemoryFormat.KV_BLOB,
-    )
-    assert (
-        MemoryObjMetadata(torch.Size((2, 3)), torch.float16, 0, 12, 1).fmt is MemoryFormat.UNDEFINED
-    )
-    assert metadata.get_size() == 12
-    assert FreeBlock(512, 1024) == FreeBlock(start=512, size=1024)
-
-
-def test_metadata_keeps_what_users_of_torch_expect_of_a_shape():
-    with HostMemoryAllocator(CAPACITY).allocate((2, 3), torch.float16) as obj:
-        assert obj.metadata.shape.numel() == 6
-
-
-def test_formats_keep_their_documented_numbers():
-    assert {f.name: f.value for f in MemoryFormat} == {
-        "UNDEFINED": 0,
-        "KV_BLOB": 1,
-        "BINARY": 2,
-        "BINARY_BUFFER": 3,
-    }
-    assert [f.token_dim() for f in MemoryFormat] == [0, 2, 0, 0]
-
-
-def test_every_name_of_the_package_exists():
-    assert all(getattr(memory, name) is not None for name in memory.__all__)
-    with pytest.raises(AttributeError, match="NoSuchThing"):
-        _ = memory.NoSuchThing
-
-
-def test_an_arena_gives_out_what_was_there_before_and_tells_when_it_is_free():
+def test_an_arena_hands_out_existing_content_and_reports_what_is_freed():
     freed = []
     buffer = memoryview(bytearray(CAPACITY))
     buffer[1024:1034] = b"0123456789"
@@ -359,7 +244,6 @@ def test_an_arena_gives_out_what_was_there_before_and_tells_when_it_is_free():
     assert other.metadata.address not in (0, 1024)
     with pytest.raises(ValueError, match="not a free extent"):
         allocator.take([(512, 100), (1024, 1)])
-    allocator.check_integrity()
     first.ref_count_up()
     first.ref_count_down()
     assert freed == []
@@ -371,44 +255,14 @@ def test_an_arena_gives_out_what_was_there_before_and_tells_when_it_is_free():
 
 
 @pytest.mark.parametrize("name", DTYPE_ITEMSIZE)
-def test_names_and_sizes_are_torchs(name):
+def test_names_and_sizes_of_dtypes_are_those_of_torch(name):
     dtype = getattr(torch, name)
     assert dtype_name(dtype) == dtype_name(name) == dtype_name(f"torch.{name}") == name
     assert DTYPE_ITEMSIZE[name] == dtype.itemsize
     assert num_bytes((2, 3, 4), dtype) == torch.empty(2, 3, 4, dtype=dtype).nbytes
 
 
-@pytest.mark.parametrize(
-    "wrong", ["float", "Float32", "", "torch.", "float32 ", None, 4, torch.complex64, float]
-)
-def test_what_is_no_dtype_of_ours_is_refused(wrong):
+@pytest.mark.parametrize("wrong", ["Float32", "", None, torch.complex64, float])
+def test_an_unsupported_dtype_is_refused(wrong):
     with pytest.raises(ValueError, match="not supported"):
         dtype_name(wrong)
-
-
-def test_sizes_do_not_wrap():
-    assert num_bytes((2, 128, 1 << 20, 1 << 14), "bfloat16") == 2 * 128 * (1 << 34) * 2
-    assert num_bytes((), "float32") == 4
-    assert num_bytes((5, 0), "float32") == 0
-
-
-def test_the_table_cannot_be_changed():
-    with pytest.raises(TypeError):
-        DTYPE_ITEMSIZE["float4"] = 1  # type: ignore[index]
-
-
-def test_the_package_does_without_torch_until_a_tensor_is_asked_for():
-    program = """
-import sys
-sys.modules["torch"] = None
-from lmcache_core.memory import ArenaAllocator, BufferAllocator, dtype_name
-obj = ArenaAllocator.anonymous(4096).allocate((2, 3), "bfloat16")
-obj.byte_array[:] = bytes(12)
-assert BufferAllocator().allocate((4,), "float16").get_size() == 8
-try:
-    obj.tensor
-except ImportError:
-    sys.exit(0)
-sys.exit("a tensor without torch")
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,3 +1,5 @@
+"""The free list of an arena, against a list of bytes that are each marked with their owner."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,13 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory import ALIGN_BYTES, FreeBlock, FreeList
-from lmcache_core.memory.free_list import extent_bytes
 
 CAPACITY = 16 * ALIGN_BYTES
-
-
-def test_sizes_are_rounded_up_to_the_alignment():
-    assert [extent_bytes(n) for n in (0, 1, 511, 512, 513)] == [512, 512, 512, 512, 1024]
 
 
 def test_the_smallest_extent_that_fits_is_taken():
@@ -34,87 +31,27 @@ def test_of_several_that_fit_as_well_the_one_freed_last_is_taken():
     free.check_integrity()
 
 
-@pytest.mark.parametrize("start", [0, ALIGN_BYTES, 1, -1, CAPACITY])
-def test_what_is_not_handed_out_cannot_be_freed(start):
+@pytest.mark.parametrize("start", [ALIGN_BYTES, 1, -1, CAPACITY])
+def test_only_the_start_of_a_used_extent_can_be_freed(start):
     free = FreeList(CAPACITY)
-    free.free(free.allocate(1).start)
-    kept = free.allocate(2 * ALIGN_BYTES)
-    assert kept.start == 0
-    if start != 0:
-        with pytest.raises(IntegrityError):
-            free.free(start)
+    assert free.allocate(2 * ALIGN_BYTES).start == 0
+    with pytest.raises(IntegrityError):
+        free.free(start)
     free.free(0)
     with pytest.raises(IntegrityError):
         free.free(0)
     free.check_integrity()
 
 
-@pytest.mark.parametrize("capacity", [0, 1, ALIGN_BYTES - 1])
-def test_less_than_one_unit_holds_nothing(capacity):
-    free = FreeList(capacity)
-    assert free.capacity == 0
-    assert free.allocate(1) is None
-    free.check_integrity()
+def test_only_whole_units_are_used():
+    assert FreeList(CAPACITY + ALIGN_BYTES - 1).capacity == CAPACITY
+    assert FreeList(ALIGN_BYTES - 1).allocate(1) is None
 
 
-def test_a_tail_shorter_than_the_alignment_is_left_unused():
-    assert FreeList(CAPACITY + 511).capacity == CAPACITY
-
-
-def spoil_used_bytes(free):
-    free.used_bytes += 1
-
-
-def spoil_overlap(free):
-    free._used[ALIGN_BYTES * 8] = ALIGN_BYTES
-
-
-def spoil_leak(free):
-    free.used_bytes -= free._used.popitem()[1]
-
-
-def spoil_bins(free):
-    free._bins.clear()
-
-
-def spoil_sizes(free):
-    free._sizes.clear()
-
-
-def spoil_ends(free):
-    [block] = free.free_blocks()
-    free._start_before[block.start + block.size] -= ALIGN_BYTES
-
-
-def spoil_end(free):
-    free._size_at[free.capacity - ALIGN_BYTES] = free._size_at.pop(ALIGN_BYTES)
-
-
-def spoil_coalescing(free):
-    [block] = free.free_blocks()
-    free._remove(block.start, block.size)
-    free._insert(block.start, ALIGN_BYTES)
-    free._insert(block.start + ALIGN_BYTES, block.size - ALIGN_BYTES)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        spoil_used_bytes,
-        spoil_overlap,
-        spoil_leak,
-        spoil_bins,
-        spoil_sizes,
-        spoil_ends,
-        spoil_end,
-        spoil_coalescing,
-    ],
-)
-def test_books_that_do_not_balance_are_noticed(spoil):
+def test_a_sum_that_is_not_that_of_the_extents_is_noticed():
     free = FreeList(CAPACITY)
     free.allocate(1)
-    free.check_integrity()
-    spoil(free)
+    free.used_bytes += 1
     with pytest.raises(IntegrityError):
         free.check_integrity()
 
@@ -179,45 +116,25 @@ def units(start: int, size: int) -> FreeBlock:
     return FreeBlock(start * ALIGN_BYTES, size * ALIGN_BYTES)
 
 
-def test_extents_of_earlier_books_are_taken_where_they_were():
-    free = FreeList(CAPACITY)
-    free.take([units(10, 2), units(0, 1), units(3, 2), units(5, 1)])
-    free.check_integrity()
-    assert free.free_blocks() == [units(1, 2), units(6, 4), units(12, 4)]
-    assert (free.used_bytes, free.num_used_blocks) == (6 * ALIGN_BYTES, 4)
-    free.take([units(12, 4), units(7, 1)])
-    free.check_integrity()
-    assert free.free_blocks() == [units(1, 2), units(6, 1), units(8, 2)]
-    for start in (0, 3, 5, 7, 10, 12):
-        free.free(start * ALIGN_BYTES)
-    free.check_integrity()
-    assert free.free_blocks() == [units(0, 16)]
-
-
 @pytest.mark.parametrize(
     "extents",
     [
-        [units(4, 1)],
-        [units(3, 2)],
-        [units(4, 1), units(0, 1)],
+        [units(1, 1), units(4, 1)],
         [units(5, 4)],
         [units(15, 2)],
-        [units(16, 1)],
         [units(-1, 1)],
         [units(0, 2), units(1, 1)],
-        [units(0, 1), units(0, 1)],
         [units(0, 0)],
-        [units(0, -1)],
         [FreeBlock(1, ALIGN_BYTES)],
         [FreeBlock(0, 1)],
     ],
 )
-def test_what_is_not_free_is_not_taken_and_nothing_else_is(extents):
+def test_extents_that_are_not_all_free_are_not_taken_and_nothing_is(extents):
     free = FreeList(CAPACITY)
     free.take([units(4, 1), units(8, 2)])
     before = free.free_blocks()
     with pytest.raises(ValueError, match="not a free extent"):
-        free.take([units(1, 1), *extents] if extents[0].start >= units(2, 0).start else extents)
+        free.take(extents)
     assert free.free_blocks() == before
     free.check_integrity()
 
@@ -226,7 +143,7 @@ def test_what_is_not_free_is_not_taken_and_nothing_else_is(extents):
     st.lists(st.tuples(st.integers(1, 3 * ALIGN_BYTES), st.booleans()), max_size=20),
     st.randoms(use_true_random=False),
 )
-def test_books_that_are_rebuilt_are_the_same(sizes, dice):
+def test_a_list_rebuilt_from_its_extents_is_the_same(sizes, dice):
     first = FreeList(CAPACITY)
     blocks = [(first.allocate(size), keeps) for size, keeps in sizes]
     kept = [block for block, keeps in blocks if block is not None and keeps]

@@ -1,10 +1,7 @@
-"""Host memory registered with CUDA, by a runtime that is a fake: pieces, refusals, and what they
-leave behind.
-"""
+"""Host memory registered with CUDA, here with a fake runtime."""
 
 from __future__ import annotations
 
-import ctypes.util
 import gc
 import logging
 import os
@@ -29,7 +26,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return install(monkeypatch, PIECE)
 
 
-@pytest.mark.parametrize("num_bytes", [1, PIECE, PIECE + 1, 5 * PIECE - 7])
+@pytest.mark.parametrize("num_bytes", [1, PIECE, 5 * PIECE - 7])
 def test_an_arena_is_registered_in_pieces_and_given_back_with_its_owner(
     runtime: Runtime, num_bytes: int
 ) -> None:
@@ -57,7 +54,7 @@ def test_large_pieces_end_where_copies_are_split(runtime: Runtime) -> None:
     gc.collect()
 
 
-def test_memory_is_pinned_and_unpinned_on_the_device_that_is_named(runtime: Runtime) -> None:
+def test_memory_is_pinned_and_unpinned_on_the_named_device(runtime: Runtime) -> None:
     """Another one would get a context, which takes memory there."""
     owner = Owner()
     assert module.pin(torch.zeros(9, dtype=torch.uint8), owner, torch.device("cuda", 3))
@@ -67,14 +64,6 @@ def test_memory_is_pinned_and_unpinned_on_the_device_that_is_named(runtime: Runt
     thread.join()
     assert not runtime.registered
     assert runtime.devices == {3}
-
-
-def test_memory_is_unpinned_on_the_device_that_was_current(runtime: Runtime) -> None:
-    owner = Owner()
-    with runtime.selected(torch.device("cuda", 2)):
-        assert module.pin(torch.zeros(9, dtype=torch.uint8), owner)
-    del owner
-    assert runtime.devices == {2}
 
 
 def test_a_forked_child_unpins_nothing(runtime: Runtime) -> None:
@@ -104,17 +93,3 @@ def test_a_refused_piece_undoes_the_others_and_leaves_no_error_pending(
     assert f"error={OUT_OF_MEMORY}" in caplog.text
     del owner
     gc.collect()
-
-
-def test_without_a_loaded_runtime_there_is_no_error_to_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_loaded_runtimes", list)
-    assert module._take_pending_error() is None
-
-
-def test_a_runtime_that_cannot_be_opened_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        module, "_loaded_runtimes", lambda: ["/nowhere/libcudart.so", ctypes.util.find_library("c")]
-    )
-    assert module._take_pending_error() is None

@@ -1,4 +1,4 @@
-"""Memory has its pages before it is used."""
+"""Memory gets its pages before it is used."""
 
 from __future__ import annotations
 
@@ -48,37 +48,40 @@ def touch(view):
     assert set(bytes(view[::PAGE])) <= {0, 7}
 
 
+def wait_populated():
+    for thread in threading.enumerate():
+        if thread.name == "lmcache-populate":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 def test_new_memory_has_its_pages():
     view = memoryview(mmap.mmap(-1, 40 * MB + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     populate(view)
     assert faults_of(lambda: view.__setitem__(slice(0, 40 * MB, PAGE), bytes(10240))) < 100
 
 
-def test_memory_that_exists_is_mapped_beside_the_work_and_stays_as_it_is(file):
+def test_existing_memory_is_mapped_in_the_background_and_keeps_its_content(file):
     views = mapped(file, writable=True), mapped(file, writable=False)
-    population = BackgroundPopulation(views)
-    population._thread.join(10)
-    assert not population._thread.is_alive()
+    BackgroundPopulation(views)
+    wait_populated()
     assert faults_of(lambda: [touch(view) for view in views]) < 1000  # 20,480 pages
     assert bytes(views[0]) == b"\x07" * 40 * MB
     assert faults_of(lambda: touch(mapped(file, writable=False))) > 500  # it would have had some
 
 
-def test_it_ends_when_told_to(file, monkeypatch):
-    steps = []
-    view = mapped(file, writable=True)
+def test_a_population_that_is_stopped_ends_with_its_step(file, monkeypatch):
+    steps, is_stopped = [], threading.Event()
 
     def step(*args):
         steps.append(args)
-        population_began.wait(10)
+        assert is_stopped.wait(60)
 
-    population_began = module.threading.Event()
     monkeypatch.setattr(module, "_populate", step)
-    population = BackgroundPopulation([view])
+    population = BackgroundPopulation([mapped(file, writable=True)])
     population.stop()
-    population_began.set()
-    population._thread.join(10)
-    assert not population._thread.is_alive()
+    is_stopped.set()
+    wait_populated()
     assert len(steps) == 1
 
 
@@ -89,30 +92,26 @@ def old_kernel(*_):
 def test_an_older_kernel_is_no_error(file, monkeypatch, caplog):
     monkeypatch.setattr(module, "_populate", old_kernel)
     caplog.set_level(logging.DEBUG)
-    BackgroundPopulation([mapped(file, writable=True)])._thread.join(10)
+    BackgroundPopulation([mapped(file, writable=True)])
+    wait_populated()
     assert "pages ahead: error=[Errno 22]" in caplog.text
     view = memoryview(mmap.mmap(-1, 70 * MB + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     populate(view)
     assert faults_of(lambda: touch(view)) < 1000
 
 
-def test_memory_that_cannot_be_had_is_an_error_that_says_so():
-    view = mapped_beyond_its_file()
-    with pytest.raises(OSError, match="No space left on device"):
-        populate(view)
-
-
-def mapped_beyond_its_file():
-    """A write there would be a SIGBUS."""
+def test_a_lack_of_memory_is_an_error():
+    """A write to this memory would be a SIGBUS."""
     fd = os.memfd_create("short")
     os.ftruncate(fd, MB)
     view = memoryview(mmap.mmap(fd, MB, mmap.MAP_SHARED))
     os.ftruncate(fd, 0)
     os.close(fd)
-    return view
+    with pytest.raises(OSError, match="No space left on device"):
+        populate(view)
 
 
-def test_long_work_tells_how_far_it_is(monkeypatch, caplog):
+def test_progress_is_logged(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(module, "LOG_INTERVAL_S", 0.0)
     populate(memoryview(mmap.mmap(-1, 128 * MB)))
@@ -144,7 +143,7 @@ def test_blocks_of_an_arena_are_spread_over_memory_nodes(two_sockets, monkeypatc
 
     def fallocate(fd, at, length):
         if len(allocated) < 4:
-            ready.wait(10)  # so that every thread has one
+            ready.wait(60)  # so that every thread has one
         allocated.append((at, length, two_sockets[threading.current_thread().name]))
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
