@@ -12,10 +12,8 @@ SIZE = 5 * STEP_BYTES + 12345
 PAYLOAD = random.Random(1).randbytes(SIZE)
 
 
-@pytest.mark.parametrize(
-    "step", [STEP_BYTES // 7, STEP_BYTES, STEP_BYTES + 1, 4 * STEP_BYTES, SIZE, 2 * SIZE]
-)
-def test_the_digest_covers_only_what_was_copied(step: int) -> None:
+@pytest.mark.parametrize("step", [STEP_BYTES // 7, STEP_BYTES, STEP_BYTES + 1, SIZE])
+def test_the_digest_covers_only_copied_bytes(step: int) -> None:
     memory = bytearray(SIZE)
     digest = FollowingDigest(memoryview(memory))
     begin = 0

@@ -1,4 +1,4 @@
-"""Closing an engine: in the middle of anything, without its secrets, and before it opens again."""
+"""Closing an engine: in the middle of a call, without its secrets, and before it opens again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = tokens_of((0, 1, 2))
 
 
 @pytest.mark.parametrize("num_callers", [1, 2])
-def test_closing_where_a_lock_is_held_ends_after_its_release(
+def test_closing_while_a_lock_is_held_ends_after_its_release(
     num_callers: int, tmp_path: Path
 ) -> None:
     """As a signal handler does that has interrupted a call, and a second one that came with it."""
@@ -52,7 +52,7 @@ def test_closing_reads_no_secret_again(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_an_engine_that_could_not_open_writes_once_it_could(tmp_path: Path) -> None:
+def test_an_engine_that_could_not_open_works_once_it_can(tmp_path: Path) -> None:
     lock = DirectoryLock(DiskLayout(tmp_path).lock)
     lock.acquire()
     engine = build_engine(
@@ -77,8 +77,12 @@ def test_a_released_directory_is_free_while_a_forked_child_has_its_lock_open(
     """As a child does between the fork and its first instruction."""
     lock, other = DirectoryLock(tmp_path / "lock"), DirectoryLock(tmp_path / "lock")
     lock.acquire()
-    assert lock._fd is not None
-    copy = os.dup(lock._fd)
+    [fd] = [
+        int(link.name)
+        for link in Path("/proc/self/fd").iterdir()
+        if link.is_symlink() and link.readlink() == tmp_path / "lock"
+    ]
+    copy = os.dup(fd)
     lock.release()
     other.acquire()
     other.release()

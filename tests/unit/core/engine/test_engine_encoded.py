@@ -1,19 +1,20 @@
-"""Engines whose slower tiers are encoded: through each of them, after a restart, the KV that was
-stored.
+"""Engines whose slower tiers are encoded serve after a restart the KV that was stored. Every
+encoded tier: `tests/contract/test_backends.py` and `test_remote_backends.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from lmcache_core.concurrency import LoopThread
 from lmcache_core.config import REMOTE_SERDES
+from lmcache_core.engine import transfer
+from lmcache_core.engine.transfer import LoadedWithLoss
 from lmcache_core.names import STORAGE_TIER
 from lmcache_core.record import PREFIX_BYTES, RecordHeader, decode_head, decode_prefix
+from lmcache_core.serde import DOCUMENTED_NAMES
+from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.telemetry import (
     CODEC_DECODED_RAW_BYTES_TOTAL,
     CODEC_ENCODED_BYTES_TOTAL,
@@ -22,16 +23,13 @@ from lmcache_core.telemetry import (
 )
 
 from tests.fixtures.embedded import PATIENT, embedded_engine
-from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, KVCaches, empty_kv
+from tests.fixtures.kv import HIDDEN, NUM_LAYERS, KVCaches, empty_kv
 from tests.fixtures.prompts import tokens_of
-from tests.fixtures.redis_server import running_redis
-from tests.fixtures.wire import MemoryStore, serving
+from tests.suites.chunks import make_key
 
 TOKENS = tokens_of((0, 1, 2), 5)
 NUM_CHUNKS = 3
-TIERS = ("disk", "file", "redis", "lm")
 NUM_HEADS = 2
-TIMEOUT_S = 10.0
 
 
 def smooth_kv(tokens: torch.Tensor) -> KVCaches:
@@ -43,36 +41,13 @@ def smooth_kv(tokens: torch.Tensor) -> KVCaches:
     return tuple((base * (layer + 1), base * -(layer + 1)) for layer in range(NUM_LAYERS))
 
 
-@contextlib.contextmanager
-def in_background(
-    server: Callable[[], contextlib.AbstractAsyncContextManager[object]],
-) -> Iterator[object]:
-    """An async server on a loop of its own, since engines block."""
-    loop = LoopThread("test-server")
-    loop.open()
-    context = server()
-    try:
-        yield loop.run(context.__aenter__(), TIMEOUT_S)
-    finally:
-        loop.run(context.__aexit__(None, None, None), TIMEOUT_S)
-        loop.close()
-
-
-@pytest.fixture
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, object]]:
-    """The options that name the tier, but for its serde."""
-    match request.param:
-        case "disk":
-            yield {"local_disk": f"file://{tmp_path}/disk/", "max_local_disk_size": 0.05}
-        case "file":
-            (tmp_path / "shared").mkdir()
-            yield {"remote_url": f"file://{tmp_path}/shared/"}
-        case "redis":
-            with running_redis() as server:
-                yield {"remote_url": server.url}
-        case "lm":
-            with in_background(lambda: serving(MemoryStore())) as lm:
-                yield {"remote_url": f"lm://127.0.0.1:{lm.port}"}  # type: ignore[attr-defined]
+@pytest.fixture(params=["disk", "remote"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, object]:
+    """The options that name a tier, except its serde."""
+    if request.param == "disk":
+        return {"local_disk": f"file://{tmp_path}/disk/", "max_local_disk_size": 0.05}
+    (tmp_path / "shared").mkdir()
+    return {"remote_url": f"file://{tmp_path}/shared/"}
 
 
 def with_serde(tier: dict[str, object], serde: str) -> dict[str, object]:
@@ -80,7 +55,7 @@ def with_serde(tier: dict[str, object], serde: str) -> dict[str, object]:
 
 
 def store(options: dict[str, object], kv: KVCaches) -> dict[str, int]:
-    """Store in an engine that ends; its slower tier's figures."""
+    """Store in an engine that ends; return the figures of its slower tier."""
     with embedded_engine(**options) as cache:
         cache.engine.store(TOKENS, kvcaches=kv)
         cache.drain()
@@ -92,7 +67,7 @@ def store(options: dict[str, object], kv: KVCaches) -> dict[str, int]:
 
 
 def retrieve(options: dict[str, object]) -> tuple[int, KVCaches, dict[str, int]]:
-    """Retrieve in a new engine: how many tokens came, what it has now, the misses by reason."""
+    """Retrieve in a new engine; return how many tokens came, their KV, the misses by reason."""
     target = empty_kv(len(TOKENS))
     with embedded_engine(**options) as cache:
         num_loaded = int(cache.engine.retrieve(TOKENS, kvcaches=target).sum())
@@ -100,6 +75,7 @@ def retrieve(options: dict[str, object]) -> tuple[int, KVCaches, dict[str, int]]
         assert int(cache.engine.retrieve(TOKENS, kvcaches=again).sum()) == num_loaded
         assert_same(again, target)
         cache.check_nothing_held()
+        assert cache.engine.counters.value(CODEC_ENCODED_RAW_BYTES_TOTAL) == 0
         return num_loaded, target, cache.misses()
 
 
@@ -109,8 +85,7 @@ def assert_same(got: KVCaches, want: KVCaches) -> None:
             assert torch.equal(g.view(torch.int32), w.view(torch.int32)), "bit for bit"
 
 
-@pytest.mark.parametrize("tier", TIERS, indirect=True)
-def test_without_loss_every_tier_gives_back_every_bit(tier: dict[str, object]) -> None:
+def test_lossless_gives_back_every_bit_from_every_tier(tier: dict[str, object]) -> None:
     options = with_serde(tier, "lossless")
     figures = store(options, smooth_kv(TOKENS))
     assert figures["encoded_chunks"] == NUM_CHUNKS
@@ -123,8 +98,7 @@ def test_without_loss_every_tier_gives_back_every_bit(tier: dict[str, object]) -
     )
 
 
-@pytest.mark.parametrize("tier", TIERS, indirect=True)
-def test_with_loss_every_tier_gives_back_values_close_by_and_only_to_who_asked(
+def test_lossy_chunks_are_served_close_by_and_only_to_an_engine_that_allows_loss(
     tier: dict[str, object],
 ) -> None:
     kv = smooth_kv(TOKENS)
@@ -144,8 +118,7 @@ def test_with_loss_every_tier_gives_back_values_close_by_and_only_to_who_asked(
     )
 
 
-@pytest.mark.parametrize("tier", TIERS, indirect=True)
-def test_a_lossless_engine_puts_its_own_in_the_place_of_lossy_records(
+def test_a_lossless_engine_replaces_lossy_records(
     tier: dict[str, object],
 ) -> None:
     kv = smooth_kv(TOKENS)
@@ -160,12 +133,14 @@ def test_a_lossless_engine_puts_its_own_in_the_place_of_lossy_records(
     assert num_loaded == len(TOKENS)
     assert_same(got, kv)
     num_loaded, got, _ = retrieve(with_serde(tier, "cachegen"))
-    assert num_loaded == len(TOKENS), "who takes loss takes what has none"
+    assert num_loaded == len(TOKENS)
     assert_same(got, kv)
 
 
 @pytest.mark.parametrize("serde", REMOTE_SERDES)
-def test_every_serde_goes_from_end_to_end(tmp_path: Path, serde: str) -> None:
+def test_every_serde_serves_and_documented_ones_whatever_is_configured(
+    tmp_path: Path, serde: str
+) -> None:
     options = PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": serde}
     kv = smooth_kv(TOKENS)
     store(options, kv)
@@ -177,47 +152,44 @@ def test_every_serde_goes_from_end_to_end(tmp_path: Path, serde: str) -> None:
         assert all(header.lossy for header in headers.values())
     else:
         assert_same(got, kv)
+    if serde in DOCUMENTED_NAMES:
+        num_loaded, got, _ = retrieve(options | {"remote_serde": None})
+        assert num_loaded == len(TOKENS)
+        assert_same(got, kv)
 
 
-@pytest.mark.parametrize("serde", ["torch", "safetensor", "fast"])
-def test_the_documented_formats_are_read_whatever_is_configured(tmp_path: Path, serde: str) -> None:
-    kv = smooth_kv(TOKENS)
-    store(PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": serde}, kv)
-    num_loaded, got, _ = retrieve(
-        PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": None}
-    )
-    assert num_loaded == len(TOKENS)
-    assert_same(got, kv)
-
-
-@pytest.mark.parametrize("serde", ["lossless", "cachegen", "fast"])
-def test_any_damage_on_disk_is_a_miss(tmp_path: Path, serde: str) -> None:
-    """Damage that the digest finds; what comes in front of it is served."""
-    options = PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": serde}
-    store(options, smooth_kv(TOKENS))
-    for path in tmp_path.rglob("*.kvr"):
-        record = bytearray(path.read_bytes())
-        for at in (3, 40, 505, 513, len(record) - 1):
-            record[at] ^= 0x20
-            path.write_bytes(record)
-            num_loaded, _, misses = retrieve(options)
-            assert num_loaded % CHUNK_SIZE == 0
-            assert num_loaded < len(TOKENS)
-            assert set(misses) <= {"corrupt", "never_stored"}
-            record[at] ^= 0x20
-        path.write_bytes(record)
-    assert retrieve(options)[0] == len(TOKENS)
-
-
-def test_the_engine_counts_what_its_codecs_do(tmp_path: Path) -> None:
-    options = PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": "cachegen"}
-    kv = smooth_kv(TOKENS)
-    store(options, kv)
-    with embedded_engine(**options) as cache:
-        assert cache.engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).all()
+def test_kv_loaded_with_loss_keeps_its_mark_when_the_engine_stores_it(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    remote = {"remote_url": f"file://{tmp_path}/shared/", "remote_serde": "cachegen"}
+    store(PATIENT | remote, smooth_kv(TOKENS))
+    disk, kv = tmp_path / "disk", empty_kv(len(TOKENS))
+    with embedded_engine(disk, **remote, **PATIENT) as cache:
+        assert cache.engine.retrieve(TOKENS, kvcaches=kv).all()
         assert cache.engine.counters.value(RETRIEVED_CHUNKS_TOTAL, STORAGE_TIER) == NUM_CHUNKS
         assert cache.engine.counters.value(CODEC_DECODED_RAW_BYTES_TOTAL, "cachegen") > 0
-        assert cache.engine.counters.value(CODEC_ENCODED_RAW_BYTES_TOTAL) == 0
+        cache.forget_hot()  # and then the engine stores its whole prompt
+        cache.engine.store(TOKENS, kvcaches=kv)
+        cache.drain()
+        assert cache.lower(DiskBackend).stats()["num_chunks"] == 0, "this disk is for exact KV"
+    with embedded_engine(disk, **PATIENT) as cache:
+        assert not cache.engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
+        cache.engine.store(TOKENS, kvcaches=smooth_kv(TOKENS))
+        cache.forget_hot()
+        assert cache.engine.retrieve(TOKENS, kvcaches=kv).all()
+        assert_same(kv, smooth_kv(TOKENS))
+
+
+def test_the_marks_of_loss_are_bounded_and_end_when_exact_kv_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "MAX_REMEMBERED_KEYS", 2)
+    loaded = LoadedWithLoss()
+    keys = [make_key(i).key for i in range(3)]
+    for key in keys:
+        loaded.note(key, is_lossy=True)
+    assert [key in loaded for key in keys] == [False, True, True]
+    loaded.note(keys[1], is_lossy=False)
+    assert [key in loaded for key in keys] == [False, False, True]
 
 
 def headers_in(directory: Path) -> list[RecordHeader]:

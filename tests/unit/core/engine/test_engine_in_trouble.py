@@ -1,29 +1,29 @@
-"""Embedded tiers that hang, fail to open, or are gone: misses, never waits beyond the deadline,
-never errors, nothing leaked.
+"""Embedded tiers that block, fail to open, or are gone: no errors, bounded waits, nothing left
+running.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache_core.engine import LMCacheEngineBuilder
 from lmcache_core.errors import ConfigError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Allocate, Result
-from lmcache_core.storage.disk import DiskBackend
+from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.manager import MAX_PREFETCHES
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
-from lmcache_core.token_database import ChunkedTokenDatabase
 
+from tests.fixtures.embedded import Embedded, embedded_engine, until
 from tests.fixtures.kv import (
     CHUNK_SIZE,
     HIDDEN,
@@ -34,170 +34,86 @@ from tests.fixtures.kv import (
     random_kv,
     tokens_of,
 )
+from tests.suites.faults import ForwardingBackend
 
-TOKENS = tokens_of(4 * CHUNK_SIZE)
-TIMEOUT_S = 0.15
-BLOCKED_S = 2.0
-
-
-@pytest.fixture
-def allocator() -> Iterator[HostMemoryAllocator]:
-    made = HostMemoryAllocator(8 << 20)
-    yield made
-    made.check_integrity()
-    assert made.used_bytes == 0
+TOKENS, OTHER = tokens_of(4 * CHUNK_SIZE), tokens_of(4 * CHUNK_SIZE, 9)
+PATIENCE_S = 60.0
 
 
-def build(allocator: HostMemoryAllocator, **options: object) -> LMCacheEngine:
-    config, metadata = make_config(**{"tier_timeout_s": TIMEOUT_S} | options), make_metadata()
-    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    return LMCacheEngine(
-        config, metadata, allocator, ChunkedTokenDatabase(config, metadata), connector
-    )
+class Blocking(ForwardingBackend):
+    """Blocks the event loop in its first read until it may go on; knows what was asked for."""
 
+    def __init__(self, backend: StorageBackend) -> None:
+        super().__init__(backend)
+        self.may_go_on = threading.Event()
+        self.asked = set[ChunkKey]()
 
-def disk_options(directory: Path) -> dict[str, object]:
-    return {"local_disk": f"file://{directory}/", "max_local_disk_size": 0.01}
+    def contains_now(self, keys: Sequence[ChunkKey]) -> list[bool] | None:
+        return self._backend.contains_now(keys)
 
-
-@pytest.mark.parametrize("opened_first", [True, False])
-def test_an_engine_that_is_not_open_is_an_empty_cache(
-    allocator: HostMemoryAllocator, tmp_path: Path, opened_first: bool
-) -> None:
-    engine = build(allocator, **disk_options(tmp_path))
-    if opened_first:
-        engine.open()
-        engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
-        engine.close()
-        engine.close()
-    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
-    engine.prefetch(TOKENS)
-    assert engine.lookup(TOKENS) == 0
-    assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
-    assert engine.stats() == {}
-    engine.close()
-
-
-def test_a_blocked_loop_is_a_miss_and_its_late_chunks_are_given_back(
-    allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tier that blocks the loop cannot be cancelled: its chunks come when nobody waits any
-    more.
-    """
-    engine = build(allocator, **disk_options(tmp_path))
-    engine.open()
-    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
-    engine.close()
-    read, may_go_on = DiskBackend.batched_get, threading.Event()
-
-    async def blocked(
-        self: DiskBackend,
-        keys: Sequence[ChunkKey],
-        allocate: Allocate,
-        timeout_s: float | None = None,
+    async def batched_get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        results = await read(self, keys, allocate)
-        may_go_on.wait()
-        return results
-
-    monkeypatch.setattr(DiskBackend, "batched_get", blocked)
-    engine = build(allocator, **disk_options(tmp_path))
-    engine.open()
-    try:
-        assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
-        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 4
-    finally:
-        may_go_on.set()
-    engine.close()
+        self.asked.update(keys)
+        assert self.may_go_on.wait(PATIENCE_S)
+        return await super().batched_get(keys, allocate, timeout_s)
 
 
-def test_a_disk_that_hangs_is_soon_left_alone(
-    allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@contextlib.contextmanager
+def blocked_engine(directory: Path, **options: object) -> Iterator[tuple[Embedded, Blocking]]:
+    """An engine whose event loop is blocked, with all chunks of `TOKENS` on disk."""
+    with embedded_engine(directory, wrap=Blocking, **options) as cache:
+        cache.engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
+        cache.forget_hot()
+        tier = cache.lower(Blocking)
+        assert isinstance(tier, Blocking)
+        try:
+            cache.engine.prefetch(OTHER)
+            until(lambda: tier.asked)
+            yield cache, tier
+        finally:
+            tier.may_go_on.set()
+
+
+def test_a_lookup_on_disk_waits_for_no_event_loop(tmp_path: Path) -> None:
+    with blocked_engine(tmp_path) as (cache, _):
+        assert cache.engine.lookup(TOKENS, ["LocalDiskBackend"]) == len(TOKENS)
+        assert cache.engine.lookup(OTHER) == 0
+
+
+def test_a_store_waits_for_a_blocked_event_loop_only_a_part_of_the_deadline_of_a_tier(
+    tmp_path: Path,
 ) -> None:
-    asked = 0
-
-    async def hang(
-        self: DiskBackend,
-        keys: Sequence[ChunkKey],
-        allocate: Allocate,
-        timeout_s: float | None = None,
-    ) -> list[Result]:
-        nonlocal asked
-        asked += 1
-        await asyncio.sleep(60)
-        return []
-
-    monkeypatch.setattr(DiskBackend, "batched_get", hang)
-    engine = build(allocator, **disk_options(tmp_path))
-    engine.open()
-    for _ in range(20):
-        assert not engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
-    assert 1 <= asked <= 10, "the disk was asked, and then no more"
-    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
-    engine.close()
+    with blocked_engine(tmp_path, tier_timeout_s=4 * PATIENCE_S) as (cache, tier):
+        cache.engine.store(OTHER, kvcaches=random_kv(len(OTHER)))
+        assert not tier.may_go_on.is_set()
+        tier.may_go_on.set()
+        cache.engine.store(OTHER, kvcaches=random_kv(len(OTHER)))
+        assert cache.engine.retrieve(OTHER, kvcaches=empty_kv(len(OTHER))).any()
 
 
-def test_prefetches_are_bounded(
-    allocator: HostMemoryAllocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    read = DiskBackend.batched_get
+def test_prefetches_are_bounded(tmp_path: Path) -> None:
+    with blocked_engine(tmp_path) as (cache, tier):
+        known = len(tier.asked) + len(TOKENS) // CHUNK_SIZE
+        for seed in range(10 * MAX_PREFETCHES):
+            cache.engine.prefetch(tokens_of(CHUNK_SIZE, 100 + seed))
+        tier.may_go_on.set()
 
-    async def counted(
-        self: DiskBackend,
-        keys: Sequence[ChunkKey],
-        allocate: Allocate,
-        timeout_s: float | None = None,
-    ) -> list[Result]:
-        asked.append(len(keys))
-        return await read(self, keys, allocate)
+        def is_lifted() -> bool:
+            cache.engine.prefetch(TOKENS)
+            return cache.engine.lookup(TOKENS, ["Hot"]) == len(TOKENS)
 
-    monkeypatch.setattr(DiskBackend, "batched_get", counted)
-    engine = build(allocator, **disk_options(tmp_path))
-    engine.open()
-    gate = threading.Event()
-    engine._store._loop.submit(_hold(gate))  # type: ignore[attr-defined]
-    for _ in range(500):
-        engine.prefetch(TOKENS)
-    gate.set()
-    time.sleep(0.2)
-    assert 0 < len(asked) <= 64
-    engine.prefetch(TOKENS)
-    deadline = time.monotonic() + 60.0
-    before = len(asked)
-    while len(asked) == before:
-        assert time.monotonic() < deadline, "prefetching has stopped for good"
-        engine.prefetch(TOKENS)
-        time.sleep(0.01)
-    engine.close()
+        until(is_lifted, "prefetching has stopped for good")
+        assert 0 < len(tier.asked) - known < MAX_PREFETCHES
 
 
-def test_a_store_waits_for_a_blocked_event_loop_only_a_part_of_a_tiers_deadline(
-    allocator: HostMemoryAllocator, tmp_path: Path
-) -> None:
-    engine = build(allocator, **disk_options(tmp_path) | {"tier_timeout_s": 8.0})
-    engine.open()
-    gate = threading.Event()
-    engine._store._loop.submit(_hold(gate))  # type: ignore[attr-defined]
-    begin = time.monotonic()
-    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
-    lasted_s = time.monotonic() - begin
-    assert lasted_s < HOLD_S - 1
-    gate.set()
-    engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
-    assert engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
-    engine.close()
-
-
-def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line(
-    allocator: HostMemoryAllocator,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_an_absent_remote_costs_a_refused_connection_and_a_log_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As with the documented default, `lm://localhost:65432`, on a machine without a storage
     service.
     """
-    num_attempts = 0
+    num_attempts, num_calls = 0, 60
     connect = asyncio.BaseEventLoop.create_connection
 
     async def counted(self: asyncio.BaseEventLoop, *args: Any, **kwargs: Any) -> Any:
@@ -206,45 +122,31 @@ def test_a_remote_where_nobody_listens_costs_a_refused_connection_and_a_log_line
         return await connect(self, *args, **kwargs)
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", counted)
-    with socket.socket() as nobody, caplog.at_level(logging.INFO, logger="lmcache_core.storage"):
-        nobody.bind(("127.0.0.1", 0))
-        url = f"lm://127.0.0.1:{nobody.getsockname()[1]}"
-        engine = build(allocator, remote_url=url, tier_timeout_s=5.0)
-        engine.open()
-        for seed in range(20):
-            tokens = tokens_of(len(TOKENS), seed)
-            assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
-            engine.store(tokens, kvcaches=random_kv(len(tokens)))
-            assert engine.lookup(tokens) == len(tokens)
-        engine.close()
-    assert 1 <= num_attempts <= 3, (
-        "not one for each call; a second and a third only on a machine that is very slow"
-    )
+    with socket.socket() as unused, caplog.at_level(logging.INFO, logger="lmcache_core.storage"):
+        unused.bind(("127.0.0.1", 0))
+        url = f"lm://127.0.0.1:{unused.getsockname()[1]}"
+        with embedded_engine(remote_url=url, tier_timeout_s=PATIENCE_S) as cache:
+            for seed in range(num_calls // 3):
+                tokens = tokens_of(len(TOKENS), seed)
+                assert not cache.engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
+                cache.engine.store(tokens, kvcaches=random_kv(len(tokens)))
+                assert cache.engine.lookup(tokens) == len(tokens)
+    assert 1 <= num_attempts < num_calls / 3, "not one for each call"
     assert len(caplog.messages) == 1
     assert "tier=storage" in caplog.messages[0]
-    assert engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
-
-
-HOLD_S = 5.0
-
-
-async def _hold(gate: threading.Event) -> None:
-    gate.wait(HOLD_S)
+    assert cache.engine.counters.value(MISSED_CHUNKS_TOTAL, "breaker_open") > 0
 
 
 def test_an_engine_that_cannot_open_leaves_nothing_running(tmp_path: Path) -> None:
     connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    config = make_config(**disk_options(tmp_path))
+    config = make_config(local_disk=f"file://{tmp_path}/", max_local_disk_size=0.01)
     LMCacheEngineBuilder.get_or_create("owner", config, make_metadata(), connector)
-    threads = threading.active_count()
+    num_threads = threading.active_count()
     try:
         with pytest.raises(ConfigError):
             LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)
         assert LMCacheEngineBuilder.get("rival") is None
-        deadline = time.monotonic() + 60.0
-        while threading.active_count() > threads:
-            assert time.monotonic() < deadline, "a thread of the engine that could not open goes on"
-            time.sleep(0.01)
+        until(lambda: threading.active_count() <= num_threads, "a thread goes on")
     finally:
         LMCacheEngineBuilder.destroy("owner")
     LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)

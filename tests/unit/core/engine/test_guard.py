@@ -1,5 +1,5 @@
-"""What fails inside the cache: a miss that is counted where `error_handling` says so, raised
-where not; never a leak.
+"""A failure inside the cache is a counted miss with `error_handling`, and raised without; nothing
+leaks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.errors import LayoutError, LMCacheError, UnavailableError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.telemetry import FAILED_CALLS_TOTAL, Counters
+from lmcache_core.telemetry import FAILED_CALLS_TOTAL
 from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.embedded import Embedded, embedded_engine
@@ -34,12 +33,7 @@ from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 1))
 OTHER = tokens_of((1, 1, 1))
-FAILURES = [
-    RuntimeError("CUDA error"),
-    UnavailableError("gone"),
-    KeyError("a bug"),
-    TimeoutError("late"),
-]
+FAILURES = [RuntimeError("CUDA error"), UnavailableError("gone"), KeyError("a bug")]
 
 
 class BreakingConnector(VLLMNestedTupleGPUConnector):
@@ -47,7 +41,7 @@ class BreakingConnector(VLLMNestedTupleGPUConnector):
 
     def __init__(self) -> None:
         super().__init__(HIDDEN, NUM_LAYERS)
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.num_good = 0
 
     def _step(self) -> None:
@@ -93,36 +87,41 @@ def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
-@pytest.mark.parametrize("num_good", [0, 2])
-def test_a_copy_that_fails_is_a_miss_where_errors_are_handled(
-    failure: Exception, num_good: int, caplog: pytest.LogCaptureFixture
+def test_a_failing_copy_is_a_miss_where_errors_are_handled(
+    failure: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=True) as cache:
         cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
-        connector.failure, connector.num_good = failure, num_good
-        assert retrieve(cache) == 0, "what has been copied before counts for nothing"
-        connector.num_good = num_good
+        connector.failure, connector.num_good = failure, 2
+        assert retrieve(cache) == 0, "chunks copied before count for nothing"
+        connector.num_good = 2
         cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
         assert failed(cache) == {"retrieve": 1, "store": 1}
         assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
         cache.check_nothing_held()
         connector.failure = None
-        assert cache.engine.lookup(OTHER) == 0, "of a store that fails nothing is kept"
+        assert cache.engine.lookup(OTHER) == 0, "a failed store keeps nothing"
         assert retrieve(cache) == len(TOKENS)
 
 
-@pytest.mark.parametrize("num_good", [0, 2])
-def test_a_copy_that_fails_is_raised_where_they_are_not(num_good: int) -> None:
+@pytest.mark.parametrize(
+    ("failure", "handles_errors"),
+    [(RuntimeError("CUDA error"), False), (KeyboardInterrupt(), True)],
+    ids=["failure", "interrupt"],
+)
+def test_a_failing_copy_is_raised_where_errors_are_not_handled_and_an_interrupt_always(
+    failure: BaseException, handles_errors: bool
+) -> None:
     connector = BreakingConnector()
-    with embedded_engine(connector=connector) as cache:
+    with embedded_engine(connector=connector, error_handling=handles_errors) as cache:
         cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
         for call in (
             lambda: retrieve(cache),
             lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER)),
         ):
-            connector.failure, connector.num_good = RuntimeError("CUDA error"), num_good
-            with pytest.raises(RuntimeError, match="CUDA error"):
+            connector.failure, connector.num_good = failure, 1
+            with pytest.raises(type(failure)):
                 call()
             cache.check_nothing_held()
         assert failed(cache) == {}
@@ -160,7 +159,7 @@ def test_wrong_arguments_are_raised_either_way(error_handling: bool, failure: Ex
 
 
 @pytest.mark.parametrize("error_handling", [True, False])
-def test_a_broken_token_database(error_handling: bool) -> None:
+def test_a_broken_token_database_fails_every_call(error_handling: bool) -> None:
     database = BreakingDatabase(make_config(), make_metadata())
     with embedded_engine(database=database, error_handling=error_handling) as cache:
         cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
@@ -183,7 +182,9 @@ def test_a_broken_token_database(error_handling: bool) -> None:
 
 @pytest.mark.parametrize("error_handling", [True, False])
 @pytest.mark.parametrize("method", ["lookup", "reserve", "put", "get", "prefetch"])
-def test_a_broken_store(method: str, error_handling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_store_fails_the_call_that_needs_it(
+    method: str, error_handling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise ConnectionError("a bug")
 
@@ -210,7 +211,7 @@ def test_a_broken_store(method: str, error_handling: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("error_handling", [True, False])
-def test_a_bug_of_a_tier_is_never_taken_for_a_wrong_argument(
+def test_a_bug_of_a_tier_is_not_raised_as_a_wrong_argument(
     error_handling: bool, tmp_path: Path
 ) -> None:
     class Broken(ForwardingBackend):
@@ -228,7 +229,7 @@ def test_a_bug_of_a_tier_is_never_taken_for_a_wrong_argument(
 
 
 @pytest.mark.parametrize("error_handling", [True, False])
-def test_a_put_that_fails_half_way_leaves_the_chunks_that_it_has_kept(
+def test_a_put_that_fails_half_way_keeps_its_first_chunks(
     error_handling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with embedded_engine(error_handling=error_handling) as cache:
@@ -245,27 +246,3 @@ def test_a_put_that_fails_half_way_leaves_the_chunks_that_it_has_kept(
             assert not error_handling
         cache.check_nothing_held()
         assert retrieve(cache) == 2 * CHUNK_SIZE
-
-
-def test_interrupts_pass_and_leak_nothing() -> None:
-    connector = BreakingConnector()
-    with embedded_engine(connector=connector, error_handling=True) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
-        connector.failure, connector.num_good = KeyboardInterrupt(), 1  # type: ignore[assignment]
-        with pytest.raises(KeyboardInterrupt):
-            retrieve(cache)
-        connector.num_good = 1
-        with pytest.raises(KeyboardInterrupt):
-            cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
-        cache.check_nothing_held()
-        assert failed(cache) == {}
-
-
-def test_guards_alone() -> None:
-    counters = Counters()
-    with DegradingGuard(counters)("store"):
-        raise RuntimeError
-    assert counters.value(FAILED_CALLS_TOTAL, "store") == 1
-    with pytest.raises(ValueError, match="wrong"), DegradingGuard(counters)("store"):
-        raise ValueError("wrong")
-    assert counters.value(FAILED_CALLS_TOTAL) == 1

@@ -1,12 +1,11 @@
-"""Store, lookup and retrieve around the edges: what vanishes in between, what is cut short, what
-is slow, what is closed.
+"""Store, lookup and retrieve when chunks vanish, memory is short, tiers are slow, or the engine is
+closed meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskFiles
-from lmcache_core.storage.manager import MARGIN_S
 from lmcache_core.telemetry import (
     RETRIEVED_TOKENS_TOTAL,
-    STORED_BYTES_TOTAL,
     STORED_CHUNKS_TOTAL,
     UNSTORED_CHUNKS_TOTAL,
 )
@@ -36,7 +33,7 @@ from tests.suites.faults import ForwardingBackend
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
 TIERS = ["memory", "disk", "peers", "storage"]
-NOISE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(params=["hot", "disk"])
@@ -50,7 +47,7 @@ def store(cache: Embedded, tokens: torch.Tensor = TOKENS) -> None:
 
 
 def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
-    """How many tokens come back, from the first."""
+    """Return how many tokens come back, from the first."""
     target = empty_kv(len(tokens))
     loaded = cache.engine.retrieve(tokens, kvcaches=target)
     num = int(loaded.sum())
@@ -59,12 +56,11 @@ def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
     return num
 
 
-@pytest.mark.parametrize("gone", range(NUM_CHUNKS))
-def test_what_stands_before_a_chunk_that_vanishes_is_reused(cache: Embedded, gone: int) -> None:
+def test_the_prefix_before_an_evicted_chunk_is_reused(cache: Embedded) -> None:
     store(cache)
     assert cache.engine.lookup(TOKENS) == len(TOKENS)
-    assert cache.manager.evict(cache.keys(TOKENS)[gone : gone + 1]) == 1
-    assert retrieve(cache) == gone * CHUNK_SIZE
+    assert cache.manager.evict(cache.keys(TOKENS)[2:3]) == 1
+    assert retrieve(cache) == 2 * CHUNK_SIZE
     cache.check_nothing_held()
     store(cache)
     assert retrieve(cache) == len(TOKENS)
@@ -73,7 +69,7 @@ def test_what_stands_before_a_chunk_that_vanishes_is_reused(cache: Embedded, gon
 def test_a_chunk_that_leaves_memory_in_the_middle_of_a_retrieve_comes_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the moment when all seemed to be hot and the moment when they are taken."""
+    """After all chunks were found in memory, and before they are read."""
     with embedded_engine(tmp_path) as cache:
         store(cache)
         cache.drain()
@@ -91,7 +87,7 @@ def test_a_chunk_that_leaves_memory_in_the_middle_of_a_retrieve_comes_from_the_d
 
 
 class EvictingConnector(VLLMNestedTupleGPUConnector):
-    """While it copies one chunk, somebody evicts all of them."""
+    """While it copies one chunk, all of them are evicted and their memory is written to."""
 
     cache: Embedded | None = None
 
@@ -107,7 +103,7 @@ class EvictingConnector(VLLMNestedTupleGPUConnector):
         super().to_gpu(memory_obj, start, end, **kwargs)
 
 
-def test_chunks_that_are_being_copied_outlive_their_eviction() -> None:
+def test_chunks_being_copied_outlive_their_eviction() -> None:
     connector = EvictingConnector(HIDDEN, NUM_LAYERS)
     with embedded_engine(num_chunks=6, connector=connector) as cache:
         store(cache)
@@ -117,21 +113,7 @@ def test_chunks_that_are_being_copied_outlive_their_eviction() -> None:
         assert retrieve(cache) == 0
 
 
-@pytest.mark.parametrize(
-    "num_tokens", [1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 3 * CHUNK_SIZE + 5]
-)
-def test_the_last_chunk_may_be_short(cache: Embedded, num_tokens: int) -> None:
-    tokens = TOKENS[:num_tokens]
-    store(cache, tokens)
-    assert cache.engine.lookup(tokens) == num_tokens
-    assert retrieve(cache, tokens) == num_tokens
-    num_whole = num_tokens // CHUNK_SIZE * CHUNK_SIZE
-    assert cache.engine.lookup(TOKENS) == num_whole, "a short chunk is none of a longer prompt"
-    assert retrieve(cache) == num_whole
-    assert cache.engine.counters.value(STORED_BYTES_TOTAL) == num_tokens * CHUNK_BYTES // CHUNK_SIZE
-
-
-def test_nothing_asked_is_nothing_done(cache: Embedded) -> None:
+def test_a_call_for_no_tokens_does_nothing(cache: Embedded) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     store(cache, nothing)
     cache.engine.prefetch(nothing)
@@ -145,30 +127,7 @@ def test_nothing_asked_is_nothing_done(cache: Embedded) -> None:
     assert cache.misses() == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_tokens_of_any_integer_type_are_the_same_tokens(dtype: torch.dtype) -> None:
-    tokens = torch.arange(2 * CHUNK_SIZE)
-    with embedded_engine() as cache:
-        store(cache, tokens.to(dtype))
-        assert cache.engine.lookup(tokens) == len(tokens)
-        assert retrieve(cache, tokens) == len(tokens)
-
-
-def test_kv_that_is_missing_is_refused_and_nothing_is_held(cache: Embedded) -> None:
-    with pytest.raises(ValueError, match="kvcaches is missing"):
-        cache.engine.store(TOKENS)
-    assert cache.engine.lookup(TOKENS) == 0
-    store(cache)
-    with pytest.raises(ValueError, match="kvcaches is missing"):
-        cache.engine.retrieve(TOKENS)
-    with pytest.raises(ValueError, match="kvcaches"):
-        cache.engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS) - 1))
-    cache.check_nothing_held()
-    assert cache.engine.counters.value(RETRIEVED_TOKENS_TOTAL) == 0
-    assert retrieve(cache) == len(TOKENS)
-
-
-def test_lookup_can_be_confined_to_tiers(tmp_path: Path) -> None:
+def test_lookup_can_be_limited_to_tiers(tmp_path: Path) -> None:
     with embedded_engine(tmp_path) as cache:
         store(cache)
         cache.drain()
@@ -184,12 +143,11 @@ def test_lookup_can_be_confined_to_tiers(tmp_path: Path) -> None:
         assert [cache.engine.lookup(TOKENS, [name]) for name in documented] == [*found.values()]
         assert cache.engine.lookup(TOKENS, TIERS) == cache.engine.lookup(TOKENS) == len(TOKENS)
         assert cache.engine.lookup(TOKENS, []) == 0
-        for unknown in (["memory", "hot"], [""], ["LocalDisk"]):
-            with pytest.raises(ValueError, match=repr(unknown[-1])):
-                cache.engine.lookup(TOKENS, unknown)
+        with pytest.raises(ValueError, match="'hot'"):
+            cache.engine.lookup(TOKENS, ["memory", "hot"])
 
 
-def test_a_store_that_finds_no_room_for_all_keeps_the_first(tmp_path: Path) -> None:
+def test_a_store_without_room_for_all_chunks_keeps_the_first() -> None:
     with embedded_engine(num_chunks=3) as cache:
         store(cache)
         assert cache.engine.counters.value(STORED_CHUNKS_TOTAL) == 3
@@ -197,56 +155,62 @@ def test_a_store_that_finds_no_room_for_all_keeps_the_first(tmp_path: Path) -> N
         assert retrieve(cache) == 3 * CHUNK_SIZE
 
 
+class Gate:
+    """Files are written once they may."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.num_begun = 0
+        self.num_written = 0
+
+
 @pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[int]]]:
-    """What allows files to be written, and one entry for each that was."""
-    may_write, written = threading.Event(), list[int]()
-    write = DiskFiles.write
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made, write = Gate(), DiskFiles.write
 
     def gated(self: DiskFiles, fd: int, buffers: Sequence[bytes | memoryview]) -> None:
-        assert may_write.wait(60.0)
+        made.num_begun += 1
+        assert made.may_write.wait(PATIENCE_S)
         write(self, fd, buffers)
-        written.append(fd)
+        made.num_written += 1
 
     monkeypatch.setattr(DiskFiles, "write", gated)
-    yield may_write, written
-    may_write.set()
+    yield made
+    made.may_write.set()
 
 
-def test_store_does_not_wait_for_slow_tiers(tmp_path: Path, writes: Any) -> None:
-    may_write, written = writes
-    with embedded_engine(tmp_path, close_drain_s=60.0, **PATIENT) as cache:
+def test_store_does_not_wait_for_slow_tiers_and_close_does(tmp_path: Path, gate: Gate) -> None:
+    with embedded_engine(tmp_path, close_drain_s=PATIENCE_S, **PATIENT) as cache:
         store(cache)
-        assert retrieve(cache) == len(TOKENS), "and it is there at once"
-        assert written == []
-        may_write.set()
-    assert len(written) == NUM_CHUNKS, "a close finishes what is to be written"
-    with embedded_engine(tmp_path) as cache:
+        assert retrieve(cache) == len(TOKENS), "chunks are hot at once"
+        assert gate.num_written == 0
+        gate.may_write.set()
+    assert gate.num_written == NUM_CHUNKS
+    with embedded_engine(tmp_path, **PATIENT) as cache:
         assert retrieve(cache) == len(TOKENS)
 
 
 @pytest.mark.parametrize("close_drain_s", [0.0, 0.2])
-def test_close_abandons_what_takes_too_long(
-    tmp_path: Path, writes: Any, close_drain_s: float
+def test_close_abandons_writes_that_take_too_long(
+    tmp_path: Path, gate: Gate, close_drain_s: float
 ) -> None:
     with embedded_engine(tmp_path, close_drain_s=close_drain_s) as cache:
         store(cache)
-        until(lambda: bool(cache.stack._writers["disk"]._writing), "nothing is written")
-        begin = time.monotonic()
+        until(lambda: gate.num_begun, "nothing is written")
         cache.engine.close()
-        assert time.monotonic() - begin < close_drain_s + MARGIN_S + NOISE_S
+        assert gate.num_written == 0
         assert cache.engine.lookup(TOKENS) == 0
-        writes[0].set()
+        gate.may_write.set()
 
 
 class Lingering(ForwardingBackend):
-    """Its reads end when it has been closed; its close may last."""
+    """Its reads end when it has been closed; its close may hang."""
 
-    def __init__(self, backend: StorageBackend, close_s: float = 0.0) -> None:
+    def __init__(self, backend: StorageBackend, close_hangs: bool) -> None:
         super().__init__(backend)
         self.is_closed = asyncio.Event()
         self.num_reading = 0
-        self._close_s = close_s
+        self._close_hangs = close_hangs
 
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
@@ -263,17 +227,19 @@ class Lingering(ForwardingBackend):
         return results
 
     async def close(self) -> None:
-        await asyncio.sleep(self._close_s)
+        if self._close_hangs:
+            await asyncio.Event().wait()
         await super().close()
         self.is_closed.set()
 
 
-@pytest.mark.parametrize("close_s", [0.0, 60.0])
-def test_a_read_that_a_close_overtakes_leaves_nothing_in_memory(
-    tmp_path: Path, close_s: float
-) -> None:
+@pytest.mark.parametrize("close_hangs", [False, True])
+def test_a_read_during_a_close_leaves_nothing_in_memory(tmp_path: Path, close_hangs: bool) -> None:
     with embedded_engine(
-        tmp_path, wrap=lambda tier: Lingering(tier, close_s), tier_timeout_s=60.0, close_drain_s=0.1
+        tmp_path,
+        wrap=lambda tier: Lingering(tier, close_hangs),
+        tier_timeout_s=PATIENCE_S,
+        close_drain_s=0.1,
     ) as cache:
         store(cache)
         cache.drain()
@@ -283,16 +249,14 @@ def test_a_read_that_a_close_overtakes_leaves_nothing_in_memory(
         loaded: list[int] = []
         reading = threading.Thread(target=lambda: loaded.append(retrieve(cache)))
         reading.start()
-        until(lambda: tier.num_reading == 1, "nobody reads")
-        begin = time.monotonic()
+        until(lambda: tier.num_reading == 1, "nothing is read")
         cache.engine.close()
-        assert time.monotonic() - begin < 0.1 + MARGIN_S + NOISE_S
-        reading.join(5.0)
+        reading.join(PATIENCE_S)
         assert loaded in ([0], [len(TOKENS)])
         assert cache.allocator.used_bytes == 0
 
 
-def test_a_store_that_a_close_overtakes_leaves_nothing_in_memory(
+def test_a_store_during_a_close_leaves_nothing_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with embedded_engine() as cache:

@@ -1,4 +1,4 @@
-"""The engine with token databases other than the default one."""
+"""The engine with other parts than those of its builder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.token_database import MultimodalSpan, RadixTokenDatabase, TokenDatabase
+from lmcache_core.token_database import (
+    ChunkedTokenDatabase,
+    MultimodalSpan,
+    RadixTokenDatabase,
+    TokenDatabase,
+)
 
 from tests.fixtures.kv import (
     CHUNK_SIZE,
@@ -30,7 +35,7 @@ NUM_TOKENS = 3 * CHUNK_SIZE + 5
 
 
 class WholeSequences(TokenDatabase):
-    """Only the documented method: no spans, no salt, and chunks of another kind."""
+    """Has only the documented method: no spans, no salt, and chunks of another kind."""
 
     def process_tokens(
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None
@@ -61,7 +66,7 @@ def build(database: TokenDatabase, **options: object) -> LMCacheEngine:
     [WholeSequences(), RadixTokenDatabase(make_config(), make_metadata())],
     ids=["documented", "radix"],
 )
-def test_what_was_stored_comes_back(database: TokenDatabase) -> None:
+def test_an_engine_serves_with_any_token_database(database: TokenDatabase) -> None:
     engine = build(database)
     engine.open()
     tokens, kv, target = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
@@ -80,9 +85,16 @@ def test_a_database_without_salt_is_refused_where_there_is_one() -> None:
     engine.close()
 
 
-def test_a_database_without_spans_never_names_images_by_their_placeholders() -> None:
+def test_a_database_without_spans_refuses_images() -> None:
     engine = build(WholeSequences(), error_handling=False)
     engine.open()
     with pytest.raises(TypeError):
         engine.lookup(tokens_of(NUM_TOKENS), spans=[MultimodalSpan(b"cat", 0, 4)])
     engine.close()
+
+
+def test_an_engine_without_a_sidecar_needs_an_allocator() -> None:
+    config, metadata = make_config(), make_metadata()
+    database, connector = ChunkedTokenDatabase(config, metadata), VLLMNestedTupleGPUConnector(1, 1)
+    with pytest.raises(ConfigError, match="memory_allocator"):
+        LMCacheEngine(config, metadata, None, database, connector)
