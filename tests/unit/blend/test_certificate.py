@@ -1,4 +1,4 @@
-"""A model is blended only with a certificate that it passed."""
+"""A model is blended only with a certificate that it passed for exactly its weights and options."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ def folder(tmp_path):
     return CertificateFolder(tmp_path / "certificates")
 
 
-def test_nobody_passes_without_one(folder):
+def test_without_a_certificate_blending_is_refused_with_the_command(folder):
     assert "no certificate" in reason(folder)
     assert "python -m lmcache_core.blend.certify" in reason(folder)
 
 
-def test_who_passed_may_blend_and_nobody_else(folder):
+def test_a_certificate_is_for_one_model_its_weights_and_one_profile(folder):
+    path = folder.save(certificate(profile=BlendProfile("deviation", 1.0, (5, 6))))
+    assert reason(folder, profile=BlendProfile("deviation", 1, (5, 6))) is None
+    path.unlink()
     path = folder.save(certificate())
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert reason(folder) is None
@@ -59,58 +62,50 @@ def test_who_passed_may_blend_and_nobody_else(folder):
     ("figure", "value", "words"),
     [
         ("kl_nats", 0.0501, "divergence"),
-        ("kl_nats", float("nan"), "divergence"),
         ("top1_agreement", 0.949, "94.9%"),
         ("delta_loss_nats", 0.017, "0.0210"),
         ("delta_loss_error", 0.01, "0.0210"),
         ("reused_share", 0.0, "no KV was reused"),
-        ("reused_share", float("nan"), "no KV was reused"),
     ],
 )
-def test_who_failed_may_not(folder, figure, value, words):
-    failed = certificate(msgspec.structs.replace(GOOD, **{figure: value}))
-    assert failed.reasons
-    if value == value:  # JSON has no other
-        folder.save(failed)
-        assert "failed" in reason(folder)
-        assert words in reason(folder)
+def test_a_figure_out_of_bounds_fails(folder, figure, value, words):
+    folder.save(certificate(msgspec.structs.replace(GOOD, **{figure: value})))
+    assert "failed" in reason(folder)
+    assert words in reason(folder)
+    assert certificate(msgspec.structs.replace(GOOD, **{figure: float("nan")})).reasons
 
 
-def test_the_newest_counts(folder):
+def test_the_newest_certificate_counts(folder):
     folder.save(certificate(msgspec.structs.replace(GOOD, kl_nats=1.0)))
     folder.save(certificate())
     assert reason(folder) is None
 
 
-def test_a_certificate_under_anothers_name_counts_for_nobody(folder):
+def test_a_certificate_under_the_name_of_another_is_refused(folder):
     path = folder.save(certificate())
     path.write_bytes(msgspec.json.encode(certificate(identity="weights-2")))
     assert "another model" in reason(folder)
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"\xff", b" " * 100_000])
-def test_damaged_ones_count_as_none_and_it_is_said(folder, data):
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b" " * 100_000])
+def test_a_damaged_certificate_counts_as_none_and_is_named(folder, data):
     path = folder.save(certificate())
     path.write_bytes(data)
     assert path.name in reason(folder)
-    assert "remove it" in reason(folder) or "no certificate" in reason(folder)
     folder.save(certificate())
     assert reason(folder) is None
 
 
-def test_unknown_fields_are_refused(folder):
+@pytest.mark.parametrize(
+    ("change", "words"), [({"trusted": True}, "trusted"), ({"format_version": 2}, "make it again")]
+)
+def test_another_format_is_refused(folder, change, words):
     path = folder.save(certificate())
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"trusted": True}))
-    assert "trusted" in reason(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert words in reason(folder)
 
 
-def test_another_format_is_refused(folder):
-    path = folder.save(certificate())
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
-    assert "make it again" in reason(folder)
-
-
-def test_one_that_cannot_be_opened_counts_as_none(folder, tmp_path):
+def test_a_certificate_that_cannot_be_opened_counts_as_none(folder, tmp_path):
     path = folder.save(certificate())
     path.unlink()
     path.mkdir()
@@ -119,23 +114,15 @@ def test_one_that_cannot_be_opened_counts_as_none(folder, tmp_path):
     assert "cannot be read" in reason(CertificateFolder(tmp_path / "file"))
 
 
-def test_it_is_said_what_does_not_fit(folder):
+def test_the_reason_names_what_does_not_fit(folder):
     folder.save(certificate())
     assert "other weights, another dtype or other options" in reason(folder, identity="weights-2")
     assert "only for deviation, 15 % recomputed, separator 5 6;" in reason(
         folder, profile=BlendProfile("deviation", 0.15, (5,))
     )
     assert "only" not in reason(folder, model="another")
-    assert "only" not in reason(
-        folder, identity="weights-2", profile=BlendProfile("first_of_chunk", 0.0, (5,))
-    )
     folder.path_of("a/model", "weights-3", PROFILE).write_bytes(b"{")
-    assert "other weights" in reason(folder, identity="weights-2"), "a damaged one says nothing"
-
-
-def test_a_whole_number_is_the_same_ratio(folder):
-    folder.save(certificate(profile=BlendProfile("deviation", 1.0, (5, 6))))
-    assert reason(folder, profile=BlendProfile("deviation", 1, (5, 6))) is None
+    assert "other weights" in reason(folder, identity="weights-2"), "a damaged one is ignored"
 
 
 SAVE_FOR_EVER = """
@@ -150,7 +137,7 @@ while True:
 """
 
 
-def test_writers_that_are_killed_leave_it_whole(folder):
+def test_killed_writers_leave_a_certificate_whole(folder):
     path = folder.save(certificate())
     arguments = [
         sys.executable,
@@ -159,23 +146,19 @@ def test_writers_that_are_killed_leave_it_whole(folder):
         str(path.parent),
         msgspec.json.encode(certificate()).decode(),
     ]
-    for _ in range(3):
-        writers = [subprocess.Popen(arguments, stdout=subprocess.PIPE) for _ in range(2)]
-        try:
-            for writer in writers:
-                assert writer.stdout is not None
-                assert writer.stdout.read(20) == b"\n" * 20, "many times, while the other saves too"
-                assert reason(folder) is None
-        finally:
-            for writer in writers:
-                writer.kill()
-                writer.wait(10)
-                assert writer.stdout is not None
-                writer.stdout.close()
-        assert reason(folder) is None
+    writers = [subprocess.Popen(arguments, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for writer in writers:
+            assert writer.stdout.read(20) == b"\n" * 20, "many times, while the other saves too"
+            assert reason(folder) is None
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    assert reason(folder) is None
 
 
-def test_what_a_killed_writer_left_is_removed_once_it_is_old(folder):
+def test_an_old_file_of_a_killed_writer_is_removed(folder):
     path = folder.save(certificate())
     old, new = path.with_suffix(".1.part"), path.with_suffix(".2.part")
     for part in (old, new):
@@ -185,8 +168,7 @@ def test_what_a_killed_writer_left_is_removed_once_it_is_old(folder):
     assert sorted(path.parent.iterdir()) == sorted([path, new])
 
 
-def test_two_containers_have_one_process_id(folder, monkeypatch):
-    """Each writes to a file of its own, though both are process 1."""
+def test_containers_with_the_same_process_id_write_to_different_files(folder, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
     parts = set()
     replace = Path.replace

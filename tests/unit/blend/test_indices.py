@@ -10,7 +10,7 @@ from lmcache_core.blend import create_index, indices_to_mask, mask_to_indices
 
 
 @given(st.lists(st.booleans(), max_size=20))
-def test_a_mask_and_its_indices_say_the_same(mask):
+def test_a_mask_and_its_indices_are_equivalent(mask):
     indices = mask_to_indices(torch.tensor(mask, dtype=torch.bool))
     assert indices.dtype == torch.int64
     assert indices.tolist() == [i for i, is_set in enumerate(mask) if is_set]
@@ -35,6 +35,6 @@ def test_an_index_takes_some_of_one_dimension(dim):
 
 
 @pytest.mark.parametrize("dim", [-4, 3])
-def test_there_is_no_such_dimension(dim):
+def test_a_dimension_out_of_range_is_refused(dim):
     with pytest.raises(ValueError, match=f"dimension {dim} of a tensor of 3"):
         create_index(3, dim, slice(None))

@@ -72,10 +72,9 @@ def some_k(num_tokens, dtype=torch.float32, head_size=HEAD_SIZE):
     ).to(dtype)
 
 
-@pytest.mark.parametrize("num_tokens", [200, 900])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=IDS)
-def test_rotates_as_transformers_do(scaling, num_tokens):
-    config = config_of(scaling)
+def test_keys_are_rotated_as_by_transformers(scaling):
+    num_tokens, config = 900, config_of(scaling)
     embedding = RotaryEmbedding(rope_parameters_of(config), num_tokens, num_tokens)
     k, positions = some_k(num_tokens), torch.arange(num_tokens)
     _, ours = embedding.encode(positions, k, k)
@@ -85,7 +84,7 @@ def test_rotates_as_transformers_do(scaling, num_tokens):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=IDS)
-def test_there_and_back_and_there(scaling):
+def test_keys_are_decoded_and_moved_to_other_positions(scaling):
     embedding = RotaryEmbedding(rope_parameters_of(config_of(scaling)), 900, 300)
     k = some_k(300)
     originals, positions = (
@@ -103,7 +102,7 @@ def test_there_and_back_and_there(scaling):
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_some_dimensions_stay_as_they_are(is_interleaved):
+def test_dimensions_that_are_not_rotated_stay_as_they_are(is_interleaved):
     embedding = RotaryEmbedding(
         RopeParameters(HEAD_SIZE, rotary_dims=24, is_interleaved=is_interleaved)
     )
@@ -127,15 +126,7 @@ def test_interleaved_pairs_are_the_halves_in_another_order():
     )
 
 
-def test_positions_far_apart_lose_no_digits():
-    embedding = RotaryEmbedding(RopeParameters(HEAD_SIZE))
-    k = some_k(4)
-    far, near = torch.full((4,), 100_000), torch.arange(4)
-    there = embedding.mover(near, far)(k)
-    torch.testing.assert_close(embedding.mover(far, near)(there), k, rtol=0, atol=1e-5)
-
-
-def test_rounds_once():
+def test_moving_rounds_once():
     embedding = RotaryEmbedding(RopeParameters(HEAD_SIZE))
     k, originals, positions = some_k(64, torch.bfloat16), torch.arange(64), torch.arange(64) + 500
     exact = embedding.mover(originals, positions)(k.double().float()).to(torch.bfloat16)
@@ -147,7 +138,6 @@ def test_rounds_once():
     [
         ({"kind": "longrope"}, "longrope"),
         ({"rotary_dims": 7}, "7 rotated"),
-        ({"rotary_dims": 80}, "80 rotated"),
         ({"factor": 0.5}, "0.5"),
         ({"theta": 1.0}, "theta 1.0"),
     ],

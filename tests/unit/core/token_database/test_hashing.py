@@ -1,3 +1,7 @@
+"""Hashes of chains of chunks: the plain formula for any tokens. Its bytes are pinned by
+`tests/contract/test_golden.py`.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -46,35 +50,6 @@ def prefixed(data):
     return struct.pack("<I", len(data)) + data
 
 
-def test_the_hash_is_the_documented_one():
-    fields = [
-        (b"model", b"test/model"),
-        (b"revision", b""),
-        (b"dtype", b"bfloat16"),
-        (b"layout", METADATA.layout_fingerprint().encode()),
-        (b"adapter", b""),
-        (b"salt", b"pepper"),
-    ]
-    root = hashlib.sha256(
-        prefixed(b"lmcache/identity/1") + b"".join(prefixed(n) + prefixed(t) for n, t in fields)
-    ).digest()
-    assert identity_root(METADATA, "pepper") == root
-    first = hashlib.sha256(
-        b"lmcache/chunk/1\0"
-        + root
-        + struct.pack("<I4I", 4, 7, 0, MAX_TOKEN_ID, 9)
-        + struct.pack("<I", 0)
-    ).digest()
-    span = struct.pack("<I", 1) + prefixed(b"image") + struct.pack("<qI", 1, 5)
-    second = hashlib.sha256(
-        b"lmcache/chunk/1\0" + first + struct.pack("<I2I", 2, 1, 2) + span
-    ).digest()
-    assert digests([7, 0, MAX_TOKEN_ID, 9, 1, 2], [MultimodalSpan(b"image", 5, 5)], root) == [
-        first,
-        second,
-    ]
-
-
 @given(tokens_lists, span_lists)
 def test_a_chain_is_the_plain_formula(tokens, spans):
     previous, want = bytes(32), []
@@ -98,7 +73,7 @@ def test_a_chain_is_the_plain_formula(tokens, spans):
 
 
 @given(tokens_lists, span_lists, st.integers(0, 10))
-def test_a_chain_can_be_taken_up_in_the_middle(tokens, spans, num_known):
+def test_a_chain_can_be_continued_in_the_middle(tokens, spans, num_known):
     ids = np.array(tokens, dtype=np.int64)
     whole = digests(ids, spans)
     num_known = min(num_known, len(tokens) // CHUNK_SIZE)
@@ -123,7 +98,7 @@ def test_token_ids_become_little_endian_words(tokens):
     assert tokens_as_bytes(tokens) == want
 
 
-@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", ">i4", ">i8"])
+@pytest.mark.parametrize("dtype", ["i1", "i4", ">i8"])
 def test_a_negative_token_id_of_any_width_is_refused(dtype):
     assert tokens_as_uint32(np.array([1, 127], dtype)).tolist() == [1, 127]
     with pytest.raises(ValueError, match="token id -1 is negative"):
@@ -140,7 +115,7 @@ def test_token_ids_out_of_range_are_refused(tokens, said):
             convert(tokens)
 
 
-def test_a_process_without_numpy_hashes_alike():
+def test_a_process_without_numpy_computes_the_same_hashes():
     program = """
 import sys
 sys.modules["numpy"] = None
@@ -160,8 +135,8 @@ def test_bytes_make_the_chain_that_words_make(tokens, spans):
 
 
 def test_many_spans_over_many_chunks_cost_what_they_overlap():
-    """A span is looked at where it lies, and not at every chunk: 20,000 spans over 20,000 chunks
-    would take minutes.
+    """A span is visited where it lies, not at every chunk: 20,000 spans over 20,000 chunks would
+    take minutes.
     """
     offsets = random.Random(0).sample(range(80_000), 20_000)
     spans = [MultimodalSpan(b"cat", offset, 1) for offset in offsets]
@@ -175,8 +150,8 @@ def test_many_spans_over_many_chunks_cost_what_they_overlap():
 
 
 @pytest.mark.parametrize("field", ["model_name", "revision", "adapter"])
-def test_a_name_that_is_no_text_is_refused(field: str) -> None:
-    """As variables of the environment have it that are not UTF-8."""
+def test_a_name_that_is_not_text_is_refused(field: str) -> None:
+    """As in variables of the environment that are not UTF-8."""
     with pytest.raises(IdentityError, match="not Unicode text"):
         identity_root(dataclasses.replace(METADATA, **{field: "a\udcff"}))
     with pytest.raises(IdentityError, match=r"salt .* is not Unicode text"):
