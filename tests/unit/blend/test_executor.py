@@ -205,16 +205,6 @@ def test_a_mask_counts_as_it_was_when_tokens_were_selected():
         batch.layer(made, 2, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_starts_of_requests_keep_their_dtype(dtype):
-    batch, made = Batch([3, 0, 4], [True] * 7), executor(0.0)
-    batch.starts = batch.starts.to(dtype)
-    out = batch.layer(made, 1)
-    assert out.query_start_loc.dtype == dtype
-    assert out.query_start_loc.tolist() == [0, 1, 1, 2]
-    assert out.local_indices.tolist() == [2, 6]
-
-
 def test_without_valid_kv_on_the_check_layer_everything_is_computed():
     batch, made = Batch([6], [True] * 6), executor(0.0)
     batch.layer(made, 0)

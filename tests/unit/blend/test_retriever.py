@@ -19,13 +19,13 @@ from tests.fixtures.documents import (
     starts_of,
     store,
 )
-from tests.fixtures.embedded import PATIENT, embedded_engine
+from tests.fixtures.embedded import embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, make_metadata
 from tests.fixtures.prompts import kv_of, wanted_pieces
 
 
 def parts_of(tokens):
-    """The tokens cut behind each separator, one token at a time."""
+    """The tokens cut after each separator, one token at a time."""
     parts, part = [], []
     for token in tokens:
         part.append(token)
@@ -143,30 +143,6 @@ def test_the_cached_prefix_of_every_segment_is_found(batch, saves_unfull):
         assert torch.equal(starts, before)
         made.close()
         cache.check_nothing_held()
-
-
-@pytest.mark.parametrize("serde", ["lossless", "cachegen"])
-def test_segments_come_from_an_encoded_tier_too(tmp_path, serde):
-    options = PATIENT | {"remote_url": f"file://{tmp_path}/", "remote_serde": serde}
-    documents = [document(number, 14 + CHUNK_SIZE * number) for number in range(5)]
-    prompt = torch.cat(documents[::-1])
-    with embedded_engine(**options) as cache:
-        store(cache.engine, *documents)
-        cache.drain()
-    with embedded_engine(**options) as cache, retrieving(cache.engine) as made:
-        task = request(made, prompt, documents[2])
-        segments = [*documents[::-1], documents[2]]
-        for layer_id in range(NUM_LAYERS):
-            found = task.result(layer_id)
-            assert found.valid_mask.all()
-            for side, got in enumerate((found.k, found.v)):
-                want = torch.cat([kv_of(tokens)[layer_id][side] for tokens in segments]).flatten(1)
-                torch.testing.assert_close(
-                    got,
-                    want,
-                    rtol=0,
-                    atol=0 if serde == "lossless" else float(want.abs().max()) * 0.1,
-                )
 
 
 def test_a_text_too_short_to_be_stored_is_not_asked_for():

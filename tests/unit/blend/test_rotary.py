@@ -17,12 +17,6 @@ SCALINGS = (
     {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
     {
         "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-    },
-    {
-        "rope_type": "yarn",
         "rope_theta": 1e6,
         "factor": 4.0,
         "original_max_position_embeddings": 128,

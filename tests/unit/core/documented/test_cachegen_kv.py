@@ -9,10 +9,8 @@ from lmcache_core.serde.cachegen import (
     CacheGenConfig,
     CacheGenGPUBytestream,
     CacheGenGPUEncoderOutput,
-    QuantizationSpec,
     decode_function_gpu,
     encode_function,
-    torch_quant_vectorized,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,20 +64,6 @@ def test_an_output_has_a_row_for_each_token() -> None:
     assert [(side.dtype, side.shape) for side in sides] == [(torch.float32, (3, 9, 4))] * 2
     rows = torch.cat(sides).permute(1, 0, 2).reshape(9, 24)
     assert torch.equal(output, rows.to(torch.uint8))
-
-
-def test_the_table_has_the_largest_number_of_bins() -> None:
-    config = CacheGenConfig(
-        2, [QuantizationSpec(0, 2, 8)], [QuantizationSpec(0, 1, 4), QuantizationSpec(1, 2, 256)]
-    )
-    kv = kv_of(2, 20, 1, 3)
-    made = encode(kv, 8, config)
-    assert made.cdf.shape == (4, 3, 257)
-    output = torch.empty(20, 12, dtype=torch.int8)
-    _, value = decode_function_gpu(made.cdf, made.data_chunks, 2, 8, output)
-    wanted, _ = torch_quant_vectorized(torch.tensor([4, 256]), kv[:, 1].reshape(2, 20, 3))
-    assert torch.equal(value, wanted.view(torch.uint8).float().cpu())
-    assert value.max() == 254
 
 
 @pytest.mark.parametrize(

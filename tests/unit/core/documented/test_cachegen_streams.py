@@ -112,21 +112,6 @@ def test_a_symbol_without_a_probability_is_refused() -> None:
         encoded(tables([0, 5, 5, 9]), torch.tensor([[[1]]], dtype=torch.int8, device=DEVICE))
 
 
-def test_distributions_are_the_documented_ones() -> None:
-    symbols = torch.tensor([[[3, 0], [3, 1], [30, 0]]], dtype=torch.int8, device=DEVICE)
-    cdf = channel_distributions(symbols, 32)
-    assert (cdf.dtype, cdf.shape) == (torch.int16, (1, 2, 33))
-    numbers = cdf.cpu().numpy().view(np.uint16)
-    scale = 0xFFFF - 32
-    assert numbers[0, 0].tolist() == [
-        i + (0 if i <= 3 else 2 * scale // 3 if i <= 30 else scale) for i in range(33)
-    ]
-    assert numbers[0, 1].tolist() == [
-        i + (0 if i < 1 else 2 * scale // 3 if i < 2 else scale) for i in range(33)
-    ]
-    assert numbers[0, 0, -1] == 0xFFFF
-
-
 def test_collecting_and_recombining() -> None:
     buffer = torch.arange(24, dtype=torch.uint8, device=DEVICE).reshape(2, 3, 4)
     lengths = torch.tensor([[0, 4, 1], [2, 0, 3]], dtype=torch.int32, device=DEVICE)

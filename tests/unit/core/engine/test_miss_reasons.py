@@ -10,12 +10,10 @@ import pytest
 import torch
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
-from lmcache_core.memory import ArenaAllocator, HostMemoryAllocator
+from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import (
     Allocate,
     Chunk,
-    Miss,
-    MissReason,
     RecordHeader,
     Result,
     TensorSpec,
@@ -25,15 +23,11 @@ from lmcache_core.record import (
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import DiskLayout
-from lmcache_core.storage.eviction import TierLimits, create_policy
-from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.stack import TierStack
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
 
 from tests.fixtures.embedded import Embedded, build_engine, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
-from tests.suites.chunks import make_chunk, make_key
 
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
@@ -240,24 +234,3 @@ def test_expired(tmp_path: Path, has_disk: bool) -> None:
         assert cache.misses() == {"expired": NUM_CHUNKS}
         assert cache.engine.lookup(TOKENS) == 0
         cache.check_nothing_held()
-
-
-async def test_a_chunk_expires_at_its_time_and_not_before() -> None:
-    now, arena = [1000.0], ArenaAllocator.anonymous(1 << 16)
-    hot = LocalCPUBackend(
-        arena, create_policy(), limits=TierLimits(ttl_s=10.0), clock=lambda: now[0]
-    )
-    stack = TierStack(hot)
-    await stack.open()
-    assert await stack.batched_put([make_chunk("a")]) == [True]
-    now[0] += 9.0
-    (result,) = await stack.batched_get([make_key("a")])
-    assert isinstance(result, Chunk)
-    result.release()
-    now[0] += 2.0
-    assert await stack.batched_get([make_key("a"), make_key("b")]) == [
-        Miss(MissReason.EXPIRED),
-        Miss(MissReason.NEVER_STORED),
-    ]
-    await stack.close()
-    assert arena.used_bytes == 0

@@ -79,16 +79,6 @@ def test_a_faster_rate_is_adopted_sooner_than_a_slower_one(rate: PrefillRate) ->
     assert rate.tokens_per_s == pytest.approx(before + FALL * (100 - before))
 
 
-def test_queueing_hardly_changes_the_rate_and_a_slower_engine_does(rate: PrefillRate) -> None:
-    for turn in range(100):
-        rate.note(1000, 5.0 if turn % 5 == 4 else 1.0)
-    assert rate.tokens_per_s is not None
-    assert 800 < rate.tokens_per_s <= 1000
-    for _ in range(200):
-        rate.note(1000, 10.0)
-    assert rate.tokens_per_s == pytest.approx(100, rel=0.01)
-
-
 def test_misses_without_a_store_are_bounded(rate: PrefillRate, clock: Clock) -> None:
     for number in range(MAX_OPEN_PREFILLS + 1):
         rate.missed(number)

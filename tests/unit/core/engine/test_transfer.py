@@ -32,7 +32,6 @@ from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
-TIERS = ["memory", "disk", "peers", "storage"]
 PATIENCE_S = 60.0
 
 
@@ -54,16 +53,6 @@ def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
     assert loaded.tolist() == [i < num for i in range(len(tokens))]
     assert_equal_prefix(target, kv_of(tokens), num)
     return num
-
-
-def test_the_prefix_before_an_evicted_chunk_is_reused(cache: Embedded) -> None:
-    store(cache)
-    assert cache.engine.lookup(TOKENS) == len(TOKENS)
-    assert cache.manager.evict(cache.keys(TOKENS)[2:3]) == 1
-    assert retrieve(cache) == 2 * CHUNK_SIZE
-    cache.check_nothing_held()
-    store(cache)
-    assert retrieve(cache) == len(TOKENS)
 
 
 def test_a_chunk_that_leaves_memory_in_the_middle_of_a_retrieve_comes_from_the_disk(
@@ -125,26 +114,6 @@ def test_a_call_for_no_tokens_does_nothing(cache: Embedded) -> None:
     assert not cache.engine.retrieve(TOKENS, masked, kvcaches=empty_kv(len(TOKENS))).any()
     assert cache.engine.counters.value(STORED_CHUNKS_TOTAL) == 0
     assert cache.misses() == {}
-
-
-def test_lookup_can_be_limited_to_tiers(tmp_path: Path) -> None:
-    with embedded_engine(tmp_path) as cache:
-        store(cache)
-        cache.drain()
-        cache.hot.remove_many([ChunkKey.of(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[2:]])
-        found = {name: cache.engine.lookup(TOKENS, [name]) for name in TIERS}
-        assert found == {
-            "memory": 2 * CHUNK_SIZE,
-            "disk": len(TOKENS),
-            "peers": 0,
-            "storage": 0,
-        }
-        documented = ["Hot", "LocalDiskBackend", "P2PBackend", "RemoteBackend"]
-        assert [cache.engine.lookup(TOKENS, [name]) for name in documented] == [*found.values()]
-        assert cache.engine.lookup(TOKENS, TIERS) == cache.engine.lookup(TOKENS) == len(TOKENS)
-        assert cache.engine.lookup(TOKENS, []) == 0
-        with pytest.raises(ValueError, match="'hot'"):
-            cache.engine.lookup(TOKENS, ["memory", "hot"])
 
 
 def test_a_store_without_room_for_all_chunks_keeps_the_first() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from lmcache_core.errors import IntegrityError
@@ -19,15 +19,6 @@ def test_the_smallest_extent_that_fits_is_taken():
     free.free(taken[2].start)
     assert free.allocate(2 * ALIGN_BYTES) == taken[2]
     assert free.allocate(3 * ALIGN_BYTES).start == taken[0].start
-    free.check_integrity()
-
-
-def test_of_several_that_fit_as_well_the_one_freed_last_is_taken():
-    free = FreeList(CAPACITY)
-    taken = [free.allocate(1) for _ in range(6)]
-    for i in (4, 0, 2):
-        free.free(taken[i].start)
-    assert [free.allocate(1) for _ in range(3)] == [taken[2], taken[0], taken[4]]
     free.check_integrity()
 
 
@@ -137,25 +128,3 @@ def test_extents_that_are_not_all_free_are_not_taken_and_nothing_is(extents):
         free.take(extents)
     assert free.free_blocks() == before
     free.check_integrity()
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 3 * ALIGN_BYTES), st.booleans()), max_size=20),
-    st.randoms(use_true_random=False),
-)
-def test_a_list_rebuilt_from_its_extents_is_the_same(sizes, dice):
-    first = FreeList(CAPACITY)
-    blocks = [(first.allocate(size), keeps) for size, keeps in sizes]
-    kept = [block for block, keeps in blocks if block is not None and keeps]
-    for block, keeps in blocks:
-        if block is not None and not keeps:
-            first.free(block.start)
-    dice.shuffle(kept)
-    second = FreeList(CAPACITY)
-    second.take(kept)
-    second.check_integrity()
-    assert (second.free_blocks(), second.used_bytes, second.num_used_blocks) == (
-        first.free_blocks(),
-        first.used_bytes,
-        first.num_used_blocks,
-    )

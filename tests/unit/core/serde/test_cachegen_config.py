@@ -105,13 +105,6 @@ def test_layers_beyond_have_the_bins_of_the_last() -> None:
     assert config.bins_of_values(3) == (4, 4, 4)
 
 
-def test_a_config_is_a_value() -> None:
-    assert CacheGenConfig.for_num_layers(12) == CacheGenConfig.for_num_layers(12)
-    assert len({CacheGenConfig.for_num_layers(12), CacheGenConfig.for_num_layers(12)}) == 1
-    with pytest.raises(AttributeError):
-        CacheGenConfig.for_num_layers(12).nlayers = 3  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("bins", [2, 5, 258, -4, 32.0, True])
 def test_unusable_bins(bins) -> None:
     with pytest.raises(ConfigError, match="even number, 4 to 256"):

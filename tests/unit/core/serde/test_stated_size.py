@@ -26,7 +26,7 @@ def codec(request: pytest.FixtureRequest) -> Iterator[ChunkCodec]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_an_encoder_writes_passes(codec: ChunkCodec, case: str) -> None:
+def test_encoded_records_pass(codec: ChunkCodec, case: str) -> None:
     specs = specs_of(*CASES[case])
     raw = kv_payload(specs, 0)
     for payload in (raw, bytes(len(raw))):

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import random
 import struct
 import subprocess
@@ -44,32 +43,6 @@ def digests(tokens, spans=(), root=bytes(32), first=0):
         digest
         for _, _, digest in chain_hashes(root, tokens_as_uint32(tokens), CHUNK_SIZE, spans, first)
     ]
-
-
-def prefixed(data):
-    return struct.pack("<I", len(data)) + data
-
-
-@given(tokens_lists, span_lists)
-def test_a_chain_is_the_plain_formula(tokens, spans):
-    previous, want = bytes(32), []
-    for start in range(0, len(tokens), CHUNK_SIZE):
-        inside = tokens[start : start + CHUNK_SIZE]
-        overlapping = sorted(
-            (s.offset, s.length, s.content_hash)
-            for s in spans
-            if s.offset < start + len(inside) and s.offset + s.length > start
-        )
-        extras = struct.pack("<I", len(overlapping))
-        extras += b"".join(
-            prefixed(content) + struct.pack("<qI", offset - start, length)
-            for offset, length, content in overlapping
-        )
-        data = struct.pack(f"<I{len(inside)}I", len(inside), *inside)
-        previous = hashlib.sha256(b"lmcache/chunk/1\0" + previous + data + extras).digest()
-        want.append((start, start + len(inside), previous))
-    ids = tokens_as_uint32(np.array(tokens, dtype=np.int64))
-    assert list(chain_hashes(bytes(32), ids, CHUNK_SIZE, spans)) == want
 
 
 @given(tokens_lists, span_lists, st.integers(0, 10))
