@@ -16,6 +16,8 @@ from lmcache_core.record import (
     TensorSpec,
     decode_head,
     decode_prefix,
+    decoded_bytes,
+    decoded_header,
     encode_head,
     payload_digest,
 )
@@ -111,3 +113,17 @@ def test_tensors_that_overlap_are_refused(offset: int) -> None:
     with pytest.raises(RecordError) as refused:
         encoded_header((first, overlapping)).check(20)
     assert refused.value.reason is RecordReason.BOUNDS
+
+
+def test_decoded_tensors_lie_one_after_the_other() -> None:
+    """With the lengths of their shapes, whatever lengths they had encoded."""
+    encoded = encoded_header(
+        (
+            TensorSpec("full", "bfloat16", (2, 3, 5), 0, 7),
+            TensorSpec("", "uint8", (0,), 7, 0),
+            TensorSpec("window", "float32", (4,), 7, 100),
+        )
+    )
+    header = decoded_header(encoded)
+    assert [(spec.offset, spec.length) for spec in header.tensors] == [(0, 60), (60, 0), (60, 16)]
+    header.check(decoded_bytes(encoded))

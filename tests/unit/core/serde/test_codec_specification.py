@@ -15,6 +15,7 @@ import pytest
 from lmcache_core.record import decoded_bytes
 from lmcache_core.serde import create_codec
 from lmcache_core.serde.codec import ChunkCodec, EncodedPayload
+from lmcache_core.serde.quantised_blob import can_be_quantised
 from lmcache_core.serde.tables import bell_curves
 
 from tests.fixtures.codec_reference import (
@@ -249,3 +250,8 @@ def test_only_kv_of_some_dtypes_and_shapes_is_quantised(
     found = encoded("cachegen", dtype, shape, payload)
     assert found is not None
     assert found.lossy == is_quantised
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1, (1 << 20) + 1), (2, 32, 1 << 15, 1 << 10)])
+def test_a_tensor_too_large_for_the_loops_is_not_quantised(shape: Shape) -> None:
+    assert not can_be_quantised("bfloat16", shape)
