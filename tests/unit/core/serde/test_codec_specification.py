@@ -155,7 +155,6 @@ def check(name: str, dtype: str, shape: Shape, words: Array) -> EncodedPayload:
         ("cachegen", "ties"),
         ("cachegen:high", "noise"),
         ("cachegen:high", "of any size"),
-        ("cachegen:high", "far from the others"),
         ("cachegen:low", "zero rows"),
         ("cachegen:low", "a walk"),
     ],
@@ -186,6 +185,11 @@ def test_scales_may_be_far_from_one(name: str, kind: str, dtype: str) -> None:
 )
 def test_groups_and_sections_follow_from_the_shape(name: str, shape: Shape) -> None:
     check(name, "bfloat16", shape, values_of("a walk", "bfloat16", shape))
+
+
+def test_the_step_grows_until_symbols_can_hold_the_widest_channel() -> None:
+    shape = (1, 1, 1000, 24)
+    check("cachegen:high", "float32", shape, values_of("far from the others", "float32", shape))
 
 
 def test_errors_are_reported_for_layers_that_are_quantised_alike() -> None:
