@@ -137,28 +137,6 @@ def test_a_file_of_another_size_is_not_reused(tmp_path):
     )
 
 
-def test_one_sidecar_owns_a_directory_until_its_process_ends(tmp_path):
-    program = f"""
-import sys
-from pathlib import Path
-from tests.fixtures.shared_arena import create_shared_arena
-arena = create_shared_arena(Path({str(tmp_path)!r}), {SIZE})
-print(arena.path, flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        path = tmp_path / other.stdout.readline().strip()
-        before = path.stat()
-        with pytest.raises(ConfigError, match="another sidecar"):
-            create_shared_arena(tmp_path, SIZE)
-        assert path.stat() == before, "the arena of a living sidecar is left alone"
-        other.kill()
-        other.wait()
-    assert create_shared_arena(tmp_path, SIZE).path == path
-
-
 def test_permissions_do_not_depend_on_the_umask(tmp_path):
     before = os.umask(0o077)
     try:

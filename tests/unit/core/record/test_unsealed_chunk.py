@@ -13,9 +13,7 @@ from lmcache_core.record import (
     Chunk,
     RecordHeader,
     TensorSpec,
-    decode_head,
     payload_digest,
-    verify_payload,
 )
 
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -61,24 +59,15 @@ def unsealed(name: object, num_bytes: int = 1000) -> Chunk:
     )
 
 
-def test_sealing_gives_the_same_record() -> None:
-    sealed, chunk = make_chunk("a"), unsealed("a")
-    assert not chunk.is_sealed
-    assert chunk.head == sealed.head
-    assert chunk.header == sealed.header
-    assert chunk.is_sealed
-
-
 @pytest.mark.parametrize("ask", ["head", "header", "sealed"])
-def test_every_part_with_the_digest_seals_the_chunk(ask: str) -> None:
+def test_every_part_with_the_digest_seals_the_chunk_to_the_same_record(ask: str) -> None:
     chunk = unsealed("a")
     asked = getattr(chunk, ask)
     if ask == "sealed":
         assert asked() is chunk
     assert chunk.is_sealed
-    header, payload_bytes = decode_head(chunk.head, chunk.key.key)
-    assert payload_bytes == 1000
-    verify_payload(header, chunk.memory.byte_array)
+    assert chunk.head == make_chunk("a").head
+    assert chunk.header == make_chunk("a").header
 
 
 def test_parts_without_the_digest_do_not_seal_the_chunk() -> None:
