@@ -287,7 +287,7 @@ async def test_a_tier_that_is_closed_says_so_and_gives_back_what_waited(tmp_path
     saving = asyncio.ensure_future(disk.async_save_bytes_to_disk(make_key(2), kv))
     await until(lambda: writing.running() and kv.get_ref_count() >= 3)
     closing = asyncio.ensure_future(disk.close())
-    await asyncio.sleep(0)
+    await until(saving.done)
     files.may_write.set()
     await closing
     assert writing.result() is True

@@ -5,7 +5,7 @@ leaks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ import pytest
 import torch
 from lmcache_core.errors import LayoutError, LMCacheError, UnavailableError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
-from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL
-from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.embedded import Embedded, embedded_engine
 from tests.fixtures.kv import (
@@ -25,8 +24,6 @@ from tests.fixtures.kv import (
     NUM_LAYERS,
     assert_equal_prefix,
     empty_kv,
-    make_config,
-    make_metadata,
 )
 from tests.fixtures.prompts import kv_of, tokens_of
 from tests.suites.faults import ForwardingBackend
@@ -56,18 +53,6 @@ class BreakingConnector(VLLMNestedTupleGPUConnector):
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         self._step()
         super().to_gpu(memory_obj, start, end, **kwargs)
-
-
-class BreakingDatabase(ChunkedTokenDatabase):
-    """Names some chunks, and then fails."""
-
-    failure: Exception | None = None
-
-    def process_tokens(self, *arguments: Any) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        for number, named in enumerate(super().process_tokens(*arguments)):
-            if self.failure is not None and number == 2:
-                raise self.failure
-            yield named
 
 
 def failed(cache: Embedded) -> dict[str, int]:
@@ -155,28 +140,6 @@ def test_wrong_arguments_are_raised_either_way(error_handling: bool, failure: Ex
         with pytest.raises(ValueError, match="'Cold'"):
             cache.engine.lookup(TOKENS, ["Cold"])
         assert failed(cache) == {}
-        cache.check_nothing_held()
-
-
-@pytest.mark.parametrize("error_handling", [True, False])
-def test_a_broken_token_database_fails_every_call(error_handling: bool) -> None:
-    database = BreakingDatabase(make_config(), make_metadata())
-    with embedded_engine(database=database, error_handling=error_handling) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
-        database.failure = ZeroDivisionError("a bug")
-        calls: dict[str, Callable[[], object]] = {
-            "retrieve": lambda: retrieve(cache),
-            "lookup": lambda: cache.engine.lookup(TOKENS),
-            "store": lambda: cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS)),
-            "prefetch": lambda: cache.engine.prefetch(TOKENS),
-        }
-        for call in calls.values():
-            if error_handling:
-                assert not call()
-            else:
-                with pytest.raises(ZeroDivisionError):
-                    call()
-        assert failed(cache) == (dict.fromkeys(calls, 1) if error_handling else {})
         cache.check_nothing_held()
 
 

@@ -230,30 +230,6 @@ def test_a_buffer_that_the_machine_cannot_hold_is_none_and_takes_nothing():
     allocator.check_integrity()
 
 
-def test_an_arena_hands_out_existing_content_and_reports_what_is_freed():
-    freed = []
-    buffer = memoryview(bytearray(CAPACITY))
-    buffer[1024:1034] = b"0123456789"
-    allocator = ArenaAllocator(buffer, freed.append)
-    first, second = allocator.take([(1024, 10), (0, 0)])
-    assert bytes(first.byte_array) == b"0123456789"
-    assert (first.metadata.address, first.metadata.phy_size, first.get_size()) == (1024, 512, 10)
-    assert (second.metadata.address, second.metadata.phy_size, second.get_size()) == (0, 512, 0)
-    allocator.check_integrity()
-    other = allocator.allocate((CAPACITY - 2048,), None)
-    assert other.metadata.address not in (0, 1024)
-    with pytest.raises(ValueError, match="not a free extent"):
-        allocator.take([(512, 100), (1024, 1)])
-    first.ref_count_up()
-    first.ref_count_down()
-    assert freed == []
-    for obj in (first, other, second):
-        obj.ref_count_down()
-    assert freed == [1024, other.metadata.address, 0]
-    allocator.check_integrity()
-    assert allocator.used_bytes == 0
-
-
 @pytest.mark.parametrize("name", DTYPE_ITEMSIZE)
 def test_names_and_sizes_of_dtypes_are_those_of_torch(name):
     dtype = getattr(torch, name)
