@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-PACKAGES = ("memory", "gpu_connectors", "serde", "serde.cachegen")
-TORCH_FREE = ("memory", "serde", "serde.codec", "serde.cachegen")
+PACKAGES = ("blend", "gpu_connectors", "memory", "serde", "serde.cachegen")
+TORCH_FREE = ("blend", "memory", "serde", "serde.codec", "serde.cachegen")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

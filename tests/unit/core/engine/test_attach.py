@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.gpu_connectors import (
+    GPUConnectorInterface,
     KVLayout,
     LayerGroup,
     LogicalMemory,
@@ -21,85 +21,63 @@ from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.kv import HIDDEN, NUM_LAYERS, make_config, make_metadata
 from tests.fixtures.sidecar import running_socket
+from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
-NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 12, 4, 4, 8
 HYBRID = KVLayout(
     (
-        LayerGroup("full", 2, NUM_HEADS, HEAD_SIZE, "float32", packing="kv_first"),
-        LayerGroup("window", 3, 2, HEAD_SIZE, "float32", packing="kv_first"),
+        LayerGroup("full", 2, 4, 8, "float32", packing="kv_first"),
+        LayerGroup("window", 3, 2, 8, "float32", packing="kv_first"),
     )
 )
 
 
-def pages_of(layout: KVLayout) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        torch.rand(
-            (2, NUM_BLOCKS, BLOCK_SIZE, group.num_kv_heads, group.head_size), generator=generator
-        )
-        for group in layout.groups
-        for _ in range(group.num_layers)
-    ]
-
-
 @contextmanager
-def engine_with(layout: KVLayout, socket: Path | None = None) -> Iterator[LMCacheEngine]:
+def engine_with(
+    connector: GPUConnectorInterface, layout: KVLayout = HYBRID, socket: Path | None = None
+) -> Iterator[LMCacheEngine]:
     config = make_config() if socket is None else make_config(sidecar_socket=str(socket))
     allocator = HostMemoryAllocator(1 << 22) if socket is None else None
     metadata = make_metadata(layout=layout.fingerprint())
-    engine = LMCacheEngine(
-        config,
-        metadata,
-        allocator,
-        ChunkedTokenDatabase(config, metadata),
-        PagedGPUConnector(layout),
-    )
-    engine.open()
-    try:
+    database = ChunkedTokenDatabase(config, metadata)
+    with LMCacheEngine(config, metadata, allocator, database, connector) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 def test_attaching_a_declared_layout_leaves_memory_and_cache_as_they_were() -> None:
-    pages = pages_of(HYBRID)
-    before = [page.clone() for page in pages]
-    with engine_with(HYBRID) as engine:
+    pages = make_kv_caches(HYBRID, 3)
+    before = snapshot(pages)
+    with engine_with(PagedGPUConnector(HYBRID)) as engine:
         engine.attach(pages, LogicalMemory(HYBRID, pages))
-        assert all(torch.equal(now, then) for now, then in zip(pages, before, strict=True))
+        assert same(snapshot(pages), before)
         assert engine.stats()["memory"]["num_chunks"] == 0
 
 
 def test_a_layout_declared_wrongly_is_refused() -> None:
-    """K and V of a layer are apart in the first dimension, or in the second: the shapes are
-    equal.
+    """K and V of a layer are apart in the first dimension, or in the second: with two blocks the
+    shapes are equal.
     """
-    layout = KVLayout((LayerGroup("", 2, NUM_HEADS, HEAD_SIZE, "float32", packing="kv_first"),))
-    wrong = KVLayout((LayerGroup("", 2, NUM_HEADS, HEAD_SIZE, "float32", packing="block_first"),))
-    pages = [torch.rand(2, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE) for _ in range(2)]
-    before = [page.clone() for page in pages]
-    with engine_with(wrong) as engine, pytest.raises(ValueError, match="canary"):
-        engine.attach(pages, LogicalMemory(layout, pages))
-    assert all(torch.equal(now, then) for now, then in zip(pages, before, strict=True))
+    actual, declared = (one_group(packing=packing) for packing in ("kv_first", "block_first"))
+    pages = make_kv_caches(actual, 3, sizes=(2, 4))
+    before = snapshot(pages)
+    with (
+        engine_with(PagedGPUConnector(declared), declared) as engine,
+        pytest.raises(ValueError, match="canary"),
+    ):
+        engine.attach(pages, LogicalMemory(actual, pages))
+    assert same(snapshot(pages), before)
 
 
 def test_an_engine_attaches_with_a_sidecar_and_while_it_is_absent(tmp_path: Path) -> None:
-    pages = pages_of(HYBRID)
-    with running_socket(tmp_path) as running, engine_with(HYBRID, running.path) as engine:
-        engine.attach(pages, LogicalMemory(HYBRID, pages))
-    with engine_with(HYBRID, tmp_path / "absent.sock") as engine:
-        engine.attach(pages, LogicalMemory(HYBRID, pages))
+    pages, connector = make_kv_caches(HYBRID, 3), PagedGPUConnector(HYBRID)
+    with running_socket(tmp_path) as running:
+        for socket in (running.path, tmp_path / "absent.sock"):
+            with engine_with(connector, socket=socket) as engine:
+                engine.attach(pages, LogicalMemory(HYBRID, pages))
 
 
 def test_a_connector_without_pages_has_nothing_to_check() -> None:
-    config, metadata = make_config(), make_metadata()
-    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    engine = LMCacheEngine(
-        config,
-        metadata,
-        HostMemoryAllocator(1 << 20),
-        ChunkedTokenDatabase(config, metadata),
-        connector,
-    )
-    with pytest.raises(TypeError, match="VLLMNestedTupleGPUConnector"):
-        engine.attach([], LogicalMemory(HYBRID, pages_of(HYBRID)))
+    with (
+        engine_with(VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)) as engine,
+        pytest.raises(TypeError, match="VLLMNestedTupleGPUConnector"),
+    ):
+        engine.attach([], LogicalMemory(HYBRID, make_kv_caches(HYBRID, 3)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.config import LMCacheEngineConfig
-from lmcache_core.engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache_core.engine import LMCacheEngineBuilder
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
 from lmcache_core.memory import HostMemoryAllocator
@@ -18,9 +18,9 @@ from lmcache_core.telemetry import (
     STORED_BYTES_TOTAL,
     STORED_CHUNKS_TOTAL,
 )
-from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
+from lmcache_core.token_database import MultimodalSpan
 
-from tests.fixtures.embedded import embedded_engine, until
+from tests.fixtures.embedded import build_engine, embedded_engine, until
 from tests.fixtures.kv import (
     CHUNK_SIZE,
     HIDDEN,
@@ -33,14 +33,6 @@ from tests.fixtures.kv import (
     tokens_of,
 )
 from tests.fixtures.prompts import CHUNK_BYTES
-
-
-def build(config: LMCacheEngineConfig, allocator: HostMemoryAllocator) -> LMCacheEngine:
-    metadata = make_metadata()
-    database = ChunkedTokenDatabase(config, metadata)
-    return LMCacheEngine(
-        config, metadata, allocator, database, VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
-    )
 
 
 @pytest.fixture
@@ -58,7 +50,7 @@ def test_a_partial_chunk_is_stored_only_if_configured(
 ) -> None:
     tokens, kv, target = tokens_of(num_tokens), random_kv(num_tokens), empty_kv(num_tokens)
     num_kept = num_tokens if save_unfull_chunk else num_tokens // CHUNK_SIZE * CHUNK_SIZE
-    with build(make_config(save_unfull_chunk=save_unfull_chunk), allocator) as engine:
+    with build_engine(allocator, save_unfull_chunk=save_unfull_chunk) as engine:
         for _ in range(2):
             engine.store(tokens, kvcaches=kv)
             assert engine.counters.value(STORED_CHUNKS_TOTAL) == math.ceil(num_kept / CHUNK_SIZE)
@@ -76,7 +68,7 @@ def test_equal_placeholders_of_other_images_share_nothing(allocator: HostMemoryA
     n = 4 * CHUNK_SIZE
     tokens, kv = tokens_of(n), random_kv(n)
     cat, dog = (MultimodalSpan(name, CHUNK_SIZE + 2, 5) for name in (b"cat", b"dog"))
-    with build(make_config(), allocator) as engine:
+    with build_engine(allocator) as engine:
         engine.store(tokens, spans=[cat], kvcaches=kv)
         assert engine.lookup(tokens, spans=[cat]) == n
         assert engine.lookup(tokens, spans=[dog]) == engine.lookup(tokens) == CHUNK_SIZE
@@ -94,12 +86,12 @@ def test_disk_serves_after_a_restart(
     allocator: HostMemoryAllocator, tmp_path: Path, name: bytes, is_another: bool
 ) -> None:
     """An engine may also be closed and opened again."""
-    config = make_config(local_disk=str(tmp_path / os.fsdecode(name)), max_local_disk_size=0.01)
+    directory = tmp_path / os.fsdecode(name)
     tokens, kv = tokens_of(4 * CHUNK_SIZE + 5), random_kv(4 * CHUNK_SIZE + 5)
-    first = build(config, allocator)
+    first = build_engine(allocator, directory)
     with first:
         first.store(tokens, kvcaches=kv)
-    with build(config, allocator) if is_another else first as second:
+    with build_engine(allocator, directory) if is_another else first as second:
         assert second.lookup(tokens, ["Hot"]) == 0
         assert second.lookup(tokens, ["LocalDiskBackend"]) == len(tokens)
         target = empty_kv(len(tokens))
@@ -163,7 +155,7 @@ def test_leaving_the_block_closes_an_engine_and_frees_its_id(arguments) -> None:
 
 
 def test_entering_the_block_opens_an_engine(allocator: HostMemoryAllocator) -> None:
-    engine, tokens = build(make_config(), allocator), tokens_of(32)
+    engine, tokens = build_engine(allocator), tokens_of(32)
     for _ in range(2):
         with engine as opened:
             assert opened is engine

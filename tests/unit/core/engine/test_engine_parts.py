@@ -19,19 +19,11 @@ from lmcache_core.token_database import (
     TokenDatabase,
 )
 
-from tests.fixtures.kv import (
-    CHUNK_SIZE,
-    HIDDEN,
-    NUM_LAYERS,
-    assert_equal_prefix,
-    empty_kv,
-    make_config,
-    make_metadata,
-    random_kv,
-    tokens_of,
-)
+from tests.fixtures.embedded import build_engine, embedded_engine
+from tests.fixtures.kv import assert_equal_prefix, empty_kv, make_config, make_metadata
+from tests.fixtures.prompts import kv_of, tokens_of
 
-NUM_TOKENS = 3 * CHUNK_SIZE + 5
+TOKENS = tokens_of((0, 1, 2), last=5)
 
 
 class WholeSequences(TokenDatabase):
@@ -41,24 +33,8 @@ class WholeSequences(TokenDatabase):
         self, tokens: torch.Tensor, mask: torch.Tensor | None = None
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
         if len(tokens):
-            yield (
-                0,
-                len(tokens),
-                CacheEngineKey(
-                    "vllm", "m", 1, 0, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-                ),
-            )
-
-
-def build(database: TokenDatabase, **options: object) -> LMCacheEngine:
-    allocator = HostMemoryAllocator(8 << 20)
-    return LMCacheEngine(
-        make_config(**options),
-        make_metadata(),
-        allocator,
-        database,
-        VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS),
-    )
+            digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+            yield 0, len(tokens), CacheEngineKey("vllm", "m", 1, 0, digest)
 
 
 @pytest.mark.parametrize(
@@ -67,30 +43,29 @@ def build(database: TokenDatabase, **options: object) -> LMCacheEngine:
     ids=["documented", "radix"],
 )
 def test_an_engine_serves_with_any_token_database(database: TokenDatabase) -> None:
-    engine = build(database)
-    engine.open()
-    tokens, kv, target = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
-    engine.store(tokens, kvcaches=kv)
-    engine.prefetch(tokens)
-    assert engine.lookup(tokens) == NUM_TOKENS
-    assert engine.retrieve(tokens, kvcaches=target).all()
-    assert_equal_prefix(target, kv, NUM_TOKENS)
-    engine.close()
+    target = empty_kv(len(TOKENS))
+    with embedded_engine(database=database) as cache:
+        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.engine.prefetch(TOKENS)
+        assert cache.engine.lookup(TOKENS) == len(TOKENS)
+        assert cache.engine.retrieve(TOKENS, kvcaches=target).all()
+        assert_equal_prefix(target, kv_of(TOKENS), len(TOKENS))
 
 
 def test_a_database_without_salt_is_refused_where_there_is_one() -> None:
-    engine = build(WholeSequences(), salt="tenant-a")
+    allocator = HostMemoryAllocator(1 << 16)
+    with build_engine(allocator, database=WholeSequences()) as engine:
+        assert engine.lookup(TOKENS) == 0
     with pytest.raises(ConfigError, match="WholeSequences"):
-        engine.open()
-    engine.close()
+        build_engine(allocator, database=WholeSequences(), salt="tenant-a").open()
 
 
 def test_a_database_without_spans_refuses_images() -> None:
-    engine = build(WholeSequences(), error_handling=False)
-    engine.open()
-    with pytest.raises(TypeError):
-        engine.lookup(tokens_of(NUM_TOKENS), spans=[MultimodalSpan(b"cat", 0, 4)])
-    engine.close()
+    with (
+        embedded_engine(database=WholeSequences(), error_handling=False) as cache,
+        pytest.raises(TypeError),
+    ):
+        cache.engine.lookup(TOKENS, spans=[MultimodalSpan(b"cat", 0, 4)])
 
 
 def test_an_engine_without_a_sidecar_needs_an_allocator() -> None:

@@ -167,43 +167,39 @@ def num_advised(path):
     return sum("hg" in each for each in flags)
 
 
+DEFAULT = "always within_size advise [never] deny force"
+
+
 @pytest.mark.parametrize(
-    ("machine", "volume", "policy"),
+    ("machine", "volume", "asked", "policy", "is_used"),
     [
-        ("always within_size advise [never] deny force", ",huge=within_size,a=b", "within_size"),
-        ("[always] within_size advise never deny force", "", "never"),
-        ("always within_size advise never [deny] force", ",huge=always", "deny"),
-        ("always within_size advise never deny [force]", "", "force"),
+        (DEFAULT, ",huge=within_size,a=b", None, "within_size", True),
+        ("[always] within_size advise never deny force", "", None, "never", False),
+        ("always within_size advise never [deny] force", ",huge=always", None, "deny", False),
+        ("always within_size advise never deny [force]", "", None, "force", True),
+        (DEFAULT, "", True, "never", True),
+        (DEFAULT, ",huge=advise", False, "advise", False),
     ],
 )
-def test_the_volume_decides_on_huge_pages_unless_the_machine_does(
-    tmp_path, monkeypatch, machine, volume, policy
+def test_setting_then_machine_then_volume_decide_on_huge_pages(
+    tmp_path, monkeypatch, machine, volume, asked, policy, is_used
 ):
     kernel(tmp_path, monkeypatch, machine, volume)
     assert shared.huge_page_policy(tmp_path) == policy
-    made = create_shared_arena(tmp_path / "arena", SIZE, huge_pages=None)
-    assert made.huge_pages == (policy not in {"never", "deny"})
-    assert num_advised(made.path) == 2 * made.huge_pages
-    made.lock.release()
-    again = reopened(tmp_path / "arena", huge_pages=None)
-    assert again.huge_pages == made.huge_pages
-    assert num_advised(again.path) == 4 * made.huge_pages
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_the_setting_for_huge_pages_wins(tmp_path, monkeypatch, asked):
-    volume = "" if asked else ",huge=advise"
-    kernel(tmp_path, monkeypatch, "always within_size advise [never] deny force", volume)
     made = create_shared_arena(tmp_path / "arena", SIZE, huge_pages=asked)
-    assert made.huge_pages == asked
-    assert num_advised(made.path) == 2 * asked
+    assert made.huge_pages == is_used
+    assert num_advised(made.path) == 2 * is_used
+    made.lock.release()
+    again = reopened(tmp_path / "arena", huge_pages=asked)
+    assert again.huge_pages == is_used
+    assert num_advised(again.path) == 4 * is_used
 
 
 def test_a_kernel_without_huge_pages_is_not_asked_for_them(tmp_path, monkeypatch):
     kernel(tmp_path, monkeypatch, "", ",huge=advise")
     (tmp_path / "shmem_enabled").unlink()
     assert shared.huge_page_policy(tmp_path) == "never"
-    (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force")
+    (tmp_path / "shmem_enabled").write_text(DEFAULT)
     (tmp_path / "mountinfo").unlink()
     assert shared.huge_page_policy(tmp_path) == "never"
 
