@@ -139,29 +139,6 @@ def test_a_mask_may_be_of_numbers(dtype):
     torch.testing.assert_close(batch.layer(made, 2, rows).k, batch.fresh_k, rtol=0, atol=1e-5)
 
 
-def test_the_most_deviating_tokens_are_computed():
-    batch = Batch([10, 10], [True] * 20)
-    batch.v = batch.fresh_v.clone()
-    batch.v[[3, 7, 11, 12, 13]] += torch.tensor([5.0, 1.0, 1.0, 2.0, 3.0])[:, None]
-    made = executor(0.2)
-    batch.layer(made, 0)
-    assert batch.layer(made, 1).local_indices.tolist() == [3, 7, 9, 12, 13, 19]
-
-
-def test_tokens_without_kv_and_last_tokens_are_computed_whatever_the_policy():
-    class ChoosesNothing:
-        check_layer, needs_deviation = 0, False
-
-        def choose(self, candidates):
-            return candidates.original_positions < 0
-
-    batch = Batch([3, 0, 4], [True, False, True] + [True] * 4)
-    made = CacheBlendImpl(0.0, ChoosesNothing())
-    made.set_mover(EMBEDDING.mover)
-    out = batch.layer(made, 0)
-    assert (out.local_indices.tolist(), out.query_start_loc.tolist()) == ([1, 2, 6], [0, 2, 2, 3])
-
-
 def test_encoders_serve_instead_of_a_mover():
     batch, made = Batch([6], [True] * 5 + [False]), CacheBlendImpl(0.0)
     made.set_positional_encoder(EMBEDDING.encode)
@@ -255,3 +232,12 @@ def test_arguments_that_do_not_fit_are_refused(changed, words):
 def test_a_ratio_is_a_share(ratio):
     with pytest.raises(ValueError, match="recompute_ratio"):
         CacheBlendImpl(ratio)
+
+
+def test_the_most_deviating_tokens_are_computed():
+    batch = Batch([10, 10], [True] * 20)
+    batch.v = batch.fresh_v.clone()
+    batch.v[[3, 7, 11, 12, 13]] += torch.tensor([5.0, 1.0, 1.0, 2.0, 3.0])[:, None]
+    made = executor(0.2)
+    batch.layer(made, 0)
+    assert batch.layer(made, 1).local_indices.tolist() == [3, 7, 9, 12, 13, 19]

@@ -78,17 +78,6 @@ def test_code_is_compiled_once_and_read_from_then_on(path: Path) -> None:
     assert added(first, 5) == added(second, 5) == [5, 6, 7]
 
 
-def test_kept_code_is_read_on_a_read_only_file_system(
-    path: Path, read_only: Callable[[], None]
-) -> None:
-    load(path)
-    read_only()
-    loop: Any = load(path)
-    assert hits_and_misses(loop) == (1, 0)
-    assert loop.is_kept
-    assert added(loop, 1) == [1, 2, 3]
-
-
 def test_code_is_compiled_and_not_kept_on_a_read_only_file_system(
     path: Path, read_only: Callable[[], None]
 ) -> None:
