@@ -19,7 +19,7 @@ from tests.fixtures.documents import (
     starts_of,
     store,
 )
-from tests.fixtures.embedded import embedded_engine
+from tests.fixtures.embedded import PATIENT, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, make_metadata
 from tests.fixtures.prompts import kv_of, wanted_pieces
 
@@ -100,7 +100,7 @@ def batches(draw):
 def test_the_cached_prefix_of_every_segment_is_found(batch, saves_unfull):
     stored, prompts = batch
     with (
-        embedded_engine(num_chunks=512, save_unfull_chunk=saves_unfull) as cache,
+        embedded_engine(num_chunks=512, save_unfull_chunk=saves_unfull, **PATIENT) as cache,
         retrieving(cache.engine) as made,
     ):
         kept = set()

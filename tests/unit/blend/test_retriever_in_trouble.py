@@ -11,7 +11,7 @@ from lmcache_core.blend.retriever import MAX_SEGMENTS_AT_ONCE
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 
 from tests.fixtures.documents import Watched, document, request, retrieving, store
-from tests.fixtures.embedded import embedded_engine, until
+from tests.fixtures.embedded import PATIENT, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS
 
 PATIENCE_S = 60.0
@@ -31,7 +31,7 @@ def test_segments_are_fetched_concurrently_within_a_bound():
             running.discard(int(tokens[0]))
 
     documents = [document(number, 20) for number in range(3 * MAX_SEGMENTS_AT_ONCE)]
-    with embedded_engine() as cache, retrieving(Watched(cache.engine, before)) as made:
+    with embedded_engine(**PATIENT) as cache, retrieving(Watched(cache.engine, before)) as made:
         store(cache.engine, *documents)
         found = request(made, torch.cat(documents[::-1])).result(2)
         assert found.valid_mask.all()
@@ -42,7 +42,7 @@ def test_segments_are_fetched_concurrently_within_a_bound():
 def test_chunks_that_vanish_between_lookup_and_fetch_are_not_valid(num_left):
     first, second = document(1, 30), document(2, 30)
     both = torch.cat([first, second])
-    with embedded_engine() as cache:
+    with embedded_engine(**PATIENT) as cache:
 
         def vanish(tokens):
             cache.hot.clear_now()
@@ -63,7 +63,7 @@ def test_a_failure_in_a_thread_is_raised_by_result():
         if int(tokens[0]) == int(second[0]):
             raise OSError("no more files")
 
-    with embedded_engine() as cache, retrieving(Watched(cache.engine, fail)) as made:
+    with embedded_engine(**PATIENT) as cache, retrieving(Watched(cache.engine, fail)) as made:
         store(cache.engine, first, second)
         task = request(made, torch.cat([first, second]))
         for layer_id in (0, 1):
@@ -110,7 +110,7 @@ def test_close_waits_for_running_fetches_only():
         assert go_on.wait(PATIENCE_S)
 
     documents = [document(number, 14) for number in range(2 * MAX_SEGMENTS_AT_ONCE)]
-    with embedded_engine() as cache:
+    with embedded_engine(**PATIENT) as cache:
         store(cache.engine, *documents)
         watched = Watched(cache.engine, hold)
         with retrieving(watched) as made:

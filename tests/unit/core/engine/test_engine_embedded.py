@@ -20,7 +20,7 @@ from lmcache_core.telemetry import (
 )
 from lmcache_core.token_database import MultimodalSpan
 
-from tests.fixtures.embedded import build_engine, embedded_engine, until
+from tests.fixtures.embedded import PATIENT, build_engine, embedded_engine, until
 from tests.fixtures.kv import (
     CHUNK_SIZE,
     HIDDEN,
@@ -88,10 +88,10 @@ def test_disk_serves_after_a_restart(
     """An engine may also be closed and opened again."""
     directory = tmp_path / os.fsdecode(name)
     tokens, kv = tokens_of(4 * CHUNK_SIZE + 5), random_kv(4 * CHUNK_SIZE + 5)
-    first = build_engine(allocator, directory)
+    first = build_engine(allocator, directory, **PATIENT)
     with first:
         first.store(tokens, kvcaches=kv)
-    with build_engine(allocator, directory) if is_another else first as second:
+    with build_engine(allocator, directory, **PATIENT) if is_another else first as second:
         assert second.lookup(tokens, ["Hot"]) == 0
         assert second.lookup(tokens, ["LocalDiskBackend"]) == len(tokens)
         target = empty_kv(len(tokens))
@@ -107,7 +107,7 @@ def test_a_lookup_joins_what_each_tier_has(tmp_path: Path) -> None:
     remote = tmp_path / "remote"
     remote.mkdir()
     tokens = tokens_of(4 * CHUNK_SIZE)
-    with embedded_engine(tmp_path / "kv", remote_url=f"file://{remote}") as cache:
+    with embedded_engine(tmp_path / "kv", remote_url=f"file://{remote}", **PATIENT) as cache:
         cache.engine.store(tokens, kvcaches=random_kv(len(tokens)))
         keys = [ChunkKey.of(DEFAULT_TENANT, key) for key in cache.keys(tokens)]
         places = {"memory": [1, 2], "disk": [0], "storage": [3]}

@@ -19,11 +19,12 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Allocate, Result
+from lmcache_core.storage import manager
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.manager import MAX_PREFETCHES
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
 
-from tests.fixtures.embedded import Embedded, embedded_engine, until
+from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
 from tests.fixtures.kv import (
     CHUNK_SIZE,
     HIDDEN,
@@ -66,7 +67,7 @@ class Blocking(ForwardingBackend):
 @contextlib.contextmanager
 def blocked_engine(directory: Path, **options: object) -> Iterator[tuple[Embedded, Blocking]]:
     """An engine whose event loop is blocked, with all chunks of `TOKENS` on disk."""
-    with embedded_engine(directory, wrap=Blocking, **options) as cache:
+    with embedded_engine(directory, wrap=Blocking, **(PATIENT | options)) as cache:
         cache.engine.store(TOKENS, kvcaches=random_kv(len(TOKENS)))
         cache.forget_hot()
         tier = cache.lower(Blocking)
@@ -86,9 +87,10 @@ def test_a_lookup_on_disk_waits_for_no_event_loop(tmp_path: Path) -> None:
 
 
 def test_a_store_waits_for_a_blocked_event_loop_only_a_part_of_the_deadline_of_a_tier(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with blocked_engine(tmp_path, tier_timeout_s=4 * PATIENCE_S) as (cache, tier):
+    monkeypatch.setattr(manager, "PUT_SHARE", 4 * manager.PUT_SHARE)  # not to wait for long
+    with blocked_engine(tmp_path, tier_timeout_s=PATIENCE_S + 4.0) as (cache, tier):
         cache.engine.store(OTHER, kvcaches=random_kv(len(OTHER)))
         assert tier.is_blocked
         tier.may_go_on.set()

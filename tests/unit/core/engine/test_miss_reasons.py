@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +26,11 @@ from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
 
-from tests.fixtures.embedded import Embedded, build_engine, embedded_engine, until
+from tests.fixtures.embedded import PATIENT, Embedded, build_engine, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
 
+patient_engine = functools.partial(embedded_engine, **PATIENT)
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
 SHAPE = (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)
@@ -59,7 +61,7 @@ def record_path(directory: Path, key: CacheEngineKey) -> Path:
 
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_never_stored(tmp_path: Path, has_disk: bool) -> None:
-    with embedded_engine(tmp_path if has_disk else None) as cache:
+    with patient_engine(tmp_path if has_disk else None) as cache:
         store(cache, TOKENS[: 2 * CHUNK_SIZE])
         assert retrieve(cache) == 2
         assert cache.misses() == {"never_stored": 2}
@@ -67,14 +69,14 @@ def test_never_stored(tmp_path: Path, has_disk: bool) -> None:
 
 
 def test_chunks_after_the_first_miss_are_missed_with_it_and_masked_ones_are_not() -> None:
-    with embedded_engine() as cache:
+    with patient_engine() as cache:
         mask = torch.arange(len(TOKENS)) >= CHUNK_SIZE
         assert not cache.engine.retrieve(TOKENS, mask, kvcaches=empty_kv(len(TOKENS))).any()
         assert cache.misses() == {"never_stored": NUM_CHUNKS - 1}
 
 
 def test_evicted() -> None:
-    with embedded_engine(num_chunks=6) as cache:
+    with patient_engine(num_chunks=6) as cache:
         store(cache)
         store(cache, tokens_of((1, 0, 0, 0)))
         num = retrieve(cache)
@@ -110,7 +112,7 @@ def put(cache: Embedded, key: CacheEngineKey, serde: str, spec: TensorSpec, **mo
 )
 def test_layout(serde: str, spec: TensorSpec) -> None:
     """A record that is whole and has the right key, but is not the raw KV that is wanted."""
-    with embedded_engine() as cache:
+    with patient_engine() as cache:
         put(cache, cache.keys(TOKENS)[1], serde, spec)
         store(cache)
         target = empty_kv(len(TOKENS))
@@ -122,7 +124,7 @@ def test_layout(serde: str, spec: TensorSpec) -> None:
 
 def test_a_chunk_decoded_from_a_lossy_record_is_served() -> None:
     """The tier that it came from has allowed the loss: in memory it is raw KV like any."""
-    with embedded_engine() as cache:
+    with patient_engine() as cache:
         for key in cache.keys(TOKENS):
             put(cache, key, "naive", RAW, lossy=True, profile="low@0123")
         target = empty_kv(len(TOKENS))
@@ -132,7 +134,7 @@ def test_a_chunk_decoded_from_a_lossy_record_is_served() -> None:
 
 def test_identity(tmp_path: Path) -> None:
     """A file that holds the record of another chunk, whole and sound."""
-    with embedded_engine(tmp_path) as cache:
+    with patient_engine(tmp_path) as cache:
         store(cache)
         cache.forget_hot()
         keys = cache.keys(TOKENS)
@@ -144,7 +146,7 @@ def test_identity(tmp_path: Path) -> None:
 
 
 def test_corrupt_on_disk(tmp_path: Path) -> None:
-    with embedded_engine(tmp_path) as cache:
+    with patient_engine(tmp_path) as cache:
         store(cache)
         cache.forget_hot()
         path = record_path(tmp_path, cache.keys(TOKENS)[2])
@@ -160,7 +162,7 @@ def test_corrupt_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_corrupt_in_memory(tmp_path: Path, has_disk: bool) -> None:
-    with embedded_engine(tmp_path if has_disk else None, verify_hot="always") as cache:
+    with patient_engine(tmp_path if has_disk else None, verify_hot="always") as cache:
         store(cache)
         if has_disk:
             cache.drain()
@@ -182,7 +184,7 @@ def test_unavailable_then_breaker_open(tmp_path: Path, monkeypatch: pytest.Monke
     ) -> list[Result]:
         raise UnavailableError("away")
 
-    with embedded_engine(tmp_path) as cache:
+    with patient_engine(tmp_path) as cache:
         store(cache)
         cache.forget_hot()
         with monkeypatch.context() as patched:
@@ -213,7 +215,7 @@ def test_unavailable_when_not_open(tmp_path: Path, is_opened_first: bool) -> Non
 
 
 def test_no_memory(tmp_path: Path) -> None:
-    with embedded_engine(tmp_path, num_chunks=6) as cache:
+    with patient_engine(tmp_path, num_chunks=6) as cache:
         for num in range(1, NUM_CHUNKS + 1):  # all together are more than may wait to be written
             store(cache, TOKENS[: num * CHUNK_SIZE])
             cache.drain()
@@ -227,7 +229,7 @@ def test_no_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_expired(tmp_path: Path, has_disk: bool) -> None:
-    with embedded_engine(tmp_path if has_disk else None, chunk_ttl_s=0.001) as cache:
+    with patient_engine(tmp_path if has_disk else None, chunk_ttl_s=0.001) as cache:
         store(cache)
         until(lambda: cache.engine.lookup(TOKENS) == 0)
         assert retrieve(cache) == 0

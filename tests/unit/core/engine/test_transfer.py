@@ -37,7 +37,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(params=["hot", "disk"])
 def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Embedded]:
-    with embedded_engine(tmp_path if request.param == "disk" else None) as opened:
+    with embedded_engine(tmp_path if request.param == "disk" else None, **PATIENT) as opened:
         yield opened
 
 
@@ -59,7 +59,7 @@ def test_a_chunk_that_leaves_memory_in_the_middle_of_a_retrieve_comes_from_the_d
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After all chunks were found in memory, and before they are read."""
-    with embedded_engine(tmp_path) as cache:
+    with embedded_engine(tmp_path, **PATIENT) as cache:
         store(cache)
         cache.drain()
         contains = cache.hot.contains_many
@@ -163,7 +163,7 @@ def test_store_does_not_wait_for_slow_tiers_and_close_does(tmp_path: Path, gate:
 def test_close_abandons_writes_that_take_too_long(
     tmp_path: Path, gate: Gate, close_drain_s: float
 ) -> None:
-    with embedded_engine(tmp_path, close_drain_s=close_drain_s) as cache:
+    with embedded_engine(tmp_path, close_drain_s=close_drain_s, **PATIENT) as cache:
         store(cache)
         until(lambda: gate.num_begun, "nothing is written")
         cache.engine.close()
