@@ -14,7 +14,6 @@ from lmcache_core.token_database import (
     MultimodalSpan,
     RadixTokenDatabase,
 )
-from lmcache_core.token_database import chunked as chunked_module
 
 from tests.suites.token_database_suite import (
     CHUNK_SIZE,
