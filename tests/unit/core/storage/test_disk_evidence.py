@@ -1,4 +1,6 @@
-"""What the system answers for a file removes no record, and what is not there is not written to."""
+"""An answer of the system about a file removes no record, and nothing is written below a volume
+that is gone.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,24 @@ from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk import lock as lock_module
-from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, WriteBackoff
+from lmcache_core.storage.disk.backoff import MAX_PAUSE_S
 from lmcache_core.storage.disk.index import FULL_S
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
+from lmcache_core.storage.eviction import TierLimits
 
-from tests.fixtures.disk_tier import Clock, fill, get, num_records, opened, put
+from tests.fixtures.disk_tier import Clock, fill, get, look_again, num_records, opened, put
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 NAMES = range(20)
+TTL_S = 60.0
 PAYLOADS = [make_payload(name) for name in NAMES]
 
 
 class LyingFiles(DiskFiles):
-    """Answers reads with something else, as a network file system or a faulty device may.
+    """Answers reads with other bytes, as a network file system or a faulty device may.
 
     Attributes:
-        lie: Given what the file holds from there on and the buffer's size, returns what is read.
+        lie: Given the file's content and the buffer's size, returns the content to read from.
     """
 
     def __init__(self) -> None:
@@ -57,13 +61,9 @@ def files() -> LyingFiles:
     return LyingFiles()
 
 
-async def look_again(disk: DiskBackend) -> None:
-    await disk._pool.run(disk._store.look_again)
-
-
 @pytest.mark.parametrize("when", ["reading", "starting"])
 @pytest.mark.parametrize("lie", LIES)
-async def test_what_is_read_instead_of_a_record_removes_no_file(
+async def test_other_bytes_in_place_of_a_record_remove_no_file(
     tmp_path: Path, files: LyingFiles, lie: str, when: str
 ) -> None:
     await fill(tmp_path, *NAMES)
@@ -82,7 +82,7 @@ async def test_what_is_read_instead_of_a_record_removes_no_file(
     await disk.close()
 
 
-async def test_what_was_read_as_no_record_makes_room_first_and_is_replaced(
+async def test_file_that_was_read_as_no_record_makes_room_first_and_is_replaced(
     tmp_path: Path, files: LyingFiles
 ) -> None:
     await fill(tmp_path, *range(4))
@@ -98,7 +98,7 @@ async def test_what_was_read_as_no_record_makes_room_first_and_is_replaced(
     await disk.close()
 
 
-async def test_a_digest_that_fails_once_costs_one_miss(tmp_path: Path, files: LyingFiles) -> None:
+async def test_digest_that_fails_once_costs_one_miss(tmp_path: Path, files: LyingFiles) -> None:
     await fill(tmp_path, "a")
     disk = await opened(tmp_path, files=files)
 
@@ -115,22 +115,23 @@ async def test_a_digest_that_fails_once_costs_one_miss(tmp_path: Path, files: Ly
 
 
 class TurningFiles(LyingFiles):
-    """Turns within a second look: the first read of each file lies, those after it do not."""
+    """Changes within a second look: the first read of each file lies, later ones call `turned`.
+
+    Attributes:
+        seen: The files read in that look; None outside it.
+    """
 
     def __init__(self, turned: Callable[[], None]) -> None:
         super().__init__()
         self._turned = turned
-        self._opened: set[Path] | None = None
-
-    def turn(self) -> None:
-        self._opened = set()
+        self.seen: set[Path] | None = None
 
     def open(self, path: Path) -> int:
-        if self._opened is not None and path.suffix == ".kvr":
-            if path in self._opened:
+        if self.seen is not None and path.suffix == ".kvr":
+            if path in self.seen:
                 self.lie = None
                 self._turned()
-            self._opened.add(path)
+            self.seen.add(path)
         return super().open(path)
 
 
@@ -139,7 +140,7 @@ def out_of_descriptors() -> None:
 
 
 @pytest.mark.parametrize("turned", [out_of_descriptors, lambda: None], ids=["unread", "right"])
-async def test_no_file_is_forgotten_that_reads_otherwise_at_the_second_look(
+async def test_file_that_reads_differently_at_the_second_look_is_not_forgotten(
     tmp_path: Path, turned: Callable[[], None]
 ) -> None:
     await fill(tmp_path, *NAMES)
@@ -148,10 +149,10 @@ async def test_no_file_is_forgotten_that_reads_otherwise_at_the_second_look(
     disk = await opened(tmp_path, files=files)
     used_bytes = disk.stats()["used_bytes"]
     assert used_bytes > 0
-    files.turn()
+    files.seen = set()
     await look_again(disk)
     assert disk.stats()["used_bytes"] == used_bytes
-    files._opened = None
+    files.seen = None
     await look_again(disk)
     assert await get(disk, *NAMES) == PAYLOADS
     assert disk.stats()["used_bytes"] == used_bytes
@@ -199,78 +200,74 @@ class SmallVolume(DiskFiles):
             raise OSError(self.code, os.strerror(self.code))
 
 
-class TierOnVolume:
-    """A tier whose capacity is far above its volume, and the clock that it waits by."""
-
-    def __init__(self, disk: DiskBackend) -> None:
-        self.clock = Clock()
-        self.disk = disk
-        disk._store._backoff = WriteBackoff(self.clock)
-        disk._index._monotonic = self.clock
-
-    async def store(self, *names: object) -> int:
-        """Store chunks one after the other, each after a pause; return how many were kept."""
-        num_kept = 0
-        for name in names:
-            [is_kept] = await self.disk.batched_put([make_chunk(name)])
-            num_kept += is_kept
-            self.clock.now += 1.0
-        return num_kept
-
-    async def held(self, *names: object) -> list[object]:
-        found = await get(self.disk, *names)
-        return [name for name, data in zip(names, found, strict=True) if data == make_payload(name)]
+async def store(disk: DiskBackend, clock: Clock, *names: object) -> int:
+    """Store chunks one after the other, each after a pause; return how many were kept."""
+    num_kept = 0
+    for name in names:
+        [is_kept] = await disk.batched_put([make_chunk(name)])
+        num_kept += is_kept
+        clock.now += 1.0
+    return num_kept
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=["full", "quota"])
-@pytest.mark.parametrize("what", ["bytes", "files"])
-async def test_a_volume_smaller_than_the_capacity_holds_the_newest_chunks(
-    tmp_path: Path, what: str, code: int
+async def held(disk: DiskBackend, *names: object) -> list[object]:
+    found = await get(disk, *names)
+    return [name for name, data in zip(names, found, strict=True) if data == make_payload(name)]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_files", "code"),
+    [
+        (10 * BLOCK_BYTES, 1 << 20, errno.ENOSPC),
+        (10 * BLOCK_BYTES, 1 << 20, errno.EDQUOT),
+        (1 << 30, 10, errno.ENOSPC),
+    ],
+    ids=["full", "quota", "inodes"],
+)
+async def test_volume_smaller_than_the_capacity_holds_the_newest_chunks(
+    tmp_path: Path, num_bytes: int, num_files: int, code: int
 ) -> None:
-    volume = SmallVolume(
-        tmp_path,
-        *((10 * BLOCK_BYTES, 1 << 20) if what == "bytes" else (1 << 30, 10)),
-    )
+    volume, clock = SmallVolume(tmp_path, num_bytes, num_files), Clock()
     volume.code = code
     for _ in range(2):  # and after a restart
-        tier = TierOnVolume(await opened(tmp_path, 1 << 30, files=volume))
-        names = list(range(300))
-        assert await tier.store(*names) > 280
-        assert (await tier.held(*names[-5:])) == names[-5:]
-        assert len(await tier.held(*names)) >= 8
-        assert tier.disk.stats()["is_failing"] == 0
-        assert await tier.disk.clear() > 0
-        await tier.disk.close()
+        disk = await opened(tmp_path, 1 << 30, files=volume, monotonic=clock)
+        names = list(range(100))
+        assert await store(disk, clock, *names) > 80
+        assert await held(disk, *names[-5:]) == names[-5:]
+        assert len(await held(disk, *names)) >= 8
+        assert disk.stats()["is_failing"] == 0
+        assert await disk.clear() > 0
+        await disk.close()
 
 
-async def test_a_volume_that_has_room_again_is_used_up_to_the_capacity(tmp_path: Path) -> None:
-    volume = SmallVolume(tmp_path, 40 * BLOCK_BYTES)
+async def test_volume_that_has_room_again_is_used_up_to_the_capacity(tmp_path: Path) -> None:
+    volume, clock = SmallVolume(tmp_path, 40 * BLOCK_BYTES), Clock()
     volume.others_bytes = 30 * BLOCK_BYTES
-    tier = TierOnVolume(await opened(tmp_path, 40 * BLOCK_BYTES, files=volume))
+    disk = await opened(tmp_path, 40 * BLOCK_BYTES, files=volume, monotonic=clock)
     names = [f"before-{i}" for i in range(30)]
-    await tier.store(*names)
-    assert len(await tier.held(*names)) <= 10
+    await store(disk, clock, *names)
+    assert len(await held(disk, *names)) <= 10
     volume.others_bytes = 0
-    tier.clock.now += FULL_S
+    clock.now += FULL_S
     later = [f"later-{i}" for i in range(30)]
-    assert await tier.store(*later) == 30
-    assert await tier.held(*later) == later
-    await tier.disk.close()
+    assert await store(disk, clock, *later) == 30
+    assert await held(disk, *later) == later
+    await disk.close()
 
 
-async def test_a_volume_that_is_always_full_costs_a_few_chunks_and_no_more(tmp_path: Path) -> None:
-    volume = SmallVolume(tmp_path, 1 << 30)
-    tier = TierOnVolume(await opened(tmp_path, 1 << 30, files=volume))
-    await tier.store(*NAMES)
+async def test_volume_that_is_always_full_costs_a_few_chunks_at_most(tmp_path: Path) -> None:
+    volume, clock = SmallVolume(tmp_path, 1 << 30), Clock()
+    disk = await opened(tmp_path, 1 << 30, files=volume, monotonic=clock)
+    await store(disk, clock, *NAMES)
     volume.is_lying = True
     for i in range(50):
-        assert await tier.store(f"more-{i}") == 0
-        tier.clock.now += MAX_PAUSE_S
-    assert len(await tier.held(*NAMES)) >= len(NAMES) - 3
+        assert await store(disk, clock, f"more-{i}") == 0
+        clock.now += MAX_PAUSE_S
+    assert len(await held(disk, *NAMES)) >= len(NAMES) - 3
     volume.is_lying = False
-    tier.clock.now += MAX_PAUSE_S
-    assert await tier.store("after") == 1
-    await tier.disk.close()
+    clock.now += MAX_PAUSE_S
+    assert await store(disk, clock, "after") == 1
+    await disk.close()
 
 
 def content(root: Path) -> set[str]:
@@ -280,18 +277,21 @@ def content(root: Path) -> set[str]:
 async def test_nothing_is_written_or_removed_below_a_volume_that_is_gone(tmp_path: Path) -> None:
     root, away = tmp_path / "disk", tmp_path / "unmounted"
     clock, age = Clock(), Clock()
-    disk = await opened(root, clock=age)
-    disk._store._backoff = WriteBackoff(clock)
+    limits = TierLimits(ttl_s=TTL_S)
+    disk = await opened(root, limits=limits, clock=age, monotonic=clock)
     await put(disk, "a")
     root.rename(away)
     root.mkdir()  # the directory that the volume was mounted on
+    assert await get(disk, "a") == [MissReason.UNAVAILABLE]
+    age.now += TTL_S
+    assert await get(disk, "a") == [MissReason.EXPIRED]
     assert await disk.batched_put([make_chunk("b")]) == [False]
     assert (disk.stats()["is_failing"], disk.stats()["failed_writes"]) == (1, 1)
     for call in (disk.batched_remove([make_key("a")]), disk.clear()):
         with pytest.raises(UnavailableError, match="volume is gone"):
             await call
-    disk._store.expire()
     assert content(root) == set()
+    age.now -= TTL_S
     root.rmdir()
     away.rename(root)
     assert await get(disk, "a") == [make_payload("a")]
@@ -301,7 +301,7 @@ async def test_nothing_is_written_or_removed_below_a_volume_that_is_gone(tmp_pat
     await disk.close()
 
 
-async def test_a_lock_that_was_deleted_is_taken_again_before_a_write(tmp_path: Path) -> None:
+async def test_deleted_lock_is_taken_again_before_a_write(tmp_path: Path) -> None:
     disk = await opened(tmp_path)
     (tmp_path / ".lock").unlink()
     await put(disk, "a")
@@ -311,7 +311,7 @@ async def test_a_lock_that_was_deleted_is_taken_again_before_a_write(tmp_path: P
     await (await opened(tmp_path)).close()
 
 
-async def test_who_has_lost_the_lock_to_another_process_writes_and_removes_nothing(
+async def test_process_that_lost_the_lock_to_another_writes_and_removes_nothing(
     tmp_path: Path,
 ) -> None:
     disk = await opened(tmp_path)
@@ -330,7 +330,7 @@ async def test_who_has_lost_the_lock_to_another_process_writes_and_removes_nothi
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=["read_only", "denied"])
-async def test_a_directory_that_may_not_be_written_is_called_so(
+async def test_directory_that_may_not_be_written_is_reported_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refusing(path: Path, flags: int, *more: int) -> int:

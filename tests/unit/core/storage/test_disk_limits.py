@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,8 @@ from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_polic
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 
-from tests.fixtures.disk_tier import Clock, TroubledFiles, get, num_records, put
+from tests.fixtures.disk_tier import Clock, TroubledFiles, file_of, get, num_records, put
+from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
@@ -31,7 +31,7 @@ QUOTAS = TenantQuotas(QUOTA_SLOTS * BLOCK_BYTES, {"default": CAPACITY_BYTES})
 
 @pytest.fixture
 def clock():
-    return Clock(time.time())
+    return Clock()
 
 
 @pytest.fixture
@@ -56,18 +56,11 @@ async def disk(tmp_path, clock, removed):
     backend.check_integrity()
 
 
-def held_by(tier: DiskBackend, tenant: str) -> int:
+def num_held(tier: DiskBackend, tenant: str) -> int:
     return sum(key.tenant == tenant for key, _ in tier.held())
 
 
-async def until_gone(root: Path, num: int = 0) -> None:
-    async with asyncio.timeout(60):
-        while num_records(root) > num:
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0)
-
-
-async def test_a_chunk_is_served_for_its_time_then_its_file_goes(disk, clock, removed, tmp_path):
+async def test_chunk_is_served_for_its_time_then_its_file_goes(disk, clock, removed, tmp_path):
     await put(disk, "a")
     clock.now += TTL_S - 1
     assert await get(disk, "a") == [make_payload("a")]
@@ -75,11 +68,7 @@ async def test_a_chunk_is_served_for_its_time_then_its_file_goes(disk, clock, re
     assert await disk.batched_contains([make_key("a")]) == [False]
     assert not disk.held()
     assert await get(disk, "a") == [MissReason.EXPIRED]
-    await until_gone(tmp_path)
-    async with asyncio.timeout(60):  # it is told behind the file
-        while not removed:
-            await asyncio.sleep(0.01)
-    assert removed == [make_key("a")]
+    await until(lambda: not num_records(tmp_path) and removed == [make_key("a")])
     assert await get(disk, "a", "never") == [MissReason.EXPIRED, MissReason.NEVER_STORED]
     figures = disk.stats()
     assert (figures["expired_chunks"], figures["evicted_chunks"], figures["used_bytes"]) == (
@@ -89,21 +78,21 @@ async def test_a_chunk_is_served_for_its_time_then_its_file_goes(disk, clock, re
     )
 
 
-async def test_the_time_goes_on_over_a_restart(disk, clock, removed, tmp_path):
+async def test_age_survives_a_restart(disk, clock, removed, tmp_path):
     await put(disk, "old", "young")
-    [path] = [path for path in tmp_path.rglob("*.kvr") if make_payload("old") in path.read_bytes()]
-    os.utime(path, (clock.now - TTL_S + 5,) * 2)
+    os.utime(file_of(tmp_path, "old"), (clock.now - TTL_S + 5,) * 2)
+    os.utime(file_of(tmp_path, "young"), (clock.now,) * 2)
     await disk.close()
     again = await opened(tmp_path, clock, removed)
     clock.now += 4
     assert await get(again, "old", "young") == [make_payload("old"), make_payload("young")]
     clock.now += 2
     assert await get(again, "old", "young") == [MissReason.EXPIRED, make_payload("young")]
-    await until_gone(tmp_path, 1)
+    await until(lambda: num_records(tmp_path) == 1)
     await again.close()
 
 
-async def test_writes_remove_what_has_expired(disk, clock, tmp_path):
+async def test_writes_remove_expired_chunks(disk, clock, tmp_path):
     await put(disk, *range(5))
     clock.now += TTL_S
     await put(disk, "new")
@@ -111,17 +100,7 @@ async def test_writes_remove_what_has_expired(disk, clock, tmp_path):
     assert disk.stats()["expired_chunks"] == 5
 
 
-async def test_an_expired_chunk_is_stored_anew(disk, clock):
-    await put(disk, "a")
-    clock.now += TTL_S
-    await put(disk, "a")
-    clock.now += TTL_S - 1
-    assert await get(disk, "a") == [make_payload("a")]
-
-
-async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_nobody(
-    clock, removed, tmp_path
-):
+async def test_expired_file_that_cannot_be_removed_stays_charged(clock, removed, tmp_path):
     files = TroubledFiles()
     disk = await opened(tmp_path, clock, removed, files=files)
     await put(disk, "a", "b")
@@ -138,7 +117,7 @@ async def test_an_expired_file_that_cannot_be_removed_stays_charged_and_stops_no
     disk.check_integrity()
 
 
-async def test_a_chunk_lifted_into_memory_keeps_its_age(clock, removed, tmp_path):
+async def test_chunk_promoted_into_memory_keeps_its_age(clock, removed, tmp_path):
     disk = DiskBackend(tmp_path, CAPACITY_BYTES, limits=TierLimits(TTL_S), clock=clock)
     hot = LocalCPUBackend(
         ArenaAllocator.anonymous(1 << 16), create_policy(), limits=TierLimits(TTL_S), clock=clock
@@ -158,18 +137,17 @@ async def test_a_chunk_lifted_into_memory_keeps_its_age(clock, removed, tmp_path
     await stack.close()
 
 
-async def test_a_tenant_over_its_quota_gives_up_its_own(disk, removed, tmp_path):
+async def test_tenant_over_its_quota_evicts_its_own_chunks(disk, removed, tmp_path):
     await put(disk, *range(5), tenant="default")
     await put(disk, *range(QUOTA_SLOTS), tenant="mine")
     await put(disk, "one more", tenant="mine")
-    await asyncio.sleep(0)
-    assert removed == [make_key(0, "mine")]
-    assert held_by(disk, "mine") == QUOTA_SLOTS
+    await until(lambda: removed == [make_key(0, "mine")])
+    assert num_held(disk, "mine") == QUOTA_SLOTS
     assert num_records(tmp_path / "mine") == QUOTA_SLOTS
     assert num_records(tmp_path / "default") == 5
 
 
-async def test_a_chunk_above_the_quota_is_refused_counted_and_costs_nobody(disk, removed):
+async def test_chunk_above_the_quota_is_refused_counted_and_evicts_nothing(disk, removed):
     await put(disk, 0, tenant="mine")
     large = make_chunk("large", tenant="mine", payload=bytes(QUOTA_SLOTS * BLOCK_BYTES))
     assert await disk.batched_put([large]) == [False]
@@ -177,24 +155,21 @@ async def test_a_chunk_above_the_quota_is_refused_counted_and_costs_nobody(disk,
     assert removed == []
 
 
-async def test_the_quota_also_bounds_what_is_being_written(clock, removed, tmp_path):
+@pytest.mark.parametrize(("tenant", "num_slots"), [("default", NUM_SLOTS), ("mine", QUOTA_SLOTS)])
+async def test_capacity_and_quota_bound_files_being_written(
+    clock, removed, tmp_path, tenant, num_slots
+):
     class Watched(DiskFiles):
+        """Counts the files after each write, while no name changes."""
+
         peak = 0
         names = threading.Lock()
 
         def write(self, fd, buffers):
             super().write(fd, buffers)
             with self.names:
-                self.peak = max(
-                    self.peak,
-                    len(
-                        [
-                            path
-                            for path in tmp_path.rglob("*")
-                            if path.suffix in (".kvr", ".tmp") and path.is_file()
-                        ]
-                    ),
-                )
+                paths = [*tmp_path.rglob("*.kvr"), *tmp_path.rglob("*.tmp")]
+                self.peak = max(self.peak, sum(path.is_file() for path in paths))
 
         def rename(self, source, target):
             with self.names:
@@ -206,14 +181,14 @@ async def test_the_quota_also_bounds_what_is_being_written(clock, removed, tmp_p
 
     files = Watched()
     disk = await opened(tmp_path, clock, removed, files=files)
-    await asyncio.gather(*(disk.batched_put([make_chunk(i, tenant="mine")]) for i in range(30)))
-    assert 1 < files.peak <= QUOTA_SLOTS
+    await asyncio.gather(*(disk.batched_put([make_chunk(i, tenant=tenant)]) for i in range(40)))
+    assert 1 < files.peak <= num_slots
     disk.check_integrity()
     assert disk.stats()["reserved_bytes"] == 0
     await disk.close()
 
 
-async def test_a_smaller_quota_after_a_restart_holds_at_once(disk, clock, removed, tmp_path):
+async def test_smaller_quota_after_a_restart_holds_at_once(disk, clock, removed, tmp_path):
     await put(disk, *range(5), tenant="default")
     await put(disk, *range(QUOTA_SLOTS), tenant="mine")
     await disk.close()
@@ -227,12 +202,12 @@ async def test_a_smaller_quota_after_a_restart_holds_at_once(disk, clock, remove
     await again.close()
 
 
-async def test_damaged_files_do_not_count_for_a_tenant_nor_go_for_it(disk, tmp_path):
+async def test_damaged_files_do_not_count_against_a_quota(disk, tmp_path):
     await put(disk, *range(QUOTA_SLOTS), tenant="mine")
-    [path] = [path for path in tmp_path.rglob("*.kvr") if make_payload(1) in path.read_bytes()]
+    path = file_of(tmp_path, 1, "mine")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert await get(disk, 1, tenant="mine") == [MissReason.CORRUPT]
     await put(disk, "other", tenant="mine")
     await put(disk, "another", tenant="mine")
-    assert held_by(disk, "mine") == QUOTA_SLOTS
+    assert num_held(disk, "mine") == QUOTA_SLOTS
     assert disk.stats()["quarantined_files"] == 1

@@ -1,4 +1,4 @@
-"""What tiers tell of chunks without counting it as a read, and which of them are hottest."""
+"""What tiers report about chunks without counting a read, and which chunks are hottest."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from pathlib import Path
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.memory.buffer import BufferAllocator
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.disk import DiskBackend
-from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import HeldChunk, LocalCPUBackend
 
-from tests.suites.chunks import held_keys, make_chunk, make_key
+from tests.fixtures.disk_tier import file_of, get, opened
+from tests.suites.chunks import make_chunk, make_key
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 8
 NOW = 1000.0
 
 
-@pytest.fixture(params=["adaptive", "s3fifo", "lru"])
+@pytest.fixture(params=["adaptive", "s3fifo"])
 def make_hot(request: pytest.FixtureRequest) -> Callable[[], LocalCPUBackend]:
     return lambda: LocalCPUBackend(
         ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS),
@@ -38,7 +36,7 @@ def put(hot: LocalCPUBackend, name: object) -> ChunkKey:
     return chunk.key
 
 
-def test_a_peek_tells_size_age_holders_and_loss(make_hot: Callable[[], LocalCPUBackend]) -> None:
+def test_peek_reports_size_age_holders_and_loss(make_hot: Callable[[], LocalCPUBackend]) -> None:
     hot = make_hot()
     key = put(hot, "a")
     [chunk] = hot.get_many([key])
@@ -52,7 +50,7 @@ def test_a_peek_tells_size_age_holders_and_loss(make_hot: Callable[[], LocalCPUB
     assert held.num_holders == 0
 
 
-def test_a_peek_is_no_access(make_hot: Callable[[], LocalCPUBackend]) -> None:
+def test_peek_is_no_access(make_hot: Callable[[], LocalCPUBackend]) -> None:
     peeked, plain = make_hot(), make_hot()
     for hot in (peeked, plain):
         for name in range(NUM_SLOTS):
@@ -64,7 +62,7 @@ def test_a_peek_is_no_access(make_hot: Callable[[], LocalCPUBackend]) -> None:
     assert set(held_keys(peeked)) == set(held_keys(plain))
 
 
-def test_the_hottest_come_first(make_hot: Callable[[], LocalCPUBackend]) -> None:
+def test_hottest_chunks_come_first(make_hot: Callable[[], LocalCPUBackend]) -> None:
     hot = make_hot()
     for name in range(NUM_SLOTS):
         put(hot, name)
@@ -79,23 +77,16 @@ def test_the_hottest_come_first(make_hot: Callable[[], LocalCPUBackend]) -> None
     )
 
 
-async def test_the_disk_remembers_what_was_damaged(tmp_path: Path) -> None:
-    disk = DiskBackend(tmp_path, NUM_SLOTS * BLOCK_BYTES)
-    await disk.open()
+async def test_disk_remembers_damaged_chunks(tmp_path: Path) -> None:
+    disk = await opened(tmp_path)
     await disk.batched_put([make_chunk("a"), make_chunk("b")])
     keys = [make_key("a"), make_key("b"), make_key("c")]
-    [file] = [path for path in tmp_path.rglob("*.kvr") if path == disk._layout.record(keys[0])]
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    file = file_of(tmp_path, "a")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert [isinstance(entry, Miss) for entry in disk.peek_many(keys)] == [False, False, True], (
         "a peek reads no file"
     )
-    allocator = BufferAllocator()
-    results = await disk.batched_get(
-        keys[:1], lambda num_bytes: allocator.allocate((num_bytes,), None)
-    )
-    assert results == [Miss(MissReason.CORRUPT)]
+    assert await get(disk, "a") == [MissReason.CORRUPT]
     assert disk.peek_many(keys)[::2] == [Miss(MissReason.CORRUPT), Miss(MissReason.NEVER_STORED)]
     assert await disk.batched_put([make_chunk("a")]) == [True]
     assert not isinstance(disk.peek_many(keys)[0], Miss)

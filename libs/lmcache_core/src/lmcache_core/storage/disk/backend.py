@@ -17,6 +17,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.names import DISK_TIER
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import OnRemoved, StorageBackend
+from lmcache_core.storage.disk.backoff import WriteBackoff
 from lmcache_core.storage.disk.files import DiskFiles
 from lmcache_core.storage.disk.index import DiskEntry, DiskIndex
 from lmcache_core.storage.disk.layout import DiskLayout
@@ -57,6 +58,7 @@ class DiskBackend(StorageBackend):
         num_threads: Bound on concurrent file operations.
         clock: Seconds since the epoch, for the age of chunks. Files found at the start are dated by
             their modification times.
+        monotonic: Seconds, monotonic, for the pauses after writes that the disk refused.
 
     Attributes:
         on_restored: Called on the loop whenever chunks become available that were unreadable
@@ -80,6 +82,7 @@ class DiskBackend(StorageBackend):
         *,
         limits: TierLimits | None = None,
         clock: Clock = time.time,
+        monotonic: Clock = time.monotonic,
     ) -> None:
         if capacity_bytes <= 0:
             raise ConfigError(
@@ -87,10 +90,16 @@ class DiskBackend(StorageBackend):
             )
         self._layout = DiskLayout(root)
         self._files = files or DiskFiles()
-        self._index = DiskIndex(capacity_bytes, policy or create_policy(), limits, clock)
+        self._index = DiskIndex(capacity_bytes, policy or create_policy(), limits, clock, monotonic)
         self._lock = DirectoryLock(self._layout.lock)
         self._store = DiskStore(
-            self._layout, self._index, self._files, self._report, fsync, self._lock
+            self._layout,
+            self._index,
+            self._files,
+            self._report,
+            fsync,
+            self._lock,
+            WriteBackoff(monotonic),
         )
         self._pool = FilePool("lmcache-disk", num_threads)
         self._on_removed = on_removed

@@ -101,6 +101,7 @@ class DiskStore:
         on_removed: Callable[[ChunkKey], None],
         fsync: bool,
         lock: DirectoryLock,
+        backoff: WriteBackoff,
     ) -> None:
         self._layout = layout
         self._index = index
@@ -110,7 +111,7 @@ class DiskStore:
         self._lock = lock
         self._names_lock = threading.Lock()
         self._room = DiskRoom(layout, index, files, on_removed)
-        self._backoff = WriteBackoff()
+        self._backoff = backoff
         self._counters = Counters()
         self._crowded_out_bytes = 0
         self._failed: WeakKeyDictionary[DiskEntry, tuple[float, int]] = WeakKeyDictionary()
