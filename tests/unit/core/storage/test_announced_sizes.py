@@ -26,12 +26,7 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.hot import (
-    ENVELOPE_SHARE,
-    KEPT_SHARE,
-    MIN_ENVELOPE_BYTES,
-    LocalCPUBackend,
-)
+from lmcache_core.storage.hot import ENVELOPE_SHARE, KEPT_SHARE, MIN_ENVELOPE_BYTES, LocalCPUBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire.messages import ChunkHead, HelloOk, build_frame

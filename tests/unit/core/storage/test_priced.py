@@ -1,5 +1,5 @@
-"""A tier that knows its price: asked for what it can bring in time, left alone when that is
-nothing, and tried again.
+"""A tier whose reads are measured: asked for what it can bring in time, not asked when that is
+nothing, and probed again.
 """
 
 from __future__ import annotations
@@ -45,32 +45,23 @@ async def read(priced: Guard, num: int, times: int = 1, limit_s: float | None = 
 
 
 async def learn(priced: Guard) -> None:
-    """Enough to know latency and bandwidth."""
+    """Make enough reads for latency and bandwidth to be known."""
     for num in (1, 4, 2, 8, 1, 4, 2, 8):
         await read(priced, num)
 
 
-def test_without_a_price_everything_is_asked_for(tier: Timed) -> None:
+def test_unpriced_tier_is_asked_for_everything(tier: Timed) -> None:
     assert tier.num_worth(7, 1e-9, 1e-9) == 7
     assert Guard(tier).num_worth(7, 1e-9, 1e-9) == 7
 
 
-async def test_what_is_not_known_is_tried(priced: Guard) -> None:
+async def test_tier_of_unknown_price_is_tried(priced: Guard) -> None:
     assert priced.num_worth(7, 1e-9, 1e-9) == 7
     await read(priced, 2, MIN_OBSERVATIONS - 1)
     assert priced.num_worth(7, 1e-9, 1e-9) == 7
 
 
-async def test_a_read_that_fits_is_asked_for_as_a_whole(priced: Guard, tier: Timed) -> None:
-    tier.s_per_chunk = 0.01
-    await learn(priced)
-    assert priced.num_worth(9, LIMIT_S) == 9
-    assert priced.stats()["reads_too_dear"] == 0
-
-
-async def test_of_a_read_that_is_too_long_the_part_that_fits_is_asked_for(
-    priced: Guard, tier: Timed
-) -> None:
+async def test_part_of_a_long_read_that_fits_is_asked_for(priced: Guard, tier: Timed) -> None:
     tier.s_per_chunk = 0.01
     await learn(priced)
     assert priced.num_worth(500, LIMIT_S) in (9, 10), (
@@ -78,7 +69,7 @@ async def test_of_a_read_that_is_too_long_the_part_that_fits_is_asked_for(
     )
 
 
-async def test_a_read_dearer_than_computing_is_worth_nothing_whatever_the_limit(
+async def test_read_slower_than_computing_is_worth_nothing_whatever_the_limit(
     priced: Guard, tier: Timed
 ) -> None:
     tier.s_per_chunk = 0.01
@@ -90,14 +81,14 @@ async def test_a_read_dearer_than_computing_is_worth_nothing_whatever_the_limit(
     )
 
 
-async def test_latency_is_worth_it_for_many_chunks_only(priced: Guard, tier: Timed) -> None:
+async def test_latency_pays_off_for_many_chunks_only(priced: Guard, tier: Timed) -> None:
     tier.latency_s, tier.s_per_chunk = 0.05, 0.001
     await learn(priced)
     assert priced.num_worth(2, 10.0, recompute_s=0.01) == 0
     assert priced.num_worth(20, 10.0, recompute_s=0.01) == 20
 
 
-async def test_a_tier_that_is_too_dear_is_probed_now_and_then(priced: Guard, tier: Timed) -> None:
+async def test_expensive_tier_is_probed_periodically(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 1.0
     await learn(priced)
     answers = [priced.num_worth(3, LIMIT_S) for _ in range(3 * PROBE_INTERVAL)]
@@ -105,9 +96,7 @@ async def test_a_tier_that_is_too_dear_is_probed_now_and_then(priced: Guard, tie
     assert priced.stats()["reads_too_dear"] == 3 * PROBE_INTERVAL
 
 
-async def test_a_probe_that_finds_nothing_is_followed_by_another(
-    priced: Guard, tier: Timed
-) -> None:
+async def test_probe_that_finds_nothing_is_followed_by_another(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 1.0
     await learn(priced)
     tier.is_empty = True
@@ -122,7 +111,7 @@ async def test_a_probe_that_finds_nothing_is_followed_by_another(
     assert priced.num_worth(3, LIMIT_S) == 0
 
 
-async def test_a_bypassed_tier_is_probed_whatever_it_cost(tier: Timed) -> None:
+async def test_bypassed_tier_is_probed_whatever_its_cost(tier: Timed) -> None:
     options = GuardOptions(num_failures=MIN_OBSERVATIONS + 2, cool_down_s=1.0)
     priced = Guard(tier, options, is_priced=True, clock=tier.clock)
     tier.latency_s = 1.0
@@ -136,7 +125,7 @@ async def test_a_bypassed_tier_is_probed_whatever_it_cost(tier: Timed) -> None:
     assert not priced.is_bypassed
 
 
-async def test_no_chunks_are_no_probe(priced: Guard, tier: Timed) -> None:
+async def test_read_of_no_chunks_is_no_probe(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 1.0
     await learn(priced)
     assert [priced.num_worth(0, LIMIT_S) for _ in range(2 * PROBE_INTERVAL)] == [
@@ -145,7 +134,7 @@ async def test_no_chunks_are_no_probe(priced: Guard, tier: Timed) -> None:
     assert priced.stats()["reads_too_dear"] == 0
 
 
-async def test_two_probes_show_that_it_has_recovered(priced: Guard, tier: Timed) -> None:
+async def test_two_probes_show_that_a_tier_has_recovered(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 2.0
     await read(priced, 4, 40)
     assert priced.num_worth(4, LIMIT_S) == 0
@@ -158,15 +147,13 @@ async def test_two_probes_show_that_it_has_recovered(priced: Guard, tier: Timed)
     assert priced.num_worth(4, LIMIT_S) == 4
 
 
-async def test_reads_that_were_late_are_learned_from(priced: Guard, tier: Timed) -> None:
+async def test_late_reads_count(priced: Guard, tier: Timed) -> None:
     tier.latency_s = 5.0
     await read(priced, 4, MIN_OBSERVATIONS, LIMIT_S)  # ends at the limit, with nothing
     assert priced.num_worth(4, LIMIT_S * 0.99) == 0
 
 
-async def test_a_tier_that_does_not_heed_its_limit_is_learned_from(
-    priced: Guard, tier: Timed
-) -> None:
+async def test_reads_cancelled_past_their_limit_count(priced: Guard, tier: Timed) -> None:
     tier.hangs = True
     for _ in range(MIN_OBSERVATIONS):
         reading = asyncio.create_task(read(priced, 4, limit_s=LIMIT_S))
@@ -178,7 +165,7 @@ async def test_a_tier_that_does_not_heed_its_limit_is_learned_from(
     assert priced.num_worth(4, LIMIT_S) == 0
 
 
-async def test_a_caller_that_gives_up_early_teaches_nothing(priced: Guard, tier: Timed) -> None:
+async def test_reads_cancelled_early_do_not_count(priced: Guard, tier: Timed) -> None:
     tier.hangs = True
     for limit_s in (None, LIMIT_S):
         for _ in range(MIN_OBSERVATIONS):
@@ -207,7 +194,7 @@ class Refusing(Timed):
 @pytest.mark.parametrize(
     "answer", [None, MissReason.NEVER_STORED, MissReason.BREAKER_OPEN, MissReason.UNAVAILABLE]
 )
-async def test_what_is_not_there_says_nothing_about_the_price(answer: MissReason | None) -> None:
+async def test_misses_and_errors_say_nothing_about_the_price(answer: MissReason | None) -> None:
     tier = Refusing()
     tier.answer = answer
     priced = guarded(tier)

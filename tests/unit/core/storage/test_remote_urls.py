@@ -1,4 +1,4 @@
-"""Which remote tier a URL names."""
+"""Remote tiers by the URL that configures them."""
 
 from __future__ import annotations
 
@@ -21,29 +21,26 @@ from lmcache_core.storage.remote.replicas import ReplicatedBackend
     ("url", "kind"),
     [
         ("lm://localhost:65432", LmBackend),
-        ("lm://localhost", LmBackend),
         ("lm://[::1]:7000/", LmBackend),
         ("lm://10.0.0.1", LmBackend),
         ("lm://cache-storage", ReplicatedBackend),
         ("lm://10.0.0.1,10.0.0.2:7000", ReplicatedBackend),
-        ("redis://localhost:6379", RedisBackend),
         ("redis://user:secret@localhost:6379/2?ttl_s=60", RedisBackend),
         ("rediss://localhost", RedisBackend),
-        ("redis://localhost/", RedisBackend),
         ("redis://localhost/15/?ttl_s=60", RedisBackend),
         ("redis-sentinel://one:26379,two/service?ttl_s=60", RedisBackend),
         ("redis-sentinel://user:p%40ss@one", RedisBackend),
         ("file:///mnt/kv", FileBackend),
     ],
 )
-async def test_schemes(url: str, kind: type) -> None:
+async def test_url_makes_the_tier_of_its_scheme(url: str, kind: type) -> None:
     backend = create_remote_backend(url, token="t", timeout_s=1.5)
     assert type(backend) is kind
     assert backend.name == "storage"
     await backend.close()
 
 
-def test_a_directory_may_have_a_name_that_is_not_utf8() -> None:
+def test_directory_may_have_a_name_that_is_not_utf8() -> None:
     backend = create_remote_backend("file:///mnt/kv%FF")
     assert isinstance(backend, FileBackend)
     assert os.fsencode(backend.root) == b"/mnt/kv\xff"
@@ -58,30 +55,23 @@ def test_a_directory_may_have_a_name_that_is_not_utf8() -> None:
         "localhost:65432",
         "ftp://localhost",
         "lm://",
-        "lm://localhost:port",
         "lm://localhost:99999",
-        "lm://localhost/path",
-        "lm://user:secret@localhost",
         "lm://localhost?x=1",
         "redis://localhost:port",
         "redis://localhost?ttl_s=soon",
         "redis://localhost?ttl_s=-1",
-        "redis://localhost/abc",
         "redis://localhost/1/2",
-        "redis://localhost/-1",
         "rediss://user:secret@localhost/1x",
         "redis-sentinel://one:port/service",
         "redis-sentinel://,/service",
         "file:///mnt/k%00v",
         "http://user:secret@localhost",
-        "file://",
         "file:///",
-        "file://host/directory",
         "file://user:secret@host/directory",
         "file:///directory?max_gb=1",
     ],
 )
-def test_what_is_no_remote_url_is_refused_and_shows_no_secret(url: str) -> None:
+def test_invalid_url_is_refused_and_shows_no_secret(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         create_remote_backend(url)
     assert "secret" not in str(caught.value)
@@ -94,7 +84,7 @@ def test_what_is_no_remote_url_is_refused_and_shows_no_secret(url: str) -> None:
         ("https://cache-storage:8080", "lm+tls://host:port"),
     ],
 )
-def test_the_refusal_of_a_rest_api_says_what_to_write(url: str, ours: str) -> None:
+def test_refusal_of_a_rest_url_names_the_url_to_write(url: str, ours: str) -> None:
     with pytest.raises(
         ConfigError, match=re.escape(f"remote_url={url!r}: ") + f".* write {re.escape(ours)} of the"
     ):
@@ -112,9 +102,3 @@ def test_a_missing_client_library_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib, "import_module", importlib.import_module)
     with pytest.raises(ConfigError, match="install"):
         create_remote_backend("redis://localhost")
-
-
-def test_options_show_no_token() -> None:
-    from lmcache_core.storage.remote import RemoteOptions
-
-    assert "secret" not in repr(RemoteOptions(token="secret"))

@@ -1,5 +1,5 @@
 """The tiers as one: order, promotion, deadlines, background writes. The slower tier is a real
-disk tier, made slow or dead.
+disk tier that may hang or be unavailable.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.record import Allocate, Chunk, MissReason, Result, release_all
 from lmcache_core.storage import write_behind
-from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
@@ -24,6 +23,9 @@ from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 
+from tests.fixtures.codecs import ZlibCodec, codecs_of
+from tests.fixtures.waiting import until
+from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
@@ -31,14 +33,19 @@ CHUNK_BYTES = 1000
 
 
 class Disk(DiskBackend):
-    """A disk tier that can be told to be slow or away."""
+    """A disk tier whose calls wait for `may_answer`, and fail while it is away."""
 
-    delay_s = 0.0
     is_away = False
-    num_puts = 0
+    num_calls = 0
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, 1 << 22)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     async def _suffer(self) -> None:
-        await asyncio.sleep(self.delay_s)
+        self.num_calls += 1
+        await self.may_answer.wait()
         if self.is_away:
             raise UnavailableError("away")
 
@@ -53,27 +60,24 @@ class Disk(DiskBackend):
         try:
             await self._suffer()
         except BaseException:
-            for result in results:
-                if isinstance(result, Chunk):
-                    result.release()
+            release_all(results)
             raise
         return results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         await self._suffer()
-        self.num_puts += len(chunks)
         return await super().batched_put(chunks)
 
 
 class Listener:
-    """Remembers what it hears."""
+    """Records which chunks were stored in which tier."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[ChunkKey, str]] = []
+        self.stored_chunks: list[tuple[ChunkKey, str]] = []
 
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
         assert num_bytes > CHUNK_BYTES
-        self.heard.append((key, tier))
+        self.stored_chunks.append((key, tier))
 
 
 @pytest.fixture
@@ -83,7 +87,7 @@ def arena() -> ArenaAllocator:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Disk:
-    return Disk(tmp_path / "disk", 1 << 22)
+    return Disk(tmp_path / "disk")
 
 
 @pytest.fixture
@@ -98,7 +102,7 @@ async def stack(arena: ArenaAllocator, disk: Disk, listener: Listener) -> AsyncI
     yield made
     await made.close()
     arena.check_integrity()
-    assert arena.used_bytes == 0, "somebody kept a reference"
+    assert arena.used_bytes == 0, "a reference was not given back"
 
 
 async def put(stack: TierStack, *names: str) -> list[bool]:
@@ -109,48 +113,31 @@ async def put(stack: TierStack, *names: str) -> list[bool]:
     return kept
 
 
-def payloads(results: list[Result]) -> list[bytes | MissReason]:
-    seen: list[bytes | MissReason] = []
-    for result in results:
-        if isinstance(result, Miss):
-            seen.append(result.reason)
-        else:
-            seen.append(bytes(result.memory.byte_array))
-            result.release()
-    return seen
+def payloads(results: Sequence[Result]) -> list[bytes | MissReason]:
+    return [payload_of(result) for result in results]
 
 
-def tiers(results: list[Result]) -> list[str]:
-    return [result.tier for result in results if isinstance(result, Chunk)]
-
-
-async def test_what_is_put_is_hot_at_once_and_on_disk_soon(
+async def test_chunk_is_hot_at_once_on_disk_soon_and_promoted_when_read_from_there(
     stack: TierStack, disk: Disk, listener: Listener
 ) -> None:
+    keys = [make_key("a"), make_key("b")]
     assert await put(stack, "a", "b") == [True, True]
-    assert payloads(await stack.batched_get([make_key("a"), make_key("b")])) == [
-        make_payload("a"),
-        make_payload("b"),
-    ]
-    assert await stack.drain(5.0)
+    assert payloads(await stack.batched_get(keys)) == [make_payload("a"), make_payload("b")]
+    assert await stack.drain(60.0)
     assert stack.num_pending_bytes == 0
-    assert await disk.batched_contains([make_key("a"), make_key("b")]) == [True, True]
-    assert set(listener.heard) == {(make_key(n), t) for n in "ab" for t in ("memory", "disk")}
-
-
-async def test_what_comes_from_below_is_kept_hot(stack: TierStack) -> None:
-    await put(stack, "a")
-    await stack.drain(5.0)
+    assert await disk.batched_contains(keys) == [True, True]
+    assert set(listener.stored_chunks) == {
+        (key, tier) for key in keys for tier in ("memory", "disk")
+    }
     stack.hot.clear_now()
-    first = await stack.batched_get([make_key("a")])
-    assert tiers(first) == ["disk"]
-    assert payloads(first) == [make_payload("a")]
-    second = await stack.batched_get([make_key("a")])
-    assert tiers(second) == ["memory"]
-    assert payloads(second) == [make_payload("a")]
+    for tier in ("disk", "memory"):
+        [result] = await stack.batched_get(keys[:1])
+        assert isinstance(result, Chunk)
+        assert result.tier == tier
+        assert payload_of(result) == make_payload("a")
 
 
-async def test_nothing_behind_a_gap_is_given_back(stack: TierStack) -> None:
+async def test_prefix_read_returns_nothing_behind_a_gap(stack: TierStack) -> None:
     await put(stack, "a", "c")
     keys = [make_key(name) for name in "abc"]
     assert payloads(await stack.batched_get(keys, prefix_only=True)) == [
@@ -167,7 +154,7 @@ async def test_nothing_behind_a_gap_is_given_back(stack: TierStack) -> None:
 
 async def test_tiers_outside_the_search_range_are_not_asked(stack: TierStack) -> None:
     await put(stack, "a")
-    await stack.drain(5.0)
+    await stack.drain(60.0)
     assert await stack.batched_tiers([make_key("a"), make_key("b")]) == ["memory", None]
     stack.hot.clear_now()
     assert await stack.batched_tiers([make_key("a")], search_range=["memory"]) == [None]
@@ -177,54 +164,54 @@ async def test_tiers_outside_the_search_range_are_not_asked(stack: TierStack) ->
     ]
 
 
-async def test_a_slow_tier_is_a_miss_at_the_deadline(stack: TierStack, disk: Disk) -> None:
+async def test_hanging_tier_is_a_miss_at_the_deadline_and_an_unavailable_one_at_once(
+    stack: TierStack, disk: Disk
+) -> None:
     await put(stack, "a", "b")
-    await stack.drain(5.0)
+    await stack.drain(60.0)
     stack.hot.clear_now()
     await put(stack, "a")
-    disk.delay_s = 30.0
-    begin = asyncio.get_running_loop().time()
-    results = payloads(await stack.batched_get([make_key("a"), make_key("b")], timeout_s=0.2))
-    assert asyncio.get_running_loop().time() - begin < 5.0
-    assert results == [make_payload("a"), MissReason.DEADLINE]
-    assert await stack.batched_tiers([make_key("b")], timeout_s=0.1) == [None]
-    disk.delay_s = 0.0
-
-
-async def test_a_dead_tier_is_a_miss(stack: TierStack, disk: Disk) -> None:
-    await put(stack, "a")
-    disk.is_away = True
-    assert payloads(await stack.batched_get([make_key("a"), make_key("b")])) == [
+    await stack.drain(60.0)
+    keys = [make_key("a"), make_key("b")]
+    disk.may_answer.clear()
+    assert payloads(await stack.batched_get(keys, timeout_s=0.1)) == [
         make_payload("a"),
-        MissReason.UNAVAILABLE,
+        MissReason.DEADLINE,
     ]
-    assert await stack.batched_tiers([make_key("b")]) == [None]
+    assert await stack.batched_tiers(keys[1:], timeout_s=0.1) == [None]
+    disk.may_answer.set()
+    disk.is_away = True
+    assert payloads(await stack.batched_get(keys)) == [make_payload("a"), MissReason.UNAVAILABLE]
+    assert await stack.batched_tiers(keys[1:]) == [None]
+    await put(stack, "c")
+    assert await stack.drain(60.0)
+    assert stack.stats()["disk"]["unkept_writes"] == 1
 
 
-async def test_a_cancelled_read_gives_its_memory_back(
+async def test_cancelled_read_releases_its_memory(
     stack: TierStack, disk: Disk, arena: ArenaAllocator
 ) -> None:
     await put(stack, "a", "b")
-    await stack.drain(5.0)
+    await stack.drain(60.0)
     stack.hot.clear_now()
     await put(stack, "a")
-    await stack.drain(5.0)
-    used = arena.used_bytes
-    disk.delay_s = 30.0
+    await stack.drain(60.0)
+    used, num_calls = arena.used_bytes, disk.num_calls
+    disk.may_answer.clear()
     reading = asyncio.create_task(stack.batched_get([make_key("a"), make_key("b")]))
-    await asyncio.sleep(0.1)
+    await until(lambda: disk.num_calls > num_calls)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert arena.used_bytes == used
-    disk.delay_s = 0.0
+    disk.may_answer.set()
 
 
-async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(
+async def test_waiting_writes_are_bounded_and_the_others_are_counted(
     stack: TierStack, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_behind, "MAX_WAITING_NAMES", 100)
-    disk.delay_s = 30.0
+    disk.may_answer.clear()
     names = [f"n{i}" for i in range(700)]
     assert all(await put(stack, *names[:300]))
     assert all(await put(stack, *names[300:]))
@@ -232,28 +219,27 @@ async def test_writes_that_wait_are_bounded_and_the_rest_is_counted(
     assert 0 < figures["pending_write_bytes"] <= ARENA_BYTES // 2
     assert figures["dropped_writes"] > 0
     assert not await stack.drain(0.05)
-    disk.delay_s = 0.0
+    await stack.close()
+    assert not stack.is_writing, "a closed stack writes nothing more"
 
 
-async def test_a_store_longer_than_the_bound_is_written_in_turns(
+async def test_store_larger_than_the_bound_is_written_in_batches(
     stack: TierStack, disk: Disk
 ) -> None:
-    """A prompt of a million tokens has 4,096 chunks; what waits may pin but half of the memory."""
+    """A prompt of a million tokens has 4,096 chunks; waiting writes may pin half of the memory."""
     names = [f"n{i}" for i in range(600)]
     assert all(await put(stack, *names))
     assert stack.num_pending_bytes <= ARENA_BYTES // 2
-    assert await stack.drain(30.0)
+    assert await stack.drain(60.0)
     assert await disk.batched_contains([make_key(name) for name in names]) == [True] * len(names)
     assert stack.stats()["disk"]["dropped_writes"] == 0
 
 
-async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batches(
+async def test_writes_that_need_no_device_let_other_tasks_run_between_batches(
     arena: ArenaAllocator, tmp_path: Path
 ) -> None:
-    """As a disk with a serde does for chunks that it has, and every tier while it is bypassed:
-    nothing of that waits.
-    """
-    listener, codecs = Listener(), create_codecs({"disk_serde": "lossless"})
+    """As a disk with a serde does for chunks that it has, and every tier while it is bypassed."""
+    listener, codecs = Listener(), codecs_of(ZlibCodec("lossless"))
     disk = EncodedBackend(DiskBackend(tmp_path, ARENA_BYTES), codecs, "lossless")
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], listener=listener)
     await stack.open()
@@ -262,15 +248,15 @@ async def test_a_tier_that_answers_from_memory_lets_the_loop_turn_between_batche
     for _ in range(2):
         assert all(await put(stack, *names))
         while stack.num_pending_bytes:
-            num_told = len(listener.heard)
+            num_stored = len(listener.stored_chunks)
             await asyncio.sleep(0)
-            most = max(most, len(listener.heard) - num_told)
+            most = max(most, len(listener.stored_chunks) - num_stored)
     assert most <= write_behind.BATCH_CHUNKS
     await stack.close()
 
 
 @pytest.mark.parametrize("serde", [None, "lossless"])
-async def test_what_a_disk_has_is_neither_encoded_nor_written_again(
+async def test_chunk_on_disk_is_neither_encoded_nor_written_again(
     arena: ArenaAllocator, tmp_path: Path, serde: str | None
 ) -> None:
     class Counted(DiskFiles):
@@ -282,31 +268,31 @@ async def test_what_a_disk_has_is_neither_encoded_nor_written_again(
 
     files, listener = Counted(), Listener()
     disk = DiskBackend(tmp_path, 1 << 22, files=files)
-    tier = Guard(EncodedBackend(disk, create_codecs({"disk_serde": serde}), serde))
+    tier = Guard(EncodedBackend(disk, codecs_of(ZlibCodec("lossless")), serde))
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [tier], listener=listener)
     await stack.open()
     for _ in range(2):
         chunk = make_chunk("a", payload=bytes(64 << 10), allocate=stack.allocate)
         assert await stack.batched_put([chunk]) == [True]
         chunk.release()
-        assert await stack.drain(5.0)
+        assert await stack.drain(60.0)
         stack.hot.clear_now()
     figures = stack.stats()["disk"]
     assert files.num_named == figures["put_chunks"] == 1
     assert figures.get("encoded_chunks", 0) == (0 if serde is None else 1)
-    assert listener.heard.count((make_key("a"), "disk")) == 2
+    assert listener.stored_chunks.count((make_key("a"), "disk")) == 2
     await stack.close()
 
 
-async def test_of_a_long_store_what_is_evicted_before_its_turn_is_counted(
+async def test_chunks_of_a_long_store_evicted_before_their_write_are_counted(
     stack: TierStack, disk: Disk
 ) -> None:
     names = [f"n{i}" for i in range(600)]
-    disk.delay_s = 0.05
+    disk.may_answer.clear()
     assert all(await put(stack, *names))
     stack.hot.clear_now()
-    disk.delay_s = 0.0
-    assert await stack.drain(30.0)
+    disk.may_answer.set()
+    assert await stack.drain(60.0)
     kept = await disk.batched_contains([make_key(name) for name in names])
     num_kept = sum(kept)
     assert 0 < num_kept < len(names)
@@ -314,7 +300,7 @@ async def test_of_a_long_store_what_is_evicted_before_its_turn_is_counted(
     assert stack.stats()["disk"]["dropped_writes"] == len(names) - num_kept
 
 
-async def test_without_a_hot_tier_of_a_long_store_the_prefix_is_kept(
+async def test_without_a_hot_tier_the_prefix_of_a_long_store_is_kept(
     arena: ArenaAllocator, disk: Disk
 ) -> None:
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
@@ -322,72 +308,32 @@ async def test_without_a_hot_tier_of_a_long_store_the_prefix_is_kept(
     sizes = [CHUNK_BYTES] * 400 + [100_000] * 3 + [CHUNK_BYTES] * 3
     chunks = [make_chunk(i, payload=make_payload(i, size)) for i, size in enumerate(sizes)]
     await stack.batched_put(chunks)
-    assert await stack.drain(30.0)
+    assert await stack.drain(60.0)
     kept = await disk.batched_contains([chunk.key for chunk in chunks])
     assert kept == sorted(kept, reverse=True), "nothing behind the first that found no room"
     assert not kept[-1]
     await stack.close()
 
 
-async def test_slower_tiers_share_what_may_wait(arena: ArenaAllocator, tmp_path: Path) -> None:
-    disks = [Disk(tmp_path / name, 1 << 22) for name in ("a", "b")]
-    disks[1].name = "OtherDisk"
-    for disk in disks:
-        disk.delay_s = 30.0
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), disks)
-    await stack.open()
-    await put(stack, *[f"n{i}" for i in range(600)])
-    assert 0 < stack.num_pending_bytes <= ARENA_BYTES // 2
-    await stack.close()
-
-
-async def test_what_waits_by_name_and_is_removed_is_not_written(
-    stack: TierStack, disk: Disk
-) -> None:
-    names = [f"n{i}" for i in range(600)]
-    assert all(await put(stack, *names))
-    await stack.clear()
-    assert await stack.drain(30.0)
-    assert not any(await disk.batched_contains([make_key(name) for name in names]))
-    assert stack.stats()["disk"]["dropped_writes"] == 0
-
-
-async def test_failed_writes_are_counted_and_end(stack: TierStack, disk: Disk) -> None:
-    disk.is_away = True
-    await put(stack, "a", "b", "c")
-    assert await stack.drain(5.0)
-    assert stack.stats()["disk"]["unkept_writes"] == 3
-    assert disk.num_puts == 0
-
-
-async def test_a_tier_that_is_not_written_to_gets_nothing(
-    arena: ArenaAllocator, disk: Disk
-) -> None:
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], written=[])
-    await stack.open()
-    await put(stack, "a")
-    assert await stack.drain(1.0)
-    assert disk.num_puts == 0
-    await stack.close()
-    assert arena.used_bytes == 0
-
-
-async def test_without_a_hot_tier_chunks_only_pass_through(
+async def test_without_a_hot_tier_chunks_only_pass_through_memory(
     arena: ArenaAllocator, disk: Disk
 ) -> None:
     stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
     await stack.open()
     assert await put(stack, "a") == [True]
-    await stack.drain(5.0)
+    await stack.drain(60.0)
     assert arena.used_bytes == 0
-    results = await stack.batched_get([make_key("a")])
-    assert tiers(results) == ["disk"]
-    assert payloads(results) == [make_payload("a")]
+    assert payloads(await stack.batched_get([make_key("a")])) == [make_payload("a")]
     assert arena.used_bytes == 0
     await stack.close()
+    await put(stack, "late")
+    assert stack.num_pending_bytes == arena.used_bytes == 0
+    assert stack.stats()["disk"]["dropped_writes"] == 1
 
 
-async def test_a_local_store_serves_own_tiers_and_refuses_when_told(stack: TierStack) -> None:
+async def test_local_store_serves_its_own_tiers_and_refuses_puts_while_closed(
+    stack: TierStack,
+) -> None:
     is_open = True
     store = LocalStore(stack, lambda: is_open)
     chunk = make_chunk("a", allocate=partial(store.allocate, tenant="default"))
@@ -403,36 +349,9 @@ async def test_a_local_store_serves_own_tiers_and_refuses_when_told(stack: TierS
     assert await store.remove([make_key("a")]) == 1
 
 
-async def test_a_tier_that_cannot_be_opened_is_left_out(
-    arena: ArenaAllocator, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    broken, good = Disk(tmp_path / "file" / "disk", 1 << 22), Disk(tmp_path / "disk", 1 << 22)
-    good.name = "OtherDisk"
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [broken, good])
-    await stack.open()
-    assert list(stack.lower) == [good]
+async def test_local_store_removes_from_its_own_tiers_only(stack: TierStack, disk: Disk) -> None:
     await put(stack, "a")
-    assert await stack.drain(5.0)
-    assert good.num_puts == 1
-    await stack.close()
-    assert arena.used_bytes == 0
-
-
-async def test_a_closed_stack_holds_nothing_for_a_later_write(
-    arena: ArenaAllocator, disk: Disk
-) -> None:
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
-    await stack.open()
-    await stack.close()
-    await put(stack, "late")
-    assert stack.num_pending_bytes == arena.used_bytes == 0
-    assert stack.stats()["disk"]["dropped_writes"] == 1
-
-
-async def test_a_local_store_removes_from_its_own_tiers_only(stack: TierStack, disk: Disk) -> None:
-    await put(stack, "a")
-    await stack.drain(5.0)
+    await stack.drain(60.0)
     disk.name = "storage"
     assert await LocalStore(stack, lambda: True).remove([make_key("a")]) == 1
     assert await disk.batched_contains([make_key("a")]) == [True], (
@@ -445,7 +364,7 @@ async def test_a_local_store_removes_from_its_own_tiers_only(stack: TierStack, d
 @pytest.mark.parametrize(
     "is_stubborn", [False, True], ids=["cancelled", "ignores_its_cancellation"]
 )
-async def test_a_tier_whose_close_hangs_is_named_and_the_others_close(
+async def test_tier_whose_close_hangs_is_named_and_the_others_close(
     arena: ArenaAllocator,
     disk: Disk,
     monkeypatch: pytest.MonkeyPatch,
@@ -471,7 +390,7 @@ async def test_a_tier_whose_close_hangs_is_named_and_the_others_close(
     stack = TierStack(hot, [Hanging(arena, create_policy()), disk])
     await stack.open()
     await stack.batched_put([make_chunk("a")])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await stack.close()
     assert any("HangingTier" in record.getMessage() for record in caplog.records)
     assert hot.stats()["num_chunks"] == 0
@@ -480,7 +399,7 @@ async def test_a_tier_whose_close_hangs_is_named_and_the_others_close(
     let_go.set()
 
 
-async def test_a_stack_is_writing_while_chunks_wait_by_name(
+async def test_stack_is_writing_while_chunks_wait_by_name(
     arena: ArenaAllocator, tmp_path: Path
 ) -> None:
     """Between two batches no bytes may be pending although the rest of a long store still waits."""
@@ -498,13 +417,5 @@ async def test_a_stack_is_writing_while_chunks_wait_by_name(
     assert most_names > 100
     assert len(disk.held()) == len(names)
     assert stack.num_waiting_names == stack.num_pending_bytes == 0
-    await stack.close()
-    assert not stack.is_writing
-
-
-async def test_a_closed_stack_writes_nothing_more(stack: TierStack, disk: Disk) -> None:
-    disk.delay_s = 30.0
-    await put(stack, *[f"n{i}" for i in range(600)])
-    assert stack.is_writing
     await stack.close()
     assert not stack.is_writing

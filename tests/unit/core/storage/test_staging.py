@@ -1,11 +1,10 @@
-"""Tickets over a stack of tiers: what counts, what is lifted, what is held, and when it is let
-go.
+"""Tickets over a stack of tiers: which chunks count, are lifted and held, and when they are
+released.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ from tests.fixtures.chains import (
     keys_of_rank,
     names_of,
 )
-from tests.suites.chunks import held_keys
+from tests.fixtures.waiting import until
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @dataclass
@@ -67,17 +66,14 @@ class World:
         )
 
     async def settled(self, ticket: str) -> Staged:
-        """What is staged when the lift is over."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not (staged := self.stage(ticket)).is_ready:
-            assert time.monotonic() < deadline, "the lift does not end"
-            await asyncio.sleep(0.001)
-        return staged
+        """Return what is staged when the lift is over."""
+        await until(lambda: self.stage(ticket).is_ready)
+        return self.stage(ticket)
 
 
 @asynccontextmanager
 async def world(*lower: Shelf, num_chunks: int = 64, keep_hot: bool = True) -> AsyncIterator[World]:
-    """Half of so many chunks can be staged. Afterwards nothing may be held."""
+    """Yield tiers of which half of `num_chunks` can be staged. At the end nothing may be held."""
     allocator = ArenaAllocator.anonymous(num_chunks * TAKEN_BYTES)
     stack = TierStack(
         LocalCPUBackend(allocator, create_policy()), lower, written=(), keep_hot=keep_hot
@@ -102,35 +98,7 @@ async def world(*lower: Shelf, num_chunks: int = 64, keep_hot: bool = True) -> A
     allocator.check_integrity()
 
 
-async def test_what_is_hot_is_ready_at_once() -> None:
-    chain = chain_of(range(4))
-    async with world() as w:
-        w.make_hot(names_of(keys_of_rank(chain, 0))[:3])
-        assert w.stage("t", chain) == Staged(True, (b"\1\1\1\0",))
-
-
-async def test_a_prefix_ends_at_the_first_gap_and_a_window_does_not() -> None:
-    chain = chain_of(range(5))
-    async with world() as w:
-        names = names_of(keys_of_rank(chain, 0))
-        w.make_hot([names[0], names[1], names[3]])
-        assert w.stage("prefix", chain).tiers == (b"\1\1\0\0\0",)
-        assert w.room.used_bytes == 2 * TAKEN_BYTES
-        assert w.stage("window", chain, is_prefix=False).tiers == (b"\1\1\0\1\0",)
-        assert w.room.used_bytes == 3 * TAKEN_BYTES, "a chunk that two tickets hold counts once"
-
-
-async def test_a_chunk_counts_when_all_ranks_have_it() -> None:
-    chain = chain_of(range(3), world_size=2)
-    async with world() as w:
-        w.make_hot(names_of(keys_of_rank(chain, 0)))
-        assert w.stage("t1", chain).tiers == (b"\0\0\0",)
-        w.make_hot(names_of(keys_of_rank(chain, 1))[:2])
-        assert w.stage("t2", chain).tiers == (b"\1\1\0",)
-        assert w.room.used_bytes == 4 * TAKEN_BYTES
-
-
-async def test_what_is_missing_is_lifted_while_the_request_waits() -> None:
+async def test_missing_chunks_are_lifted_up_to_the_first_gap() -> None:
     disk, remote = Shelf("disk"), Shelf("storage")
     chain = chain_of(range(6))
     names = names_of(keys_of_rank(chain, 0))
@@ -147,11 +115,8 @@ async def test_what_is_missing_is_lifted_while_the_request_waits() -> None:
         assert all(w.stack.hot.contains_many(names[:4]))
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [("disk", 2), ("peers", 3), ("storage", 4), ("AnotherTier", 5)],
-)
-async def test_the_tier_is_told_and_it_is_the_slowest_ranks(name: str, code: int) -> None:
+@pytest.mark.parametrize(("name", "code"), [("peers", 3), ("AnotherTier", 5)])
+async def test_code_of_a_chunk_is_that_of_its_slowest_tier(name: str, code: int) -> None:
     shelf = Shelf(name)
     chain = chain_of(range(2), world_size=2)
     async with world(shelf) as w:
@@ -161,7 +126,7 @@ async def test_the_tier_is_told_and_it_is_the_slowest_ranks(name: str, code: int
         assert (await w.settled("t")).tiers == (bytes([code, code]),)
 
 
-async def test_a_chunk_that_one_rank_lacks_is_not_lifted_for_the_other() -> None:
+async def test_chunk_missing_for_one_rank_is_not_lifted_for_the_other() -> None:
     shelf = Shelf()
     chain = chain_of(range(2), world_size=2)
     async with world(shelf) as w:
@@ -171,19 +136,7 @@ async def test_a_chunk_that_one_rank_lacks_is_not_lifted_for_the_other() -> None
         assert set(shelf.num_read) == set(names_of(keys_by_chunk(chain))[:2])
 
 
-async def test_what_is_held_is_not_evicted_and_afterwards_is() -> None:
-    chain, others = chain_of(range(8)), chain_of(range(100, 200))
-    async with world(num_chunks=16) as w:
-        w.make_hot(names_of(keys_of_rank(chain, 0)))
-        assert w.stage("t", chain).tiers == (b"\1" * 8,)
-        w.make_hot(names_of(keys_of_rank(others, 0)))
-        assert all(w.stack.hot.contains_many(names_of(keys_of_rank(chain, 0))))
-        w.staging.run(w.staging.unstage(["t", "unknown"]))
-        w.stack.hot.evict_bytes(1 << 20)
-        assert not any(w.stack.hot.contains_many(names_of(keys_of_rank(chain, 0))))
-
-
-async def test_no_more_than_half_of_the_arena_is_promised() -> None:
+async def test_half_of_the_arena_at_most_is_promised() -> None:
     chain, rest = chain_of(range(6)), chain_of(range(6, 12), world_size=1)
     async with world(num_chunks=16) as w:
         w.make_hot(names_of([*keys_of_rank(chain, 0), *keys_of_rank(rest, 0)]))
@@ -193,7 +146,7 @@ async def test_no_more_than_half_of_the_arena_is_promised() -> None:
         assert w.stage("third", rest).tiers == (b"\1" * 6,)
 
 
-async def test_what_would_find_no_room_is_not_read() -> None:
+async def test_chunk_that_would_find_no_room_is_not_read() -> None:
     shelf = Shelf()
     chain = chain_of(range(40))
     shelf.held.update(names_of(keys_of_rank(chain, 0)))
@@ -215,7 +168,7 @@ async def test_ranks_are_held_together_or_not_at_all() -> None:
         assert w.room.used_bytes == 3 * TAKEN_BYTES
 
 
-async def test_other_chains_under_a_ticket_are_a_new_question() -> None:
+async def test_other_chains_under_a_ticket_replace_the_first() -> None:
     short, longer = chain_of(range(2)), chain_of(range(3))
     async with world() as w:
         w.make_hot(names_of(keys_of_rank(short, 0)))
@@ -226,46 +179,35 @@ async def test_other_chains_under_a_ticket_are_a_new_question() -> None:
         assert w.room.used_bytes == 3 * TAKEN_BYTES
 
 
-async def test_a_question_about_nothing_holds_nothing() -> None:
+async def test_empty_question_holds_nothing() -> None:
     async with world() as w:
         assert w.stage("never asked") == Staged(True, ())
         assert w.stage("empty", chain_of([])) == Staged(True, (b"",))
         assert w.room.used_bytes == 0
 
 
-async def test_a_ticket_that_nobody_speaks_about_is_forgotten() -> None:
-    chain = chain_of(range(2))
-    async with world() as w:
-        w.make_hot(names_of(keys_of_rank(chain, 0)))
-        w.stage("old", chain)
-        w.now = STAGE_LEASE_S - 1
-        w.stage("kept", chain)
-        w.staging.run(w.staging.expire())
-        assert w.staging.num_tickets == 2
-        w.stage("old")
-        w.now += 2
-        w.staging.run(w.staging.expire())
-        assert w.staging.num_tickets == 2, "a word about it renews its lease"
-        w.now = STAGE_LEASE_S - 1 + STAGE_LEASE_S
-        w.stage("another", chain)
-        assert w.staging.num_tickets == 1
-        assert w.stage("old") == Staged(True, ())
-
-
-async def test_a_ticket_that_is_polled_outlives_one_that_is_not() -> None:
+@pytest.mark.parametrize("when", ["expired", "staged"])
+async def test_unused_ticket_expires_and_a_polled_one_does_not(when: str) -> None:
     chain = chain_of(range(2))
     async with world() as w:
         w.make_hot(names_of(keys_of_rank(chain, 0)))
         w.stage("polled", chain)
+        w.now = 1.0
+        w.stage("unused", chain)
         w.now = STAGE_LEASE_S - 1
         w.stage("polled")
         w.now = STAGE_LEASE_S + 1
-        w.staging.run(w.staging.expire())
+        if when == "expired":
+            w.staging.run(w.staging.expire())
+        else:
+            w.stage("another", chain)
+            w.staging.run(w.staging.unstage(["another"]))
         assert w.staging.num_tickets == 1
         assert w.stage("polled").tiers == (b"\1\1",)
+        assert w.stage("unused") == Staged(True, ())
 
 
-async def test_a_client_has_a_bounded_number_of_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_tickets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_module, "MAX_TICKETS", 3)
     chain = chain_of(range(2))
     async with world() as w:
@@ -275,7 +217,7 @@ async def test_a_client_has_a_bounded_number_of_tickets(monkeypatch: pytest.Monk
         assert w.stage("t3", chain).tiers == (b"\1\1",)
 
 
-async def test_while_draining_what_is_hot_is_staged_and_nothing_lifted() -> None:
+async def test_while_draining_hot_chunks_are_staged_and_none_is_lifted() -> None:
     shelf = Shelf()
     chain = chain_of(range(2))
     shelf.held.update(names_of(keys_of_rank(chain, 0)))
@@ -286,63 +228,59 @@ async def test_while_draining_what_is_hot_is_staged_and_nothing_lifted() -> None
         assert not shelf.num_read
 
 
-async def test_a_lift_ends_at_its_deadline_and_a_tier_that_hangs_costs_the_others_nothing() -> None:
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("deadline_s", "recompute_s", "limit_s"), [(40.0, None, 40.0), (40.0, 1.0, 4.0)]
+)
+async def test_lift_ends_at_its_deadline_and_keeps_the_chunks_of_other_tiers(
+    deadline_s: float, recompute_s: float | None, limit_s: float
+) -> None:
+    """No later than computing the chunks would end."""
     disk, remote = Shelf("disk"), Shelf("storage")
     chain = chain_of(range(4))
-    names = names_of(keys_of_rank(chain, 0))
-    disk.held.update(names[:2])
+    disk.held.update(names_of(chain.keys_of_rank(0))[:2])
     remote.hangs = True
+    now = asyncio.get_running_loop().time
     async with world(disk, remote) as w:
-        begin = time.monotonic()
-        assert not w.stage("t", chain, deadline_s=0.2).is_ready
+        began = now()
+        question = w.staging.stage(
+            "t", [chain], deadline_s=deadline_s, is_prefix=True, recompute_s=recompute_s
+        )
+        assert not w.staging.run(question).is_ready
         assert await w.settled("t") == Staged(True, (b"\2\2\0\0",))
-        assert time.monotonic() - begin < 1.0
-
-
-async def test_a_lift_takes_no_longer_than_computing_would() -> None:
-    shelf = Shelf()
-    shelf.hangs = True
-    async with world(shelf) as w:
-        begin = time.monotonic()
-        w.staging.run(w.staging.stage("t", [chain_of(range(4))], deadline_s=60.0, recompute_s=0.02))
-        assert (await w.settled("t")).tiers == (bytes(4),)
-        assert time.monotonic() - begin < 1.0
+        assert limit_s / 8 < now() - began <= limit_s + 1
 
 
 class Gated(Shelf):
-    """Its reads say that they have begun, and wait until they may go on."""
+    """Its reads report that they have begun, and wait."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.began, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self.began, self.may_continue = asyncio.Event(), asyncio.Event()
 
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
         self.began.set()
-        await self.may_go_on.wait()
+        await self.may_continue.wait()
         return await super().batched_get(keys, allocate, timeout_s)
 
 
-async def test_what_a_lift_brings_for_nobody_stays_hot_and_is_not_held() -> None:
+async def test_chunks_lifted_for_a_ticket_that_is_gone_stay_hot_and_are_not_held() -> None:
     shelf = Gated()
     chain = chain_of(range(3))
     names = names_of(keys_of_rank(chain, 0))
     shelf.held.update(names)
     async with world(shelf) as w:
         w.stage("t", chain)
-        async with asyncio.timeout(PATIENCE_S):
-            await shelf.began.wait()
+        await until(shelf.began.is_set)
         w.staging.run(w.staging.unstage(["t"]))
-        shelf.may_go_on.set()
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(w.stack.hot.contains_many(names)):
-            assert time.monotonic() < deadline, "what was being read was thrown away"
-            await asyncio.sleep(0.001)
+        shelf.may_continue.set()
+        await until(lambda: all(w.stack.hot.contains_many(names)))
         assert w.room.used_bytes == 0
 
 
-async def test_a_long_chain_costs_what_is_there_of_it() -> None:
+async def test_cost_of_a_long_chain_is_that_of_its_held_part() -> None:
     shelf = Shelf()
     chain = chain_of(range(60_000))
     names = names_of(keys_of_rank(chain.part(0, 2000), 0))
@@ -354,19 +292,7 @@ async def test_a_long_chain_costs_what_is_there_of_it() -> None:
         assert shelf.num_asked <= 2 * staging_module.LIFT_BLOCK_KEYS
 
 
-async def test_a_closed_client_is_promised_nothing() -> None:
-    shelf = Shelf()
-    chain = chain_of(range(3))
-    shelf.held.update(names_of(keys_of_rank(chain, 0)))
-    async with world(shelf) as w:
-        w.make_hot(names_of(keys_of_rank(chain, 0))[:1])
-        w.stage("t", chain)
-        w.staging.run(w.staging.close())
-        w.staging.run(w.staging.close())
-        assert w.stage("t", chain) == Staged(True, (bytes(3),))
-
-
-async def test_without_a_hot_tier_staged_chunks_are_hot_until_they_are_given_back() -> None:
+async def test_without_a_hot_tier_staged_chunks_are_hot_until_they_are_released() -> None:
     shelf = Shelf()
     chain = chain_of(range(3))
     names = names_of(keys_of_rank(chain, 0))
@@ -384,8 +310,8 @@ async def test_without_a_hot_tier_staged_chunks_are_hot_until_they_are_given_bac
 
 
 def expected(places: list[list[int]], is_prefix: bool, hot_only: bool) -> bytes:
-    """By the book: the slowest of a chunk's ranks, 0 where one is nowhere; places are 0
-    (nowhere), 1 (hot), 2 (disk), 4 (remote).
+    """Return the code of each chunk: of its slowest rank, 0 if one is missing. Places are 0
+    (missing), 1 (hot), 2 (disk), 4 (remote).
     """
     codes = [0 if 0 in ranks or (hot_only and max(ranks) > 1) else max(ranks) for ranks in places]
     if is_prefix and 0 in codes:
@@ -408,7 +334,7 @@ def expected(places: list[list[int]], is_prefix: bool, hot_only: bool) -> bytes:
     ),
     st.booleans(),
 )
-def test_every_constellation_is_staged_by_the_book(
+def test_every_placement_of_chunks_is_staged_correctly(
     chains: list[list[list[int]]], is_prefix: bool
 ) -> None:
     async def check() -> None:

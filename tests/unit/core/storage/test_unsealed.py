@@ -1,17 +1,14 @@
-"""Chunks without digests on their way through the tiers: sealed when they leave the process, and
-right then.
-"""
+"""Chunks without digests: sealed when they leave the process, and not before."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import UNSEALED_DIGEST, Chunk
+from lmcache_core.record import UNSEALED_DIGEST, Chunk, MissReason, Result
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -22,7 +19,8 @@ from tests.fixtures.embedded import embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import kv_of, tokens_of
 from tests.fixtures.wire import MemoryStore, serving
-from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
+from tests.suites.backend_suite import payload_of
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NAMES = range(5)
 PATIENCE_S = 60.0
@@ -47,16 +45,11 @@ async def put(stack: TierStack) -> list[Chunk]:
     return chunks
 
 
-def payloads(results: Sequence[object]) -> list[bytes | None]:
-    found: list[bytes | None] = []
-    for result in results:
-        found.append(bytes(result.memory.byte_array) if isinstance(result, Chunk) else None)
-        if isinstance(result, Chunk):
-            result.release()
-    return found
+def payloads(results: Sequence[Result]) -> list[bytes | MissReason]:
+    return [payload_of(result) for result in results]
 
 
-async def test_a_chunk_that_stays_in_memory_is_never_sealed() -> None:
+async def test_chunk_that_stays_in_memory_is_never_sealed() -> None:
     arena = ArenaAllocator.anonymous(1 << 20)
     stack = TierStack(LocalCPUBackend(arena, create_policy()))
     await stack.open()
@@ -70,7 +63,7 @@ async def test_a_chunk_that_stays_in_memory_is_never_sealed() -> None:
     assert arena.used_bytes == 0
 
 
-async def test_what_reaches_the_disk_is_a_whole_record(tmp_path: Path) -> None:
+async def test_record_on_disk_is_whole(tmp_path: Path) -> None:
     arena = ArenaAllocator.anonymous(1 << 20)
     for is_written in (True, False):
         stack = TierStack(LocalCPUBackend(arena, create_policy()), [DiskBackend(tmp_path, 1 << 22)])
@@ -88,28 +81,7 @@ async def test_what_reaches_the_disk_is_a_whole_record(tmp_path: Path) -> None:
     assert records == {make_chunk(name).head + make_payload(name) for name in NAMES}
 
 
-async def test_what_reaches_a_server_is_a_whole_record() -> None:
-    arena, store = ArenaAllocator.anonymous(1 << 20), MemoryStore()
-    async with serving(store) as server:
-        stack = TierStack(
-            LocalCPUBackend(arena, create_policy()),
-            [create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)],
-        )
-        await stack.open()
-        await put(stack)
-        assert await stack.drain(PATIENCE_S)
-        assert {chunk.head for chunk in store.chunks.values()} == {
-            make_chunk(name).head for name in NAMES
-        }
-        stack.hot.clear_now()
-        assert payloads(await stack.batched_get([make_key(name) for name in NAMES])) == [
-            make_payload(name) for name in NAMES
-        ]
-        await stack.close()
-    assert arena.used_bytes == 0
-
-
-async def test_two_tiers_that_write_at_once_write_the_same(tmp_path: Path) -> None:
+async def test_two_tiers_that_write_at_the_same_time_write_the_same_record(tmp_path: Path) -> None:
     arena, store = ArenaAllocator.anonymous(1 << 20), MemoryStore()
     async with serving(store) as server:
         remote = create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)
@@ -119,7 +91,6 @@ async def test_two_tiers_that_write_at_once_write_the_same(tmp_path: Path) -> No
         await stack.open()
         await put(stack)
         assert await stack.drain(PATIENCE_S)
-        await asyncio.sleep(0)
         heads = {chunk.head for chunk in store.chunks.values()}
         on_disk = {path.read_bytes()[: len(next(iter(heads)))] for path in tmp_path.rglob("*.kvr")}
         assert heads == on_disk == {make_chunk(name).head for name in NAMES}
@@ -128,7 +99,7 @@ async def test_two_tiers_that_write_at_once_write_the_same(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("writer", ["never", "sampled", "always"])
-def test_another_engine_reads_what_one_without_digests_has_stored(
+def test_records_of_an_engine_without_digests_are_valid_for_another_one(
     tmp_path: Path, writer: str
 ) -> None:
     with embedded_engine(tmp_path, verify_hot=writer) as first:
@@ -149,7 +120,7 @@ def test_another_engine_reads_what_one_without_digests_has_stored(
         assert second.misses() == {}
 
 
-def test_an_engine_without_digests_computes_none() -> None:
+def test_engine_without_digests_computes_none() -> None:
     with embedded_engine(verify_hot="never") as cache:
         cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
         target = empty_kv(len(TOKENS))

@@ -1,4 +1,4 @@
-"""What a server gives to whom, over real connections."""
+"""Which records a server sends to which client, over real connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
-from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.record import Miss, MissReason, Result
 from lmcache_core.storage import served as served_module
 from lmcache_core.storage.served import EncodingStore
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
@@ -18,6 +18,7 @@ from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by
 from tests.fixtures.encoded_tier import DATA, content
+from tests.fixtures.waiting import until
 from tests.fixtures.wire import Arena, MemoryStore, anyone
 from tests.suites.chunks import make_chunk, make_key
 
@@ -27,7 +28,7 @@ NAMES = ("raw", "lossless", "lossy", "decoded", "absent")
 
 @pytest.fixture
 def store(lossless: ZlibCodec, lossy: ZlibCodec) -> Iterator[MemoryStore]:
-    """Holds one chunk of each kind, in memory that must come back."""
+    """A store with one chunk of each kind, in memory that must be released."""
     store = MemoryStore()
     chunks = [
         make_chunk("raw", payload=DATA),
@@ -85,7 +86,7 @@ async def client_of(store: ServedStore, accepts: Accepts) -> AsyncIterator[LmCli
 
 
 async def kinds(client: LmClient, arena: Arena, names: Sequence[str] = NAMES) -> list[str]:
-    """How each chunk came: its serde, with `!` if lossy, or why it did not."""
+    """Return how each chunk came: its serde, with `!` if lossy, or the reason of its miss."""
     said = []
     for result in await client.get([make_key(name) for name in names], arena):
         said.append(_kind(result))
@@ -101,26 +102,53 @@ def _kind(result: Result) -> str:
     )
 
 
-async def test_a_door_holds_records_as_they_come(door: EncodingStore, arena: Arena) -> None:
-    async with client_of(door, EVERYTHING) as client:
-        assert await kinds(client, arena) == ["naive", "flate", "half!", "naive!", "never_stored"]
+REFUSED = MissReason.ENCODING.value
 
 
-async def test_who_takes_no_loss_gets_none(door: EncodingStore, arena: Arena) -> None:
+@pytest.mark.parametrize(
+    ("encoder", "accepts", "expected"),
+    [
+        (None, EVERYTHING, ["naive", "flate", "half!", "naive!"]),
+        (None, ONLY_LOSSLESS, ["naive", "flate", REFUSED, REFUSED]),
+        ("lossless", Accepts(False, frozenset({"flate"})), ["flate", "flate", REFUSED, REFUSED]),
+        ("lossless", EVERYTHING, ["flate", "flate", "half!", "flate!"]),
+        ("lossless", Accepts(True, frozenset({"half"})), ["naive", "flate", "half!", "naive!"]),
+        ("lossless", ONLY_LOSSLESS, ["naive", "flate", REFUSED, REFUSED]),
+        ("lossy", Accepts(False, frozenset({"half"})), ["naive", "flate", REFUSED, REFUSED]),
+        ("lossy", EVERYTHING, ["half!", "flate", "half!", "half!"]),
+    ],
+)
+async def test_client_gets_what_it_accepts_encoded_where_it_can_decode(
+    store: MemoryStore,
+    arena: Arena,
+    request: pytest.FixtureRequest,
+    encoder: str | None,
+    accepts: Accepts,
+    expected: list[str],
+) -> None:
+    codec = request.getfixturevalue(encoder or "lossless")
+    async with (
+        encoding(store, codec, None if encoder else "naive") as served,
+        client_of(served, accepts) as client,
+    ):
+        assert await kinds(client, arena) == [*expected, "never_stored"]
+        assert served.stats().get("encoded_chunks", 0) == sum(
+            kind.startswith(codec.serde) and name in ("raw", "decoded")
+            for name, kind in zip(NAMES, expected, strict=False)
+        )
+    assert store.chunks[make_key("raw")].header.serde == "naive", "the stored record is unchanged"
+
+
+async def test_prefix_read_ends_at_a_chunk_that_the_client_does_not_accept(
+    door: EncodingStore, arena: Arena
+) -> None:
     async with client_of(door, ONLY_LOSSLESS) as client:
-        assert await kinds(client, arena) == [
-            "naive",
-            "flate",
-            "encoding",
-            "encoding",
-            "never_stored",
-        ]
         results = await client.get([make_key(name) for name in NAMES[1:]], arena, prefix_only=True)
-        assert [_kind(result) for result in results][:2] == ["flate", "encoding"]
+        assert [_kind(result) for result in results][:2] == ["flate", REFUSED]
         content(results[0])
 
 
-async def test_what_is_lossy_gives_place_to_what_is_not(
+async def test_lossless_record_replaces_a_lossy_one_for_all_clients(
     door: EncodingStore, store: MemoryStore, arena: Arena
 ) -> None:
     keys = [make_key("lossy"), make_key("raw")]
@@ -138,7 +166,7 @@ async def test_what_is_lossy_gives_place_to_what_is_not(
     assert not store.chunks[keys[0]].lossy
 
 
-async def test_a_lossy_chunk_takes_nothings_place(
+async def test_lossy_chunk_replaces_nothing(
     door: EncodingStore, store: MemoryStore, arena: Arena
 ) -> None:
     async with client_of(door, ONLY_LOSSLESS) as client:
@@ -150,83 +178,7 @@ async def test_a_lossy_chunk_takes_nothings_place(
         assert await kinds(client, arena, ["lossy"]) == ["naive"]
 
 
-async def test_raw_chunks_go_out_encoded_to_who_can_read_them(
-    store: MemoryStore, lossless: ZlibCodec, arena: Arena
-) -> None:
-    async with encoding(store, lossless) as served:
-        async with client_of(served, Accepts(False, frozenset({"flate"}))) as client:
-            [result] = await client.get([make_key("raw")], arena)
-            assert isinstance(result, Chunk)
-            assert result.header == encoded_by(lossless, make_chunk("raw", payload=DATA)).header
-            content(result)
-            assert await kinds(client, arena) == [
-                "flate",
-                "flate",
-                "encoding",
-                "encoding",
-                "never_stored",
-            ]
-        async with client_of(served, EVERYTHING) as client:
-            assert await kinds(client, arena) == [
-                "flate",
-                "flate",
-                "half!",
-                "flate!",
-                "never_stored",
-            ]
-        async with client_of(served, Accepts(True, frozenset({"half"}))) as client:
-            assert await kinds(client, arena) == [
-                "naive",
-                "flate",
-                "half!",
-                "naive!",
-                "never_stored",
-            ]
-        async with client_of(served, ONLY_LOSSLESS) as client:
-            assert await kinds(client, arena) == [
-                "naive",
-                "flate",
-                "encoding",
-                "encoding",
-                "never_stored",
-            ]
-        assert served.stats()["encoded_chunks"] == 4
-        assert store.chunks[make_key("raw")].header.serde == "naive", "what is held stays as it is"
-
-
-async def test_a_lossy_serde_is_for_those_who_take_loss(
-    store: MemoryStore, lossy: ZlibCodec, arena: Arena
-) -> None:
-    async with encoding(store, lossy) as served:
-        async with client_of(served, Accepts(False, frozenset({"half"}))) as client:
-            assert await kinds(client, arena) == [
-                "naive",
-                "flate",
-                "encoding",
-                "encoding",
-                "never_stored",
-            ]
-        async with client_of(served, EVERYTHING) as client:
-            assert await kinds(client, arena) == [
-                "half!",
-                "flate",
-                "half!",
-                "half!",
-                "never_stored",
-            ]
-
-
-async def test_who_encodes_nothing_serves_raw(
-    store: MemoryStore, lossless: ZlibCodec, arena: Arena
-) -> None:
-    async with (
-        encoding(store, lossless, "naive") as served,
-        client_of(served, EVERYTHING) as client,
-    ):
-        assert await kinds(client, arena, ["raw"]) == ["naive"]
-
-
-async def test_what_cannot_be_held_encoded_goes_out_raw(
+async def test_record_without_memory_for_its_encoding_is_sent_raw(
     store: MemoryStore, lossless: ZlibCodec, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with encoding(store, lossless) as served, client_of(served, EVERYTHING) as client:
@@ -240,41 +192,27 @@ async def test_what_cannot_be_held_encoded_goes_out_raw(
         assert served.encoding_bytes == 0
 
 
-async def test_a_cancelled_pull_leaves_nothing_behind(
-    store: MemoryStore, lossless: ZlibCodec
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_cancelled_pull_leaves_nothing_behind(
+    store: MemoryStore, lossless: ZlibCodec, has_begun: bool
 ) -> None:
     async with encoding(store, lossless) as served:
         view = served.for_client(EVERYTHING)
-        for has_begun in (False, True):
-            lossless.gate.clear()
-            before = lossless.num_begun
-            pull = asyncio.ensure_future(
-                view.get([make_key("raw"), make_key("lossless"), make_key("decoded")])
+        lossless.gate.clear()
+        before = lossless.num_begun
+        pull = asyncio.ensure_future(
+            view.get([make_key("raw"), make_key("lossless"), make_key("decoded")])
+        )
+        await asyncio.sleep(0)
+        if has_begun:
+            await until(lambda: lossless.num_begun > before)
+        assert pull.cancel()
+        await asyncio.wait([pull])
+        lossless.gate.set()
+        await until(
+            lambda: (
+                all(chunk.memory.get_ref_count() == 1 for chunk in store.chunks.values())
+                and not served.stats()["sending_bytes"]
             )
-            await asyncio.sleep(0)
-            while has_begun and lossless.num_begun == before:
-                await asyncio.sleep(0.001)
-            assert pull.cancel()
-            await asyncio.wait([pull])
-            lossless.gate.set()
-        async with asyncio.timeout(60):
-            while (
-                any(chunk.memory.get_ref_count() != 1 for chunk in store.chunks.values())
-                or served.stats()["sending_bytes"]
-            ):
-                await asyncio.sleep(0.005)
+        )
         assert served.encoding_bytes == 0
-
-
-async def test_a_store_that_does_not_adapt_serves_all_the_same(
-    store: MemoryStore, arena: Arena
-) -> None:
-    async with client_of(store, ONLY_LOSSLESS) as client:
-        assert await kinds(client, arena) == ["naive", "flate", "half!", "naive!", "never_stored"]
-
-
-def test_reasons_that_an_old_client_does_not_know() -> None:
-    from lmcache_core.wire.client import _reason
-
-    assert _reason("encoding") is MissReason.ENCODING
-    assert _reason("of a later version") is MissReason.UNAVAILABLE
