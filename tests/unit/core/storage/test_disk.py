@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.record import Chunk, MissReason
+from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
 
@@ -161,6 +161,17 @@ async def test_only_a_few_damaged_files_are_kept(tmp_path):
     await disk.close()
     assert len(list((tmp_path / ".bad").iterdir())) == 8
     assert num_records(tmp_path) == 0
+
+
+async def test_peek_reads_no_file_and_remembers_damaged_chunks(disk, tmp_path):
+    await put(disk, "a", "b")
+    damage(file_of(tmp_path, "a"))
+    keys = [make_key("a"), make_key("b"), make_key("c")]
+    assert [isinstance(entry, Miss) for entry in disk.peek_many(keys)] == [False, False, True]
+    assert await get(disk, "a") == [MissReason.CORRUPT]
+    assert disk.peek_many(keys)[::2] == [Miss(MissReason.CORRUPT), Miss(MissReason.NEVER_STORED)]
+    await put(disk, "a")
+    assert not isinstance(disk.peek_many(keys)[0], Miss)
 
 
 async def test_second_owner_is_refused_with_the_remedy(disk, tmp_path):

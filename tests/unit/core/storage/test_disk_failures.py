@@ -78,16 +78,6 @@ async def test_full_disk_is_logged_once_and_so_is_its_recovery(
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
 
 
-async def test_chunk_that_finds_no_room_proves_no_recovery(disk, files, clock):
-    files.failing = {"create": errno.EROFS}
-    assert await disk.batched_put([make_chunk("a")]) == [False]
-    clock.now += MIN_PAUSE_S
-    files.failing.clear()
-    large = make_chunk("large", payload=bytes(NUM_SLOTS * BLOCK_BYTES))
-    assert await disk.batched_put([large]) == [False]
-    assert disk.stats()["is_failing"] == 1, "nothing was written"
-
-
 async def test_read_only_disk_keeps_serving_and_its_accounts(disk, files, clock):
     for i in range(NUM_SLOTS):
         assert await disk.batched_put([make_chunk(i)]) == [True]
@@ -148,29 +138,6 @@ async def test_half_written_file_that_cannot_be_removed_stays_charged(disk, file
     for i in range(NUM_SLOTS):
         assert await disk.batched_put([make_chunk(i)]) == [True]
     assert disk.stats()["quarantined_files"] == 0
-
-
-@pytest.mark.parametrize(
-    ("code", "reason", "is_kept"),
-    [
-        (errno.EISDIR, MissReason.CORRUPT, False),
-        (errno.EIO, MissReason.UNAVAILABLE, True),
-        (errno.EMFILE, MissReason.UNAVAILABLE, True),
-    ],
-)
-async def test_failed_read_is_a_miss(disk, files, code, reason, is_kept):
-    await disk.batched_put([make_chunk("a")])
-    files.failing = {"read": code}
-    assert await get(disk, "a") == [reason]
-    files.failing.clear()
-    assert await disk.batched_contains([make_key("a")]) == [is_kept]
-
-
-async def test_file_longer_than_its_record_is_damaged(disk, tmp_path):
-    await disk.batched_put([make_chunk("a")])
-    with file_of(tmp_path, "a").open("ab") as file:
-        file.write(b"x")
-    assert await get(disk, "a") == [MissReason.CORRUPT]
 
 
 async def test_real_limit_on_file_sizes_is_a_refused_write(disk, clock):

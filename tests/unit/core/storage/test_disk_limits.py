@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import threading
 from pathlib import Path
@@ -17,7 +16,7 @@ from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_polic
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 
-from tests.fixtures.disk_tier import Clock, TroubledFiles, file_of, get, num_records, put
+from tests.fixtures.disk_tier import Clock, file_of, get, num_records, put
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -100,23 +99,6 @@ async def test_writes_remove_expired_chunks(disk, clock, tmp_path):
     assert disk.stats()["expired_chunks"] == 5
 
 
-async def test_expired_file_that_cannot_be_removed_stays_charged(clock, removed, tmp_path):
-    files = TroubledFiles()
-    disk = await opened(tmp_path, clock, removed, files=files)
-    await put(disk, "a", "b")
-    clock.now += TTL_S
-    files.failing = {"unlink": errno.EROFS}
-    await put(disk, "c")
-    assert await get(disk, "a", "b", "c") == [
-        MissReason.EXPIRED,
-        MissReason.EXPIRED,
-        make_payload("c"),
-    ]
-    assert (disk.stats()["used_bytes"], disk.stats()["quarantined_files"]) == (3 * BLOCK_BYTES, 2)
-    await disk.close()
-    disk.check_integrity()
-
-
 async def test_chunk_promoted_into_memory_keeps_its_age(clock, removed, tmp_path):
     disk = DiskBackend(tmp_path, CAPACITY_BYTES, limits=TierLimits(TTL_S), clock=clock)
     hot = LocalCPUBackend(
@@ -145,14 +127,6 @@ async def test_tenant_over_its_quota_evicts_its_own_chunks(disk, removed, tmp_pa
     assert num_held(disk, "mine") == QUOTA_SLOTS
     assert num_records(tmp_path / "mine") == QUOTA_SLOTS
     assert num_records(tmp_path / "default") == 5
-
-
-async def test_chunk_above_the_quota_is_refused_counted_and_evicts_nothing(disk, removed):
-    await put(disk, 0, tenant="mine")
-    large = make_chunk("large", tenant="mine", payload=bytes(QUOTA_SLOTS * BLOCK_BYTES))
-    assert await disk.batched_put([large]) == [False]
-    assert disk.stats()["quota_refused_chunks"] == 1
-    assert removed == []
 
 
 @pytest.mark.parametrize(("tenant", "num_slots"), [("default", NUM_SLOTS), ("mine", QUOTA_SLOTS)])
@@ -200,14 +174,3 @@ async def test_smaller_quota_after_a_restart_holds_at_once(disk, clock, removed,
     assert num_records(tmp_path / "default") == 5
     again.check_integrity()
     await again.close()
-
-
-async def test_damaged_files_do_not_count_against_a_quota(disk, tmp_path):
-    await put(disk, *range(QUOTA_SLOTS), tenant="mine")
-    path = file_of(tmp_path, 1, "mine")
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert await get(disk, 1, tenant="mine") == [MissReason.CORRUPT]
-    await put(disk, "other", tenant="mine")
-    await put(disk, "another", tenant="mine")
-    assert num_held(disk, "mine") == QUOTA_SLOTS
-    assert disk.stats()["quarantined_files"] == 1

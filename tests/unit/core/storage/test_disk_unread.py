@@ -96,25 +96,6 @@ async def test_unread_files_are_retried_periodically(tmp_path, files, monkeypatc
     await disk.close()
 
 
-async def test_root_that_cannot_be_read_after_a_slow_start_is_read_later(
-    tmp_path, files, monkeypatch
-):
-    """No writes meanwhile: the records in it are not charged yet."""
-    await fill(tmp_path, "a")
-    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.0)
-    files.failing = {"list_directory": errno.EMFILE}
-    files.may_list.clear()
-    disk = await opened(tmp_path, files=files)
-    files.may_list.set()
-    await disk.wait_loaded()
-    assert await disk.batched_put([make_chunk("b")]) == [False]
-    files.failing.clear()
-    await look_again(disk)
-    assert await disk.batched_put([make_chunk("b")]) == [True]
-    assert await get(disk, "a", "b") == [make_payload("a"), make_payload("b")]
-    await disk.close()
-
-
 async def test_unread_files_are_never_removed_for_room(tmp_path, files):
     await fill(tmp_path, *range(3))
     files.failing = {"open": errno.EACCES}
@@ -168,33 +149,6 @@ async def test_removing_unread_files_ends_that_failure(tmp_path, files, how):
     await disk.close()
 
 
-async def test_write_without_room_because_of_unread_files_evicts_nothing(tmp_path, files):
-    await fill(tmp_path, *range(3))
-    files.failing = {"open": errno.EACCES}
-    disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
-    files.failing = {}
-    assert await disk.batched_put([make_chunk(10)]) == [True]
-    assert disk.stats()["is_failing"] == 0
-    assert await disk.batched_put([make_chunk(11, payload=make_payload(11, BLOCK_BYTES))]) == [
-        False
-    ]
-    assert disk.stats()["is_failing"] == 1
-    assert await get(disk, 10) == [make_payload(10)]
-    await disk.close()
-
-
-async def test_chunk_stored_again_replaces_its_unread_file(tmp_path, files):
-    await fill(tmp_path, "a")
-    files.failing = {"read": errno.ESTALE}
-    disk = await opened(tmp_path, files=files)
-    files.failing.clear()
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-    assert (disk.stats()["unread_files"], used_blocks(disk)) == (0, 1)
-    await look_again(disk)
-    assert await get(disk, "a") == [make_payload("a")]
-    await disk.close()
-
-
 async def test_chunk_stored_during_a_failing_look_is_charged_once(tmp_path, files):
     paths = await fill(tmp_path, "a", "b")
     files.failing, files.only = {"open": errno.EMFILE}, ".kvr"
@@ -239,17 +193,6 @@ async def test_chunk_removed_while_it_cannot_be_read_does_not_come_back(tmp_path
     assert await get(disk, "b", tenant="other") == [
         MissReason.NEVER_STORED if how == "clear" else make_payload("b")
     ]
-    await disk.close()
-
-
-async def test_device_that_fails_every_read_costs_no_file(tmp_path, files):
-    await fill(tmp_path, *range(NUM_CHUNKS))
-    disk = await opened(tmp_path, files=files)
-    files.failing = {"read": errno.EIO}
-    for _ in range(4):
-        assert await get(disk, *range(NUM_CHUNKS)) == [MissReason.UNAVAILABLE] * NUM_CHUNKS
-    files.failing.clear()
-    assert await get(disk, *range(NUM_CHUNKS)) == [make_payload(i) for i in range(NUM_CHUNKS)]
     await disk.close()
 
 
@@ -353,21 +296,4 @@ async def test_chunks_that_can_be_read_later_are_announced(tmp_path, monkeypatch
     files.failing = {}
     await until(lambda: len(announced.counts) > 1)
     assert announced.counts == [0, NUM_CHUNKS]
-    await disk.close()
-
-
-async def test_chunk_that_was_set_aside_is_announced_when_it_is_back(tmp_path, files, monkeypatch):
-    monkeypatch.setattr(backend, "LOOK_AGAIN_S", 0.01)
-    paths = await fill(tmp_path, "a", "b")
-    disk = await opened(tmp_path, files=files)
-    announced = Announced(disk)
-    await announced.announcer.announce_when_loaded(disk)
-    files.failing, files.only = {"read": errno.EIO}, paths["a"].name
-    assert await get(disk, "a", "b") == [MissReason.UNAVAILABLE, make_payload("b")]
-    assert await get(disk, "b") == [make_payload("b")]
-    assert await get(disk, "a") == [MissReason.UNAVAILABLE]
-    assert await disk.batched_contains([make_key("a")]) == [False]
-    files.failing = {}
-    await until(lambda: len(announced.counts) > 1)
-    assert announced.counts == [2, 2]
     await disk.close()

@@ -103,12 +103,6 @@ def test_chunks_read_repeatedly_survive_a_stream_larger_than_the_tier(name, num_
     assert len(hits) == num_hits
 
 
-def test_probation_is_first_in_first_out(policy):
-    passing = keys("passing", 5)
-    insert(policy, *passing)
-    assert evict(policy, 5) == passing
-
-
 def test_chunk_that_returns_soon_skips_probation(policy):
     passing = keys("passing", 10)
     insert(policy, *passing)
@@ -125,20 +119,6 @@ def test_chunk_that_returns_late_is_forgotten(policy, num_bytes):
     insert(policy, passing[0], A, num_bytes=num_bytes)
     order = evict(policy, len(policy))
     assert order.index(A) == order.index(passing[0]) + 1
-
-
-def test_chunk_removed_on_request_leaves_no_ghost(policy):
-    insert(policy, A, B, C)
-    policy.on_remove(B)
-    insert(policy, B, D)
-    assert evict(policy, 4) == [A, C, B, D]
-
-
-def test_the_tail_of_a_chain_goes_before_its_head(policy):
-    chain = keys("chain", 6)
-    insert(policy, *reversed(chain))
-    read(policy, *reversed(chain))
-    assert evict(policy, 6) == chain[::-1]
 
 
 def test_unread_chunk_ages_faster_in_bytes_touched(adaptive):

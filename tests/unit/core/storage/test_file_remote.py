@@ -152,15 +152,6 @@ async def test_file_that_is_no_record_stays_counts_as_absent_and_is_replaced(
     assert await tier.batched_contains([make_key("a")]) == [True]
 
 
-async def test_root_may_be_a_link_to_a_directory(tmp_path):
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "directory")
-    tier = await opened(tmp_path / "link")
-    assert await get(tier, "a") == [MissReason.NEVER_STORED]
-    assert await tier.batched_put([make_chunk("a")]) == [True]
-    await tier.close()
-
-
 class WrongOnce(DiskFiles):
     """Flips one bit in the first reads that contain it, as bad memory does.
 
@@ -238,15 +229,6 @@ async def test_put_replaces_a_file_whose_payload_could_not_be_read(tmp_path, los
     assert await tier.batched_contains([make_key("a")]) == [True]
     assert await get(tier, "a") == [payload]
     await tier.close()
-
-
-async def test_put_replaces_a_damaged_file_that_may_still_grow(tier, tmp_path):
-    await tier.batched_put([make_chunk("a")])
-    path = record_of(tmp_path)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert await get(tier, "a") == [MissReason.CORRUPT]
-    assert await tier.batched_put([make_chunk("a")]) == [True]
-    assert await get(tier, "a") == [make_payload("a")]
 
 
 @pytest.mark.parametrize("is_readable", [True, False])

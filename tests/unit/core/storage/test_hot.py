@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from unittest import mock
 
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator, MemoryAllocatorInterface, MemoryFormat
-from lmcache_core.record import Chunk
+from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage import hot as hot_module
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.hot import LocalCPUBackend
+from lmcache_core.storage.hot import HeldChunk, LocalCPUBackend
 
 from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
@@ -50,17 +51,6 @@ def get(hot: LocalCPUBackend, key: ChunkKey) -> bytes | None:
     return data
 
 
-def test_every_reader_has_its_own_reference(hot):
-    key = put(hot, "a")
-    [first], [second] = hot.get_many([key]), hot.get_many([key])
-    assert bytes(first.memory.byte_array) == make_payload("a")
-    assert first.tier == "memory"
-    assert first.memory.get_ref_count() == 3
-    first.release()
-    second.release()
-    assert first.memory.get_ref_count() == 1
-
-
 def test_least_recently_used_chunk_is_evicted_and_contains_is_no_use(hot, removed):
     keys = [put(hot, i) for i in range(NUM_SLOTS)]
     assert get(hot, keys[0]) == make_payload(0)
@@ -68,21 +58,6 @@ def test_least_recently_used_chunk_is_evicted_and_contains_is_no_use(hot, remove
     put(hot, "one more")
     assert removed == [keys[1]]
     assert hot.contains_many(keys[:2]) == [True, False]
-
-
-def test_no_room_while_everything_is_referenced(hot, removed):
-    keys = [put(hot, i) for i in range(NUM_SLOTS)]
-    held = hot.get_many(keys)
-    assert hot.allocate(1) is None
-    assert removed == []
-    assert hot.stats()["failed_allocations"] == 1
-    held[3].release()
-    memory = hot.allocate(1)
-    assert memory is not None
-    assert removed == [keys[3]]
-    for chunk in (*held[:3], *held[4:]):
-        chunk.release()
-    memory.ref_count_down()
 
 
 def test_allocation_above_the_capacity_evicts_nothing(hot, removed):
@@ -99,13 +74,6 @@ def test_tensor_allocation_has_its_shape_and_evicts_too(hot, removed):
     assert memory.get_size() == 256
     assert len(removed) == 1
     memory.ref_count_down()
-
-
-def test_memory_outside_the_arena_is_copied_into_it(hot):
-    chunk = make_chunk("foreign")
-    assert hot.put_many([chunk]) == [True]
-    assert hot.stats()["used_bytes"] == SLOT_BYTES
-    assert get(hot, chunk.key) == make_payload("foreign")
 
 
 def test_removed_chunk_keeps_its_memory_until_readers_release_it(hot, removed):
@@ -144,35 +112,9 @@ async def test_removal_of_many_chunks_lets_other_tasks_run(
     assert {2, 4, 6} <= set(seen)
 
 
-def test_evict_bytes_frees_what_was_asked_except_referenced_chunks(hot, removed):
-    keys = [put(hot, i) for i in range(NUM_SLOTS)]
-    [held] = hot.get_many([keys[0]])
-    assert hot.evict_bytes(2 * SLOT_BYTES - 1) == 2 * SLOT_BYTES
-    assert removed == keys[1:3]
-    assert hot.evict_bytes(SLOT_BYTES * NUM_SLOTS) == (NUM_SLOTS - 3) * SLOT_BYTES
-    assert held_keys(hot) == [keys[0]]
-    held.release()
-
-
-class WithoutBounds(MemoryAllocatorInterface):
-    """The interface of allocators, which states no capacity."""
-
-    def allocate(self, shape, dtype, fmt=MemoryFormat.UNDEFINED):
-        return None
-
-    def free(self, memory_obj):
-        raise AssertionError("nothing is handed out")
-
-    def get_ref_count(self, memory_obj):
-        return memory_obj.get_ref_count()
-
-    def check_integrity(self):
-        pass
-
-
 def test_unbounded_allocator_is_refused():
     with pytest.raises(TypeError, match="bounded"):
-        LocalCPUBackend(WithoutBounds(), create_policy())
+        LocalCPUBackend(mock.Mock(spec=MemoryAllocatorInterface), create_policy())
 
 
 async def test_close_empties_the_arena_without_reporting(hot, removed):
@@ -218,3 +160,25 @@ def test_threads_that_store_and_read_never_see_a_wrong_byte():
     hot.check_integrity()
     assert hot.stats()["used_bytes"] == hot.stats()["arena_used_bytes"]
     assert hot.stats()["evicted_chunks"] > 0
+
+
+def test_peek_reports_size_age_holders_and_loss():
+    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 16), create_policy(), clock=lambda: 1000.0)
+    key = put(hot, "a")
+    [chunk] = hot.get_many([key])
+    assert hot.peek_many([key, make_key("b")]) == [
+        HeldChunk(chunk.num_bytes, 1000.0, num_holders=1, lossy=False),
+        Miss(MissReason.NEVER_STORED),
+    ]
+    chunk.release()
+    [held] = hot.peek_many([key])
+    assert held.num_holders == 0
+
+
+def test_hottest_chunks_come_first(hot):
+    keys = [put(hot, i) for i in range(NUM_SLOTS)]
+    for name in (1, 5, 1):
+        get(hot, keys[name])
+    hottest = hot.hottest()
+    assert set(hottest) == set(hot.held())
+    assert {key for key, _ in hottest[:2]} == {keys[1], keys[5]}

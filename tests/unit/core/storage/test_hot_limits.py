@@ -1,14 +1,15 @@
-"""The host-memory tier with a time to live and with quotas."""
+"""Time to live and quotas, in the host-memory tier and in the ledger of each tier."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
+from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator, MemoryObj
 from lmcache_core.record import MissReason
-from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
+from lmcache_core.storage.eviction import Ledger, TenantQuotas, TierLimits, create_policy
 from lmcache_core.storage.hot import MAX_EXPIRED_PER_CALL, LocalCPUBackend
 
 from tests.fixtures.disk_tier import Clock
@@ -138,29 +139,6 @@ def receive(hot: LocalCPUBackend, tenant: str, slots: float = 1) -> MemoryObj | 
     return hot.receive(int(slots * SLOT_BYTES), tenant)
 
 
-def test_incoming_bytes_count_against_their_tenants_quota(hot, removed):
-    put(hot, *range(NUM_SLOTS - QUOTA_SLOTS))
-    lent = [receive(hot, "small") for _ in range(QUOTA_SLOTS)]
-    assert None not in lent
-    assert receive(hot, "small") is None
-    assert hot.stats()["quota_refused_chunks"] == 1
-    assert not removed
-    lent[0].ref_count_down()
-    lent[0] = receive(hot, "small")
-    assert lent[0] is not None, "what was given back counts no more"
-    for memory in lent:
-        memory.ref_count_down()
-
-
-def test_tenant_at_its_quota_evicts_its_own_chunks_for_incoming_bytes(hot, removed):
-    own = put(hot, *"abcd", tenant="small")
-    put(hot, *range(NUM_SLOTS - QUOTA_SLOTS))
-    memory = receive(hot, "small")
-    assert memory is not None
-    assert removed == own[-1:], "the last of a batch is the coldest"
-    memory.ref_count_down()
-
-
 def test_nothing_is_evicted_for_a_payload_that_could_never_be_held(hot, removed):
     put(hot, *range(NUM_SLOTS))
     assert receive(hot, "small", QUOTA_SLOTS + 1) is None
@@ -249,3 +227,60 @@ def test_listing_releases_the_lock_repeatedly(
         assert {key for key, _ in found} == set(keys)
         assert sum(num_looks) >= num_chunks
         assert max(num_looks) <= 4
+
+
+A, B, C = (make_key(name) for name in "abc")
+MINE, YOURS = make_key("a", "mine"), make_key("a", "yours")
+
+
+def test_chunk_stored_while_the_clock_was_ahead_lives_no_longer_than_others():
+    clock = Clock(1000.0)
+    ledger = Ledger(create_policy(), TierLimits(10), clock)
+    clock.now = 4600
+    ledger.add(A, 10)
+    ledger.add(B, 10)
+    clock.now = 1000
+    assert all(ledger.is_live(key) for key in (A, B))
+    assert ledger.past(5) == []
+    ledger.add(C, 10)
+    clock.now = 1009.9
+    assert ledger.is_live(A)
+    clock.now = 1010
+    assert not ledger.is_live(A), "its time began when it was next looked at"
+    assert ledger.past(5) == [A, B, C]
+
+
+def test_old_chunk_behind_younger_ones_is_not_served():
+    clock = Clock(1000.0)
+    ledger = Ledger(create_policy(), TierLimits(10), clock)
+    ledger.add(A, 10)
+    ledger.add(B, 10, 992)
+    clock.now = 1005
+    assert not ledger.is_live(B)
+    assert ledger.past(5) == []
+    clock.now = 1010
+    assert ledger.past(5) == [A, B]
+
+
+@pytest.mark.parametrize("ttl_s", [0, float("nan")])
+def test_time_to_live_must_be_positive(ttl_s):
+    with pytest.raises(ConfigError, match="ttl_s"):
+        TierLimits(ttl_s=ttl_s)
+
+
+@pytest.mark.parametrize("quotas", [{"default_bytes": 0}, {"by_tenant": {"team-a": -5}}])
+def test_quotas_must_be_positive(quotas):
+    with pytest.raises(ConfigError, match="must be positive"):
+        TenantQuotas(**quotas)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {MINE: 10}, {MINE: 10, YOURS: 11}, {MINE: 10, YOURS: 10, A: 10}]
+)
+def test_accounts_that_differ_are_detected(clock, sizes):
+    ledger = Ledger(create_policy(), TierLimits(10, TenantQuotas(100)), clock)
+    for key in (MINE, YOURS):
+        ledger.add(key, 10)
+    ledger.check_integrity({MINE: 10, YOURS: 10})
+    with pytest.raises(IntegrityError):
+        ledger.check_integrity(sizes)

@@ -12,8 +12,6 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote import redis as redis_tier
 from lmcache_core.storage.remote.redis import RedisBackend, SteadySentinels, encoded, exchange
-from lmcache_core.wire.stream import SLICE_BYTES
-from redis.connection import Encoder, PythonRespSerializer
 from redis.exceptions import ConnectionError as LostConnectionError
 
 from tests.fixtures.redis_server import ScriptedRedis
@@ -22,16 +20,6 @@ from tests.fixtures.wire import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 pytestmark = pytest.mark.virtual_time
-
-
-def test_command_is_encoded_as_the_client_library_does_it():
-    value = bytes(range(256)) * 20
-    pack = PythonRespSerializer(6000, Encoder("utf-8", "strict", False).encode).pack
-    for words in (("GET", "lmc:é:1"), ("SET", "k", value, "EX", 60), ("SET", "k", b"")):
-        assert b"".join(encoded(*words)) == b"".join(pack(*words))
-    assert b"".join(encoded("SET", "k", (value[:7], memoryview(value)[7:]))) == b"".join(
-        pack("SET", "k", value)
-    )
 
 
 async def test_request_is_one_round_trip_whatever_its_number_of_chunks():
@@ -68,20 +56,6 @@ async def test_bytes_requested_ahead_are_bounded_by_the_size_of_the_last_record(
             server.history.clear()
 
 
-async def test_large_value_arrives_whole_both_ways():
-    payload = make_payload("a", 5 * SLICE_BYTES + 5)
-    chunk, arena = make_chunk("a", payload=payload), Arena(8 * SLICE_BYTES)
-    async with ScriptedRedis([ScriptedRedis.OK, chunk.head + payload]) as server:
-        backend = RedisBackend(server.client, 5.0)
-        assert await backend.batched_put([chunk]) == [True]
-        assert server.sent == chunk.head + payload
-        [result] = await backend.batched_get([chunk.key], arena)
-        assert isinstance(result, Chunk)
-        assert bytes(result.memory.byte_array) == payload
-        result.release()
-    arena.check_empty()
-
-
 async def test_connection_lost_before_any_answer_is_replaced_once():
     ok, lost = ScriptedRedis.OK, ScriptedRedis.LOST
     chunks = [make_chunk(i) for i in range(2)]
@@ -116,13 +90,6 @@ async def test_server_that_refuses_everything_is_unavailable(error: str):
             await backend.batched_get([make_key(1)], Arena())
 
 
-@pytest.mark.parametrize("error", ["-OOM command not allowed", "-READONLY a replica"])
-async def test_value_that_redis_refuses_is_not_stored(error: str):
-    async with ScriptedRedis([ScriptedRedis.OK, error]) as server:
-        backend = RedisBackend(server.client, 5.0)
-        assert await backend.batched_put([make_chunk(i) for i in range(2)]) == [True, False]
-
-
 @pytest.mark.parametrize("answer", ["+OK", ":1", "$x", "$5\r\n1234567", "x" * 70_000, "-ERR no"])
 async def test_invalid_answer_to_a_get_makes_redis_unavailable_and_leaks_nothing(answer: str):
     arena = Arena()
@@ -142,17 +109,6 @@ async def test_value_without_room_is_skipped_and_affects_no_other():
     assert first == Miss(MissReason.NO_MEMORY)
     assert isinstance(second, Chunk)
     second.release()
-
-
-async def test_empty_value_is_a_miss_and_affects_no_later_call():
-    arena = Arena()
-    # a damaged value is read again
-    async with ScriptedRedis([b"", b"", make_record(1)]) as server:
-        backend = RedisBackend(server.client, 5.0)
-        assert await backend.batched_get([make_key(0)], arena) == [Miss(MissReason.CORRUPT)]
-        [result] = await backend.batched_get([make_key(1)], arena)
-        assert isinstance(result, Chunk)
-        result.release()
 
 
 async def never() -> None:
@@ -183,27 +139,6 @@ async def test_value_that_stops_in_the_middle_releases_its_memory():
         )
     assert results == [Miss(MissReason.DEADLINE)]
     arena.check_empty()
-
-
-async def test_answers_are_handled_one_at_a_time_while_the_next_is_read():
-    running, most, done = 0, 0, []
-
-    async def deal(i: int, answer: object) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0)
-        done.append((i, answer))
-        running -= 1
-
-    async def read(i: int, replies: redis_tier.Replies) -> object:
-        return await replies.read()
-
-    async with ScriptedRedis(["+a", "+b", "+c"]) as server:
-        await exchange(server.client, [encoded("GET", "k")] * 3, lambda: 0, read, deal)
-        assert server.history == ["request", "answer"] * 3, "one at a time when none may be ahead"
-    assert done == [(0, b"+a"), (1, b"+b"), (2, b"+c")]
-    assert most == 1
 
 
 async def test_second_cancellation_does_not_leak_the_connection():

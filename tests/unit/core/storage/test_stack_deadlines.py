@@ -19,14 +19,12 @@ from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.guard import MIN_OBSERVATIONS, PROBE_INTERVAL, Guard, GuardOptions
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import GRACE_S, TierStack
 
 from tests.fixtures.disk_tier import file_of
 from tests.fixtures.loop_clock import FAR_S, LoopClock
 from tests.fixtures.timed_tier import Slow, Timed
 from tests.fixtures.waiting import until
-from tests.fixtures.wire import MemoryStore, serving
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
@@ -116,24 +114,6 @@ async def test_chunks_read_from_disk_by_the_deadline_are_served(
 
 
 @pytest.mark.virtual_time
-async def test_slow_server_is_a_miss_and_then_serves(
-    over: MakeStack, arena: ArenaAllocator
-) -> None:
-    server_store = MemoryStore()
-    async with serving(server_store) as server:
-        remote = create_remote_backend(f"lm://127.0.0.1:{server.port}", None, PATIENCE_S)
-        async with over(Guard(remote, is_priced=True)) as stack:
-            await store(stack, *range(4))
-            stack.hot.clear_now()
-            await store(stack, 0)
-            server_store.gate = asyncio.Event()
-            assert await get(stack, names(4), 0.2) == [make_payload(0), *[MissReason.DEADLINE] * 3]
-            await until(lambda: arena.used_bytes == stack.hot.stats()["used_bytes"])
-            server_store.gate.set()
-            assert await get(stack, names(4)) == [make_payload(i) for i in range(4)]
-
-
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("limit_s", [0.02, 600.0])
 async def test_tier_that_ignores_its_limit_gets_a_short_grace(
     over: MakeStack, limit_s: float
@@ -186,6 +166,20 @@ async def test_next_tier_gets_the_time_that_is_left(over: MakeStack) -> None:
         stack.hot.clear_now()
         assert await get(stack, names(2), 0.1) == [MissReason.DEADLINE] * 2
         assert second.asked == [], "no time was left"
+
+
+@pytest.mark.virtual_time
+async def test_chunk_that_another_task_reads_is_waited_for_within_the_deadline(
+    over: MakeStack,
+) -> None:
+    tier, payload = Slow(), make_payload(make_key(0))
+    tier.latency_s = 10.0
+    async with over(tier) as stack:
+        assert await asyncio.gather(get(stack, names(1)), get(stack, names(1))) == [[payload]] * 2
+        stack.hot.clear_now()
+        found = await asyncio.gather(get(stack, names(1)), get(stack, names(1), 5.0))
+        assert found == [[payload], [MissReason.DEADLINE]]
+        assert tier.num_calls == 2, "one for each pair"
 
 
 async def read_cold(

@@ -5,7 +5,7 @@ released.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Allocate, Result, Staged
+from lmcache_core.record import Allocate, Miss, Result, Staged
 from lmcache_core.storage import staging as staging_module
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -126,16 +126,6 @@ async def test_code_of_a_chunk_is_that_of_its_slowest_tier(name: str, code: int)
         assert (await w.settled("t")).tiers == (bytes([code, code]),)
 
 
-async def test_chunk_missing_for_one_rank_is_not_lifted_for_the_other() -> None:
-    shelf = Shelf()
-    chain = chain_of(range(2), world_size=2)
-    async with world(shelf) as w:
-        shelf.held.update(names_of(keys_by_chunk(chain))[:3])
-        w.stage("t", chain)
-        assert (await w.settled("t")).tiers == (b"\2\0",)
-        assert set(shelf.num_read) == set(names_of(keys_by_chunk(chain))[:2])
-
-
 async def test_half_of_the_arena_at_most_is_promised() -> None:
     chain, rest = chain_of(range(6)), chain_of(range(6, 12), world_size=1)
     async with world(num_chunks=16) as w:
@@ -177,13 +167,6 @@ async def test_other_chains_under_a_ticket_replace_the_first() -> None:
         assert w.stage("t", longer).tiers == (b"\1\1\1",)
         assert w.staging.num_tickets == 1
         assert w.room.used_bytes == 3 * TAKEN_BYTES
-
-
-async def test_empty_question_holds_nothing() -> None:
-    async with world() as w:
-        assert w.stage("never asked") == Staged(True, ())
-        assert w.stage("empty", chain_of([])) == Staged(True, (b"",))
-        assert w.room.used_bytes == 0
 
 
 @pytest.mark.parametrize("when", ["expired", "staged"])
@@ -372,3 +355,88 @@ def test_every_placement_of_chunks_is_staged_correctly(
             assert set(held_keys(w.stack.hot)) == held, "everything but what is held can be evicted"
 
     asyncio.run(check())
+
+
+BLOCK_KEYS = 4
+NUM_CHUNKS = 12 * BLOCK_KEYS
+LONG = chain_of(range(NUM_CHUNKS))
+LONG_NAMES = names_of(LONG.keys_of_rank(0))
+
+
+@pytest.fixture
+async def w(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """All chunks of `LONG` are hot; other tasks run after each block of them."""
+    monkeypatch.setattr(staging_module, "HOT_BLOCK_KEYS", BLOCK_KEYS)
+    async with world(num_chunks=4 * NUM_CHUNKS) as made:
+        assert made.make_hot(LONG_NAMES) == NUM_CHUNKS
+        yield made
+
+
+async def stage_cooperatively(w: World, ticket: str, num_chunks: int = NUM_CHUNKS) -> Staged:
+    chains = [LONG.part(0, num_chunks)]
+    return await w.staging.run_cooperatively(w.staging.stage(ticket, chains, deadline_s=PATIENCE_S))
+
+
+def num_held(w: World) -> int:
+    """Return the number of references besides the tier's own."""
+    held = w.stack.hot.peek_many(LONG_NAMES)
+    return sum(entry.num_holders for entry in held if not isinstance(entry, Miss))
+
+
+async def turns_during(work: Awaitable[object]) -> int:
+    """Return how often another task of this loop runs until the work is done."""
+    num_turns = 0
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    await task
+    return num_turns
+
+
+async def test_other_tasks_run_while_many_chunks_are_taken_and_released(w: World) -> None:
+    num_blocks = NUM_CHUNKS // BLOCK_KEYS
+    assert await turns_during(stage_cooperatively(w, "t")) >= num_blocks
+    assert num_held(w) == NUM_CHUNKS
+    other = stage_cooperatively(w, "t", NUM_CHUNKS - 1)
+    assert await turns_during(other) >= num_blocks, "it replaces the first"
+    for release in (
+        lambda: w.staging.unstage(["t"]),
+        lambda: w.staging.expire(),
+        lambda: w.staging.close(),
+    ):
+        await stage_cooperatively(w, "t")
+        w.now += STAGE_LEASE_S
+        assert await turns_during(w.staging.run_cooperatively(release())) >= num_blocks
+        assert num_held(w) == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, NUM_CHUNKS // BLOCK_KEYS - 1])
+@pytest.mark.parametrize("ends", ["cancel", "close"])
+async def test_client_that_leaves_meanwhile_is_promised_nothing(
+    w: World, num_steps: int, ends: str
+) -> None:
+    staging = asyncio.ensure_future(stage_cooperatively(w, "t"))
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    assert num_held(w) > 0
+    if ends == "cancel":
+        staging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await staging
+    else:
+        w.staging.run(w.staging.close())
+        assert await staging == Staged(True, (bytes(NUM_CHUNKS),))
+    assert (num_held(w), w.staging.num_tickets) == (0, 0)
+
+
+async def test_chunk_removed_meanwhile_is_held_if_it_was_seen_and_missing_otherwise(
+    w: World,
+) -> None:
+    staging = asyncio.ensure_future(stage_cooperatively(w, "t"))
+    await asyncio.sleep(0)
+    num_seen = 2 * BLOCK_KEYS
+    w.stack.hot.remove_many([LONG_NAMES[0], LONG_NAMES[num_seen]])
+    assert (await staging).tiers == (b"\1" * num_seen + bytes(NUM_CHUNKS - num_seen),)
+    assert w.room.used_bytes == num_seen * TAKEN_BYTES
+    w.staging.run(w.staging.unstage(["t"]))

@@ -49,20 +49,6 @@ def payloads(results: Sequence[Result]) -> list[bytes | MissReason]:
     return [payload_of(result) for result in results]
 
 
-async def test_chunk_that_stays_in_memory_is_never_sealed() -> None:
-    arena = ArenaAllocator.anonymous(1 << 20)
-    stack = TierStack(LocalCPUBackend(arena, create_policy()))
-    await stack.open()
-    chunks = await put(stack)
-    assert payloads(await stack.batched_get([make_key(name) for name in NAMES])) == [
-        make_payload(name) for name in NAMES
-    ]
-    assert dict(stack.hot.held()) == {make_key(name): make_chunk(name).num_bytes for name in NAMES}
-    assert not any(chunk.is_sealed for chunk in chunks)
-    await stack.close()
-    assert arena.used_bytes == 0
-
-
 async def test_record_on_disk_is_whole(tmp_path: Path) -> None:
     arena = ArenaAllocator.anonymous(1 << 20)
     for is_written in (True, False):

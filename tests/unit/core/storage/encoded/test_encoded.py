@@ -6,7 +6,6 @@ import asyncio
 
 import msgspec
 import pytest
-from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, Miss, MissReason, decoded_header
 from lmcache_core.serde.codec import GroupError, encoding_report
@@ -20,7 +19,6 @@ from tests.fixtures.loop_clock import FAR_S, LoopClock
 from tests.fixtures.waiting import until
 from tests.fixtures.wire import Arena
 from tests.suites.chunks import make_chunk, make_key
-from tests.suites.faults import FaultPlan, FaultyBackend
 
 
 async def test_record_is_smaller_inside_and_its_payload_comes_back_bit_for_bit(
@@ -123,43 +121,6 @@ async def test_part_of_the_deadline_is_reserved_for_decoding(
     await arena.until_empty()
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 5])
-async def test_cancelled_get_releases_everything(
-    tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, num_steps: int
-) -> None:
-    await tier.batched_put([make_chunk(name, payload=DATA) for name in range(6)])
-    await tier.batched_put([make_chunk("raw")])
-    lossless.gate.clear()
-    get = asyncio.ensure_future(
-        tier.batched_get([make_key(name) for name in ("raw", *range(6))], arena)
-    )
-    for _ in range(num_steps):
-        await asyncio.sleep(0)
-    assert get.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await get
-    lossless.gate.set()
-    await arena.until_empty()
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 5])
-async def test_cancelled_put_releases_its_chunks(
-    tier: EncodedBackend, lossless: ZlibCodec, arena: Arena, num_steps: int
-) -> None:
-    chunks = [make_chunk(name, payload=DATA, allocate=arena) for name in range(6)]
-    lossless.gate.clear()
-    put = asyncio.ensure_future(tier.batched_put(chunks))
-    for _ in range(num_steps):
-        await asyncio.sleep(0)
-    assert put.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await put
-    for chunk in chunks:
-        chunk.release()
-    lossless.gate.set()
-    await arena.until_empty()
-
-
 async def test_without_memory_for_the_decoded_payload_it_is_a_miss(tier: EncodedBackend) -> None:
     await tier.batched_put([make_chunk("a", payload=DATA)])
     small = Arena(len(DATA) // 2)
@@ -211,20 +172,6 @@ async def test_bug_of_a_codec_is_raised_and_leaks_nothing(
             await tier.batched_get([make_key(name) for name in (0, "bad", 1)], arena)
         await arena.until_empty()
         assert await got(tier, arena, 0) == [DATA]
-
-
-async def test_failure_of_the_tier_is_raised(
-    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
-) -> None:
-    async with opened(
-        EncodedBackend(
-            FaultyBackend(hot, FaultPlan(seed=0, failed_calls=1.0)), codecs_of(lossless), "flate"
-        )
-    ) as tier:
-        with pytest.raises(UnavailableError):
-            await tier.batched_put([make_chunk("a", payload=DATA)])
-        with pytest.raises(UnavailableError):
-            await tier.batched_get([make_key("a")], arena)
 
 
 async def test_decoded_chunks_are_sealed_on_request(

@@ -8,8 +8,8 @@ from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.unusable import MAX_UNUSABLE_KEYS, NOTED_S, UnusableRecords
 
-from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
-from tests.fixtures.encoded_tier import DATA, got, inside, opened, put_inside
+from tests.fixtures.codecs import ZlibCodec, encoded_by
+from tests.fixtures.encoded_tier import DATA, got, inside, put_inside
 from tests.fixtures.wire import Arena
 from tests.suites.chunks import make_chunk, make_key
 
@@ -67,16 +67,6 @@ async def test_record_of_unknown_tables_counts_as_absent_and_is_replaceable(
     assert await lossy_tier.batched_contains([make_key("a")]) == [False]
     assert await lossy_tier.batched_remove([make_key("a")]) == 1
     assert await lossy_tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
-
-
-async def test_cleared_tier_forgets_unusable_records(
-    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
-) -> None:
-    async with opened(EncodedBackend(hot, codecs_of(lossless), "flate")) as tier:
-        await hot.batched_put([encoded_by(ZlibCodec("unknown"), make_chunk("a", payload=DATA))])
-        assert await got(tier, arena, "a") == [MissReason.ENCODING]
-        await tier.clear()
-        assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
 
 
 def test_unusable_records_are_tried_again_after_a_while() -> None:

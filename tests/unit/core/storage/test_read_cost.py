@@ -5,6 +5,7 @@ nothing, and probed again.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +13,13 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Allocate, Miss, MissReason, Result
-from lmcache_core.storage.guard import MIN_OBSERVATIONS, PROBE_INTERVAL, Guard, GuardOptions
+from lmcache_core.storage.guard import (
+    MIN_OBSERVATIONS,
+    PROBE_INTERVAL,
+    Guard,
+    GuardOptions,
+    ReadCost,
+)
 
 from tests.fixtures.timed_tier import Timed
 from tests.suites.chunks import make_key
@@ -48,17 +55,6 @@ async def learn(priced: Guard) -> None:
     """Make enough reads for latency and bandwidth to be known."""
     for num in (1, 4, 2, 8, 1, 4, 2, 8):
         await read(priced, num)
-
-
-def test_unpriced_tier_is_asked_for_everything(tier: Timed) -> None:
-    assert tier.num_worth(7, 1e-9, 1e-9) == 7
-    assert Guard(tier).num_worth(7, 1e-9, 1e-9) == 7
-
-
-async def test_tier_of_unknown_price_is_tried(priced: Guard) -> None:
-    assert priced.num_worth(7, 1e-9, 1e-9) == 7
-    await read(priced, 2, MIN_OBSERVATIONS - 1)
-    assert priced.num_worth(7, 1e-9, 1e-9) == 7
 
 
 async def test_part_of_a_long_read_that_fits_is_asked_for(priced: Guard, tier: Timed) -> None:
@@ -123,15 +119,6 @@ async def test_bypassed_tier_is_probed_whatever_its_cost(tier: Timed) -> None:
     assert priced.num_worth(3, LIMIT_S / 2) == 3, "only a read can show that the tier answers again"
     await read(priced, 3, limit_s=LIMIT_S)
     assert not priced.is_bypassed
-
-
-async def test_read_of_no_chunks_is_no_probe(priced: Guard, tier: Timed) -> None:
-    tier.latency_s = 1.0
-    await learn(priced)
-    assert [priced.num_worth(0, LIMIT_S) for _ in range(2 * PROBE_INTERVAL)] == [
-        0
-    ] * 2 * PROBE_INTERVAL
-    assert priced.stats()["reads_too_dear"] == 0
 
 
 async def test_two_probes_show_that_a_tier_has_recovered(priced: Guard, tier: Timed) -> None:
@@ -210,3 +197,39 @@ async def test_answer_to_another_read_does_not_answer_a_probe(priced: Guard, tie
     tier.is_empty = True
     await read(priced, 3)
     assert priced.num_worth(3, LIMIT_S) == 3, "the probe has learned no price"
+
+
+CHUNK_BYTES = 1_000_000
+
+
+def test_reads_of_one_size_are_never_considered_free() -> None:
+    """Latency and bandwidth are unknown: less costs as much, more costs in proportion."""
+    cost = ReadCost()
+    for _ in range(10):
+        cost.observe(4, 4 * CHUNK_BYTES, 0.008)
+    assert cost.expected_s(1) == cost.expected_s(4) == pytest.approx(0.008)
+    assert cost.expected_s(40) == pytest.approx(0.08)
+
+
+def test_expectation_is_never_negative_and_never_falls_with_size() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        cost = ReadCost()
+        for _ in range(rng.randint(MIN_OBSERVATIONS, 30)):
+            num = rng.choice([0, 0, 1, 2, 50])
+            cost.observe(num, num * CHUNK_BYTES, rng.choice([0.0, 1e-6, 0.01, 5.0]))
+        expected = [cost.expected_s(num) for num in (1, 2, 10, 1000)]
+        known = [seconds for seconds in expected if seconds is not None]
+        assert known == sorted(known)
+        assert all(seconds >= 0 for seconds in known)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "elapsed_s"), [(0, 0.001), (2, 1.0)], ids=["without a chunk", "not much cheaper"]
+)
+def test_single_cheaper_read_is_no_recovery(num_chunks: int, elapsed_s: float) -> None:
+    cost = ReadCost()
+    for _ in range(30):
+        cost.observe(num_chunks, num_chunks * CHUNK_BYTES, 2.0)
+    cost.observe(num_chunks, num_chunks * CHUNK_BYTES, elapsed_s)
+    assert cost.expected_s(2) is not None
