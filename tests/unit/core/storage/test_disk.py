@@ -128,16 +128,6 @@ async def test_overtaken_write_does_not_bring_back_a_removed_chunk(tmp_path):
     await disk.close()
 
 
-async def test_file_removed_by_hand_is_a_miss_and_is_forgotten(disk, removed, tmp_path):
-    await put(disk, "a")
-    file_of(tmp_path, "a").unlink()
-    assert await get(disk, "a") == [MissReason.NEVER_STORED]
-    await until(lambda: removed == [make_key("a")])
-    assert (disk.stats()["missing_files"], disk.stats()["used_bytes"]) == (1, 0)
-    await put(disk, "a")
-    assert await get(disk, "a") == [make_payload("a")]
-
-
 async def test_damaged_file_is_set_aside_and_its_space_is_used_when_needed(disk, removed, tmp_path):
     await put(disk, *range(NUM_SLOTS))
     damage(file_of(tmp_path, 2))
@@ -242,11 +232,6 @@ def test_tenant_and_directory_name_each_other(tenant):
     assert Path(name).name == name
     assert not name.startswith(".")
     assert tenant_of(name) == tenant
-
-
-@pytest.mark.parametrize("name", ["", ".tmp", "lost found", "%2e", "a%2Eb"])
-def test_other_directories_belong_to_no_tenant(name):
-    assert tenant_of(name) is None
 
 
 async def test_chunk_of_a_tenant_that_cannot_have_a_directory_is_refused(disk):

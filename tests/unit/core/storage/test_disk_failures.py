@@ -129,17 +129,6 @@ async def test_file_that_cannot_be_removed_does_not_stop_eviction(disk, files, c
     assert await get(disk, 0) == [make_payload(0)]
 
 
-async def test_half_written_file_that_cannot_be_removed_stays_charged(disk, files, clock):
-    files.failing = {"write": errno.EIO, "unlink": errno.EIO}
-    assert await disk.batched_put([make_chunk("a")]) == [False]
-    assert disk.stats()["used_bytes"] == BLOCK_BYTES
-    files.failing.clear()
-    clock.now += MAX_PAUSE_S
-    for i in range(NUM_SLOTS):
-        assert await disk.batched_put([make_chunk(i)]) == [True]
-    assert disk.stats()["quarantined_files"] == 0
-
-
 async def test_real_limit_on_file_sizes_is_a_refused_write(disk, clock):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))

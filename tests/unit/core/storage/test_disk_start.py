@@ -190,27 +190,18 @@ async def test_half_written_files_are_removed_and_foreign_files_stay(tmp_path):
     await disk.close()
 
 
-def leave_damaged_files(root, num_files):
-    (root / ".bad").mkdir()
-    for i in range(num_files):
-        (root / ".bad" / f"{i}.bad").write_bytes(b"x" * 5000)
-
-
-async def test_damaged_files_of_earlier_processes_are_charged_and_bounded(tmp_path):
-    leave_damaged_files(tmp_path, 12)
-    disk = await opened(tmp_path)
-    assert len(list((tmp_path / ".bad").iterdir())) == 8
-    assert disk.stats()["used_bytes"] == 8 * 2 * BLOCK_BYTES
-    await disk.close()
-
-
-async def test_damaged_files_of_unknown_size_are_bounded_too(tmp_path):
-    leave_damaged_files(tmp_path, 12)
-    files = TroubledFiles({"stat": errno.EIO})
+@pytest.mark.parametrize("has_size", [True, False], ids=["size known", "size unreadable"])
+async def test_damaged_files_of_earlier_processes_are_charged_and_bounded(tmp_path, has_size):
+    (tmp_path / ".bad").mkdir()
+    for i in range(12):
+        (tmp_path / ".bad" / f"{i}.bad").write_bytes(b"x" * 5000)
+    files = TroubledFiles({} if has_size else {"stat": errno.EIO})
     files.only = ".bad/"
     disk = await opened(tmp_path, files=files)
     assert len(list((tmp_path / ".bad").iterdir())) == 8
     assert disk.stats()["quarantined_files"] == 8
+    if has_size:
+        assert disk.stats()["used_bytes"] == 8 * 2 * BLOCK_BYTES
     disk.check_integrity()
     await disk.close()
 

@@ -86,16 +86,6 @@ async def test_directory_that_cannot_be_listed_is_read_later(tmp_path, files, co
     await disk.close()
 
 
-async def test_unread_files_are_retried_periodically(tmp_path, files, monkeypatch):
-    monkeypatch.setattr(backend, "LOOK_AGAIN_S", 0.01)
-    await fill(tmp_path, "a")
-    files.failing = {"open": errno.EMFILE}
-    disk = await opened(tmp_path, files=files)
-    files.failing.clear()
-    await until(lambda: disk.keys() == [make_key("a")])
-    await disk.close()
-
-
 async def test_unread_files_are_never_removed_for_room(tmp_path, files):
     await fill(tmp_path, *range(3))
     files.failing = {"open": errno.EACCES}

@@ -117,27 +117,6 @@ async def test_hung_disk_is_bypassed_and_releases_memory_until_it_answers_again(
     await until(lambda: stack.lower[0].contains_now([make_key("later")]) == [True])
 
 
-async def test_stores_continue_while_the_disk_hangs(
-    stack: TierStack, files: Hanging, clock: Clock
-) -> None:
-    """Probes hang as well; what waits for them is a small part of what may wait for a sound
-    tier.
-    """
-    await put(stack, *range(8))
-    await until_bypassed(stack, files)
-    highest = 0
-    for i in range(4 * NUM_CHUNKS):
-        if i % NUM_CHUNKS == 0:
-            clock.now += COOL_DOWN_S  # the next write is a probe
-        await put(stack, i)
-        highest = max(highest, stack.num_pending_bytes)
-        await asyncio.sleep(0)
-        if i % NUM_CHUNKS == NUM_CHUNKS - 1:
-            LoopClock().jump(2 * FAR_S)  # the probe has hung
-    assert highest <= ARENA_BYTES // 2 // 8 + PAYLOAD_BYTES
-    assert files.num_begun == DEFAULT_NUM_THREADS
-
-
 async def test_bytes_that_a_hung_write_reads_are_not_reused(
     stack: TierStack, disk: DiskBackend, files: Hanging
 ) -> None:

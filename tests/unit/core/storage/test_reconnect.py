@@ -103,18 +103,6 @@ async def test_tiers_keep_their_order_whenever_they_become_available(
     assert len(warnings) == 3, "not one for each attempt"
 
 
-@pytest.mark.virtual_time
-async def test_closing_does_not_wait_for_a_missing_tier() -> None:
-    tier, now = Late("never", float("inf")), asyncio.get_running_loop().time
-    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy())
-    stack = TierStack(hot, [tier])
-    await stack.open()
-    await until(lambda: tier.num_attempts > 3, seconds=600)
-    began = now()
-    await stack.close()
-    assert now() == began
-
-
 async def test_hanging_disk_occupies_one_thread(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

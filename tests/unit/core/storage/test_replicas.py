@@ -144,33 +144,22 @@ NAMES = tuple(f"s-{number}" for number in range(6))
 
 @pytest.mark.parametrize("num_left", [1, 2])
 async def test_put_tries_servers_in_order_until_one_stores_the_chunk(num_left: int) -> None:
-    """Some are gone, others refuse: each chunk ends at the best of those that take it."""
     async with cluster(*NAMES) as made:
         left = NAMES[-num_left:]
         for name in NAMES[:-num_left:2]:
             await made.stop(name)
         for name in NAMES[1:-num_left:2]:
             made.stores[name].takes = False
-        assert await made.put(KEYS) == [True] * len(KEYS)
-        for key in KEYS:
+        assert await made.put(KEYS[:20]) == [True] * 20
+        for key in KEYS[:20]:
             assert made.where(key) == [home(left, key.key.chunk_id())]
-
-
-async def test_put_that_every_server_refuses_is_no_failure() -> None:
-    """Though most of them are gone."""
-    async with cluster("s-0", "s-1", "s-2", "s-3") as made:
-        for name in ("s-0", "s-1", "s-2"):
-            await made.stop(name)
-        made.stores["s-3"].takes = False
-        assert await made.put(KEYS) == [False] * len(KEYS)
-
-
-async def test_put_that_reaches_no_server_fails() -> None:
-    async with cluster("s-0", "s-1", "s-2", "s-3") as made:
-        for name in made.stores:
+        for name in left:
+            made.stores[name].takes = False
+        assert await made.put(KEYS[20:]) == [False] * 20, "refused, which is no failure"
+        for name in NAMES:
             await made.stop(name)
         with pytest.raises(UnavailableError, match=r"s-\d: "):
-            await made.put(KEYS)
+            await made.put(KEYS[20:])
 
 
 async def test_put_at_hanging_servers_ends_within_its_deadline(
@@ -218,20 +207,16 @@ async def test_hanging_server_costs_one_deadline_and_is_then_skipped_for_a_while
 
 async def test_tier_without_any_server_is_unavailable() -> None:
     async with cluster() as made:
-        for _ in range(2):
-            for call in (
-                made.tier.batched_contains(KEYS[:1]),
-                made.put(KEYS[:1]),
-                made.tier.batched_remove(KEYS[:1]),
-            ):
-                with pytest.raises(UnavailableError):
-                    await call
-            if not made.stores:
-                with pytest.raises(UnavailableError):
-                    await made.got(KEYS[:1])
-                await made.start("s-0")
-                assert await made.put(KEYS[:1]) == [True]
-                await made.stop("s-0")
+        for call in (
+            made.tier.batched_contains(KEYS[:1]),
+            made.put(KEYS[:1]),
+            made.tier.batched_remove(KEYS[:1]),
+            made.got(KEYS[:1]),
+        ):
+            with pytest.raises(UnavailableError):
+                await call
+        await made.start("s-0")
+        assert await made.put(KEYS[:1]) == [True]
 
 
 async def test_two_addresses_of_one_server_are_one_server() -> None:

@@ -126,16 +126,6 @@ async def test_code_of_a_chunk_is_that_of_its_slowest_tier(name: str, code: int)
         assert (await w.settled("t")).tiers == (bytes([code, code]),)
 
 
-async def test_half_of_the_arena_at_most_is_promised() -> None:
-    chain, rest = chain_of(range(6)), chain_of(range(6, 12), world_size=1)
-    async with world(num_chunks=16) as w:
-        w.make_hot(names_of([*keys_of_rank(chain, 0), *keys_of_rank(rest, 0)]))
-        assert w.stage("first", chain).tiers == (b"\1" * 6,)
-        assert w.stage("second", rest).tiers == (b"\1\1\0\0\0\0",)
-        w.staging.run(w.staging.unstage(["first"]))
-        assert w.stage("third", rest).tiers == (b"\1" * 6,)
-
-
 async def test_chunk_that_would_find_no_room_is_not_read() -> None:
     shelf = Shelf()
     chain = chain_of(range(40))
@@ -155,17 +145,6 @@ async def test_ranks_are_held_together_or_not_at_all() -> None:
     async with world(num_chunks=10) as w:
         w.make_hot(names_of(keys_by_chunk(chain)))
         assert w.stage("t", chain).tiers == (b"\1\0\0",)
-        assert w.room.used_bytes == 3 * TAKEN_BYTES
-
-
-async def test_other_chains_under_a_ticket_replace_the_first() -> None:
-    short, longer = chain_of(range(2)), chain_of(range(3))
-    async with world() as w:
-        w.make_hot(names_of(keys_of_rank(short, 0)))
-        assert w.stage("t", short).tiers == (b"\1\1",)
-        w.make_hot(names_of(keys_of_rank(longer, 0)))
-        assert w.stage("t", longer).tiers == (b"\1\1\1",)
-        assert w.staging.num_tickets == 1
         assert w.room.used_bytes == 3 * TAKEN_BYTES
 
 

@@ -33,20 +33,6 @@ async def test_lossy_record_stays_marked_when_decoded_and_written_again(
     assert await got(lossy_tier, arena, "b") == [seen_lossily(DATA)]
 
 
-async def test_lossy_tier_serves_lossless_records_of_any_open_serde(
-    lossy_tier: EncodedBackend, hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
-) -> None:
-    await hot.batched_put(
-        [make_chunk("raw"), encoded_by(lossless, make_chunk("flate", payload=DATA))]
-    )
-    await hot.batched_put([decoded_from_lossy(make_chunk("decoded", payload=DATA))])
-    assert await got(lossy_tier, arena, "raw", "flate", "decoded") == [
-        bytes(make_chunk("raw").memory.byte_array),
-        DATA,
-        DATA,
-    ]
-
-
 @pytest.mark.parametrize("serde", ["flate", None, "naive"])
 async def test_lossy_record_is_a_miss_where_lossless_is_configured(
     serde: str | None,

@@ -6,12 +6,10 @@ import asyncio
 
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.encoded import EncodedBackend
-from lmcache_core.storage.eviction import create_policy
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
 from tests.fixtures.encoded_tier import DATA, got, opened
@@ -61,19 +59,3 @@ async def test_codec_that_only_decodes_may_be_missing(
         )
         assert await got(tier, arena, "missing", "other") == [MissReason.ENCODING, DATA]
     assert other.num_open == 0
-
-
-async def test_tier_that_does_not_open_leaves_no_codec_open(
-    hot: LocalCPUBackend, lossless: ZlibCodec
-) -> None:
-    class Absent(LocalCPUBackend):
-        async def open(self) -> None:
-            raise UnavailableError("away")
-
-    tier = EncodedBackend(
-        Absent(ArenaAllocator.anonymous(1 << 20), create_policy()), codecs_of(lossless), "flate"
-    )
-    with pytest.raises(UnavailableError):
-        await tier.open()
-    assert lossless.num_open == 0
-    await tier.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
+from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Miss, MissReason, Result
 from lmcache_core.storage import served as served_module
 from lmcache_core.storage.served import EncodingStore
@@ -166,18 +168,6 @@ async def test_lossless_record_replaces_a_lossy_one_for_all_clients(
     assert not store.chunks[keys[0]].lossy
 
 
-async def test_lossy_chunk_replaces_nothing(
-    door: EncodingStore, store: MemoryStore, arena: Arena
-) -> None:
-    async with client_of(door, ONLY_LOSSLESS) as client:
-        await client.get([make_key("lossy")], arena)
-        await client.put([decoded_from_lossy(make_chunk("lossy", payload=DATA)).sealed()])
-        assert await client.contains([make_key("lossy")]) == [False]
-        assert await client.remove([make_key("lossy")]) == 1
-        assert await client.put([make_chunk("lossy", payload=DATA)]) == [True]
-        assert await kinds(client, arena, ["lossy"]) == ["naive"]
-
-
 async def test_record_without_memory_for_its_encoding_is_sent_raw(
     store: MemoryStore, lossless: ZlibCodec, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,3 +206,16 @@ async def test_cancelled_pull_leaves_nothing_behind(
             )
         )
         assert served.encoding_bytes == 0
+
+
+async def test_miss_reason_of_a_later_version_is_unavailable(
+    store: MemoryStore, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = Miss(SimpleNamespace(value="of a later version"))  # type: ignore[arg-type]
+
+    async def get(keys: Sequence[ChunkKey]) -> list[Result]:
+        return [later] * len(keys)
+
+    monkeypatch.setattr(store, "get", get)
+    async with client_of(store, EVERYTHING) as client:
+        assert await kinds(client, arena, ["raw"]) == ["unavailable"]
