@@ -46,11 +46,6 @@ def damage(path: Path) -> None:
 
 
 @pytest.fixture
-def removed():
-    return []
-
-
-@pytest.fixture
 async def disk(tmp_path, removed):
     backend = await opened(tmp_path, CAPACITY_BYTES, on_removed=removed.append)
     yield backend

@@ -10,21 +10,11 @@ from lmcache_core.record import MissReason
 from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
-from tests.fixtures.disk_tier import Clock, TroubledFiles, file_of, get, opened
+from tests.fixtures.disk_tier import Clock, file_of, get, opened
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 3
 MUTATIONS = ("make_directory", "create", "write", "sync", "rename", "sync_directory", "unlink")
-
-
-@pytest.fixture
-def files():
-    return TroubledFiles()
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

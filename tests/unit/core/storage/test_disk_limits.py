@@ -16,7 +16,7 @@ from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_polic
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 
-from tests.fixtures.disk_tier import Clock, file_of, get, num_records, put
+from tests.fixtures.disk_tier import file_of, get, num_records, put
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -26,16 +26,6 @@ CAPACITY_BYTES = NUM_SLOTS * BLOCK_BYTES
 TTL_S = 60.0
 QUOTA_SLOTS = 3
 QUOTAS = TenantQuotas(QUOTA_SLOTS * BLOCK_BYTES, {"default": CAPACITY_BYTES})
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def removed():
-    return []
 
 
 async def opened(root: Path, clock, removed, limits=None, **options) -> DiskBackend:

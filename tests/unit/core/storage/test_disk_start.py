@@ -108,11 +108,8 @@ async def test_record_of_a_later_version_stays_until_its_space_is_needed(tmp_pat
         of_a_later_version(path)
     disk = await opened(tmp_path, 14 * BLOCK_BYTES)
     figures = disk.stats()
-    assert (figures["num_chunks"], figures["damaged_at_start"], figures["quarantined_files"]) == (
-        0,
-        0,
-        0,
-    )
+    names = ("num_chunks", "damaged_at_start", "quarantined_files")
+    assert [figures[name] for name in names] == [0, 0, 0]
     assert figures["used_bytes"] == 12 * BLOCK_BYTES
     assert await get(disk, *range(12)) == [MissReason.NEVER_STORED] * 12
     for name in ("x", "y"):
@@ -179,11 +176,8 @@ async def test_half_written_files_are_removed_and_foreign_files_stay(tmp_path):
         path.write_bytes(b"mine")
     disk = await opened(tmp_path)
     figures = disk.stats()
-    assert (figures["leftovers_at_start"], figures["foreign_at_start"], figures["num_chunks"]) == (
-        1,
-        3,
-        1,
-    )
+    names = ("leftovers_at_start", "foreign_at_start", "num_chunks")
+    assert [figures[name] for name in names] == [1, 3, 1]
     assert list((tmp_path / ".tmp").iterdir()) == []
     await disk.clear()
     assert all(path.read_bytes() == b"mine" for path in foreign)

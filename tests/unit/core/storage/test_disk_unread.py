@@ -51,11 +51,8 @@ async def test_files_that_cannot_be_read_at_the_start_stay_and_are_read_later(
     files.only = ".kvr"
     disk = await opened(tmp_path, files=files)
     figures = disk.stats()
-    assert (figures["num_chunks"], figures["damaged_at_start"], figures["quarantined_files"]) == (
-        0,
-        0,
-        0,
-    )
+    names = ("num_chunks", "damaged_at_start", "quarantined_files")
+    assert [figures[name] for name in names] == [0, 0, 0]
     assert figures["unread_files"] == NUM_CHUNKS
     assert num_records(tmp_path) == NUM_CHUNKS
     if operation != "stat":
@@ -100,42 +97,29 @@ async def test_unread_files_are_never_removed_for_room(tmp_path, files):
     await disk.close()
 
 
-async def test_disk_full_of_unread_files_is_failing_until_they_can_be_read(tmp_path, files, caplog):
-    await fill(tmp_path, *range(4))
+@pytest.mark.parametrize("how", ["read again", "removed by the tier", "removed by hand"])
+async def test_disk_full_of_unread_files_is_failing_until_they_are_read_or_removed(
+    tmp_path, files, caplog, how
+):
+    paths = await fill(tmp_path, *range(4))
     files.failing, files.only = {"open": errno.EACCES}, ".kvr"
     disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
     for i in range(10, 13):
         assert await disk.batched_put([make_chunk(i)]) == [False]
     figures = disk.stats()
-    assert (figures["is_failing"], figures["rejected_writes"], figures["failed_writes"]) == (
-        1,
-        3,
-        0,
-    )
+    names = ("is_failing", "rejected_writes", "failed_writes")
+    assert [figures[name] for name in names] == [1, 3, 0]
     assert num_records(tmp_path) == 4, "they are protected all the same"
     assert caplog.text.count("no room for writes") == 1
-    files.failing = {}
-    await look_again(disk)
-    assert disk.stats()["is_failing"] == 0
-    assert await disk.batched_put([make_chunk(10)]) == [True]
-    await disk.close()
-
-
-@pytest.mark.parametrize("how", ["by the tier", "by hand"])
-async def test_removing_unread_files_ends_that_failure(tmp_path, files, how):
-    paths = await fill(tmp_path, *range(4))
-    files.failing, files.only = {"open": errno.EACCES}, ".kvr"
-    disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
-    assert await disk.batched_put([make_chunk(10)]) == [False]
-    assert disk.stats()["is_failing"] == 1
-    if how == "by the tier":
+    if how == "read again":
+        files.failing = {}
+    elif how == "removed by the tier":
         assert await disk.batched_remove([make_key(0)]) == 1
     else:
         paths[0].unlink()
-        await look_again(disk)
+    await look_again(disk)
     assert disk.stats()["is_failing"] == 0
     assert await disk.batched_put([make_chunk(10)]) == [True]
-    assert disk.stats()["is_failing"] == 0
     await disk.close()
 
 

@@ -149,17 +149,6 @@ def test_factor_follows_the_chunks_that_return(adaptive):
     assert adaptive.factor > factor
 
 
-def test_chunk_that_returns_from_far_teaches_nothing(adaptive):
-    held = keys("held", 20)
-    insert(adaptive, *held)
-    gone = evict(adaptive, 10)
-    insert(adaptive, gone[0])
-    assert adaptive.factor == pytest.approx(FIRST_FACTOR)
-    insert(adaptive, gone[-1])
-    assert adaptive.factor < FIRST_FACTOR
-    assert set(adaptive.coldest_first()[-2:]) == {gone[0], gone[-1]}  # both count as read
-
-
 @pytest.mark.parametrize(("num_read", "limit"), [(0, 1.0), (20, MAX_FACTOR)])
 def test_factor_has_limits(adaptive, num_read, limit):
     insert(adaptive, *keys("held", 20))

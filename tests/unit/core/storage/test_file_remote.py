@@ -18,7 +18,7 @@ from lmcache_core.storage.remote import RemoteOptions
 from lmcache_core.storage.remote import file as file_tier
 from lmcache_core.storage.remote.file import GROWING_S, STALE_S, FileBackend
 
-from tests.fixtures.disk_tier import Clock, TroubledFiles
+from tests.fixtures.disk_tier import Clock
 from tests.fixtures.loop_clock import FAR_S, LoopClock
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import Arena, payload_of
@@ -44,11 +44,6 @@ async def main(root):
 
 asyncio.run(main(sys.argv[1]))
 """
-
-
-@pytest.fixture
-def files():
-    return TroubledFiles()
 
 
 async def opened(root, files=None, timeout_s=TIMEOUT_S):

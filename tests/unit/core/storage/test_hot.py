@@ -22,11 +22,6 @@ NUM_SLOTS = 8
 
 
 @pytest.fixture
-def removed():
-    return []
-
-
-@pytest.fixture
 def hot(removed):
     backend = LocalCPUBackend(
         ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS), create_policy(), removed.append

@@ -23,16 +23,6 @@ QUOTA_SLOTS = 4
 
 
 @pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def removed():
-    return []
-
-
-@pytest.fixture
 def hot(removed, clock):
     quotas = TenantQuotas(QUOTA_SLOTS * SLOT_BYTES, {"default": NUM_SLOTS * SLOT_BYTES})
     limits = TierLimits(TTL_S, quotas)

@@ -51,12 +51,6 @@ def files() -> Hanging:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    """The clock of the breaker."""
-    return Clock()
-
-
-@pytest.fixture
 def arena() -> ArenaAllocator:
     return ArenaAllocator.anonymous(ARENA_BYTES)
 

@@ -33,11 +33,6 @@ async def stack(tmp_path: Path) -> AsyncIterator[TierStack]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock(50.0)
-
-
-@pytest.fixture
 def board(stack: TierStack, clock: Clock) -> PinBoard:
     return PinBoard(stack, NUM_SLOTS * SLOT_BYTES, 5.0, clock)
 

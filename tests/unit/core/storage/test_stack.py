@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of
+from tests.fixtures.loop_clock import LoopClock
+from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
@@ -33,21 +36,21 @@ CHUNK_BYTES = 1000
 
 
 class Disk(DiskBackend):
-    """A disk tier whose calls wait for `may_answer`, and fail while it is away."""
+    """A disk tier whose calls wait for `may_answer` and then raise the next one of `errors`."""
 
-    is_away = False
     num_calls = 0
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, 1 << 22)
+        self.errors: Iterator[Exception] = iter(())
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     async def _suffer(self) -> None:
         self.num_calls += 1
         await self.may_answer.wait()
-        if self.is_away:
-            raise UnavailableError("away")
+        for error in self.errors:
+            raise error
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         await self._suffer()
@@ -180,7 +183,7 @@ async def test_hanging_tier_is_a_miss_at_the_deadline_and_an_unavailable_one_at_
     ]
     assert await stack.batched_tiers(keys[1:], timeout_s=0.1) == [None]
     disk.may_answer.set()
-    disk.is_away = True
+    disk.errors = itertools.repeat(UnavailableError("away"))
     assert payloads(await stack.batched_get(keys)) == [make_payload("a"), MissReason.UNAVAILABLE]
     assert await stack.batched_tiers(keys[1:]) == [None]
     await put(stack, "c")
@@ -367,3 +370,66 @@ async def test_stack_is_writing_while_chunks_wait_by_name(
     assert stack.num_waiting_names == stack.num_pending_bytes == 0
     await stack.close()
     assert not stack.is_writing
+
+
+async def test_writing_continues_after_a_bug(
+    stack: TierStack, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_chunks = 3 * write_behind.BATCH_CHUNKS
+    disk.errors = iter([ZeroDivisionError()])
+    assert all(await put(stack, *(f"n{i}" for i in range(num_chunks))))
+    assert await stack.drain(60.0)
+    assert "periodic task" in caplog.text
+    assert len(disk.held()) == num_chunks - write_behind.BATCH_CHUNKS
+
+
+async def test_write_that_outlasts_the_removal_is_undone(stack: TierStack, disk: Disk) -> None:
+    disk.may_answer.clear()
+    await put(stack, "a", "b", "c")
+    await until(lambda: disk.num_calls)
+    removal = asyncio.ensure_future(stack.batched_remove([make_key("a"), make_key("b")]))
+    await asyncio.sleep(0)
+    LoopClock().jump()
+    assert await removal == 2
+    disk.may_answer.set()
+    assert await stack.drain(60.0)
+    assert stack.hot.keys() == disk.keys() == [make_key("c")]
+
+
+@pytest.mark.parametrize("keep_hot", [True, False])
+@pytest.mark.parametrize("comes_late", [True, False])
+async def test_chunk_stored_during_its_removal_stays(
+    arena: ArenaAllocator, tmp_path: Path, keep_hot: bool, comes_late: bool
+) -> None:
+    class SlowRemoval(Disk):
+        """Its removals wait, both before and after the files are gone."""
+
+        is_asked, may_remove, has_removed, may_return = (asyncio.Event() for _ in range(4))
+
+        async def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+            self.is_asked.set()
+            await self.may_remove.wait()
+            num_removed = await super().batched_remove(keys)
+            self.has_removed.set()
+            await self.may_return.wait()
+            return num_removed
+
+    disk, key = SlowRemoval(tmp_path), make_key("a")
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=keep_hot)
+    await stack.open()
+    await put(stack, "a")
+    assert await stack.drain(60.0)
+    removal = asyncio.ensure_future(stack.batched_remove([key]))
+    await disk.is_asked.wait()
+    if comes_late:
+        disk.may_remove.set()
+        await disk.has_removed.wait()
+    await put(stack, "a")
+    assert stack.hot.contains_many([key]) == [keep_hot]
+    disk.may_remove.set()
+    disk.may_return.set()
+    assert await removal == 1
+    assert await stack.drain(60.0)
+    assert stack.hot.contains_many([key]) == [keep_hot]
+    assert disk.keys() == [key]
+    await stack.close()

@@ -17,7 +17,7 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.guard import MIN_OBSERVATIONS, PROBE_INTERVAL, Guard, GuardOptions
+from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import GRACE_S, TierStack
 
@@ -187,30 +187,6 @@ async def read_cold(
 ) -> list[object]:
     stack.hot.clear_now()
     return await get(stack, names(num), timeout_s, recompute_s)
-
-
-@pytest.mark.virtual_time
-async def test_tier_slower_than_computing_is_not_asked_but_probed_periodically(
-    over: MakeStack,
-) -> None:
-    tier = Slow()
-    tier.latency_s = 0.02
-    async with over(Guard(tier, is_priced=True, clock=asyncio.get_running_loop().time)) as stack:
-        for _ in range(MIN_OBSERVATIONS):
-            await read_cold(stack, 2, recompute_s=0.005)
-        assert tier.num_calls == MIN_OBSERVATIONS, "its price was not known"
-        for _ in range(2 * PROBE_INTERVAL):
-            assert await read_cold(stack, 2, recompute_s=0.004) == [MissReason.DEADLINE] * 2
-        assert tier.num_calls == MIN_OBSERVATIONS + 2
-        tier.latency_s = 0.0
-        before = tier.num_calls
-        while tier.num_calls == before:
-            said = await read_cold(stack, 2, recompute_s=0.004)
-        assert all(isinstance(one, bytes) for one in said)
-        for _ in range(2 * MIN_OBSERVATIONS):
-            assert all(
-                isinstance(one, bytes) for one in await read_cold(stack, 2, recompute_s=0.5)
-            ), "one probe was enough"
 
 
 @pytest.mark.virtual_time
