@@ -1,4 +1,4 @@
-"""Lookup is told of exactly the chunks that the tiers hold in the end."""
+"""Lookup knows exactly the chunks that the tiers hold in the end."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def synced_tier(root: Path, files: RecordedSyncs, clock: Clock | None = No
     return await opened(root, files=files, fsync=True, monotonic=clock or Clock())
 
 
-async def test_fsync_comes_before_the_name_and_again_behind_it(tmp_path: Path) -> None:
+async def test_record_is_synced_before_its_name_and_the_name_after_it(tmp_path: Path) -> None:
     files, root = RecordedSyncs(), tmp_path / "new" / "root"
     disk = await synced_tier(root, files)
     await put(disk, "a")

@@ -8,17 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
-from lmcache_core.storage.eviction import TenantQuotas, TierLimits, create_policy
-from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.eviction import TenantQuotas, TierLimits
 
 from tests.fixtures.disk_tier import file_of, get, num_records, put
 from tests.fixtures.waiting import until
-from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 16
@@ -87,26 +83,6 @@ async def test_writes_remove_expired_chunks(disk, clock, tmp_path):
     await put(disk, "new")
     assert num_records(tmp_path) == 1
     assert disk.stats()["expired_chunks"] == 5
-
-
-async def test_chunk_promoted_into_memory_keeps_its_age(clock, removed, tmp_path):
-    disk = DiskBackend(tmp_path, CAPACITY_BYTES, limits=TierLimits(TTL_S), clock=clock)
-    hot = LocalCPUBackend(
-        ArenaAllocator.anonymous(1 << 16), create_policy(), limits=TierLimits(TTL_S), clock=clock
-    )
-    stack = TierStack(hot, [disk])
-    await stack.open()
-    await put(disk, "a")
-    clock.now += TTL_S - 10
-    assert [payload_of(result) for result in await stack.batched_get([make_key("a")])] == [
-        make_payload("a")
-    ]
-    assert hot.contains_many([make_key("a")]) == [True]
-    clock.now += 10
-    assert [payload_of(result) for result in await stack.batched_get([make_key("a")])] == [
-        MissReason.EXPIRED
-    ]
-    await stack.close()
 
 
 async def test_tenant_over_its_quota_evicts_its_own_chunks(disk, removed, tmp_path):

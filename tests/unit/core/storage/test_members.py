@@ -111,7 +111,7 @@ async def located(lookup: ScriptedLookup, keys: Sequence[ChunkKey]) -> list[list
     return await locate_by_lookup(lookup, keys)  # type: ignore[arg-type]
 
 
-async def test_chunk_behind_a_gap_is_found() -> None:
+async def test_chunk_after_a_gap_is_found() -> None:
     lookup = ScriptedLookup({0, 1, 3, 5, 6})
     found = await located(lookup, KEYS[:7])
     assert [bool(names) for names in found] == [True, True, False, True, False, True, True]

@@ -12,7 +12,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.remote.base import Locate
 from lmcache_core.storage.remote.members import REST_INITIAL_S, Members, ServerAddress
 from lmcache_core.storage.remote.rendezvous import home, ranked
@@ -250,15 +250,3 @@ async def test_lookup_is_asked_before_further_servers() -> None:
         assert await made.got(KEYS[5:]) == payloads(KEYS[5:])
         homes = [home(list(made.stores), key.key.chunk_id()) for key in KEYS[5:]]
         assert asked == [sum(name not in ("s-0", "s-1") for name in homes)]
-
-
-async def test_removal_counts_chunks_and_leaves_no_copy() -> None:
-    async with cluster("s-0", "s-1") as made:
-        await made.put(KEYS[:3])
-        await made.start("s-2", "s-3")
-        await made.put(KEYS[:3])  # at their new homes too, if these are others
-        assert await made.tier.batched_remove([*KEYS[:3], make_key("never")]) == 3
-        assert not any(made.where(key) for key in KEYS[:3])
-        assert [type(result) for result in await made.tier.batched_get(KEYS[:3], made.arena)] == [
-            Miss
-        ] * 3

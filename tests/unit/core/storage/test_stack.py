@@ -140,7 +140,7 @@ async def test_chunk_is_hot_at_once_on_disk_soon_and_promoted_when_read_from_the
         assert payload_of(result) == make_payload("a")
 
 
-async def test_prefix_read_returns_nothing_behind_a_gap(stack: TierStack) -> None:
+async def test_prefix_read_returns_nothing_after_a_gap(stack: TierStack) -> None:
     await put(stack, "a", "c")
     keys = [make_key(name) for name in "abc"]
     assert payloads(await stack.batched_get(keys, prefix_only=True)) == [
@@ -282,7 +282,7 @@ async def test_without_a_hot_tier_the_prefix_of_a_long_store_is_kept(
     await stack.batched_put(chunks)
     assert await stack.drain(60.0)
     kept = await disk.batched_contains([chunk.key for chunk in chunks])
-    assert kept == sorted(kept, reverse=True), "nothing behind the first that found no room"
+    assert kept == sorted(kept, reverse=True), "nothing after the first that found no room"
     assert not kept[-1]
     await stack.close()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.record import Allocate, Miss, MissReason, Result, release_all
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.eviction import create_policy
@@ -25,6 +25,7 @@ from tests.fixtures.disk_tier import file_of
 from tests.fixtures.loop_clock import FAR_S, LoopClock
 from tests.fixtures.timed_tier import Slow, Timed
 from tests.fixtures.waiting import until
+from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
@@ -65,23 +66,14 @@ async def store(stack: TierStack, *chunks: object) -> None:
     assert await stack.drain(PATIENCE_S)
 
 
-def told(results: Sequence[Result]) -> list[bytes | MissReason]:
-    """Payloads and reasons; the chunks are given back."""
-    said: list[bytes | MissReason] = []
-    for result in results:
-        said.append(bytes(result.memory.byte_array) if isinstance(result, Chunk) else result.reason)
-        if isinstance(result, Chunk):
-            result.release()
-    return said
-
-
 async def get(
     stack: TierStack,
     keys: Sequence[ChunkKey],
     timeout_s: float = PATIENCE_S,
     recompute_s: float | None = None,
 ) -> list[bytes | MissReason]:
-    return told(await stack.batched_get(keys, timeout_s, recompute_s=recompute_s))
+    results = await stack.batched_get(keys, timeout_s, recompute_s=recompute_s)
+    return [payload_of(result) for result in results]
 
 
 async def test_chunks_read_from_disk_by_the_deadline_are_served(
@@ -154,7 +146,7 @@ async def test_next_tier_gets_the_time_that_is_left(over: MakeStack) -> None:
         async def batched_get(
             self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
         ) -> list[Result]:
-            told(await super().batched_get(keys, allocate, timeout_s))
+            release_all(await super().batched_get(keys, allocate, timeout_s))
             return [Miss(MissReason.NEVER_STORED)] * len(keys)
 
     first, second = SlowMiss(), Slow()

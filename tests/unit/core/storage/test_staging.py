@@ -111,7 +111,7 @@ async def test_missing_chunks_are_lifted_up_to_the_first_gap() -> None:
             "the same question gets the same answer"
         )
         assert set(disk.num_read) == {names[1], names[3]}
-        assert set(remote.num_read) == {names[2]}, "behind the first gap nothing is read"
+        assert set(remote.num_read) == {names[2]}, "nothing is read after the first gap"
         assert all(w.stack.hot.contains_many(names[:4]))
 
 

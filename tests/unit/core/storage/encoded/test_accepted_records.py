@@ -1,15 +1,17 @@
-"""Which records a tier that encodes accepts, serves and replaces."""
+"""Which records a tier that encodes accepts and serves, and which it replaces."""
 
 from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Chunk, Miss, MissReason, TensorSpec
+from lmcache_core.record import Chunk, Miss, MissReason, TensorSpec, encode_head
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.unusable import MAX_UNUSABLE_KEYS, NOTED_S, UnusableRecords
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by, seen_lossily
 from tests.fixtures.encoded_tier import DATA, content, got, inside, opened, put_inside
@@ -117,3 +119,82 @@ async def test_sizes_are_checked_before_memory_is_allocated(
     spec = TensorSpec("", "uint8", shape, 0, made.memory.get_size())
     assert await put_inside(hot, made, bytearray(made.memory.byte_array), (spec,))
     assert await got(tier, arena, "bomb") == [reason]
+
+
+async def put_damaged(hot: LocalCPUBackend) -> None:
+    """Store a record that does not decode, under the right digest."""
+    made = encoded_by(ZlibCodec("flate"), make_chunk("a", payload=DATA))
+    payload = bytearray(made.memory.byte_array)
+    payload[3] ^= 0x55
+    assert await put_inside(hot, made, payload, made.header.tensors)
+
+
+async def test_record_that_does_not_decode_counts_as_absent_and_is_replaced(
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
+    await put_damaged(hot)
+    assert await got(tier, arena, "a") == [MissReason.CORRUPT]
+    assert await tier.batched_contains([make_key("a")]) == [False], (
+        "or it would never be stored again"
+    )
+    assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
+    assert await got(tier, arena, "a") == [DATA]
+    assert await tier.batched_contains([make_key("a")]) == [True]
+
+
+async def test_record_of_an_unknown_serde_counts_as_absent_and_is_not_replaced(
+    tier: EncodedBackend, hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
+    await hot.batched_put([encoded_by(ZlibCodec("unknown"), make_chunk("a", payload=DATA))])
+    assert await tier.batched_contains([make_key("a")]) == [True], "not read yet"
+    assert await got(tier, arena, "a") == [MissReason.ENCODING]
+    assert await tier.batched_contains([make_key("a")]) == [False]
+    begun = lossless.num_begun
+    assert await tier.batched_put(
+        [make_chunk("a", payload=DATA), make_chunk("b", payload=DATA)]
+    ) == [False, True]
+    assert lossless.num_begun == begun + 1, "what would not be kept is not encoded"
+    assert inside(hot, "a").serde == "unknown"
+    assert await tier.batched_contains([make_key("a")]) == [False]
+    await hot.batched_remove([make_key("a")])
+    await hot.batched_put([make_chunk("a", payload=DATA)])
+    assert await got(tier, arena, "a") == [DATA], "another writer has replaced it"
+    assert await tier.batched_contains([make_key("a")]) == [True]
+
+
+async def test_record_of_unknown_tables_counts_as_absent_and_is_replaceable(
+    lossy_tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
+    made = encoded_by(ZlibCodec("half", lossy=True), make_chunk("a", payload=DATA))
+    header = msgspec.structs.replace(made.header, profile="half@other-tables")
+    await hot.batched_put(
+        [Chunk(made.key, header, encode_head(header, made.memory.get_size()), made.memory, "test")]
+    )
+    assert await got(lossy_tier, arena, "a") == [MissReason.PROFILE]
+    assert await lossy_tier.batched_contains([make_key("a")]) == [False]
+    assert await lossy_tier.batched_remove([make_key("a")]) == 1
+    assert await lossy_tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
+
+
+def test_unusable_records_are_tried_again_after_a_while() -> None:
+    """Another writer may have replaced it, and a reader that finds it absent never reads it."""
+    now = 0.0
+    records = UnusableRecords(clock=lambda: now)
+    records.note(make_key(1))
+    now = NOTED_S / 2
+    records.note(make_key(2))
+    now = NOTED_S
+    assert make_key(1) not in records
+    assert make_key(2) in records
+    assert len(records) == 1
+
+
+def test_number_of_unusable_records_is_bounded() -> None:
+    records = UnusableRecords()
+    for name in range(MAX_UNUSABLE_KEYS):
+        records.note(make_key(name))
+    records.note(make_key(0))
+    records.note(make_key("new"))
+    assert len(records) == MAX_UNUSABLE_KEYS
+    assert make_key(0) in records
+    assert make_key(1) not in records, "noted before all others"

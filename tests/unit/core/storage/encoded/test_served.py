@@ -183,7 +183,7 @@ async def test_record_without_memory_for_its_encoding_is_sent_raw(
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_cancelled_pull_leaves_nothing_behind(
+async def test_cancelled_pull_releases_everything(
     store: MemoryStore, lossless: ZlibCodec, has_begun: bool
 ) -> None:
     async with encoding(store, lossless) as served:
