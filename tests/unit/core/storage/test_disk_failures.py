@@ -119,6 +119,17 @@ async def test_file_that_cannot_be_removed_does_not_stop_eviction(disk, files, c
     assert await get(disk, 0) == [make_payload(0)]
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(errno.EISDIR, MissReason.CORRUPT), (errno.EIO, MissReason.UNAVAILABLE)],
+)
+async def test_read_error_drops_a_chunk_only_if_it_is_no_file(disk, files, code, reason):
+    await disk.batched_put([make_chunk("a")])
+    files.failing = {"read": code}
+    assert await get(disk, "a") == [reason]
+    assert await disk.batched_contains([make_key("a")]) == [code == errno.EIO]
+
+
 async def test_real_limit_on_file_sizes_is_a_refused_write(disk, clock):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from pathlib import Path
@@ -83,6 +84,18 @@ async def test_writes_remove_expired_chunks(disk, clock, tmp_path):
     await put(disk, "new")
     assert num_records(tmp_path) == 1
     assert disk.stats()["expired_chunks"] == 5
+
+
+async def test_expired_file_that_cannot_be_removed_stays_charged(clock, removed, files, tmp_path):
+    disk = await opened(tmp_path, clock, removed, files=files)
+    await put(disk, "a", "b")
+    clock.now += TTL_S
+    files.failing = {"unlink": errno.EROFS}
+    await put(disk, "c")
+    reasons = [MissReason.EXPIRED, MissReason.EXPIRED, make_payload("c")]
+    assert await get(disk, "a", "b", "c") == reasons
+    assert (disk.stats()["used_bytes"], disk.stats()["quarantined_files"]) == (3 * BLOCK_BYTES, 2)
+    await disk.close()
 
 
 async def test_tenant_over_its_quota_evicts_its_own_chunks(disk, removed, tmp_path):

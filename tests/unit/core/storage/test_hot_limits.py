@@ -118,6 +118,21 @@ def receive(hot: LocalCPUBackend, tenant: str, slots: float = 1) -> MemoryObj | 
     return hot.receive(int(slots * SLOT_BYTES), tenant)
 
 
+def test_incoming_bytes_count_against_their_tenants_quota(hot, removed):
+    own = put(hot, *"abcd", tenant="small")
+    put(hot, *range(NUM_SLOTS - QUOTA_SLOTS))
+    lent = [receive(hot, "small") for _ in range(QUOTA_SLOTS)]
+    assert None not in lent
+    assert removed == own[::-1], "a tenant at its quota evicts its own chunks"
+    assert receive(hot, "small") is None
+    assert hot.stats()["quota_refused_chunks"] == 1
+    lent[0].ref_count_down()
+    lent[0] = receive(hot, "small")
+    assert lent[0] is not None, "released bytes no longer count"
+    for memory in lent:
+        memory.ref_count_down()
+
+
 def test_nothing_is_evicted_for_a_payload_that_could_never_be_held(hot, removed):
     put(hot, *range(NUM_SLOTS))
     assert receive(hot, "small", QUOTA_SLOTS + 1) is None
@@ -229,16 +244,18 @@ def test_chunk_stored_while_the_clock_was_ahead_lives_no_longer_than_others():
     assert ledger.past(5) == [A, B, C]
 
 
-def test_old_chunk_stored_after_younger_ones_is_not_served():
+def test_old_chunk_stored_after_younger_ones_is_not_served_and_none_comes_from_the_future():
     clock = Clock(1000.0)
     ledger = Ledger(create_policy(), TierLimits(10), clock)
     ledger.add(A, 10)
     ledger.add(B, 10, 992)
+    ledger.add(C, 10, 2000)
     clock.now = 1005
-    assert not ledger.is_live(B)
+    assert [ledger.is_live(key) for key in (A, B, C)] == [True, False, True]
     assert ledger.past(5) == []
     clock.now = 1010
-    assert ledger.past(5) == [A, B]
+    assert not ledger.is_live(C)
+    assert ledger.past(5) == [A, B, C]
 
 
 @pytest.mark.parametrize("ttl_s", [0, float("nan")])

@@ -176,6 +176,15 @@ async def test_record_of_unknown_tables_counts_as_absent_and_is_replaceable(
     assert await lossy_tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
 
 
+async def test_cleared_tier_forgets_unusable_records(
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
+    await hot.batched_put([encoded_by(ZlibCodec("unknown"), make_chunk("a", payload=DATA))])
+    assert await got(tier, arena, "a") == [MissReason.ENCODING]
+    await tier.clear()
+    assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
+
+
 def test_unusable_records_are_tried_again_after_a_while() -> None:
     """Another writer may have replaced it, and a reader that finds it absent never reads it."""
     now = 0.0
