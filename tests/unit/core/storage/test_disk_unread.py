@@ -203,6 +203,7 @@ async def test_emptied_directory_is_forgotten_and_filled_again(tmp_path, files, 
         root.mkdir()
     assert await get(disk, "a", "b") == [MissReason.NEVER_STORED] * 2
     assert await disk.batched_contains([make_key("a"), make_key("b")]) == [False, False]
+    assert disk.stats()["missing_files"] == 2
     assert await disk.batched_put([make_chunk("a")]) == [True]
     assert await get(disk, "a") == [make_payload("a")]
     assert (num_records(root), used_blocks(disk)) == (1, 1)

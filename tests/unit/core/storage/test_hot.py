@@ -107,6 +107,17 @@ async def test_removal_of_many_chunks_lets_other_tasks_run(
     assert {2, 4, 6} <= set(seen)
 
 
+async def test_eviction_on_request_frees_what_was_asked_except_referenced_chunks(hot, removed):
+    keys = [put(hot, i) for i in range(NUM_SLOTS)]
+    [held] = hot.get_many([keys[0]])
+    assert hot.evict_bytes(2 * SLOT_BYTES - 1) == 2 * SLOT_BYTES
+    assert await hot.evict(2 * SLOT_BYTES) == 2 * SLOT_BYTES
+    assert removed == keys[1:5]
+    assert hot.evict_bytes(SLOT_BYTES * NUM_SLOTS) == (NUM_SLOTS - 5) * SLOT_BYTES
+    assert hot.keys() == [keys[0]]
+    held.release()
+
+
 def test_unbounded_allocator_is_refused():
     with pytest.raises(TypeError, match="bounded"):
         LocalCPUBackend(mock.Mock(spec=MemoryAllocatorInterface), create_policy())

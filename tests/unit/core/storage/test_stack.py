@@ -207,6 +207,20 @@ async def test_waiting_writes_are_bounded_and_the_others_are_counted(
     assert not stack.is_writing, "a closed stack writes nothing more"
 
 
+async def test_slower_tiers_share_the_memory_of_waiting_writes(
+    arena: ArenaAllocator, tmp_path: Path
+) -> None:
+    disks = [Disk(tmp_path / name) for name in ("a", "b")]
+    disks[1].name = "OtherDisk"
+    for disk in disks:
+        disk.may_answer.clear()
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), disks)
+    await stack.open()
+    await put(stack, *[f"n{i}" for i in range(600)])
+    assert 0 < stack.num_pending_bytes <= ARENA_BYTES // 2
+    await stack.close()
+
+
 async def test_writes_that_need_no_device_let_other_tasks_run_between_batches(
     arena: ArenaAllocator, tmp_path: Path
 ) -> None:

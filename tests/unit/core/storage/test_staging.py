@@ -169,16 +169,6 @@ async def test_unused_ticket_expires_and_a_polled_one_does_not(when: str) -> Non
         assert w.stage("unused") == Staged(True, ())
 
 
-async def test_number_of_tickets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "MAX_TICKETS", 3)
-    chain = chain_of(range(2))
-    async with world() as w:
-        w.make_hot(names_of(keys_of_rank(chain, 0)))
-        assert [w.stage(f"t{i}", chain).tiers[0] for i in range(4)] == [b"\1\1"] * 3 + [b"\0\0"]
-        w.staging.run(w.staging.unstage(["t1"]))
-        assert w.stage("t3", chain).tiers == (b"\1\1",)
-
-
 async def test_while_draining_hot_chunks_are_staged_and_none_is_lifted() -> None:
     shelf = Shelf()
     chain = chain_of(range(2))
@@ -419,3 +409,12 @@ async def test_chunk_removed_meanwhile_is_held_if_it_was_seen_and_missing_otherw
     assert (await staging).tiers == (b"\1" * num_seen + bytes(NUM_CHUNKS - num_seen),)
     assert w.room.used_bytes == num_seen * TAKEN_BYTES
     w.staging.run(w.staging.unstage(["t"]))
+
+
+async def test_number_of_tickets_includes_those_that_are_being_made(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_module, "MAX_TICKETS", 2)
+    answers = await asyncio.gather(*(stage_cooperatively(w, name) for name in "abc"))
+    assert [answer.tiers[0].count(1) for answer in answers] == [NUM_CHUNKS, NUM_CHUNKS, 0]
+    assert num_held(w) == 2 * NUM_CHUNKS
