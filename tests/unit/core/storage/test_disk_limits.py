@@ -108,6 +108,13 @@ async def test_tenant_over_its_quota_evicts_its_own_chunks(disk, removed, tmp_pa
     assert num_records(tmp_path / "default") == 5
 
 
+async def test_chunk_above_the_quota_is_refused_and_evicts_nothing(disk, removed):
+    await put(disk, 0, tenant="mine")
+    large = make_chunk("large", tenant="mine", payload=bytes(QUOTA_SLOTS * BLOCK_BYTES))
+    assert await disk.batched_put([large]) == [False]
+    assert (disk.stats()["quota_refused_chunks"], removed) == (1, [])
+
+
 @pytest.mark.parametrize(("tenant", "num_slots"), [("default", NUM_SLOTS), ("mine", QUOTA_SLOTS)])
 async def test_capacity_and_quota_bound_files_being_written(
     clock, removed, tmp_path, tenant, num_slots

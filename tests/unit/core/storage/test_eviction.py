@@ -5,6 +5,7 @@ on shortened traces of the bench.
 from __future__ import annotations
 
 import random
+import sys
 from itertools import islice
 
 import pytest
@@ -110,7 +111,10 @@ def test_chunks_read_repeatedly_survive_a_stream_larger_than_the_tier(name, num_
 def test_chunk_that_returns_late_is_forgotten(policy, num_bytes):
     """Or what is remembered of evicted chunks would grow without bound."""
     passing = keys("passing", 60)
+    before = sys.getrefcount(passing[0])
     pass_through(policy, passing, capacity=5, num_bytes=num_bytes)
+    after = sys.getrefcount(passing[0])
+    assert after == before
     insert(policy, passing[0], A, num_bytes=num_bytes)
     order = evict(policy, len(policy))
     assert order.index(A) == order.index(passing[0]) + 1

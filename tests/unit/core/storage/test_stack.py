@@ -286,6 +286,17 @@ async def test_chunks_of_a_long_store_evicted_before_their_write_are_counted(
     assert stack.stats()["disk"]["dropped_writes"] == len(names) - num_kept
 
 
+async def test_chunk_removed_while_it_waits_by_name_is_not_written(
+    stack: TierStack, disk: Disk
+) -> None:
+    names = [f"n{i}" for i in range(600)]
+    assert all(await put(stack, *names))
+    await stack.clear()
+    assert await stack.drain(60.0)
+    assert disk.keys() == []
+    assert stack.stats()["disk"]["dropped_writes"] == 0
+
+
 async def test_without_a_hot_tier_the_prefix_of_a_long_store_is_kept(
     arena: ArenaAllocator, disk: Disk
 ) -> None:
