@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.storage import stack as reconnect_module
 from lmcache_core.storage.disk import DiskBackend, DiskFiles, backend
@@ -70,7 +70,7 @@ async def test_disk_that_was_missing_is_read_and_written_once_it_is_there(
 
 
 class Late(LocalCPUBackend):
-    """Fails to open the first `num_failures` times."""
+    """Fails to open the first `num_failures` times; every second time another process owns it."""
 
     def __init__(self, name: str, num_failures: float) -> None:
         super().__init__(ArenaAllocator.anonymous(1 << 20), create_policy())
@@ -81,7 +81,7 @@ class Late(LocalCPUBackend):
     async def open(self) -> None:
         self.num_attempts += 1
         if self.num_attempts <= self.num_failures:
-            raise UnavailableError("not yet")
+            raise (ConfigError if self.num_attempts % 2 == 0 else UnavailableError)("not yet")
         await super().open()
 
 

@@ -120,6 +120,19 @@ async def test_chunks_at_old_homes_are_found_when_servers_are_added() -> None:
         assert made.tier.stats()["found_elsewhere_chunks"] == num_elsewhere, "it is remembered"
 
 
+async def test_chunk_that_has_moved_is_found_again() -> None:
+    async with cluster("s-0", "s-1", "s-2") as made:
+        await made.put(KEYS)
+        for key in KEYS:
+            first, second, _ = ranked(made.stores, key.key.chunk_id())
+            made.stores[second].chunks[key] = made.stores[first].chunks.pop(key)
+        assert await made.got(KEYS) == payloads(KEYS)
+        for key in KEYS:
+            first, second, _ = ranked(made.stores, key.key.chunk_id())
+            made.stores[first].chunks[key] = made.stores[second].chunks.pop(key)
+        assert await made.got(KEYS) == payloads(KEYS)
+
+
 async def test_unavailable_server_costs_its_own_chunks_only() -> None:
     async with cluster("s-0", "s-1", "s-2") as made:
         await made.put(KEYS[:20])
