@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
 import pytest
-import pytest_asyncio
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import (
@@ -71,7 +69,7 @@ async def asked(
 @pytest.mark.parametrize("most_bytes", [None, CHUNK_BYTES])
 @pytest.mark.parametrize("num_held_chunks", [NUM_CHUNKS // 2, NUM_CHUNKS])
 @pytest.mark.parametrize("num_keys", [1, 8])
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.95, 1.5])
+@pytest.mark.parametrize("share", [0.3, 0.95, 1.5])
 async def test_size_without_bytes_evicts_nothing(
     share: float, num_keys: int, num_held_chunks: int, most_bytes: int | None
 ) -> None:
@@ -145,7 +143,7 @@ async def test_server_that_breaks_off_after_a_head_evicts_nothing() -> None:
 
 
 class Encoded(Stating):
-    """A tier with small, whole records that state large tensors."""
+    """A tier whose small and whole records state large tensors."""
 
     def __init__(self, spec: TensorSpec, serde: str, profile: str, payload: bytes) -> None:
         super().__init__(len(payload))
@@ -181,10 +179,12 @@ BLOBS = {
 }
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def codecs() -> AsyncIterator[Any]:
     made = create_codecs({"remote_serde": "cachegen"}, decode_documented=True)
+    await made.open()
     yield made
+    await made.close()
 
 
 @pytest.mark.parametrize("serde", ["lossless", "cachegen", "fast", "torch", "safetensor"])
@@ -193,41 +193,33 @@ async def test_small_record_that_states_large_tensors_evicts_nothing(
     blob: str, serde: str, codecs: Any
 ) -> None:
     hot = full(NUM_CHUNKS - 2)
+    profile = ""
+    if serde == "cachegen":
+        small = TensorSpec("", "bfloat16", (2, 4, 16, 8), 0, 2048)
+        profile = codecs.named("cachegen").encode((small,), memoryview(bytes(2048))).profile
+        assert profile
     payload = BLOBS[blob] + bytes(512 if BLOBS[blob] else 0)
     spec = TensorSpec("", "bfloat16", SHAPE, 0, len(payload))
-    await codecs.open()
-    try:
-        [codec] = [one for one in codecs._open if one.serde == "cachegen"]
-        profile = f"standard@{codec._opened.tables.id}" if serde == "cachegen" else ""
-        tier = EncodedBackend(Encoded(spec, serde, profile, payload), codecs, "cachegen")
-        for most_bytes in (None, STATED_BYTES):
-            assert await asked(hot, tier, 3, most_bytes) == [Miss(MissReason.CORRUPT)] * 3
-    finally:
-        await codecs.close()
+    tier = EncodedBackend(Encoded(spec, serde, profile, payload), codecs, "cachegen")
+    for most_bytes in (None, STATED_BYTES):
+        assert await asked(hot, tier, 3, most_bytes) == [Miss(MissReason.CORRUPT)] * 3
     assert num_held(hot) == NUM_CHUNKS - 2
 
 
 async def test_honest_record_that_decodes_to_more_than_the_reader_can_use_evicts_nothing(
     codecs: Any,
 ) -> None:
-    hot = full(NUM_CHUNKS - 2)
-    raw = bytes(STATED_BYTES)
-    await codecs.open()
-    try:
-        found = codecs.named("cachegen").encode(
-            (TensorSpec("", "uint8", (STATED_BYTES,), 0, STATED_BYTES),), memoryview(raw)
-        )
-        assert len(found.payload) < CHUNK_BYTES
-        spec = msgspec.structs.replace(found.tensors[0])
-        tier = EncodedBackend(
-            Encoded(spec, found.serde, found.profile, bytes(found.payload)), codecs, "cachegen"
-        )
-        for most_bytes in (None, CHUNK_BYTES):
-            assert await asked(hot, tier, 3, most_bytes) == [Miss(MissReason.NO_MEMORY)] * 3
-        assert num_held(hot) == NUM_CHUNKS - 2
-        [result] = await asked(hot, tier, 1, STATED_BYTES)
-        assert isinstance(result, Chunk)
-        assert bytes(result.memory.byte_array) == raw
-        result.release()
-    finally:
-        await codecs.close()
+    hot, raw = full(NUM_CHUNKS - 2), bytes(STATED_BYTES)
+    found = codecs.named("cachegen").encode(
+        (TensorSpec("", "uint8", (STATED_BYTES,), 0, STATED_BYTES),), memoryview(raw)
+    )
+    assert len(found.payload) < CHUNK_BYTES
+    honest = Encoded(found.tensors[0], found.serde, found.profile, bytes(found.payload))
+    tier = EncodedBackend(honest, codecs, "cachegen")
+    for most_bytes in (None, CHUNK_BYTES):
+        assert await asked(hot, tier, 3, most_bytes) == [Miss(MissReason.NO_MEMORY)] * 3
+    assert num_held(hot) == NUM_CHUNKS - 2
+    [result] = await asked(hot, tier, 1, STATED_BYTES)
+    assert isinstance(result, Chunk)
+    assert bytes(result.memory.byte_array) == raw
+    result.release()
