@@ -269,8 +269,7 @@ def test_chunks_used_once_do_not_evict_those_used_again(traces, share):
     assert default > lru + 0.02
 
 
-@pytest.mark.parametrize("share", [0.01, 0.05, 0.25])
-def test_default_is_not_below_lru_on_recorded_requests(share):
+def test_default_is_not_below_lru_on_recorded_requests():
     trace = eviction.recorded_trace("synthetic")
-    lru, default, optimal, _ = ratios(trace, share)
+    lru, default, optimal, _ = ratios(trace, share=0.05)
     assert lru - 0.002 <= default <= optimal
