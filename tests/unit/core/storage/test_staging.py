@@ -20,7 +20,7 @@ from lmcache_core.storage import staging as staging_module
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.staging import STAGE_LEASE_S, ChunkBudget, Stager
+from lmcache_core.storage.staging import PROBE_SHARE, STAGE_LEASE_S, ChunkBudget, Stager
 
 from tests.fixtures.chains import (
     PAYLOAD_BYTES,
@@ -180,29 +180,6 @@ async def test_while_draining_hot_chunks_are_staged_and_none_is_lifted() -> None
         assert not shelf.num_read
 
 
-@pytest.mark.virtual_time
-@pytest.mark.parametrize(
-    ("deadline_s", "recompute_s", "limit_s"), [(40.0, None, 40.0), (40.0, 1.0, 4.0)]
-)
-async def test_lift_ends_at_its_deadline_and_keeps_the_chunks_of_other_tiers(
-    deadline_s: float, recompute_s: float | None, limit_s: float
-) -> None:
-    """No later than computing the chunks would end."""
-    disk, remote = Shelf("disk"), Shelf("storage")
-    chain = chain_of(range(4))
-    disk.held.update(names_of(chain.keys_of_rank(0))[:2])
-    remote.hangs = True
-    now = asyncio.get_running_loop().time
-    async with world(disk, remote) as w:
-        began = now()
-        question = w.staging.stage(
-            "t", [chain], deadline_s=deadline_s, is_prefix=True, recompute_s=recompute_s
-        )
-        assert not w.staging.run(question).is_ready
-        assert await w.settled("t") == Staged(True, (b"\2\2\0\0",))
-        assert limit_s / 8 < now() - began <= limit_s + 1
-
-
 class Gated(Shelf):
     """Its reads report that they have begun, and wait."""
 
@@ -216,6 +193,29 @@ class Gated(Shelf):
         self.began.set()
         await self.may_continue.wait()
         return await super().batched_get(keys, allocate, timeout_s)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("hangs_at_once", "recompute_s", "limit_s"),
+    [(False, None, 40.0), (True, None, 40.0 / PROBE_SHARE), (True, 1.0, 4.0 / PROBE_SHARE)],
+)
+async def test_lift_ends_at_its_deadline_and_keeps_the_chunks_of_other_tiers(
+    hangs_at_once: bool, recompute_s: float | None, limit_s: float
+) -> None:
+    """No later than computing the chunks would end; asking for them takes a part of that time."""
+    disk, hanging = Shelf("disk"), Gated()
+    hanging.name, hanging.hangs = "storage", hangs_at_once
+    chain = chain_of(range(4))
+    names = names_of(chain.keys_of_rank(0))
+    disk.held, hanging.held = set(names[:2]), {names[2]}
+    now = asyncio.get_running_loop().time
+    async with world(disk, hanging) as w:
+        began = now()
+        question = w.staging.stage("t", [chain], deadline_s=40.0, recompute_s=recompute_s)
+        assert not w.staging.run(question).is_ready
+        assert await w.settled("t") == Staged(True, (b"\2\2\0\0",))
+        assert now() - began == pytest.approx(limit_s, abs=0.1)
 
 
 async def test_chunks_lifted_for_a_ticket_that_is_gone_stay_hot_and_are_not_held() -> None:
