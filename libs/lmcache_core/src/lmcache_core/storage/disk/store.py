@@ -91,6 +91,7 @@ class DiskStore:
         on_removed: Called in a worker thread with every key that is dropped.
         fsync: Wait for the device before a record is visible.
         lock: Lock by which this process owns the directory.
+        backoff: Pauses writes after one that the disk refused.
     """
 
     def __init__(
