@@ -28,8 +28,6 @@ from tests.suites.chunks import make_chunk, make_key, make_payload
 
 CHARGE = charged_bytes(512 + 1000)
 NUM_SLOTS = 4
-PATIENCE_S = 30.0
-"""Only a hang takes so long."""
 CAPACITY_BYTES = CHARGE * NUM_SLOTS
 
 

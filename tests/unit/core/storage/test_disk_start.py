@@ -16,7 +16,7 @@ from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.disk.pool import wait_all
 
 from tests.fixtures.disk_tier import TroubledFiles, fill, get, look_again, num_records, opened
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 
 async def test_whole_records_are_served_again_for_their_tenant(tmp_path):

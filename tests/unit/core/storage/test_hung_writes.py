@@ -22,7 +22,7 @@ from tests.fixtures.disk_tier import PATIENCE_S, Clock
 from tests.fixtures.loop_clock import FAR_S, LoopClock
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
 PAYLOAD_BYTES = 16 << 10
@@ -87,7 +87,7 @@ def figures(stack: TierStack) -> dict[str, int]:
 
 async def until_bypassed(stack: TierStack, files: Hanging) -> None:
     """Let the deadline of the writes pass that hang."""
-    await until(lambda: files.num_begun >= min(DEFAULT_NUM_THREADS, len(stack.hot.keys())))
+    await until(lambda: files.num_begun >= min(DEFAULT_NUM_THREADS, len(held_keys(stack.hot))))
     LoopClock().jump(2 * FAR_S)
     await until(lambda: figures(stack)["breaker_open"])
 

@@ -21,7 +21,7 @@ from lmcache_core.storage.stack import TierStack
 from tests.fixtures.disk_tier import PATIENCE_S
 from tests.fixtures.loop_clock import LoopClock
 from tests.fixtures.waiting import until
-from tests.suites.chunks import make_chunk, make_key
+from tests.suites.chunks import held_keys, make_chunk, make_key
 
 
 @asynccontextmanager

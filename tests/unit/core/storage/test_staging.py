@@ -33,6 +33,7 @@ from tests.fixtures.chains import (
     names_of,
 )
 from tests.fixtures.waiting import until
+from tests.suites.chunks import held_keys
 
 PATIENCE_S = 60.0
 
@@ -207,7 +208,7 @@ async def test_lift_ends_at_its_deadline_and_keeps_the_chunks_of_other_tiers(
     disk, hanging = Shelf("disk"), Gated()
     hanging.name, hanging.hangs = "storage", hangs_at_once
     chain = chain_of(range(4))
-    names = names_of(chain.keys_of_rank(0))
+    names = names_of(keys_of_rank(chain, 0))
     disk.held, hanging.held = set(names[:2]), {names[2]}
     now = asyncio.get_running_loop().time
     async with world(disk, hanging) as w:
@@ -329,7 +330,7 @@ def test_every_placement_of_chunks_is_staged_correctly(
 BLOCK_KEYS = 4
 NUM_CHUNKS = 12 * BLOCK_KEYS
 LONG = chain_of(range(NUM_CHUNKS))
-LONG_NAMES = names_of(LONG.keys_of_rank(0))
+LONG_NAMES = names_of(keys_of_rank(LONG, 0))
 
 
 @pytest.fixture

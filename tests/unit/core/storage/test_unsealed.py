@@ -20,7 +20,7 @@ from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import kv_of, tokens_of
 from tests.fixtures.wire import MemoryStore, serving
 from tests.suites.backend_suite import payload_of
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 NAMES = range(5)
 PATIENCE_S = 60.0
