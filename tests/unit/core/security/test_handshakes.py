@@ -1,4 +1,4 @@
-"""Handshakes that are underway are counted until they end, fail, or nobody has them any more."""
+"""Handshakes that are underway count until they end, fail, or their connection is gone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import ssl
 from pathlib import Path
 
 import pytest
-from lmcache_core.security.handshakes import BoundedContext, CountedObject
+from lmcache_core.security import handshakes
+from lmcache_core.security.handshakes import BoundedContext
 from lmcache_core.security.tls import TlsFiles, client_context, server_context
 
+from tests.fixtures.held_clock import HeldClock
 from tests.fixtures.tls import Authority
 
 
@@ -18,9 +20,16 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-def bounded(authority: Authority) -> BoundedContext:
+def context(authority: Authority) -> ssl.SSLContext:
     pair = authority.sign("server", "server.example")
-    return BoundedContext(server_context(TlsFiles(pair.cert, pair.key)), 2, 5.0)
+    return server_context(TlsFiles(pair.cert, pair.key))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> HeldClock:
+    held = HeldClock()
+    monkeypatch.setattr(handshakes.time, "monotonic", held)
+    return held
 
 
 class Ends:
@@ -55,7 +64,10 @@ class Ends:
         assert len(done) == 2
 
 
-def test_what_is_over_does_not_count(bounded: BoundedContext, authority: Authority) -> None:
+def test_handshake_that_is_over_does_not_count(
+    context: ssl.SSLContext, authority: Authority
+) -> None:
+    bounded = BoundedContext(context, 2)
     ends = [Ends(bounded, authority) for _ in range(4)]
     ends[0].begin()
     ends[0].begin()
@@ -71,42 +83,34 @@ def test_what_is_over_does_not_count(bounded: BoundedContext, authority: Authori
         each.begin()
 
 
-def test_what_nobody_has_any_more_does_not_count(
-    bounded: BoundedContext, authority: Authority
+def test_handshake_of_a_lost_connection_does_not_count(
+    context: ssl.SSLContext, authority: Authority
 ) -> None:
-    ends = [Ends(bounded, authority) for _ in range(2)]
-    for each in ends:
-        each.begin()
-    del each
-    ends.clear()
-    later = [Ends(bounded, authority) for _ in range(2)]
-    for each in later:
-        each.begin()
+    bounded = BoundedContext(context, 2)
+    ends = Ends(bounded, authority)
+    ends.begin()
+    del ends
+    assert bounded.num_underway == 0
 
 
-def test_what_should_long_be_over_does_not_count(
-    bounded: BoundedContext, authority: Authority, monkeypatch: pytest.MonkeyPatch
+def test_handshake_beyond_its_timeout_does_not_count(
+    context: ssl.SSLContext, authority: Authority, clock: HeldClock
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr("lmcache_core.security.handshakes.time.monotonic", lambda: now)
-    ends = [Ends(bounded, authority) for _ in range(3)]
+    bounded = BoundedContext(context, 2, 5.0)
+    ends = [Ends(bounded, authority) for _ in range(4)]
     ends[0].begin()
-    now += 5.5
+    clock.now_s += 5.5
     ends[1].begin()
-    ends[2].is_refused()
-    now += 1.0
-    late = Ends(bounded, authority)
-    late.begin()
-    Ends(bounded, authority).is_refused()
+    with pytest.raises(ssl.SSLError, match="too many"):
+        ends[2].server.do_handshake()
+    clock.now_s += 1.0
+    ends[3].begin()
+    assert bounded.num_underway == 2
 
 
-def test_each_listener_has_a_bound_of_its_own(authority: Authority) -> None:
-    pair = authority.sign("server", "server.example")
-    shared = server_context(TlsFiles(pair.cert, pair.key))
-    first, second = BoundedContext(shared, 1), BoundedContext(shared, 1)
-    ends = [Ends(first, authority), Ends(second, authority)]
+def test_each_listener_has_its_own_bound(context: ssl.SSLContext, authority: Authority) -> None:
+    bounds = BoundedContext(context, 1), BoundedContext(context, 1)
+    ends = [Ends(bounded, authority) for bounded in bounds]
     for each in ends:
         each.begin()
-    Ends(first, authority).is_refused()
-    Ends(second, authority).is_refused()
-    assert isinstance(ends[0].server, CountedObject)
+    assert [bounded.num_underway for bounded in bounds] == [1, 1]

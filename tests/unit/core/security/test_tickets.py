@@ -15,7 +15,8 @@ from lmcache_core.security import (
     parse_ticket_keys,
     read_ticket_keys,
 )
-from lmcache_core.security.watched_files import WatchedFiles
+
+from tests.fixtures.held_clock import HeldClock, watch_files_by
 
 KEYS = {"k1": b"1" * 32, "k2": b"2" * 32}
 NOW = 1_700_000_000_000
@@ -27,11 +28,9 @@ def clock_at(now_ms: int) -> Callable[[], int]:
     return lambda: now_ms
 
 
-def make(
-    active: str = "k1", instance: str = "peer-a", tenant: str = "prod", expires: int = NOW + 10_000
-) -> str:
+def make(active: str = "k1", instance: str = "peer-a", expires: int = NOW + 10_000) -> str:
     return TicketSigner({active: KEYS[active]}).sign(
-        instance=instance, requester="peer-b", tenant=tenant, expires_unix_ms=expires
+        instance=instance, requester="peer-b", tenant="prod", expires_unix_ms=expires
     )
 
 
@@ -39,7 +38,7 @@ def verifier(now_ms: int = NOW, **options: int) -> TicketVerifier:
     return TicketVerifier(KEYS, "peer-a", clock_at(now_ms), **options)
 
 
-def test_what_was_signed_is_what_is_read() -> None:
+def test_signed_ticket_is_read() -> None:
     assert verifier().verify(make()) == Ticket("k1", "peer-a", "peer-b", "prod", NOW + 10_000)
 
 
@@ -53,21 +52,8 @@ def test_golden_ticket() -> None:
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_+/=.~ \n\0é"
 
 
-@given(st.data())
-def test_any_one_character_change_is_refused(data: st.DataObject) -> None:
-    text = make(active=data.draw(st.sampled_from(["k1", "k2"])))
-    at = data.draw(st.integers(0, len(text)))
-    char = data.draw(st.one_of(st.sampled_from(CHARACTERS), st.characters()))
-    kind = data.draw(st.sampled_from(["replace", "insert", "delete"]))
-    rest = text[at:] if kind == "insert" else text[at + 1 :]
-    changed = text[:at] + ("" if kind == "delete" else char) + rest
-    if changed == text:
-        return
-    with pytest.raises(AuthenticationError):
-        verifier().verify(changed)
-
-
-def test_every_spelling_of_every_character_is_refused() -> None:
+def test_every_replaced_character_is_refused() -> None:
+    """Also one that only changes unused bits of base64."""
     text, check = make(), verifier()
     for at in range(len(text)):
         for char in CHARACTERS:
@@ -76,11 +62,19 @@ def test_every_spelling_of_every_character_is_refused() -> None:
                     check.verify(text[:at] + char + text[at + 1 :])
 
 
+@given(st.data())
+def test_inserted_or_missing_character_is_refused(data: st.DataObject) -> None:
+    text = make()
+    at = data.draw(st.integers(0, len(text) - 1))
+    inserted = data.draw(st.just("") | st.sampled_from(CHARACTERS) | st.characters())
+    changed = text[:at] + inserted + text[at if inserted else at + 1 :]
+    with pytest.raises(AuthenticationError):
+        verifier().verify(changed)
+
+
 @given(
-    st.one_of(
-        st.text(max_size=200),
-        st.binary(max_size=100).map(lambda b: "v1." + base64.urlsafe_b64encode(b).decode() + ".x"),
-    )
+    st.text(max_size=200)
+    | st.binary(max_size=100).map(lambda b: "v1." + base64.urlsafe_b64encode(b).decode() + ".x")
 )
 def test_hostile_text_is_refused(text: str) -> None:
     with pytest.raises(AuthenticationError):
@@ -88,41 +82,29 @@ def test_hostile_text_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "v1",
-        "v1..",
-        "v2." + "A" * 10 + ".B",
-        "v1." + "A" * 5000 + ".B",
-        "v1.\ud800.B",
-        "." * 4096,
-    ],
+    "text", ["v2" + make()[2:], "v1." + "A" * 5000 + ".B", "v1.\ud800.B", "." * 4096]
 )
 def test_malformed_text_is_refused(text: str) -> None:
     with pytest.raises(AuthenticationError, match="malformed"):
         verifier().verify(text)
 
 
-PAYLOADS: list[object] = [
-    [],
-    ["k1"],
-    ["k1", "peer-a", "peer-b", "prod", "soon"],
-    ["k1", "peer-a", "peer-b", "prod", NOW + 1],
-    ["k1", "peer-a", "peer-b", "prod", NOW + 1, "more"],
-    {},
-    [[[[]]]],
-]
-
-
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_a_payload_that_nobody_signed_is_refused_whatever_it_holds(payload: object) -> None:
+@pytest.mark.parametrize(
+    "payload",
+    [
+        ["k1", "peer-a", "peer-b", "prod", "soon"],
+        ["k1", "peer-a", "peer-b", "prod", NOW + 1],
+        ["k1", "peer-a", "peer-b", "prod", NOW + 1, "more"],
+        {},
+    ],
+)
+def test_unsigned_payload_is_refused(payload: object) -> None:
     encoded = base64.urlsafe_b64encode(msgspec.msgpack.encode(payload)).rstrip(b"=").decode()
     with pytest.raises(AuthenticationError):
         verifier().verify(f"v1.{encoded}.{'A' * 43}")
 
 
-def test_expiry_and_skew() -> None:
+def test_expired_ticket_is_refused_behind_the_skew() -> None:
     text = make(expires=NOW)
     assert verifier(NOW + 1_999).verify(text)
     with pytest.raises(AuthenticationError, match="expired"):
@@ -131,17 +113,12 @@ def test_expiry_and_skew() -> None:
         verifier(NOW, skew_ms=0).verify(text)
 
 
-def test_a_ticket_for_another_instance_is_refused() -> None:
+def test_ticket_for_another_instance_is_refused() -> None:
     with pytest.raises(AuthenticationError, match="another instance"):
         verifier().verify(make(instance="peer-c"))
 
 
-def test_rotation() -> None:
-    old_only = TicketVerifier({"k1": KEYS["k1"]}, "peer-a", clock_at(NOW))
-    assert verifier().verify(make("k1")).key_id == "k1"
-    assert verifier().verify(make("k2")).key_id == "k2"
-    with pytest.raises(AuthenticationError, match="unknown"):
-        old_only.verify(make("k2"))
+def test_another_key_under_the_same_id_is_refused() -> None:
     swapped = TicketVerifier({"k1": KEYS["k2"]}, "peer-a", clock_at(NOW))
     with pytest.raises(AuthenticationError, match="code"):
         swapped.verify(make("k1"))
@@ -151,7 +128,7 @@ def test_rotation() -> None:
     ("field", "value"),
     [("instance", "a/b"), ("requester", ""), ("tenant", "Prod"), ("expires_unix_ms", 0)],
 )
-def test_a_signer_refuses_bad_fields(field: str, value: str | int) -> None:
+def test_signer_refuses_malformed_fields(field: str, value: str | int) -> None:
     fields = {"instance": "a", "requester": "b", "tenant": "t", "expires_unix_ms": NOW} | {
         field: value
     }
@@ -159,12 +136,19 @@ def test_a_signer_refuses_bad_fields(field: str, value: str | int) -> None:
         TicketSigner(KEYS).sign(**fields)  # type: ignore[arg-type]
 
 
-def test_bad_keys_are_refused() -> None:
-    for keys in ({}, {"k1": b"short"}, {"k 1": b"1" * 32}):
-        with pytest.raises(ConfigError):
-            TicketSigner(keys)
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"k1": b"short"}, {"k 1": b"1" * 32}, {f"k{i}": b"1" * 32 for i in range(17)}],
+    ids=["none", "short", "id", "too many"],
+)
+def test_keys_out_of_bounds_are_refused(keys: dict[str, bytes]) -> None:
     with pytest.raises(ConfigError):
-        TicketVerifier({f"k{i}": b"1" * 32 for i in range(17)}, "peer-a")
+        TicketSigner(keys)
+    with pytest.raises(ConfigError):
+        TicketVerifier(keys, "peer-a")
+
+
+def test_verifier_needs_an_instance_id() -> None:
     with pytest.raises(ValueError):
         TicketVerifier(KEYS, "not an id")
 
@@ -190,7 +174,9 @@ def test_key_entries_keep_their_order() -> None:
         ([f"k{i}:{SECRET}" for i in range(17)], "more than 16"),
     ],
 )
-def test_bad_key_entries(entries: list[str], complaint: str) -> None:
+def test_key_entry_that_is_none_is_refused_and_not_shown(
+    entries: list[str], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint) as error:
         parse_ticket_keys(entries)
     assert SECRET not in str(error.value)
@@ -210,40 +196,38 @@ def test_key_file(tmp_path: Path) -> None:
         read_ticket_keys(tmp_path / "absent")
 
 
-def test_keys_rotate_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The order of things that operators are told: the new key everywhere, then in front at the
-    broker, then the old one away.
+def test_keys_rotate_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the documented order: the new key everywhere, then in front at the broker, then the old
+    one away.
     """
-    clock = [0.0]
-    files = {name: tmp_path / name for name in ("broker", "peer")}
-    for path in files.values():
+    clock = HeldClock()
+    watch_files_by(clock, monkeypatch)
+    broker, peer = tmp_path / "broker", tmp_path / "peer"
+    for path in (broker, peer):
         path.write_text(f"k1:{KEY_TEXTS['k1']}\n")
-    keys = {name: TicketKeyFile(path) for name, path in files.items()}
-    for name, path in files.items():
-        keys[name]._watch = WatchedFiles([path], 1.0, lambda: clock[0])
-    signer, verifier = (
-        TicketSigner(keys["broker"]),
-        TicketVerifier(keys["peer"], "peer-a", clock_at(NOW)),
-    )
+    keys = TicketKeyFile(broker), TicketKeyFile(peer)
+    signer, verifier = TicketSigner(keys[0]), TicketVerifier(keys[1], "peer-a", clock_at(NOW))
 
     def signed() -> str:
-        clock[0] += 1.0
+        clock.now_s += 1.0
         return signer.sign(
             instance="peer-a", requester="peer-b", tenant="acme", expires_unix_ms=NOW + 1000
         )
 
     old = signed()
     assert verifier.verify(old).key_id == "k1"
-    files["peer"].write_text(f"k1:{KEY_TEXTS['k1']}\nk2:{KEY_TEXTS['k2']}\n")
+    peer.write_text(f"k1:{KEY_TEXTS['k1']}\nk2:{KEY_TEXTS['k2']}\n")
     assert verifier.verify(signed()).key_id == "k1"
-    files["broker"].write_text(f"k2:{KEY_TEXTS['k2']}\nk1:{KEY_TEXTS['k1']}\n")
+    broker.write_text(f"k2:{KEY_TEXTS['k2']}\nk1:{KEY_TEXTS['k1']}\n")
     assert verifier.verify(signed()).key_id == "k2"
     assert verifier.verify(old).key_id == "k1"
-    files["peer"].write_text(f"k2:{KEY_TEXTS['k2']}\n")
+    peer.write_text(f"k2:{KEY_TEXTS['k2']}\n")
     assert verifier.verify(signed()).key_id == "k2"
     with pytest.raises(AuthenticationError, match="key is unknown"):
         verifier.verify(old)
-    files["peer"].write_text("k2:short")
+    peer.write_text("k2:short")
     for _ in range(3):
         assert verifier.verify(signed()).key_id == "k2"
     assert caplog.text.count("keeping what was read before: files=ticket keys") == 1

@@ -10,12 +10,20 @@ from tests.fixtures.limits import without_descriptors
 
 CLIENT = "client-token-0123456789"
 ADMIN = "admin-token-0123456789"
+FRESH = "fresh-token-0123456789"
 SHA_CLIENT = hashlib.sha256(CLIENT.encode()).hexdigest()
 
 
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+def entry(**changes: str | None) -> str:
+    """A token file with one entry, with some of its fields changed or left out."""
+    fields = {"name": "a", "tenant": "t", "role": "client", "token": "0123456789abcdef"} | changes
+    set_fields = (f"{name}: {value}" for name, value in fields.items() if value is not None)
+    return f"tokens: [{{{', '.join(set_fields)}}}]"
 
 
 @pytest.fixture
@@ -35,33 +43,29 @@ def test_tokens_name_their_principals(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "token",
-    [None, "", "x", CLIENT + "x", CLIENT[:-1], SHA_CLIENT, "é" * 20, "\ud800" * 20, "x" * 100_000],
+    "token", [None, "", CLIENT + "x", CLIENT[:-1], SHA_CLIENT, "\ud800" * 20, "x" * 100_000]
 )
-def test_other_tokens_are_refused(file: Path, token: str | None) -> None:
+def test_unknown_token_is_refused_and_not_shown(file: Path, token: str | None) -> None:
     with pytest.raises(AuthenticationError) as error:
         TokenTable.from_file(file).authenticate(token)
-    assert not token or token not in str(error.value) or len(token) == 1
+    assert not token or token not in str(error.value)
 
 
-def test_anonymous_takes_anyone() -> None:
+def test_anonymous_table_admits_every_caller() -> None:
     table = TokenTable.anonymous()
     assert table.is_anonymous
-    assert (
-        table.authenticate(None)
-        == table.authenticate("whatever")
-        == Principal("default", "admin", "anonymous")
-    )
+    for token in (None, "any"):
+        assert table.authenticate(token) == Principal("default", "admin", "anonymous")
     table.reload_if_changed()
     assert table.is_anonymous
+    assert repr(table) == "TokenTable(anonymous)"
 
 
-def test_no_secret_in_repr(file: Path) -> None:
+def test_repr_shows_no_secret(file: Path) -> None:
     table = TokenTable.from_file(file)
     assert repr(table) == f"TokenTable({str(file)!r}, num_tokens=2)"
     assert "digest" not in repr(vars(table))
     assert ADMIN not in repr(vars(table))
-    assert repr(TokenTable.anonymous()) == "TokenTable(anonymous)"
 
 
 @pytest.mark.parametrize(
@@ -69,150 +73,97 @@ def test_no_secret_in_repr(file: Path) -> None:
     [
         ("", "Expected `object`"),
         ("tokens: []", "list 1 to"),
-        ("tokens: {}", r"\$.tokens"),
-        ("tokens: [}", "line 1 is not YAML"),
+        (f"tokens:\n- {{name: a, token: {ADMIN}, ]\n", "line 2 is not YAML"),
         ("tokens: 2001-99-99", "not YAML"),
-        (
-            "tokens: [{name: a, tenant: t, role: client, token: 0123456789abcdef}]\nextra: 1",
-            "extra",
-        ),
-        (
-            "tokens: [{name: a, tenant: t, role: client, token: 0123456789abcdef, scope: x}]",
-            r"scope.*tokens\[0\]",
-        ),
-        (
-            "tokens: [{name: a, tenant: t, role: root, token: 0123456789abcdef}]",
-            r"root.*tokens\[0\].role",
-        ),
-        (
-            "tokens: [{name: a, tenant: T, role: client, token: 0123456789abcdef}]",
-            r"tokens\[0\] \(a\): tenant 'T'",
-        ),
-        ("tokens: [{name: a, tenant: ../x, role: client, token: 0123456789abcdef}]", "tenant"),
-        (
-            "tokens: [{name: 'a b', tenant: t, role: client, token: 0123456789abcdef}]",
-            r"tokens\[0\]: name",
-        ),
-        ("tokens: [{name: a, tenant: t, role: client}]", "exactly one"),
-        (
-            (
-                "tokens: [{name: a, tenant: t, role: client, token: 0123456789abcdef,"
-                f" token_sha256: {SHA_CLIENT}}}]"
-            ),
-            "exactly one",
-        ),
-        ("tokens: [{name: a, tenant: t, role: client, token: short}]", "16 to 512"),
-        (
-            "tokens: [{name: a, tenant: t, role: client, token: '0123456789abcdef '}]",
-            "visible ASCII",
-        ),
-        (
-            "tokens: [{name: a, tenant: t, role: client, token: 1234567890123456}]",
-            r"\$.tokens\[0\].token",
-        ),
-        ("tokens: [{name: a, tenant: t, role: client, token_sha256: abc}]", "64 hex digits"),
+        (entry() + "\nextra: 1", "extra"),
+        (entry(scope="x"), r"scope.*tokens\[0\]"),
+        (entry(role="root"), r"root.*tokens\[0\].role"),
+        (entry(tenant="T"), r"tokens\[0\] \(a\): tenant 'T'"),
+        (entry(name="'a b'"), r"tokens\[0\]: name"),
+        (entry(token=None), "exactly one"),
+        (entry(token_sha256=SHA_CLIENT), "exactly one"),
+        (entry(token="short"), "16 to 512"),
+        (entry(token="'0123456789abcdef '"), "visible ASCII"),
+        (entry(token="1234567890123456"), r"\$.tokens\[0\].token"),
+        (entry(token=None, token_sha256="abc"), "64 hex digits"),
+        # The last role would count, or all tokens of the first list be gone.
+        (entry(role="client, role: admin"), "line 1 has a name twice; keep one of them"),
+        ("#" * (MAX_TOKEN_FILE_BYTES + 1), "larger than"),
     ],
 )
-def test_bad_files_name_file_entry_and_fix(tmp_path: Path, text: str, complaint: str) -> None:
+def test_malformed_file_is_refused_with_entry_and_fix_and_not_shown(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     path = write(tmp_path / "bad.yaml", text)
     with pytest.raises(ConfigError, match=complaint) as error:
         TokenTable.from_file(path)
     assert str(path) in str(error.value)
-    assert "0123456789abcdef" not in str(error.value)
+    assert "0123456789" not in str(error.value)
+    assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
-@pytest.mark.parametrize("double", [{"name"}, {"token"}])
-def test_doubles_are_refused(tmp_path: Path, double: set[str]) -> None:
-    names = ["a", "a" if "name" in double else "b"]
-    tokens = ["0123456789abcdef0", "0123456789abcdef" + ("0" if "token" in double else "1")]
-    entries = "".join(
-        f"- {{name: {n}, tenant: t, role: client, token: {k}}}\n"
-        for n, k in zip(names, tokens, strict=True)
-    )
-    with pytest.raises(ConfigError, match=f"share a {next(iter(double))}"):
-        TokenTable.from_file(write(tmp_path / "t.yaml", f"tokens:\n{entries}"))
+@pytest.mark.parametrize("shared", ["name", "token"])
+def test_entries_share_neither_name_nor_token(tmp_path: Path, shared: str) -> None:
+    second = {"name": "b", "token": "another-token-0123"} | {
+        shared: {"name": "a", "token": "0123456789abcdef"}[shared]
+    }
+    both = entry()[:-1] + ", " + entry(**second).removeprefix("tokens: [")
+    with pytest.raises(ConfigError, match=f"share a {shared}"):
+        TokenTable.from_file(write(tmp_path / "t.yaml", both))
 
 
-def test_a_broken_line_is_not_quoted(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.yaml", f"tokens:\n- {{name: a, token: {ADMIN}, ]\n")
-    with pytest.raises(ConfigError) as error:
-        TokenTable.from_file(path)
-    assert ADMIN not in str(error.value)
-    assert error.value.__suppress_context__
-
-
-def test_a_name_twice_is_refused_and_not_quoted(tmp_path: Path) -> None:
-    """Else the last role would count, or all tokens of the first list be gone."""
-    (tmp_path / "tokens.yaml").write_text(
-        "tokens:\n  - {name: a, tenant: t, role: client, role: admin, token:"
-        " s3cret-s3cret-s3cret}\n"
-    )
-    with pytest.raises(ConfigError, match="line 2 has a name twice; keep one of them") as caught:
-        TokenTable.from_file(tmp_path / "tokens.yaml")
-    assert "s3cret" not in str(caught.value)
-
-
-def test_size_bounds(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="larger than"):
-        TokenTable.from_file(write(tmp_path / "big", "#" * (MAX_TOKEN_FILE_BYTES + 1)))
+def test_number_of_tokens_is_bounded(tmp_path: Path) -> None:
     many = "".join(
         f"- {{name: n{i}, tenant: t, role: client, token: token-of-sixteen-{i}}}\n"
         for i in range(MAX_TOKENS + 1)
     )
     with pytest.raises(ConfigError, match="list 1 to"):
         TokenTable.from_file(write(tmp_path / "many", "tokens:\n" + many))
-    with pytest.raises(ConfigError, match="No such file"):
-        TokenTable.from_file(tmp_path / "absent")
 
 
-def test_reload_follows_a_replaced_file(file: Path) -> None:
+def test_replaced_file_is_read_again(file: Path) -> None:
     table = TokenTable.from_file(file)
     table.reload_if_changed()
     assert table.authenticate(CLIENT).name == "vllm"
-    fresh = write(
-        file.with_suffix(".new"),
-        "tokens: [{name: n, tenant: other, role: client, token: fresh-token-0123456789}]",
-    )
-    fresh.replace(file)
+    write(file.with_suffix(".new"), entry(tenant="other", token=FRESH)).replace(file)
     table.reload_if_changed()
-    assert table.authenticate("fresh-token-0123456789").tenant == "other"
+    assert table.authenticate(FRESH).tenant == "other"
     with pytest.raises(AuthenticationError):
         table.authenticate(CLIENT)
 
 
-def test_a_file_that_went_bad_is_reported_once_and_the_old_table_stays(
+def test_unusable_file_is_logged_once_and_the_old_table_stays(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = TokenTable.from_file(file)
-    fresh = "tokens: [{name: n, tenant: other, role: client, token: fresh-token-0123456789}]"
 
-    def problems_after(*, num_looks: int = 3) -> int:
+    def num_problems() -> int:
         caplog.clear()
-        for _ in range(num_looks):
+        for _ in range(3):
             table.reload_if_changed()
         assert table.authenticate(CLIENT).name == "vllm"
         return caplog.text.count("keeping what was read before")
 
     file.write_text("tokens: []")
-    assert problems_after() == 1
+    assert num_problems() == 1
     file.unlink()
-    assert problems_after() == 1
-    file.write_text(fresh)
+    assert num_problems() == 1
+    file.write_text(entry(tenant="other", token=FRESH))
     with without_descriptors():
-        assert problems_after() == 1
+        assert num_problems() == 1
     table.reload_if_changed()
-    assert table.authenticate("fresh-token-0123456789").tenant == "other"
+    assert table.authenticate(FRESH).tenant == "other"
 
 
-@pytest.mark.parametrize("name", ["", "A", "-a", ".a", "a/b", "a b", "a\n", "a" * 64, "ä"])
-def test_tenant_names(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "A", "-a", "a/b", "a\n", "a" * 64, "ä"])
+def test_malformed_tenant_is_refused(name: str) -> None:
     with pytest.raises(ValueError):
         validate_tenant(name)
     assert validate_tenant("a" * 63) == "a" * 63
 
 
-@pytest.mark.parametrize("name", ["", "-a", "../x", "a/b", "a:b", "a\n", "a" * 129])
-def test_instance_ids(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "-a", "../x", "a:b", "a\n", "a" * 129])
+def test_malformed_instance_id_is_refused(name: str) -> None:
     with pytest.raises(ValueError):
         validate_instance_id(name)
     assert validate_instance_id("vllm-0.Pod_1") == "vllm-0.Pod_1"
