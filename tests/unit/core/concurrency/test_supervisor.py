@@ -7,149 +7,111 @@ import contextlib
 import logging
 
 import pytest
-from lmcache_core.concurrency import TaskSupervisor, run_together, supervisor
+from lmcache_core.concurrency import TaskSupervisor, run_together
 from lmcache_core.errors import UnavailableError
 
+pytestmark = pytest.mark.virtual_time
 
-async def swallow_first(ended: list[str]) -> None:
-    """Swallow one cancellation, then wait for the next."""
+
+async def ignore_first_cancellation(ended: list[str]) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.Event().wait()
     try:
         await asyncio.Event().wait()
     finally:
-        ended.append("swallow_first")
+        ended.append("stubborn")
 
 
-async def wait_and_tell(ended: list[str]) -> None:
+async def end_slowly(ended: list[str], name: str = "good") -> None:
     try:
         await asyncio.Event().wait()
     finally:
-        await asyncio.sleep(0.01)  # giving back takes a while
-        ended.append("wait_and_tell")
+        await asyncio.sleep(1.0)
+        ended.append(name)
+
+
+async def fail(name: str) -> None:
+    await asyncio.sleep(0)
+    raise UnavailableError(name)
 
 
 async def test_close_names_and_leaves_a_task_that_ignores_its_cancellation(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(supervisor, "CANCEL_WAIT_S", 0.2)
     ended: list[str] = []
     tasks = TaskSupervisor("component")
-    tasks.start("stubborn", swallow_first(ended))
-    tasks.start("good", wait_and_tell(ended))
+    tasks.start("stubborn", ignore_first_cancellation(ended))
+    tasks.start("good", end_slowly(ended))
     await asyncio.sleep(0)
     [stubborn] = [task for task in asyncio.all_tasks() if task.get_name() == "component/stubborn"]
     with caplog.at_level(logging.ERROR, "lmcache_core.concurrency"):
-        async with asyncio.timeout(10):
-            await tasks.close()
-    assert ended == ["wait_and_tell"]
+        await tasks.close()
+    assert ended == ["good"]
     [record] = caplog.records
     assert "component/stubborn" in record.getMessage()
-    assert "good" not in record.getMessage()
     stubborn.cancel()
     await asyncio.wait([stubborn])
 
 
-async def test_close_joins_what_takes_a_while_to_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_close_that_is_cancelled_while_it_drains_has_cancelled_the_tasks() -> None:
     ended: list[str] = []
     tasks = TaskSupervisor("component")
-    tasks.start("good", wait_and_tell(ended))
-    await asyncio.sleep(0)
-    await tasks.close()
-    assert ended == ["wait_and_tell"]
-    assert caplog.records == []
-
-
-async def test_a_close_that_is_cancelled_while_it_drains_has_cancelled_the_tasks() -> None:
-    ended: list[str] = []
-    tasks = TaskSupervisor("component")
-    tasks.start("good", wait_and_tell(ended))
+    tasks.start("good", end_slowly(ended))
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
+        async with asyncio.timeout(10.0):
             await tasks.close(drain_s=60)
-    async with asyncio.timeout(10):
-        while not ended:
-            await asyncio.sleep(0.01)
+    await asyncio.sleep(2.0)
+    assert ended == ["good"]
 
 
-async def test_close_of_nothing_ends_at_once() -> None:
+async def test_closed_supervisor_starts_nothing() -> None:
     tasks = TaskSupervisor("component")
     await tasks.close(drain_s=60)
-    work = wait_and_tell([])
-    assert not tasks.start("late", work)
+    assert not tasks.start("late", end_slowly([]))
 
 
-class Work:
-    """Pieces of work that note how they end."""
+async def test_work_runs_together() -> None:
+    both, ended = asyncio.Barrier(2), list[str]()
 
-    def __init__(self) -> None:
-        self.ended: list[str] = []
-        self.both = asyncio.Barrier(2)
+    async def meet(name: str) -> None:
+        await both.wait()
+        ended.append(name)
 
-    async def meet(self, name: str) -> None:
-        await self.both.wait()
-        self.ended.append(name)
-
-    async def last(self, name: str) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.01)  # what it gives back takes a while
-            self.ended.append(name)
-
-    async def fail(self, name: str) -> None:
-        await asyncio.sleep(0)
-        raise UnavailableError(name)
-
-
-async def test_they_run_at_once() -> None:
-    work = Work()
-    async with asyncio.timeout(9):
-        await run_together(work.meet(name) for name in ("a", "b"))
-    assert sorted(work.ended) == ["a", "b"]
-
-
-async def test_nothing_to_do_is_done() -> None:
+    async with asyncio.timeout(1.0):
+        await run_together(meet(name) for name in ("a", "b"))
+    assert sorted(ended) == ["a", "b"]
     await run_together([])
 
 
-async def test_a_failure_is_raised_when_all_the_others_have_ended() -> None:
-    work = Work()
-    async with asyncio.timeout(60):
-        with pytest.raises(UnavailableError, match="first"):
-            await run_together([work.last("a"), work.fail("first"), work.last("b")])
-    assert sorted(work.ended) == ["a", "b"]
+async def test_failure_is_raised_when_all_others_have_ended() -> None:
+    ended: list[str] = []
+    with pytest.raises(UnavailableError, match="first"):
+        await run_together([end_slowly(ended, "a"), fail("first"), end_slowly(ended, "b")])
+    assert sorted(ended) == ["a", "b"]
 
 
-async def test_a_piece_that_ignores_its_cancellation_is_named_and_left(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_work_that_ignores_its_cancellation_is_named_and_left(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(supervisor, "CANCEL_WAIT_S", 0.2)
-    let_go = asyncio.Event()
-
-    async def stubborn() -> None:
-        while not let_go.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await let_go.wait()
-
-    work = Work()
-    async with asyncio.timeout(60):
-        with pytest.raises(UnavailableError, match="first"):
-            await run_together([stubborn(), work.fail("first"), work.last("b")])
-    assert work.ended == ["b"]
+    ended: list[str] = []
+    with pytest.raises(UnavailableError, match="first"):
+        await run_together([ignore_first_cancellation(ended), fail("first"), end_slowly(ended)])
+    assert ended == ["good"]
     [record] = caplog.records
-    assert "stubborn" in record.getMessage()
-    let_go.set()
+    assert "ignore_first_cancellation" in record.getMessage()
+    [stubborn] = asyncio.all_tasks() - {asyncio.current_task()}
+    stubborn.cancel()
+    await asyncio.wait([stubborn])
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
-async def test_cancelled_it_leaves_nothing_behind(num_turns: int) -> None:
-    work = Work()
-    running = asyncio.ensure_future(run_together([work.last("a"), work.last("b")]))
+async def test_cancelled_work_leaves_no_task(num_turns: int) -> None:
+    ended: list[str] = []
+    running = asyncio.ensure_future(run_together([end_slowly(ended, "a"), end_slowly(ended, "b")]))
     for _ in range(num_turns):
         await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert work.ended == ([] if num_turns < 3 else ["a", "b"])
+    assert ended == ([] if num_turns < 3 else ["a", "b"])
     assert asyncio.all_tasks() == {asyncio.current_task()}
