@@ -18,10 +18,8 @@ ONE, TWO = b"\1" * 16, b"\2" * 16
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
-async def opened(
-    handler: Handler, token: str | None = None, timeout_s: float = 30.0
-) -> BrokerClient:
-    client = BrokerClient(URL, token, timeout_s, transport=httpx.MockTransport(handler))
+async def opened(handler: Handler, token: str | None = None) -> BrokerClient:
+    client = BrokerClient(URL, token, 30.0, transport=httpx.MockTransport(handler))
     await client.open()
     return client
 
@@ -33,6 +31,16 @@ def raw(content: bytes, status: int = 200) -> httpx.Response:
 
 def answer(body: Any, status: int = 200) -> Handler:
     return lambda request: raw(msgspec.json.encode(body), status)
+
+
+def noting(seen: list[Any], body: bytes, status: int = 200) -> Handler:
+    """Answers so, and notes the path and the body of each request."""
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.path, msgspec.json.decode(request.content)))
+        return raw(body, status)
+
+    return handler
 
 
 def granted(*assignments: dict[str, Any]) -> Handler:
@@ -70,25 +78,37 @@ async def test_register_sends_what_the_protocol_names() -> None:
     await client.close()
 
 
-async def test_transfers() -> None:
+async def test_transfers_are_assigned() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         assert msgspec.json.decode(request.content) == {
             "requester": "me",
             "chunks": [
-                {"chunk_id": ONE.hex(), "holders": ["b", "c"]},
+                {"chunk_id": ONE.hex(), "holders": ["b", "c"], "tiers": ["memory", "disk"]},
                 {"chunk_id": TWO.hex(), "holders": ["c"]},
             ],
+            "wait_ms": 250,
         }
         return granted({"instance": "c", "chunk_ids": [TWO.hex(), ONE.hex()]})(request)
 
     client = await opened(handler)
     assert await client.transfers("me", []) == [], "nothing is asked"
-    assert await client.transfers("me", [(ONE, ["b", "c"]), (TWO, ["c"])]) == [
+    wanted = [(ONE, [HeldBy("b", "memory"), HeldBy("c", "disk")]), (TWO, ["c"])]
+    found = await client.transfers("me", wanted, wait_ms=250)
+    assert found == [
         Assignment("c", "lm://10.0.0.2:1", [TWO.hex(), ONE.hex()], "v1.x.y", 1_700_000_000_000)
     ]
+    assert "v1.x.y" not in repr(found)
 
 
-async def test_a_long_request_is_cut_to_its_bounds() -> None:
+async def test_tiers_and_patience_are_sent_where_they_are_known() -> None:
+    seen: list[Any] = []
+    client = await opened(noting(seen, b'{"assignments": [], "unassigned": [], "busy": ["new"]}'))
+    await client.transfers("me", [(ONE, ["a"])])
+    asked = {"requester": "me", "chunks": [{"chunk_id": ONE.hex(), "holders": ["a"]}]}
+    assert seen == [("/v1/transfers", asked)]
+
+
+async def test_long_request_is_cut_to_its_bounds() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         chunks = msgspec.json.decode(request.content)["chunks"]
         assert len(chunks) == MAX_CHUNKS_PER_TRANSFER
@@ -103,18 +123,16 @@ async def test_a_long_request_is_cut_to_its_bounds() -> None:
     "assignments",
     [
         [{"instance": "b", "chunk_ids": [ONE.hex()]}, {"instance": "c", "chunk_ids": [ONE.hex()]}],
-        [{"instance": "b", "chunk_ids": [ONE.hex(), ONE.hex()]}],
         [{"instance": "stranger", "chunk_ids": [ONE.hex()]}],
         [{"instance": "me", "chunk_ids": [ONE.hex()]}],
         [{"instance": "b", "chunk_ids": ["ff" * 16]}],
-        [{"instance": "b", "chunk_ids": ["zz"]}],
         [{"instance": "b", "chunk_ids": []}],
         [{"instance": "b", "chunk_ids": [ONE.hex()], "distributed_url": "http://10.0.0.2:1"}],
         [{"instance": "b", "chunk_ids": [ONE.hex()], "ticket": "x" * 5000}],
         [{"instance": "b", "chunk_ids": [ONE.hex()], "expires_ms": -1}],
     ],
 )
-async def test_assignments_that_nobody_asked_for_are_refused(
+async def test_impossible_assignments_are_refused(
     assignments: list[dict[str, Any]],
 ) -> None:
     client = await opened(granted(*assignments))
@@ -122,43 +140,35 @@ async def test_assignments_that_nobody_asked_for_are_refused(
         await client.transfers("me", [(ONE, ["b", "c", "me"])])
 
 
-NO_LEASES = [
-    b"",
-    b"null",
-    b"[]",
-    b"{}",
-    b'{"ttl_ms": 0, "draining": false}',
-    b'{"ttl_ms": "1", "draining": false}',
-    b"\xff\xfe",
-    b"[" * 5000,
-    b'{"x":' + b"[" * 99_999,
-    msgspec.json.encode(
-        {
-            "ttl_ms": 1,
-            "draining": True,
-            "copies": [
-                {"chunk_id": ONE.hex() + "\n", "instance": "b", "distributed_url": "lm://b:1"}
-            ],
-        }
-    ),
-]
+COPY = {"chunk_id": ONE.hex() + "\n", "instance": "b", "distributed_url": "lm://b:1"}
 
 
-@pytest.mark.parametrize("body", NO_LEASES)
-async def test_bodies_that_are_no_lease_are_refused(body: bytes) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"null",
+        b"{}",
+        b'{"ttl_ms": 0, "draining": false}',
+        b'{"ttl_ms": "1", "draining": false}',
+        b"\xff\xfe",
+        b"[" * 5000,
+        msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": [COPY]}),
+    ],
+)
+async def test_malformed_lease_is_refused(body: bytes) -> None:
     client = await opened(lambda request: raw(body))
     with pytest.raises(UnavailableError, match="unusable answer"):
         await client.register(PEER, load=0.0, ttl_ms=1000)
 
 
-@pytest.mark.parametrize("status", [301, 401, 404, 503])
-async def test_a_status_is_a_failure_with_its_reason(status: int) -> None:
+@pytest.mark.parametrize("status", [301, 404])
+async def test_status_is_a_failure_with_its_reason(status: int) -> None:
     client = await opened(answer({"title": "No", "detail": "not\nyou"}, status))
     with pytest.raises(UnavailableError, match=rf"status {status} 'not\\nyou'"):
         await client.register(PEER, load=0.0, ttl_ms=1000)
 
 
-async def test_a_peer_is_deregistered_also_when_it_is_gone_and_drained_by_name() -> None:
+async def test_peer_is_deregistered_even_if_it_is_gone_and_drained_by_name() -> None:
     seen: list[str] = []
     status = 404
 
@@ -192,18 +202,19 @@ async def test_every_failure_of_the_http_library_is_mapped(error: type[httpx.Req
         await client.peers()
 
 
-async def test_a_call_ends_at_its_deadline_though_bytes_keep_dripping() -> None:
+@pytest.mark.virtual_time
+async def test_call_ends_at_its_deadline_though_bytes_keep_dripping() -> None:
     async def drip() -> AsyncIterator[bytes]:
         while True:
             yield b" "
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
 
-    client = await opened(lambda request: httpx.Response(200, content=drip()), timeout_s=0.1)
+    client = await opened(lambda request: httpx.Response(200, content=drip()))
     with pytest.raises(UnavailableError, match="TimeoutError"):
         await client.peers()
 
 
-async def test_a_body_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_body_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_RESPONSE_BYTES", 1000)
 
     async def flood() -> AsyncIterator[bytes]:
@@ -215,7 +226,7 @@ async def test_a_body_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> Non
         await client.peers()
 
 
-async def test_a_compressed_body_is_not_inflated() -> None:
+async def test_compressed_body_is_not_inflated() -> None:
     packed = gzip.compress(b'{"peers": []}')
     client = await opened(
         lambda request: httpx.Response(
@@ -234,10 +245,9 @@ async def test_a_client_that_is_not_open_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["", "broker:8082", "ftp://broker", "http://", "http://me:secret@broker", "http://broker/?x=1"],
+    "url", ["broker:8082", "ftp://broker", "http://", "http://me:secret@broker", "http://broker/?x"]
 )
-def test_bad_base_urls(url: str) -> None:
+def test_malformed_url_is_a_config_error_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="broker URL") as error:
         BrokerClient(url, None, 1.0)
     assert "secret" not in str(error.value)
@@ -246,100 +256,37 @@ def test_bad_base_urls(url: str) -> None:
 @pytest.mark.parametrize(
     "changed", [{"id": "../admin"}, {"distributed_url": "lm://u:p@a:1"}, {"incarnation": -1}]
 )
-def test_bad_peers(changed: dict[str, Any]) -> None:
+def test_malformed_peer_is_refused(changed: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"id": "a", "incarnation": 0, "distributed_url": "lm://a:1"}
     with pytest.raises(ValueError):
         Peer(**fields | changed)
 
 
-def test_a_ticket_is_not_printed() -> None:
-    assert "v1.x.y" not in repr(Assignment("c", "lm://a:1", [ONE.hex()], "v1.x.y", 1))
-
-
-async def test_tiers_and_patience_are_sent_where_they_are_known() -> None:
+async def test_finished_pulls_are_reported() -> None:
     seen: list[Any] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(msgspec.json.decode(request.content))
-        return raw(
-            msgspec.json.encode(
-                {"assignments": [], "unassigned": [], "busy": ["from a newer version"]}
-            )
-        )
-
-    client = await opened(handler)
-    await client.transfers(
-        "me",
-        [(ONE, [HeldBy("a", "memory"), HeldBy("b", "disk")]), (TWO, ["a"])],
-        wait_ms=250,
-    )
-    await client.transfers("me", [(ONE, ["a"])])
-    with_tiers = {
-        "chunk_id": ONE.hex(),
-        "holders": ["a", "b"],
-        "tiers": ["memory", "disk"],
-    }
-    without = {"chunk_id": TWO.hex(), "holders": ["a"]}
-    assert seen == [
-        {"requester": "me", "chunks": [with_tiers, without], "wait_ms": 250},
-        {"requester": "me", "chunks": [{"chunk_id": ONE.hex(), "holders": ["a"]}]},
-    ]
-    await client.close()
-
-
-async def test_pulls_that_are_over_are_reported() -> None:
-    seen: list[tuple[str, Any]] = []
-    status = 200
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append((request.url.path, msgspec.json.decode(request.content)))
-        return raw(b"{}", status)
-
-    client = await opened(handler)
+    client = await opened(noting(seen, b"{}"))
     await client.done("me", ["p1", "", "p2"])
     await client.done("me", [""])
     assert seen == [("/v1/transfers:done", {"requester": "me", "pulls": ["p1", "p2"]})]
-    status = 500
-    with pytest.raises(UnavailableError):
-        await client.done("me", ["p4"])
-    await client.close()
 
 
-async def test_a_drain_is_reported_and_copies_are_read() -> None:
+async def test_drain_is_reported_and_orders_to_copy_are_read() -> None:
     seen: list[Any] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(msgspec.json.decode(request.content)["drain"])
-        copies = [{"chunk_id": ONE.hex(), "instance": "b", "distributed_url": "lm://b:1"}]
-        return raw(msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": copies}))
-
-    client = await opened(handler)
-    lease = await client.register(
-        PEER, load=0.0, ttl_ms=1, drain=DrainReport("done", 3, 1, 1, 1, 0)
-    )
-    assert seen == [
-        {
-            "state": "done",
-            "total": 3,
-            "handed_over": 1,
-            "already_elsewhere": 1,
-            "failed": 1,
-            "left": 0,
-        }
-    ]
+    order = {"chunk_id": ONE.hex(), "instance": "b", "distributed_url": "lm://b:1"}
+    body = msgspec.json.encode({"ttl_ms": 1, "draining": True, "copies": [order]})
+    client = await opened(noting(seen, body))
+    report = DrainReport("done", 3, 1, 1, 1, 0)
+    lease = await client.register(PEER, load=0.0, ttl_ms=1, drain=report)
+    ((_, sent),) = seen
+    assert sent["drain"] == msgspec.to_builtins(report)
     assert lease.copies == (CopyOrder(ONE.hex(), "b", "lm://b:1"),)
-    await client.close()
 
 
-async def test_a_pull_is_renewed_where_the_broker_knows_it() -> None:
+async def test_pull_is_renewed_where_the_broker_knows_it() -> None:
     seen: list[Any] = []
     known = {"pull": "p", "ticket": "v1.x.y", "expires_ms": 1_700_000_000_000, "ttl_ms": 5_000}
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append((request.url.path, msgspec.json.decode(request.content)))
-        return raw(msgspec.json.encode({"renewed": [known | {"pull": "another"}, known]}))
-
-    client = await opened(handler)
+    body = msgspec.json.encode({"renewed": [known | {"pull": "another"}, known]})
+    client = await opened(noting(seen, body))
     renewal = await client.renew("me", "p")
     assert renewal == Renewal("p", "v1.x.y", 1_700_000_000_000, 5_000)
     assert "v1.x.y" not in repr(renewal)
