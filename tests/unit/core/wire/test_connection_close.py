@@ -6,28 +6,48 @@ import asyncio
 import contextlib
 
 import pytest
-from lmcache_core.concurrency import supervisor
 from lmcache_core.wire.connection import ClientConnection
-from lmcache_core.wire.stream import FrameStream
+from lmcache_core.wire.frames import FrameHeader, FrameType
+from lmcache_core.wire.messages import HelloOk
 
 
-async def test_a_reader_that_ignores_its_cancellation_is_named_and_left(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(supervisor, "CANCEL_WAIT_S", 0.2)
-    let_go = asyncio.Event()
+class StubbornStream:
+    """Answers HELLO; then its reader ignores cancellations until it is let go."""
 
-    async def stubborn() -> None:
-        while not let_go.is_set():
+    is_open = True
+
+    def __init__(self) -> None:
+        self.let_go = asyncio.Event()
+        self.headers = [FrameHeader(FrameType.HELLO_OK, 1, 1, 0)]
+
+    async def send_message(self, *_: object) -> None: ...
+
+    async def read_header(self) -> FrameHeader:
+        while not self.headers and not self.let_go.is_set():
             with contextlib.suppress(asyncio.CancelledError):
-                await let_go.wait()
+                await self.let_go.wait()
+        return self.headers.pop()
 
-    connection = ClientConnection(FrameStream(), "server")
-    reader = connection._reader = asyncio.create_task(stubborn(), name="lm-client/server")
+    async def read_message(self, _: FrameHeader) -> HelloOk:
+        return HelloOk(1, "server", 4)
+
+    def abort(self) -> None: ...
+
+    async def wait_closed(self) -> None: ...
+
+
+@pytest.mark.virtual_time
+async def test_reader_that_ignores_its_cancellation_is_named_and_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stream = StubbornStream()
+    connection = ClientConnection(stream, "server")  # type: ignore[arg-type]
+    await connection.greet(None, "client")
+    (reader,) = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.sleep(0)
-    closing = asyncio.create_task(connection.close())
-    done, _ = await asyncio.wait([closing], timeout=10)
-    let_go.set()
-    await asyncio.wait([reader, closing])
-    assert done
+    async with asyncio.timeout(60.0):
+        await connection.close()
     assert "lm-client/server" in caplog.text
+    stream.let_go.set()
+    await asyncio.wait([reader])
+    assert isinstance(reader.exception(), IndexError)

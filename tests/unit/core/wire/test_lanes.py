@@ -17,7 +17,7 @@ HASH = "0f" * 32
 
 
 class Line:
-    """A stream that the server's table is at the other end of."""
+    """A stream to the server's table."""
 
     def __init__(self) -> None:
         self.known = KnownLanes()
@@ -51,7 +51,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("keys", MIXED, ids=range(len(MIXED)))
-async def test_the_server_understands_what_the_client_names(keys: list[ChunkKey]) -> None:
+async def test_server_understands_the_names_of_the_client(keys: list[ChunkKey]) -> None:
     line = Line()
     lanes = naming(line)
     for _ in range(2):
@@ -65,7 +65,7 @@ async def test_keys_of_one_lane_are_one_run() -> None:
     assert [(number, len(data)) for number, data in names] == [(0, 5 * 32)]
 
 
-async def test_a_declaration_that_is_cancelled_is_made_by_the_next_request() -> None:
+async def test_cancelled_declaration_is_made_by_the_next_request() -> None:
     line = Line()
     lanes = naming(line)
     line.gate.clear()
@@ -87,7 +87,7 @@ async def test_a_declaration_that_is_cancelled_is_made_by_the_next_request() -> 
     ],
     ids=range(4),
 )
-async def test_a_key_that_cannot_be_spelled_is_refused_before_it_is_sent(
+async def test_key_that_cannot_be_encoded_is_refused_before_it_is_sent(
     bad: CacheEngineKey,
 ) -> None:
     line = Line()

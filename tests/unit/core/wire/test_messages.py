@@ -20,47 +20,26 @@ ENGINE = messages.EngineInfo("vllm/e", 7, 1, "org/m", "layout", 2)
         (FrameType.CONTAINS, [[[None, bytes(MAX_CANONICAL_KEY_BYTES + 1)]]]),
         (FrameType.CONTAINS, [[[0, bytes(MAX_CANONICAL_KEY_BYTES + 1)]]]),
         (FrameType.CONTAINS, [[[MAX_LANES, b""]]]),
-        (FrameType.CONTAINS, [[[-1, b""]]]),
         (FrameType.CONTAINS, [[[0, "text"]]]),
-        (FrameType.CONTAINS, [[[0]]]),
-        (FrameType.CONTAINS, [[b"k"]]),
         (FrameType.LANE, [MAX_LANES, ["f", "m", 1, 0, ""]]),
         (FrameType.LANE, [0, ["f", "m" * (MAX_KEY_FIELD_BYTES + 1), 1, 0, ""]]),
         (FrameType.LANE, [0, ["f", "m", 1 << 32, 0, ""]]),
-        (FrameType.LANE, [0, ["f", "m", 1, -1, ""]]),
-        (FrameType.LANE, [0, ["f", "m", 1, 0, "", "more"]]),
-        (FrameType.LANE, [0, ["f", "m", 1]]),
-        (FrameType.LANE, [0]),
         (FrameType.HANDOVER, ["a tenant", 0, True]),
-        (FrameType.HANDOVER, ["acme\n", 0, True]),
         (FrameType.HANDOVER, ["acme", -1, True]),
-        (FrameType.HANDOVER, ["acme", 0, 1]),
-        (FrameType.HANDOVER, ["acme", 0]),
         (FrameType.HELD, ["a tenant", []]),
         (FrameType.HELD, ["acme", [[None, b""]] * (MAX_BATCH_KEYS + 1)]),
-        (FrameType.HELD, ["acme"]),
-        (FrameType.CONTAINS, []),
         (FrameType.CONTAINS, [[], 1]),
-        (FrameType.CONTAINS, {"keys": []}),
-        (FrameType.CONTAINS, 7),
         (FrameType.CHUNK, [-1]),
         (FrameType.CHUNK, [MAX_BATCH_KEYS]),
-        (FrameType.CHUNK, [True]),
-        (FrameType.GET, [[], 1, None]),
         (FrameType.GET, [[], True, "t" * 4097]),
         (FrameType.GET_END, [[[0, "x" * 129]]]),
-        (FrameType.GET_END, [[[0]]]),
-        (FrameType.GET_END, [[[0, "a", "b"]]]),
         (FrameType.HELLO, [1, 70000, [], None, ""]),
         (FrameType.HELLO, [1, 1, [], "t" * 513, ""]),
         (FrameType.HELLO, [1, 1, ["x"] * 33, None, ""]),
         (FrameType.HELLO_OK, [1, "", 0]),
         (FrameType.HELLO_OK, [1, "", messages.MAX_NAMES + 1]),
-        (FrameType.HELLO, [1, 1, [], None, "", ["e", 1, 0, "m"]]),
         (FrameType.HELLO, [1, 1, [], None, "", ["e", -1, 0, "m", ""]]),
         (FrameType.REMOVE_OK, [-1]),
-        (FrameType.PUT, [1]),
-        (FrameType.PING, [None]),
         (FrameType.ERROR, ["code", "m" * 513]),
         (FrameType.RESERVE, [[0]]),
         (FrameType.RESERVE, [[(4 << 30) + 1]]),
@@ -69,14 +48,11 @@ ENGINE = messages.EngineInfo("vllm/e", 7, 1, "org/m", "layout", 2)
         (FrameType.LOAD, [[[None, b""]] * (messages.MAX_NAMES + 1), 1000, 0]),
         (FrameType.LOAD, [[], 0, 0]),
         (FrameType.COMMIT, [[[1, bytes((64 << 10) + 1)]]]),
-        (FrameType.COMMIT, [[[-1, b""]]]),
         (FrameType.STAGE, ["", [], True, 1000, 0]),
         (FrameType.STAGE, ["x" * 129, [], True, 1000, 0]),
         (FrameType.STAGE, ["t", [[0, b""]] * 17, True, 1000, 0]),
         (FrameType.STAGE, ["t", [[None, b""]], True, 1000, 0]),
         (FrameType.STAGE, ["t", [[0, bytes((2 << 20) + 1)]], True, 1000, 0]),
-        (FrameType.STAGE, ["t", [[0, "text"]], True, 1000, 0]),
-        (FrameType.STAGE, ["t", [], "yes", 1000, 0]),
         (FrameType.STAGE, ["t", [], True, 1 << 40, 0]),
         (FrameType.STAGE, ["t", [], True, 1000, -1]),
         (FrameType.DONE, [[1] * (messages.MAX_NAMES + 1), []]),
@@ -85,33 +61,21 @@ ENGINE = messages.EngineInfo("vllm/e", 7, 1, "org/m", "layout", 2)
         (FrameType.DESCRIBE, ["f", "m", messages.MAX_RANKS + 1, 16, bytes(32), [""]]),
         (FrameType.DESCRIBE, ["f", "m", 1, 0, bytes(32), [""]]),
         (FrameType.DESCRIBE, ["f", "m", 1, 16, bytes(31), [""]]),
-        (FrameType.DESCRIBE, ["f", "m", 1, 16, bytes(33), [""]]),
         (FrameType.DESCRIBE, ["f", "m", 1, 16, bytes(32), []]),
         (FrameType.DESCRIBE, ["f", "m", 1, 16, bytes(32), [""] * 17]),
         (FrameType.LOOKUP, [[], ["x"] * 17, 1000]),
     ],
 )
-def test_what_breaks_a_bound_is_refused(frame_type: FrameType, plain: object) -> None:
+def test_message_out_of_bounds_is_refused(frame_type: FrameType, plain: object) -> None:
     with pytest.raises(ProtocolError):
         parse_meta(frame_type, msgspec.msgpack.encode(plain))
 
 
-@pytest.mark.parametrize(
-    "meta",
-    [
-        b"",
-        b"\xc1",
-        b"\x91",
-        b"\x92\xa1\xff\xa0",
-        b"\x91\x93\xc4",
-        bytes([0x91] * 5000) + b"\xc0",
-        b"\x90\x90",
-    ],
-)
-@pytest.mark.parametrize("frame_type", FrameType)
-def test_what_is_no_messagepack_is_refused(frame_type: FrameType, meta: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        parse_meta(frame_type, meta)
+@pytest.mark.parametrize("meta", [b"", b"\xc1", b"\x91" * 5000 + b"\xc0", b"\x90\x90"])
+def test_other_bytes_than_messagepack_are_refused(meta: bytes) -> None:
+    for frame_type in FrameType:
+        with pytest.raises(ProtocolError):
+            parse_meta(frame_type, meta)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +91,11 @@ def test_what_is_no_messagepack_is_refused(frame_type: FrameType, meta: bytes) -
             [1, 1, [], None, "x", ["vllm/e", 7, 1, "org/m", "layout", 2, {"more": 1}]],
             messages.Hello(1, 1, [], None, "x", ENGINE),
         ),
-        (FrameType.HELLO, [1, 9, [], None, "x"], messages.Hello(1, 9, [], None, "x")),
         (FrameType.HELLO_OK, [1, "x", 4, None, {}], messages.HelloOk(1, "x", 4)),
         (FrameType.ERROR, ["c", "m", 1], messages.ErrorMessage("c", "m")),
     ],
 )
-def test_messages_that_cross_versions_may_carry_more(
+def test_messages_that_cross_versions_may_have_more_fields(
     frame_type: FrameType, plain: object, message: messages.Message
 ) -> None:
     assert parse_meta(frame_type, msgspec.msgpack.encode(plain)) == message
@@ -145,7 +108,7 @@ def test_messages_that_cross_versions_may_carry_more(
         ([ChunkChain("f", "m", 1024, "", bytes(32 * 65))], "66560 keys in one STAGE"),
     ],
 )
-def test_more_than_one_stage_may_ask_for_is_refused(chains: list[ChunkChain], text: str) -> None:
+def test_question_that_exceeds_one_stage_is_refused(chains: list[ChunkChain], text: str) -> None:
     messages.check_chains([ChunkChain("f", "m", 1024, "", bytes(32 * 64))])
     with pytest.raises(ValueError, match=text):
         messages.check_chains(chains)
