@@ -1,4 +1,4 @@
-"""The link to a sidecar goes on trying, whatever becomes of an attempt."""
+"""The link to a sidecar keeps trying, whatever ends an attempt."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lmcache_core.sidecar.connection import SidecarConnection
 from lmcache_core.sidecar.link import SidecarLink
 from lmcache_core.wire import messages as m
 
-from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.limits import without_threads
 from tests.fixtures.scripted_sidecar import GENERATION, scripted_sidecar
+from tests.fixtures.waiting import wait_until
 
 PATIENCE_S = 60.0
 
 
-def test_a_fault_that_nobody_foresaw_ends_one_attempt_and_not_the_link(
+def test_unforeseen_fault_ends_one_attempt_and_not_the_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[Any] = []
@@ -33,20 +33,20 @@ def test_a_fault_that_nobody_foresaw_ends_one_attempt_and_not_the_link(
         if num_failures >= 0:
             raise KeyError("greeting")
 
-    link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, greet)
+    link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, greet)
     link.open()
     try:
         with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-            until(lambda: link.connection, "the link has given up")
+            wait_until(lambda: link.connection)
             assert sidecar.num_connections == 3
-            until(lambda: sidecar.num_ended == 2, "a connection that was not greeted stays open")
+            wait_until(lambda: sidecar.num_ended == 2)
             assert [fault.exc_type for fault in seen] == [KeyError, KeyError]
             assert caplog.text.count("sidecar failed: error=KeyError('greeting')") == 2
     finally:
         link.close()
 
 
-def test_a_connection_that_is_lost_before_it_is_visible_is_replaced(tmp_path: Path) -> None:
+def test_connection_that_is_lost_before_it_is_visible_is_replaced(tmp_path: Path) -> None:
     """It is probed before: its first answer was late."""
     greeted: list[SidecarConnection] = []
 
@@ -56,16 +56,16 @@ def test_a_connection_that_is_lost_before_it_is_visible_is_replaced(tmp_path: Pa
             connection.give_up("the sidecar is gone")
 
     with scripted_sidecar(tmp_path, lambda request: None):
-        link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, greet)
+        link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, greet)
         link.open()
         try:
-            until(lambda: link.connection, "the link has given up")
+            wait_until(lambda: link.connection)
             assert link.connection is greeted[1]
         finally:
             link.close()
 
 
-def test_a_process_without_descriptors_to_spare_tries_again(
+def test_process_without_descriptors_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No socket can be made just then: neither the start of the engine nor the link suffers."""
@@ -81,21 +81,21 @@ def test_a_process_without_descriptors_to_spare_tries_again(
 
     with scripted_sidecar(tmp_path, lambda request: None):
         monkeypatch.setattr("lmcache_core.sidecar.connection.socket.socket", refuse)
-        link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
+        link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, lambda connection: None)
         link.open()
         try:
             assert num_refused == 1
-            until(lambda: link.connection, "the link has given up")
+            wait_until(lambda: link.connection)
             assert num_refused == 2
         finally:
             link.close()
 
 
-def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_cause(
+def test_unusable_sidecar_is_logged_once_for_each_cause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its socket is found, and it looks healthy; but the lock of its generation has been
-    removed, or its layout is another one.
+    """It looks healthy; but the lock of its generation has been removed, or its layout is
+    another one.
     """
     generation = GENERATION + 1
     refused: m.Message | None = None
@@ -108,29 +108,29 @@ def test_a_sidecar_that_answers_and_cannot_be_used_is_told_of_once_for_each_caus
     def num_complaints() -> int:
         return caplog.text.count("answers but is unusable")
 
-    link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
+    link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, lambda connection: None)
     link.open()
     try:
-        assert num_complaints() == 0, "nobody is there"
+        assert num_complaints() == 0
         with scripted_sidecar(tmp_path, script) as sidecar:
             is_ready.set()
-            until(lambda: num_complaints() == 1, "nothing tells why it is not used")
+            wait_until(lambda: num_complaints() == 1)
             assert "engines must see the sidecar's arena_path" in caplog.text
             tried = sidecar.num_connections
-            until(lambda: sidecar.num_connections > tried, "it has given up")
+            wait_until(lambda: sidecar.num_connections > tried)
             refused = m.ErrorMessage("layout", "another one")
-            until(lambda: num_complaints() == 2, "nothing tells why it is not used")
+            wait_until(lambda: num_complaints() == 2)
             refused, generation = None, GENERATION
-            until(lambda: link.connection, "it has given up")
+            wait_until(lambda: link.connection)
             assert num_complaints() == 2
     finally:
         link.close()
 
 
-def test_a_process_that_may_start_no_thread_tries_again(tmp_path: Path) -> None:
+def test_process_without_threads_tries_again(tmp_path: Path) -> None:
     """No call of the engine fails for it."""
     with scripted_sidecar(tmp_path, lambda request: None):
-        link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
+        link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, lambda connection: None)
         link.open()
         try:
             connection = link.connection
@@ -138,15 +138,15 @@ def test_a_process_that_may_start_no_thread_tries_again(tmp_path: Path) -> None:
             with without_threads():
                 connection.give_up("the sidecar is gone")
                 assert link.connection is None
-            until(lambda: link.connection, "the link has given up")
+            wait_until(lambda: link.connection)
             with without_threads():
                 connection.give_up("the sidecar is gone")
         finally:
             link.close()
 
 
-def test_a_link_that_could_start_no_thread_closes(tmp_path: Path) -> None:
-    link = SidecarLink(tmp_path / "s.sock", HELLO, 5.0, lambda connection: None)
+def test_link_without_a_thread_closes(tmp_path: Path) -> None:
+    link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, lambda connection: None)
     with without_threads():
         link.open()
         assert link.connection is None

@@ -14,20 +14,13 @@ from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.frames import HELLO
+from tests.fixtures.held_clock import HeldClock
 from tests.fixtures.scripted_sidecar import Answer, scripted_sidecar
 from tests.suites.chunks import make_chunk, make_key
 
 TIMEOUT_S = 60.0
 ANSWER_S = 25.0
 PAYLOAD = bytes(1000)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def num_got(store: SidecarChunkStore, keys: list[CacheEngineKey]) -> int:
@@ -52,7 +45,7 @@ def test_requests_of_one_call_share_its_time(
     ask: Callable[[SidecarChunkStore, list[CacheEngineKey]], int],
     kind: type[m.Message],
 ) -> None:
-    clock = Clock()
+    clock = HeldClock()
     num_loaded = 0
 
     def script(request: m.Message) -> Answer:
@@ -60,7 +53,7 @@ def test_requests_of_one_call_share_its_time(
         if isinstance(request, m.Hello):
             return sidecar.welcome()
         if isinstance(request, kind):
-            clock.now += ANSWER_S
+            clock.now_s += ANSWER_S
         if isinstance(request, m.Lookup):
             return m.ContainsOk([True])
         if isinstance(request, m.LoadExtents):
@@ -75,7 +68,7 @@ def test_requests_of_one_call_share_its_time(
         store.open(lambda salt: None)
         try:
             monkeypatch.setattr(m, "MAX_NAMES", 1)
-            monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=clock.monotonic))
+            monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=clock))
             keys = [make_key(i).key for i in range(6)]
             assert ask(store, keys) == 3, "the fourth request would be late"
         finally:

@@ -18,17 +18,18 @@ from lmcache_core.memory import tensor
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.free_list import ALIGN_BYTES
 from lmcache_core.record import Chunk, payload_digest, raw_header
-from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.sidecar.link import SidecarLink
+from lmcache_core.record.chunk_store import NotLent
+from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection
 from lmcache_core.sidecar.mapping import ArenaMappings
 from lmcache_core.telemetry import Counters
 
 from tests.fixtures.cuda_runtime import Runtime, install
-from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.sidecar import running_socket
+from tests.fixtures.waiting import wait_until
 
 ARENA_BYTES, PIECE, CHUNK_BYTES = 1 << 20, 1 << 18, 1 << 16
+PATIENCE_S = 60.0
 DEVICE = torch.device("cuda", 3)
 KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 
@@ -42,7 +43,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
 
 @contextlib.contextmanager
 def store_at(path: Path) -> Iterator[SidecarChunkStore]:
-    store = SidecarChunkStore(path, HELLO, 5.0, Counters(), loads_beside=True)
+    store = SidecarChunkStore(path, HELLO, PATIENCE_S, Counters(), loads_beside=True)
     store.open(lambda salt: None)
     try:
         yield store
@@ -54,10 +55,11 @@ def address_of(memory: MemoryObj) -> int:
     return int(np.frombuffer(memory.byte_array, np.uint8).ctypes.data)
 
 
-def put(store: SidecarChunkStore) -> int:
-    """Store a chunk; where it was written."""
+def put(store: SidecarChunkStore) -> int | None:
+    """Store a chunk; the address that it was written to."""
     (memory,) = store.reserve([KEY], [(CHUNK_BYTES,)], "uint8")
-    assert isinstance(memory, MemoryObj)
+    if isinstance(memory, NotLent):
+        return None
     memory.byte_array[:] = bytes(range(256)) * (CHUNK_BYTES // 256)
     address, digest = address_of(memory), payload_digest(memory.byte_array)
     header = raw_header(KEY, (CHUNK_BYTES,), "uint8", digest)
@@ -67,27 +69,21 @@ def put(store: SidecarChunkStore) -> int:
     return address
 
 
-def get(store: SidecarChunkStore) -> int:
-    """Load it; where it was read."""
-    (chunk,) = store.get([KEY])
-    try:
+def get(store: SidecarChunkStore) -> int | None:
+    """Load it; the address that it was read from."""
+    chunks = store.get([KEY])
+    addresses = [address_of(chunk.memory) for chunk in chunks]
+    for chunk in chunks:
         assert bytes(chunk.memory.byte_array) == bytes(range(256)) * (CHUNK_BYTES // 256)
-        return address_of(chunk.memory)
-    finally:
-        store.release([chunk])
+    store.release(chunks)
+    return addresses[0] if addresses else None
 
 
-def is_pinned(runtime: Runtime, address: int) -> bool:
+def is_pinned(runtime: Runtime, address: int | None) -> bool:
     """Whether all of a chunk is registered, possibly in two pieces."""
-    return all(runtime.has(address + at, ALIGN_BYTES) for at in range(0, CHUNK_BYTES, ALIGN_BYTES))
-
-
-def loads_from_pinned_memory(link: SidecarLink, not_in: int | None = None) -> bool:
-    """Whether there is a connection that does, in another generation than the one named."""
-    connection = link.connection
-    if connection is None or connection.arena_info.generation == not_in:
-        return False
-    return not connection.mapping.load_view.readonly
+    return address is not None and all(
+        runtime.has(address + at, ALIGN_BYTES) for at in range(0, CHUNK_BYTES, ALIGN_BYTES)
+    )
 
 
 def test_copies_use_pinned_memory_both_ways(tmp_path: Path, runtime: Runtime) -> None:
@@ -104,7 +100,7 @@ def test_copies_use_pinned_memory_both_ways(tmp_path: Path, runtime: Runtime) ->
     assert not runtime.registered, "unused memory is still pinned"
 
 
-def test_what_is_refused_stays_pageable_and_works(tmp_path: Path, runtime: Runtime) -> None:
+def test_refused_memory_stays_pageable_and_works(tmp_path: Path, runtime: Runtime) -> None:
     runtime.fails_at = 2
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
         store.pin_memory(DEVICE)
@@ -113,7 +109,7 @@ def test_what_is_refused_stays_pageable_and_works(tmp_path: Path, runtime: Runti
         get(store)
 
 
-def test_the_arena_of_a_new_sidecar_is_pinned_and_the_old_one_let_go(
+def test_arena_of_a_new_sidecar_is_pinned_and_the_old_one_released(
     tmp_path: Path, runtime: Runtime
 ) -> None:
     path, places = tmp_path / "s.sock", [tmp_path / "one", tmp_path / "two"]
@@ -123,48 +119,42 @@ def test_the_arena_of_a_new_sidecar_is_pinned_and_the_old_one_let_go(
         with running_socket(places[0], ARENA_BYTES, path=path):
             store = opened.enter_context(store_at(path))
             store.pin_memory(DEVICE)
-            links = store._link, store._load_link
-            old = links[0].connection.arena_info.generation
+            num_calls = runtime.num_calls
         with running_socket(places[1], ARENA_BYTES, path=path):
 
-            def is_pinned_anew() -> bool:
+            def is_pinned_alone() -> bool:
                 store.lookup([KEY], None)  # a call notices that the sidecar has gone
+                get(store)
                 gc.collect()
-                are_new = all(loads_from_pinned_memory(link, old) for link in links)
-                return are_new and sum(runtime.registered.values()) == ARENA_BYTES
+                is_new = runtime.num_calls > num_calls
+                return is_new and sum(runtime.registered.values()) == ARENA_BYTES
 
-            until(is_pinned_anew, "the new arena is not pinned, or the old one still is")
-            assert is_pinned(runtime, put(store))
-            assert is_pinned(runtime, get(store))
+            wait_until(is_pinned_alone)
+            wait_until(lambda: is_pinned(runtime, put(store)))
+            wait_until(lambda: is_pinned(runtime, get(store)))
             opened.close()
     gc.collect()
     assert not runtime.registered, "a closed store's arena is still pinned"
     assert runtime.devices == {DEVICE.index}, "another device has got a context"
 
 
-@pytest.mark.parametrize("lost", ["_link", "_load_link"])
-def test_a_connection_that_is_lost_alone_finds_the_arena_pinned(
-    tmp_path: Path, runtime: Runtime, lost: str
-) -> None:
-    with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
-        store.pin_memory(DEVICE)
-        num_calls, link = runtime.num_calls, getattr(store, lost)
-        link.connection.give_up("a call took too long")
-        until(lambda: loads_from_pinned_memory(link), "its arena is not pinned")
-        assert is_pinned(runtime, put(store))
-        assert is_pinned(runtime, get(store))
-        assert runtime.num_calls == num_calls
-
-
-def test_a_forked_child_maps_the_arena_for_itself(
+def test_connections_of_a_client_share_a_mapping_and_a_forked_child_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the parent has pinned is not pinned for it."""
+    """What the parent has pinned is not pinned for the child."""
     mappings = ArenaMappings()
-    with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
-        info = store._link.connection.arena_info
-        mapping = mappings.of(info)
-        assert mappings.of(info) is mapping
-        with monkeypatch.context() as child:
-            child.setattr(os, "getpid", lambda: -1)
-            assert mappings.of(info) is not mapping
+    with running_socket(tmp_path, ARENA_BYTES) as sidecar, contextlib.ExitStack() as opened:
+
+        def connected() -> SidecarConnection:
+            connection = SidecarConnection(sidecar.path, HELLO, PATIENCE_S, mappings)
+            connection.open()
+            opened.callback(connection.close)
+            return connection
+
+        first, second = connected(), connected()
+        first.close()
+        mapping = connected().mapping
+        assert first.mapping is second.mapping is mapping
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        assert mappings.of(second.arena_info) is not mapping
+        monkeypatch.undo()
