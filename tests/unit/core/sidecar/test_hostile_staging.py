@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore, link
+from lmcache_core.sidecar.store import STEP_SHARE
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
@@ -79,14 +81,25 @@ def test_impossible_answer_ends_the_connection(tmp_path: Path, answer: Answer) -
 def test_silence_costs_one_question_a_deadline_and_the_next_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The next attempt to connect waits for a multiple of that deadline."""
     monkeypatch.setattr(link, "WAIT_PER_COST", 1e6)
     monkeypatch.setattr(link, "MAX_WAIT_AFTER_SLOW_S", 1e6)
+    wait, waits = threading.Event.wait, list[float]()
+
+    def noted(event: threading.Event, timeout_s: float | None = None) -> bool:
+        if threading.current_thread().name == "lmcache-sidecar-link":
+            waits.append(timeout_s or 0.0)
+        return wait(event, timeout_s)
+
     with store_at(tmp_path, b"", timeout_s=1.0) as (store, sidecar):
+        monkeypatch.setattr(threading.Event, "wait", noted)
         for _ in range(100):
             assert store.stage("t", CHAINS) is None
             store.unstage(["t"])
         asked = [request.frame_type.name for request in sidecar.requests]
         assert asked == ["HELLO", "STAGE"]
+        wait_until(lambda: waits)
+        assert waits[0] >= 1e6 / STEP_SHARE
 
 
 def test_silence_after_unstage_is_not_waited_for(tmp_path: Path) -> None:
