@@ -1,57 +1,59 @@
-"""Figures for vLLM's log line and its Prometheus endpoint."""
+"""Figures for vLLM's log line and its Prometheus endpoint, and where a hit came from."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from lmcache_core.telemetry import (
-    FAILED_CALLS_TOTAL,
-    RETRIEVED_TOKENS_TOTAL,
-    STORED_BYTES_TOTAL,
-    TIER_CALLS_TOTAL,
-)
+from lmcache_core.record import StagedFrom
+from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tests.fixtures.vllm_engine import Shape
-from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
-from tests.fixtures.vllm_engine.worlds import embedded
+from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
+from tests.fixtures.vllm_engine import running
+from tests.fixtures.vllm_engine.worlds import embedded, prompt
+
+NAME = "lmcache_core.integrations.vllm.stats"
 
 
-def test_growth_is_told_once(module: ModuleType, model: Path) -> None:
-    config, caches = vllm_config(Shape(), model, embedded(), 0), kv_cache_config(Shape())
-    connector = module.LMCacheConnector(config, module.base.KVConnectorRole.SCHEDULER, caches)
-    counters, take = connector._counters, connector.get_kv_connector_stats
-    assert take() is None
-    counters.add(RETRIEVED_TOKENS_TOTAL, 40, "memory")
-    counters.add(RETRIEVED_TOKENS_TOTAL, 8, "disk")
-    counters.add(TIER_CALLS_TOTAL, 1, "memory")
-    assert take().data == {RETRIEVED_TOKENS_TOTAL: 48}
-    assert take() is None
-    counters.add(STORED_BYTES_TOTAL, 5)
-    assert take().data == {STORED_BYTES_TOTAL: 5}
-    connector.shutdown()
+def test_growth_is_reported_once(module: ModuleType, model: Path) -> None:
+    with running(module, model, embedded()) as engine:
+        engine.ask(prompt(1, 43))
+        engine.forget()
+        worker, figures = engine.workers[0].connector, dict[str, int]()
+        take = worker.get_kv_connector_stats
+        take()
+        request = engine.add(prompt(1, 43))
+
+        def noted() -> Any:
+            stats = take()
+            figures.update({} if stats is None else stats.reduce())
+            return stats
+
+        worker.get_kv_connector_stats = noted
+        engine.run()
+        assert engine.tally(request).num_loads == 1
+        engine.settle()
+        take()
+        assert take() is None
+    assert (figures["retrieved_tokens"], figures["retrieved_chunks"]) == (40, 5)
 
 
-def test_figures_of_workers_become_one(module: ModuleType) -> None:
-    whole = module.LMCacheStats(data={"a": 1, "b": 2}).aggregate(
-        module.LMCacheStats(data={"b": 3, "c": 4})
-    )
-    assert whole.data == {"a": 1, "b": 5, "c": 4}
+def test_figures_of_workers_are_added(module: ModuleType) -> None:
+    stats = module.LMCacheStats
+    whole = stats(data={"a": 1, "b": 2}).aggregate(stats(data={"b": 3, "c": 4}))
+    assert whole.data == whole["data"] == {"a": 1, "b": 5, "c": 4}
     assert not whole.is_empty()
     whole.reset()
     assert whole.is_empty()
-    assert module.LMCacheStats(data={"a": 0}).is_empty()
+    assert stats(data={"a": 0}).is_empty()
+    named = stats(data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0})
+    assert named.reduce() == {"retrieved_tokens": 48}
 
 
-def test_the_log_line(module: ModuleType) -> None:
-    assert module.LMCacheStats(
-        data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0}
-    ).reduce() == {"retrieved_tokens": 48}
-
-
-def test_stats_are_made_again_from_what_travelled(module: ModuleType) -> None:
+def test_figures_are_rebuilt_from_what_travelled(module: ModuleType) -> None:
     assert module.LMCacheConnector.build_kv_connector_stats({"a": 1}).data == {"a": 1}
     assert module.LMCacheConnector.build_kv_connector_stats().is_empty()
 
@@ -67,10 +69,9 @@ def kinds_of(registry: CollectorRegistry) -> dict[Any, Any]:
 
 def test_prometheus(module: ModuleType) -> None:
     registry = CollectorRegistry()
-    kinds = kinds_of(registry)
     labels = {0: ["model", "0"], 1: ["model", "1"]}
     metrics = module.LMCacheConnector.build_prom_metrics(
-        SimpleNamespace(), kinds, ["model_name", "engine"], labels
+        SimpleNamespace(), kinds_of(registry), ["model_name", "engine"], labels
     )
     metrics.observe({RETRIEVED_TOKENS_TOTAL: 40, "something new": 1}, engine_idx=1)
     metrics.observe({RETRIEVED_TOKENS_TOTAL: 8}, engine_idx=1)
@@ -79,7 +80,7 @@ def test_prometheus(module: ModuleType) -> None:
     assert registry.get_sample_value(name, {"model_name": "model", "engine": "0"}) == 0
 
 
-def test_the_class_is_known_by_name_where_figures_are_read(module: ModuleType) -> None:
+def test_class_is_known_by_name_where_figures_are_read(module: ModuleType) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for _ in range(2):
@@ -87,11 +88,24 @@ def test_the_class_is_known_by_name_where_figures_are_read(module: ModuleType) -
         module.LMCacheConnector.build_prom_metrics(
             SimpleNamespace(), kinds, ["model_name"], {0: ["model"]}
         )
-        assert (
-            KVConnectorFactory.get_connector_class_by_name("LMCacheConnector")
-            is module.LMCacheConnector
-        )
+        found = KVConnectorFactory.get_connector_class_by_name("LMCacheConnector")
+        assert found is module.LMCacheConnector
 
 
-def test_figures_read_as_a_dictionary(module: ModuleType) -> None:
-    assert module.LMCacheStats(data={"a": 1})["data"] == {"a": 1}
+def test_sources_of_hits_have_vllms_names() -> None:
+    origins = {
+        StagedFrom.HOT: 8,
+        StagedFrom.DISK: 16,
+        StagedFrom.PEER: 24,
+        StagedFrom.REMOTE: 32,
+        StagedFrom.OTHER: 40,
+        255: 1,  # of a later sidecar; it must not end the engine
+    }
+    with imported_connector(NEW):
+        stats = importlib.import_module(NAME)
+        assert stats.HIT_SOURCE.value == "host"
+        named = {source.value: count for source, count in stats.hit_sources(origins).items()}
+        assert named == {"host": 8, "disk": 16, "p2p": 24, "external_unspecified": 73}
+        assert stats.hit_sources({}) == {}
+    with imported_connector(OLD):
+        assert importlib.import_module(NAME).HIT_SOURCE is None, "vLLM before 0.32 has none"

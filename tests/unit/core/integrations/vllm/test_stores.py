@@ -17,13 +17,21 @@ from tests.fixtures.vllm_engine.parts import METADATA, options_of
 KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 
 
-def opened(engine_id: str, salts: list[str], **options: Any) -> OpenStore:
-    return open_store(
-        SidecarClient(engine_id), options_of(**options).engine, METADATA, Counters(), salts.append
-    )
+def opened(engine_id: str, salts: list[str] | None = None, **options: Any) -> OpenStore:
+    on_salt = (lambda salt: None) if salts is None else salts.append
+    engine = options_of(**options).engine
+    return open_store(SidecarClient(engine_id), engine, METADATA, Counters(), on_salt)
 
 
-def test_the_sides_of_an_engine_share_tiers_inside_vllm() -> None:
+def has_room(store: OpenStore) -> bool:
+    (memory,) = store.store.reserve([KEY], [(8,)], "uint8")
+    if isinstance(memory, NotLent):
+        return False
+    store.store.abort([memory])
+    return True
+
+
+def test_sides_of_an_engine_share_tiers_inside_vllm() -> None:
     salts: list[str] = []
     worker, scheduler, other = (opened(name, salts, salt="s") for name in ("one", "one", "another"))
     assert worker.store is scheduler.store is not other.store
@@ -31,38 +39,29 @@ def test_the_sides_of_an_engine_share_tiers_inside_vllm() -> None:
     assert (worker.is_alone, scheduler.is_alone, other.is_alone) == (True, False, True)
     worker.close()
     worker.close()
-    (memory,) = scheduler.store.reserve([KEY], [(8,)], "uint8")
-    assert not isinstance(memory, NotLent), "one of two has closed it"
-    scheduler.store.abort([memory])
-    for one in (scheduler, other):
-        one.close()
-    assert scheduler.store.reserve([KEY], [(8,)], "uint8") == [NotLent.NO_ROOM]
-    again = opened("one", salts)
+    assert has_room(scheduler), "one of two has closed it"
+    scheduler.close()
+    other.close()
+    assert not has_room(scheduler)
+    again = opened("one")
     assert again.store is not scheduler.store
     again.close()
 
 
 def test_connectors_of_one_engine_with_other_options_have_other_tiers() -> None:
     """As children of a `MultiConnector` have."""
-    small, large = opened("one", []), opened("one", [], max_local_cpu_size=0.004)
+    small, large = opened("one"), opened("one", max_local_cpu_size=0.004)
     assert small.store is not large.store
     small.close()
-    (memory,) = large.store.reserve([KEY], [(8,)], "uint8")
-    assert not isinstance(memory, NotLent)
-    large.store.abort([memory])
+    assert has_room(large)
     large.close()
 
 
-def test_a_sidecar_that_is_away_is_no_error(tmp_path: Path) -> None:
+def test_absent_sidecar_is_no_error(tmp_path: Path) -> None:
     salts: list[str] = []
-    store = open_store(
-        SidecarClient("one"),
-        options_of(max_local_cpu_size=5.0, sidecar_socket=str(tmp_path / "s.sock")).engine,
-        METADATA,
-        Counters(),
-        salts.append,
-    )
+    socket = str(tmp_path / "s.sock")
+    store = opened("one", salts, max_local_cpu_size=5.0, sidecar_socket=socket)
     assert isinstance(store.store, SidecarChunkStore)
     assert salts == []
-    assert store.store.reserve([KEY], [(8,)], "uint8") == [NotLent.NO_ROOM]
+    assert not has_room(store)
     store.close()

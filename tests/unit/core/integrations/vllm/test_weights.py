@@ -14,44 +14,11 @@ from lmcache_core.integrations.vllm.weights import (
 
 from tests.fixtures.vllm_engine.worlds import make_adapter, make_model
 
+COMMIT, OTHER = "0a" * 20, "0b" * 20
+
 
 def fingerprint(model: Path) -> str | None:
     return model_fingerprint(str(model), None, SimpleNamespace())
-
-
-def test_a_model_on_disk_is_told_by_its_files(tmp_path: Path) -> None:
-    first, other = make_model(tmp_path / "1"), make_model(tmp_path / "2", "other")
-    assert fingerprint(first) == fingerprint(make_model(tmp_path / "3"))
-    before = fingerprint(first)
-    (first / "config.json").write_text("{}")
-    assert fingerprint(first) == before, "what is no weights does not count"
-    (first / "second.safetensors").write_text("more")
-    assert len({before, fingerprint(first), fingerprint(other)}) == 3
-
-
-@pytest.mark.parametrize("place", [0, 777_777, -1])
-def test_every_byte_counts(tmp_path: Path, place: int) -> None:
-    model = make_model(tmp_path)
-    content = bytearray(bytes(3 << 20))
-    found = set()
-    for _ in range(2):
-        (model / "model.safetensors").write_bytes(content)
-        found.add(fingerprint(model))
-        content[place] ^= 1
-    assert len(found) == 2
-
-
-def test_a_model_of_one_file(tmp_path: Path) -> None:
-    first, other = (make_model(tmp_path / name, name) / "model.safetensors" for name in ("1", "2"))
-    assert fingerprint(first) != fingerprint(other)
-
-
-def test_a_folder_without_weights_says_nothing_of_them(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert fingerprint(tmp_path) is None
-
-
-COMMIT, OTHER = "0a" * 20, "0b" * 20
 
 
 @pytest.fixture
@@ -69,25 +36,26 @@ def of_hub(revision: str | None, name: str = "org/model", **config: str) -> str 
     return model_fingerprint(name, revision, SimpleNamespace(**config))
 
 
-def test_a_model_on_a_hub_is_told_by_its_commit(hub: Path) -> None:
-    assert (
-        of_hub("main", _commit_hash=COMMIT)
-        == of_hub(None, _commit_hash=COMMIT)
-        != of_hub(None, _commit_hash=OTHER)
-    )
-    assert of_hub(COMMIT) == of_hub(None) == of_hub("main"), (
-        "what is downloaded tells it where the configuration does not"
-    )
-    (hub / "refs" / "main").write_text(OTHER)
-    (hub / "snapshots" / OTHER).mkdir()
-    assert of_hub(None) != of_hub(COMMIT)
+def test_model_on_disk_is_named_by_its_files(tmp_path: Path) -> None:
+    first, other = make_model(tmp_path / "1"), make_model(tmp_path / "2", "other")
+    assert fingerprint(first) == fingerprint(make_model(tmp_path / "3"))
+    before = fingerprint(first)
+    (first / "second.safetensors").write_text("more")
+    assert len({before, fingerprint(first), fingerprint(other)}) == 3
+    one_file = [fingerprint(model / "model.safetensors") for model in (first, other)]
+    assert one_file[0] != one_file[1]
 
 
-@pytest.mark.parametrize("revision", [None, "main", "v1"])
-def test_a_branch_of_a_hub_tells_no_weights(hub: Path, revision: str | None) -> None:
-    """It may be other ones tomorrow, under the same name."""
-    assert of_hub(revision, "org/other") is None
-    assert of_hub(OTHER, "org/other") is not None
+@pytest.mark.parametrize("place", [0, 777_777, -1])
+def test_every_byte_counts(tmp_path: Path, place: int) -> None:
+    model = make_model(tmp_path)
+    content = bytearray(bytes(3 << 20))
+    found = set()
+    for _ in range(2):
+        (model / "model.safetensors").write_bytes(content)
+        found.add(fingerprint(model))
+        content[place] ^= 1
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(
@@ -103,8 +71,7 @@ def test_any_other_file_of_a_model_counts(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["README.md", "LICENSE", "tokenizer.json", "tokenizer_config.json", "vocab.txt", ".gitignore"],
+    "name", ["README.md", "LICENSE", "tokenizer_config.json", "vocab.txt", ".gitignore"]
 )
 def test_texts_and_tokenizers_do_not_count(tmp_path: Path, name: str) -> None:
     model, adapter = make_model(tmp_path), make_adapter(tmp_path / "adapter", "one")
@@ -114,7 +81,35 @@ def test_texts_and_tokenizers_do_not_count(tmp_path: Path, name: str) -> None:
     assert (fingerprint(model), adapter_fingerprint(adapter)) == before
 
 
-def test_an_adapter_is_told_by_its_whole_content(tmp_path: Path) -> None:
+def test_configuration_does_not_count_and_is_no_weight(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    before = fingerprint(model)
+    (model / "config.json").write_text("{}")
+    assert fingerprint(model) == before
+    (model / "model.safetensors").unlink()
+    assert fingerprint(model) is None
+
+
+def test_model_on_a_hub_is_named_by_its_commit(hub: Path) -> None:
+    assert (
+        of_hub("main", _commit_hash=COMMIT)
+        == of_hub(None, _commit_hash=COMMIT)
+        != of_hub(None, _commit_hash=OTHER)
+    )
+    assert of_hub(COMMIT) == of_hub(None) == of_hub("main"), "the downloaded files name it, too"
+    (hub / "refs" / "main").write_text(OTHER)
+    (hub / "snapshots" / OTHER).mkdir()
+    assert of_hub(None) != of_hub(COMMIT)
+
+
+@pytest.mark.parametrize("revision", [None, "v1"])
+def test_branch_of_a_hub_names_no_weights(hub: Path, revision: str | None) -> None:
+    """It may be other ones tomorrow, under the same name."""
+    assert of_hub(revision, "org/other") is None
+    assert of_hub(OTHER, "org/other") is not None
+
+
+def test_adapter_is_named_by_its_whole_content(tmp_path: Path) -> None:
     first = make_adapter(tmp_path / "1", "x" * 50 + "1" + "x" * 50)
     other = make_adapter(tmp_path / "2", "x" * 50 + "2" + "x" * 50)
     assert adapter_fingerprint(first) != adapter_fingerprint(other)
@@ -123,7 +118,7 @@ def test_an_adapter_is_told_by_its_whole_content(tmp_path: Path) -> None:
     assert adapter_fingerprint(first) != before
 
 
-def test_a_version_changes_with_the_files(tmp_path: Path) -> None:
+def test_version_of_an_adapter_changes_with_its_files(tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path, "one")
     before = adapter_version(adapter)
     assert adapter_version(adapter) == before
