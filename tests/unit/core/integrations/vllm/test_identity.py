@@ -1,4 +1,4 @@
-"""What the KV of an engine is: everything that makes other KV of equal tokens gives chunks
+"""The identity of an engine's KV: everything that makes other KV of equal tokens gives chunks
 another name.
 """
 
@@ -61,7 +61,7 @@ def setting(path: str, value: object) -> Change:
     return change
 
 
-def test_the_same_weights_in_another_folder_of_that_name(model: Path, tmp_path: Path) -> None:
+def test_folder_of_the_weights_does_not_count(model: Path, tmp_path: Path) -> None:
     assert identity(make_model(tmp_path / "elsewhere")) == identity(model)
 
 
@@ -83,7 +83,9 @@ def test_the_same_weights_in_another_folder_of_that_name(model: Path, tmp_path: 
         ("parallel_config.pipeline_parallel_size", 2),
     ],
 )
-def test_what_makes_other_kv_gives_other_names(model: Path, path: str, value: object) -> None:
+def test_settings_that_make_other_kv_give_other_names(
+    model: Path, path: str, value: object
+) -> None:
     assert root(identity(model, change=setting(path, value))) != root(identity(model))
 
 
@@ -94,11 +96,8 @@ def test_what_makes_other_kv_gives_other_names(model: Path, path: str, value: ob
         ("model_config.max_model_len", 8192),
         ("model_config.override_generation_config", {"temperature": 0.5}),
         ("model_config.tokenizer", "/models/another/path"),
-        ("model_config.served_model_name", "assistant"),
-        ("scheduler_config.max_num_seqs", 8),
         ("observability_config", settings("ObservabilityConfig", kv_cache_metrics=True)),
         ("kv_events_config", settings("KVEventsConfig", publisher="zmq")),
-        ("parallel_config.data_parallel_rank", 3),
         ("instance_id", "a1b2"),
     ],
 )
@@ -133,7 +132,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
         ("try_get_generation_config", staticmethod(lambda: {"attn_temperature_tuning": True})),
     ],
 )
-def test_the_longest_prompt_counts_where_a_model_may_read_it(
+def test_longest_prompt_counts_where_a_model_may_read_it(
     model: Path, options: dict[str, Any], name: str, value: object
 ) -> None:
     def with_options(config: Any) -> None:
@@ -156,20 +155,20 @@ def test_variables_of_vllm_count_unless_listed(model: Path) -> None:
     assert root(identity(model, variables={"VLLM_PORT": "tcp://10.0.0.1:80"})) == plain
 
 
-def test_a_setting_that_no_text_names_is_refused(model: Path) -> None:
+def test_setting_without_a_text_is_refused(model: Path) -> None:
     for value in (threading.Lock(), {"nested": [lambda: 1]}):
         with pytest.raises(LayoutError, match=r"vllm_config\.additional_config.* cannot be named"):
             identity(model, change=setting("additional_config", value))
 
 
-def test_a_setting_nested_without_end_is_refused(model: Path) -> None:
+def test_setting_nested_without_end_is_refused(model: Path) -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(LayoutError, match="nested more than"):
         identity(model, change=setting("additional_config", endless))
 
 
-def test_how_an_adapter_is_applied_is_part_of_its_name(model: Path, tmp_path: Path) -> None:
+def test_application_of_an_adapter_is_part_of_its_name(model: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", "one")
     lora = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(adapter), load_inplace=False)
 
@@ -185,7 +184,7 @@ def test_how_an_adapter_is_applied_is_part_of_its_name(model: Path, tmp_path: Pa
     assert len({adapted, roots(target_modules=["q_proj"])[1], roots(lora_dtype="float16")[1]}) == 3
 
 
-def test_drafts_of_other_weights_are_told_apart(model: Path, tmp_path: Path) -> None:
+def test_weights_of_drafts_count(model: Path, tmp_path: Path) -> None:
     draft = make_model(tmp_path / "draft")
 
     def name() -> bytes:
@@ -210,7 +209,7 @@ def test_drafts_without_kv_change_nothing(model: Path) -> None:
         assert root(identity(model, change=drafts)) == root(identity(model))
 
 
-def test_dummy_weights_are_told_by_their_seed(model: Path) -> None:
+def test_dummy_weights_are_named_by_their_seed(model: Path) -> None:
     def dummy(seed: int) -> Change:
         def change(config: Any) -> None:
             config.load_config.load_format, config.model_config.seed = "dummy", seed
@@ -239,14 +238,14 @@ def test_other_weights_names_revisions_and_layouts(model: Path, tmp_path: Path) 
     assert len({root(of) for of in identities}) == len(identities)
 
 
-def test_what_is_said_outright_counts(model: Path, tmp_path: Path) -> None:
-    """Whoever names model and revision answers for the weights."""
+def test_given_names_of_model_and_revision_replace_the_weights(model: Path, tmp_path: Path) -> None:
+    """The user who gives them answers for the weights."""
     other = make_model(tmp_path / "other", "other weights", "renamed")
     named = {"model_name": "shared", "revision": "v1"}
     assert identity(model, **named) == identity(other, **named)
 
 
-def test_blocks_are_of_a_release_and_a_machine_tokens_are_not(
+def test_release_and_machine_count_for_blocks_and_not_for_tokens(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert root(identity(model, release="0.33.0")) != root(identity(model))
@@ -266,7 +265,7 @@ def test_blocks_are_of_a_release_and_a_machine_tokens_are_not(
         (lambda config: None, "VLLM_KV_CACHE_LAYOUT"),
     ],
 )
-def test_blocks_are_of_a_backend_and_a_layout(
+def test_backend_and_layout_count_for_blocks_and_not_for_tokens(
     model: Path, monkeypatch: pytest.MonkeyPatch, change: Change, variable: str | None
 ) -> None:
     before, of_tokens = identity(model), identity(model, layout="tokens")
@@ -276,9 +275,7 @@ def test_blocks_are_of_a_backend_and_a_layout(
     assert root(identity(model, change=change, layout="tokens")) == root(of_tokens)
 
 
-def test_how_layers_are_spread_over_a_pipeline_counts(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_pipeline_stages_count(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = setting("parallel_config.pipeline_parallel_size", 2)
     before = identity(model, change=staged)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
@@ -306,21 +303,21 @@ def test_kv_that_cannot_be_shared_is_refused(
         identity(model, change=setting(path, value))
 
 
-def test_replicas_on_several_nodes_are_none_of_its_business(model: Path) -> None:
+def test_replicas_may_be_on_several_nodes(model: Path) -> None:
     def change(config: Any) -> None:
         config.parallel_config.nnodes, config.parallel_config.nnodes_within_dp = 2, 1
 
     assert identity(model, change=change)
 
 
-def test_the_block_size_is_no_matter_where_chunks_hold_tokens(model: Path) -> None:
+def test_block_size_does_not_count_for_tokens(model: Path) -> None:
     with_small, with_large = (
         identity(model, Shape(block_size=size), layout="tokens") for size in (4, 8)
     )
     assert with_small.metadata.kv_shape == with_large.metadata.kv_shape
 
 
-def test_weights_that_lie_elsewhere_are_to_be_named(tmp_path: Path) -> None:
+def test_weights_that_lie_elsewhere_must_be_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(LayoutError, match=r'name them with "lmcache.revision"'):
         identity(tmp_path)
@@ -335,14 +332,16 @@ def test_weights_that_lie_elsewhere_are_to_be_named(tmp_path: Path) -> None:
         setting("model_config.model_weights", "s3://bucket/model"),
     ],
 )
-def test_weights_that_are_not_the_folders_are_to_be_named(model: Path, change: Change) -> None:
+def test_weights_that_are_not_those_of_the_folder_must_be_named(
+    model: Path, change: Change
+) -> None:
     """What lies in the folder is then not what the engine computes with."""
     with pytest.raises(LayoutError, match=r'name them with "lmcache.revision"'):
         identity(model, change=change)
     assert identity(model, change=change, revision="1")
 
 
-def test_a_configuration_from_elsewhere_does_not_tell_the_weights(model: Path) -> None:
+def test_configuration_from_elsewhere_does_not_name_the_weights(model: Path) -> None:
     def from_hub(config: Any) -> None:
         config.model_config.model = "org/absent"
         config.model_config.hf_config._commit_hash = "0" * 40
@@ -374,7 +373,7 @@ def test_a_worker_does_not_read_the_weights(tmp_path: Path) -> None:
     assert of_worker.metadata.layout == identity(make_model(tmp_path)).metadata.layout
 
 
-def test_ranks_that_hold_the_same(model: Path) -> None:
+def test_replicas_share_a_rank_of_which_one_stores(model: Path) -> None:
     of = identity(model, Shape((MLA,), num_ranks=4, replicas=4))
     assert (of.num_ranks, of.replicas) == (1, 4)
     assert [of.rank_of(rank) for rank in range(4)] == [0] * 4
@@ -387,9 +386,7 @@ def test_ranks_that_hold_the_same(model: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "replicas"), [(Shape((MLA,), num_ranks=2), 2), (Shape(num_ranks=2), 1)]
 )
-def test_older_releases_do_not_say_who_holds_the_same(
-    model: Path, shape: Shape, replicas: int
-) -> None:
+def test_replicas_of_older_releases_are_derived(model: Path, shape: Shape, replicas: int) -> None:
     caches = kv_cache_config(shape)
     del caches.kv_tp_replicas
     config = vllm_config(shape, model, embedded(), 0)

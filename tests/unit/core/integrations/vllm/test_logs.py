@@ -1,4 +1,4 @@
-"""What this library says is seen where vLLM's lines are."""
+"""This library's log lines go where vLLM's go."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def manager() -> logging.Manager:
 @pytest.mark.parametrize(
     ("level", "seen"), [(logging.INFO, "INFO ours.sidecar connected\n"), (logging.WARNING, "")]
 )
-def test_lines_go_where_vllms_go(manager: logging.Manager, level: int, seen: str) -> None:
+def test_lines_go_where_those_of_vllm_go(manager: logging.Manager, level: int, seen: str) -> None:
     stream = io.StringIO()
     theirs, ours = logger_of(manager, "theirs", stream, level), logger_of(manager, "ours")
     for _ in range(2):  # scheduler and worker in one process
@@ -44,7 +44,7 @@ def test_lines_go_where_vllms_go(manager: logging.Manager, level: int, seen: str
 
 
 @pytest.mark.parametrize("configured", ["ours", "root"])
-def test_what_somebody_has_configured_stays(manager: logging.Manager, configured: str) -> None:
+def test_own_configuration_of_logs_stays(manager: logging.Manager, configured: str) -> None:
     theirs = logger_of(manager, "theirs", io.StringIO(), logging.INFO)
     ours = logger_of(manager, "ours", io.StringIO() if configured == "ours" else None)
     if configured == "root":
@@ -54,7 +54,7 @@ def test_what_somebody_has_configured_stays(manager: logging.Manager, configured
     assert (ours.handlers, ours.level) == (before, logging.NOTSET)
 
 
-def test_a_vllm_that_logs_nothing_changes_nothing(manager: logging.Manager) -> None:
+def test_vllm_without_logs_changes_nothing(manager: logging.Manager) -> None:
     ours = logger_of(manager, "ours")
     log_as(logger_of(manager, "theirs"), ours)
     assert (ours.handlers, ours.level) == ([], logging.NOTSET)

@@ -19,17 +19,7 @@ TABLE = (list(range(1, 12)),)
 STATES = Shape((FULL, STATE), block_size=8)
 
 
-def test_chunks_are_stored_in_the_step_that_completes_them() -> None:
-    side = scheduler_side(ScriptedStore([None]))
-    side.new_request(request_of())
-    (first,) = side.plan_stores(output_of([("r", ([1, 2, 3],), 0, 12)]), ())
-    assert [(run.first, run.block_ids) for run in first.runs] == [(0, (1, 2))]
-    assert side.plan_stores(output_of(again=[("r", None, 12, 1)]), ()) == ()
-    (second,) = side.plan_stores(output_of(again=[("r", ([9, 8, 7, 6],), 13, 12)]), ())
-    assert [(run.first, run.block_ids) for run in second.runs] == [(1, (3, 9, 8, 7))]
-
-
-def test_resumed_requests_have_new_blocks() -> None:
+def test_resumed_request_has_new_blocks() -> None:
     side = scheduler_side(ScriptedStore([None]))
     side.new_request(request_of())
     side.plan_stores(output_of([("r", ([1, 2],), 0, 7)]), ())
@@ -56,7 +46,7 @@ def test_recurrent_state_is_stored_from_the_blocks_that_vllm_names() -> None:
         (0, 0, (1, 2)),
         (1, 1, (7,)),
     ]
-    # Inside a block, and of a step whose block is already another one's
+    # Inside a block, and in a block that is already used again
     again = output_of(again=[("r", ([3, 4, 5], [0, 0, 9]), 16, 24)])
     (stored,) = side.plan_stores(states_of(again, (8, 22), (9, 40)), ())
     assert [(run.group, run.first, run.block_ids) for run in stored.runs] == [
@@ -71,18 +61,7 @@ def test_recurrent_state_is_stored_from_the_blocks_that_vllm_names() -> None:
     assert side.stores.take_overwritten() == {"r"}, "the state after 16 tokens is gone"
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_generated_tokens_are_stored_if_that_is_wanted(saves: bool) -> None:
-    side = scheduler_side(ScriptedStore([None]), save_decode_cache=saves)
-    request = request_of(15)
-    side.new_request(request)
-    side.plan_stores(output_of([("r", ([1, 2, 3, 4],), 0, 15)]), ())
-    request.append(5)
-    stored = side.plan_stores(output_of(again=[("r", None, 15, 1)]), ())
-    assert len(stored) == (1 if saves else 0)
-
-
-def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
+def test_nothing_is_stored_from_block_tables_that_may_be_wrong() -> None:
     side = scheduler_side(ScriptedStore([None]))
     side.new_request(request_of())
     side.plan_stores(output_of([("r", ([1, 2],), 0, 7)]), ())
@@ -95,11 +74,11 @@ def test_block_tables_that_may_be_wrong_are_not_stored_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "is_warned"),
+    ("shape", "is_logged"),
     [(Shape((window(4),)), True), (Shape((FULL, window(8))), False), (Shape(), False)],
 )
-def test_a_window_that_is_shorter_than_a_chunk_is_warned_of(
-    shape: Shape, is_warned: bool, caplog: pytest.LogCaptureFixture
+def test_window_shorter_than_a_chunk_is_logged(
+    shape: Shape, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler_side(ScriptedStore([None]), shape)
-    assert ("chunk_size=8 window=4" in caplog.text) == is_warned
+    assert ("chunk_size=8 is longer than a sliding window of 4 tokens" in caplog.text) == is_logged

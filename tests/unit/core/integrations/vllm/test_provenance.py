@@ -1,4 +1,4 @@
-"""Of which of vLLM's blocks chunks are stored: those that this engine has computed or verified."""
+"""Chunks are stored of those of vLLM's blocks that this engine has computed or verified."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import WorkerReport
+from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.record import Staged
 
 from tests.fixtures.vllm_engine import FULL, STATE, Adapter, Request, Shape, window
 from tests.fixtures.vllm_engine.parts import (
+    METADATA,
     ScriptedStore,
     hot,
     output_of,
     request_of,
     scheduler_side,
 )
-from tests.fixtures.vllm_engine.worlds import make_adapter, prompt
+from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, make_adapter, prompt
 
 LENGTH, SIZE = 43, 4
 TABLE = list(range(1, 12))
@@ -74,7 +77,7 @@ def num_stored(side: SchedulerSide, output: object, name: str) -> int:
     return sum(run.num_chunks for store in stores for run in store.runs if run.group == 0)
 
 
-def test_blocks_of_the_prefix_cache_that_were_computed_here_are_stored() -> None:
+def test_blocks_of_the_prefix_cache_that_this_engine_computed_are_stored() -> None:
     """Their chunks may have left the sidecar since."""
     side = nothing_stored()
     first = request_of(name="first")
@@ -84,7 +87,7 @@ def test_blocks_of_the_prefix_cache_that_were_computed_here_are_stored() -> None
 
 
 @pytest.mark.parametrize("num_known", [0, 5])
-def test_blocks_of_the_prefix_cache_that_nobody_was_seen_to_compute_are_not_stored(
+def test_blocks_of_the_prefix_cache_of_unknown_origin_are_not_stored(
     num_known: int,
 ) -> None:
     """Neither is what is computed from them, by this request or by one behind it."""
@@ -148,7 +151,7 @@ def test_others_are_stored_in_a_step_in_which_another_connector_loads() -> None:
     ],
     ids=["full", "window"],
 )
-def test_what_is_loaded_and_computed_behind_it_is_stored(
+def test_loaded_blocks_and_those_computed_from_them_are_stored(
     shape: Shape, tables: Sequence[list[int]], answers: list[Staged | None]
 ) -> None:
     side = scheduler_side(ScriptedStore([*answers, hot(0)]), shape)
@@ -168,7 +171,7 @@ def test_what_is_loaded_and_computed_behind_it_is_stored(
 @pytest.mark.parametrize(
     ("first_bad", "shared", "stored"), [(0, 4, 0), (8, 4, 5), (8, 8, 5), (8, 12, 0), (16, 16, 5)]
 )
-def test_of_a_load_that_failed_only_what_came_before_is_known(
+def test_only_blocks_before_the_failure_of_a_load_are_known(
     first_bad: int, shared: int, stored: int
 ) -> None:
     """Its request is aborted before it has computed the rest; blocks that were computed before
@@ -188,7 +191,7 @@ def test_of_a_load_that_failed_only_what_came_before_is_known(
     assert step(side, request_of(name="behind"), behind(shared, 21), shared) == stored
 
 
-def test_a_load_whose_request_is_aborted_is_not_known() -> None:
+def test_blocks_of_an_aborted_load_are_unknown() -> None:
     side = scheduler_side(ScriptedStore([None, hot(3), hot(0)]))
     before, request = request_of(name="before"), request_of()
     assert step(side, before, (TABLE,)) == 5
@@ -201,7 +204,7 @@ def test_a_load_whose_request_is_aborted_is_not_known() -> None:
     assert step(side, request_of(name="behind"), behind(24, 21), 24) == 0
 
 
-def test_what_is_recomputed_after_a_failed_load_is_stored() -> None:
+def test_blocks_recomputed_after_a_failed_load_are_stored() -> None:
     side = scheduler_side(ScriptedStore([hot(3), hot(0)]))
     request = request_of()
     assert side.num_matched(request, 0) == (24, True)
@@ -214,7 +217,7 @@ def test_what_is_recomputed_after_a_failed_load_is_stored() -> None:
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_a_request_may_begin_behind_blocks_that_the_same_step_computes(is_resumed: bool) -> None:
+def test_request_may_begin_after_blocks_that_the_same_step_computes(is_resumed: bool) -> None:
     side = nothing_stored()
     first, second = request_of(name="first"), request_of(name="second")
     if is_resumed:
@@ -234,7 +237,7 @@ def test_blocks_of_a_request_that_is_not_followed_are_unknown() -> None:
     assert step(side, request_of(name="behind"), behind(24, 21), 24) == 0
 
 
-def test_blocks_that_a_running_request_gets_are_known_as_far_as_it_is() -> None:
+def test_new_blocks_of_a_running_request_are_known_if_its_others_are() -> None:
     side = nothing_stored()
     for name, num_local, table in (("known", 0, TABLE[:4]), ("unknown", 8, [81, 82, 83, 84])):
         request = request_of(name=name)
@@ -253,10 +256,10 @@ def test_blocks_that_a_running_request_gets_are_known_as_far_as_it_is() -> None:
 
 def test_blocks_computed_before_the_salt_was_known_are_stored() -> None:
     """The sidecar may come later than the prefix that all requests share."""
-    side = nothing_stored()
-    side._namer._salt = None
+    namer = RequestNamer(KVIdentity(METADATA, 1, 1), CHUNK_SIZE)
+    side = scheduler_side(ScriptedStore([None]), namer=namer)
     assert step(side, request_of(name="first"), (TABLE,)) == 0
-    side._namer.use_salt("")
+    namer.use_salt("")
     assert step(side, request_of(name="second"), behind(40, 21), 40) == 5
 
 
@@ -289,7 +292,7 @@ def test_blocks_of_an_adapter_that_was_reloaded_are_not_stored(tmp_path: Path) -
     assert step(side, request("fourth", reloaded), (list(range(61, 72)),)) == 5
 
 
-def test_states_of_the_prefix_cache_that_nobody_was_seen_to_compute_are_not_built_upon() -> None:
+def test_nothing_is_stored_after_states_of_unknown_origin() -> None:
     side = nothing_stored(Shape((FULL, STATE), block_size=8))
     first = request_of(name="first")
     tables = [1, 2, 3, 4, 5, 6], [0, 0, 11, 0, 12, 13]

@@ -4,7 +4,6 @@ loaded into its blocks.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -87,20 +86,7 @@ def hashes_of(namer: RequestNamer, request: Request) -> bytes:
     return names.hashes
 
 
-def test_names_grow_with_the_tokens(namer: RequestNamer) -> None:
-    request = request_of(2 * CHUNK_SIZE - 1)
-    state = state_of_request(request)
-    namer.name(state)
-    state.stored = [1]
-    request.append(5)
-    names = namer.name(state)
-    assert names is not None
-    assert names.hashes == hashes_of(namer, request)
-    assert names.num_chunks == 2
-    assert state.stored == [1], "what is stored stays stored"
-
-
-def test_under_another_salt_nothing_is_stored(namer: RequestNamer) -> None:
+def test_chunks_are_stored_again_under_another_salt(namer: RequestNamer) -> None:
     state = state_of_request(request_of())
     before = namer.name(state)
     state.stored = [5]
@@ -133,16 +119,16 @@ def test_embeddings_are_named_by_chunk_dtype_and_place(namer: RequestNamer) -> N
     assert hashes_of(embeds.roll(1, 0))[0] != first
 
 
-def test_embeddings_beside_images_have_no_names(namer: RequestNamer) -> None:
+def test_embeddings_with_images_have_no_names(namer: RequestNamer) -> None:
     request = request_of()
     request.prompt_embeds = torch.zeros(len(request.all_token_ids), 3)
     request.mm_features = [Feature("image", 2, 5)]
     assert namer.name(state_of_request(request)) is None
 
 
-def test_a_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
-    """vLLM takes the next part of the input in place of the token that it generated last, which
-    completed a chunk here.
+def test_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
+    """vLLM replaces the last token that it generated, which completed a chunk here, by the next
+    part of the input.
     """
     request = request_of(2 * CHUNK_SIZE - 1)
     request.resumable = True
@@ -170,17 +156,7 @@ def state_of(groups: tuple[object, ...] = FULL_ONLY, num_blocks: int = 11) -> Re
     return state
 
 
-def test_chunks_are_stored_once_when_they_are_whole() -> None:
-    state = state_of()
-    assert state.complete_runs(7) == []
-    (run,) = state.complete_runs(23)
-    assert (run.group, run.first, run.hashes, run.block_ids) == (0, 0, hashes(0, 2), (1, 2, 3, 4))
-    (run,) = state.complete_runs(100)
-    assert (run.first, run.hashes, run.block_ids) == (2, hashes(2, 5), (5, 6, 7, 8, 9, 10))
-    assert state.complete_runs(100) == []
-
-
-def test_chunks_that_a_window_has_lost_are_not_stored() -> None:
+def test_chunks_whose_blocks_a_window_has_dropped_are_not_stored() -> None:
     state = state_of(HYBRID)
     state.drop_blocks(13)  # tokens 0 to 7 are out of the window
     full, windowed = state.complete_runs(24)
@@ -189,28 +165,7 @@ def test_chunks_that_a_window_has_lost_are_not_stored() -> None:
     assert windowed.block_ids == (23, 24, 25, 26)
 
 
-def test_dropping_is_remembered() -> None:
-    state = state_of(HYBRID)
-    for num_computed in (13, 13, 9):
-        state.drop_blocks(num_computed)
-    assert state.tables[1][:4] == [0, 0, 23, 24]
-    state.drop_blocks(18)
-    assert state.tables == [list(range(1, 12)), [0, 0, 0, *range(24, 32)]]
-    state.drop_blocks(1000)
-    assert state.tables[1] == [0] * 11
-    state.set_blocks([[1], [2]])
-    state.drop_blocks(5)
-    assert state.tables == [[1], [2]]
-
-
-def test_groups_that_are_not_cached_are_passed_over() -> None:
-    (group,) = groups_of(Shape((FULL,)))
-    state = RequestState(request_of(), [replace(group, index=1)], CHUNK_SIZE)
-    state.set_blocks([[9, 9], [1, 2]])
-    assert state.tables == [[1, 2]]
-
-
-def test_loads_cover_the_chunks_that_overlap() -> None:
+def test_loads_cover_all_chunks_that_overlap() -> None:
     state = state_of()
     (run,) = state.load_runs(12, 40)
     assert (run.first, run.hashes, run.block_ids) == (1, hashes(1, 5), tuple(range(3, 11)))
@@ -219,7 +174,7 @@ def test_loads_cover_the_chunks_that_overlap() -> None:
     assert run.block_ids == (1, 2, 3, 0, 0, 0), "blocks that a table lacks are the null block"
 
 
-def test_of_a_window_only_what_the_next_token_sees_is_loaded() -> None:
+def test_only_the_window_of_the_next_token_is_loaded() -> None:
     full, windowed = state_of(HYBRID).load_runs(0, 40)
     assert (full.first, full.num_chunks) == (0, 5)
     # the next token sees 35 to 40
