@@ -100,14 +100,6 @@ async def test_transfers_are_assigned() -> None:
     assert "v1.x.y" not in repr(found)
 
 
-async def test_tiers_and_patience_are_sent_where_they_are_known() -> None:
-    seen: list[Any] = []
-    client = await opened(noting(seen, b'{"assignments": [], "unassigned": [], "busy": ["new"]}'))
-    await client.transfers("me", [(ONE, ["a"])])
-    asked = {"requester": "me", "chunks": [{"chunk_id": ONE.hex(), "holders": ["a"]}]}
-    assert seen == [("/v1/transfers", asked)]
-
-
 async def test_long_request_is_cut_to_its_bounds() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         chunks = msgspec.json.decode(request.content)["chunks"]
@@ -260,14 +252,6 @@ def test_malformed_peer_is_refused(changed: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"id": "a", "incarnation": 0, "distributed_url": "lm://a:1"}
     with pytest.raises(ValueError):
         Peer(**fields | changed)
-
-
-async def test_finished_pulls_are_reported() -> None:
-    seen: list[Any] = []
-    client = await opened(noting(seen, b"{}"))
-    await client.done("me", ["p1", "", "p2"])
-    await client.done("me", [""])
-    assert seen == [("/v1/transfers:done", {"requester": "me", "pulls": ["p1", "p2"]})]
 
 
 async def test_drain_is_reported_and_orders_to_copy_are_read() -> None:

@@ -9,18 +9,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from lmcache_core.errors import ConfigError
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport
 from lmcache_core.integrations.vllm.worker import RefusingWorker
+from lmcache_core.wire import messages as m
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
-from tests.fixtures.scripted_sidecar import scripted_sidecar
-from tests.fixtures.sidecar import running_socket
-from tests.fixtures.vllm_engine import FULL, STATE, Shape, running
+from tests.fixtures.scripted_sidecar import ScriptedSidecar, scripted_sidecar
+from tests.fixtures.vllm_engine import FULL, STATE, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import output_of, request_of
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
-from tests.fixtures.vllm_engine.worlds import beside, embedded, prompt
+from tests.fixtures.vllm_engine.worlds import beside, embedded
 
 PLAIN = Shape()
 
@@ -31,15 +30,46 @@ def connector_of(
     extra: dict[str, Any],
     role: str = "SCHEDULER",
     shape: Shape = PLAIN,
+    caches: Any = None,
     **options: Any,
 ) -> Any:
-    config = vllm_config(shape, model, extra, 0, **options)
+    """A connector; options of vLLM's configuration may be functions that change it."""
+    changes = [options.pop(name) for name in list(options) if callable(options[name])]
+    config = vllm_config(shape, model, extra, options.pop("rank", 0), **options)
+    for change in changes:
+        change(config)
     return module.LMCacheConnector(
-        config, module.base.KVConnectorRole[role], kv_cache_config(shape)
+        config, module.base.KVConnectorRole[role], caches or kv_cache_config(shape)
     )
 
 
-def test_it_is_found_by_the_packages_name(module: ModuleType) -> None:
+def caches_of(*specs: Any) -> Any:
+    """vLLM's configuration of two layers with these specs."""
+    caches = kv_cache_config(PLAIN)
+    (group,) = caches.kv_cache_groups
+    by_layer = dict(zip(group.layer_names, specs, strict=True))
+    group.kv_cache_spec = SimpleNamespace(kv_cache_specs=by_layer)
+    return caches
+
+
+def known_spec(**changes: Any) -> Any:
+    spec = kv_cache_config(PLAIN).kv_cache_groups[0].kv_cache_spec
+    return type(spec)(**(vars(spec) | changes))
+
+
+UNKNOWN_SPEC = type("RSWASpec", (SimpleNamespace,), {})(block_size=4)
+LOAD = StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, bytes(32), (5, 6)),)),))
+
+
+def step(worker: Any, plan: StepPlan) -> Any:
+    """One step of a worker; the results of its transfers."""
+    worker.bind_connector_metadata(plan)
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    return worker.get_transfer_results(set())
+
+
+def test_connector_is_found_under_the_name_of_the_package(module: ModuleType) -> None:
     import lmcache_core.integrations.vllm as package
 
     assert package.LMCacheConnector is module.LMCacheConnector
@@ -48,76 +78,74 @@ def test_it_is_found_by_the_packages_name(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("release", "has_groups"), [(NEW, True), (OLD, False)])
-def test_several_groups_are_taken_where_a_failed_load_of_theirs_can_be_told(
-    release: str, has_groups: bool
-) -> None:
+def test_several_groups_need_a_report_of_failed_requests(release: str, has_groups: bool) -> None:
     with imported_connector(release) as module:
         assert issubclass(module.LMCacheConnector, module.base.SupportsHMA) is has_groups
 
 
 @pytest.mark.parametrize(
-    ("extra", "shape", "error", "complaint"),
+    ("extra", "options", "error"),
     [
-        (
-            embedded(chunk_size=10),
-            PLAIN,
-            ValueError,
-            r"chunk_size=10 .*block size 4: set \"lmcache.chunk_size\" to 12",
-        ),
-        (embedded(load="never"), PLAIN, ConfigError, "load='never'"),
-        ({}, PLAIN, ConfigError, "no place for KV"),
-        (embedded(), Shape(num_ranks=2), ConfigError, "serves one worker, not 2: run a sidecar"),
+        (embedded(chunk_size=10), {}, r"chunk_size=10 .*set \"lmcache.chunk_size\" to 12"),
+        (embedded(load="never"), {}, "load='never'"),
+        ({}, {}, "no place for KV"),
+        (embedded(), {"shape": Shape(num_ranks=2)}, "serves one worker, not 2: run a sidecar"),
+        # For a producer vLLM gives blocks away that a running step still writes to.
+        (embedded(), {"kv_role": "kv_producer"}, 'set kv_role to "kv_both"'),
+        (embedded(), {"kv_role": "kv_consumer"}, 'set kv_role to "kv_both"'),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_impossible_configuration_is_refused_at_the_start(
     module: ModuleType,
     model: Path,
+    role: str,
     extra: dict[str, Any],
-    shape: Shape,
-    error: type[Exception],
-    complaint: str,
+    options: dict[str, Any],
+    error: str,
 ) -> None:
-    for role in ("SCHEDULER", "WORKER"):
-        with pytest.raises(error, match=complaint):
-            connector_of(module, model, extra, role, shape)
+    with pytest.raises(ValueError, match=error):
+        connector_of(module, model, extra, role, **options)
 
 
-def test_recurrent_state_is_refused_where_vllm_does_not_say_where_it_is(
+@pytest.mark.parametrize(
+    ("says_states", "replays", "reason"),
+    [
+        (False, False, "vLLM before 0.32 does not say which blocks hold it"),
+        (True, True, "use_replayssm: a part of the recurrent state"),
+    ],
+)
+def test_recurrent_state_outside_of_known_blocks_is_not_cached(
     module: ModuleType,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    says_states: bool,
+    replays: bool,
+    reason: str,
 ) -> None:
-    monkeypatch.setattr(module, "SAYS_STATES", False)
+    def change(config: Any) -> None:
+        config.cache_config.use_replayssm = replays
+
+    monkeypatch.setattr(module, "SAYS_STATES", says_states)
     shape = Shape((FULL, STATE))
-    config = vllm_config(shape, model, embedded(chunk_size=4), 0)
-    connector = module.LMCacheConnector(
-        config, module.base.KVConnectorRole.SCHEDULER, kv_cache_config(shape)
-    )
+    connector = connector_of(module, model, embedded(chunk_size=4), shape=shape, change=change)
     assert connector.get_num_new_matched_tokens(request_of(), 0) == (0, False)
-    assert "vLLM before 0.32 does not say which blocks hold it" in caplog.text
-
-
-def test_state_outside_of_blocks_is_refused(
-    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shape = Shape((FULL, STATE))
-    config = vllm_config(shape, model, embedded(chunk_size=4), 0)
-    config.cache_config.use_replayssm = True
-    module.LMCacheConnector(config, module.base.KVConnectorRole.SCHEDULER, kv_cache_config(shape))
-    assert "use_replayssm: a part of the recurrent state" in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("part", ["parallel_config", "cache_config"])
-def test_a_configuration_of_another_shape_is_served_without(
+def test_unknown_configuration_is_served_without_the_cache(
     module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
-    """A newer vLLM may have it: its engine starts, and a worker refuses what is promised to it."""
-    config = vllm_config(PLAIN, model, embedded(), 0)
-    setattr(config, part, SimpleNamespace())
-    roles = module.base.KVConnectorRole
+    """Of a newer vLLM: its engine starts, and a worker refuses what is promised to it."""
+
+    def change(config: Any) -> None:
+        setattr(config, part, SimpleNamespace())
+
     scheduler, worker = (
-        module.LMCacheConnector(config, role, kv_cache_config(PLAIN)) for role in roles
+        connector_of(module, model, embedded(), role, change=change)
+        for role in ("SCHEDULER", "WORKER")
     )
     assert scheduler.get_num_new_matched_tokens(request_of(), 0) == (0, False)
     assert scheduler.build_connector_meta(output_of()) == StepPlan()
@@ -125,59 +153,44 @@ def test_a_configuration_of_another_shape_is_served_without(
     assert "call failed, continuing without the cache: operation=start" in caplog.text
 
 
-def test_a_model_that_cannot_be_cached_is_served_without(
-    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_every_call_answers_where_a_model_cannot_be_cached(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, role: str
 ) -> None:
-    """Every call answers as if there were no cache."""
-    config, caches = vllm_config(PLAIN, model, embedded(), 0), kv_cache_config(PLAIN)
-    caches.kv_cache_groups[0].kv_cache_spec = type("RSWASpec", (SimpleNamespace,), {})(block_size=4)
-    for role in module.base.KVConnectorRole:
-        connector = module.LMCacheConnector(config, role, caches)
-        request = request_of()
-        connector.on_new_request(request)
-        assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
-        connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([],)), 0)
-        assert connector.build_connector_meta(output_of()) == StepPlan()
-        connector.register_kv_caches(RankMemory(PLAIN).by_name)
-        connector.bind_connector_metadata(StepPlan())
-        connector.start_load_kv(None)
-        connector.wait_for_layer_load("layer")
-        connector.save_kv_layer("layer", None, None)
-        connector.wait_for_save()
-        assert connector.get_transfer_results(set()).finished_recving == set()
-        assert connector.get_finished(set()) == (None, None)
-        assert connector.get_block_ids_with_load_errors() == set()
-        report = connector.build_connector_worker_meta()
-        assert report is None if role is module.base.KVConnectorRole.SCHEDULER else report.is_out
-        connector.update_connector_output(
-            SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None)
-        )
-        assert connector.request_finished_all_groups(request, ([],)) == (False, None)
-        assert list(connector.take_events()) == []
-        assert connector.get_kv_connector_stats() is None
-        assert connector.reset_cache()
-        connector.shutdown()
-    assert caplog.text.count("served without the cache") == 2
-
-
-def test_a_worker_that_could_not_open_answers_for_loads(module: ModuleType, model: Path) -> None:
-    """The scheduler's side has opened, and promises what other pods have stored: the request
-    would wait for ever.
-    """
-    caches = kv_cache_config(PLAIN)
-    (group,) = caches.kv_cache_groups
-    spec, other = group.kv_cache_spec, type("RSWASpec", (SimpleNamespace,), {})(block_size=4)
-    group.kv_cache_spec = SimpleNamespace(
-        kv_cache_specs=dict(zip(group.layer_names, (spec, other), strict=True))
+    caches = caches_of(UNKNOWN_SPEC, UNKNOWN_SPEC)
+    connector = connector_of(module, model, embedded(), role, caches=caches)
+    request = request_of()
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([],)), 0)
+    assert connector.build_connector_meta(output_of()) == StepPlan()
+    connector.register_kv_caches(RankMemory(PLAIN).by_name)
+    assert step(connector, StepPlan()).finished_recving == set()
+    connector.wait_for_layer_load("layer")
+    connector.save_kv_layer("layer", None, None)
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.get_block_ids_with_load_errors() == set()
+    report = connector.build_connector_worker_meta()
+    assert report is None if role == "SCHEDULER" else report.is_out
+    connector.update_connector_output(
+        SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None)
     )
-    config = vllm_config(PLAIN, model, embedded(), 0)
-    worker = module.LMCacheConnector(config, module.base.KVConnectorRole.WORKER, caches)
+    assert connector.request_finished_all_groups(request, ([],)) == (False, None)
+    assert list(connector.take_events()) == []
+    assert connector.get_kv_connector_stats() is None
+    assert connector.reset_cache()
+    connector.shutdown()
+    assert caplog.text.count("served without the cache") == 1
+
+
+def test_worker_that_could_not_open_answers_for_loads(module: ModuleType, model: Path) -> None:
+    """The scheduler's side has opened, and promises what other pods have stored: the request would
+    wait forever.
+    """
+    caches = caches_of(known_spec(), UNKNOWN_SPEC)
+    worker = connector_of(module, model, embedded(), "WORKER", caches=caches)
     worker.register_kv_caches(RankMemory(PLAIN).by_name)
-    run = ChunkRun(0, 0, bytes(32), (5, 6))
-    worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,)),)))
-    worker.start_load_kv(None)
-    worker.wait_for_save()
-    results = worker.get_transfer_results(set())
+    results = step(worker, LOAD)
     assert results.finished_recving == results.failed_recving == {"r"}
     assert worker.get_block_ids_with_load_errors() == set()
     report = worker.build_connector_worker_meta()
@@ -186,29 +199,25 @@ def test_a_worker_that_could_not_open_answers_for_loads(module: ModuleType, mode
     worker.shutdown()
 
 
-def test_a_worker_whose_memory_is_not_as_declared_answers_for_loads(
+def test_worker_whose_memory_is_not_as_declared_answers_for_loads(
     module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = connector_of(module, model, embedded(), "WORKER")
     worker.register_kv_caches({})
     assert "this worker neither loads nor stores" in caplog.text
     for _ in range(2):
-        run = ChunkRun(0, 0, bytes(32), (5, 6))
-        worker.bind_connector_metadata(StepPlan((Load("r", 0, 8, (run,)),)))
-        worker.start_load_kv(None)
-        worker.wait_for_save()
-        assert worker.get_transfer_results(set()).finished_recving == {"r"}
+        assert step(worker, LOAD).finished_recving == {"r"}
         assert worker.get_block_ids_with_load_errors() == {5, 6}
-        assert worker.build_connector_worker_meta().is_out, "it is said in every step"
+        assert worker.build_connector_worker_meta().is_out, "in every step"
     worker.shutdown()
 
 
-def test_a_worker_whose_scales_vllm_would_overwrite_takes_no_part(
-    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("can_all", [True, False])
+def test_worker_whose_scales_vllm_would_overwrite_takes_no_part(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, can_all: bool
 ) -> None:
-    config = vllm_config(PLAIN, model, embedded(), 0)
-    tensors = RankMemory(PLAIN).by_name
-    created = []
+    tensors, created = RankMemory(PLAIN).by_name, list[str]()
+    able = SimpleNamespace(_ensure_scale_caches=created.append)
 
     def layer_of(impl: object) -> SimpleNamespace:
         return SimpleNamespace(
@@ -218,50 +227,49 @@ def test_a_worker_whose_scales_vllm_would_overwrite_takes_no_part(
             get_attn_backend=lambda: SimpleNamespace,
         )
 
-    can = SimpleNamespace(_ensure_scale_caches=created.append)
-    for impls in ((can, can), (can, object())):
-        context = dict(zip(tensors, map(layer_of, impls), strict=True))
+    def change(config: Any) -> None:
+        layers = map(layer_of, (able, able if can_all else object()))
+        context = dict(zip(tensors, layers, strict=True))
         config.compilation_config = SimpleNamespace(static_forward_context=context)
-        role = module.base.KVConnectorRole.WORKER
-        worker = module.LMCacheConnector(config, role, kv_cache_config(PLAIN))
-        worker.register_kv_caches(tensors)
-        assert (worker._worker is worker._worker_side) is (impls == (can, can))
-        worker.shutdown()
-    assert created == ["memory"] * 3
-    assert "kv_cache_dtype=int8_per_token_head: object keeps scales in its blocks" in caplog.text
+
+    worker = connector_of(module, model, embedded(), "WORKER", change=change)
+    worker.register_kv_caches(tensors)
+    report = worker.build_connector_worker_meta()
+    assert report.is_out is not can_all
+    worker.shutdown()
+    assert created == ["memory"] * (2 if can_all else 1)
+    reason = "kv_cache_dtype=int8_per_token_head: object keeps scales in its blocks"
+    assert (reason in caplog.text) is not can_all
 
 
-def test_which_engines_tell_of_a_step_after_writing_to_its_blocks(
-    module: ModuleType, model: Path
+@pytest.mark.parametrize(
+    ("sizes", "facts", "is_early"),
+    [
+        ([16, 16], {}, False),
+        ([16], {"zeroing": True}, True),
+        ([16, 32], {}, True),
+        ([16], {"unit": 4}, True),
+        ([16, 32], {"zeroing": True, "unit": 4, "runner": False}, False),
+    ],
+)
+def test_engines_that_write_to_blocks_before_a_step_is_announced(
+    module: ModuleType, sizes: list[int], facts: dict[str, Any], is_early: bool
 ) -> None:
-    def told_late(
-        *sizes: int,
-        runner: bool = True,
-        zeroing: bool = False,
-        unit: int | None = None,
-        sleeps: bool = False,
-    ) -> bool:
-        specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=n)) for n in sizes]
-        caches = SimpleNamespace(kv_cache_groups=specs, needs_kv_cache_zeroing=zeroing)
-        cache_config = SimpleNamespace(prefix_match_unit=unit)
-        config = SimpleNamespace(
-            use_v2_model_runner=runner,
-            cache_config=cache_config,
-            model_config=SimpleNamespace(enable_sleep_mode=sleeps),
-        )
-        return bool(module.overwrites_early(config, caches))
-
-    assert not told_late(16)
-    assert not told_late(16, 16)
-    assert told_late(16, zeroing=True)
-    assert told_late(16, 32)
-    assert told_late(16, unit=4)
-    assert not told_late(16, 32, zeroing=True, unit=4, runner=False)
+    config = SimpleNamespace(
+        use_v2_model_runner=facts.get("runner", True),
+        cache_config=SimpleNamespace(prefix_match_unit=facts.get("unit")),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+    )
+    specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in sizes]
+    zeroing = facts.get("zeroing", False)
+    caches = SimpleNamespace(kv_cache_groups=specs, needs_kv_cache_zeroing=zeroing)
+    assert module.overwrites_early(config, caches) is is_early
+    config.model_config.enable_sleep_mode = True
     has_hook = hasattr(module.base.KVConnectorBase_V1, "unregister_kv_caches")
-    assert told_late(16, sleeps=True) is not has_hook
+    assert module.overwrites_early(config, caches) is (is_early or not has_hook)
 
 
-def test_an_older_vllm_hears_of_the_blocks_of_such_a_worker(model: Path) -> None:
+def test_refusing_worker_names_bad_blocks_once() -> None:
     worker = RefusingWorker(reports_blocks=True)
     worker.begin_loads(StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, bytes(32), (0, 6)),), True),)))
     assert worker.take_received() == ({"r"}, {"r"})
@@ -269,45 +277,46 @@ def test_an_older_vllm_hears_of_the_blocks_of_such_a_worker(model: Path) -> None
     assert worker.take_bad_blocks() == set()
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_half_a_role_is_refused(module: ModuleType, model: Path, role: str) -> None:
-    """For a producer vLLM gives blocks away that a step underway still writes to: what is loaded
-    into them would not last.
-    """
-    with pytest.raises(ConfigError, match=f'kv_role="{role}".* set kv_role to "kv_both"'):
-        connector_of(module, model, embedded(), kv_role=role)
+def hellos_of(sidecar: ScriptedSidecar) -> list[m.Hello]:
+    return [said for said in sidecar.requests if isinstance(said, m.Hello)]
 
 
-def test_stages_of_a_pipeline_have_layouts_of_their_own(
+def test_stages_of_a_pipeline_have_their_own_layouts(
     module: ModuleType, model: Path, tmp_path: Path
 ) -> None:
     """They may have different numbers of layers, and a sidecar refuses two layouts under one
     name.
     """
-    hellos = []
-    for rank in range(4):
-        config = vllm_config(
-            Shape(num_ranks=2), model, beside(tmp_path / "s.sock"), rank, engine_id="e"
-        )
+
+    def change(config: Any) -> None:
         config.parallel_config.pipeline_parallel_size = 2
-        worker = module.LMCacheConnector(
-            config, module.base.KVConnectorRole.WORKER, kv_cache_config(PLAIN)
-        )
-        hellos.append(worker._open_store.store._link._hello)
-        worker.shutdown()
-    assert [hello.client for hello in hellos] == ["vllm/e/stage0"] * 2 + ["vllm/e/stage1"] * 2
-    assert [hello.engine.rank for hello in hellos] == [0, 1, 2, 3]
+
+    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+        for rank in range(4):
+            worker = connector_of(
+                module,
+                model,
+                beside(sidecar.path),
+                "WORKER",
+                Shape(num_ranks=2),
+                kv_cache_config(PLAIN),
+                rank=rank,
+                engine_id="e",
+                change=change,
+            )
+            worker.shutdown()
+        said = {(hello.client, hello.engine.rank) for hello in hellos_of(sidecar) if hello.engine}
+    stages = ["vllm/e/stage0"] * 2 + ["vllm/e/stage1"] * 2
+    assert said == set(zip(stages, range(4), strict=True))
 
 
-def test_loads_and_stores_have_connections_of_their_own(
+def test_loads_and_stores_have_their_own_connections(
     module: ModuleType, model: Path, tmp_path: Path
 ) -> None:
-    roles = module.base.KVConnectorRole
     with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-        for role, expected in ((roles.WORKER, 2), (roles.SCHEDULER, 1)):
+        for role, expected in (("WORKER", 2), ("SCHEDULER", 1)):
             before = sidecar.num_connections
-            config = vllm_config(PLAIN, model, beside(sidecar.path), 0)
-            connector = module.LMCacheConnector(config, role, kv_cache_config(PLAIN))
+            connector = connector_of(module, model, beside(sidecar.path), role)
             assert sidecar.num_connections - before == expected
             connector.shutdown()
 
@@ -315,102 +324,64 @@ def test_loads_and_stores_have_connections_of_their_own(
 def test_layers_that_differ_are_one_layout_for_all_processes(
     module: ModuleType, model: Path, tmp_path: Path
 ) -> None:
-    """vLLM tells its scheduler of the first layer alone, and a sidecar refuses a client that
-    names another layout.
+    """vLLM's scheduler knows only the first layer, and a sidecar refuses a client that names
+    another layout.
     """
-    roles, told = module.base.KVConnectorRole, kv_cache_config(PLAIN)
-    (group,) = told.kv_cache_groups
-    spec = group.kv_cache_spec
-    other = type(spec)(**(vars(spec) | {"num_kv_heads": 8}))
-    caches = kv_cache_config(PLAIN)
-    by_layer = dict(zip(group.layer_names, (spec, other), strict=True))
-    caches.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(kv_cache_specs=by_layer)
-    with running_socket(tmp_path) as sidecar:
-        config = vllm_config(PLAIN, model, beside(sidecar.path, layout="tokens"), 0)
-        worker = module.LMCacheConnector(config, roles.WORKER, caches)
-        scheduler = module.LMCacheConnector(config, roles.SCHEDULER, told)
-        assert worker._open_store.store._link.connection is not None
-        assert scheduler._open_store.store._link.connection is not None
-        worker.shutdown()
-        scheduler.shutdown()
+    caches = caches_of(known_spec(), known_spec(num_kv_heads=8))
+    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+        extra = beside(sidecar.path, layout="tokens")
+        connector_of(module, model, extra, "WORKER", caches=caches).shutdown()
+        connector_of(module, model, extra).shutdown()
+        layouts = {hello.engine.layout for hello in hellos_of(sidecar) if hello.engine}
+    assert len(layouts) == 1
 
 
-def test_blocks_are_of_a_gpus_generation(
-    module: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
+def test_generation_of_the_gpu_counts_for_chunks_of_blocks(
+    module: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layouts = []
-    for capability in (None, (9, 0), (10, 0)):
-        monkeypatch.setattr(
-            module.current_platform, "get_device_capability", lambda told=capability: told
-        )
-        connector = connector_of(module, model, embedded(layout="blocks"), "WORKER")
-        layouts.append(connector._worker_side._metadata.layout)
-        connector.shutdown()
-    assert len(set(layouts)) == 3
+    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+        extra = beside(sidecar.path, layout="blocks")
+        for capability in (None, (9, 0), (10, 0)):
+            platform = module.current_platform
+            monkeypatch.setattr(platform, "get_device_capability", lambda found=capability: found)
+            connector_of(module, model, extra, "WORKER").shutdown()
+        layouts = {hello.engine.layout for hello in hellos_of(sidecar) if hello.engine}
+    assert len(layouts) == 3
 
 
-@pytest.mark.parametrize(("policy", "is_warned"), [("recompute", False), ("fail", True)])
-def test_the_policy_that_ends_requests_is_warned_of(
-    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, policy: str, is_warned: bool
+@pytest.mark.parametrize(("policy", "is_logged"), [("recompute", False), ("fail", True)])
+def test_policy_that_ends_requests_is_logged(
+    module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture, policy: str, is_logged: bool
 ) -> None:
     connector_of(module, model, embedded(), policy=policy).shutdown()
-    assert ("kv_load_failure_policy" in caplog.text) == is_warned
+    assert ("kv_load_failure_policy" in caplog.text) == is_logged
 
 
-def test_a_cache_inside_vllm_that_the_worker_does_not_reach(
+def test_cache_inside_vllm_that_the_worker_does_not_reach_is_logged(
     module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM with processes of their own: the worker comes first where both are in one."""
+    """The worker comes first where both are in one process."""
     connector_of(module, model, embedded(), engine_id="alone").shutdown()
     assert "runs in another process" in caplog.text
     caplog.clear()
     worker = connector_of(module, model, embedded(), "WORKER", engine_id="together")
-    connector_of(module, model, embedded(), engine_id="together").shutdown()
-    worker.shutdown()
+    scheduler = connector_of(module, model, embedded(), engine_id="together")
     assert "another process" not in caplog.text
-
-
-def test_losing_a_store_is_no_loss_of_a_request(module: ModuleType, model: Path) -> None:
-    connector = connector_of(module, model, embedded())
-    assert connector.requires_kv_delivery is False
-    connector.shutdown()
-    connector.shutdown()
+    assert scheduler.requires_kv_delivery is False
+    for connector in (scheduler, scheduler, worker):
+        connector.shutdown()
 
 
 @pytest.mark.parametrize("name", ["kv_cache_layout", "lmcache.kv_cache_layout"])
-def test_a_layout_is_asked_for(module: ModuleType, model: Path, name: str) -> None:
-    connector = module.LMCacheConnector
-    assert connector.get_required_kvcache_layout(vllm_config(PLAIN, model, embedded(), 0)) is None
-    assert (
-        connector.get_required_kvcache_layout(vllm_config(PLAIN, model, {name: "BLHNC"}, 0))
-        == "BLHNC"
-    )
+def test_layout_is_asked_for(module: ModuleType, model: Path, name: str) -> None:
+    asked_for = module.LMCacheConnector.get_required_kvcache_layout
+    assert asked_for(vllm_config(PLAIN, model, embedded(), 0)) is None
+    assert asked_for(vllm_config(PLAIN, model, {name: "BLHNC"}, 0)) == "BLHNC"
 
 
-def test_a_step_without_metadata_stores_nothing(module: ModuleType, model: Path) -> None:
+def test_step_without_metadata_stores_nothing(module: ModuleType, model: Path) -> None:
     """As 0.27 has it in steps without a forward pass."""
     worker = connector_of(module, model, embedded(), "WORKER")
     worker.register_kv_caches(RankMemory(PLAIN).by_name)
     worker.wait_for_save()
     worker.shutdown()
-
-
-def test_figures_are_handed_over(module: ModuleType, model: Path) -> None:
-    with running(module, model, embedded()) as engine:
-        engine.ask(prompt(1, 43))
-        engine.forget()
-        worker = engine.workers[0].connector
-        worker.get_kv_connector_stats()
-        request = engine.add(prompt(1, 43))
-        told: dict[str, int] = {}
-        take = worker.get_kv_connector_stats
-
-        def listen() -> Any:
-            stats = take()
-            told.update({} if stats is None else stats.reduce())
-            return stats
-
-        worker.get_kv_connector_stats = listen
-        engine.run()
-        assert engine.tally(request).num_loads == 1
-    assert (told["retrieved_tokens"], told["retrieved_chunks"]) == (40, 5)

@@ -122,10 +122,6 @@ def test_load_that_does_not_end_is_logged(
     assert "load did not end" in caplog.text
 
 
-def test_thread_that_was_never_opened_can_be_closed() -> None:
-    LoadThread(good, refused).close()
-
-
 def test_waiter_is_woken_by_the_first_result(made: Callable[..., LoadThread]) -> None:
     gate = Gate()
     thread = made(gate)

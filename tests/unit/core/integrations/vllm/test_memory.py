@@ -73,18 +73,6 @@ def test_order_of_axes_counts_for_chunks_of_blocks_and_not_of_tokens() -> None:
     assert len(layouts) == 1
 
 
-def test_layers_of_each_size_are_a_group() -> None:
-    shape = Shape()
-    (group,) = groups_of(shape)
-    tensors = registered(shape)
-    tensors[group.layers[1]] = torch.zeros(shape.num_blocks, 2, 4, 6 * HEAD_SIZE)
-    layout = memory_of(group, tensors, shape.num_blocks, "blocks").layout
-    assert [(of.num_layers, of.head_size) for of in layout.groups] == [
-        (1, BLOCK_BYTES),
-        (1, 3 * BLOCK_BYTES),
-    ]
-
-
 def names_in_records(group: CacheGroup, mode: str = "tokens", backends: str = "") -> list[str]:
     tensors = registered(Shape(layout=PACKED if mode == "blocks" else HND))
     return [of.name for of in memory_of(group, tensors, 64, mode, backends).layout.groups]

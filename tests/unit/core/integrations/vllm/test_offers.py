@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
+from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.requests import Offer
 from lmcache_core.integrations.vllm.scheduler import MAX_WINDOW_TRIES, Offers
-from lmcache_core.record import Staged, StagedFrom
+from lmcache_core.record import Staged
 
 from tests.fixtures.vllm_engine import FULL, STATE, Shape, local, window
 from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot
@@ -57,38 +57,6 @@ def test_connectors_of_one_engine_have_their_own_tickets() -> None:
     for one in offers:
         one.give_back(["r"])
     assert names[0] == names[2] != names[1] == names[3]
-
-
-def test_one_group() -> None:
-    store = ScriptedStore([hot(3)])
-    assert ask(store, Shape(), num_ranks=2) == (Offer(3, b"\1\1\1"), True)
-    ((ticket, (chain,), is_prefix),) = store.asked
-    assert (ticket, chain.hashes, is_prefix) == ("r", HASHES, True)
-    assert (chain.fmt, chain.model_name, chain.world_size, chain.group) == (FMT, "model", 2, "")
-
-
-@pytest.mark.parametrize(
-    ("shape", "answers", "offer", "is_final"),
-    [
-        (Shape(), [hot(2, is_ready=False)], Offer(2, b"\1\1"), False),
-        (Shape(), [None], Offer(0), True),
-        (HYBRID, [hot(5), None], Offer(0), True),
-        (HYBRID, [hot(2, is_ready=False)], Offer(2, b"\1\1"), False),
-        (HYBRID, [hot(5), windows(b"\1\0", is_ready=False)], Offer(0), False),
-        (Shape((window(10),)), [windows(b"\1\1")], Offer(5, bytes([StagedFrom.HOT]) * 5), True),
-    ],
-    ids=["lift", "away", "away later", "lift of a hybrid", "lift of a window", "windows alone"],
-)
-def test_offers(shape: Shape, answers: list[Staged | None], offer: Offer, is_final: bool) -> None:
-    store = ScriptedStore(answers.copy())
-    assert ask(store, shape) == (offer, is_final)
-    assert len(store.asked) == len(answers)
-
-
-def test_shortest_of_several_full_groups_and_its_slowest_tier_count() -> None:
-    tiers = (bytes([1, StagedFrom.DISK, 1, 1, 1]), bytes([StagedFrom.REMOTE, 1, 1, 0, 0]))
-    offer, _ = ask(ScriptedStore([Staged(True, tiers)]), Shape((FULL, FULL)))
-    assert offer == Offer(3, bytes([StagedFrom.REMOTE, StagedFrom.DISK, 1]))
 
 
 def test_only_the_chunks_of_a_window_are_asked_for() -> None:
@@ -140,12 +108,6 @@ def test_recurrent_state_is_searched_backwards() -> None:
     assert asked_of_windows(store) == [HASHES[128:160], HASHES[:128], HASHES[:32]]
 
 
-def test_missing_recurrent_state_ends_the_search() -> None:
-    store = ScriptedStore([hot(5), windows(b"\0"), windows(b"\0\0\0\0")])
-    assert ask(store, STATES) == (Offer(0), True)
-    assert len(store.asked) == 3
-
-
 def test_all_groups_need_their_recurrent_state() -> None:
     shape = Shape((FULL, STATE, STATE, window(10)), block_size=8)
     store = ScriptedStore(
@@ -189,16 +151,3 @@ def test_nothing_is_needed_at_the_end_of_a_section() -> None:
     assert ask(store, Shape((FULL, local(16))))[0].num_chunks == 5
     alone = ScriptedStore([windows(b"\1\1\1")])
     assert ask(alone, Shape((local(40),)))[0].num_chunks == 4, "else nothing would have been found"
-
-
-@pytest.mark.parametrize(
-    ("shape", "names"), [(Shape(), ["a", "b"]), (HYBRID, ["a", "b", "a/window", "b/window"])]
-)
-def test_tickets_are_given_back_once_under_all_their_names(shape: Shape, names: list[str]) -> None:
-    store = ScriptedStore([None])
-    offers = offers_of(store, shape)
-    for name in ("a", "b"):
-        offers.ask(name, HASHES, NUM_TOKENS, None)
-    offers.give_back(["a", "not asked for", "b"])
-    offers.give_back(["a", "b"])
-    assert store.given_back == names

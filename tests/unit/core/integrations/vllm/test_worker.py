@@ -35,7 +35,7 @@ from lmcache_core.telemetry import (
 )
 
 from tests.fixtures import cuda_streams
-from tests.fixtures.vllm_engine import FULL, MLA, GroupShape, Shape, window
+from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.memory import POISON, RankMemory
 from tests.fixtures.vllm_engine.parts import METADATA, PLAIN, groups_of, options_of
 from tests.fixtures.vllm_engine.shapes import HND, LATENT_4D, PACKED
@@ -224,19 +224,6 @@ def test_only_wanted_blocks_are_written(
     assert (got[:, end:] == POISON).all()
 
 
-def test_registering_leaves_vllms_memory_as_it_was(rank: Callable[..., Rank]) -> None:
-    assert all((tensor == POISON).all() for tensor in rank().memory.by_name.values())
-
-
-def test_a_step_is_reported_once_by_its_number(rank: Callable[..., Rank]) -> None:
-    """Without it the scheduler never learns how fast the engine computes."""
-    one = rank()
-    *_, report = one.run(StepPlan(step=7))
-    assert report.step == 7
-    *_, report = one.run(StepPlan())
-    assert report is None
-
-
 @pytest.fixture
 def recorded() -> list[RecordingStore]:
     return []
@@ -278,40 +265,6 @@ def test_nothing_is_stored_while_that_costs_more_than_it_saves(
     assert here.counters.value(UNSTORED_CHUNKS_TOTAL) == 3
 
 
-@pytest.mark.parametrize(("begin", "bad"), [(0, OTHER_BLOCKS[4:]), (20, OTHER_BLOCKS[5:])])
-def test_blocks_from_the_first_missing_chunk_on_are_bad(
-    rank: Callable[..., Rank], begin: int, bad: tuple[int, ...]
-) -> None:
-    here = rank()
-    here.fill(BLOCKS)
-    here.run(storing(BLOCKS[:4]))
-    _, _, blocks, report = here.run(loading(OTHER_BLOCKS, begin, 24))
-    assert blocks == set(bad)
-    assert report.failed == {"r": max(begin, 16)}
-    assert here.run(StepPlan())[2:] == (set(), None), "it is said once"
-
-
-@pytest.mark.parametrize("groups", [(FULL, window(6)), (window(6),)], ids=["hybrid", "windowed"])
-def test_failed_request_is_named_where_blocks_do_not_suffice(
-    rank: Callable[..., Rank], groups: tuple[GroupShape, ...]
-) -> None:
-    here = rank(Shape(groups))
-    here.side.begin_loads(loading(OTHER_BLOCKS, 0, 24))
-    received, failed = here.received()
-    assert (received, failed) == ({"r"}, {"r"})
-    assert here.side.take_bad_blocks() == set()
-    assert here.side.take_report().failed == {"r": 0}  # type: ignore[union-attr]
-
-
-def test_null_blocks_before_a_window_are_not_written(rank: Callable[..., Rank]) -> None:
-    here = rank(Shape((window(6),)))
-    here.fill(BLOCKS)
-    here.run(storing())
-    here.run(loading((0, 20, 21, 22), 8, 24, first=1))
-    assert torch.equal(here.read((20, 21, 22)), here.read(BLOCKS[3:]))
-    assert (here.read((0,)) == POISON).all()
-
-
 def test_a_load_without_blocks_is_refused(
     rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -329,15 +282,19 @@ def test_a_load_without_blocks_is_refused(
     assert caplog.text.count("block or chunk missing") == 5
 
 
-def test_held_request_is_named_once_its_blocks_are_copied(rank: Callable[..., Rank]) -> None:
-    """Also by a worker that copies nothing, or vLLM would keep the blocks."""
-    here, refusing = rank(), RefusingWorker(reports_blocks=True)
-    here.fill(BLOCKS)
-    here.run(storing())
-    for side in (here.side, refusing):
-        side.begin_loads(StepPlan(held=("r", "other")))
-        assert side.take_sent() == {"r", "other"}
-        assert side.take_sent() == set()
+def test_step_is_reported_once_by_its_number(rank: Callable[..., Rank]) -> None:
+    """Without it the scheduler never learns how fast the engine computes."""
+    one = rank()
+    assert one.run(StepPlan(step=7))[3].step == 7
+    assert one.run(StepPlan())[3] is None
+
+
+def test_worker_without_copies_releases_held_requests_at_once() -> None:
+    """Else vLLM would keep their blocks."""
+    refusing = RefusingWorker(reports_blocks=True)
+    refusing.begin_loads(StepPlan(held=("r", "other")))
+    assert refusing.take_sent() == {"r", "other"}
+    assert refusing.take_sent() == set()
 
 
 def test_worker_takes_part_while_the_store_is_full(rank: Callable[..., Rank]) -> None:
