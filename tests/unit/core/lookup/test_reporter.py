@@ -129,20 +129,6 @@ async def running(
         await instance.client.close()
 
 
-async def test_stores_and_removals_are_announced_and_followed() -> None:
-    service = ModelService()
-    async with running(service) as instance:
-        for number in range(5):
-            instance.store(number)
-        await until(lambda: instance.agrees_with(service))
-        instance.remove(3)
-        await until(lambda: instance.agrees_with(service))
-        assert len(service.held) == 4
-        await asyncio.sleep(60.0)
-        assert instance.reporter.registered, "the lease is renewed"
-    assert service.ended
-
-
 async def test_lost_answer_is_not_a_lost_event() -> None:
     service = ModelService()
     async with running(service) as instance:

@@ -169,19 +169,6 @@ async def test_drain_outlives_an_answer_that_does_not_name_it() -> None:
     await registration.close()
 
 
-async def test_failed_reading_of_the_load_is_repeated() -> None:
-    broker, failures = FakeBroker(), iter([True, True])
-
-    def load() -> float:
-        if next(failures, False):
-            raise RuntimeError("no load yet")
-        return 0.5
-
-    registration = await opened(broker, load)
-    await until(lambda: [each["load"] for each in broker.asked] == [0.5])
-    await registration.close()
-
-
 async def test_close_while_the_broker_is_away_is_quiet() -> None:
     broker = FakeBroker()
     registration = await opened(broker)

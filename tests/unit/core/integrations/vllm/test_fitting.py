@@ -252,15 +252,6 @@ def test_newer_vllm_with_other_calls_serves_without_the_cache(
     assert reason in line
 
 
-@pytest.mark.parametrize("release", [fake_vllm.OLD, fake_vllm.NEW])
-def test_vllm_that_fits_gets_the_connector(release: str, caplog: pytest.LogCaptureFixture) -> None:
-    import lmcache_core.integrations.vllm as package
-
-    with fake_vllm.imported_connector(release) as module:
-        assert package.LMCacheConnector is module.LMCacheConnector
-    assert caplog.messages == []
-
-
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [

@@ -52,9 +52,3 @@ def test_own_configuration_of_logs_stays(manager: logging.Manager, configured: s
     before = list(ours.handlers)
     log_as(theirs, ours)
     assert (ours.handlers, ours.level) == (before, logging.NOTSET)
-
-
-def test_vllm_without_logs_changes_nothing(manager: logging.Manager) -> None:
-    ours = logger_of(manager, "ours")
-    log_as(logger_of(manager, "theirs"), ours)
-    assert (ours.handlers, ours.level) == ([], logging.NOTSET)

@@ -14,19 +14,12 @@ from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 from lmcache_core.token_database.hashing import identity_root
 
 from tests.fixtures import kv
-from tests.fixtures.vllm_engine import FULL, Feature, Request, Shape, window
+from tests.fixtures.vllm_engine import Feature, Request, Shape
 from tests.fixtures.vllm_engine.parts import METADATA, groups_of, request_of
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, prompt
 
 SPANS = [MultimodalSpan(b"cat", 10, 20), MultimodalSpan(b"dog", 50, 3)]
 FULL_ONLY = groups_of(Shape())
-HYBRID = groups_of(Shape((FULL, window(6))))
-NAMES = ChunkNames(b"root", CHUNK_SIZE)
-NAMES.extend(prompt(1, 43))
-
-
-def hashes(first: int, last: int) -> bytes:
-    return NAMES.hashes[32 * first : 32 * last]
 
 
 @pytest.mark.parametrize("spans", [[], SPANS], ids=["text", "contents"])
@@ -148,34 +141,3 @@ def test_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
     known = hashes_of(namer, without_contents)
     assert names.hashes[:64] == known[:64]
     assert names.hashes[64:96] != known[64:96]
-
-
-def state_of(groups: tuple[object, ...] = FULL_ONLY, num_blocks: int = 11) -> RequestState:
-    state = RequestState(request_of(), groups, CHUNK_SIZE, NAMES)  # type: ignore[arg-type]
-    state.set_blocks([range(1, num_blocks + 1), range(21, num_blocks + 21)][: len(groups)])
-    return state
-
-
-def test_chunks_whose_blocks_a_window_has_dropped_are_not_stored() -> None:
-    state = state_of(HYBRID)
-    state.drop_blocks(13)  # tokens 0 to 7 are out of the window
-    full, windowed = state.complete_runs(24)
-    assert (full.group, full.first, full.block_ids) == (0, 0, (1, 2, 3, 4, 5, 6))
-    assert (windowed.group, windowed.first, windowed.hashes) == (1, 1, hashes(1, 3))
-    assert windowed.block_ids == (23, 24, 25, 26)
-
-
-def test_loads_cover_all_chunks_that_overlap() -> None:
-    state = state_of()
-    (run,) = state.load_runs(12, 40)
-    assert (run.first, run.hashes, run.block_ids) == (1, hashes(1, 5), tuple(range(3, 11)))
-    assert state.load_runs(40, 40) == []
-    (run,) = state_of(num_blocks=3).load_runs(0, 24)
-    assert run.block_ids == (1, 2, 3, 0, 0, 0), "blocks that a table lacks are the null block"
-
-
-def test_only_the_window_of_the_next_token_is_loaded() -> None:
-    full, windowed = state_of(HYBRID).load_runs(0, 40)
-    assert (full.first, full.num_chunks) == (0, 5)
-    # the next token sees 35 to 40
-    assert (windowed.first, windowed.hashes, windowed.block_ids) == (4, hashes(4, 5), (29, 30))

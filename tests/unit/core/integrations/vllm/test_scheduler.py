@@ -79,20 +79,6 @@ def test_load_is_planned_once_and_its_ticket_kept_until_all_workers_have_it() ->
     assert store.given_back == ["r"]
 
 
-@pytest.mark.parametrize(
-    ("num_external", "end", "num_chunks"),
-    [(39, 40, 5), (20, 20, 3)],
-    ids=["the last block is loaded whole", "vLLM may want less than was offered"],
-)
-def test_loads_are_whole_blocks(num_external: int, end: int, num_chunks: int) -> None:
-    side = scheduler_side(ScriptedStore([hot(5)]))
-    request = request_of(40)
-    side.num_matched(request, 0)
-    side.allocated(request, TABLE, num_external)
-    (load,) = side.plan_loads()
-    assert (load.begin, load.end, load.runs[0].num_chunks) == (0, end, num_chunks)
-
-
 def test_origins_of_tokens_are_counted() -> None:
     tiers = bytes([StagedFrom.HOT, StagedFrom.DISK, StagedFrom.DISK, StagedFrom.REMOTE, 0])
     side = scheduler_side(ScriptedStore([Staged(True, (tiers,))]))

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from lmcache_core.integrations.vllm.weights import (
     adapter_fingerprint,
-    adapter_version,
     model_fingerprint,
 )
 
@@ -116,11 +115,3 @@ def test_adapter_is_named_by_its_whole_content(tmp_path: Path) -> None:
     before = adapter_fingerprint(first)
     (first / "adapter_config.json").write_text('{"r": 8}')
     assert adapter_fingerprint(first) != before
-
-
-def test_version_of_an_adapter_changes_with_its_files(tmp_path: Path) -> None:
-    adapter = make_adapter(tmp_path, "one")
-    before = adapter_version(adapter)
-    assert adapter_version(adapter) == before
-    make_adapter(tmp_path, "longer")
-    assert adapter_version(adapter) != before

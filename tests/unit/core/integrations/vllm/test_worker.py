@@ -229,20 +229,6 @@ def recorded() -> list[RecordingStore]:
     return []
 
 
-def test_store_asks_the_cache_two_questions(
-    rank: Callable[..., Rank], recorded: list[RecordingStore]
-) -> None:
-    def wrap(store: ChunkStore) -> RecordingStore:
-        recorded.append(RecordingStore(store))
-        return recorded[-1]
-
-    here = rank(wrap=wrap)
-    recorded[0].calls.clear()
-    here.run(storing())
-    assert here.counters.value(STORED_CHUNKS_TOTAL) == 3
-    assert recorded[0].calls[:2] == ["reserve", "put"]
-
-
 def test_nothing_is_stored_while_that_costs_more_than_it_saves(
     rank: Callable[..., Rank], recorded: list[RecordingStore]
 ) -> None:
