@@ -1,17 +1,22 @@
-"""vLLM's KV tensors: every layout it has, and what is refused."""
+"""vLLM's KV tensors: the layouts that are moved, and the tensors that are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import CacheGroup
-from lmcache_core.integrations.vllm.memory import BlockMemory, attention_backends, memory_of
+from lmcache_core.integrations.vllm.memory import (
+    BlockMemory,
+    GroupMemory,
+    attention_backends,
+    memory_of,
+)
 
 from tests.fixtures.vllm_engine import FULL, MLA, STATE, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
@@ -26,11 +31,24 @@ from tests.fixtures.vllm_engine.shapes import (
     PACKED,
 )
 
+NUM_BLOCKS = Shape().num_blocks
 BLOCK_BYTES = 2 * HEAD_SIZE * 2 * 4 * 4
+Tensors = dict[str, torch.Tensor]
 
 
-def registered(shape: Shape) -> dict[str, torch.Tensor]:
-    return RankMemory(shape).by_name
+def registered(layout: str, **changes: int) -> Tensors:
+    return RankMemory(Shape(layout=layout, **changes)).by_name
+
+
+def memory_in(mode: str, tensors: Tensors) -> GroupMemory:
+    """A group of full attention in these tensors."""
+    (group,) = groups_of(Shape())
+    return memory_of(group, tensors, NUM_BLOCKS, mode)
+
+
+def check(memory: GroupMemory) -> None:
+    """Check that it is read and written as vLLM does it."""
+    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
 
 
 @pytest.mark.parametrize(
@@ -38,43 +56,44 @@ def registered(shape: Shape) -> dict[str, torch.Tensor]:
 )
 def test_blocks_may_lie_apart(mode: str, layout: str) -> None:
     """Several layers in one allocation, the block outermost: each layer's blocks lie apart."""
-    shape = Shape(layout=layout)
-    (group,) = groups_of(shape)
-    plain = registered(shape)
-    names = list(plain)
-    whole = torch.zeros(shape.num_blocks, len(names), *next(iter(plain.values())).shape[1:])
-    tensors = {name: whole[:, i] for i, name in enumerate(names)}
-    memory = memory_of(group, tensors, shape.num_blocks, mode)
-    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
+    plain = registered(layout)
+    whole = torch.zeros(NUM_BLOCKS, len(plain), *next(iter(plain.values())).shape[1:])
+    memory = memory_in(mode, {name: whole[:, i] for i, name in enumerate(plain)})
+    check(memory)
     if mode == "blocks":
-        tensors[names[1]][3].fill_(1.0)
+        whole[3, 1].fill_(1.0)
+        sums = [int(of_layer.view(torch.float32).sum()) for of_layer in memory.kvcaches]
+        assert sums == [0, BLOCK_BYTES // 4]
         assert memory.kvcaches[1][3].view(torch.float32).eq(1.0).all()
-        assert (
-            sum(int(of_layer.view(torch.float32).sum()) for of_layer in memory.kvcaches)
-            == BLOCK_BYTES // 4
-        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        *[("tokens", HND), ("tokens", BLOCK_FIRST), ("tokens", KV_FIRST)],
+        *[("blocks", PACKED), ("blocks", NHD)],
+    ],
+)
+def test_attention_backend_may_divide_blocks(mode: str, layout: str) -> None:
+    """In hybrids vLLM's blocks are longer than a backend's own, which lie one after the other."""
+    divided = memory_in(mode, registered(layout, block_size=2, num_blocks=2 * NUM_BLOCKS))
+    whole = memory_in(mode, registered(layout))
+    is_same = divided.layout.fingerprint() == whole.layout.fingerprint()
+    assert is_same == (mode == "tokens"), "the inside of a divided block is in another order"
+    check(divided)
 
 
 def test_order_of_axes_counts_for_chunks_of_blocks_and_not_of_tokens() -> None:
-    of_blocks = set()
-    for layout in (HND, NHD):
-        shape = Shape(layout=layout)
-        (group,) = groups_of(shape)
-        memory = memory_of(group, registered(shape), shape.num_blocks, "blocks")
-        of_blocks.add(memory.layout.fingerprint())
-    assert len(of_blocks) == 2
-    layouts = set()
-    for layout in (HND, NHD, BLOCK_FIRST, KV_FIRST):
-        shape = Shape(layout=layout)
-        (group,) = groups_of(shape)
-        layouts.add(
-            memory_of(group, registered(shape), shape.num_blocks, "tokens").layout.fingerprint()
-        )
-    assert len(layouts) == 1
+    def num_layouts(mode: str, *layouts: str) -> int:
+        memories = [memory_in(mode, registered(layout)) for layout in layouts]
+        return len({memory.layout.fingerprint() for memory in memories})
+
+    assert num_layouts("blocks", HND, NHD) == 2
+    assert num_layouts("tokens", HND, NHD, BLOCK_FIRST, KV_FIRST) == 1
 
 
 def names_in_records(group: CacheGroup, mode: str = "tokens", backends: str = "") -> list[str]:
-    tensors = registered(Shape(layout=PACKED if mode == "blocks" else HND))
+    tensors = registered(PACKED if mode == "blocks" else HND)
     return [of.name for of in memory_of(group, tensors, 64, mode, backends).layout.groups]
 
 
@@ -91,12 +110,10 @@ def test_records_name_how_layers_differ_from_the_first(mode: str) -> None:
 
 
 def test_records_of_blocks_name_the_backend() -> None:
-    """What is inside of a block is the backend's own, and vLLM chooses it by what is installed."""
+    """The inside of a block is the backend's own, which vLLM chooses by what is installed."""
     (group,) = groups_of(Shape())
-    names = [
-        names_in_records(group, "blocks", backends)
-        for backends in ("", "one.Backend", "other.Backend")
-    ]
+    backends = "", "one.Backend", "other.Backend"
+    names = [names_in_records(group, "blocks", backend) for backend in backends]
     assert names[0] == [""]
     assert names[0] != names[1] != names[2] != names[0]
     assert names_in_records(group, "tokens", "one.Backend") == [""]
@@ -105,29 +122,12 @@ def test_records_of_blocks_name_the_backend() -> None:
 def test_recurrent_state_is_moved_as_blocks_where_attention_is_moved_by_token() -> None:
     shape = Shape((FULL, STATE), layout=HND)
     _, group = groups_of(shape)
-    memory = memory_of(group, registered(shape), shape.num_blocks, "tokens", "one.Backend")
-    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
+    tensors = RankMemory(shape).by_name
+    memory = memory_of(group, tensors, NUM_BLOCKS, "tokens", "one.Backend")
+    check(memory)
     (of,) = memory.layout.groups
     assert (memory.unit_tokens, of.num_layers, of.head_size) == (4, 2, BLOCK_BYTES)
     assert of.name, "the backend's"
-
-
-@pytest.mark.parametrize(
-    ("mode", "layout"),
-    [
-        *[("tokens", HND), ("tokens", BLOCK_FIRST), ("tokens", KV_FIRST)],
-        *[("blocks", PACKED), ("blocks", NHD)],
-    ],
-)
-def test_attention_backend_may_divide_blocks(mode: str, layout: str) -> None:
-    """In hybrids vLLM's blocks are longer than a backend's own, which lie one after the other."""
-    shape, half = Shape(layout=layout), Shape(layout=layout, block_size=2, num_blocks=128)
-    (group,) = groups_of(shape)
-    memory = memory_of(group, registered(half), shape.num_blocks, mode)
-    whole = memory_of(group, registered(shape), shape.num_blocks, mode)
-    is_same = memory.layout.fingerprint() == whole.layout.fingerprint()
-    assert is_same == (mode == "tokens"), "the inside of a divided block is in another order"
-    run_canary(PagedGPUConnector(memory.layout), memory.kvcaches, memory.engine, lambda kv: kv)
 
 
 class OneBackend:
@@ -138,7 +138,7 @@ class OtherBackend:
     pass
 
 
-def test_the_backends_of_layers() -> None:
+def test_backends_of_layers_are_named() -> None:
     def layer(backend: type) -> SimpleNamespace:
         return SimpleNamespace(get_attn_backend=lambda: backend)
 
@@ -154,58 +154,47 @@ def test_the_backends_of_layers() -> None:
     assert attention_backends(SimpleNamespace(), ["a"]) == ""
 
 
-def wrong(**changes: Any) -> dict[str, torch.Tensor]:
-    tensors = registered(Shape(layout=HND))
-    return {name: changes["change"](tensor) for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize(
-    ("mode", "tensors", "complaint"),
+    ("mode", "change", "error"),
     [
-        ("tokens", wrong(change=lambda tensor: tensor[1:]), r'set "lmcache.layout" to "blocks"'),
-        (
-            "tokens",
-            wrong(change=lambda tensor: tensor[..., 1:]),
-            r"is not of 64 blocks of 4 tokens with 2 heads of 4",
-        ),
-        ("tokens", wrong(change=lambda tensor: tensor.unsqueeze(0)), "is not of 64 blocks"),
-        ("blocks", wrong(change=lambda tensor: tensor[1:]), "not 64 contiguous blocks"),
-        ("blocks", wrong(change=lambda tensor: tensor[..., 1:]), "not 64 contiguous blocks"),
-        ("blocks", {}, r"no KV tensor for model\.layers\.0\.attn, model\.layers\.1\.attn"),
-        (
-            "tokens",
-            {"model.layers.0.attn": torch.zeros(1)},
-            r"no KV tensor for model\.layers\.1\.attn",
-        ),
+        ("tokens", lambda tensor: tensor[1:], r'set "lmcache.layout" to "blocks"'),
+        ("tokens", lambda tensor: tensor[..., 1:], "is not of 64 blocks of 4 tokens with 2 heads"),
+        ("tokens", lambda tensor: tensor.unsqueeze(0), "is not of 64 blocks"),
+        ("blocks", lambda tensor: tensor[1:], "not 64 contiguous blocks"),
+        ("blocks", lambda tensor: tensor[..., 1:], "not 64 contiguous blocks"),
     ],
 )
-def test_other_tensors_are_refused(
-    mode: str, tensors: dict[str, torch.Tensor], complaint: str
+def test_tensors_of_another_shape_are_refused(
+    mode: str, change: Callable[[torch.Tensor], torch.Tensor], error: str
 ) -> None:
-    (group,) = groups_of(Shape())
-    with pytest.raises(LayoutError, match=complaint):
-        memory_of(group, tensors, 64, mode)
+    tensors = {name: change(tensor) for name, tensor in registered(HND).items()}
+    with pytest.raises(LayoutError, match=error):
+        memory_in(mode, tensors)
+
+
+def test_missing_tensors_are_refused() -> None:
+    error = r"no KV tensor for model\.layers\.1\.attn"
+    with pytest.raises(LayoutError, match=error):
+        memory_in("tokens", {"model.layers.0.attn": torch.zeros(1)})
 
 
 def test_latent_is_recognised_by_its_spec_not_by_its_shape() -> None:
     (latent,), (full,) = groups_of(Shape((MLA,))), groups_of(Shape((FULL,)))
-    tensors = {name: torch.zeros(64, 1, 4, LATENT_SIZE) for name in latent.layers}
-    assert memory_of(latent, tensors, 64, "tokens").layout.groups[0].sides == 1
+    tensors = {name: torch.zeros(NUM_BLOCKS, 1, 4, LATENT_SIZE) for name in latent.layers}
+    assert memory_of(latent, tensors, NUM_BLOCKS, "tokens").layout.groups[0].sides == 1
     with pytest.raises(LayoutError):
-        memory_of(full, tensors, 64, "tokens")
+        memory_of(full, tensors, NUM_BLOCKS, "tokens")
 
 
 def test_check_reads_and_writes_vllms_own_blocks() -> None:
-    shape = Shape()
-    (group,) = groups_of(shape)
-    tensors = registered(shape)
-    memory = memory_of(group, tensors, shape.num_blocks, "blocks")
-    assert isinstance(memory.engine, BlockMemory)
-    assert memory.engine.num_slots(0) == (shape.num_blocks, 1)
+    tensors = registered(PACKED)
+    engine = memory_in("blocks", tensors).engine
+    assert isinstance(engine, BlockMemory)
+    assert engine.num_slots(0) == (NUM_BLOCKS, 1)
     block = torch.arange(BLOCK_BYTES, dtype=torch.uint8).view(1, 1, -1)
-    memory.engine.write(0, 1, 7, block)
-    assert torch.equal(memory.engine.read(0, 1, 7), block)
-    assert torch.equal(tensors[group.layers[1]][7].reshape(-1).view(torch.uint8), block.view(-1))
-    assert [view.data_ptr() for view in memory.engine.block_memory(0, 7)] == [
-        tensors[name][7].data_ptr() for name in group.layers
-    ]
+    engine.write(0, 1, 7, block)
+    assert torch.equal(engine.read(0, 1, 7), block)
+    first, second = tensors.values()
+    assert torch.equal(second[7].reshape(-1).view(torch.uint8), block.view(-1))
+    addresses = [view.data_ptr() for view in engine.block_memory(0, 7)]
+    assert addresses == [first[7].data_ptr(), second[7].data_ptr()]

@@ -72,6 +72,22 @@ def end(side: SchedulerSide, request: Request) -> None:
     side.finished(request)
 
 
+def compute_before(side: SchedulerSide) -> None:
+    """Have blocks of `TABLE` computed by a request that has ended."""
+    before = request_of(name="before")
+    assert step(side, before, (TABLE,)) == 5
+    end(side, before)
+
+
+def begin_load(
+    side: SchedulerSide, request: Request, tables: Sequence[list[int]] = (TABLE,)
+) -> None:
+    """Load three chunks."""
+    assert side.num_matched(request, 0) == (24, True)
+    side.allocated(request, tables, 24)
+    side.plan_stores(output_of(), side.plan_loads())
+
+
 def num_stored(side: SchedulerSide, output: object, name: str) -> int:
     stores = [store for store in side.plan_stores(output, ()) if store.request_id == name]
     return sum(run.num_chunks for store in stores for run in store.runs if run.group == 0)
@@ -80,9 +96,7 @@ def num_stored(side: SchedulerSide, output: object, name: str) -> int:
 def test_blocks_of_the_prefix_cache_that_this_engine_computed_are_stored() -> None:
     """Their chunks may have left the sidecar since."""
     side = nothing_stored()
-    first = request_of(name="first")
-    assert step(side, first, (TABLE,)) == 5
-    end(side, first)
+    compute_before(side)
     assert step(side, request_of(name="second"), behind(24, 21), 24) == 5
 
 
@@ -107,9 +121,7 @@ def test_blocks_of_the_prefix_cache_of_unknown_origin_are_not_stored(
 def test_kv_that_another_connector_loads_is_not_stored(is_async: bool, is_resumed: bool) -> None:
     """Whether its bytes are right is not known, nor, in time, whether vLLM knows of a failure."""
     side = nothing_stored()
-    before = request_of(name="before")
-    assert step(side, before, (TABLE,)) == 5
-    end(side, before)
+    compute_before(side)
     loading = request_of(name="loading")
     if is_resumed:
         assert step(side, loading, (list(range(41, 52)),)) == 5
@@ -156,9 +168,7 @@ def test_loaded_blocks_and_those_computed_from_them_are_stored(
 ) -> None:
     side = scheduler_side(ScriptedStore([*answers, hot(0)]), shape)
     request = request_of()
-    assert side.num_matched(request, 0) == (24, True)
-    side.allocated(request, tables, 24)
-    side.plan_stores(output_of(), side.plan_loads())
+    begin_load(side, request, tables)
     side.step_done(None, ["r"])
     side.allocated(request, tables, 0)
     assert computed(side, request, tables, 24) == 2
@@ -178,13 +188,9 @@ def test_only_blocks_before_the_failure_of_a_load_are_known(
     are handed out again for it.
     """
     side = scheduler_side(ScriptedStore([None, hot(3), hot(0)]))
-    before = request_of(name="before")
-    assert step(side, before, (TABLE,)) == 5
-    end(side, before)
+    compute_before(side)
     request = request_of()
-    assert side.num_matched(request, 0) == (24, True)
-    side.allocated(request, (TABLE,), 24)
-    side.plan_stores(output_of(), side.plan_loads())
+    begin_load(side, request)
     side.step_done(WorkerReport(failed={"r": 20}), ())
     side.step_done(WorkerReport(failed={"r": first_bad}), ["r"])
     end(side, request)
@@ -193,12 +199,9 @@ def test_only_blocks_before_the_failure_of_a_load_are_known(
 
 def test_blocks_of_an_aborted_load_are_unknown() -> None:
     side = scheduler_side(ScriptedStore([None, hot(3), hot(0)]))
-    before, request = request_of(name="before"), request_of()
-    assert step(side, before, (TABLE,)) == 5
-    end(side, before)
-    assert side.num_matched(request, 0) == (24, True)
-    side.allocated(request, (TABLE,), 24)
-    side.plan_stores(output_of(), side.plan_loads())
+    compute_before(side)
+    request = request_of()
+    begin_load(side, request)
     end(side, request)
     side.step_done(None, ["r"])
     assert step(side, request_of(name="behind"), behind(24, 21), 24) == 0
@@ -207,9 +210,7 @@ def test_blocks_of_an_aborted_load_are_unknown() -> None:
 def test_blocks_recomputed_after_a_failed_load_are_stored() -> None:
     side = scheduler_side(ScriptedStore([hot(3), hot(0)]))
     request = request_of()
-    assert side.num_matched(request, 0) == (24, True)
-    side.allocated(request, (TABLE,), 24)
-    side.plan_stores(output_of(), side.plan_loads())
+    begin_load(side, request)
     side.step_done(WorkerReport(failed={"r": 8}), ["r"])
     side.allocated(request, (TABLE,), 0)
     assert computed(side, request, (TABLE,), 8) == 5
