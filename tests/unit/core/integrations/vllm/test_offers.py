@@ -8,7 +8,7 @@ import pytest
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.requests import Offer
 from lmcache_core.integrations.vllm.scheduler import MAX_WINDOW_TRIES, Offers
-from lmcache_core.record import Staged
+from lmcache_core.record import Staged, StagedFrom
 
 from tests.fixtures.vllm_engine import FULL, STATE, Shape, local, window
 from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot
@@ -57,6 +57,30 @@ def test_connectors_of_one_engine_have_their_own_tickets() -> None:
     for one in offers:
         one.give_back(["r"])
     assert names[0] == names[2] != names[1] == names[3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "answers", "offer", "is_final"),
+    [
+        (Shape(), [hot(2, is_ready=False)], Offer(2, b"\1\1"), False),
+        (Shape(), [None], Offer(0), True),
+        (HYBRID, [hot(5), None], Offer(0), True),
+        (HYBRID, [hot(2, is_ready=False)], Offer(2, b"\1\1"), False),
+        (HYBRID, [hot(5), windows(b"\1\0", is_ready=False)], Offer(0), False),
+        (Shape((window(10),)), [windows(b"\1\1")], Offer(5, bytes([StagedFrom.HOT]) * 5), True),
+    ],
+    ids=["lift", "away", "away later", "lift of a hybrid", "lift of a window", "windows alone"],
+)
+def test_offers(shape: Shape, answers: list[Staged | None], offer: Offer, is_final: bool) -> None:
+    store = ScriptedStore(answers.copy())
+    assert ask(store, shape) == (offer, is_final)
+    assert len(store.asked) == len(answers)
+
+
+def test_shortest_of_several_full_groups_and_its_slowest_tier_count() -> None:
+    tiers = (bytes([1, StagedFrom.DISK, 1, 1, 1]), bytes([StagedFrom.REMOTE, 1, 1, 0, 0]))
+    offer, _ = ask(ScriptedStore([Staged(True, tiers)]), Shape((FULL, FULL)))
+    assert offer == Offer(3, bytes([StagedFrom.REMOTE, StagedFrom.DISK, 1]))
 
 
 def test_only_the_chunks_of_a_window_are_asked_for() -> None:

@@ -14,7 +14,7 @@ from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 from lmcache_core.token_database.hashing import identity_root
 
 from tests.fixtures import kv
-from tests.fixtures.vllm_engine import Feature, Request, Shape
+from tests.fixtures.vllm_engine import FULL, Feature, Request, Shape, window
 from tests.fixtures.vllm_engine.parts import METADATA, groups_of, request_of
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, prompt
 
@@ -141,3 +141,17 @@ def test_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
     known = hashes_of(namer, without_contents)
     assert names.hashes[:64] == known[:64]
     assert names.hashes[64:96] != known[64:96]
+
+
+def test_only_the_window_of_the_next_token_is_loaded() -> None:
+    """Other chunks of the group may not have been stored."""
+    names = ChunkNames(b"root", CHUNK_SIZE)
+    names.extend(prompt(1, 43))
+    groups = groups_of(Shape((FULL, window(6))))
+    state = RequestState(request_of(), groups, CHUNK_SIZE, names)
+    state.set_blocks([range(1, 12), range(21, 32)])
+    full, windowed = state.load_runs(0, 40)
+    assert (full.first, full.num_chunks) == (0, 5)
+    # the next token sees 35 to 40
+    assert (windowed.first, windowed.hashes) == (4, names.hashes[128:160])
+    assert windowed.block_ids == (29, 30)

@@ -251,7 +251,20 @@ def test_nothing_is_stored_while_that_costs_more_than_it_saves(
     assert here.counters.value(UNSTORED_CHUNKS_TOTAL) == 3
 
 
-def test_a_load_without_blocks_is_refused(
+def test_load_of_several_groups_fails_from_the_first_missing_chunk_on(
+    rank: Callable[..., Rank],
+) -> None:
+    """Blocks before it would count as verified."""
+    here = rank(Shape((FULL, window(24))))
+    for group, blocks in ((0, BLOCKS[:4]), (1, BLOCKS[:2])):
+        here.fill(blocks, group)
+        here.run(storing(blocks, group))
+    runs = (run_of(OTHER_BLOCKS), run_of(OTHER_BLOCKS, 1))
+    for order in (runs, runs[::-1]):
+        assert here.run(StepPlan((Load("r", 0, 24, order),)))[3].failed == {"r": 8}
+
+
+def test_load_without_blocks_is_refused(
     rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM gives a block for everything that it wants loaded; its null block is never written."""
