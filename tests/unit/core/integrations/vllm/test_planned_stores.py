@@ -19,6 +19,16 @@ TABLE = (list(range(1, 12)),)
 STATES = Shape((FULL, STATE), block_size=8)
 
 
+def test_resumed_request_has_new_blocks() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_of())
+    side.plan_stores(output_of([("r", ([1, 2],), 0, 7)]), ())
+    (stored,) = side.plan_stores(
+        output_of(again=[("r", ([11, 12, 13, 14],), 0, 16)], resumed=["r"]), ()
+    )
+    assert [(run.first, run.block_ids) for run in stored.runs] == [(0, (11, 12, 13, 14))]
+
+
 def states_of(output: Any, *states: tuple[int, int]) -> Any:
     """A step after which blocks of the second group hold the state after so many tokens."""
     offered = {"r": [(1, block, num_tokens) for block, num_tokens in states]}
