@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from lmcache_core.errors import UnavailableError
+from lmcache_core.wire.frames import FrameType
 from lmcache_core.wire.listener import FrameListener
 from lmcache_core.wire.messages import ErrorCode, ErrorMessage
 from lmcache_core.wire.stream import FrameStream
@@ -103,6 +104,21 @@ async def test_connection_during_close_is_closed(kind: str, num_turns: int) -> N
             with contextlib.suppress(ConnectionError):
                 assert client.recv(1) == b""
     assert not failures
+
+
+@pytest.mark.parametrize("goodbye", [BUSY, None])
+async def test_connection_beyond_the_limit_is_refused_or_closed(
+    goodbye: ErrorMessage | None,
+) -> None:
+    async with open_listener(1, goodbye) as made, connected(made.listener.port) as first:
+        assert await heard(first) == b"!"
+        async with connected(made.listener.port) as second:
+            if goodbye is None:
+                assert await second.is_closed()
+            else:
+                header, message, _ = await second.read()
+                assert (header.type, message) == (FrameType.ERROR, goodbye)
+        assert (len(made.turned_away), made.listener.num_connections) == (1, 1)
 
 
 async def test_refused_connections_take_no_place_of_others() -> None:

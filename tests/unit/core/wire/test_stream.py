@@ -141,6 +141,29 @@ async def test_forgotten_memory_is_not_touched(pair: tuple[FrameStream, FrameStr
     assert await read(far, 4) == b"next"
 
 
+async def test_discard_drops_exactly_that_many(pair: tuple[FrameStream, FrameStream]) -> None:
+    near, far = pair
+    sending = asyncio.create_task(near.send(b"ab" + bytes(LARGE) + b"cd"))
+    assert await read(far, 2) == b"ab"
+    await far.discard(LARGE)
+    assert await read(far, 2) == b"cd"
+    await far.discard(0)
+    await sending
+
+
+async def test_bytes_before_the_end_can_be_read(pair: tuple[FrameStream, FrameStream]) -> None:
+    near, far = pair
+    await near.send(b"last words")
+    near.close()
+    await far.wait_closed()
+    assert await read(far, 10) == b"last words"
+    for num_bytes in (1, LARGE):
+        with pytest.raises(UnavailableError):
+            await read(far, num_bytes)
+    with pytest.raises(UnavailableError):
+        await far.send(b"x")
+
+
 async def test_end_wakes_reader_and_writer(pair: tuple[FrameStream, FrameStream]) -> None:
     near, far = pair
     reading = asyncio.create_task(read(near, 10))
