@@ -103,6 +103,16 @@ async def test_socket_is_read_only_for_a_reader(
     await sending
 
 
+async def test_staged_bytes_make_room_again(pair: tuple[FrameStream, FrameStream]) -> None:
+    near, far = pair
+    data = pattern(5 * STAGING_BYTES)
+    sending = asyncio.create_task(near.send(data))
+    for at in range(0, len(data), 1000):
+        piece = data[at : at + 1000]
+        assert await read(far, len(piece)) == piece
+    await sending
+
+
 async def test_cancelled_short_read_loses_nothing(pair: tuple[FrameStream, FrameStream]) -> None:
     near, far = pair
     await near.send(b"half")
