@@ -125,6 +125,7 @@ def test_choices_are_the_existing_codecs():
         {"chunk_size": 65536},
         {"local_disk": "file:///cache/", "max_local_disk_size": 0.5, "disk_fsync": True},
         {"remote_serde": None},
+        {"remote_serde": "cachegen", "remote_url": None},
         *({"remote_serde": serde} for serde in REMOTE_SERDES),
         *(
             {"local_disk_serde": serde, "local_disk": "file:///d/", "max_local_disk_size": 1}
@@ -145,6 +146,8 @@ def test_choices_are_the_existing_codecs():
         PEERS | {"distributed_url": "lm://[::1]:65433"},
         PEERS | OPEN | {"peer_allow_plaintext": True, "peer_token_file": "/token"},
         PEERS | {"distributed_url": "lm+tls://127.0.0.1:65433", "peer_tls_cert_file": "/pair"},
+        PEERS | {"peer_tls_ca_file": "/ca", "peer_tls_name": "pod.example"},
+        {"distributed_url": "lm://10.0.0.1:65433", "peer_tls_cert_file": "/pair"},
         PEERS | OPEN | SECURE | {"peer_tls_key_file": "/key", "peer_tls_client_ca_file": "/ca"},
         {"local_disk": None, "max_local_disk_size": 5.0},
         {"sidecar_socket": "/s", "max_local_cpu_size": 20, "lookup_url": "localhost:6379"},

@@ -115,9 +115,11 @@ async def test_long_request_is_cut_to_its_bounds() -> None:
     "assignments",
     [
         [{"instance": "b", "chunk_ids": [ONE.hex()]}, {"instance": "c", "chunk_ids": [ONE.hex()]}],
+        [{"instance": "b", "chunk_ids": [ONE.hex(), ONE.hex()]}],
         [{"instance": "stranger", "chunk_ids": [ONE.hex()]}],
         [{"instance": "me", "chunk_ids": [ONE.hex()]}],
         [{"instance": "b", "chunk_ids": ["ff" * 16]}],
+        [{"instance": "b", "chunk_ids": ["zz"]}],
         [{"instance": "b", "chunk_ids": []}],
         [{"instance": "b", "chunk_ids": [ONE.hex()], "distributed_url": "http://10.0.0.2:1"}],
         [{"instance": "b", "chunk_ids": [ONE.hex()], "ticket": "x" * 5000}],
@@ -252,6 +254,14 @@ def test_malformed_peer_is_refused(changed: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"id": "a", "incarnation": 0, "distributed_url": "lm://a:1"}
     with pytest.raises(ValueError):
         Peer(**fields | changed)
+
+
+async def test_finished_pulls_are_reported() -> None:
+    seen: list[Any] = []
+    client = await opened(noting(seen, b"{}"))
+    await client.done("me", ["p1", "", "p2"])
+    await client.done("me", [""])
+    assert seen == [("/v1/transfers:done", {"requester": "me", "pulls": ["p1", "p2"]})]
 
 
 async def test_drain_is_reported_and_orders_to_copy_are_read() -> None:

@@ -148,6 +148,14 @@ def test_adapter_that_is_downloaded_later_is_named(
     assert adapters.name_of(on_hub(monkeypatch, tmp_path, "org/adapter", "one")) is not None
 
 
+def test_adapter_in_the_users_folder_is_named(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here = Adapter("a", str(make_adapter(tmp_path, "one")), 2)
+    assert adapters.name_of(Adapter("a", "~/adapter")) == adapters.name_of(here) is not None
+
+
 def test_many_adapters_are_forgotten_not_confused(
     adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -92,6 +92,14 @@ def test_order_of_axes_counts_for_chunks_of_blocks_and_not_of_tokens() -> None:
     assert num_layouts("tokens", HND, NHD, BLOCK_FIRST, KV_FIRST) == 1
 
 
+def test_layers_of_each_size_are_a_group_in_a_chunk() -> None:
+    tensors = registered(PACKED)
+    tensors["model.layers.1.attn"] = torch.zeros(NUM_BLOCKS, 2, 4, 6 * HEAD_SIZE)
+    groups = memory_in("blocks", tensors).layout.groups
+    sizes = [(of.num_layers, of.head_size) for of in groups]
+    assert sizes == [(1, BLOCK_BYTES), (1, 3 * BLOCK_BYTES)]
+
+
 def names_in_records(group: CacheGroup, mode: str = "tokens", backends: str = "") -> list[str]:
     tensors = registered(PACKED if mode == "blocks" else HND)
     return [of.name for of in memory_of(group, tensors, 64, mode, backends).layout.groups]

@@ -4,6 +4,7 @@ loaded into its blocks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -141,6 +142,13 @@ def test_session_that_continues_drops_a_token(namer: RequestNamer) -> None:
     known = hashes_of(namer, without_contents)
     assert names.hashes[:64] == known[:64]
     assert names.hashes[64:96] != known[64:96]
+
+
+def test_blocks_of_groups_that_are_not_cached_are_ignored() -> None:
+    (group,) = groups_of(Shape())
+    state = RequestState(request_of(), [replace(group, index=1)], CHUNK_SIZE)
+    state.set_blocks([[9, 9], [1, 2]])
+    assert state.tables == [[1, 2]]
 
 
 def test_only_the_window_of_the_next_token_is_loaded() -> None:
