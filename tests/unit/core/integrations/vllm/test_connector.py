@@ -277,6 +277,11 @@ def test_refusing_worker_names_bad_blocks_once() -> None:
     assert worker.take_bad_blocks() == set()
 
 
+def describing(request: m.Message) -> m.Message | None:
+    """The answers to a client that starts."""
+    return m.Ok() if isinstance(request, m.Describe) else None
+
+
 def hellos_of(sidecar: ScriptedSidecar) -> list[m.Hello]:
     return [said for said in sidecar.requests if isinstance(said, m.Hello)]
 
@@ -291,7 +296,7 @@ def test_stages_of_a_pipeline_have_their_own_layouts(
     def change(config: Any) -> None:
         config.parallel_config.pipeline_parallel_size = 2
 
-    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+    with scripted_sidecar(tmp_path, describing) as sidecar:
         for rank in range(4):
             worker = connector_of(
                 module,
@@ -313,7 +318,7 @@ def test_stages_of_a_pipeline_have_their_own_layouts(
 def test_loads_and_stores_have_their_own_connections(
     module: ModuleType, model: Path, tmp_path: Path
 ) -> None:
-    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+    with scripted_sidecar(tmp_path, describing) as sidecar:
         for role, expected in (("WORKER", 2), ("SCHEDULER", 1)):
             before = sidecar.num_connections
             connector = connector_of(module, model, beside(sidecar.path), role)
@@ -328,7 +333,7 @@ def test_layers_that_differ_are_one_layout_for_all_processes(
     another layout.
     """
     caches = caches_of(known_spec(), known_spec(num_kv_heads=8))
-    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+    with scripted_sidecar(tmp_path, describing) as sidecar:
         extra = beside(sidecar.path, layout="tokens")
         connector_of(module, model, extra, "WORKER", caches=caches).shutdown()
         connector_of(module, model, extra).shutdown()
@@ -339,7 +344,7 @@ def test_layers_that_differ_are_one_layout_for_all_processes(
 def test_generation_of_the_gpu_counts_for_chunks_of_blocks(
     module: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+    with scripted_sidecar(tmp_path, describing) as sidecar:
         extra = beside(sidecar.path, layout="blocks")
         for capability in (None, (9, 0), (10, 0)):
             platform = module.current_platform
