@@ -156,8 +156,8 @@ async def test_unavailable_service_is_logged_once_and_catches_up(
         await until(lambda: not instance.reporter.registered)
     assert not service.ended
     away, here, away_again = (record.getMessage() for record in caplog.records)
-    assert away.startswith("instance pod-1: lookup http://lookup")
-    assert here == "instance pod-1: lookup lease granted: ttl_ms=15000", "the service's default"
+    assert away.startswith("lookup unavailable: instance=pod-1 error=lookup http://lookup")
+    assert here == "lookup lease granted: instance=pod-1 ttl_ms=15000", "the service's default"
     assert away_again == away
 
 
