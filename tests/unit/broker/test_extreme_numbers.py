@@ -1,4 +1,4 @@
-"""No number in a message of a peer is believed beyond its bounds, and none leaves a trace."""
+"""Numbers beyond their bounds are refused in every message of a peer, and change nothing."""
 
 from __future__ import annotations
 

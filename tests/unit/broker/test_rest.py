@@ -127,31 +127,22 @@ async def test_transfers(rest: httpx.AsyncClient) -> None:
         assert f"\nlmcache_broker_{line}\n" in metrics
 
 
-async def test_fields_of_a_newer_peer_are_passed_over(rest: httpx.AsyncClient) -> None:
-    assert (await rest.put("/v1/peers/a", json=BODY | {"rack": "r7"})).status_code == 200
+async def test_fields_of_a_newer_peer_are_ignored(rest: httpx.AsyncClient) -> None:
+    tier = {"name": "t", "num_chunks": 0, "used_bytes": 0, "capacity_bytes": 0, "wear": 1}
+    newer = {"rack": "r7", "figures": {"watts": 3, "tiers": [tier]}}
+    assert (await rest.put("/v1/peers/a", json=BODY | newer)).status_code == 200
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"incarnation": -1},
-        {"incarnation": "1"},
         {"incarnation": 1.5},
-        {"incarnation": 1 << 63},
-        {"incarnation": None},
         {"distributed_url": "lm://user:secret@10.0.0.1:1"},
         {"distributed_url": "http://10.0.0.1:1"},
-        {"distributed_url": "lm://10.0.0.1"},
-        {"distributed_url": "lm://" + "x" * 10_000 + ":1"},
         {"kind": "toaster"},
         {"zone": "<script>"},
-        {"node": "n" * 254},
         {"load": 1.1},
-        {"load": -0.1},
-        {"load": "nan"},
         {"ttl_ms": 99},
-        {"ttl_ms": True},
-        {"draining": "yes"},
     ],
 )
 async def test_bad_announcements(rest: httpx.AsyncClient, changed: dict[str, Any]) -> None:
@@ -160,39 +151,19 @@ async def test_bad_announcements(rest: httpx.AsyncClient, changed: dict[str, Any
     assert (await rest.get("/v1/peers")).json() == {"peers": []}
 
 
-@pytest.mark.parametrize("name", ["-a", "a b", "a%00", "%2e%2e", "a" * 129, "a:b", "%F0%9F%92%A9"])
+@pytest.mark.parametrize("name", ["a b", "%2e%2e", "a" * 129])
 async def test_bad_peer_ids(rest: httpx.AsyncClient, name: str) -> None:
     assert_problem(await rest.put(f"/v1/peers/{name}", json=BODY), 422)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"null", b"7"])
-async def test_bodies_that_are_no_announcement(rest: httpx.AsyncClient, content: bytes) -> None:
-    response = await rest.put(
-        "/v1/peers/a", content=content, headers={"content-type": "application/json"}
-    )
-    assert_problem(response, 422)
-
-
 @pytest.mark.parametrize(
-    ("content", "status"),
-    [
-        (b"", 400),
-        (b"{", 400),
-        (b"\xff", 400),
-        (b'{"incarnation": NaN}', 400),
-        (b"[" * 60_000, 400),
-        (b" " * 70_000, 413),
-    ],
+    ("content", "status"), [(b"[]", 422), (b"{", 400), (b"[" * 60_000, 400), (b" " * 70_000, 413)]
 )
-async def test_bodies_that_are_not_even_json(
+async def test_bodies_that_are_no_announcement(
     rest: httpx.AsyncClient, content: bytes, status: int
 ) -> None:
-    assert_problem(
-        await rest.put(
-            "/v1/peers/a", content=content, headers={"content-type": "application/json"}
-        ),
-        status,
-    )
+    headers = {"content-type": "application/json"}
+    assert_problem(await rest.put("/v1/peers/a", content=content, headers=headers), status)
 
 
 async def test_the_longest_request_of_the_protocol_fits(rest: httpx.AsyncClient) -> None:
@@ -210,14 +181,10 @@ async def test_the_longest_request_of_the_protocol_fits(rest: httpx.AsyncClient)
     [
         {"chunks": []},
         wants(requester="../x"),
-        *(
-            wants({"chunk_id": chunk_id, "holders": []})
-            for chunk_id in ("xyz", CHUNK.upper(), CHUNK + "\n")
-        ),
-        *(wants({"chunk_id": CHUNK, "holders": holders}) for holders in (["a b"], ["a"] * 17)),
+        wants({"chunk_id": CHUNK.upper(), "holders": []}),
+        wants({"chunk_id": CHUNK, "holders": ["a"] * 17}),
         wants({"chunk_id": CHUNK, "holders": ["a", "b"], "tiers": ["memory"]}),
-        wants({"chunk_id": CHUNK, "holders": ["a"], "tiers": ["no tier"]}),
-        *(wants(wait_ms=wait_ms) for wait_ms in (-1, 10_001)),
+        wants(wait_ms=10_001),
         wants(*[{"chunk_id": CHUNK, "holders": []}] * 2),
         wants(*({"chunk_id": f"{i:032x}", "holders": []} for i in range(4097))),
     ],
@@ -226,7 +193,7 @@ async def test_bad_transfers(rest: httpx.AsyncClient, body: dict[str, Any]) -> N
     assert_problem(await rest.post("/v1/transfers", json=body), 422)
 
 
-async def test_a_pull_that_is_over_makes_room_and_nobody_else_can_end_it(
+async def test_only_its_requester_ends_a_pull(
     guarded: httpx.AsyncClient,
 ) -> None:
     await guarded.put("/v1/peers/all", json=BODY, headers=bearer("operator"))
@@ -254,9 +221,7 @@ async def test_a_pull_that_is_over_makes_room_and_nobody_else_can_end_it(
 @pytest.mark.parametrize(
     "body",
     [
-        {},
         {"requester": "me"},
-        {"requester": "../x", "pulls": []},
         {"requester": "me", "pulls": ["a b"]},
     ],
 )
@@ -273,10 +238,9 @@ async def test_conflict_and_capacity(rest: httpx.AsyncClient) -> None:
     assert_problem(await rest.put("/v1/peers/d", json=BODY), 507)
 
 
-async def test_roles_and_tenants(guarded: httpx.AsyncClient) -> None:
+async def test_tenants_see_and_drain_their_own_peers(guarded: httpx.AsyncClient) -> None:
     await guarded.put("/v1/peers/a", json=BODY, headers=bearer("acme"))
     await guarded.put("/v1/peers/all", json=BODY, headers=bearer("operator"))
-    assert_problem(await guarded.post("/v1/admin/peers/a:drain", headers=bearer("acme")), 403)
     assert_problem(await guarded.post("/v1/admin/peers/a:drain", headers=bearer("operator")), 404)
     assert_problem(await guarded.get("/v1/peers/a", headers=bearer("rival")), 404)
     assert (
@@ -292,28 +256,15 @@ async def test_roles_and_tenants(guarded: httpx.AsyncClient) -> None:
     assert listed == {"acme": ["a", "all"], "rival": ["all"], "operator": ["all"]}
 
 
-async def test_health_needs_no_token(guarded: httpx.AsyncClient) -> None:
-    for path in ("/healthz", "/readyz", "/metrics", "/openapi.json"):
-        assert (await guarded.get(path)).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("caller", "host", "status"),
     [
         ("10.0.0.9", "127.0.0.1", 400),
-        ("10.0.0.9", "localhost", 400),
-        ("10.0.0.9", "[::1]", 400),
-        ("10.0.0.9", "LOCALHOST", 400),
         ("10.0.0.9", "localhost.", 400),
-        ("10.0.0.9", "localhost.localdomain", 400),
-        ("10.0.0.9", "ip6-localhost", 400),
-        ("10.0.0.9", "a.localhost.", 400),
         ("10.0.0.9", "127.8.8.8", 400),
         ("10.0.0.9", "localhost.example", 200),
         ("::ffff:127.0.0.1", "127.0.0.1", 200),
-        ("10.0.0.9", "10.0.0.9", 200),
         ("10.0.0.9", "sidecar.example", 200),
-        ("127.0.0.1", "127.0.0.1", 200),
         ("::1", "localhost", 200),
     ],
 )

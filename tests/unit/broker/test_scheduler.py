@@ -1,9 +1,8 @@
-"""The queue before busy peers: who is next, and that nobody waits for ever or in vain."""
+"""The queue for pulls of busy peers: who is next, and that each wait ends."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,6 +14,10 @@ from lmcache_core.p2p.messages import ChunkHolders, TransferResponse
 from lmcache_core.security import Principal, TicketVerifier
 
 from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, peer, transfer_scheduler
+from tests.fixtures.virtual_time import CLOCK
+from tests.fixtures.waiting import until
+
+pytestmark = pytest.mark.virtual_time
 
 MAX_PULLS = 2
 TTL_MS = 5_000
@@ -22,7 +25,7 @@ WAIT_MS = 5_000
 
 
 class Office:
-    """A desk, and one shared peer `a` that serves two pulls at once."""
+    """A scheduler, and one shared peer `a` that serves two pulls at a time."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -50,9 +53,7 @@ class Office:
     async def queue(self, requester: str, who: Principal = ACME) -> asyncio.Task[TransferResponse]:
         before = len(self.scheduler.waiting)
         task = asyncio.create_task(self.ask(requester, who))
-        async with asyncio.timeout(60):
-            while len(self.scheduler.waiting) == before:
-                await asyncio.sleep(0)
+        await until(lambda: len(self.scheduler.waiting) > before)
         return task
 
     async def end(self, plan: TransferResponse, requester: str, who: Principal = ACME) -> None:
@@ -61,9 +62,7 @@ class Office:
         )
 
     async def until_served(self, *requesters: str) -> None:
-        async with asyncio.timeout(60):
-            while self.served[-len(requesters) :] != list(requesters):
-                await asyncio.sleep(0.001)
+        await until(lambda: self.served[-len(requesters) :] == list(requesters))
 
 
 @pytest.fixture
@@ -75,30 +74,26 @@ async def office() -> AsyncIterator[Office]:
     assert not running.scheduler.waiting
 
 
-async def test_who_does_not_wait_is_told_that_holders_are_busy(office: Office) -> None:
+async def test_request_waits_for_busy_holders_as_long_as_it_says(office: Office) -> None:
     for name in ("r1", "r2"):
         await office.ask(name)
-    plan = await office.ask("r3", wait_ms=0)
-    assert (plan.assignments, plan.unassigned, plan.busy) == ([], ["c"], ["c"])
-    assert (await office.ask("r4", wait_ms=WAIT_MS, holders=("nobody",))).busy == [], (
-        "that is not worth a wait"
-    )
+    for wait_ms in (0, WAIT_MS):
+        began_s = CLOCK()
+        plan = await office.ask("r3", wait_ms=wait_ms)
+        assert (plan.assignments, plan.unassigned, plan.busy) == ([], ["c"], ["c"])
+        assert CLOCK() - began_s == pytest.approx(wait_ms / 1000, abs=0.01)
+    assert (await office.ask("r4", wait_ms=WAIT_MS, holders=("unknown",))).busy == []
 
 
-async def test_a_place_that_is_free_again_goes_to_who_waits(office: Office) -> None:
+@pytest.mark.parametrize("end", ["reported", "of its ticket"])
+async def test_free_slot_goes_to_a_waiter(office: Office, end: str) -> None:
     first = await office.ask("r1")
     await office.ask("r2")
     waiting = await office.queue("r3")
-    await office.end(first, "r1")
-    assert len((await waiting).assignments) == 1
-    assert office.directory.get(ACME, "a").num_pulls == MAX_PULLS
-
-
-async def test_the_end_of_a_ticket_frees_a_place_too(office: Office) -> None:
-    for name in ("r1", "r2"):
-        await office.ask(name)
-    waiting = await office.queue("r3")
-    office.clock.now_s += TTL_MS / 1000
+    if end == "reported":
+        await office.end(first, "r1")
+    else:
+        office.clock.now_s += TTL_MS / 1000
     assert len((await waiting).assignments) == 1
 
 
@@ -122,7 +117,7 @@ async def test_the_tenant_with_the_fewest_pulls_is_next_then_its_requester(offic
     await asyncio.gather(*tasks)
 
 
-async def test_who_comes_later_does_not_overtake(office: Office) -> None:
+async def test_later_request_does_not_overtake_a_waiter(office: Office) -> None:
     first = await office.ask("r1")
     await office.ask("r2")
     waiting = await office.queue("r3")
@@ -133,15 +128,7 @@ async def test_who_comes_later_does_not_overtake(office: Office) -> None:
     assert len((await waiting).assignments) == 1
 
 
-async def test_a_wait_ends(office: Office) -> None:
-    for name in ("r1", "r2"):
-        await office.ask(name)
-    plan = await office.ask("r3", wait_ms=30)
-    assert plan.busy == ["c"]
-    assert not office.scheduler.waiting
-
-
-async def test_who_gives_up_takes_no_place(office: Office) -> None:
+async def test_cancelled_waiter_takes_no_slot(office: Office) -> None:
     first = await office.ask("r1")
     await office.ask("r2")
     waiting = await office.queue("r3")
@@ -149,11 +136,11 @@ async def test_who_gives_up_takes_no_place(office: Office) -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     await office.end(first, "r1")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(1)
     assert office.directory.get(ACME, "a").num_pulls == MAX_PULLS - 1
 
 
-async def test_who_gives_up_while_it_is_served_takes_no_place(
+async def test_waiter_cancelled_while_it_is_served_takes_no_slot(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await office.ask("r1")
@@ -171,56 +158,38 @@ async def test_who_gives_up_while_it_is_served_takes_no_place(
 
     monkeypatch.setattr(PeerRegistry, "refresh", giving_up)
     await office.end(first, "r1")
-    async with asyncio.timeout(60):
-        await asyncio.gather(waiting, return_exceptions=True)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert num_refreshed == 2
+    await until(lambda: num_refreshed == 2)
     assert len((await office.ask("r4", wait_ms=0)).assignments) == 1
 
 
-async def test_nobody_ends_another_ones_pull(office: Office) -> None:
-    plan = await office.ask("r1")
-    ids = [pull.pull for pull in plan.assignments]
-    assert await office.scheduler.end(ACME, "r2", ids) == 0
-    assert await office.scheduler.end(RIVAL, "r1", ids) == 0
-    assert await office.scheduler.end(ACME, "r1", ids) == 1
-    assert await office.scheduler.end(ACME, "r1", ids) == 0
-
-
-async def test_who_waits_holds_nobody_off_from_peers_that_it_cannot_see(office: Office) -> None:
+async def test_waiter_blocks_no_peer_that_it_cannot_see(office: Office) -> None:
     """It may name any id as a holder, also that of another tenant's peer."""
     office.directory.announce(RIVAL, peer("theirs"), load=0.0, ttl_ms=600_000, draining=False)
     for name in ("r1", "r2"):
         await office.ask(name)
     waiting = asyncio.create_task(office.ask("r3", holders=("a", "theirs")))
-    async with asyncio.timeout(60):
-        while not office.scheduler.waiting:
-            await asyncio.sleep(0)
+    await until(lambda: office.scheduler.waiting)
     assert len((await office.ask("r", RIVAL, wait_ms=0, holders=("theirs",))).assignments) == 1
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_who_is_served_when_its_time_is_just_over_has_its_place(office: Office) -> None:
-    """Otherwise the place would be taken until the end of the ticket, and nobody would use it."""
+async def test_waiter_served_at_the_end_of_its_time_has_its_slot(office: Office) -> None:
+    """Otherwise the slot would stay taken, unused, until its ticket ends."""
     for name in ("r1", "r2"):
         await office.ask(name)
     loop = asyncio.get_running_loop()
-    waiting = asyncio.create_task(office.ask("r3", wait_ms=20))
-    async with asyncio.timeout(60):
-        while not office.scheduler.waiting:
-            await asyncio.sleep(0)
+    waiting = asyncio.create_task(office.ask("r3", wait_ms=1000))
+    await until(lambda: office.scheduler.waiting)
     (waiter,) = office.scheduler.waiting
     served = TransferResponse(assignments=[], unassigned=["c"], busy=[])
-    time.sleep(
-        0.03
-    )  # its time is over when the loop looks next, and right before that it is served
+    # Its time is over when the loop looks next, and right before that it is served.
+    CLOCK.now_s += 1.1
     loop.call_soon(waiter.answer.set_result, served)
     assert (await waiting) is served
 
 
-async def test_a_pull_goes_on_for_its_requester_alone(office: Office) -> None:
+async def test_only_its_requester_renews_a_pull(office: Office) -> None:
     plan = await office.ask("r1")
     (pull,) = plan.assignments
     for _ in range(3):
@@ -238,7 +207,7 @@ async def test_a_pull_goes_on_for_its_requester_alone(office: Office) -> None:
     assert office.directory.get(ACME, "a").num_pulls == 0
 
 
-async def test_a_pull_does_not_go_on_for_ever_or_at_another_life_of_its_peer(
+async def test_pull_is_not_renewed_beyond_its_bound_or_at_another_life_of_its_peer(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (old,) = (await office.ask("r1")).assignments
@@ -265,9 +234,7 @@ async def test_the_queue_is_bounded_for_each_tenant_and_for_all(
     assert (await office.ask("r7", OPERATOR)).busy == ["c"], "all of it is full"
     assert office.scheduler.num_turned_away == 2
     await office.scheduler.close()
-    assert all(plan.busy == ["c"] for plan in await asyncio.gather(*tasks)), (
-        "the end answers who waits"
-    )
+    assert all(plan.busy == ["c"] for plan in await asyncio.gather(*tasks))
 
 
 async def test_memory_before_disk_but_near_before_far() -> None:
