@@ -1,4 +1,4 @@
-"""No number in a message of an instance is believed beyond its bounds, and none leaves a trace."""
+"""Numbers beyond their bounds are refused in every message of an instance, and change nothing."""
 
 from __future__ import annotations
 

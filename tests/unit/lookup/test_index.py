@@ -1,40 +1,26 @@
-"""What is special to one index: the embedded one's bounds, the breaker, Redis URLs."""
+"""The bounds of the embedded index, and the breaker before Redis; `tests/contract/lookup_index` has
+what every index does.
+"""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
-import hiredis
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.backoff import Backoff
 from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, LeaseClaim
+from lmcache_lookup.index import breaker as breaker_module
 from lmcache_lookup.index.breaker import FAILURES_BEFORE_PAUSE, IndexBreaker
 from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, EmbeddedIndex
-from lmcache_lookup.index.packing import NUM_BUCKETS, bucket_key, bucket_of, split_by_bucket
 from lmcache_lookup.index.redis_index import (
-    MAX_TENANTS_KEPT,
     RedisIndex,
     RedisIndexOptions,
 )
-from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.errors import StoreRefusedError
 from lmcache_servicekit.redis_client import RedisAccess
-from pydantic import ValidationError
 
 from tests.fixtures.broker import FakeClock
-
-
-def test_contradicting_ttls_are_refused() -> None:
-    with pytest.raises(ValidationError, match="ascending"):
-        LookupSettings(min_ttl_ms=20_000)
-
-
-def test_buckets_cover_all_ids_evenly() -> None:
-    buckets = [bucket_of(number.to_bytes(2, "big") + b"\0" * 14) for number in range(1 << 16)]
-    assert buckets == sorted(buckets)
-    assert set(Counter(buckets).values()) == {(1 << 16) // NUM_BUCKETS}
 
 
 async def test_the_embedded_index_forgets_the_chunk_stored_longest_ago() -> None:
@@ -178,7 +164,7 @@ class Away:
             raise self.error
 
 
-async def test_the_breaker_holds_calls_back_and_lets_them_through_again() -> None:
+async def test_calls_stop_after_failures_and_a_ping_admits_them_again() -> None:
     clock, away = FakeClock(), Away()
     breaker = IndexBreaker("redis", Backoff(1.0, 4.0, clock, jitter=lambda: 1.0))
     for _ in range(FAILURES_BEFORE_PAUSE):
@@ -197,26 +183,17 @@ async def test_the_breaker_holds_calls_back_and_lets_them_through_again() -> Non
     await breaker.call(away)
 
 
-async def test_one_slow_answer_does_not_open_the_breaker() -> None:
+async def test_claims_of_other_replicas_and_single_failures_stop_no_calls() -> None:
     away, breaker = Away(), IndexBreaker("redis")
     for _ in range(FAILURES_BEFORE_PAUSE):
-        away.error = UnavailableError("slow")
-        with pytest.raises(UnavailableError):
-            await breaker.ping(away)
-        away.error = None
-        await breaker.call(away)
-
-
-async def test_a_claim_of_another_replica_does_not_open_the_breaker() -> None:
-    away, breaker = Away(), IndexBreaker("redis")
-    away.error = ClaimedElsewhereError("another replica has it")
-    for _ in range(2 * FAILURES_BEFORE_PAUSE):
-        with pytest.raises(ClaimedElsewhereError):
-            await breaker.call(away, write="apply")
+        for error in (UnavailableError("slow"), ClaimedElsewhereError("another replica has it")):
+            away.error = error
+            with pytest.raises(type(error)):
+                await breaker.call(away, write="apply")
     assert not breaker.is_open
 
 
-async def test_a_refusal_holds_nothing_back_and_is_told() -> None:
+async def test_refused_writes_stop_no_calls_and_fail_pings_for_a_minute() -> None:
     clock, here, full = FakeClock(), Away(), Away()
     breaker = IndexBreaker("redis", clock=clock)
     here.error, full.error = None, StoreRefusedError("redis at h:1 is full")
@@ -234,7 +211,11 @@ async def test_a_refusal_holds_nothing_back_and_is_told() -> None:
     await breaker.ping(here)
 
 
-async def test_the_breaker_guards_every_call_of_the_index_in_redis() -> None:
+async def test_the_breaker_guards_every_call_of_the_index_in_redis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for pause in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(breaker_module, pause, 600.0)
     index = RedisIndex(RedisAccess.parse("redis://127.0.0.1:1"), RedisIndexOptions())
     calls = [
         lambda: index.renew("t", LeaseClaim("a", 1, "sidecar", 1000)),
@@ -247,8 +228,7 @@ async def test_the_breaker_guards_every_call_of_the_index_in_redis() -> None:
         lambda: index.stats("t"),
         lambda: index.tenants(),
     ]
-    # The wait is at least half of the longest, so that no call below comes late.
-    for _ in range(20):
+    for _ in range(FAILURES_BEFORE_PAUSE):
         with pytest.raises(UnavailableError):
             await index.ping()
     for call in calls:
@@ -256,30 +236,3 @@ async def test_the_breaker_guards_every_call_of_the_index_in_redis() -> None:
             await call()
     assert await index.sweep() == 0
     await index.close()
-
-
-def test_commands_are_as_the_client_library_encodes_them() -> None:
-    chunk_ids = [os.urandom(16) for _ in range(400)]
-    index = RedisIndex(RedisAccess.parse("redis://h"), RedisIndexOptions())
-    for number in range(MAX_TENANTS_KEPT + 2):
-        tenant = f"tenant-{number}"
-        commands = index._reads_of(tenant, split_by_bucket(chunk_ids))
-        keys = sorted({bucket_key(tenant, bucket_of(chunk_id)) for chunk_id in chunk_ids})
-        assert [command.key for command in commands] == keys
-        for command in commands if number in (0, MAX_TENANTS_KEPT + 1) else ():
-            inside = [
-                chunk_id
-                for chunk_id in chunk_ids
-                if bucket_key(tenant, bucket_of(chunk_id)) == command.key
-            ]
-            assert (
-                command.short()
-                == command.full()
-                == hiredis.pack_command(("HMGET", command.key, *inside))
-            )  # type: ignore[arg-type]
-    assert index._reads_of("tenant-0", split_by_bucket([])) == []
-
-
-def test_ids_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        split_by_bucket([b"x" * 16, b"y" * 33])

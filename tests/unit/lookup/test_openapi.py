@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the types say that read and write bodies."""
+"""The OpenAPI document describes the types that read and write bodies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from lmcache_core.lookup.messages import JSON, MSGPACK, ChunksRequest, PackedLookupAnswer
+from lmcache_core.lookup.messages import JSON, MSGPACK
 from lmcache_lookup.app import create_app
 from lmcache_lookup.routes import bodies
 from lmcache_lookup.settings import LookupSettings
@@ -30,7 +30,7 @@ def references(node: Any) -> Iterator[str]:
             yield from references(item)
 
 
-def test_every_reference_leads_somewhere_and_every_schema_is_used(document: dict[str, Any]) -> None:
+def test_every_reference_resolves_and_every_schema_is_used(document: dict[str, Any]) -> None:
     named = {tuple(text.removeprefix("#/components/").split("/")) for text in references(document)}
     assert named == {
         (kind, name) for kind in ("schemas", "responses") for name in document["components"][kind]
@@ -68,16 +68,6 @@ def test_questions_are_there_in_both_formats_and_events_in_messagepack(
     assert all(formats.pop(path) == {JSON, MSGPACK} for path in both)
     assert formats.pop("/v1/events") == {MSGPACK}
     assert all(kinds == {JSON} for kinds in formats.values())
-
-
-def test_lookups_are_described_by_the_types_that_are_used(document: dict[str, Any]) -> None:
-    lookup = document["paths"]["/v1/lookup"]["post"]
-    assert lookup["requestBody"]["content"][JSON]["schema"] == {
-        "$ref": f"#/components/schemas/{ChunksRequest.__name__}"
-    }
-    assert lookup["responses"]["200"]["content"][MSGPACK]["schema"] == {
-        "$ref": f"#/components/schemas/{PackedLookupAnswer.__name__}"
-    }
 
 
 def test_patterns_and_bytes_are_those_of_the_formats(document: dict[str, Any]) -> None:

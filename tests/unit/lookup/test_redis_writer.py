@@ -1,4 +1,4 @@
-"""What a replica makes of what a cluster's masters say of themselves."""
+"""How a replica reads what the masters of a cluster report of themselves."""
 
 from __future__ import annotations
 
@@ -29,37 +29,25 @@ class Masters:
         self.writer = ClusterWriter(self.cluster.client, WriteBounds(64, 1000), 0.8, self.clock)
 
 
-def about(
-    role: str, run_id: str, epoch: int, mark: bytes | None = None
-) -> Callable[[RedisCommand], Any]:
-    """A server that tells of itself, and of the marks of its buckets, else it refuses."""
+def about(role: str, run_id: str, epoch: int) -> Callable[[RedisCommand], Any]:
+    """A server that describes itself, and refuses anything else."""
     texts = {
         ("INFO", "server"): f"# Server\r\nrun_id:{run_id}\r\n",
         ("INFO", "replication"): f"role:{role}\r\n",
         ("CLUSTER", "INFO"): f"cluster_state:ok\r\ncluster_current_epoch:{epoch}\r\n",
     }
     return lambda command: (
-        texts[command.words].encode() if command.words in texts else mark or ResponseError("OOM")
+        texts[command.words].encode() if command.words in texts else ResponseError("OOM")
     )
 
 
-async def test_masters_are_seen_anew_after_a_while() -> None:
+async def test_masters_are_asked_again_after_a_while() -> None:
     world = Masters(about("master", "bb", 7), about("master", "aa", 8))
     assert await world.writer.masters_seen() == MastersSeen(8, "aa,bb")
     world.cluster.a.answer = about("master", "cc", 9)
     assert await world.writer.masters_seen() == MastersSeen(8, "aa,bb")
     world.clock.now_s += MASTERS_FRESH_S
     assert await world.writer.masters_seen() == MastersSeen(9, "aa,cc")
-
-
-async def test_marks_of_buckets_are_seen_where_they_are_told() -> None:
-    world = Masters(about("master", "bb", 7, b"1"), about("master", "aa", 8, b"2"))
-    assert await world.writer.masters_seen() == MastersSeen(
-        8, "aa,bb", ",".join("1" * 32 + "2" * 32)
-    )
-    world.cluster.b.answer = about("master", "aa", 8)
-    world.clock.now_s += MASTERS_FRESH_S
-    assert await world.writer.masters_seen() == MastersSeen(8, "aa,bb")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +59,7 @@ async def test_masters_are_not_seen_when_one_is_none_or_does_not_answer(second: 
     assert world.cluster.map.is_stale
 
 
-async def test_a_user_that_may_not_ask_who_is_there_is_told_once(
+async def test_missing_permission_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = Masters(about("master", "bb", 7), ResponseError("NOPERM this user has no permissions"))

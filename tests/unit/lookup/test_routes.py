@@ -1,12 +1,9 @@
-"""The REST surface over the embedded index: bounds, refusals, and what an index that is away
-does to each call.
-"""
+"""The REST API over the embedded index, and without an index."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,13 +14,13 @@ from lmcache_core.lookup import MAX_CHUNKS_PER_LOOKUP, MAX_EVENTS_PER_BATCH
 from lmcache_core.lookup.messages import MSGPACK
 from lmcache_core.names import KNOWN_TIERS
 from lmcache_lookup.app import create_app
-from lmcache_lookup.index import LookupIndex, create_index
+from lmcache_lookup.index import LookupIndex
 from lmcache_lookup.routes import DirectRoute, Service
 from lmcache_lookup.settings import LookupSettings
 from lmcache_servicekit.auth import ClientPrincipal
 
 from tests.fixtures.lookup_index import AwayIndex
-from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, asgi_client, write_tokens
+from tests.fixtures.sample_service import asgi_client
 
 ID = "0a" * 16
 EVENTS: dict[str, Any] = {"instance": "a", "incarnation": 1, "first_sequence": 0, "events": []}
@@ -59,28 +56,6 @@ def acknowledged(reply: httpx.Response) -> Any:
     return msgspec.msgpack.decode(reply.content)
 
 
-def test_the_surface_is_the_documented_one() -> None:
-    paths = create_app(LookupSettings()).openapi()["paths"]
-    assert {path: sorted(operations) for path, operations in paths.items()} == {
-        "/": ["get"],
-        "/healthz": ["get"],
-        "/readyz": ["get"],
-        "/v1/admin/log-level": ["get", "put"],
-        "/metrics": ["get"],
-        "/v1/lookup": ["post"],
-        "/v1/route": ["post"],
-        "/v1/contains": ["post"],
-        "/v1/chunks/{chunk_id}/locations": ["get"],
-        "/v1/instances": ["get"],
-        "/v1/instances/{instance}": ["delete", "put"],
-        "/v1/events": ["post"],
-        "/v1/stats": ["get"],
-        "/v1/admin/tenants": ["get"],
-        "/v1/admin/evict": ["post"],
-        "/v1/admin/clear": ["post"],
-    }
-
-
 async def test_a_lookup_is_answered_as_documented() -> None:
     async with serving() as client:
         assert (await lease(client)).json() == {
@@ -88,8 +63,11 @@ async def test_a_lookup_is_answered_as_documented() -> None:
             "next_sequence": 0,
             "resync": False,
         }
+        for asked_ms, granted_ms in ((1, 1_000), (20_000, 20_000), (1 << 40, 300_000)):
+            assert (await lease(client, ttl_ms=asked_ms)).json()["ttl_ms"] == granted_ms
         assert acknowledged(await store(client, ID)) == {"next_sequence": 1, "resync": False}
-        answer = await client.post("/v1/lookup", json={"chunk_ids": [ID, "0b" * 16]})
+        question = {"chunk_ids": [ID, "0b" * 16], "a field of a newer client": True}
+        answer = await client.post("/v1/lookup", json=question)
         assert answer.json() == {
             "num_prefix": 1,
             "holders": [[{"instance": "a", "kind": "sidecar", "tier": "hot", "size_bytes": 1}]],
@@ -116,20 +94,6 @@ async def test_route_counts_only_unbroken_prefixes() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("asked", "granted"),
-    [
-        ({}, 15_000),
-        ({"ttl_ms": 1}, 1_000),
-        ({"ttl_ms": 20_000}, 20_000),
-        ({"ttl_ms": 1 << 40}, 300_000),
-    ],
-)
-async def test_leases_are_bounded(asked: dict[str, int], granted: int) -> None:
-    async with serving() as client:
-        assert (await lease(client, **asked)).json()["ttl_ms"] == granted
-
-
 async def test_instances_are_listed_and_ended() -> None:
     async with serving() as client:
         await lease(client)
@@ -149,12 +113,8 @@ async def test_instances_are_listed_and_ended() -> None:
     ("path", "body"),
     [
         ("/v1/lookup", {"chunk_ids": [ID.upper()]}),
-        ("/v1/lookup", {"chunk_ids": [ID + "0"]}),
-        ("/v1/lookup", {"chunk_ids": [ID + "\n"]}),
         ("/v1/lookup", {"chunk_ids": [ID] * (MAX_CHUNKS_PER_LOOKUP + 1)}),
         ("/v1/lookup", {"chunk_ids": [ID], "exclude": ["a/b"]}),
-        ("/v1/lookup", {}),
-        ("/v1/route", {"chunk_ids": [1]}),
         ("/v1/admin/evict", {"chunk_ids": ["x"]}),
     ],
 )
@@ -170,12 +130,8 @@ async def test_malformed_questions_are_refused(path: str, body: dict[str, Any]) 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"incarnation": -1},
-        {"incarnation": 1 << 63},
-        {"first_sequence": -1},
         {"instance": "a|b"},
         {"events": [["copy", bytes(16), "hot"]]},
-        {"events": [["store", bytes(16), ""]]},
         {"events": [["remove", bytes(16), "hot"]] * (MAX_EVENTS_PER_BATCH + 1)},
     ],
 )
@@ -186,12 +142,6 @@ async def test_malformed_events_are_refused(wrong: dict[str, Any]) -> None:
         422,
         "application/problem+json",
     )
-
-
-@pytest.mark.parametrize("instance", ["..", "a b", "x" * 129, "%00"])
-async def test_malformed_instances_are_refused(instance: str) -> None:
-    async with serving() as client:
-        assert (await lease(client, instance)).status_code in (404, 405, 422)
 
 
 async def test_unknown_tiers_are_refused_in_a_sentence() -> None:
@@ -219,13 +169,6 @@ async def test_chunks_that_a_full_index_drops_are_counted() -> None:
         assert "lmcache_lookup_dropped_chunks_total 3.0" in (await client.get("/metrics")).text
 
 
-async def test_a_field_of_a_newer_client_is_ignored() -> None:
-    async with serving() as client:
-        assert (
-            await client.post("/v1/lookup", json={"chunk_ids": [], "new": True})
-        ).status_code == 200
-
-
 async def test_the_largest_requests_fit() -> None:
     async with serving() as client:
         await lease(client)
@@ -247,21 +190,6 @@ async def test_too_many_instances_are_a_capacity_problem() -> None:
     assert (response.status_code, response.json()["type"]) == (507, "urn:lmcache:problem:capacity")
 
 
-async def test_upkeep_needs_an_admin(tmp_path: Path) -> None:
-    tokens = write_tokens(tmp_path / "tokens.yaml")
-    async with serving(token=CLIENT_TOKEN, auth_tokens_file=tokens) as client:
-        assert (await client.post("/v1/admin/clear")).status_code == 403
-        assert (await client.post("/v1/admin/evict", json={"chunk_ids": [ID]})).status_code == 403
-    async with serving(token=ADMIN_TOKEN, auth_tokens_file=tokens) as client:
-        await lease(client)
-        await store(client, ID)
-        assert (await client.post("/v1/admin/evict", json={"chunk_ids": [ID]})).json() == {
-            "num_evicted": 1
-        }
-        assert (await client.post("/v1/admin/clear")).status_code == 204
-        assert (await lease(client)).json()["resync"] is True
-
-
 async def test_without_the_index_questions_are_answered_and_writes_refused() -> None:
     async with serving(AwayIndex()) as client:
         answer = await client.post("/v1/lookup", json={"chunk_ids": [ID]})
@@ -269,8 +197,13 @@ async def test_without_the_index_questions_are_answered_and_writes_refused() -> 
             200,
             {"num_prefix": 0, "holders": [], "degraded": True},
         )
-        answer = await client.post("/v1/route", json={"chunk_ids": [ID]})
-        assert (answer.status_code, answer.json()) == (200, {"instances": [], "degraded": True})
+        for call, nothing in (
+            (client.post("/v1/route", json={"chunk_ids": [ID]}), {"instances": []}),
+            (client.post("/v1/contains", json={"chunk_ids": [ID]}), {"present": [False]}),
+            (client.get(f"/v1/chunks/{ID}/locations"), {"holders": []}),
+        ):
+            answer = await call
+            assert (answer.status_code, answer.json()) == (200, {**nothing, "degraded": True})
         assert (await client.get("/v1/stats")).json() == {
             "index": "away",
             "degraded": True,
@@ -281,6 +214,7 @@ async def test_without_the_index_questions_are_answered_and_writes_refused() -> 
             await lease(client),
             await store(client, ID),
             await client.get("/v1/instances"),
+            await client.get("/v1/admin/tenants"),
             await client.post("/v1/admin/clear"),
         ):
             assert response.status_code == 503
@@ -291,8 +225,7 @@ async def test_without_the_index_questions_are_answered_and_writes_refused() -> 
         assert ready.json()["status"] == "degraded"
         assert (await client.get("/healthz")).status_code == 200
         metrics = (await client.get("/metrics")).text
-        assert "lmcache_lookup_degraded_answers_total 2.0" in metrics
-        assert "lmcache_lookup_requested_chunks_total 2.0" in metrics
+        assert "lmcache_lookup_degraded_answers_total 4.0" in metrics
 
 
 async def test_hits_and_events_are_counted() -> None:
@@ -309,10 +242,6 @@ async def test_hits_and_events_are_counted() -> None:
         "resyncs_total 1.0",
     ):
         assert f"lmcache_lookup_{line}" in metrics
-
-
-def test_the_settings_choose_the_index() -> None:
-    assert create_index(LookupSettings()).name == "embedded"
 
 
 def test_a_direct_route_refuses_what_it_would_not_run() -> None:
