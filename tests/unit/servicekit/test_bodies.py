@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from lmcache_servicekit.bodies import BodyTypes
 
@@ -21,16 +19,6 @@ class Named(msgspec.Struct):
     size: int
 
 
-class Thing(Named):
-    """A thing.
-
-    Attributes:
-        size: Of this thing.
-    """
-
-    size: int
-
-
 class Pair(msgspec.Struct, array_like=True):
     """A pair: an array.
 
@@ -45,36 +33,27 @@ class Pair(msgspec.Struct, array_like=True):
     second: str
 
 
-class Pairs(msgspec.Struct):
-    """Pairs.
+class Thing(Named):
+    """A thing.
 
     Attributes:
+        size: Of this thing.
         pairs: At most two.
     """
 
+    size: int
     pairs: list[Pair]
 
 
-def told(properties: dict[str, Any]) -> dict[str, str | None]:
-    return {name: schema.get("description") for name, schema in properties.items()}
-
-
-def test_a_struct_is_described_by_its_docstring_and_those_it_inherits_from() -> None:
+def test_structs_are_described_by_their_docstrings_and_those_they_inherit() -> None:
     bodies = BodyTypes()
     bodies.route(answer=Thing)
-    schema = bodies.schemas()["Thing"]
-    assert schema["description"] == "A thing."
-    assert told(schema["properties"]) == {
+    schemas = bodies.schemas()
+    thing, pair = schemas["Thing"], schemas["Pair"]
+    assert (thing["description"], pair["description"]) == ("A thing.", "A pair: an array.")
+    assert {name: schema["description"] for name, schema in thing["properties"].items()} == {
         "name": "Its name, which may be long.",
         "size": "Of this thing.",
+        "pairs": "At most two.",
     }
-
-
-def test_nested_structs_and_arrays_are_described() -> None:
-    bodies = BodyTypes()
-    bodies.route(answer=Pairs)
-    schemas = bodies.schemas()
-    assert told(schemas["Pairs"]["properties"]) == {"pairs": "At most two."}
-    assert schemas["Pair"]["description"] == "A pair: an array."
-    items = schemas["Pair"]["prefixItems"]
-    assert [item.get("description") for item in items] == ["The one.", None]
+    assert [item.get("description") for item in pair["prefixItems"]] == ["The one.", None]

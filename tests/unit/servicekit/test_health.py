@@ -1,4 +1,4 @@
-"""`/healthz` asks nobody; `/readyz` asks everybody at once, each with its own limit."""
+"""`/healthz` runs no check; `/readyz` runs all at once, each with its own limit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from lmcache_servicekit.health import HealthRegistry
 from lmcache_servicekit.state import service_state
 
 from tests.fixtures.sample_service import SampleSettings, asgi_client, create_app
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def fine() -> str:
@@ -49,26 +51,24 @@ async def test_checks_run_at_once_and_each_has_its_own_limit() -> None:
     assert report.status == "unready"
     assert (report.checks["one"].ok, report.checks["two"].ok) == (True, True)
     assert report.checks["slow"].detail == "no answer within 0.05 s"
-    assert report.checks["slow"].latency_ms >= 45
 
 
 @pytest.mark.parametrize(("required", "status"), [(True, "unready"), (False, "degraded")])
-async def test_an_optional_check_only_degrades(required: bool, status: str) -> None:
+async def test_optional_check_degrades(required: bool, status: str) -> None:
     registry = HealthRegistry()
     registry.add("fine", fine)
     registry.add("gone", broken, required=required)
-    assert (await registry.run()).status == status
+    registry.add("ours", ours, required=required)
+    report = await registry.run()
+    assert report.status == status
+    # Texts of other libraries may contain secrets.
+    assert (report.checks["ours"].detail, report.checks["gone"].detail) == (
+        "redis: no answer",
+        "OSError",
+    )
 
 
-async def test_only_our_own_errors_are_quoted() -> None:
-    registry = HealthRegistry()
-    registry.add("ours", ours)
-    registry.add("theirs", broken)
-    checks = (await registry.run()).checks
-    assert (checks["ours"].detail, checks["theirs"].detail) == ("redis: no answer", "OSError")
-
-
-async def test_what_does_not_answer_is_named_and_changes_are_logged_once(
+async def test_failed_check_is_named_and_changes_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
@@ -88,7 +88,7 @@ async def test_what_does_not_answer_is_named_and_changes_are_logged_once(
     ]
 
 
-async def test_what_the_service_closes_at_its_end_is_not_reported_as_away(
+async def test_closing_service_reports_nothing_as_unavailable(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_module, "HEALTH_LOOK_S", 0.01)
@@ -117,7 +117,7 @@ async def test_what_the_service_closes_at_its_end_is_not_reported_as_away(
     assert [line for line in caplog.messages if "unavailable" in line] == []
 
 
-async def test_routes() -> None:
+async def test_readiness_and_liveness() -> None:
     app = create_app(SampleSettings())
     async with asgi_client(app) as client:
         service_state(app).health.add("gone", broken, required=False)

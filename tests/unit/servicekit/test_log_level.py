@@ -41,7 +41,7 @@ def app(**options: object) -> FastAPI:
     )
 
 
-async def test_a_process_logs_more_and_less() -> None:
+async def test_level_of_the_process_is_set() -> None:
     async with asgi_client(app()) as client:
         assert (await client.get("/v1/admin/log-level")).json()["level"] == "info"
         answer = (await client.put("/v1/admin/log-level", json={"level": "debug"})).json()
@@ -69,17 +69,12 @@ async def test_one_logger_has_a_level_of_its_own() -> None:
     ("body", "status"),
     [
         ({"level": "loud"}, 422),
-        ({"level": "DEBUG"}, 422),
-        ({}, 422),
-        ({"level": "debug", "extra": 1}, 422),
         ({"level": "debug", "logger": "a b"}, 422),
-        ({"level": "debug", "logger": "nobody.logs.here"}, 404),
+        ({"level": "debug", "logger": "never.seen.before"}, 404),
     ],
 )
-async def test_what_is_not_a_level_or_a_logger_is_refused(
-    body: dict[str, object], status: int
-) -> None:
+async def test_unknown_level_or_logger_is_refused(body: dict[str, object], status: int) -> None:
     async with asgi_client(app()) as client:
         assert (await client.put("/v1/admin/log-level", json=body)).status_code == status
     assert logging.getLogger().level == logging.INFO
-    assert "nobody.logs.here" not in logging.root.manager.loggerDict, "asking makes no logger"
+    assert "never.seen.before" not in logging.root.manager.loggerDict, "asking makes no logger"

@@ -1,4 +1,6 @@
-"""Who has which slot of a Redis Cluster, and where its commands go, whatever its servers say."""
+"""Which server of a Redis Cluster has which slot, as its servers report it;
+`tests/contract/lookup_index/test_redis_cluster.py` has real ones.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,12 @@ from lmcache_servicekit.redis_cluster import (
     SlotsUnknownError,
     slot_of,
 )
-from redis.exceptions import AskError, MovedError, ResponseError
 from redis.exceptions import ConnectionError as LostConnectionError
+from redis.exceptions import MovedError, ResponseError
 
 from tests.fixtures.fake_cluster import HIGH, LOW, FakeCluster
 
 LAST = NUM_SLOTS - 1
-HALF = NUM_SLOTS // 2
 
 
 class Server:
@@ -58,13 +59,13 @@ def slots(*parts: tuple[int, int, bytes, int]) -> list[Any]:
 
 
 class World:
-    """Servers by address; those that nobody has made yet answer nothing useful."""
+    """Servers by address; unknown ones refuse connections."""
 
     def __init__(self, **answers: Any) -> None:
         self.servers = {(host, 1): Server(answer) for host, answer in answers.items()}
 
     def make(self, address: tuple[str, int]) -> Any:
-        return self.servers.setdefault(address, Server(LostConnectionError("nobody there")))
+        return self.servers.setdefault(address, Server(LostConnectionError("refused")))
 
     def map_of(self, *hosts: str) -> ClusterMap:
         return ClusterMap([(host, 1) for host in hosts], self.make)
@@ -76,26 +77,15 @@ def test_a_key_is_of_the_slot_of_its_tag() -> None:
     assert slot_of("{123456789}") == 0x31C3
 
 
-async def test_slots_are_found_by_their_ranges() -> None:
-    world = World(a=slots((HALF, LAST, b"b", 1), (0, HALF - 1, b"a", 1)))
-    known = world.map_of("a")
-    await known.refresh()
-    found = [known.node_of(slot) for slot in (0, HALF - 1, HALF, LAST)]
-    assert found == [world.servers["a", 1]] * 2 + [world.servers["b", 1]] * 2
-    assert known.masters() == [world.servers["a", 1], world.servers["b", 1]]
-
-
 @pytest.mark.parametrize("name", [b"", b"?", None])
-async def test_a_server_that_does_not_know_its_name_is_the_one_that_was_asked(
-    name: bytes | None,
-) -> None:
+async def test_slots_without_a_name_are_those_of_the_asked_server(name: bytes | None) -> None:
     world = World(a=slots((0, LAST, name, 1)))
     known = world.map_of("a")
     await known.refresh()
     assert known.node_of(7) is world.servers["a", 1]
 
 
-async def test_who_knows_all_slots_is_believed_first() -> None:
+async def test_server_that_knows_all_slots_is_believed_first() -> None:
     world = World(
         a=slots((0, 5, b"a", 1)),
         b=slots((0, LAST, b"b", 1)),
@@ -104,12 +94,12 @@ async def test_who_knows_all_slots_is_believed_first() -> None:
         e=None,
     )
     known = world.map_of("a", "b", "c", "d", "e")
-    async with asyncio.timeout(9):
+    async with asyncio.timeout(60):
         await known.refresh()
     assert known.masters() == [world.servers["b", 1]]
 
 
-async def test_a_part_is_better_than_nothing() -> None:
+async def test_partial_map_is_used() -> None:
     world = World(a=slots((0, 5, b"a", 1)), b=LostConnectionError("away"))
     known = world.map_of("a", "b")
     await known.refresh()
@@ -121,22 +111,7 @@ async def test_a_part_is_better_than_nothing() -> None:
     assert issubclass(SlotsUnknownError, CLIENT_ERRORS)
 
 
-async def test_nobody_answers() -> None:
-    known = World(a=LostConnectionError("away")).map_of("a")
-    with pytest.raises(SlotsUnknownError):
-        await known.refresh()
-    assert known.is_stale
-
-
-async def test_callers_at_once_ask_once() -> None:
-    world = World(a=slots((0, LAST, b"a", 1)))
-    known = world.map_of("a")
-    await asyncio.gather(*(known.refresh() for _ in range(10)))
-    await known.refresh()
-    assert world.servers["a", 1].num_asked == 1
-
-
-async def test_a_few_of_many_are_asked() -> None:
+async def test_number_of_servers_asked_is_bounded() -> None:
     world = World(
         **{f"s{number}": LostConnectionError("away") for number in range(3 * MAX_SERVERS_ASKED)}
     )
@@ -146,7 +121,7 @@ async def test_a_few_of_many_are_asked() -> None:
     assert sum(server.num_asked for server in world.servers.values()) == MAX_SERVERS_ASKED
 
 
-async def test_who_has_no_slots_any_more_is_let_go_when_nobody_waits_for_it() -> None:
+async def test_server_without_slots_is_closed_once_idle() -> None:
     world = World(a=slots((0, LAST, b"b", 1)))
     known = world.map_of("a")
     await known.refresh()
@@ -164,15 +139,8 @@ async def test_who_has_no_slots_any_more_is_let_go_when_nobody_waits_for_it() ->
     assert world.servers["a", 1].is_closed
 
 
-async def test_each_is_asked_for_its_own() -> None:
-    world = FakeCluster(b"low", b"high")
-    assert await world.client.many([HIGH, LOW, HIGH]) == [b"high", b"low", b"high"]
-    assert (world.a.asked, world.b.asked) == ([LOW.words], [HIGH.words] * 2)
-    assert await world.client.many([]) == []
-
-
 @pytest.mark.parametrize("is_low_refused", [True, False])
-async def test_an_answer_that_is_lost_says_more_than_one_that_is_refused(
+async def test_lost_answer_is_raised_before_a_refusal(
     is_low_refused: bool,
 ) -> None:
     lost, refused = LostConnectionError("gone"), ResponseError("OOM")
@@ -189,26 +157,8 @@ async def test_a_refusal_is_raised_when_all_have_answered() -> None:
     assert world.b.asked == [HIGH.words]
 
 
-async def test_only_what_has_moved_is_sent_again() -> None:
-    world = FakeCluster(b"low", b"high")
-
-    def move(command: RedisCommand) -> Any:
-        world.owners = ("b", "b")
-        return MovedError("1 b:1")
-
-    world.a.answer = move
-    assert await world.client.many([LOW, HIGH]) == [b"high", b"high"]
-    assert world.b.asked == [HIGH.words, LOW.words]
-
-
-async def test_who_is_sent_in_circles_gives_up() -> None:
+async def test_redirections_are_bounded() -> None:
     world = FakeCluster(MovedError("1 b:1"), b"high")
     with pytest.raises(MovedError):
         await world.client.many([LOW])
     assert len(world.a.asked) == MAX_REDIRECTIONS
-
-
-async def test_a_slot_on_its_way_is_asked_for_where_it_goes() -> None:
-    world = FakeCluster(AskError("1 b:1"), b"high")
-    assert await world.client.many([LOW, HIGH]) == [b"asked", b"high"]
-    assert ("ASKING", *LOW.words) in world.b.asked

@@ -12,12 +12,9 @@ from pydantic import SecretStr, ValidationError
 @pytest.mark.parametrize(
     "url",
     [
-        *("http://h", "hunter2", "", "redis:/h", "redis://h:port"),
-        *("redis://u:hunter2@h:port", "rediss://u:hunter2@h:port", "redis://[::1"),
-        *("redis-sentinel://", "redis-sentinel://,:1/s", "redis-sentinel://h:x/s"),
-        *("redis-cluster://", "redis-cluster://u:hunter2@,b", "redis-cluster://h:1/2"),
-        *("rediss-cluster://u:hunter2@h:99999", "redis://u:hunter2@h:99999"),
-        *("redis://u:hunter2@h/abc", "rediss://u:hunter2@h/1/2", "redis://h/-1"),
+        *("http://h", "hunter2", "redis:/h", "redis://u:hunter2@h:port", "redis://[::1"),
+        *("redis-sentinel://,:1/s", "redis-cluster://u:hunter2@,b", "redis-cluster://h:1/2"),
+        *("redis://u:hunter2@h:99999", "rediss://u:hunter2@h/1/2", "redis://h/-1"),
     ],
 )
 def test_an_unreadable_url_is_refused_without_being_shown(url: str) -> None:
@@ -51,11 +48,10 @@ def test_addresses() -> None:
     ("url", "where"),
     [
         ("redis://u:hunter2@h/3", "redis at h:6379"),
-        ("rediss://:hunter2@[::1]:1", "redis at [::1]:1"),
         ("unix://u:hunter2@/tmp/s", "redis at /tmp/s"),
         ("redis-sentinel://u:hunter2@a:1,b/main", "redis main of the sentinels a:1, b:26379"),
         ("rediss-cluster://u:hunter2@a:1,b", "redis cluster at a:1, b:6379"),
     ],
 )
-def test_where_redis_is_for_people(url: str, where: str) -> None:
+def test_url_for_messages(url: str, where: str) -> None:
     assert RedisUrl.parse(url).where == where

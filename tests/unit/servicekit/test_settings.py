@@ -1,5 +1,5 @@
-"""One file, then variables; whatever is misspelt or impossible is refused with its name, its
-value and what to do.
+"""Settings come from one file, then from variables; a wrong one is refused with its name, its
+value and the fix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from lmcache_servicekit.settings import (
     load_settings,
     render_settings,
 )
-from pydantic import ValidationError
 
 from tests.fixtures.sample_service import SampleSettings
 
@@ -62,13 +61,13 @@ def test_structured_variables_are_yaml() -> None:
     assert (settings.quota.max_bytes, settings.quota.tenants) == (5, ["x", "y"])
     assert settings.labels == {"a": "b"}
     assert (settings.ratio, settings.allow_anonymous) == (0.5, True)
-    for text in ("{", "{a: 2020-13-45}", "{a: !!bool x}", "[" * 2000):
+    for text in ("{", "{a: 2020-13-45}", "[" * 2000):
         assert "LMCACHE_SAMPLE_LABELS: its text is not YAML" in refusal(LABELS=text)
     assert "the name 'a' is there twice" in refusal(LABELS="{a: b, a: c}")
 
 
-def test_empty_variables_and_other_prefixes_set_nothing() -> None:
-    assert load(PORT="", API_SECRET="") == load()
+def test_empty_files_and_variables_and_other_prefixes_set_nothing(tmp_path: Path) -> None:
+    assert load("# nothing\n", tmp_path / "c", PORT="", API_SECRET="") == load()
     others = {"LMCACHE_CHUNK_SIZE": "x", "LMCACHE_LOOKUP_PORTT": "1", "PATH": "/"}
     assert load_settings(SampleSettings, None, others) == load()
 
@@ -80,9 +79,7 @@ def test_the_config_variable_names_the_file_and_the_argument_wins(tmp_path: Path
     assert load(None, tmp_path / "b", CONFIG=str(tmp_path / "a")).port == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["PORTT", "port", "Port", "POR", "QUOTA__MAX_BITES", "QUOTA_MAX_BYTES"]
-)
+@pytest.mark.parametrize("name", ["PORTT", "port", "QUOTA__MAX_BITES", "QUOTA_MAX_BYTES"])
 def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str) -> None:
     text = refusal(**{name: "7"})
     assert f"LMCACHE_SAMPLE_{name}='7' sets nothing; did you mean LMCACHE_SAMPLE_" in text
@@ -90,11 +87,7 @@ def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("API_SECRETT", "hunter2"),
-        ("DB_PASSWORD", "hunter2"),
-        ("REDIS_UR", "redis://user:hunter2@host"),
-    ],
+    [("API_SECRETT", "hunter2"), ("REDIS_UR", "redis://user:hunter2@host")],
 )
 def test_a_misspelt_secret_is_not_shown(name: str, value: str) -> None:
     text = refusal(**{name: value})
@@ -107,14 +100,9 @@ def test_a_misspelt_secret_is_not_shown(name: str, value: str) -> None:
     [
         ("PORT", "tcp://10.0.0.1:8099"),
         ("SERVICE_HOST", "10.0.0.1"),
-        ("SERVICE_PORT", "8099"),
         ("SERVICE_PORT_HTTP", "8099"),
-        ("PORT_8099_TCP", "tcp://10.0.0.1:8099"),
         ("PORT_8099_TCP_PROTO", "tcp"),
-        ("PORT_8099_TCP_PORT", "8099"),
-        ("PORT_8099_TCP_ADDR", "10.0.0.1"),
         ("HEADLESS_SERVICE_HOST", "None"),
-        ("HEADLESS_PORT", "udp://10.0.0.1:1"),
         ("HEADLESS_PORT_1_UDP_ADDR", "10.0.0.1"),
     ],
 )
@@ -132,12 +120,13 @@ def test_a_bad_value_is_named_with_its_source(tmp_path: Path) -> None:
 
 
 def test_a_bad_secret_is_not_shown(tmp_path: Path) -> None:
-    text = refusal("api_secret: [hunter2]", tmp_path / "c")
+    text = refusal("api_secret: [hunter2]", tmp_path / "c", INSTANCE_ID="../x")
     assert "api_secret" in text
     assert "hunter2" not in text
+    assert "instance_id" in text
 
 
-@pytest.mark.parametrize("name", ["prot", "_env_file", "_cli_parse_args", "quota2"])
+@pytest.mark.parametrize("name", ["prot", "_env_file"])
 def test_an_unknown_name_in_the_file_is_refused(tmp_path: Path, name: str) -> None:
     text = refusal(f"{name}: 1", tmp_path / "c")
     assert f"{name}: unknown option in" in text
@@ -147,11 +136,10 @@ def test_an_unknown_name_in_the_file_is_refused(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        *(("port: [", "line 1"), ("- 1", "name: value"), ("1: 2", "name: value")),
-        *(("a: &a [*a", "YAML"), ("#" * (1 << 20) + "\n", "larger than")),
+        *(("port: [", "line 1"), ("1: 2", "name: value"), ("a: &a [*a", "YAML")),
+        ("#" * (1 << 20) + "\n", "larger than"),
         # PyYAML takes the last.
         ("port: 1\nhost: h\nport: 2\n", "line 3: the name 'port' is there twice; keep one of"),
-        ("labels:\n  a: b\n  a: c\n", "line 3: the name 'a' is there twice"),
         (None, "create it or correct the path"),
     ],
     ids=lambda text: (text or "")[:20],
@@ -160,36 +148,25 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str | None, part: str) -
     assert part in refusal(text, tmp_path / "c")
 
 
-def test_an_empty_file_is_fine(tmp_path: Path) -> None:
-    assert load("# nothing\n", tmp_path / "c").port == 8099
-
-
-@pytest.mark.parametrize("host", ["::", "10.0.0.1", "example.org", ".".join("0000")])
+@pytest.mark.parametrize("host", ["::", "example.org"])
 def test_an_open_door_needs_a_decision(host: str, tmp_path: Path) -> None:
     assert "allow_anonymous=true" in refusal(HOST=host)
     assert load(HOST=host, ALLOW_ANONYMOUS="true").host == host
     tokens = {"HOST": host, "AUTH_TOKENS_FILE": str(tmp_path / "t")}
     assert "allow_plaintext=true" in refusal(**tokens)
-    assert "allow_plaintext=true" in refusal(**tokens, ALLOW_ANONYMOUS="true"), (
-        "tokens are worth hiding whoever else is let in"
-    )
+    assert "allow_plaintext=true" in refusal(**tokens, ALLOW_ANONYMOUS="true")
     assert load(**tokens, ALLOW_PLAINTEXT="true").host == host
     assert load(**tokens, TLS_CERT_FILE=str(tmp_path / "c")).host == host
 
 
 def test_loopback() -> None:
     assert all(map(is_loopback, ["127.0.0.1", "127.8.8.8", "::1", "localhost"]))
-    for spelled in ("LOCALHOST", "localhost.", "127.1", "2130706433", "0x7f.1", "0177.0.0.1"):
-        assert is_loopback(spelled), spelled
+    assert all(map(is_loopback, ["LOCALHOST", "localhost.", "127.1", "2130706433", "0x7f.1"]))
     assert all(map(is_loopback, ["127.0.0.1.", "::ffff:127.0.0.1", "::127.0.0.1"]))
     assert not any(map(is_loopback, ["localhost.example.org", "0", "", "10.0.0.7", "1.127"]))
     assert not is_loopback("me.localhost"), "a resolver may ask a server for it"
     assert all(map(is_unspecified, ["", "0.0.0.0", "::", "0", "0.0", "0x0"]))
     assert not any(map(is_unspecified, ["127.0.0.1", "0.0.0.1", "zero"]))
-
-
-def test_an_instance_id_is_safe_in_paths() -> None:
-    assert "instance_id" in refusal(INSTANCE_ID="../x")
 
 
 def test_printed_settings_are_masked_and_can_be_read_again(tmp_path: Path) -> None:
@@ -204,8 +181,3 @@ def test_direct_construction_ignores_the_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LMCACHE_SAMPLE_PORT", "1")
     assert SampleSettings().port == 8099
     assert load_settings(SampleSettings).port == 1
-
-
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValidationError):
-        load().port = 1
