@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lmcache_webhook import reviews
 from lmcache_webhook.app import injection_options
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.settings import WebhookSettings
@@ -46,3 +47,9 @@ def webhook_settings() -> WebhookSettings:
 @pytest.fixture(scope="session")
 def options(webhook_settings: WebhookSettings) -> InjectionOptions:
     return injection_options(webhook_settings)
+
+
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may stop for longer than a review takes."""
+    monkeypatch.setattr(reviews, "REVIEW_TIMEOUT_S", 60.0)

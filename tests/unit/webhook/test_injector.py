@@ -61,11 +61,13 @@ def after(document: Pod, outcome: PodReview) -> Pod:
 def injected(options: InjectionOptions, document: Pod, namespace: str = "team-a") -> Pod:
     outcome = review_pod(options, document, namespace)
     assert outcome.verdict == "injected", outcome.reason
-    return after(document, outcome)
+    changed = after(document, outcome)
+    assert review_pod(options, changed, namespace) == PodReview("unchanged")
+    return changed
 
 
 def declined(options: InjectionOptions, document: Pod, namespace: str = "team-a") -> str:
-    """The reason; nothing but the annotation is changed."""
+    """The reason; the annotation alone is changed."""
     outcome = review_pod(options, document, namespace)
     assert outcome.verdict == "declined"
     changed = after(document, outcome)
@@ -74,9 +76,7 @@ def declined(options: InjectionOptions, document: Pod, namespace: str = "team-a"
     expected["metadata"].setdefault("annotations", {})
     assert changed == expected
     assert reason == outcome.reason
-    assert review_pod(options, after(document, outcome), namespace).operations == [], (
-        "asked again, it is the same"
-    )
+    assert review_pod(options, after(document, outcome), namespace).operations == []
     return reason
 
 
@@ -100,7 +100,7 @@ def text_of(containers: Pod) -> str:
 
 @every_shape
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-def test_kubernetes_takes_the_pod(shape: str, version: str, options: InjectionOptions) -> None:
+def test_kubernetes_accepts_the_pod(shape: str, version: str, options: InjectionOptions) -> None:
     document = without_nulls(injected(options, SHAPES[shape]()))
     kubernetes_validate.validate(document, version, strict=True)
 
@@ -113,13 +113,7 @@ def without_nulls(value: Any) -> Any:
 
 
 @every_shape
-def test_a_second_time_changes_nothing(shape: str, options: InjectionOptions) -> None:
-    changed = injected(options, SHAPES[shape]())
-    assert review_pod(options, changed, "team-a") == PodReview("unchanged")
-
-
-@every_shape
-def test_what_was_there_is_still_there(shape: str, options: InjectionOptions) -> None:
+def test_nothing_of_the_pod_is_lost(shape: str, options: InjectionOptions) -> None:
     before = SHAPES[shape]()
     changed = injected(options, copy.deepcopy(before))
     for index, (old, new) in enumerate(
@@ -128,6 +122,10 @@ def test_what_was_there_is_still_there(shape: str, options: InjectionOptions) ->
         if index != ENGINES.get(shape, 0):
             assert new == old
             continue
+        # The argument comes last, if it is not there already.
+        args = old.get("args") or []
+        assert new.get("command") == old.get("command")
+        assert (new.get("args") or [])[: len(args)] == args
         same = set(old) - {"command", "args", "env", "volumeMounts"}
         assert {name: new[name] for name in same} == {name: old[name] for name in same}
         assert new["volumeMounts"][: len(old.get("volumeMounts") or [])] == (
@@ -179,6 +177,8 @@ def test_the_engine_finds_the_connector_and_its_sidecar(
     assert ("it names the connector already" in status) == has_it_already
     if not is_worker:
         assert values["LMCACHE_SIDECAR_SOCKET_PATH"] in text_of(engine)
+    if not (is_worker or has_it_already):
+        assert transfer_of(engine) == transfer_config()
     assert {
         mount["name"] for one in (engine, sidecar, payload) for mount in one["volumeMounts"]
     } <= {volume["name"] for volume in changed["spec"]["volumes"]}
@@ -210,7 +210,9 @@ def admitted(document: Pod) -> Pod:
 
 
 @every_shape
-def test_no_container_of_ours_gets_the_pods_token(shape: str, options: InjectionOptions) -> None:
+def test_added_containers_get_no_service_account_token(
+    shape: str, options: InjectionOptions
+) -> None:
     before = admitted(SHAPES[shape]())
     changed = admitted(injected(options, before))
     for ours in changed["spec"]["initContainers"][-2:]:
@@ -240,15 +242,10 @@ def test_the_payload_has_the_resources_of_the_settings(options: InjectionOptions
 @pytest.mark.parametrize(
     ("limits", "cpu"),
     [
-        ({}, "500m"),
         ({"cpu": "8", "memory": "64Gi"}, "500m"),
         ({"nvidia.com/gpu": "1"}, "750m"),
-        ({"nvidia.com/gpu": 2}, "1500m"),
-        ({"amd.com/gpu": "8"}, "6"),
         ({"nvidia.com/gpu": "1", "amd.com/gpu": "1"}, "1500m"),
-        ({"nvidia.com/gpu": "0", "amd.com/gpu": None}, "500m"),
         ({"nvidia.com/gpu": "many"}, "500m"),
-        ({"nvidia.com/gpu": "-8"}, "500m"),
         ({"nvidia.com/gpu": "1E"}, "48"),
     ],
 )
@@ -266,9 +263,7 @@ def test_the_cpu_request_follows_from_the_gpus_of_vllm(
     }
 
 
-@pytest.mark.parametrize(
-    ("limit", "request_"), [("200m", "200m"), (4, 4), ("6000m", "6"), ("8", "6")]
-)
+@pytest.mark.parametrize(("limit", "request_"), [("200m", "200m"), ("8", "6")])
 def test_the_cpu_request_that_follows_is_never_above_the_limit(
     limit: object, request_: object, options: InjectionOptions
 ) -> None:
@@ -289,7 +284,7 @@ def cpu_of(options: InjectionOptions, document: Pod) -> Pod:
 
 
 @every_shape
-def test_our_containers_are_restricted(shape: str, options: InjectionOptions) -> None:
+def test_added_containers_are_restricted(shape: str, options: InjectionOptions) -> None:
     changed = injected(options, SHAPES[shape]())
     for ours in changed["spec"]["initContainers"][-2:]:
         context = ours["securityContext"]
@@ -370,14 +365,10 @@ def test_one_value_sizes_arena_volume_and_memory(options: InjectionOptions) -> N
         ({"cpu": "8000m", "memory": "64Gi"}, {"cpu": "8", "memory": "65536Mi"}, True),
         ({}, {"cpu": 8, "memory": "64Gi"}, True),
         ({"cpu": "7999m"}, {"cpu": "8", "memory": "64Gi"}, False),
-        ({"cpu": "8", "memory": "64Gi"}, {"memory": "64Gi"}, False),
-        ({}, {}, False),
     ],
 )
-@pytest.mark.parametrize(
-    "over", [{}, {"requests": {"cpu": "2"}}, {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}]
-)
-def test_a_guaranteed_pod_stays_so_however_its_amounts_and_ours_are_given(
+@pytest.mark.parametrize("over", [{}, {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}])
+def test_guaranteed_pod_stays_guaranteed(
     requests: Pod, limits: Pod, is_guaranteed: bool, over: Pod, options: InjectionOptions
 ) -> None:
     document = pod(container(args=["m"], resources={"requests": requests, "limits": limits}))
@@ -387,9 +378,7 @@ def test_a_guaranteed_pod_stays_so_however_its_amounts_and_ours_are_given(
     for ours in changed["spec"]["initContainers"]:
         asked, most = ours["resources"]["requests"], ours["resources"]["limits"]
         assert (asked == most) == is_guaranteed
-        assert "cpu" not in most or amount_of(asked["cpu"]) <= amount_of(most["cpu"]), (
-            "such a pod would be refused"
-        )
+        assert "cpu" not in most or amount_of(asked["cpu"]) <= amount_of(most["cpu"])
 
 
 @pytest.mark.parametrize(
@@ -398,7 +387,6 @@ def test_a_guaranteed_pod_stays_so_however_its_amounts_and_ours_are_given(
         (SHAPES["restricted"](), 2000),
         (plain(), 10001),
         (SHAPES["host_ipc"](), 10001),  # root: may open the sidecar's files anyway
-        (pod(container(args=["m"]), securityContext={"runAsUser": 1000}), 1000),
         (pod(container(args=["m"]), annotations={"lmcache.io/run-as-user": "1000"}), 1000),
     ],
 )
@@ -423,20 +411,6 @@ def test_python_paths_are_kept(options: InjectionOptions) -> None:
     }
 
 
-def test_the_argument_is_what_the_documents_say(options: InjectionOptions) -> None:
-    for shape in ("plain", "production_stack", "several_containers", "existing_python_path"):
-        engine = engine_of(injected(options, SHAPES[shape]()), shape)
-        assert engine["args"][-2] == "--kv-transfer-config"
-        assert json.loads(engine["args"][-1]) == transfer_config()
-        assert engine.get("command") == engine_of(SHAPES[shape](), shape).get("command")
-    for shape in ("kserve", "leader_worker_set"):
-        engine, before = (
-            engine_of(injected(options, SHAPES[shape]()), shape),
-            engine_of(SHAPES[shape](), shape),
-        )
-        assert (engine["command"], engine.get("args")) == (before["command"], before.get("args"))
-
-
 OFFLOADING = {"lmcache.io/connector": "offloading-tier", "lmcache.io/host-memory-gb": "4"}
 
 
@@ -449,10 +423,8 @@ def transfer_of(engine: Pod) -> Any:
     ("default", "annotations", "host_gb"),
     [
         ("lmcache", {}, 0),
-        ("lmcache", {"lmcache.io/host-memory-gb": "4"}, 0),
         ("lmcache", OFFLOADING, 4),
         ("offloading-tier", {}, 3),
-        ("offloading-tier", {"lmcache.io/host-memory-gb": "0.5"}, 0.5),
         ("offloading-tier", {"lmcache.io/connector": "lmcache"}, 0),
     ],
 )
@@ -507,7 +479,6 @@ def test_host_memory_is_added_to_vllms(shape: str, options: InjectionOptions) ->
             {"emptyDir": {"medium": "Memory", "sizeLimit": "20Gi"}},
             {"emptyDir": {"medium": "Memory", "sizeLimit": "24576Mi"}},
         ),
-        ({"emptyDir": {"medium": "Memory"}}, {"emptyDir": {"medium": "Memory"}}),
         ({"hostPath": {"path": "/dev/shm"}}, {"hostPath": {"path": "/dev/shm"}}),
     ],
 )
@@ -562,7 +533,6 @@ def test_without_tokens_there_are_no_secrets(options: InjectionOptions) -> None:
     ("namespace", "annotations", "is_found"),
     [
         ("team-a", None, True),
-        ("team-a", {"lmcache.io/tenant": "b"}, False),
         ("team-b", None, False),
     ],
 )
@@ -618,47 +588,29 @@ ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
         (pod(container(image="nginx:1")), "looks as if it ran vLLM: name the one that does in"),
         (pod(container("a"), container("b")), "the containers a and b look as if they ran vLLM"),
         (asking(container="x"), "no container 'x', which lmcache.io/container names: it has vllm"),
-        (pod(container(args=["--kv-transfer-config", "{}"])), "--kv-transfer-config already"),
         (pod(container(args=["--kv_transfer_config={}"])), "--kv_transfer_config already"),
-        (pod(container(args=["--kv-offloading-size", "1"])), "--kv-offloading-size already"),
-        (having("MORE_ARGS", "--kv-transfer-config x"), "is given --kv-transfer-config already"),
         (having("LMCACHE_CHUNK_SIZ", "256"), "options that the connector cannot read"),
-        (
-            pod(container(command=["sh", "-c", "vllm serve m --kv-transfer-config '{}'"])),
-            "is given --kv-transfer-config already",
-        ),
-        (
-            pod(container(command=["sh", "-c", "vllm serve m"])),
-            "starts vLLM in a shell script, which is never edited",
-        ),
+        (pod(container(command=["sh", "-c", "vllm serve m"])), "starts vLLM in a shell script"),
         (pod(container(), hostNetwork=True), "leave hostNetwork out"),
         (pod(container(), os={"name": "windows"}), "the sidecar runs on Linux"),
         (pod(container(), resources={"limits": {"memory": "64Gi"}}), "spec.resources"),
         (pod(container(), volumes=[ARENA_VOLUME]), "a volume lmcache-arena already"),
-        (mounting("/opt/lmcache/"), "a mount /opt/lmcache/ already"),
         (mounting("//run//lmcache/./arena"), "a mount //run//lmcache/./arena already"),
-        (mounting("/opt/lmcache/python"), "a mount /opt/lmcache/python already"),
         (mounting("/opt", readOnly=True), "a read-only mount /opt, below which"),
         (pod(container(), BUSY_PORT), "a port 8084 already"),
         (pod(container(), {"name": PAYLOAD}), "a container lmcache-payload already"),
-        (asking(arena__gb="lots"), "lmcache.io/arena-gb='lots': write a number from"),
-        (asking(arena__gb="nan"), "write a number from"),
+        (asking(arena__gb="nan"), "lmcache.io/arena-gb='nan': write a number from"),
         (asking(arena__gb="65"), "above the 64 that the webhook gives a pod"),
         (asking(disk__gb="-1"), "write a number from 0"),
-        (
-            asking(connector="nixl"),
-            "lmcache.io/connector='nixl': write lmcache or offloading-tier",
-        ),
         (asking(connector=""), "lmcache.io/connector='': write lmcache or offloading-tier"),
         (asking(host__memory__gb="0"), "lmcache.io/host-memory-gb='0': write a number from 0.06"),
-        (asking(run__as__user="0"), "write a number from 1"),
         (asking(run__as__user="1.5"), "write a whole number"),
         (asking(arena_gb="4"), "did you mean lmcache.io/arena-gb?"),
         (asking(tenant="No Tenant"), "lmcache.io/tenant='No Tenant'"),
         (asking(tenant="open"), "is not a tenant of the namespace team-a: its tenants are a, b"),
     ],
 )
-def test_pods_that_cannot_have_it_are_told_why(
+def test_pods_that_cannot_be_injected_are_told_why(
     document: Pod, text: str, options: InjectionOptions
 ) -> None:
     reason = declined(options, document)
@@ -666,40 +618,19 @@ def test_pods_that_cannot_have_it_are_told_why(
     assert text in reason
 
 
-def test_a_namespace_without_a_tenant_is_told_so(options: InjectionOptions) -> None:
-    assert declined(options, plain(), "elsewhere").startswith(
-        "not injected: the webhook of team-a knows no tenant for the namespace elsewhere: "
-    )
-
-
-@pytest.mark.parametrize(
-    "image",
-    [
-        "vllm/vllm-openai:v0.11.0",
-        "vllm/vllm-openai:v0.11.0@sha256:" + "0" * 64,
-        "registry.example.com:5000/team/vllm-openai:v0.11.0-cu129",
-        "localhost:5000/my-vllm:0.11.0",
-        "rocm/vllm:rocm7.0.0_vllm_0.11.0_20251111",
-        "rocm/ubi:vllm-v0.11.0",
-    ],
-)
-def test_a_vllm_that_is_too_old_by_its_tag_is_declined(
-    image: str, options: InjectionOptions
-) -> None:
-    reason = declined(options, pod(container(image=image, command=["vllm", "serve", "m"])))
-    assert reason == f"not injected: vLLM 0.11.0 is older than {LEAST}"
-
-
 @pytest.mark.parametrize(
     ("image", "release"),
     [
-        ("vllm/vllm-openai:v0.27.0", "0.27.0"),
+        ("vllm/vllm-openai:v0.11.0@sha256:" + "0" * 64, "0.11.0"),
+        ("registry.example.com:5000/team/vllm-openai:v0.11.0-cu129", "0.11.0"),
+        ("rocm/vllm:rocm7.0.0_vllm_0.11.0_20251111", "0.11.0"),
         ("intel/vllm:0.10.0-xpu", "0.10.0"),
-        ("aibrix/vllm-openai:v0.6.2-distributed", "0.6.2"),
         ("public.ecr.aws/deep-learning-containers/vllm:0.11-gpu-py312", "0.11"),
     ],
 )
-def test_the_release_of_a_tag_is_said(image: str, release: str, options: InjectionOptions) -> None:
+def test_vllm_that_is_too_old_by_its_tag_is_declined(
+    image: str, release: str, options: InjectionOptions
+) -> None:
     reason = declined(options, pod(container(image=image, args=["--model", "m"])))
     assert reason == f"not injected: vLLM {release} is older than {LEAST}"
 
@@ -708,25 +639,15 @@ def test_the_release_of_a_tag_is_said(image: str, release: str, options: Injecti
     "image",
     [
         f"vllm/vllm-openai:v{LEAST}",
-        "vllm/vllm-openai:v0.100.0",
-        "vllm/vllm-openai:nightly",
         "vllm/vllm-openai:nightly-0a1b2c3d4e5f60718293a4b5c6d7e8f901234567",
-        "vllm/vllm-openai:latest",
         "vllm/vllm-openai:2025.11.3",
-        "vllm/vllm-openai",
         "vllm/vllm-openai@sha256:" + "0" * 64,
-        "registry.example.com:5000/vllm/vllm-openai",
-        "registry.example.com:5000/vllm/vllm-openai@sha256:" + "0" * 64,
-        "registry.example.com/llm:0.3.1",
-        "ghcr.io/llm-d/llm-d:v0.2",
         "kserve/huggingfaceserver:v0.15.0",
-        "nvcr.io/nvidia/ai-dynamo/vllm-runtime:0.7.1",
-        "lmcache/vllm-openai:v0.3.9",
         "registry.example.com/lmcache-vllm-cpu-tiny:0.1.0",
     ],
 )
 def test_a_tag_that_tells_no_older_vllm_is_injected(image: str, options: InjectionOptions) -> None:
-    """The last six have releases of their own."""
+    """The last two have releases of their own."""
     injected(options, pod(container(image=image, command=["vllm", "serve", "m"])))
 
 
@@ -753,7 +674,7 @@ def test_a_container_that_names_the_connector_gets_its_module(options: Injection
     ("label", "annotation", "asks"),
     [(None, "true", True), ("true", "false", False), (None, None, False), ("yes", None, False)],
 )
-def test_who_does_not_ask_is_left_alone(
+def test_label_or_annotation_asks_for_injection(
     label: str | None, annotation: str | None, asks: bool, options: InjectionOptions
 ) -> None:
     document = plain()
@@ -764,16 +685,7 @@ def test_who_does_not_ask_is_left_alone(
     assert asks or outcome.operations == []
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {},
-        {"spec": None},
-        {"spec": {"containers": "x"}},
-        {"spec": {"containers": [{}]}},
-        {"metadata": 1, "spec": {}},
-    ],
-)
-def test_what_is_no_pod_is_let_through(document: Pod, options: InjectionOptions) -> None:
+@pytest.mark.parametrize("document", [{}, {"spec": {"containers": [{}]}}])
+def test_what_is_no_pod_passes_unchanged(document: Pod, options: InjectionOptions) -> None:
     outcome = review_pod(options, document, "team-a")
     assert (outcome.verdict, outcome.operations) == ("unreadable", [])

