@@ -34,7 +34,7 @@ async def payloads(data: bytes, size: int, arena: Arena) -> tuple[list[bytes | M
     return got, stream.is_damaged
 
 
-@pytest.mark.parametrize("size", [1, 7, 512, 1000, 1 << 20])
+@pytest.mark.parametrize("size", [1, 1000, 1 << 20])
 async def test_all_of_them_are_read(size: int) -> None:
     data = b"".join(make_record(i) for i in range(3))
     assert await payloads(data, size, Arena()) == ([make_payload(i) for i in range(3)], False)
@@ -65,13 +65,13 @@ LARGE = make_record(0, make_payload(0, 100_000))
                 True,
                 id=f"after a damaged head nothing is known: byte {at}",
             )
-            for at in (0, 4, 8, 100, 511)
+            for at in (0, 8, 511)
         ),
         *(
             pytest.param(
                 FIRST + SECOND[:length], [make_payload(0)], True, id=f"end in a head: {length}"
             )
-            for length in (1, 23, 24, 500)
+            for length in (1, 24, 500)
         ),
         pytest.param(FIRST[:-1], [MissReason.CORRUPT], True, id="end in a payload"),
         pytest.param(

@@ -1,4 +1,4 @@
-"""Answers let go of their chunks whatever becomes of the client."""
+"""Answers release their chunks whether or not the client reads them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from lmcache_storage.chunks import SLICE_BYTES, RecordResponse, RecordsResponse
 
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
-LIMITS = ServerLimits(transfer_timeout_s=0.05, min_bytes_per_s=1 << 40, get_batch=2)
+pytestmark = pytest.mark.virtual_time
+
+LIMITS = ServerLimits(get_batch=2)
 NUM_CHUNKS = 5
 PAYLOAD_BYTES = SLICE_BYTES + 1
 
 
 class Client:
-    """Takes so many messages, then does what it was told to."""
+    """Takes `patience` messages, then calls `then` before each further one."""
 
     def __init__(self, patience: int, then: Callable[[], Awaitable[Any]] | None = None) -> None:
         self._patience = patience
@@ -46,7 +48,7 @@ class Client:
 
 
 async def stall() -> None:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 async def vanish() -> None:
@@ -85,7 +87,7 @@ async def receive() -> MutableMapping[str, Any]:
 
 
 @pytest.mark.parametrize("make", [one, many])
-async def test_a_patient_client_gets_everything(
+async def test_client_gets_all_records(
     stack: TierStack, make: Callable[[TierStack], Awaitable[Response]]
 ) -> None:
     client = Client(0)
@@ -97,8 +99,8 @@ async def test_a_patient_client_gets_everything(
 
 
 @pytest.mark.parametrize("make", [one, many])
-@pytest.mark.parametrize("patience", [1, 2, 3])
-async def test_a_client_that_stalls_is_left_with_half_an_answer(
+@pytest.mark.parametrize("patience", [1, 3])
+async def test_answer_to_a_stalled_client_is_abandoned(
     stack: TierStack, make: Callable[[TierStack], Awaitable[Response]], patience: int
 ) -> None:
     client = Client(patience, stall)
@@ -107,15 +109,15 @@ async def test_a_client_that_stalls_is_left_with_half_an_answer(
 
 
 @pytest.mark.parametrize("make", [one, many])
-@pytest.mark.parametrize("patience", [0, 1, 3])
-async def test_a_client_that_vanishes_is_not_the_chunks_problem(
+@pytest.mark.parametrize("patience", [0, 3])
+async def test_lost_client_holds_no_chunks(
     stack: TierStack, make: Callable[[TierStack], Awaitable[Response]], patience: int
 ) -> None:
     with pytest.raises(ConnectionResetError):
         await (await make(stack))({"type": "http"}, receive, Client(patience, vanish))
 
 
-async def test_what_was_sent_does_not_change_when_the_memory_is_used_again(
+async def test_sent_bytes_do_not_change_with_the_memory(
     stack: TierStack,
 ) -> None:
     client = Client(0)
@@ -130,9 +132,9 @@ async def test_what_was_sent_does_not_change_when_the_memory_is_used_again(
 
 @pytest.mark.parametrize(
     ("names", "num_found"),
-    [([], 0), (["absent"], 0), ([0, "absent"], 1), ([0, 1], 2), ([0, 1, 2], None)],
+    [([], 0), ([0, "absent"], 1), ([0, 1, 2], None)],
 )
-async def test_the_length_of_an_answer_that_was_read_at_once_is_told(
+async def test_answer_in_one_step_has_its_length(
     stack: TierStack, names: list[object], num_found: int | None
 ) -> None:
     client = Client(0)

@@ -1,4 +1,4 @@
-"""The REST surface, in process."""
+"""The REST API of the storage; `tests/contract/rest` has its routes and roles."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lmcache_storage.chunks import SLICE_BYTES
 from lmcache_storage.storage import StorageNode
 
 from tests.fixtures.storage_app import assert_problem, serving
+from tests.fixtures.waiting import until
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record, overstated
 
 A, B = make_key("a").key.to_url(), make_key("b").key.to_url()
@@ -40,7 +41,7 @@ def parts(running: tuple[httpx.AsyncClient, StorageNode]) -> StorageNode:
     return running[1]
 
 
-async def test_the_life_of_a_chunk(rest: httpx.AsyncClient) -> None:
+async def test_chunk_is_put_read_and_deleted(rest: httpx.AsyncClient) -> None:
     record = make_record("a")
     assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 201
     assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 204
@@ -70,7 +71,7 @@ async def test_records_of_any_size_in_pieces_of_any_size(
     assert (await rest.get(f"/v1/chunks/{A}")).content == record
 
 
-async def test_a_miss_says_why(rest: httpx.AsyncClient, parts: StorageNode) -> None:
+async def test_miss_has_a_reason(rest: httpx.AsyncClient, parts: StorageNode) -> None:
     await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
     assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1})).json() == {
         "freed_bytes": 1024
@@ -111,18 +112,15 @@ async def test_the_list_is_paged_and_ordered(rest: httpx.AsyncClient) -> None:
 
 BAD_BODIES = {
     "empty": (b"", "short"),
-    "half a prefix": (make_record("a")[:10], "short"),
     "half a head": (make_record("a")[:300], "short"),
     "half a payload": (make_record("a")[:-1], "bounds"),
     "bytes behind it": (make_record("a") + b"x", "bounds"),
-    "two records": (make_record("a") + make_record("a"), "bounds"),
-    "no record": (b"{}" * 500, "short"),
     "another key": (make_record("b"), "wrong_key"),
 }
 
 
 @pytest.mark.parametrize(("body", "reason"), BAD_BODIES.values(), ids=BAD_BODIES)
-async def test_a_body_that_is_no_record_of_that_key_is_refused(
+async def test_body_that_is_no_record_of_the_key_is_refused(
     rest: httpx.AsyncClient, parts: StorageNode, body: bytes, reason: str
 ) -> None:
     assert reason in assert_problem(
@@ -132,17 +130,15 @@ async def test_a_body_that_is_no_record_of_that_key_is_refused(
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0
 
 
-async def test_every_flipped_byte_is_refused_and_nothing_is_stored(
+async def test_flipped_bytes_are_refused_and_nothing_is_stored(
     rest: httpx.AsyncClient, parts: StorageNode
 ) -> None:
     record = make_record("a", make_payload("a", 300))
-    assert len(record) <= 1024
-    for at in range(len(record)):
+    for at in (*range(0, len(record), 25), len(record) - 1):
         damaged = bytearray(record)
         damaged[at] ^= 0x01
         assert_problem(await rest.put(f"/v1/chunks/{A}", content=bytes(damaged)), 422, "bad-record")
-        assert not parts.stack.hot.held(), f"byte {at}"
-    assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 201
+        assert parts.stack.hot.keys() == [], f"byte {at}"
 
 
 async def test_a_body_above_the_bound_is_refused(
@@ -161,7 +157,7 @@ async def test_a_body_above_the_bound_is_refused(
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0
 
 
-async def test_a_head_that_promises_too_much_takes_no_memory(
+async def test_head_that_states_too_much_takes_no_memory(
     rest: httpx.AsyncClient, parts: StorageNode
 ) -> None:
     chunk = make_chunk("a", payload=b"")
@@ -200,75 +196,39 @@ async def test_no_room_while_everything_is_referenced(
     assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
 
 
-async def test_a_client_that_stalls_gives_its_memory_back(
-    rest: httpx.AsyncClient, parts: StorageNode
-) -> None:
+async def test_cancelled_put_frees_its_memory(rest: httpx.AsyncClient, parts: StorageNode) -> None:
     record = make_record("a")
 
     async def stalls() -> AsyncIterator[bytes]:
         yield record[:700]
-        await asyncio.sleep(10)
+        await asyncio.Event().wait()
 
     put = asyncio.ensure_future(rest.put(f"/v1/chunks/{A}", content=stalls()))
-    while not parts.stack.hot.stats()["arena_used_bytes"]:
-        await asyncio.sleep(0.001)
+    await until(lambda: parts.stack.hot.stats()["arena_used_bytes"])
     put.cancel()
     await asyncio.wait([put])
     assert parts.stack.hot.stats()["arena_used_bytes"] == 0
 
 
-@pytest.mark.parametrize("key", ["zzz", "a" * 300, A + "A", A[:-1], "%00"])
-async def test_what_is_no_key_is_refused(rest: httpx.AsyncClient, key: str) -> None:
+@pytest.mark.parametrize("key", ["zzz", "a" * 300, A[:-1]])
+async def test_malformed_key_is_refused(rest: httpx.AsyncClient, key: str) -> None:
     for call in (
         rest.get(f"/v1/chunks/{key}"),
         rest.put(f"/v1/chunks/{key}", content=make_record("a")),
         rest.delete(f"/v1/chunks/{key}"),
     ):
         assert_problem(await call, 400, "bad-key")
-    if key != "%00":
-        assert_problem(
-            await rest.post("/v1/chunks:contains", json={"keys": [A, key]}), 400, "bad-key"
-        )
-        assert_problem(await rest.post("/v1/chunks:get", json={"keys": [A, key]}), 400, "bad-key")
+    for path in ("chunks:contains", "chunks:get", "admin/pin"):
+        assert_problem(await rest.post(f"/v1/{path}", json={"keys": [A, key]}), 400, "bad-key")
 
 
-@pytest.mark.parametrize(
-    "body", [{}, {"keys": A}, {"keys": [""]}, {"keys": [A], "more": 1}, {"keys": [A] * 5000}]
-)
+@pytest.mark.parametrize("body", [{}, {"keys": [A], "more": 1}, {"keys": [A] * 5000}])
 async def test_bodies_that_are_not_valid_are_problems(
     rest: httpx.AsyncClient, body: dict[str, object]
 ) -> None:
     response = await rest.post("/v1/chunks:contains", json=body)
     assert_problem(response, 422, "invalid")
     assert A not in response.text, "the input is not repeated"
-
-
-async def test_the_document_names_every_route(rest: httpx.AsyncClient) -> None:
-    paths = (await rest.get("/openapi.json")).json()["paths"]
-    assert {
-        (method, path)
-        for path, methods in paths.items()
-        for method in methods
-        if path.startswith("/v1")
-    } == {
-        ("get", "/v1/admin/log-level"),
-        ("put", "/v1/admin/log-level"),
-        ("put", "/v1/chunks/{key}"),
-        ("get", "/v1/chunks/{key}"),
-        ("head", "/v1/chunks/{key}"),
-        ("delete", "/v1/chunks/{key}"),
-        ("post", "/v1/chunks:contains"),
-        ("post", "/v1/chunks:get"),
-        ("get", "/v1/chunks"),
-        ("get", "/v1/stats"),
-        ("post", "/v1/admin/evict"),
-        ("post", "/v1/admin/clear"),
-        ("post", "/v1/admin/drain"),
-        ("post", "/v1/admin/undrain"),
-        ("post", "/v1/admin/pin"),
-        ("post", "/v1/admin/unpin"),
-        ("get", "/v1/admin/pins"),
-    }
 
 
 async def test_figures_and_metrics(rest: httpx.AsyncClient) -> None:
@@ -328,7 +288,7 @@ async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> No
         assert_problem(await rest.post("/v1/admin/undrain"), 409, "conflict")
 
 
-async def test_listing_chunks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listing_chunks_does_not_block_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as (rest, _):
         assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
         held, go_on = LocalCPUBackend.held, threading.Event()
@@ -337,13 +297,13 @@ async def test_listing_chunks_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -
         def slow(self: LocalCPUBackend) -> Any:
             nonlocal num_listing
             num_listing += 1
-            assert go_on.wait(10), "the loop has had no turn"
+            assert go_on.wait(60)
             return held(self)
 
         monkeypatch.setattr(LocalCPUBackend, "held", slow)
         asked = [asyncio.create_task(rest.get("/v1/chunks")) for _ in range(8)]
         assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
-        assert num_listing <= 1, "other work needs these threads, too"
+        assert num_listing <= 1
         go_on.set()
         assert {(await page).json()["chunks"][0]["key"] for page in asked} == {A}
 
@@ -383,13 +343,11 @@ async def test_a_disk_that_comes_later_is_announced(
         )
         volume.unlink()
         (tmp_path / "elsewhere").rename(volume)
-        async with asyncio.timeout(60):
-            while not num_announced:
-                await asyncio.sleep(0.01)
+        await until(lambda: num_announced)
     assert num_announced == [1]
 
 
-async def test_a_key_that_is_asked_for_many_times_is_answered_once(rest: httpx.AsyncClient) -> None:
+async def test_repeated_key_is_answered_once(rest: httpx.AsyncClient) -> None:
     record = make_record("a")
     assert (await rest.put(f"/v1/chunks/{A}", content=record)).status_code == 201
     got = await rest.post("/v1/chunks:get", json={"keys": [A] * 4096})

@@ -1,4 +1,4 @@
-"""Who may do what, and what tenants see of one another: nothing."""
+"""Tenants see nothing of one another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_tenants_neither_see_nor_harm_one_another(rest: httpx.AsyncClient)
     assert (await rest.get(f"/v1/chunks/{A}", headers=bearer("rival"))).content == rival
 
 
-async def test_clear_forgets_what_it_was_told_to(rest: httpx.AsyncClient) -> None:
+async def test_clear_names_tenants(rest: httpx.AsyncClient) -> None:
     async def stored() -> set[str]:
         for name in ("acme", "rival", "operator"):
             await rest.put(f"/v1/chunks/{A}", content=make_record("a"), headers=bearer(name))

@@ -1,3 +1,5 @@
+"""The listener for LMCache clients: its answers, its bounds and its end."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,11 +7,8 @@ import logging
 import socket
 
 import pytest
-from lmcache_core.errors import UnavailableError
-from lmcache_core.telemetry import Counters
 from lmcache_storage.compat.dialect import DIALECTS
-from lmcache_storage.compat.server import CompatLimits, CompatServer
-from lmcache_storage.compat.values import ForeignValues
+from lmcache_storage.compat.server import CompatLimits
 
 from tests.fixtures.compat import (
     EXIST,
@@ -23,16 +22,20 @@ from tests.fixtures.compat import (
     reply_bytes,
     request_bytes,
 )
+from tests.fixtures.waiting import until
 from tests.fixtures.wire import MemoryStore, connected
 
-SHORT_S = 0.3
+pytestmark = pytest.mark.virtual_time
+
+HOUR_S = 3600.0
+ROOM_S = CompatLimits(**LIMITS).room_timeout_s
 VALUE = bytes(range(256)) * 4000
 """Larger than what a connection stages."""
 both = pytest.mark.parametrize("dialect", DIALECTS)
 
 
 @both
-async def test_there_and_back(dialect: str) -> None:
+async def test_put_get_and_exist(dialect: str) -> None:
     async with (
         listening(dialect) as listener,
         compat_client(listener.port, dialect) as client,
@@ -68,15 +71,12 @@ async def test_requests_sent_without_waiting_are_answered_in_order() -> None:
 @pytest.mark.parametrize(
     ("reason", "command", "key", "num_bytes"),
     [
-        *(("command", LIST, b"k", 0), ("command", 0, b"k", 0)),
-        *(("command", 6, b"k", 0), ("command", -1, b"k", 0)),
-        *(("key", GET, b"\xff", 0), ("key", EXIST, b"\xff\xfe", 0), ("key", GET, b"", 0)),
-        *(("key", PUT, b"", 1), ("key", GET, b"k\0", 0), ("key", PUT, b"k\n", 1)),
-        *(("length", PUT, b"k", LIMITS["max_value_bytes"] + 1), ("length", PUT, b"k", -5)),
-        *(("length", PUT, b"k", 0), ("length", PUT, b"k", 2**31 - 1)),
+        *(("command", LIST, b"k", 0), ("command", -1, b"k", 0)),
+        *(("key", EXIST, b"\xff\xfe", 0), ("key", GET, b"", 0), ("key", PUT, b"k\n", 1)),
+        *(("length", PUT, b"k", LIMITS["max_value_bytes"] + 1), ("length", PUT, b"k", 0)),
     ],
 )
-async def test_what_cannot_be_understood_closes_its_connection_alone(
+async def test_malformed_request_closes_its_connection_alone(
     dialect: str, reason: str, command: int, key: bytes, num_bytes: int
 ) -> None:
     async with (
@@ -91,68 +91,51 @@ async def test_what_cannot_be_understood_closes_its_connection_alone(
         assert await other.get("k") == ((1, 3, 2, 2, 4, 2), b"value")
 
 
-@pytest.mark.parametrize("num_sent", [1, 100, 185, 186 + 5, 186 + 100_000])
-async def test_a_request_that_ends_early_is_counted_and_gives_its_memory_back(
-    num_sent: int,
-) -> None:
+@pytest.mark.parametrize("num_sent", [1, 185, 186 + 100_000])
+async def test_request_that_ends_early_is_counted_and_frees_its_memory(num_sent: int) -> None:
     async with listening() as listener:
         async with connected(listener.port) as raw:
             await raw.send((request_bytes("v0.3+", PUT, "k", len(VALUE)) + VALUE)[:num_sent])
+        await until(lambda: listener.closed("short"))
         await listener.store.arena.until_empty()
-        async with asyncio.timeout(60):
-            while not listener.closed("short"):
-                await asyncio.sleep(0.005)
         assert not listener.store.chunks
 
 
-async def test_a_client_that_just_goes_is_not_counted() -> None:
+async def test_clean_end_is_not_counted() -> None:
     async with listening() as listener:
         async with compat_client(listener.port) as client:
             await client.put("k", b"value")
             assert await client.exists("k")
-        async with asyncio.timeout(60):
-            while listener.num_connections:
-                await asyncio.sleep(0.005)
+        await until(lambda: not listener.num_connections)
         assert not [name for name in listener.counters.snapshot() if "closed" in name[0]]
 
 
-@pytest.mark.parametrize("num_sent", [1, 185, 186, 186 + 100_000])
-async def test_a_slow_sender_is_cut_off_and_holds_no_memory(num_sent: int) -> None:
-    async with (
-        listening(transfer_timeout_s=SHORT_S, min_bytes_per_s=1 << 30) as listener,
-        connected(listener.port) as raw,
-    ):
+@pytest.mark.parametrize("num_sent", [1, 185, 186 + 100_000])
+async def test_slow_sender_is_cut_off_and_holds_no_memory(num_sent: int) -> None:
+    async with listening() as listener, connected(listener.port) as raw:
         await raw.send((request_bytes("v0.3+", PUT, "k", len(VALUE)) + VALUE)[:num_sent])
-        assert await raw.is_closed()
+        assert await raw.is_closed(HOUR_S)
         assert listener.closed("slow") == 1
         await listener.store.arena.until_empty()
 
 
-async def test_a_client_that_does_not_read_its_value_is_cut_off() -> None:
+async def test_client_that_does_not_read_its_value_is_cut_off() -> None:
     value = bytes(LIMITS["max_value_bytes"])
-    async with (
-        listening(transfer_timeout_s=SHORT_S, min_bytes_per_s=1 << 30) as listener,
-        compat_client(listener.port) as client,
-    ):
+    async with listening() as listener, compat_client(listener.port) as client:
         await client.put("k", value)
         assert await client.exists("k")
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect(("127.0.0.1", listener.port))
             deaf.sendall(request_bytes("v0.3+", GET, "k") * 4)
-            async with asyncio.timeout(60):
-                while not listener.closed("slow"):
-                    await asyncio.sleep(0.01)
+            await until(lambda: listener.closed("slow"))
         assert await client.get("k") == ((1, 3, 2, 2, 4, 2), value)
 
 
-async def test_silence_ends_a_connection_at_last() -> None:
-    async with (
-        listening(idle_timeout_s=SHORT_S) as listener,
-        compat_client(listener.port) as client,
-    ):
+async def test_silent_connection_ends_after_a_week() -> None:
+    async with listening() as listener, compat_client(listener.port) as client:
         assert await client.ask(HEALTH) == reply_bytes("v0.3+", 200)
-        assert await client.raw.is_closed()
+        assert await client.raw.is_closed(8 * 24 * HOUR_S)
         assert listener.closed("idle") == 1
 
 
@@ -168,14 +151,12 @@ async def test_a_connection_too_many_is_closed_and_later_ones_are_served() -> No
                 assert await third.is_closed()
             assert listener.closed("too_many") == 1
             assert await first.ask(HEALTH) == reply_bytes("v0.3+", 200)
-        async with asyncio.timeout(60):
-            while listener.num_connections:
-                await asyncio.sleep(0.005)
+        await until(lambda: not listener.num_connections)
         async with compat_client(listener.port) as fourth:
             assert await fourth.ask(HEALTH) == reply_bytes("v0.3+", 200)
 
 
-async def test_a_value_without_room_is_read_to_its_end_and_not_kept() -> None:
+async def test_value_without_room_is_discarded() -> None:
     async with (
         listening(store=MemoryStore(1 << 20)) as listener,
         compat_client(listener.port) as client,
@@ -186,11 +167,11 @@ async def test_a_value_without_room_is_read_to_its_end_and_not_kept() -> None:
         assert await client.get("small") == ((1, 3, 2, 2, 4, 2), b"value")
 
 
-async def test_values_on_their_way_in_hold_no_more_memory_than_they_may() -> None:
-    """The length alone takes memory; clients that announce much and send nothing must not take
-    the arena.
+async def test_memory_of_values_being_received_is_bounded() -> None:
+    """The length alone takes memory: clients that announce much and send nothing must not take all
+    of it.
     """
-    async with listening(max_receiving_bytes=2 << 20, room_timeout_s=SHORT_S) as listener:
+    async with listening(max_receiving_bytes=2 << 20) as listener:
         async with (
             connected(listener.port) as one,
             connected(listener.port) as two,
@@ -198,7 +179,7 @@ async def test_values_on_their_way_in_hold_no_more_memory_than_they_may() -> Non
         ):
             for greedy in (one, two, three):
                 await greedy.send(request_bytes("v0.3+", PUT, "greedy", 1 << 20))
-            await asyncio.sleep(2 * SHORT_S)
+            await asyncio.sleep(2 * ROOM_S)
             assert listener.store.arena.allocator.used_bytes == 2 << 20
             await three.send(bytes(1 << 20), request_bytes("v0.3+", HEALTH))
             assert await three.reader.readexactly(36) == reply_bytes("v0.3+", 200)
@@ -206,7 +187,7 @@ async def test_values_on_their_way_in_hold_no_more_memory_than_they_may() -> Non
         await listener.store.arena.until_empty()
 
 
-async def test_who_breaks_the_protocol_is_logged_once_in_a_while(
+async def test_violations_are_logged_once_in_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with listening() as listener:
@@ -224,7 +205,7 @@ async def test_who_breaks_the_protocol_is_logged_once_in_a_while(
     assert "secret-key" not in lines[0]
 
 
-async def test_close_lets_a_request_underway_end() -> None:
+async def test_close_waits_for_a_request_underway() -> None:
     async with (
         listening() as listener,
         compat_client(listener.port) as client,
@@ -233,7 +214,7 @@ async def test_close_lets_a_request_underway_end() -> None:
         assert await idle.ask(HEALTH) == reply_bytes("v0.3+", 200)
         listener.store.gate = asyncio.Event()
         await client.raw.send(request_bytes("v0.3+", GET, "k"))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(1)
         closing = asyncio.create_task(listener.server.listener.close(drain_s=5))
         assert await idle.raw.is_closed()
         assert not closing.done()
@@ -243,21 +224,10 @@ async def test_close_lets_a_request_underway_end() -> None:
         await closing
 
 
-async def test_close_does_not_wait_longer_than_told() -> None:
+async def test_close_waits_no_longer_than_its_limit() -> None:
     async with listening() as listener, connected(listener.port) as raw:
         await raw.send(request_bytes("v0.3+", PUT, "k", 1000))
-        await asyncio.sleep(0.05)
-        async with asyncio.timeout(9):
-            await listener.server.listener.close(drain_s=0.1)
+        await asyncio.sleep(1)
+        await listener.server.listener.close(drain_s=5)
         assert await raw.is_closed()
         await listener.server.listener.close()
-
-
-async def test_a_port_that_is_taken_is_named() -> None:
-    async with listening() as listener:
-        counters = Counters()
-        values = ForeignValues(listener.store, "acme", "v0.2", counters)
-        second = CompatServer(values, DIALECTS["v0.2"], CompatLimits(**LIMITS), counters)
-        with pytest.raises(UnavailableError, match=f"127.0.0.1:{listener.port}"):
-            await second.open(port=listener.port)
-        await second.listener.close()

@@ -1,3 +1,5 @@
+"""Values of LMCache clients as records."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -60,7 +62,7 @@ def chunk_key(key: str) -> ChunkKey:
 
 
 @pytest.mark.parametrize("size", [1, 64, INLINE_DIGEST_BYTES + 1])
-async def test_there_and_back(world: World, size: int) -> None:
+async def test_put_and_get(world: World, size: int) -> None:
     value = bytes(i % 251 for i in range(size))
     assert not await world.values.contains("k")
     assert await world.get("k") is None
@@ -70,7 +72,7 @@ async def test_there_and_back(world: World, size: int) -> None:
     world.check_no_references()
 
 
-async def test_the_record_says_what_it_is(world: World) -> None:
+async def test_record_is_marked_as_foreign_and_lossy(world: World) -> None:
     await world.put(LONGEST_KEY, b"value", (-(2**31), 2**31 - 1, 1, 2, 3, 4))
     chunk = world.store.chunks[chunk_key(LONGEST_KEY)]
     header, payload_bytes = decode_head(chunk.head, chunk_key(LONGEST_KEY).key)
@@ -84,7 +86,7 @@ async def test_the_record_says_what_it_is(world: World) -> None:
     world.check_no_references()
 
 
-async def test_a_later_value_takes_the_place_of_another_one(world: World) -> None:
+async def test_later_value_replaces_another_one(world: World) -> None:
     await world.put("k", b"old")
     assert await world.put("k", b"new!", (9, 9, 9, 9, 9, 9))
     assert await world.get("k") == (b"new!", (9, 9, 9, 9, 9, 9))
@@ -93,7 +95,7 @@ async def test_a_later_value_takes_the_place_of_another_one(world: World) -> Non
     world.check_no_references()
 
 
-async def test_the_same_value_stays_where_it_is(world: World) -> None:
+async def test_same_value_is_not_stored_again(world: World) -> None:
     await world.put("k", b"same")
     before = world.store.chunks[chunk_key("k")]
     assert await world.put("k", b"same")
@@ -123,7 +125,7 @@ async def test_dialects_and_tenants_see_nothing_of_one_another(world: World) -> 
 
 
 @pytest.mark.parametrize("serde", ["naive", "lmcache-v0.3+"])
-async def test_what_others_put_under_such_a_name_is_not_served(world: World, serde: str) -> None:
+async def test_record_that_is_no_foreign_value_is_not_served(world: World, serde: str) -> None:
     """KV of our own engines under this name, or a record of the right serde that does not say
     what its value is.
     """
