@@ -1,4 +1,4 @@
-"""What is remembered of how clients name KV, and in which order it is told."""
+"""Descriptions of how clients name KV: their order and their bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def names_of(descriptions: Descriptions, model: str | None = None) -> list[str]:
     return [known.model_name for known in descriptions.of(model)]
 
 
-def test_a_client_pushes_out_its_own_words_alone() -> None:
+def test_client_displaces_only_its_own_descriptions() -> None:
     descriptions = Descriptions()
     descriptions.note(describe("precious"), "a")
     for number in range(3 * MAX_DESCRIPTIONS):
@@ -24,16 +24,16 @@ def test_a_client_pushes_out_its_own_words_alone() -> None:
     assert len(descriptions.said_by("b")) == len(names_of(descriptions)) == MAX_DESCRIPTIONS
 
 
-def test_whoever_spoke_last_comes_first_and_nothing_twice() -> None:
+def test_latest_description_comes_first_and_none_twice() -> None:
     descriptions = Descriptions()
     for client, model in ("a", "1"), ("b", "2"), ("c", "2"), ("a", "3"), ("b", "4"):
         descriptions.note(describe(model), client)
     assert names_of(descriptions) == ["4", "3", "2", "1"]
     descriptions.note(describe("1"), "a")
-    assert names_of(descriptions) == ["1", "4", "2", "3"], "what is said again is said last"
+    assert names_of(descriptions) == ["1", "4", "2", "3"]
 
 
-def test_of_those_that_have_gone_a_part_is_remembered() -> None:
+def test_some_descriptions_of_former_clients_are_kept() -> None:
     descriptions = Descriptions()
     descriptions.note(describe("here"), "a")
     for client in range(2 * MAX_DESCRIPTIONS // MAX_LEFT_BEHIND):
@@ -50,7 +50,7 @@ def test_of_those_that_have_gone_a_part_is_remembered() -> None:
         descriptions.of("3-31")
 
 
-def test_who_has_said_nothing_leaves_nothing() -> None:
+def test_without_descriptions_an_engine_must_connect() -> None:
     descriptions = Descriptions()
     descriptions.left("a")
     with pytest.raises(ConflictError, match="an engine must have connected"):

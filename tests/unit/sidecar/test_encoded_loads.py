@@ -1,4 +1,4 @@
-"""Chunks that are encoded in the arena, loaded by a client that cannot decode them."""
+"""Chunks encoded in the arena, loaded by a client that cannot decode them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEADLINE_MS = 30_000
 
 
 class DoublingCodec(ChunkCodec):
-    """Decodes to everything twice; refuses, or holds on to, what begins with the word for it."""
+    """Decodes to the payload twice; refuses a `BAD` one, and waits with a `HELD` one."""
 
     serde = "doubled"
     lossy = False
@@ -47,7 +47,6 @@ class DoublingCodec(ChunkCodec):
     def __init__(self) -> None:
         self.let_go = threading.Event()
         self.num_decoding = 0
-        self.most_decoding = 0
         self.lock = threading.Lock()
 
     def open(self) -> None:
@@ -65,7 +64,6 @@ class DoublingCodec(ChunkCodec):
     def decode(self, header: RecordHeader, payload: memoryview, out: memoryview) -> None:
         with self.lock:
             self.num_decoding += 1
-            self.most_decoding = max(self.most_decoding, self.num_decoding)
         if payload[:4] == HELD:
             self.let_go.wait(60)
         with self.lock:
@@ -75,8 +73,8 @@ class DoublingCodec(ChunkCodec):
         out[:] = bytes(payload) * FACTOR
 
 
-class Told:
-    """A `StackListener` that remembers which sizes it was told."""
+class Sizes:
+    """A `StackListener` that keeps the sizes."""
 
     def __init__(self) -> None:
         self.sizes: dict[ChunkKey, int] = {}
@@ -130,18 +128,30 @@ def codec() -> DoublingCodec:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def announced() -> Sizes:
+    return Sizes()
+
+
+@pytest.fixture
+def removed() -> list[ChunkKey]:
+    """Chunks that memory has dropped."""
+    return []
 
 
 @pytest.fixture
 def sidecar(
-    tmp_path: Path, codec: DoublingCodec, told: Told, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    codec: DoublingCodec,
+    announced: Sizes,
+    removed: list[ChunkKey],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[RunningSocket]:
     monkeypatch.setattr(codecs_module, "MAX_CODEC_THREADS", 2)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     codecs = Codecs({codec.serde: codec})
-    with running_socket(tmp_path, ARENA_BYTES, codecs=codecs, listener=told) as running:
+    with running_socket(
+        tmp_path, ARENA_BYTES, codecs=codecs, listener=announced, on_removed=removed.append
+    ) as running:
         yield running
 
 
@@ -151,7 +161,7 @@ def sidecar(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(kinds=st.lists(st.sampled_from([GOOD, BAD, ABSENT]), min_size=1, max_size=8))
-def test_a_load_holds_only_what_it_returns(sidecar: RunningSocket, kinds: list[bytes]) -> None:
+def test_load_holds_only_what_it_returns(sidecar: RunningSocket, kinds: list[bytes]) -> None:
     sidecar.hot.clear_now()
     items = load(sidecar, keep(sidecar, kinds))
     num_good = next((i for i, kind in enumerate(kinds) if kind is not GOOD), len(kinds))
@@ -161,20 +171,7 @@ def test_a_load_holds_only_what_it_returns(sidecar: RunningSocket, kinds: list[b
     until(lambda: is_unheld(sidecar), "chunks stay referenced after their client has left")
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_chunks_behind_one_that_does_not_decode_are_released(
-    sidecar: RunningSocket, place: int
-) -> None:
-    kinds = [GOOD] * 5
-    kinds[place] = BAD
-    items = load(sidecar, keep(sidecar, kinds))
-    assert items[place:] == [MissReason.CORRUPT.value]
-    until(lambda: is_unheld(sidecar), "chunks stay referenced after their client has left")
-    assert sidecar.hot.evict_bytes(ARENA_BYTES) > 0
-    assert sidecar.allocator.used_bytes == 0
-
-
-def test_chunks_of_a_prefix_are_decoded_side_by_side(
+def test_chunks_of_a_prefix_are_decoded_concurrently(
     sidecar: RunningSocket, codec: DoublingCodec
 ) -> None:
     keys = keep(sidecar, [HELD] * 4)
@@ -187,7 +184,7 @@ def test_chunks_of_a_prefix_are_decoded_side_by_side(
     assert [isinstance(item, m.Extent) for item in items] == [True] * 4
 
 
-def test_what_is_late_is_a_miss_and_nothing_stays_behind(
+def test_late_chunk_is_a_miss_and_nothing_stays_held(
     sidecar: RunningSocket, codec: DoublingCodec
 ) -> None:
     keys = keep(sidecar, [GOOD, HELD, GOOD, GOOD])
@@ -197,18 +194,16 @@ def test_what_is_late_is_a_miss_and_nothing_stays_behind(
     until(lambda: is_unheld(sidecar), "chunks stay referenced after their client has left")
 
 
-def test_decoding_replaces_what_is_encoded_without_a_removal(
-    tmp_path: Path, codec: DoublingCodec, told: Told, sidecar: RunningSocket
+def test_decoded_chunk_replaces_the_encoded_one_without_a_removal(
+    codec: DoublingCodec, announced: Sizes, removed: list[ChunkKey], sidecar: RunningSocket
 ) -> None:
-    removed: list[ChunkKey] = []
-    sidecar.hot._on_removed = removed.append
     keys = keep(sidecar, [GOOD] * 3)
     assert all(isinstance(item, m.Extent) for item in load(sidecar, keys))
     assert removed == [], "lookup would forget chunks that are held"
     assert sidecar.hot.contains_many(keys) == [True] * 3
     sizes = dict(sidecar.hot.held())
     assert min(sizes.values()) > FACTOR * ENCODED_BYTES
-    assert told.sizes == sizes, "lookup knows the size of what is held now"
+    assert announced.sizes == sizes, "lookup knows the size of what is held now"
     codec.serde = "unknown by now"  # nothing is left to be decoded
     assert all(isinstance(item, m.Extent) for item in load(sidecar, keys))
 

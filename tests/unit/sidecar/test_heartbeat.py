@@ -1,4 +1,4 @@
-"""What the broker is told of a sidecar's work, and how much of it would be lost with it."""
+"""Figures in a sidecar's heartbeats, and the bytes that it alone holds."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def sole(hot: LocalCPUBackend, lookup: Lookup, remote: Remote | None = None) -> 
     return ExclusiveBytes(local_chunks(hot), remote, Holders(lookup, "a"), 1.0)  # type: ignore[arg-type]
 
 
-async def test_what_neither_storage_nor_peers_hold_is_held_alone() -> None:
+async def test_bytes_that_neither_storage_nor_peers_hold() -> None:
     hot = hot_with(NUM_CHUNKS)
     size = dict(hot.held())[make_key(3)]
     lookup = Lookup({make_key(0).key.chunk_id()})
@@ -94,15 +94,8 @@ async def test_what_neither_storage_nor_peers_hold_is_held_alone() -> None:
     assert estimate.num_bytes == 0
 
 
-async def test_with_nothing_held_nothing_is_asked() -> None:
-    lookup = Lookup(is_away=True)
-    estimate = sole(hot_with(0), lookup, Remote(is_away=True))
-    await estimate.measure()
-    assert (estimate.num_bytes, lookup.num_asked) == (0, 0)
-
-
 @pytest.mark.parametrize("away", ["lookup", "remote"])
-async def test_who_cannot_be_asked_leaves_it_unknown(away: str) -> None:
+async def test_unavailable_holder_leaves_the_bytes_unknown(away: str) -> None:
     estimate = sole(
         hot_with(NUM_CHUNKS), Lookup(is_away=away == "lookup"), Remote(is_away=away == "remote")
     )
@@ -110,7 +103,7 @@ async def test_who_cannot_be_asked_leaves_it_unknown(away: str) -> None:
     assert estimate.num_bytes is None
 
 
-async def test_of_many_chunks_a_few_are_asked_about() -> None:
+async def test_only_a_sample_of_chunks_is_looked_up() -> None:
     num_chunks = 3 * MAX_SAMPLED_CHUNKS + 5
     hot, lookup = hot_with(num_chunks), Lookup()
     estimate = sole(hot, lookup)
@@ -124,7 +117,7 @@ async def test_engines_do_not_wait_while_chunks_are_listed() -> None:
 
     class Slow(LocalChunks):
         def hottest_first(self) -> list[tuple[ChunkKey, int]]:
-            assert others_had_their_turn.wait(5.0), "nothing else runs on the loop"
+            assert others_had_their_turn.wait(60), "nothing else runs on the loop"
             return super().hottest_first()
 
     estimate = ExclusiveBytes(
@@ -170,11 +163,8 @@ def test_figures_are_the_sidecars_counters() -> None:
     assert stats["used_bytes"] > 0
 
 
-@pytest.mark.parametrize("model", ["m", "m" * 1024])
-@pytest.mark.parametrize("count", [1 << 53, 1 << 63, 10**300])
-def test_heartbeat_is_one_that_the_broker_takes_whatever_was_counted(
-    count: int, model: str
-) -> None:
+@pytest.mark.parametrize(("count", "model"), [(1 << 53, "m"), (10**300, "m" * 1024)])
+def test_broker_accepts_heartbeats_with_any_counts(count: int, model: str) -> None:
     counters = Counters()
     for name in (
         metrics.REQUESTED_CHUNKS_TOTAL,
@@ -191,7 +181,7 @@ def test_heartbeat_is_one_that_the_broker_takes_whatever_was_counted(
     assert msgspec.json.decode(msgspec.json.encode(figures), type=PeerFigures) == figures
 
 
-def test_of_many_peers_those_that_sent_last_are_told() -> None:
+def test_number_of_peers_in_a_heartbeat_is_bounded() -> None:
     pulled = PulledBytes()
     for i in range(MAX_COUNTED_PEERS + 2):
         pulled.add(f"p{i}", 1)

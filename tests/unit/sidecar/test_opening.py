@@ -1,4 +1,4 @@
-"""What the sidecar does before it serves."""
+"""The start of a sidecar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.suites.chunks import held_keys, make_chunk, make_key
 
 
 class Volume:
-    """A volume that has room from the third attempt on; what a probe sees meanwhile is kept."""
+    """A volume that has room from the third attempt on."""
 
     def __init__(self) -> None:
         self.attempts = 0
@@ -42,7 +42,7 @@ class Volume:
         return open_arena(file, recovers)
 
 
-async def test_it_waits_for_room_with_its_probes_up(
+async def test_probes_answer_while_it_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = Volume()
@@ -73,7 +73,7 @@ async def test_it_waits_for_room_with_its_probes_up(
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-async def test_startup_probes_pass_however_long_the_arena_takes(
+async def test_probes_answer_while_the_arena_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
 ) -> None:
     """Both populating a new arena and reading the journal of an earlier start take the longer the
@@ -82,21 +82,22 @@ async def test_startup_probes_pass_however_long_the_arena_takes(
     if not is_new:
         async with opening.lifespan(create_app(make_settings(tmp_path))):
             """Leave an arena."""
-    slow = populate._populate if is_new else owner.replay
+    module, name = (populate, "_populate") if is_new else (owner, "replay")
+    slow = getattr(module, name)
     has_begun, may_end = threading.Event(), threading.Event()
 
     def work(*args: Any) -> Any:
         has_begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(60)
         return slow(*args)
 
-    monkeypatch.setattr(populate if is_new else owner, slow.__name__, work)
+    monkeypatch.setattr(module, name, work)
     app = create_app(make_settings(tmp_path, health_port=0))
     state = service_state(app)
     async with AsyncExitStack() as exits:
         exits.callback(may_end.set)
         start = asyncio.create_task(exits.enter_async_context(app.router.lifespan_context(app)))
-        assert await asyncio.to_thread(has_begun.wait, 30)
+        assert await asyncio.to_thread(has_begun.wait, 60)
         url = f"http://127.0.0.1:{state.ports['health_port']}"
         async with httpx.AsyncClient(base_url=url) as client:
             assert (await client.get("/healthz")).status_code == 200
@@ -107,7 +108,7 @@ async def test_startup_probes_pass_however_long_the_arena_takes(
             assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_without_a_wait_it_says_what_is_missing(
+async def test_without_a_wait_the_missing_room_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "open_arena", Volume().open)
@@ -118,7 +119,7 @@ async def test_without_a_wait_it_says_what_is_missing(
     assert not (tmp_path / "s.sock").exists()
 
 
-async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
+async def test_wait_for_room_is_bounded_and_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     volume = Volume()
@@ -140,7 +141,7 @@ async def test_it_waits_as_long_as_it_is_told_and_says_so_once(
     assert caplog.text.count("no room") == 1
 
 
-async def test_a_tier_that_is_refused_leaves_nothing_of_those_before_it(
+async def test_tier_that_cannot_open_closes_those_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(tier: FileBackend) -> None:
@@ -185,7 +186,7 @@ async def test_the_limits_of_its_settings_reach_its_tiers(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"accept_handover": True}])
-async def test_nobody_stores_under_an_engines_names_unless_told_so(
+async def test_peers_store_chunks_only_if_that_is_configured(
     tmp_path: Path, options: dict[str, object]
 ) -> None:
     app = create_app(make_settings(tmp_path, **options))
@@ -212,13 +213,12 @@ async def test_the_arena_is_as_its_settings_say(tmp_path: Path) -> None:
     ("option", "policy", "is_advised"),
     [
         ("auto", "advise", True),
-        ("auto", "never", False),
         ("auto", "deny", False),
         ("off", "always", False),
         ("advise", "never", True),
     ],
 )
-async def test_it_says_once_whether_it_asks_for_huge_pages(
+async def test_advice_for_huge_pages_is_logged_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -237,11 +237,7 @@ async def test_it_says_once_whether_it_asks_for_huge_pages(
         assert ("huge pages advised" in told) == is_advised
 
 
-def test_by_default_the_volume_decides_on_huge_pages(tmp_path: Path) -> None:
-    assert make_settings(tmp_path).arena_huge_pages == "auto"
-
-
-async def test_a_start_that_cannot_listen_leaves_the_arena_to_the_next(tmp_path: Path) -> None:
+async def test_start_that_cannot_listen_keeps_the_arena(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with opening.lifespan(app := create_app(settings)):
         assert await app.state.sidecar.stack.batched_put([make_chunk("a")]) == [True]

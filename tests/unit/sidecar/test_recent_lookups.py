@@ -1,4 +1,4 @@
-"""What a sidecar remembers of what engines asked for."""
+"""The lookups that a sidecar remembers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lmcache_core.keys import CHUNK_HASH_BYTES
 from lmcache_core.record import Staged, StagedFrom
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
@@ -54,7 +53,7 @@ def latest(sidecar: RunningSocket, text: str) -> RecentLookup:
     return found
 
 
-def test_the_last_answer_to_a_request_is_remembered(
+def test_last_answer_to_a_request_is_remembered(
     sidecar: RunningSocket, store: SidecarChunkStore, shelf: Shelf
 ) -> None:
     store_chunks(store, keys_of_rank(CHAIN, 0)[:1])
@@ -71,7 +70,7 @@ def test_the_last_answer_to_a_request_is_remembered(
     assert recent(sidecar).latest("chatcmpl-8") is None
 
 
-def test_the_reason_is_that_of_the_first_missing_chunk(
+def test_reason_is_that_of_the_first_missing_chunk(
     sidecar: RunningSocket, store: SidecarChunkStore
 ) -> None:
     store_chunks(store, keys_of_rank(CHAIN, 0))
@@ -84,7 +83,7 @@ def test_the_reason_is_that_of_the_first_missing_chunk(
     assert [(one.found.total(), one.missing) for one in told] == [(0, "evicted"), (4, "")]
 
 
-def test_only_hashes_are_cut(
+def test_number_of_kept_hashes_is_bounded(
     sidecar: RunningSocket, store: SidecarChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recent_lookups, "MAX_CHUNKS", 2)
@@ -99,16 +98,10 @@ def test_only_hashes_are_cut(
     ]
 
 
-def test_chunks_count_in_the_farthest_tier_of_their_groups(sidecar: RunningSocket) -> None:
-    recent(sidecar).note("r", [CHAIN, CHAIN], Staged(True, (b"\1\1\2\0", b"\1\4\1\1")))
-    found = latest(sidecar, "r")
-    assert found.found == {StagedFrom.HOT: 1, StagedFrom.DISK: 1, StagedFrom.REMOTE: 1}
-
-
 def test_a_lookup_is_forgotten_after_an_hour(
     sidecar: RunningSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = time.time()
+    now = 1_800_000_000.0
     for name, age_s in (("request-old", 3601), ("request-recent", 3599)):
         monkeypatch.setattr(time, "time", lambda age_s=age_s: now - age_s)
         recent(sidecar).note(name, [CHAIN], Staged(True, (b"\0\0\0\0",)))
@@ -117,20 +110,15 @@ def test_a_lookup_is_forgotten_after_an_hour(
     assert recent(sidecar).latest("request-old") is None
 
 
-def test_memory_is_bounded(
+def test_number_of_kept_lookups_is_bounded(
     sidecar: RunningSocket, store: SidecarChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recent_lookups, "MAX_LOOKUPS", 3)
-    monkeypatch.setattr(recent_lookups, "MAX_CHUNKS", 2)
     for number in range(5):
         store.stage(f"request-{number}", [CHAIN])
     assert latest(sidecar, "request").request_id == "request-4"
-    kept = [recent(sidecar).latest(f"request-{number}") for number in range(5)]
-    assert kept[:2] == [None, None]
-    assert {(one.num_chunks, len(one.hashes)) for one in kept[2:] if one is not None} == {
-        (4, 2 * CHUNK_HASH_BYTES)
-    }
-    assert None not in kept[2:]
+    kept = [recent(sidecar).latest(f"request-{number}") is not None for number in range(5)]
+    assert kept == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("num_groups", [0, 1, 3])

@@ -13,19 +13,13 @@ BOTH = {"lookup_url": "http://lookup:8081", "broker_url": "https://broker:8082"}
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "text"),
     [
-        ({"port": 1234, "lm_port": 1234}, "lm_port=1234 is the value of port too"),
         ({"lm_port": 8083}, "lm_port=8083 is the value of port too"),
-        (BOTH | {"lookup_url": "lookup:8081"}, "(?s)lookup_url.*http://host:port"),
         (BOTH | {"broker_url": "https://broker:8082/?token=x"}, "(?s)broker_url.*http://host:port"),
-        ({"remote_url": "redis://"}, "(?s)remote_url.*must be a URL with one of the schemes"),
         ({"remote_url": "redis-sentinel://h:0"}, "(?s)remote_url.*a port in 1 … 65535"),
-        ({**BOTH, "broker_url": "http://h:99999"}, "(?s)broker_url.*port 99999 must be in"),
         ({"otlp_endpoint": "http://h:99999"}, "(?s)otlp_endpoint.*Port out of range"),
         ({"remote_url": "http://storage:8080"}, "(?s)remote_url.*write lm://host:port of the same"),
-        ({"remote_url": "s3://bucket"}, "(?s)remote_url.*scheme must be one of"),
-        ({"remote_url": "lm://storage:65432/path"}, "(?s)remote_url.*lm://host:port"),
         ({"disk_path": "/x"}, "disk_gb is not set: set both or none"),
         ({"lookup_url": "http://localhost:1"}, "go together"),
         ({"lm_host": "10.0.0.1"}, "allow_anonymous"),
@@ -34,44 +28,30 @@ BOTH = {"lookup_url": "http://lookup:8081", "broker_url": "https://broker:8082"}
             "lm_host='10.0.0.1'.*allow_plaintext=true",
         ),
         ({"tls_cert_file": "/c", "distributed_url": "lm://pod:65433"}, r"write lm\+tls://"),
-        ({"tenant": "Not A Tenant"}, "tenant"),
         ({"distributed_url": "http://x"}, "lm://host:port"),
-        ({"arena_gb": 0}, "greater than 0"),
-        ({"verify_hot": "maybe"}, "always"),
         ({"arena_mode": "0888"}, "octal"),
-        ({"arena_mode": "0060"}, "octal"),
         ({"arena_mode": 0o660}, "in quotes"),
-        ({"arena_huge_pages": "always"}, "'auto', 'off' or 'advise'"),
         ({"disk_serde": "cachegn"}, "did you mean 'cachegen'"),
-        ({"peer_serde": "torch"}, "not an encoding that a sidecar has"),
         ({"remote_serde": "lossless"}, "set remote_url"),
-        ({"disk_serde": "lossless"}, "set disk_path"),
         ({"ticket_keys_file": "/y", "accept_handover": True}, "set auth_tokens_file too"),
     ],
 )
-def test_what_could_not_start_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_impossible_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         SidecarSettings(**options)
-
-
-def test_what_can_start_is_taken() -> None:
-    SidecarSettings(**BOTH, remote_url="redis://user:secret@redis:6379/0")
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, False),
-        ({"accept_handover": True}, True),
         ({"auth_tokens_file": "/x", "lm_host": "10.0.0.1", "allow_plaintext": True}, True),
-        ({"auth_tokens_file": "/x", "ticket_keys_file": "/y"}, True),
         ({"ticket_keys_file": "/y"}, False),
-        ({"lm_host": "10.0.0.1", "allow_anonymous": True}, False),
         ({"lm_host": "10.0.0.1", "allow_anonymous": True, "accept_handover": True}, True),
         ({"auth_tokens_file": "/x", "accept_handover": False}, False),
     ],
 )
-def test_chunks_of_peers_are_taken_where_it_is_known_who_puts(
+def test_chunks_of_peers_are_accepted_by_default_if_peers_authenticate(
     options: dict[str, Any], expected: bool
 ) -> None:
     assert SidecarSettings(**options).accept_handover is expected
@@ -84,8 +64,8 @@ def test_a_wrong_option_is_one_line_although_a_default_follows_from_it() -> None
     assert "LMCACHE_SIDECAR_LM_PORT" in str(caught.value)
 
 
-@pytest.mark.parametrize("password", ["hunter2", "hun/ter2", "hun'ter2", "hun@ter2"])
-def test_a_url_that_is_refused_is_shown_without_its_password(password: str) -> None:
+@pytest.mark.parametrize("password", ["hun/ter2", "hun'ter2", "hun@ter2"])
+def test_refused_url_is_shown_without_its_password(password: str) -> None:
     with pytest.raises(ConfigError, match=r"://\*+@redis:6379") as caught:
         load_settings(
             SidecarSettings,

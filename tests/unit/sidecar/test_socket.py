@@ -1,4 +1,4 @@
-"""The sidecar's socket, with a real client on the other end."""
+"""The sidecar's socket and its clients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError, VersionError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import encode_head, payload_digest, raw_header
@@ -19,6 +17,7 @@ from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_sidecar import metrics
+from lmcache_sidecar.socket.server import SocketServer
 
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import HELLO
@@ -104,7 +103,7 @@ def test_an_engine_stores_and_another_retrieves(sidecar: RunningSocket) -> None:
     assert_equal_prefix(target, kv, len(tokens))
 
 
-def test_it_is_counted_where_chunks_came_from_and_why_not(sidecar: RunningSocket) -> None:
+def test_loads_and_misses_are_counted(sidecar: RunningSocket) -> None:
     tokens = tokens_of(5 * CHUNK_SIZE)
     with engine_at(sidecar.path) as engine:
         engine.store(tokens[: 3 * CHUNK_SIZE], kvcaches=random_kv(3 * CHUNK_SIZE))
@@ -122,7 +121,7 @@ def test_it_is_counted_where_chunks_came_from_and_why_not(sidecar: RunningSocket
     assert counted[metrics.STORED_CHUNKS_TOTAL, ""] == 3
 
 
-def test_it_is_counted_what_engines_need_not_compute(
+def test_tokens_that_engines_need_not_compute_are_counted(
     sidecar: RunningSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By rank 0 alone: other ranks load other parts of the same tokens."""
@@ -141,7 +140,6 @@ def test_it_is_counted_what_engines_need_not_compute(
     ("chunks", "num_saved"),
     [
         ({"0:window64": [3], "1:full": [1, 2, 3]}, 3),
-        ({"0:full": [1, 2, 3], "1:window64": [3], "2:full": [1, 2, 3]}, 3),
         ({"0:window64": [3], "1:window128": [2, 3]}, 2),
     ],
 )
@@ -159,7 +157,7 @@ def test_the_layers_that_load_most_chunks_count(
     assert sidecar.counters.value(metrics.SAVED_TOKENS_TOTAL) == num_saved * CHUNK_SIZE
 
 
-def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(
+def test_load_pins_the_longest_prefix_and_says_why_it_ends(
     client: SidecarConnection,
 ) -> None:
     assert put(client, 1, b"one")
@@ -174,15 +172,7 @@ def test_a_longest_prefix_is_pinned_and_the_reason_of_its_end_told(
     )
 
 
-def test_nothing_is_visible_before_its_commit(
-    sidecar: RunningSocket, client: SidecarConnection
-) -> None:
-    lent(client, 100)
-    assert loaded(client, 1)[0] == []
-    assert not sidecar.hot.held()
-
-
-def test_no_memory_is_lent_for_a_chunk_that_is_there(
+def test_no_memory_is_lent_for_a_held_chunk(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
     assert put(client, 2, b"two!")
@@ -192,12 +182,6 @@ def test_no_memory_is_lent_for_a_chunk_that_is_there(
     new, known, unnamed = client.call(request, m.Extents).items
     assert (type(new), known, type(unnamed)) == (m.Extent, "known", m.Extent)
     assert sidecar.allocator.used_bytes == used + 2 * 512
-
-
-def test_more_names_than_sizes_are_refused(client: SidecarConnection) -> None:
-    names = client.names([key_of(1), key_of(2)])
-    with pytest.raises(ProtocolError, match="RESERVE of 1 chunks with 2 names"):
-        client.call(m.ReserveExtents((512,), names), m.Extents)
 
 
 def test_an_engine_needs_two_round_trips_to_store_and_two_to_load(
@@ -221,7 +205,7 @@ def test_an_engine_needs_two_round_trips_to_store_and_two_to_load(
         assert relay.names() == ["LOAD", "DONE"]
 
 
-def test_a_client_that_goes_gives_everything_back(sidecar: RunningSocket) -> None:
+def test_end_of_a_connection_frees_what_it_had(sidecar: RunningSocket) -> None:
     client = SidecarConnection(sidecar.path, HELLO, 5.0)
     client.open()
     assert put(client, 1, b"x" * 600)
@@ -233,15 +217,14 @@ def test_a_client_that_goes_gives_everything_back(sidecar: RunningSocket) -> Non
     assert sidecar.allocator.used_bytes == 1024 < used, "only the stored chunk is left"
 
 
-@pytest.mark.parametrize("damage", ["flip", "short", "size", "empty"])
-def test_a_commit_with_a_bad_head_is_refused_and_its_memory_freed(
+@pytest.mark.parametrize("damage", ["short", "size"])
+def test_commit_with_a_bad_head_is_refused_and_its_memory_freed(
     sidecar: RunningSocket, client: SidecarConnection, damage: str
 ) -> None:
     (extent,) = lent(client, 64)
-    head = bytearray(head_of(1, b"x" * (65 if damage == "size" else 64)))
-    if damage == "flip":
-        head[40] ^= 1
-    sent = {"short": bytes(head[:-1]), "empty": b""}.get(damage, bytes(head))
+    assert loaded(client, 1)[0] == [], "it is not committed yet"
+    head = head_of(1, bytes(65 if damage == "size" else 64))
+    sent = head[:-1] if damage == "short" else head
     assert client.call(m.Commit(((extent.id, sent),)), m.ContainsOk).present == [False]
     assert sidecar.allocator.used_bytes == 0
     assert loaded(client, 1)[0] == []
@@ -297,16 +280,7 @@ def test_pins_of_all_clients_leave_some_of_the_arena(
     assert put(client, 20, bytes(100_000)), "the rest is for stores"
 
 
-def test_no_client_can_reserve_everything(
-    sidecar: RunningSocket, client: SidecarConnection
-) -> None:
-    granted = lent(client, *(100_000,) * 12)
-    assert 0 < len(granted) * 100_000 <= sidecar.arena.size // 2
-    client.call(m.DoneWith(tuple(extent.id for extent in granted)), m.Ok)
-    assert sidecar.allocator.used_bytes == 0
-
-
-def test_a_draining_sidecar_takes_nothing_and_still_serves(
+def test_draining_sidecar_serves_and_stores_nothing(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
     assert put(client, 1, b"kept")
@@ -322,31 +296,14 @@ def test_versions_must_meet(sidecar: RunningSocket) -> None:
         connection.open()
 
 
-def test_the_first_message_is_hello_and_it_comes_once(client: SidecarConnection) -> None:
+def test_second_hello_ends_the_connection(client: SidecarConnection) -> None:
     with pytest.raises(ProtocolError, match="HELLO"):
         client.call(HELLO, m.HelloOk)
     with pytest.raises((UnavailableError, ProtocolError)):
         client.call(m.Stats(), m.StatsOk)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.binary(max_size=64), st.booleans())
-def test_garbage_closes_its_own_connection_only(
-    sidecar: RunningSocket, garbage: bytes, framed: bool
-) -> None:
-    raw = socket.socket(socket.AF_UNIX)
-    raw.settimeout(5.0)
-    raw.connect(str(sidecar.path))
-    raw.sendall(b"LMF1" + garbage if framed else garbage)
-    raw.shutdown(socket.SHUT_WR)
-    while raw.recv(4096):
-        pass
-    raw.close()
-
-
-def test_after_garbage_others_are_still_served(
+def test_garbage_ends_its_own_connection_only(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
     assert put(client, 1, b"kept")
@@ -357,12 +314,12 @@ def test_after_garbage_others_are_still_served(
             raw.connect(str(sidecar.path))
             raw.sendall(junk)
             raw.shutdown(socket.SHUT_WR)
+            while raw.recv(4096):
+                pass
     assert loaded(client, 1)[0] == [b"kept"]
 
 
 def test_two_sidecars_do_not_share_a_socket(sidecar: RunningSocket, tmp_path: Path) -> None:
-    from lmcache_sidecar.socket.server import SocketServer
-
     second = SocketServer(sidecar.path, sidecar.server.context)
     with pytest.raises(ConfigError, match="another sidecar listens"):
         sidecar.loop.run(second.open(), 5.0)
@@ -376,7 +333,7 @@ def test_a_dead_sidecars_socket_is_replaced(tmp_path: Path) -> None:
         assert engine.lookup(tokens_of(CHUNK_SIZE)) == CHUNK_SIZE
 
 
-def test_an_engine_without_a_sidecar_computes_and_finds_it_later(tmp_path: Path) -> None:
+def test_engine_without_a_sidecar_misses_until_one_starts(tmp_path: Path) -> None:
     tokens, kv, target = (
         tokens_of(2 * CHUNK_SIZE),
         random_kv(2 * CHUNK_SIZE),
@@ -395,41 +352,20 @@ def test_an_engine_without_a_sidecar_computes_and_finds_it_later(tmp_path: Path)
 
             until(stored, "the sidecar is not found")
             assert engine.retrieve(tokens, kvcaches=target).all()
-        assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any(), (
-            "gone again, and no error"
-        )
+        assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
     assert_equal_prefix(target, kv, len(tokens))
 
 
-def test_engines_with_another_salt_share_nothing(tmp_path: Path) -> None:
+def test_salt_of_the_sidecar_is_in_the_names_of_chunks(tmp_path: Path) -> None:
     tokens = tokens_of(2 * CHUNK_SIZE)
-    with running_socket(tmp_path, salt="tenant-a") as running, engine_at(running.path) as engine:
-        engine.store(tokens, kvcaches=random_kv(len(tokens)))
-        assert engine.lookup(tokens) == len(tokens)
-        salted = set(held_keys(running.hot))
-        plain = [key for _, _, key in engine._token_database.process_tokens(tokens)]
-        assert {k.key for k in salted} == set(plain), "the engine took the sidecar's salt"
-        engine._token_database.use_salt("")
-        assert engine.lookup(tokens) == 0
-
-
-def test_damage_in_the_arena_is_a_miss(sidecar: RunningSocket) -> None:
-    tokens, kv, target = (
-        tokens_of(3 * CHUNK_SIZE),
-        random_kv(3 * CHUNK_SIZE),
-        empty_kv(3 * CHUNK_SIZE),
-    )
-    with engine_at(sidecar.path) as engine:
-        engine.store(tokens, kvcaches=kv)
-        second = next(
-            k
-            for k, _ in sidecar.hot.held()
-            if k.key == list(engine._token_database.process_tokens(tokens))[1][2]
-        )
-        (chunk,) = sidecar.hot.get_many([second])
-        assert chunk is not None
-        chunk.memory.byte_array[5] ^= 1
-        chunk.release()
-        assert int(engine.retrieve(tokens, kvcaches=target).sum()) == CHUNK_SIZE
-        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "corrupt") == 2
-    assert_equal_prefix(target, kv, CHUNK_SIZE, num_spoiled=CHUNK_SIZE)
+    names = []
+    for salt in ("tenant-a", "tenant-b"):
+        (tmp_path / salt).mkdir()
+        with (
+            running_socket(tmp_path / salt, salt=salt) as running,
+            engine_at(running.path) as engine,
+        ):
+            engine.store(tokens, kvcaches=random_kv(len(tokens)))
+            assert engine.lookup(tokens) == len(tokens)
+            names.append(set(running.hot.keys()))
+    assert not names[0] & names[1]

@@ -1,4 +1,4 @@
-"""What the clients of one socket may take of the sidecar together."""
+"""Bounds on what the clients of a socket may use together."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_large_request_gets_its_turn_when_another_is_answered(
     )
 
 
-def test_waiting_in_turn_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_large_request_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "MAX_LARGE_REQUEST_BYTES", META_BYTES)
     with (
         running_socket(tmp_path) as running,
@@ -95,7 +95,7 @@ def test_waiting_in_turn_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("max_bytes", "reason"), [(META_BYTES, metrics.NO_ROOM), (2 * META_BYTES, metrics.TOO_SLOW)]
 )
-def test_a_large_request_does_not_wait_for_ever(
+def test_wait_of_a_large_request_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int, reason: str
 ) -> None:
     monkeypatch.setattr(context, "MAX_LARGE_REQUEST_BYTES", max_bytes)
@@ -136,7 +136,7 @@ def test_reservations_of_all_clients_leave_some_of_the_arena(tmp_path: Path) -> 
         )
 
 
-def test_what_is_given_back_or_refused_is_not_counted(tmp_path: Path) -> None:
+def test_returned_and_refused_reservations_are_not_counted(tmp_path: Path) -> None:
     with running_socket(tmp_path, 1 << 20) as running, greeted(running.path) as client:
         for _ in range(8):
             handles = reserved_by(client, (1,) * 1100)
@@ -146,7 +146,7 @@ def test_what_is_given_back_or_refused_is_not_counted(tmp_path: Path) -> None:
             assert client.say(commit) == m.ContainsOk([False] * 512)
 
 
-def test_one_client_more_than_there_may_be_is_turned_away_and_counted(
+def test_number_of_clients_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "MAX_CLIENTS", 2)

@@ -1,4 +1,4 @@
-"""What the sidecar's socket does to files, to memory that a client may still touch, and at its
+"""The sidecar's socket: what is at its path, memory that a client may still write to, and its
 end.
 """
 
@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +32,7 @@ from tests.fixtures.sidecar import TIMEOUT_S, engine_at, running_socket
 
 class SlowDisk(DiskBackend):
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         return [True] * len(keys)
 
 
@@ -51,7 +49,7 @@ def test_a_store_that_fails_half_way_leaves_no_reservation(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["file", "link to a file", "directory"])
-def test_what_is_no_socket_is_not_replaced(tmp_path: Path, kind: str) -> None:
+def test_path_that_is_no_socket_is_not_replaced(tmp_path: Path, kind: str) -> None:
     precious, path = tmp_path / "precious", tmp_path / "s.sock"
     precious.write_text("keep me")
     if kind == "file":
@@ -68,7 +66,7 @@ def test_what_is_no_socket_is_not_replaced(tmp_path: Path, kind: str) -> None:
     assert precious.read_text() == "keep me"
 
 
-def test_the_socket_of_a_successor_is_left_alone(tmp_path: Path) -> None:
+def test_socket_of_a_successor_is_not_removed(tmp_path: Path) -> None:
     with running_socket(tmp_path) as running:
         running.path.unlink()
         with socket.socket(socket.AF_UNIX) as successor:
@@ -78,7 +76,7 @@ def test_the_socket_of_a_successor_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(6))
-def test_who_connects_while_it_closes_is_hung_up_on(tmp_path: Path, num_turns: int) -> None:
+def test_connection_during_the_close_is_ended(tmp_path: Path, num_turns: int) -> None:
     """After so many turns of the loop the connection is still in the backlog, accepted, or its
     session about to begin.
     """
@@ -93,7 +91,7 @@ def test_who_connects_while_it_closes_is_hung_up_on(tmp_path: Path, num_turns: i
                 await running.server.close()
 
             running.loop.run(connect_and_close(), 5.0)
-        gc.collect()  # where something was left open, it is told here
+        gc.collect()  # reports what was left open
         with contextlib.suppress(ConnectionError):
             assert client.recv(1) == b""
 
@@ -102,21 +100,20 @@ def test_who_connects_while_it_closes_is_hung_up_on(tmp_path: Path, num_turns: i
 def test_a_refused_client_keeps_its_memory_until_it_has_gone(
     tmp_path: Path, refused: m.Message
 ) -> None:
-    """It may not know yet, and still be writing to its reservation: nobody else may get that
-    memory.
-    """
+    """It may still be writing to its reservation, so that no other client may get that memory."""
     with running_socket(tmp_path) as running:
         with greeted(running.path) as client:
             client.say(m.ReserveExtents((1000,)))
             used = running.allocator.used_bytes
             assert isinstance(client.say(refused), m.ErrorMessage)
-            assert client.socket.recv(1) == b"", "the sidecar has nothing more to say"
-            time.sleep(0.1)
+            assert client.socket.recv(1) == b"", "the sidecar has ended the connection"
+            with greeted(running.path) as other:
+                other.say(m.Stats())
             assert running.allocator.used_bytes == used > 0
         until(lambda: running.allocator.used_bytes == 0)
 
 
-def test_a_client_whose_large_request_does_not_arrive_keeps_its_memory_until_it_has_gone(
+def test_client_with_an_incomplete_request_keeps_its_memory_until_it_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "LARGE_REQUEST_TIMEOUT_S", 0.1)
@@ -127,36 +124,34 @@ def test_a_client_whose_large_request_does_not_arrive_keeps_its_memory_until_it_
             large = client.frame(m.Commit(tuple((n, bytes(60_000)) for n in range(10))))
             client.socket.sendall(large[:-1])
             assert isinstance(client.answer(), m.ErrorMessage)
-            time.sleep(0.1)
+            assert client.socket.recv(1) == b"", "the sidecar has ended the connection"
+            with greeted(running.path) as other:
+                other.say(m.Stats())
             assert running.allocator.used_bytes == used > 0
         until(lambda: running.allocator.used_bytes == 0)
 
 
-def test_a_client_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_client_that_does_not_read_does_not_delay_the_end(tmp_path: Path) -> None:
     with running_socket(tmp_path) as running, greeted(running.path) as client:
-        client.socket.setblocking(False)
-        flood = b"".join(client.frame(m.Stats()) for _ in range(10_000))
-        sent = 0
-        for _ in range(50):
-            try:
-                sent += client.socket.send(flood[sent:])
-            except BlockingIOError:
-                time.sleep(0.01)
-        assert sent > 100_000
-        begin = time.monotonic()
+        client.socket.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                client.socket.sendall(client.frame(m.Stats()))
         running.loop.run(running.server.close(), TIMEOUT_S)
-        assert time.monotonic() - begin < TIMEOUT_S
 
 
 def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    may_end = threading.Event()
+    may_end = asyncio.Event()
+
+    async def end() -> None:
+        may_end.set()
 
     async def ignore_cancellation(*_: object) -> None:
         while not may_end.is_set():
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.01)
+                await may_end.wait()
 
     monkeypatch.setattr(supervisor, "CANCEL_WAIT_S", 0.2)
     monkeypatch.setattr(session_module.EngineSession, "_talk", ignore_cancellation)
@@ -166,21 +161,13 @@ def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
         try:
             running.loop.run(running.server.close(), TIMEOUT_S)
         finally:
-            may_end.set()
+            running.loop.run(end(), TIMEOUT_S)
         until(lambda: not running.server.sessions)
     assert [
         "ignored its cancellation" in record.getMessage()
         for record in caplog.records
         if record.levelname == "ERROR"
     ] == [True]
-
-
-def test_the_log_names_the_socket_that_engines_are_to_be_given(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    with running_socket(tmp_path) as running:
-        assert any(str(running.path) in record.getMessage() for record in caplog.records)
 
 
 def test_the_end_is_quiet_with_clients_connected(
@@ -194,10 +181,8 @@ def test_the_end_is_quiet_with_clients_connected(
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-def test_more_heads_than_one_answer_holds_are_misses(tmp_path: Path) -> None:
-    """Extensions of later versions can make heads large; a prompt that has many of them must not
-    end the connection.
-    """
+def test_heads_beyond_one_answer_are_misses(tmp_path: Path) -> None:
+    """Extensions of later versions may make heads large."""
     names = [CacheEngineKey("vllm", "org/model", 1, 0, f"{number:064x}") for number in range(200)]
     with running_socket(tmp_path) as running:
         client = SidecarConnection(running.path, HELLO, 5.0)
@@ -217,15 +202,11 @@ def test_more_heads_than_one_answer_holds_are_misses(tmp_path: Path) -> None:
         assert reason == "no_memory"
         ids = tuple(item.id for item in extents if isinstance(item, m.Extent))
         client.call(m.DoneWith(ids), m.Ok)
-        assert running.hot.evict_bytes(1 << 20) == 200 * 512, (
-            "what was not named is not pinned either"
-        )
+        assert running.hot.evict_bytes(1 << 20) == 200 * 512, "no chunk stays pinned"
         client.close()
 
 
-def test_a_client_that_says_nothing_is_sent_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_client_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_sidecar.socket.session.HELLO_TIMEOUT_S", 0.1)
     with running_socket(tmp_path) as running, socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(5.0)
@@ -235,7 +216,7 @@ def test_a_client_that_says_nothing_is_sent_away(
 
 
 def test_a_lookup_ends_at_its_callers_deadline(tmp_path: Path) -> None:
-    """A slow tier behind the sidecar is a miss; it does not cost the client its connection."""
+    """A slow tier costs a miss, not the connection."""
     disk = SlowDisk(tmp_path / "disk", 1 << 20)
     with (
         running_socket(tmp_path, lower=[disk]) as running,
@@ -244,9 +225,7 @@ def test_a_lookup_ends_at_its_callers_deadline(tmp_path: Path) -> None:
         tokens = tokens_of(2 * CHUNK_SIZE)
         engine.store(tokens[:CHUNK_SIZE], kvcaches=random_kv(CHUNK_SIZE))
         for _ in range(2):
-            begin = time.monotonic()
             assert engine.lookup(tokens) == CHUNK_SIZE
-            assert time.monotonic() - begin < TIMEOUT_S
         assert len(running.server.sessions) == 1
 
 
@@ -266,7 +245,7 @@ class FakeJournal(ArenaJournal):
             memory.ref_count_down()
 
 
-def test_what_the_next_start_would_not_know_of_is_not_lent(tmp_path: Path) -> None:
+def test_memory_that_cannot_be_recorded_is_not_lent(tmp_path: Path) -> None:
     journal = FakeJournal(is_writable=False)
     with running_socket(tmp_path, journal=journal) as running:
         client = SidecarConnection(running.path, HELLO, 5.0)

@@ -81,7 +81,7 @@ def test_an_engine_states_the_size_of_its_chunks(tmp_path: Path) -> None:
         assert session.staging.most_bytes == 2 * NUM_LAYERS * CHUNK_SIZE * HIDDEN * 4
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "x", "9" * 16, "\u0663", " 1"])
-def test_size_that_is_none_says_nothing(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "-1", "x", "9" * 16, "\u0663"])
+def test_malformed_size_is_ignored(text: str) -> None:
     assert chunk_bytes_said_by(["lossy", f"{CHUNK_BYTES_PREFIX}{text}"]) is None
     assert chunk_bytes_said_by([f"{CHUNK_BYTES_PREFIX}7"]) == 7

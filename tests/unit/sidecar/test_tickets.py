@@ -1,16 +1,13 @@
-"""Tickets, rejects, descriptions and layouts at the sidecar's socket, with a real client on the
-other end.
-"""
+"""Tickets, rejects, descriptions and layouts at the sidecar's socket."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lmcache_core.errors import ProtocolError, UnavailableError
+from lmcache_core.errors import ProtocolError
 from lmcache_core.keys import ChunkChain, Lane
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection
@@ -65,7 +62,7 @@ def evictable(sidecar: RunningSocket, chain: ChunkChain) -> bool:
     return not any(sidecar.hot.contains_many(names_of(keys_by_chunk(chain))))
 
 
-def test_the_end_of_a_connection_gives_back_what_it_was_promised(sidecar: RunningSocket) -> None:
+def test_end_of_a_connection_ends_its_tickets(sidecar: RunningSocket) -> None:
     with client_of(sidecar) as other:
         with client_of(sidecar) as store:
             store_chunks(store, keys_of_rank(CHAIN, 0))
@@ -78,34 +75,27 @@ def test_the_end_of_a_connection_gives_back_what_it_was_promised(sidecar: Runnin
         assert sidecar.server.context.staged.used_bytes == 0
 
 
-def test_a_ticket_ends_with_its_lease_while_the_client_lives_on(
+def test_expired_tickets_give_their_chunks_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_module, "STAGE_LEASE_S", 1.0)
+    monkeypatch.setattr(staging_module, "STAGE_LEASE_S", 0.0)
     monkeypatch.setattr(server_module, "SWEEP_INTERVAL_S", 0.02)
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, client_of(sidecar) as store:
-        store_chunks(store, keys_of_rank(CHAIN, 0))
-        begin = time.monotonic()
-        while time.monotonic() < begin + 1.3:
-            assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
-            assert not evictable(sidecar, CHAIN)
-            time.sleep(0.02)
-        until(lambda: evictable(sidecar, CHAIN), "the lease does not end")
-        assert store.stage("t", [CHAIN]) == Staged(True, (bytes(4),))
+        store_chunks(store, CHAIN.keys_of_rank(0))
+        assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
+        until(lambda: evictable(sidecar, CHAIN), "the ticket does not end")
 
 
-def test_all_clients_together_are_promised_half_of_the_arena(sidecar: RunningSocket) -> None:
+def test_tickets_of_all_clients_hold_half_of_the_arena(sidecar: RunningSocket) -> None:
     chain = chain_of(range(40))
     with client_of(sidecar) as first, client_of(sidecar) as second:
         store_chunks(first, keys_of_rank(chain, 0)[:25])
         store_chunks(second, keys_of_rank(chain, 0)[25:])
         assert first.stage("t", [chain.part(0, 20)]) == Staged(True, (b"\1" * 20,))
-        assert second.stage("t", [chain.part(10, 40)]) == Staged(True, (b"\1" * 22 + bytes(8),)), (
-            "ten of them are shared"
-        )
+        assert second.stage("t", [chain.part(10, 40)]) == Staged(True, (b"\1" * 22 + bytes(8),))
 
 
-def test_a_draining_sidecar_stages_what_is_hot(tmp_path: Path) -> None:
+def test_draining_sidecar_stages_hot_chunks(tmp_path: Path) -> None:
     shelf = Shelf()
     with (
         running_socket(tmp_path, ARENA_BYTES, lower=[shelf]) as sidecar,
@@ -120,7 +110,7 @@ def test_a_draining_sidecar_stages_what_is_hot(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lane", [Lane("\N{SNOWMAN}" * 1000, "m", 1, 0), Lane("vllm", "m", 1, 0, "\N{SNOWMAN}" * 1000)]
 )
-def test_names_that_no_tier_could_spell_end_their_own_connection_only(
+def test_unspellable_names_end_their_own_connection_only(
     sidecar: RunningSocket, lane: Lane
 ) -> None:
     with client_of(sidecar) as other, greeted(sidecar.path) as client:
@@ -133,7 +123,7 @@ def test_names_that_no_tier_could_spell_end_their_own_connection_only(
 
 
 @pytest.mark.parametrize("num_ranks", [0, m.MAX_RANKS + 1])
-def test_chains_of_no_or_too_many_ranks_end_the_connection(
+def test_impossible_number_of_ranks_ends_the_connection(
     sidecar: RunningSocket, num_ranks: int
 ) -> None:
     with greeted(sidecar.path) as client:
@@ -152,7 +142,7 @@ def connected(sidecar: RunningSocket, **fields: object) -> SidecarConnection:
     return connection
 
 
-def test_two_layouts_in_one_engine_are_refused(sidecar: RunningSocket) -> None:
+def test_second_layout_of_an_engine_is_refused(sidecar: RunningSocket) -> None:
     with contextlib.ExitStack() as stack:
         first = connected(sidecar)
         stack.callback(first.close)
@@ -174,7 +164,7 @@ def test_two_layouts_in_one_engine_are_refused(sidecar: RunningSocket) -> None:
     connected(sidecar, layout="b").close()
 
 
-def test_loads_are_checked_by_sample_only_where_a_gpu_computes(tmp_path: Path) -> None:
+def test_loads_are_verified_by_sample_only_for_gpus(tmp_path: Path) -> None:
     with running_socket(tmp_path, verify_hot="auto") as sidecar:
         for capabilities, expected in (
             ((), "always"),
@@ -188,8 +178,8 @@ def test_loads_are_checked_by_sample_only_where_a_gpu_computes(tmp_path: Path) -
             connection.close()
 
 
-def test_an_engine_says_how_it_names_kv(sidecar: RunningSocket) -> None:
-    with engine_at(sidecar.path) as engine:
+def test_engine_describes_how_it_names_kv(sidecar: RunningSocket) -> None:
+    with engine_at(sidecar.path):
         (session,) = sidecar.server.sessions
         (described,) = sidecar.server.context.descriptions.said_by(session)
         metadata = make_metadata()
@@ -200,28 +190,23 @@ def test_an_engine_says_how_it_names_kv(sidecar: RunningSocket) -> None:
             ("",),
         )
         assert described.chunk_size == make_config().chunk_size == CHUNK_SIZE
-        assert described.root == engine._token_database._root  # type: ignore[attr-defined]
+        assert len(described.root) == 32
 
 
-def test_a_description_is_made_with_the_sidecars_salt_at_each_connection(tmp_path: Path) -> None:
+def test_each_connection_describes_names_with_the_sidecars_salt(tmp_path: Path) -> None:
     salts: list[str] = []
 
     def describe(salt: str) -> m.Describe:
         salts.append(salt)
         return m.Describe("vllm", "m", 1, 16, bytes(32), ("",))
 
-    with (
-        running_socket(tmp_path, salt="s1") as sidecar,
-        client_of(sidecar, describe=describe) as store,
-    ):
-        assert salts == ["s1"]
-        connection = store._link.connection
-        assert connection is not None
-        connection.close()
-        assert store.stage("t", []) is None
-        store._link.lost(connection, UnavailableError("closed by the test"), 0.0)
-        until(lambda: store.stage("t", []) is not None, "it does not come back")
-        assert salts == ["s1", "s1"]
+    with contextlib.ExitStack() as stack:
+        with running_socket(tmp_path, salt="s1") as first:
+            store = stack.enter_context(client_of(first, describe=describe))
+        (tmp_path / "second").mkdir()
+        with running_socket(tmp_path / "second", salt="s2", path=first.path):
+            until(lambda: store.stage("t", []) is not None, "the client does not come back")
+    assert salts == ["s1", "s2"]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +220,7 @@ def test_a_description_is_made_with_the_sidecars_salt_at_each_connection(tmp_pat
         (m.Describe("vllm", "é" * 1024, 1, 16, bytes(32), ("",)), "model_name"),
     ],
 )
-def test_what_could_name_no_chunk_is_refused(
+def test_impossible_description_is_refused(
     sidecar: RunningSocket, description: m.Describe, text: str
 ) -> None:
     connection = connected(sidecar)
@@ -250,47 +235,35 @@ def loaded(connection: SidecarConnection) -> list[m.Extent]:
     return [item for item in items if isinstance(item, m.Extent)]
 
 
-def test_a_damaged_chunk_is_not_served_again_and_a_good_one_stays(sidecar: RunningSocket) -> None:
-    with client_of(sidecar) as store:
-        store_chunks(store, keys_of_rank(CHAIN, 0))
-        connection = store._link.connection
-        assert connection is not None
+def held(sidecar: RunningSocket) -> list[bool]:
+    return sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0)))
+
+
+def test_rejected_chunk_is_removed_if_it_is_damaged(sidecar: RunningSocket) -> None:
+    with client_of(sidecar) as store, contextlib.closing(connected(sidecar)) as connection:
+        store_chunks(store, CHAIN.keys_of_rank(0))
         good, bad, *_ = loaded(connection)
         connection.arena.store_view[bad.offset + 7] ^= 1
         connection.call(m.Reject((good.id, bad.id, 1 << 40)), m.Ok)
-        assert sidecar.hot.contains_many(names_of(keys_of_rank(CHAIN, 0))) == [
-            True,
-            False,
-            True,
-            True,
-        ]
+        assert held(sidecar) == [True, False, True, True]
         assert sidecar.counters.value(metrics.CORRUPT_CHUNKS_TOTAL) == 1
         assert store_chunks(store, keys_of_rank(CHAIN, 0)[1:2]) == 1
         connection.call(m.Reject((bad.id,)), m.Ok)
-        assert num_loaded(store, keys_of_rank(CHAIN, 0)) == 4, (
-            "what has come in its place is not thrown away"
-        )
+        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4, "its replacement stays"
 
 
 @pytest.mark.parametrize("when", ["with the copy", "before it"])
-def test_who_loads_tells_the_sidecar_of_damage(sidecar: RunningSocket, when: str) -> None:
+def test_client_rejects_a_damaged_chunk(sidecar: RunningSocket, when: str) -> None:
     with client_of(sidecar) as store:
-        store_chunks(store, keys_of_rank(CHAIN, 0))
-        connection = store._link.connection
-        assert connection is not None
-        chunks = loaded(connection)
-        connection.arena.store_view[chunks[2].offset] ^= 1
-        found = store.get(keys_of_rank(CHAIN, 0), check_later=when == "with the copy")
+        store_chunks(store, CHAIN.keys_of_rank(0))
+        with contextlib.closing(connected(sidecar)) as connection:
+            connection.arena.store_view[loaded(connection)[2].offset] ^= 1
+        found = store.get(CHAIN.keys_of_rank(0), check_later=when == "with the copy")
         if when == "with the copy":
             store.reject(found[2])
         else:
             assert len(found) == 2
         store.release(found)
-        assert sidecar.hot.contains_many(names_of(keys_of_rank(CHAIN, 0))) == [
-            True,
-            True,
-            False,
-            True,
-        ]
-        assert store_chunks(store, keys_of_rank(CHAIN, 0)[2:3]) == 1
-        assert num_loaded(store, keys_of_rank(CHAIN, 0)) == 4
+        assert held(sidecar) == [True, True, False, True]
+        assert store_chunks(store, CHAIN.keys_of_rank(0)[2:3]) == 1
+        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4

