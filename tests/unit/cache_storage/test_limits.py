@@ -47,7 +47,7 @@ async def test_a_tenant_has_its_quota_in_memory_and_on_disk(tmp_path: Path) -> N
         for name in range(10):
             await put(client, "acme", name)
             # What waits for the disk is in use, and a tenant gives up no chunk that is.
-            assert await parts.stack.drain(5)
+            assert await parts.stack.drain(60)
         assert await num_present(client, "acme", 10) == 4
         assert await num_present(client, "rival", 10) == 10
         assert [parts.stack.hot.clear_now(tenant) for tenant in ("acme", "rival")] == [2, 10]

@@ -60,7 +60,7 @@ async def test_pin_reads_from_the_disk_up_to_a_bound(tmp_path: Path) -> None:
     async with serving(disk_path=tmp_path, disk_gb=0.05) as (rest, parts):
         for i in range(6):
             await put(rest, i)
-            await parts.stack.drain(10)
+            await parts.stack.drain(60)
         assert (await rest.post("/v1/admin/evict", json={"num_bytes": 1 << 30})).json()[
             "freed_bytes"
         ] > 0

@@ -13,7 +13,7 @@ import pytest
 from lmcache_core.lookup import InstanceReporter
 from lmcache_core.record import encode_head
 from lmcache_core.storage import DiskBackend, LocalCPUBackend
-from lmcache_core.wire.client import LmClient
+from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_storage.chunks import SLICE_BYTES
 from lmcache_storage.storage import StorageNode
 
@@ -22,6 +22,7 @@ from tests.fixtures.waiting import until
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record, overstated
 
 A, B = make_key("a").key.to_url(), make_key("b").key.to_url()
+PATIENT = ClientOptions(timeout_s=60.0, connect_timeout_s=60.0)
 RECORD_TYPE = "application/vnd.lmcache.record"
 
 
@@ -265,7 +266,7 @@ async def test_a_draining_storage_serves_and_takes_nothing(tmp_path: Path) -> No
             "drain": NOTHING_MOVED,
         }
         assert_problem(await rest.put(f"/v1/chunks/{B}", content=make_record("b")), 503, "draining")
-        lm = LmClient("127.0.0.1", parts.lm_server.port, None)
+        lm = LmClient("127.0.0.1", parts.lm_server.port, None, PATIENT)
         assert await lm.put([make_chunk("b")]) == [False]
         assert await lm.contains([make_key("a"), make_key("b")]) == [True, False]
         await lm.close()
@@ -328,7 +329,7 @@ async def test_a_disk_that_comes_later_is_announced(
     volume = tmp_path / "volume"
     async with serving(disk_path=volume / "disk", disk_gb=0.01) as (rest, parts):
         assert (await rest.put(f"/v1/chunks/{A}", content=make_record("a"))).status_code == 201
-        assert await parts.stack.drain(5)
+        assert await parts.stack.drain(60)
     volume.rename(tmp_path / "elsewhere")
     volume.write_text("what is mounted there is away")
     monkeypatch.setattr("lmcache_core.storage.stack.FIRST_RETRY_S", 0.02)

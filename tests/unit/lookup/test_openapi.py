@@ -68,11 +68,3 @@ def test_questions_are_there_in_both_formats_and_events_in_messagepack(
     assert all(formats.pop(path) == {JSON, MSGPACK} for path in both)
     assert formats.pop("/v1/events") == {MSGPACK}
     assert all(kinds == {JSON} for kinds in formats.values())
-
-
-def test_patterns_and_bytes_are_those_of_the_formats(document: dict[str, Any]) -> None:
-    schemas = document["components"]["schemas"]
-    assert schemas["PackedChunksRequest"]["properties"]["chunk_ids"]["format"] == "binary"
-    text = msgspec.json.encode(schemas).decode()
-    assert "contentEncoding" not in text
-    assert not re.search(r"\(\?!", text)

@@ -11,7 +11,7 @@ from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_core.errors import ConfigError
 from lmcache_core.lookup import InstanceReporter, LookupClient
 from lmcache_core.p2p import BrokerClient, PeerRegistration
-from lmcache_core.wire.client import LmClient
+from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.server import LmServer
 from lmcache_servicekit.state import service_state
 
@@ -19,6 +19,7 @@ from tests.fixtures.broker import OPERATOR, FakeClock
 from tests.fixtures.nodes import KINDS, node_app, node_of
 from tests.suites.chunks import make_chunk
 
+PATIENT = ClientOptions(timeout_s=60.0, connect_timeout_s=60.0)
 AWAY = {"lookup_url": "http://127.0.0.1:1", "broker_url": "http://127.0.0.1:1"}
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -28,7 +29,7 @@ async def test_chunks_are_served_until_a_drain_begins(kind: str, tmp_path: Path)
     app = node_app(kind, tmp_path, **({"accept_handover": True} if kind == "sidecar" else {}))
     async with app.router.lifespan_context(app):
         node = node_of(app)
-        client = LmClient("127.0.0.1", service_state(app).ports["lm_port"])
+        client = LmClient("127.0.0.1", service_state(app).ports["lm_port"], None, PATIENT)
         assert await client.put([make_chunk("a")]) == [True]
         node.drain.begin()
         assert await client.put([make_chunk("b")]) == [False]

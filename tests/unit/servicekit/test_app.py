@@ -122,7 +122,10 @@ async def test_probes_have_their_own_listener_without_authentication(tmp_path: P
         auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"), health_port=0
     )
     app = create_app(settings)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(trust_env=False, timeout=60) as client,
+    ):
         url = f"http://127.0.0.1:{service_state(app).ports['health_port']}"
         assert [
             (await client.get(url + path)).status_code

@@ -123,7 +123,7 @@ def test_a_process_listens_and_ends_cleanly(
         {"LMCACHE_SAMPLE_PORT": "0", "LMCACHE_SAMPLE_LOG_FORMAT": "json"},
     )
     service.start()
-    with httpx.Client(base_url=service.url, trust_env=False) as client:
+    with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
         response = client.get("/v1/things/1", headers={"authorization": "Bearer hunter2"})
         assert response.status_code == 200
         assert "server" not in response.headers
@@ -151,7 +151,7 @@ def test_a_request_that_outlasts_a_graceful_end_is_answered_and_named(
     service.start()
     with socket.create_connection(("127.0.0.1", service.ports["port"]), timeout=60.0) as waiting:
         waiting.sendall(b"GET /v1/hang HTTP/1.1\r\nHost: kit\r\n\r\n")
-        httpx.get(f"{service.url}/healthz", trust_env=False)  # the other has begun
+        httpx.get(f"{service.url}/healthz", trust_env=False, timeout=60)  # the other has begun
         assert service.stop() == 0
         answer = b"".join(iter(lambda: waiting.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
@@ -262,7 +262,8 @@ def stopping_slowly(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_requests_are_answered_during_the_last_work(tmp_path: Path) -> None:
     with stopping_slowly(tmp_path) as process:
         port = json.loads((tmp_path / "port").read_text())["port"]
-        assert httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False).status_code == 200
+        url = f"http://127.0.0.1:{port}/healthz"
+        assert httpx.get(url, trust_env=False, timeout=60).status_code == 200
         assert process.stdin is not None
         process.stdin.write(b"\n")
         process.stdin.flush()

@@ -188,8 +188,9 @@ def test_late_chunk_is_a_miss_and_nothing_stays_held(
     sidecar: RunningSocket, codec: DoublingCodec
 ) -> None:
     keys = keep(sidecar, [GOOD, HELD, GOOD, GOOD])
-    items = load(sidecar, keys, deadline_ms=100)
-    assert items[1:] == [MissReason.DEADLINE.value]
+    *in_time, last = load(sidecar, keys, deadline_ms=100)
+    assert last == MissReason.DEADLINE.value
+    assert len(in_time) <= 1
     codec.let_go.set()
     until(lambda: is_unheld(sidecar), "chunks stay referenced after their client has left")
 

@@ -53,11 +53,11 @@ async def stored_and_read(
     ):
         stack = app.state.sidecar.stack
         assert all(await stack.batched_put([kv_chunk("a"), kv_chunk("b")]))
-        assert await stack.drain(20)
+        assert await stack.drain(60)
         stack.hot.clear_now()
         got = [
             content(result)
-            for result in await stack.batched_get([make_key("a"), make_key("b")], timeout_s=20)
+            for result in await stack.batched_get([make_key("a"), make_key("b")], timeout_s=60)
         ]
         return got, stack.stats(), (await client.get("/metrics")).text
 
@@ -109,12 +109,12 @@ async def test_lossy_chunk_is_a_miss_once_the_tier_is_lossless(tmp_path: Path) -
     app = create_app(make_settings(tmp_path, arena_gb=0.01, **disk))
     async with opening.lifespan(app):
         stack = app.state.sidecar.stack
-        assert await stack.batched_get([make_key("a")], timeout_s=20) == [Miss(MissReason.ENCODING)]
+        assert await stack.batched_get([make_key("a")], timeout_s=60) == [Miss(MissReason.ENCODING)]
         assert await stack.batched_put([kv_chunk("a")]) == [True]
-        assert await stack.drain(20)
+        assert await stack.drain(60)
         stack.hot.clear_now()
         assert [
-            content(result) for result in await stack.batched_get([make_key("a")], timeout_s=20)
+            content(result) for result in await stack.batched_get([make_key("a")], timeout_s=60)
         ] == [bytes(kv_chunk("a").memory.byte_array)]
 
 

@@ -78,7 +78,7 @@ def hot_with(num_chunks: int) -> LocalCPUBackend:
 
 
 def sole(hot: LocalCPUBackend, lookup: Lookup, remote: Remote | None = None) -> ExclusiveBytes:
-    return ExclusiveBytes(local_chunks(hot), remote, Holders(lookup, "a"), 1.0)  # type: ignore[arg-type]
+    return ExclusiveBytes(local_chunks(hot), remote, Holders(lookup, "a"), 60.0)  # type: ignore[arg-type]
 
 
 async def test_bytes_that_neither_storage_nor_peers_hold() -> None:
@@ -121,10 +121,10 @@ async def test_engines_do_not_wait_while_chunks_are_listed() -> None:
             return super().hottest_first()
 
     estimate = ExclusiveBytes(
-        Slow(hot_with(NUM_CHUNKS), None, None, 1.0, lambda key: True),
+        Slow(hot_with(NUM_CHUNKS), None, None, 60.0, lambda key: True),
         None,
         Holders(Lookup(), "a"),  # type: ignore[arg-type]
-        1.0,
+        60.0,
     )
     asyncio.get_running_loop().call_soon(others_had_their_turn.set)
     await estimate.measure()

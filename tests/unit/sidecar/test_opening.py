@@ -18,8 +18,8 @@ from lmcache_core.errors import CapacityError, ConfigError
 from lmcache_core.memory import populate, shared
 from lmcache_core.memory.shared import ArenaFile
 from lmcache_core.storage.remote.file import FileBackend
-from lmcache_core.wire.client import LmClient
-from lmcache_servicekit.state import service_state
+from lmcache_core.wire.client import ClientOptions, LmClient
+from lmcache_servicekit.state import ServiceState, service_state
 from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
 from lmcache_sidecar.arena import owner
@@ -27,6 +27,13 @@ from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
 
 from tests.fixtures.sidecar_app import make_settings, serving
 from tests.suites.chunks import held_keys, make_chunk, make_key
+
+PATIENT = ClientOptions(timeout_s=60.0, connect_timeout_s=60.0)
+
+
+def probes(state: ServiceState) -> httpx.AsyncClient:
+    url = f"http://127.0.0.1:{state.ports['health_port']}"
+    return httpx.AsyncClient(base_url=url, timeout=60)
 
 
 class Volume:
@@ -48,28 +55,20 @@ async def test_probes_answer_while_it_waits_for_room(
     volume = Volume()
     app = create_app(make_settings(tmp_path, arena_wait_s=30, health_port=0))
     state = service_state(app)
-    seen: list[tuple[int, int]] = []
+    seen: list[list[int]] = []
 
     async def look(seconds: float) -> None:
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{state.ports['health_port']}"
-        ) as client:
-            seen.append(
-                (
-                    (await client.get("/healthz")).status_code,
-                    (await client.get("/readyz")).status_code,
-                )
-            )
+        async with probes(state) as client:
+            answers = [await client.get(path) for path in ("/healthz", "/readyz")]
+            seen.append([answer.status_code for answer in answers])
 
     monkeypatch.setattr(opening, "open_arena", volume.open)
     monkeypatch.setattr(opening, "wait_before_retry", look)
     async with app.router.lifespan_context(app):
         assert volume.attempts == 3
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{state.ports['health_port']}"
-        ) as client:
+        async with probes(state) as client:
             assert (await client.get("/readyz")).status_code == 200
-    assert seen == [(200, 503), (200, 503)], "alive, but not ready"
+    assert seen == [[200, 503], [200, 503]]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -98,8 +97,7 @@ async def test_probes_answer_while_the_arena_is_prepared(
         exits.callback(may_end.set)
         start = asyncio.create_task(exits.enter_async_context(app.router.lifespan_context(app)))
         assert await asyncio.to_thread(has_begun.wait, 60)
-        url = f"http://127.0.0.1:{state.ports['health_port']}"
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with probes(state) as client:
             assert (await client.get("/healthz")).status_code == 200
             assert (await client.get("/readyz")).status_code == 503
             assert not start.done()
@@ -191,7 +189,7 @@ async def test_peers_store_chunks_only_if_that_is_configured(
 ) -> None:
     app = create_app(make_settings(tmp_path, **options))
     async with opening.lifespan(app):
-        client = LmClient("127.0.0.1", service_state(app).ports["lm_port"])
+        client = LmClient("127.0.0.1", service_state(app).ports["lm_port"], None, PATIENT)
         assert await client.put([make_chunk("theirs")]) == [bool(options)]
         await client.close()
         assert held_keys(app.state.sidecar.tiers.hot) == [make_key("theirs")] * bool(options)

@@ -16,8 +16,8 @@ from lmcache_core.telemetry import Counters
 from lmcache_sidecar import recent_lookups
 from lmcache_sidecar.recent_lookups import RecentLookup, RecentLookups, count_prefix
 
-from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, keys_of_rank, names_of, store_chunks
-from tests.fixtures.embedded import until
+from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, store_chunks
+from tests.fixtures.embedded import PATIENCE_S, until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.sidecar import RunningSocket, running_socket
 
@@ -37,7 +37,7 @@ def sidecar(tmp_path: Path, shelf: Shelf) -> Iterator[RunningSocket]:
 
 @pytest.fixture
 def store(sidecar: RunningSocket) -> Iterator[SidecarChunkStore]:
-    client = SidecarChunkStore(sidecar.path, HELLO, 5.0, Counters())
+    client = SidecarChunkStore(sidecar.path, HELLO, PATIENCE_S, Counters())
     client.open(lambda salt: None)
     yield client
     client.close()

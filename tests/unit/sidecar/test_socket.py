@@ -13,17 +13,16 @@ from lmcache_core.errors import ConfigError, ProtocolError, UnavailableError, Ve
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import encode_head, payload_digest, raw_header
 from lmcache_core.sidecar import SidecarConnection
-from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
+from lmcache_core.telemetry import RETRIEVED_CHUNKS_TOTAL
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 from lmcache_sidecar import metrics
 from lmcache_sidecar.socket.server import SocketServer
 
-from tests.fixtures.embedded import until
+from tests.fixtures.embedded import PATIENCE_S, until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import (
     CHUNK_SIZE,
-    assert_equal_prefix,
     empty_kv,
     make_metadata,
     random_kv,
@@ -42,7 +41,7 @@ def sidecar(tmp_path: Path) -> Iterator[RunningSocket]:
 
 @pytest.fixture
 def client(sidecar: RunningSocket) -> Iterator[SidecarConnection]:
-    connection = SidecarConnection(sidecar.path, HELLO, 5.0)
+    connection = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
     connection.open()
     yield connection
     connection.close()
@@ -83,24 +82,10 @@ def loaded(
 ) -> tuple[list[bytes], list[m.Extent], str | None]:
     """Bytes and extents of the chunks that are there, and why the next one is not."""
     names = client.names([key_of(number, group) for number in numbers])
-    items = client.call(m.LoadExtents(names, 1000, 0), m.Extents).items
+    items = client.call(m.LoadExtents(names, 60_000, 0), m.Extents).items
     extents = [item for item in items if isinstance(item, m.Extent)]
     data = [bytes(client.arena.load_view[e.offset : e.offset + e.length]) for e in extents]
     return data, extents, next((item for item in items if isinstance(item, str)), None)
-
-
-def test_an_engine_stores_and_another_retrieves(sidecar: RunningSocket) -> None:
-    tokens, kv, target = (
-        tokens_of(5 * CHUNK_SIZE + 3),
-        random_kv(5 * CHUNK_SIZE + 3),
-        empty_kv(5 * CHUNK_SIZE + 3),
-    )
-    with engine_at(sidecar.path) as first:
-        first.store(tokens, kvcaches=kv)
-        assert first.lookup(tokens) == len(tokens)
-    with engine_at(sidecar.path) as second:
-        assert second.retrieve(tokens, kvcaches=target).all()
-    assert_equal_prefix(target, kv, len(tokens))
 
 
 def test_loads_and_misses_are_counted(sidecar: RunningSocket) -> None:
@@ -167,7 +152,7 @@ def test_load_pins_the_longest_prefix_and_says_why_it_ends(
     assert found == [b"one", b"two!"]
     assert reason == "never_stored"
     names = client.names([key_of(number) for number in (1, 2, 3, 4)])
-    assert client.call(m.Lookup(names, (), 1000), m.ContainsOk) == m.ContainsOk(
+    assert client.call(m.Lookup(names, (), 60_000), m.ContainsOk) == m.ContainsOk(
         [True, True, False, True]
     )
 
@@ -206,7 +191,7 @@ def test_an_engine_needs_two_round_trips_to_store_and_two_to_load(
 
 
 def test_end_of_a_connection_frees_what_it_had(sidecar: RunningSocket) -> None:
-    client = SidecarConnection(sidecar.path, HELLO, 5.0)
+    client = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
     client.open()
     assert put(client, 1, b"x" * 600)
     loaded(client, 1)
@@ -233,7 +218,7 @@ def test_commit_with_a_bad_head_is_refused_and_its_memory_freed(
 def test_a_reservation_is_committed_once_and_by_its_owner(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
-    other = SidecarConnection(sidecar.path, HELLO, 5.0)
+    other = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
     other.open()
     (extent,) = lent(client, 3)
     commit = m.Commit(((extent.id, head_of(1, b"abc")),))
@@ -243,27 +228,13 @@ def test_a_reservation_is_committed_once_and_by_its_owner(
     other.close()
 
 
-def test_pinned_chunks_survive_memory_pressure(client: SidecarConnection) -> None:
-    payload = bytes(range(256)) * 400
-    assert put(client, 1, payload)
-    found, (extent,), _ = loaded(client, 1)
-    for number in range(2, 30):
-        put(client, number, bytes([number]) * 100_000)
-    assert (
-        bytes(client.arena.load_view[extent.offset : extent.offset + extent.length])
-        == payload
-        == found[0]
-    )
-    client.call(m.DoneWith((extent.id,)), m.Ok)
-
-
 def test_pins_of_all_clients_leave_some_of_the_arena(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
     numbers = range(9)
     for number in numbers:
         assert put(client, number, bytes([number]) * 100_000)
-    others = [SidecarConnection(sidecar.path, HELLO, 5.0) for _ in range(2)]
+    others = [SidecarConnection(sidecar.path, HELLO, PATIENCE_S) for _ in range(2)]
     for other in others:
         other.open()
     _, first, _ = loaded(client, 0, 1, 2, 3)
@@ -280,18 +251,9 @@ def test_pins_of_all_clients_leave_some_of_the_arena(
     assert put(client, 20, bytes(100_000)), "the rest is for stores"
 
 
-def test_draining_sidecar_serves_and_stores_nothing(
-    sidecar: RunningSocket, client: SidecarConnection
-) -> None:
-    assert put(client, 1, b"kept")
-    sidecar.server.refuse_stores()
-    assert not put(client, 2, b"late")
-    assert loaded(client, 1)[0] == [b"kept"]
-
-
 def test_versions_must_meet(sidecar: RunningSocket) -> None:
     hello = msgspec.structs.replace(HELLO, version_min=2, version_max=6)
-    connection = SidecarConnection(sidecar.path, hello, 5.0)
+    connection = SidecarConnection(sidecar.path, hello, PATIENCE_S)
     with pytest.raises(VersionError, match="supports versions 1 to 1"):
         connection.open()
 
@@ -322,38 +284,7 @@ def test_garbage_ends_its_own_connection_only(
 def test_two_sidecars_do_not_share_a_socket(sidecar: RunningSocket, tmp_path: Path) -> None:
     second = SocketServer(sidecar.path, sidecar.server.context)
     with pytest.raises(ConfigError, match="another sidecar listens"):
-        sidecar.loop.run(second.open(), 5.0)
-
-
-def test_a_dead_sidecars_socket_is_replaced(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "s.sock"))
-    with running_socket(tmp_path) as running, engine_at(running.path) as engine:
-        engine.store(tokens_of(CHUNK_SIZE), kvcaches=random_kv(CHUNK_SIZE))
-        assert engine.lookup(tokens_of(CHUNK_SIZE)) == CHUNK_SIZE
-
-
-def test_engine_without_a_sidecar_misses_until_one_starts(tmp_path: Path) -> None:
-    tokens, kv, target = (
-        tokens_of(2 * CHUNK_SIZE),
-        random_kv(2 * CHUNK_SIZE),
-        empty_kv(2 * CHUNK_SIZE),
-    )
-    with engine_at(tmp_path / "s.sock") as engine:
-        engine.store(tokens, kvcaches=kv)
-        assert engine.lookup(tokens) == 0
-        assert not engine.retrieve(tokens, kvcaches=target).any()
-        assert engine.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 2
-        with running_socket(tmp_path):
-
-            def stored() -> bool:
-                engine.store(tokens, kvcaches=kv)
-                return engine.lookup(tokens) == len(tokens)
-
-            until(stored, "the sidecar is not found")
-            assert engine.retrieve(tokens, kvcaches=target).all()
-        assert not engine.retrieve(tokens, kvcaches=empty_kv(len(tokens))).any()
-    assert_equal_prefix(target, kv, len(tokens))
+        sidecar.loop.run(second.open(), PATIENCE_S)
 
 
 def test_salt_of_the_sidecar_is_in_the_names_of_chunks(tmp_path: Path) -> None:

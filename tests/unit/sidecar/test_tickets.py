@@ -28,7 +28,7 @@ from tests.fixtures.chains import (
     num_loaded,
     store_chunks,
 )
-from tests.fixtures.embedded import until
+from tests.fixtures.embedded import PATIENCE_S, until
 from tests.fixtures.frames import HELLO, greeted
 from tests.fixtures.kv import CHUNK_SIZE, make_config, make_metadata
 from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
@@ -49,7 +49,7 @@ def client_of(
     hello: m.Hello = HELLO,
     describe: Callable[[str], m.Describe] | None = None,
 ) -> Iterator[SidecarChunkStore]:
-    store = SidecarChunkStore(sidecar.path, hello, 5.0, Counters(), None, describe)
+    store = SidecarChunkStore(sidecar.path, hello, PATIENCE_S, Counters(), None, describe)
     store.open(lambda salt: None)
     try:
         yield store
@@ -137,7 +137,7 @@ def connected(sidecar: RunningSocket, **fields: object) -> SidecarConnection:
     values = {"name": "test", "pid": 1, "rank": 0, "model": "m", "layout": "a"}
     engine = m.EngineInfo(**(values | fields))  # type: ignore[arg-type]
     hello = m.engine_hello(engine, capabilities)  # type: ignore[arg-type]
-    connection = SidecarConnection(sidecar.path, hello, 5.0)
+    connection = SidecarConnection(sidecar.path, hello, PATIENCE_S)
     connection.open()
     return connection
 
@@ -230,7 +230,7 @@ def test_impossible_description_is_refused(
 
 
 def loaded(connection: SidecarConnection) -> list[m.Extent]:
-    load = m.LoadExtents(connection.names(keys_of_rank(CHAIN, 0)), 1000, 0)
+    load = m.LoadExtents(connection.names(CHAIN.keys_of_rank(0)), 60_000, 0)
     items = connection.call(load, m.Extents).items
     return [item for item in items if isinstance(item, m.Extent)]
 

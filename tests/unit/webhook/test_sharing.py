@@ -146,22 +146,6 @@ async def test_rate_is_shared_by_callers(options: InjectionOptions) -> None:
     assert reviewer.counts == {"injected": 2, "throttled": 2}
 
 
-async def test_turns_alternate_between_callers_whatever_the_number_of_their_reviews() -> None:
-    turns, order = FairTurns(1 << 20), []
-    end = asyncio.Event()
-
-    async def take(caller: str) -> None:
-        async with turns.turn(caller, 0):
-            order.append(caller)
-            await end.wait()
-
-    taking = [asyncio.create_task(take(caller)) for caller in "aaaaabb"]
-    await until(lambda: order == ["a"])
-    end.set()
-    await asyncio.gather(*taking)
-    assert "".join(order) == "ababaaa"
-
-
 async def test_turn_that_is_given_up_goes_to_the_next_and_takes_no_room() -> None:
     turns = FairTurns(3 * LEAST_COST)
     async with turns.turn("a", LEAST_COST):

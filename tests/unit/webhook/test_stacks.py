@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,6 @@ def declined(options: InjectionOptions, document: Pod) -> str:
 def config_of(engine: Pod) -> Any:
     assert engine["args"][-2] == "--kv-transfer-config"
     return json.loads(engine["args"][-1])
-
-
-@pytest.mark.parametrize("file", sorted(STACKS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_a_pod_names_the_public_file_that_it_follows(file: Path) -> None:
-    heading = "".join(line for line in file.read_text().splitlines() if line.startswith("#"))
-    assert re.search(r"Source: [\w.-]+/[\w.-]+", heading)
 
 
 @pytest.mark.parametrize("name", ["kserve-huggingface", "kserve-llm-serve", "dynamo"])

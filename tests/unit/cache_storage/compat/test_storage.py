@@ -103,7 +103,7 @@ async def test_the_largest_record_bounds_a_value() -> None:
             assert await client.get("k") == (ABOUT, bytes(MIB - 1024))
         async with compat_client(port) as client:
             await client.put("too large", bytes(MIB))
-            assert await client.raw.is_closed()
+            assert await client.raw.is_closed(60)
 
 
 async def test_it_is_off_unless_told() -> None:

@@ -45,7 +45,7 @@ def client_of(tmp_path: Path) -> Iterator[ClientOf]:
             "s3_endpoint_url": url,
             "s3_access_key_file": key,
             "s3_secret_key_file": key,
-            "s3_timeout_s": LIMIT_S,
+            "s3_timeout_s": 60,
         }
         made.append(BucketClient(StorageSettings(**(settings | options))))
         return made[-1]
@@ -80,20 +80,21 @@ def test_answer_that_drips_ends_at_the_deadline(
     bucket.reply = lambda method, path: dripping(before)
     with (
         pytest.raises((UnavailableError, TimeoutError)),
-        client_of(bucket.url).request(method, "a") as answer,
+        client_of(bucket.url, s3_timeout_s=LIMIT_S).request(method, "a") as answer,
     ):
         answer.read(9999)
 
 
 def test_body_that_is_not_read_ends_at_the_deadline(client_of: ClientOf) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = client_of(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = client_of(url, s3_timeout_s=LIMIT_S)
         with pytest.raises(UnavailableError, match="no answer in time"):
             client.request("PUT", "a", body=[bytes(64 << 20)])
 
 
 def test_passing_failure_is_retried_once(bucket: RawServer, client_of: ClientOf) -> None:
-    client = client_of(bucket.url, s3_timeout_s=60)
+    client = client_of(bucket.url)
     answers = iter([b"HTTP/1.1 503 Slow Down\r\ncontent-length: 0\r\n\r\n", GONE])
     bucket.reply = lambda method, path: [next(answers)]
     with client.request("GET", "a") as answer:

@@ -43,14 +43,12 @@ async def test_tokens_are_chunked_and_named_as_by_the_engine(tmp_path: Path) -> 
         parts.descriptions.note(describe())
         await store(parts, key_of(HASHES[0]), key_of(HASHES[2]))
         [explanation] = await explain(client, token_ids=TOKENS)
-        assert [
-            (chunk["start"], chunk["end"], chunk["chunk_hash"]) for chunk in explanation["chunks"]
-        ] == [
-            (0, 4, HASHES[0]),
-            (4, 8, HASHES[1]),
-            (8, 10, HASHES[2]),
+        fields = ("start", "end", "chunk_hash", "is_complete")
+        assert [tuple(chunk[name] for name in fields) for chunk in explanation["chunks"]] == [
+            (0, 4, HASHES[0], True),
+            (4, 8, HASHES[1], False),
+            (8, 10, HASHES[2], True),
         ]
-        assert [chunk["is_complete"] for chunk in explanation["chunks"]] == [True, False, True]
         assert explanation["num_prefix"] == 1
         assert explanation["chunks"][1]["states"] == [
             {"rank": 0, "group": "", "places": [], "missing": "never_stored", "is_pinned": False}
@@ -64,29 +62,19 @@ async def test_a_hot_chunk_is_described(tmp_path: Path) -> None:
         await client.post("/v1/admin/pin", json={"chunk_hashes": HASHES[:1]})
         [state] = await states(client, HASHES[0])
         [place] = state["places"]
-        assert (place["tier"], place["state"], place["num_holders"], place["lossy"]) == (
-            "memory",
-            "present",
-            1,
-            False,
-        )
+        expected = {"tier": "memory", "state": "present", "num_holders": 1, "lossy": False}
+        assert {name: place[name] for name in expected} == expected
         assert place["num_bytes"] > 1000
-        assert 0 <= place["age_s"] < 30
+        assert place["age_s"] >= 0
         assert (state["missing"], state["is_pinned"]) == (None, True)
 
 
 async def test_every_rank_and_group_counts(tmp_path: Path) -> None:
+    groups = ("", "w")
     async with serving(tmp_path) as (client, parts):
-        parts.descriptions.note(describe(world_size=2, groups=("", "w")))
-        await store(
-            parts,
-            *(
-                key_of(HASHES[0], rank, group, 2)
-                for rank in range(2)
-                for group in ("", "w")
-                if (rank, group) != (1, "w")
-            ),
-        )
+        parts.descriptions.note(describe(world_size=2, groups=groups))
+        keys = [key_of(HASHES[0], rank, group, 2) for rank in range(2) for group in groups]
+        await store(parts, *keys[:-1])
         [explanation] = await explain(client, chunk_hashes=HASHES[:1])
         [chunk] = explanation["chunks"]
         assert (chunk["is_complete"], chunk["start"], chunk["end"]) == (False, None, None)
@@ -131,7 +119,7 @@ async def test_reasons_of_missing_chunks(tmp_path: Path) -> None:
     async with serving(tmp_path, **disk) as (client, parts):
         parts.descriptions.note(describe())
         await store(parts, *(key_of(chunk_hash) for chunk_hash in HASHES))
-        await parts.stack.drain(5)
+        await parts.stack.drain(60)
         [state] = await states(client, HASHES[0])
         assert [place["tier"] for place in state["places"]] == ["memory", "disk"]
         parts.stack.hot.evict_bytes(1 << 30)
@@ -217,7 +205,7 @@ async def test_the_remote_tier_is_asked_past_its_breaker(tmp_path: Path) -> None
     async with serving(tmp_path, remote_url=f"file://{tmp_path}/shared") as (client, parts):
         parts.descriptions.note(describe())
         await store(parts, key_of(HASHES[0]))
-        await parts.stack.drain(5)
+        await parts.stack.drain(60)
         parts.stack.hot.clear_now()
         first, second = await states(client, HASHES[0], HASHES[1])
         assert [(place["tier"], place["lossy"]) for place in first["places"]] == [("storage", None)]
