@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from lmcache_core.security import Principal, RateLimiter
-from lmcache_core.wire.served import HandoverNote
-from lmcache_servicekit.audit import AUDIT_LOGGER, MAX_AUDITED_CHARS, handover_audit
+from lmcache_core.security import RateLimiter
+from lmcache_servicekit.audit import AUDIT_LOGGER, MAX_AUDITED_CHARS
 from lmcache_servicekit.logs import configure_logging
 from lmcache_servicekit.state import service_state
 
@@ -22,8 +21,6 @@ from tests.fixtures.sample_service import (
     create_app,
     write_tokens,
 )
-
-CALLER = Principal("acme", "admin", "storage-1")
 
 
 @pytest.fixture
@@ -155,26 +152,3 @@ async def test_rate_is_limited_by_tenant(tmp_path: Path) -> None:
         assert (await client.get("/v1/things/1", headers=stranger)).status_code == 401
         now += 2.0
         assert (await client.get("/v1/things/1")).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("note", "who", "result"),
-    [
-        (HandoverNote(CALLER, "10.0.0.1", ("acme", "rival"), 7, 700, 2), "storage-1", "done"),
-        (HandoverNote(None, "10.0.0.1", ("acme",), 0, 0, 1), None, "refused"),
-    ],
-)
-def test_handover_between_servers_is_one_line(
-    audit: pytest.LogCaptureFixture, note: HandoverNote, who: str | None, result: str
-) -> None:
-    handover_audit("lmcache-storage", "storage-0")(note)
-    (line,) = lines(audit)
-    expected = {"service": "lmcache-storage", "instance": "storage-0", "what": "lm:// HANDOVER"}
-    expected |= {"who": who, "client": "10.0.0.1", "status": None, "result": result}
-    assert {name: line[name] for name in expected} == expected
-    assert line["details"] == {
-        "tenants": list(note.tenants),
-        "num_chunks": note.num_chunks,
-        "num_bytes": note.num_bytes,
-        "num_refused": note.num_refused,
-    }

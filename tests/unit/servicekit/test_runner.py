@@ -112,33 +112,6 @@ def test_a_taken_port_is_a_bad_setting(
     assert "change host or port" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_listens_and_ends_cleanly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    monkeypatch.chdir(ROOT)
-    service = ServiceProcess(
-        "tests.fixtures.sample_service",
-        tmp_path,
-        {"LMCACHE_SAMPLE_PORT": "0", "LMCACHE_SAMPLE_LOG_FORMAT": "json"},
-    )
-    service.start()
-    with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
-        response = client.get("/v1/things/1", headers={"authorization": "Bearer hunter2"})
-        assert response.status_code == 200
-        assert "server" not in response.headers
-    assert service.stop(number) == 0
-    assert not list(tmp_path.glob("*.port*"))
-    lines = [json.loads(line) for line in service.output.splitlines()]
-    assert any(
-        re.match(r"listening: service=\S+ version=\S+ port=127\.0\.0\.1:", line["message"])
-        for line in lines
-    )
-    assert {line["logger"] for line in lines} == {"lmcache_servicekit.runner"}
-    assert "hunter2" not in service.output
-    assert "/v1/things" not in service.output
-
-
 def test_a_request_that_outlasts_a_graceful_end_is_answered_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,7 @@ from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.telemetry import CodecFigures, Counters, MeasuredError
-from lmcache_node.collectors import CodecErrorCollector
+from lmcache_core.telemetry import CodecFigures, Counters
 from lmcache_sidecar import sidecar as opening
 from lmcache_sidecar.app import create_app
 from lmcache_sidecar.peer_server import PeerStore
@@ -170,20 +169,3 @@ async def test_serdes_that_decode_more_than_they_are_called_are_known() -> None:
         assert codecs.decoder_of(header) in (codecs.named("cachegen:high"), MissReason.PROFILE)
     assert codecs.decodable() == ["cachegen", "lossless"]
     await codecs.close()
-
-
-def test_errors_are_gauges() -> None:
-    figures = CodecFigures()
-    figures.measured("cachegen/low", MeasuredError(0.5, 0.25))
-    figures.measured("cachegen/low", MeasuredError(0.25, 0.125))
-    samples = {
-        sample.name: sample.value
-        for family in CodecErrorCollector(figures.errors).collect()
-        for sample in family.samples
-    }
-    assert samples == {
-        "lmcache_codec_last_max_relative_error": 0.25,
-        "lmcache_codec_last_rms_relative_error": 0.125,
-        "lmcache_codec_worst_max_relative_error": 0.5,
-        "lmcache_codec_worst_rms_relative_error": 0.25,
-    }

@@ -11,8 +11,6 @@ import msgspec
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.lookup import Holder
-from lmcache_core.lookup.messages import LookupAnswer
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import ModelFigures, PeerFigures, TierFigures
 from lmcache_core.p2p.messages import MAX_COUNTED_PEERS
@@ -31,30 +29,11 @@ from lmcache_sidecar.heartbeat import (
 )
 from lmcache_sidecar.holders import Holders
 
+from tests.fixtures.known_holders import KnownHolders, held_by
 from tests.fixtures.local_chunks import local_chunks
 from tests.suites.chunks import make_chunk, make_key
 
 NUM_CHUNKS = 4
-
-
-@dataclass
-class Lookup:
-    held: set[bytes] = field(default_factory=set)
-    is_away: bool = False
-    num_asked: int = 0
-
-    async def lookup(self, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> LookupAnswer:
-        """The longest prefix that somebody holds, as the service answers."""
-        assert exclude == ["a"]
-        self.num_asked += 1
-        if self.is_away:
-            raise UnavailableError("no lookup")
-        found: list[list[Holder]] = []
-        for chunk_id in chunk_ids:
-            if chunk_id not in self.held:
-                break
-            found.append([Holder("b", "sidecar", "memory", 1)])
-        return LookupAnswer(len(found), found)
 
 
 @dataclass
@@ -77,19 +56,21 @@ def hot_with(num_chunks: int) -> LocalCPUBackend:
     return hot
 
 
-def sole(hot: LocalCPUBackend, lookup: Lookup, remote: Remote | None = None) -> ExclusiveBytes:
+def sole(
+    hot: LocalCPUBackend, lookup: KnownHolders, remote: Remote | None = None
+) -> ExclusiveBytes:
     return ExclusiveBytes(local_chunks(hot), remote, Holders(lookup, "a"), 60.0)  # type: ignore[arg-type]
 
 
 async def test_bytes_that_neither_storage_nor_peers_hold() -> None:
     hot = hot_with(NUM_CHUNKS)
     size = dict(hot.held())[make_key(3)]
-    lookup = Lookup({make_key(0).key.chunk_id()})
+    lookup = KnownHolders(held_by("b", make_key(0).key.chunk_id()))
     estimate = sole(hot, lookup, Remote({make_key(1), make_key(2)}))
     assert estimate.num_bytes is None, "nothing is known before it has asked"
     await estimate.measure()
     assert estimate.num_bytes == size
-    lookup.held.add(make_key(3).key.chunk_id())
+    lookup.holders |= held_by("b", make_key(3).key.chunk_id())
     await estimate.measure()
     assert estimate.num_bytes == 0
 
@@ -97,7 +78,9 @@ async def test_bytes_that_neither_storage_nor_peers_hold() -> None:
 @pytest.mark.parametrize("away", ["lookup", "remote"])
 async def test_unavailable_holder_leaves_the_bytes_unknown(away: str) -> None:
     estimate = sole(
-        hot_with(NUM_CHUNKS), Lookup(is_away=away == "lookup"), Remote(is_away=away == "remote")
+        hot_with(NUM_CHUNKS),
+        KnownHolders(is_away=away == "lookup"),
+        Remote(is_away=away == "remote"),
     )
     await estimate.measure()
     assert estimate.num_bytes is None
@@ -105,7 +88,7 @@ async def test_unavailable_holder_leaves_the_bytes_unknown(away: str) -> None:
 
 async def test_only_a_sample_of_chunks_is_looked_up() -> None:
     num_chunks = 3 * MAX_SAMPLED_CHUNKS + 5
-    hot, lookup = hot_with(num_chunks), Lookup()
+    hot, lookup = hot_with(num_chunks), KnownHolders()
     estimate = sole(hot, lookup)
     await estimate.measure()
     assert estimate.num_bytes == sum(size for _, size in hot.held())
@@ -123,7 +106,7 @@ async def test_engines_do_not_wait_while_chunks_are_listed() -> None:
     estimate = ExclusiveBytes(
         Slow(hot_with(NUM_CHUNKS), None, None, 60.0, lambda key: True),
         None,
-        Holders(Lookup(), "a"),  # type: ignore[arg-type]
+        Holders(KnownHolders(), "a"),  # type: ignore[arg-type]
         60.0,
     )
     asyncio.get_running_loop().call_soon(others_had_their_turn.set)

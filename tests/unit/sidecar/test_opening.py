@@ -235,19 +235,6 @@ async def test_advice_for_huge_pages_is_logged_once(
         assert ("huge pages advised" in told) == is_advised
 
 
-async def test_start_that_cannot_listen_keeps_the_arena(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path)
-    async with opening.lifespan(app := create_app(settings)):
-        assert await app.state.sidecar.stack.batched_put([make_chunk("a")]) == [True]
-    (tmp_path / "s.sock").write_text("no socket")
-    with pytest.raises(ConfigError, match="something other than a socket"):
-        async with opening.lifespan(create_app(settings)):
-            pass
-    (tmp_path / "s.sock").unlink()
-    async with opening.lifespan(app := create_app(settings)):
-        assert app.state.sidecar.arena_owner.recovery.found_chunks == 1
-
-
 async def test_a_socket_that_cannot_be_set_up_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ from lmcache_storage.compat.dialect import DIALECTS
 from lmcache_storage.compat.server import CompatLimits
 
 from tests.fixtures.compat import (
-    EXIST,
     GET,
     HEALTH,
     LIMITS,
@@ -65,40 +64,6 @@ async def test_requests_sent_without_waiting_are_answered_in_order() -> None:
                 "v0.3+", 200, 50_000, (1, 3, 2, 2, 4, 2)
             )
             assert await client.raw.reader.readexactly(50_000) == bytes([i]) * 50_000
-
-
-@both
-@pytest.mark.parametrize(
-    ("reason", "command", "key", "num_bytes"),
-    [
-        *(("command", LIST, b"k", 0), ("command", -1, b"k", 0)),
-        *(("key", EXIST, b"\xff\xfe", 0), ("key", GET, b"", 0), ("key", PUT, b"k\n", 1)),
-        *(("length", PUT, b"k", LIMITS["max_value_bytes"] + 1), ("length", PUT, b"k", 0)),
-    ],
-)
-async def test_malformed_request_closes_its_connection_alone(
-    dialect: str, reason: str, command: int, key: bytes, num_bytes: int
-) -> None:
-    async with (
-        listening(dialect) as listener,
-        compat_client(listener.port, dialect) as other,
-    ):
-        await other.put("k", b"value")
-        async with connected(listener.port) as raw:
-            await raw.send(request_bytes(dialect, command, key, num_bytes))
-            assert await raw.is_closed()
-        assert listener.closed(reason) == 1
-        assert await other.get("k") == ((1, 3, 2, 2, 4, 2), b"value")
-
-
-@pytest.mark.parametrize("num_sent", [1, 185, 186 + 100_000])
-async def test_request_that_ends_early_is_counted_and_frees_its_memory(num_sent: int) -> None:
-    async with listening() as listener:
-        async with connected(listener.port) as raw:
-            await raw.send((request_bytes("v0.3+", PUT, "k", len(VALUE)) + VALUE)[:num_sent])
-        await until(lambda: listener.closed("short"))
-        await listener.store.arena.until_empty()
-        assert not listener.store.chunks
 
 
 async def test_clean_end_is_not_counted() -> None:

@@ -12,12 +12,12 @@ import httpx
 import pytest
 from lmcache_core.keys import ChunkChain
 from lmcache_core.lookup import Holder
-from lmcache_core.lookup.messages import LookupAnswer
 from lmcache_core.record import Staged
 from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.sidecar import SidecarNode
 
+from tests.fixtures.known_holders import KnownHolders, held_by
 from tests.fixtures.sidecar_app import ROOT, describe, hash_of, key_of, serving, store
 from tests.fixtures.waiting import until
 
@@ -143,40 +143,26 @@ class HangingRemote:
         return []
 
 
-class LookupOf:
-    """Two peers hold the first chunk, one of them on its disk too, and one the third."""
-
-    def __init__(self, hangs: bool = False) -> None:
-        self._hangs = hangs
-        self._holders = {
-            key_of(HASHES[0]).key.chunk_id(): [
-                Holder("b", "sidecar", "memory", 1),
-                Holder("c", "sidecar", "memory", 1),
-                Holder("b", "sidecar", "disk", 1),
-            ],
-            key_of(HASHES[2]).key.chunk_id(): [Holder("c", "sidecar", "memory", 1)],
-        }
-
-    async def lookup(self, chunk_ids: list[bytes], exclude: list[str]) -> LookupAnswer:
-        if self._hangs:
-            await asyncio.Event().wait()
-        prefix = []
-        for chunk_id in chunk_ids:
-            if chunk_id not in self._holders:
-                break
-            prefix.append(self._holders[chunk_id])
-        return LookupAnswer(len(prefix), prefix)
-
-
-def use(parts: SidecarNode, lookup: LookupOf | None = None, remote: object | None = None) -> None:
+def use(
+    parts: SidecarNode, lookup: KnownHolders | None = None, remote: object | None = None
+) -> None:
     parts.holders = None if lookup is None else Holders(lookup, "test")  # type: ignore[arg-type]
     parts.tiers = dataclasses.replace(parts.tiers, remote=remote)  # type: ignore[arg-type]
 
 
 async def test_peers_are_named(tmp_path: Path) -> None:
+    first_id, third_id = (key_of(HASHES[i]).key.chunk_id() for i in (0, 2))
+    holders = {
+        first_id: [
+            Holder("b", "sidecar", "memory", 1),
+            Holder("c", "sidecar", "memory", 1),
+            Holder("b", "sidecar", "disk", 1),
+        ],
+        **held_by("c", third_id),
+    }
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe())
-        use(parts, LookupOf())
+        use(parts, KnownHolders(holders))
         first, second, third = await states(client, *HASHES)
         assert [(place["tier"], place["peers"]) for place in first["places"]] == [
             ("peers", ["b", "c"])
@@ -189,7 +175,7 @@ async def test_tier_that_does_not_answer_is_unknown(tmp_path: Path) -> None:
     async with serving(tmp_path, tier_timeout_s=0.3) as (client, parts):
         parts.descriptions.note(describe())
         await store(parts, key_of(HASHES[0]))
-        use(parts, LookupOf(hangs=True), HangingRemote())
+        use(parts, KnownHolders(hangs=True), HangingRemote())
         first, second, third = await states(client, *HASHES)
         assert (first["places"][0]["tier"], first["places"][0]["state"]) == ("memory", "present")
         assert first["missing"] is None

@@ -17,6 +17,7 @@ from lmcache_sidecar.handover import replication_requests as module
 from lmcache_sidecar.handover.replication_requests import BrokerRequests
 from lmcache_sidecar.handover.takers import PeerSource
 
+from tests.fixtures.known_holders import KnownHolders
 from tests.fixtures.local_chunks import local_chunks
 from tests.suites.chunks import make_key, make_payload
 from tests.unit.sidecar.handover.test_peers import (
@@ -24,7 +25,6 @@ from tests.unit.sidecar.handover.test_peers import (
     NUM_CHUNKS,
     TOKEN,
     Broker,
-    Lookup,
     Peer,
     make_hot,
     peer,
@@ -45,7 +45,7 @@ class Giver:
     def __init__(self) -> None:
         self.tasks = TaskSupervisor("test")
         self.counters = Counters()
-        source = PeerSource("a", Broker(), Lookup(), TOKEN, 2.0)  # type: ignore[arg-type]
+        source = PeerSource("a", Broker(), KnownHolders(), TOKEN, 2.0)  # type: ignore[arg-type]
         self.hot = make_hot()
         chunks = local_chunks(self.hot)
         drain = NodeDrain(1.0, None, None)  # type: ignore[arg-type]

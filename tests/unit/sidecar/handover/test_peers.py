@@ -6,16 +6,13 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from lmcache_core.errors import UnavailableError
-from lmcache_core.keys import ChunkKey
-from lmcache_core.lookup import Holder
-from lmcache_core.lookup.messages import LookupAnswer
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import PeerStatus
 from lmcache_core.security import TokenTable
@@ -33,6 +30,7 @@ from lmcache_sidecar.handover.takers import PeerSource
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.peer_server import PeerStore
 
+from tests.fixtures.known_holders import KnownHolders, held_by
 from tests.fixtures.local_chunks import local_chunks
 from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
@@ -40,6 +38,7 @@ pytestmark = pytest.mark.virtual_time
 
 NUM_CHUNKS = 6
 KEYS = [make_key(i) for i in range(NUM_CHUNKS)]
+IDS = [key.key.chunk_id() for key in KEYS]
 TOKEN = "sidecars-0123456789abcdef"
 PEER = PeerStatus(
     id="b",
@@ -62,26 +61,6 @@ class Broker:
         if self.listed is None:
             raise UnavailableError("no broker")
         return self.listed
-
-
-@dataclass
-class Lookup:
-    """Knows `holders`, unless it is away."""
-
-    holders: dict[bytes, list[Holder]] = field(default_factory=dict)
-    is_away: bool = False
-    is_degraded: bool = False
-
-    async def lookup(self, chunk_ids: list[bytes], exclude: list[str]) -> LookupAnswer:
-        assert exclude == ["a"]
-        if self.is_away:
-            raise UnavailableError("no lookup")
-        prefix: list[list[Holder]] = []
-        for chunk_id in chunk_ids:
-            if chunk_id not in self.holders:
-                break
-            prefix.append(self.holders[chunk_id])
-        return LookupAnswer(len(prefix), prefix, self.is_degraded)
 
 
 @dataclass
@@ -135,7 +114,10 @@ def make_hot(lossy: bool = False) -> LocalCPUBackend:
 
 
 async def hand_over(
-    broker: Broker, lookup: Lookup, hot: LocalCPUBackend | None = None, token: str | None = TOKEN
+    broker: Broker,
+    lookup: KnownHolders,
+    hot: LocalCPUBackend | None = None,
+    token: str | None = TOKEN,
 ) -> DrainProgress:
     source = PeerSource("a", broker, Holders(lookup, "a"), token, 2.0)  # type: ignore[arg-type]
     handover = PodHandover(local_chunks(hot or make_hot()), [source], Counters())
@@ -145,13 +127,9 @@ async def hand_over(
     return progress
 
 
-def held_by(instance: str, *keys: ChunkKey, kind: str = "sidecar") -> dict[bytes, list[Holder]]:
-    return {key.key.chunk_id(): [Holder(instance, kind, "memory", 1)] for key in keys}  # type: ignore[arg-type]
-
-
 async def test_peer_takes_all_chunks(tmp_path: Path) -> None:
     async with peer(tmp_path) as b:
-        assert await hand_over(Broker([b.status]), Lookup()) == DrainProgress(
+        assert await hand_over(Broker([b.status]), KnownHolders()) == DrainProgress(
             total=NUM_CHUNKS, handed_over=NUM_CHUNKS
         )
         for name, chunk in zip(range(NUM_CHUNKS), b.hot.get_many(KEYS), strict=True):
@@ -163,10 +141,10 @@ async def test_peer_takes_all_chunks(tmp_path: Path) -> None:
 
 async def test_chunk_held_by_a_peer_that_stays_is_not_sent(tmp_path: Path) -> None:
     async with peer(tmp_path, "b") as b, peer(tmp_path, "leaving", draining=True) as leaving:
-        holders = held_by("b", KEYS[0], KEYS[4]) | held_by("store", KEYS[2], kind="storage")
-        holders |= held_by("leaving", KEYS[1]) | held_by("dead", KEYS[3])
+        holders = held_by("b", IDS[0], IDS[4]) | held_by("store", IDS[2], kind="storage")
+        holders |= held_by("leaving", IDS[1]) | held_by("dead", IDS[3])
         store = msgspec.structs.replace(PEER, id="store", kind="storage", draining=True)
-        progress = await hand_over(Broker([b.status, leaving.status, store]), Lookup(holders))
+        progress = await hand_over(Broker([b.status, leaving.status, store]), KnownHolders(holders))
         assert set(b.hot.keys()) == {KEYS[1], KEYS[3], KEYS[5]}
         assert not leaving.hot.keys(), "a draining peer takes nothing"
         assert (progress.handed_over, progress.already_elsewhere, progress.left) == (3, 3, 0)
@@ -176,17 +154,19 @@ async def test_storage_server_that_the_broker_does_not_list_holds_nothing(tmp_pa
     """An impostor may have reported it to lookup."""
     async with peer(tmp_path) as b:
         store = msgspec.structs.replace(PEER, id="store", kind="storage")
-        holders = held_by("unknown", *KEYS[:2], kind="storage")
-        holders |= held_by("b", KEYS[2], kind="storage") | held_by("store", KEYS[3])
-        progress = await hand_over(Broker([b.status, store]), Lookup(holders))
+        holders = held_by("unknown", *IDS[:2], kind="storage")
+        holders |= held_by("b", IDS[2], kind="storage") | held_by("store", IDS[3])
+        progress = await hand_over(Broker([b.status, store]), KnownHolders(holders))
         assert (progress.handed_over, progress.already_elsewhere) == (NUM_CHUNKS, 0)
         assert set(held_keys(b.hot)) == set(KEYS)
 
 
 @pytest.mark.parametrize(
-    "lookup", [Lookup(is_away=True), Lookup(is_degraded=True)], ids=["away", "degraded"]
+    "lookup", [KnownHolders(is_away=True), KnownHolders(is_degraded=True)], ids=["away", "degraded"]
 )
-async def test_without_lookup_the_peer_itself_is_asked(tmp_path: Path, lookup: Lookup) -> None:
+async def test_without_lookup_the_peer_itself_is_asked(
+    tmp_path: Path, lookup: KnownHolders
+) -> None:
     async with peer(tmp_path) as b:
         known = make_chunk(2, allocate=b.hot.allocate)
         b.hot.put_many([known])
@@ -203,7 +183,7 @@ async def test_refused_chunks_are_not_stored(tmp_path: Path, case: str) -> None:
         b.is_open = case != "closed"
         token = {"token": "wrong-0123456789abcdef", "no-token": None}.get(case, TOKEN)
         progress = await hand_over(
-            Broker([b.status]), Lookup(), make_hot(lossy=case == "lossy"), token
+            Broker([b.status]), KnownHolders(), make_hot(lossy=case == "lossy"), token
         )
         assert not b.hot.held()
         assert b.hot.stats()["arena_used_bytes"] == 0
@@ -214,14 +194,13 @@ async def test_refused_chunks_are_not_stored(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("listed", [None, [], [PEER]], ids=["no broker", "no peers", "a dead peer"])
 async def test_without_peers_all_chunks_stay(listed: list[PeerStatus] | None) -> None:
-    progress = await hand_over(Broker(listed), Lookup())
+    progress = await hand_over(Broker(listed), KnownHolders())
     assert (progress.total, progress.left) == (NUM_CHUNKS, NUM_CHUNKS)
 
 
 async def test_holders_of_chunks_with_gaps_between_them() -> None:
-    lookup = Lookup(held_by("b", KEYS[0], KEYS[3], KEYS[4]))
-    ids = [key.key.chunk_id() for key in KEYS]
+    lookup = KnownHolders(held_by("b", IDS[0], IDS[3], IDS[4]))
     holders = Holders(lookup, "a")  # type: ignore[arg-type]
-    found = await holders.of(ids, 10)
+    found = await holders.of(IDS, 10)
     assert [bool(at) for at in found if at is not None] == [True, False, False, True, True, False]
-    assert (await holders.of(ids, 2))[3:] == [None] * 3, "not asked"
+    assert (await holders.of(IDS, 2))[3:] == [None] * 3, "not asked"
