@@ -114,7 +114,7 @@ async def test_heartbeats_are_shown(app: FastAPI) -> None:
     by_id = {peer["id"]: peer for peer in seen["peers"]}
     assert by_id["a"]["figures"] == {
         name: value for name, value in FIGURES.items() if name != "pulled_bytes"
-    }, "links tell of pulls"
+    }
     assert by_id["old"]["figures"] is None, "a peer of an earlier release sends none"
     assert by_id["z"]["drain"] == drain
     assert seen["links"] == [{"requester": "a", "server": "b", "num_bytes": 2000}]
@@ -166,8 +166,8 @@ async def test_the_chunks_of_a_prompt_count_once(app: FastAPI) -> None:
         {"chunk_id": chunks[8], "num_pulls": 1, "num_chunks": 9, "num_holders": 2},
     ]
     system, whole = (await acme.overview())["hot_chunks"]
-    assert (whole["num_tokens"], whole["model"]) == (9 * 64, "llama"), "as the requester tells"
-    assert (system["num_tokens"], system["model"]) == (None, None), "a stranger tells nothing"
+    assert (whole["num_tokens"], whole["model"]) == (9 * 64, "llama")
+    assert (system["num_tokens"], system["model"]) == (None, None)
 
 
 async def test_samples_show_the_work_between_them(app: FastAPI) -> None:
@@ -221,7 +221,7 @@ async def test_an_admin_alone_sees_what_each_tenant_saved(
         assert (await callers[name].overview())["tenants"] == []
 
 
-async def test_it_is_bounded(app: FastAPI) -> None:
+async def test_overview_is_bounded(app: FastAPI) -> None:
     operator = Caller(app, "operator")
     pulled = {f"peer-{i}": i + 1 for i in range(64)}
     for i in range(MAX_SHOWN_PEERS + 2):
@@ -299,14 +299,14 @@ def saved(num_tokens: int) -> PeerFigures:
     return PeerFigures(models={"llama": ModelFigures(num_tokens, num_tokens // 2)})
 
 
-def test_what_was_saved_in_the_last_minutes_hour_and_day() -> None:
+def test_savings_of_the_last_minutes_hour_and_day() -> None:
     now_ms = 0
     history = History(lambda: now_ms)
     assert [window.watched_s for window in history.windows(["acme"])] == [0, 0, 0]
     for minute in range(0, 26 * 60 + 1, 2):
         now_ms = minute * 60_000
         history.sample([record("a", saved(100 * minute))])
-    windows = history.windows(["acme", "nobody"])
+    windows = history.windows(["acme", "unknown"])
     assert [window.window_s for window in windows] == [300, 3600, 86_400]
     minutes = [window.work.saved_tokens["llama"] / 100 for window in windows]
     assert minutes == [window.watched_s / 60 for window in windows], "all of the time it claims"

@@ -95,15 +95,15 @@ def test_chunks_gather_at_few_peers_and_count_as_one_pull_each(world: World) -> 
             "c3": ["a"],
             "c4": ["b"],
             "c5": ["a", "b"],
-            "c6": ["nobody"],
+            "c6": ["unknown"],
             "c7": [],
         }
     )
     gathered = {pull.instance: list(pull.chunk_ids) for pull in plan.assignments}
     both, only = ("a", "b") if len(gathered["a"]) > len(gathered["b"]) else ("b", "a")
-    alone = {"a": "c3", "b": "c4"}
-    assert sorted(gathered[both]) == sorted(["c1", "c2", "c5", alone[both]])
-    assert gathered[only] == [alone[only]]
+    only_there = {"a": "c3", "b": "c4"}
+    assert sorted(gathered[both]) == sorted(["c1", "c2", "c5", only_there[both]])
+    assert gathered[only] == [only_there[only]]
     assert plan.unassigned == ["c6", "c7"]
     assert [world.directory.get(ACME, name).num_pulls for name in ("a", "b")] == [1, 1]
     assert (

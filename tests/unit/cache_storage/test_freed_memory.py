@@ -1,4 +1,4 @@
-"""Memory that a process frees: kept where the process was told so, within its bound."""
+"""Memory that a process frees: kept, within a bound, if the process asks for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 FAULTS = """
 import resource
 from lmcache_storage.app import KEPT_BYTES, keep_freed_memory
-if {told}:
+if {is_asked}:
     assert keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,10 +32,10 @@ assert resident() - at_rest < KEPT_BYTES + (2 << 20)
 """
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_pieces_of_bodies_use_memory_again(told: bool) -> None:
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_pieces_of_bodies_use_memory_again(is_asked: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS.format(told=told)],
+        [sys.executable, "-c", FAULTS.format(is_asked=is_asked)],
         capture_output=True,
         text=True,
         check=True,
@@ -43,4 +43,4 @@ def test_pieces_of_bodies_use_memory_again(told: bool) -> None:
     )
     num_faults = int(done.stdout)
     pages = 200 * 4 * 500_000 // 4096
-    assert (num_faults < pages / 20) is told, f"{num_faults} of {pages} pages"
+    assert (num_faults < pages / 20) is is_asked, f"{num_faults} of {pages} pages"

@@ -79,7 +79,7 @@ LARGE = make_record(0, make_payload(0, 100_000))
         ),
     ],
 )
-async def test_what_can_be_read_is_read(
+async def test_readable_records_are_read(
     data: bytes, expected: list[bytes | MissReason], is_damaged: bool
 ) -> None:
     assert await payloads(data, 600, Arena(8192)) == (expected, is_damaged)

@@ -98,7 +98,7 @@ BAD_BODIES = {
     "empty": (b"", "short"),
     "half a head": (make_record("a")[:300], "short"),
     "half a payload": (make_record("a")[:-1], "bounds"),
-    "bytes behind it": (make_record("a") + b"x", "bounds"),
+    "bytes after it": (make_record("a") + b"x", "bounds"),
     "another key": (make_record("b"), "wrong_key"),
     "flipped byte": (make_record("a")[:-1] + b"?", "digest"),
 }

@@ -112,10 +112,10 @@ async def test_text_of_callers_begins_no_line(
     app: FastAPI, audit: pytest.LogCaptureFixture
 ) -> None:
     async with asgi_client(app, ADMIN_TOKEN) as client:
-        await client.post("/v1/admin/clear", json={"tenant": 'x"}\n{"who": "somebody else"'})
+        await client.post("/v1/admin/clear", json={"tenant": 'x"}\n{"who": "another"'})
     (record,) = [record for record in audit.records if record.name == AUDIT_LOGGER]
     assert "\n" not in record.getMessage()
-    assert json.loads(record.getMessage())["details"] == {"tenant": 'x"}\n{"who": "somebody else"'}
+    assert json.loads(record.getMessage())["details"] == {"tenant": 'x"}\n{"who": "another"'}
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
@@ -148,7 +148,7 @@ async def test_rate_is_limited_by_tenant(tmp_path: Path) -> None:
         assert answer.headers["retry-after"] == "2"
         for path in ("/healthz", "/metrics"):
             assert (await client.get(path)).status_code == 200
-        stranger = {"authorization": "Bearer nobody-0123456789abcdef"}
+        stranger = {"authorization": "Bearer unknown-0123456789abcdef"}
         assert (await client.get("/v1/things/1", headers=stranger)).status_code == 401
         now += 2.0
         assert (await client.get("/v1/things/1")).status_code == 200

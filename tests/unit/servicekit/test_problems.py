@@ -86,22 +86,22 @@ async def answer_to(error: Exception) -> tuple[int, dict[str, object], dict[str,
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
-        (ConfigError("told"), 400, "bad-option"),
-        (IdentityError("told"), 400, "bad-key"),
-        (RecordError("digest", "told"), 422, "bad-record"),
-        (AuthenticationError("told"), 401, "unauthenticated"),
-        (PermissionDeniedError("told"), 403, "forbidden"),
-        (NotFoundError("told"), 404, "not-found"),
-        (ConflictError("told"), 409, "conflict"),
-        (CapacityError("told"), 507, "capacity"),
-        (ThrottledError("told"), 429, "throttled"),
+        (ConfigError("why it failed"), 400, "bad-option"),
+        (IdentityError("why it failed"), 400, "bad-key"),
+        (RecordError("digest", "why it failed"), 422, "bad-record"),
+        (AuthenticationError("why it failed"), 401, "unauthenticated"),
+        (PermissionDeniedError("why it failed"), 403, "forbidden"),
+        (NotFoundError("why it failed"), 404, "not-found"),
+        (ConflictError("why it failed"), 409, "conflict"),
+        (CapacityError("why it failed"), 507, "capacity"),
+        (ThrottledError("why it failed"), 429, "throttled"),
     ],
 )
 async def test_domain_error_shows_its_text(error: Exception, status: int, kind: str) -> None:
     found, body, headers = await answer_to(error)
     assert (found, body["type"]) == (status, f"urn:lmcache:problem:{kind}")
     assert headers.get("retry-after") == ("1" if kind == "throttled" else None)
-    assert "told" in str(body["detail"])
+    assert "why it failed" in str(body["detail"])
 
 
 @pytest.mark.parametrize(

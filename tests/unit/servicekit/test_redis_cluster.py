@@ -49,7 +49,7 @@ class Server:
 
 
 def slots(*parts: tuple[int, int, bytes, int]) -> list[Any]:
-    """As Redis 7 answers: with an id and more behind each address, and replicas behind the
+    """As Redis 7 answers: with an id and more after each address, and replicas after the
     master.
     """
     return [

@@ -106,7 +106,7 @@ def test_a_misspelt_secret_is_not_shown(name: str, value: str) -> None:
         ("HEADLESS_PORT_1_UDP_ADDR", "10.0.0.1"),
     ],
 )
-def test_what_kubernetes_adds_for_services_is_ignored(name: str, value: str) -> None:
+def test_variables_of_kubernetes_services_are_ignored(name: str, value: str) -> None:
     assert load(**{name: value}) == load()
 
 

@@ -231,8 +231,8 @@ async def test_advice_for_huge_pages_is_logged_once(
         found = f"huge_pages={'advised' if is_advised else 'off'} volume_policy={policy}"
         assert caplog.text.count(found) == caplog.text.count("huge_pages=") == 1
         assert (await client.get("/v1/status")).json()["arena"]["huge_pages"] == is_advised
-        told = (await client.get("/readyz")).json()["checks"]["arena"]["detail"]
-        assert ("huge pages advised" in told) == is_advised
+        detail = (await client.get("/readyz")).json()["checks"]["arena"]["detail"]
+        assert ("huge pages advised" in detail) == is_advised
 
 
 async def test_a_socket_that_cannot_be_set_up_is_closed(

@@ -79,8 +79,8 @@ def test_reason_is_that_of_the_first_missing_chunk(
     store.stage("flushed", [])  # so that the sidecar has heard of it
     sidecar.hot.evict_bytes(64 * TAKEN_BYTES)
     store.stage("gone", [CHAIN])
-    told = [latest(sidecar, name) for name in ("gone", "whole")]
-    assert [(one.found.total(), one.missing) for one in told] == [(0, "evicted"), (4, "")]
+    found = [latest(sidecar, name) for name in ("gone", "whole")]
+    assert [(one.found.total(), one.missing) for one in found] == [(0, "evicted"), (4, "")]
 
 
 def test_number_of_kept_hashes_is_bounded(
@@ -91,8 +91,8 @@ def test_number_of_kept_hashes_is_bounded(
     store.stage("partial", [CHAIN])
     store_chunks(store, keys_of_rank(CHAIN, 0)[3:])
     store.stage("whole", [CHAIN])
-    told = [latest(sidecar, name) for name in ("whole", "partial")]
-    assert [(one.found, one.missing, len(one.chunk_hashes)) for one in told] == [
+    found = [latest(sidecar, name) for name in ("whole", "partial")]
+    assert [(one.found, one.missing, len(one.chunk_hashes)) for one in found] == [
         ({StagedFrom.HOT: 4}, "", 2),
         ({StagedFrom.HOT: 3}, "never_stored", 2),
     ]

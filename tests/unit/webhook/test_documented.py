@@ -1,4 +1,4 @@
-"""What docs/injection.md tells people to write is what the webhook would have written."""
+"""What docs/injection.md says to write is what the webhook would have written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def leaves(config: Mapping[str, Any], above: str) -> Iterator[str]:
             yield f"{above}.{name}={value}"
 
 
-def test_the_words_for_scripts_are_the_argument() -> None:
+def test_words_for_scripts_are_the_argument() -> None:
     text = PAGE.read_text()
     words = re.findall(rf"{OPTION}\.\S+=\S+", text)
     assert words == list(leaves(transfer_config(), OPTION)) == CONNECTOR_IN_A_SCRIPT.split()
@@ -34,5 +34,5 @@ def test_the_words_for_scripts_are_the_argument() -> None:
     ), "plain in any quotes"
 
 
-def test_the_page_says_what_an_older_vllm_is_told() -> None:
+def test_page_quotes_the_refusal_of_an_older_vllm() -> None:
     assert f"`{too_old('0.11.0')}`" in PAGE.read_text()

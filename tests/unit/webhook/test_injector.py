@@ -610,9 +610,7 @@ ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
         (asking(tenant="open"), "is not a tenant of the namespace team-a: its tenants are a, b"),
     ],
 )
-def test_pods_that_cannot_be_injected_are_told_why(
-    document: Pod, text: str, options: InjectionOptions
-) -> None:
+def test_pods_that_cannot_be_injected(document: Pod, text: str, options: InjectionOptions) -> None:
     reason = declined(options, document)
     assert reason.startswith("not injected: ")
     assert text in reason

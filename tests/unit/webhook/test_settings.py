@@ -20,7 +20,7 @@ from tests.fixtures.pods import plain
 IMAGES = {"LMCACHE_WEBHOOK_SIDECAR_IMAGE": "s:1", "LMCACHE_WEBHOOK_PAYLOAD_IMAGE": "p:1"}
 
 
-def test_the_least_that_is_needed() -> None:
+def test_least_settings() -> None:
     settings = load_settings(WebhookSettings, None, IMAGES)
     assert settings.port == 8443
     assert [tenant.name for tenant in settings.tenants] == ["default"]
@@ -51,7 +51,7 @@ def test_the_least_that_is_needed() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(name: str, value: str, text: str) -> None:
+def test_wrong_option_is_named(name: str, value: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text.replace("[", r"\[").replace(".", r"\.")):
         load_settings(WebhookSettings, None, {**IMAGES, f"LMCACHE_WEBHOOK_{name}": value})
 

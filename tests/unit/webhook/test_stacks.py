@@ -147,7 +147,7 @@ def test_a_connector_after_a_script_is_replaced_by_plain_words(options: Injectio
         assert engine["args"] == []
 
 
-def test_ray_is_told_what_its_configuration_needs(options: InjectionOptions) -> None:
+def test_status_for_ray_names_its_configuration(options: InjectionOptions) -> None:
     wanted = f"put into engine_kwargs kv_transfer_config: {json.dumps(transfer_config())}"
     reason = declined(options, stack("kuberay"))
     assert "the container ray-worker runs Ray" in reason
@@ -390,7 +390,9 @@ def test_options_that_have_no_counterpart_decline_with_the_fix(
         ("[" * 1000, "remove that to have it set here"),
     ],
 )
-def test_what_is_not_replaced(config: str, text: str, options: InjectionOptions) -> None:
+def test_connectors_that_are_not_replaced(
+    config: str, text: str, options: InjectionOptions
+) -> None:
     for words in (["--kv-transfer-config", config], [f"--kv-transfer-config={config}"]):
         document = pod(container(args=words), annotations=REPLACE)
         assert text in declined(options, document)

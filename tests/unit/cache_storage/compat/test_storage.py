@@ -106,7 +106,7 @@ async def test_the_largest_record_bounds_a_value() -> None:
             assert await client.raw.is_closed(60)
 
 
-async def test_it_is_off_unless_told() -> None:
+async def test_listener_is_off_by_default() -> None:
     app = create_app(
         StorageSettings(
             lm_port=0, memory_gb=1 / 256, instance_id="storage-0", lmcache_compat_tenant="acme"

@@ -197,15 +197,6 @@ async def test_chunk_held_elsewhere_is_not_sent_and_a_refused_one_goes_to_the_se
             assert key in made.others[second if first == "s-2" else first].chunks
 
 
-async def test_part_of_a_dead_server_goes_elsewhere() -> None:
-    async with here("s-1", "s-2", "s-3") as made:
-        await made.put(KEYS)
-        await made.servers["s-1"].close()
-        await made.drain.run()
-        assert made.drain.progress == done(total=40, handed_over=40)
-        assert not made.others["s-1"].chunks
-
-
 async def test_only_the_hotter_half_evicts_others() -> None:
     async with here("s-1") as made:
         await made.put(KEYS)

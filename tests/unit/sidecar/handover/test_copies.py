@@ -84,18 +84,6 @@ async def test_order_with_a_malformed_url_costs_no_other(
     assert "Traceback" not in caplog.text
 
 
-async def test_taker_that_refuses_costs_no_other(tmp_path: Path) -> None:
-    async with peer(tmp_path) as b, peer(tmp_path, "c") as c, peer(tmp_path, "d") as d:
-        c.is_open = False
-        dead = CopyOrder(order(0, d).chunk_id, "gone", "lm://127.0.0.1:1")
-        assert await Giver().copy([dead, order(0, b), order(0, c), order(0, d)]) == 2
-        assert [each.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) for each in (b, c, d)] == [
-            1,
-            0,
-            1,
-        ]
-
-
 async def test_orders_are_bounded_and_come_while_others_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

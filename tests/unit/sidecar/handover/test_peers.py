@@ -192,12 +192,6 @@ async def test_refused_chunks_are_not_stored(tmp_path: Path, case: str) -> None:
         assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == 0
 
 
-@pytest.mark.parametrize("listed", [None, [], [PEER]], ids=["no broker", "no peers", "a dead peer"])
-async def test_without_peers_all_chunks_stay(listed: list[PeerStatus] | None) -> None:
-    progress = await hand_over(Broker(listed), KnownHolders())
-    assert (progress.total, progress.left) == (NUM_CHUNKS, NUM_CHUNKS)
-
-
 async def test_holders_of_chunks_with_gaps_between_them() -> None:
     lookup = KnownHolders(held_by("b", IDS[0], IDS[3], IDS[4]))
     holders = Holders(lookup, "a")  # type: ignore[arg-type]
