@@ -25,12 +25,6 @@ COMPAT = {"LMCACHE_COMPAT_PORT": "65431", "LMCACHE_COMPAT_TENANT": "team-a"}
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"DISK_PATH": "/data"}, "disk_path='/data', but disk_gb is not set: set both or none"),
-        ({"LM_HOST": "192.0.2.1"}, "auth_tokens_file"),
-        (
-            {"LM_HOST": "192.0.2.1", "AUTH_TOKENS_FILE": "/t"},
-            "lm_host='192.0.2.1'.*allow_plaintext=true",
-        ),
         ({"TLS_KEY_FILE": "/key"}, "tls_cert_file is not"),
         ({"TLS_CERT_FILE": "/cert", "ADVERTISE_URL": "lm://storage:65432"}, r"write lm\+tls://"),
         (
