@@ -61,17 +61,6 @@ def chunk_key(key: str) -> ChunkKey:
     return ChunkKey.of("acme", CacheEngineKey("lmcache-v0.3+", "", 1, 0, key))
 
 
-@pytest.mark.parametrize("size", [1, 64, INLINE_DIGEST_BYTES + 1])
-async def test_put_and_get(world: World, size: int) -> None:
-    value = bytes(i % 251 for i in range(size))
-    assert not await world.values.contains("k")
-    assert await world.get("k") is None
-    assert await world.put("k", value)
-    assert await world.values.contains("k")
-    assert await world.get("k") == (value, ABOUT)
-    world.check_no_references()
-
-
 async def test_record_is_marked_as_foreign_and_lossy(world: World) -> None:
     await world.put(LONGEST_KEY, b"value", (-(2**31), 2**31 - 1, 1, 2, 3, 4))
     chunk = world.store.chunks[chunk_key(LONGEST_KEY)]

@@ -10,28 +10,20 @@ import pytest
 from lmcache_core.memory.arena_locks import generation_path, generations_in
 from lmcache_core.memory.shared import FILE_NAME as ARENA_NAME
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits
-from lmcache_sidecar import metrics
 from lmcache_sidecar.arena.journal import FILE_NAME
 
-from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, make_bytes, names_of
+from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of
 from tests.suites.chunks import make_key
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_chunks_are_served_again_once_they_are_checked(
-    tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    leave(tmp_path, "abc", end)
+def test_recovered_chunks_are_served_and_hold_no_other_memory(tmp_path: Path) -> None:
+    leave(tmp_path, "abc")
     start = ArenaStart(tmp_path)
-    assert start.served() == {}
-    assert start.owner.recovery.found_chunks == 3
-    assert start.owner.allocator.used_bytes == 3 * 1024
-    caplog.set_level("INFO")
+    assert start.served() == {}, "they are not checked yet"
+    assert start.store("a"), "stored again since"
     start.recover()
-    assert "found=3 served=3 damaged=0 dropped=0" in caplog.text
     assert start.served() == names_of(start, "abc")
-    assert start.announced == [make_key(name) for name in "abc"]
-    assert start.counters.snapshot() == {(metrics.RECOVERED_CHUNKS_TOTAL, ""): 3}
+    assert (start.owner.recovery.recovered_chunks, start.owner.recovery.dropped_chunks) == (2, 1)
     start.check_integrity()
     assert start.hot.clear_now() == 3
     assert start.owner.allocator.used_bytes == 0
@@ -45,26 +37,6 @@ def test_the_order_of_eviction_outlives_a_restart(tmp_path: Path) -> None:
     assert start.hot.evict_bytes(2000) == 2048
     assert set(start.served()) == {make_key("c"), make_key("d")}
     start.stop()
-
-
-def test_a_damaged_chunk_is_freed_and_counted(tmp_path: Path) -> None:
-    leave(tmp_path, "abc")
-    with (tmp_path / ARENA_NAME).open("r+b") as file:
-        offset = file.read().index(make_bytes("b", 1000))
-        file.seek(offset + 500)
-        file.write(bytes([make_bytes("b", 1000)[500] ^ 1]))
-    start = ArenaStart(tmp_path)
-    start.recover()
-    assert start.served() == names_of(start, "ac")
-    assert start.owner.recovery.damaged_chunks == 1
-    assert start.counters.snapshot()[metrics.UNRECOVERED_CHUNKS_TOTAL, "damaged"] == 1
-    assert start.owner.allocator.used_bytes == 2048
-    start.check_integrity()
-    start.look()
-    start.kill()
-    again = ArenaStart(tmp_path)
-    assert again.owner.recovery.found_chunks == 2, "it is not looked at twice"
-    again.stop()
 
 
 def test_quotas_and_lifetimes_hold_for_recovered_chunks(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from lmcache_sidecar.peer_server import PeerStore
 
 from tests.fixtures.known_holders import KnownHolders, held_by
 from tests.fixtures.local_chunks import local_chunks
-from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
+from tests.suites.chunks import make_chunk, make_key
 
 pytestmark = pytest.mark.virtual_time
 
@@ -125,18 +125,6 @@ async def hand_over(
     await handover.run(progress, asyncio.get_running_loop().time() + 10)
     await handover.close()
     return progress
-
-
-async def test_peer_takes_all_chunks(tmp_path: Path) -> None:
-    async with peer(tmp_path) as b:
-        assert await hand_over(Broker([b.status]), KnownHolders()) == DrainProgress(
-            total=NUM_CHUNKS, handed_over=NUM_CHUNKS
-        )
-        for name, chunk in zip(range(NUM_CHUNKS), b.hot.get_many(KEYS), strict=True):
-            assert chunk is not None
-            assert bytes(chunk.memory.byte_array) == make_payload(name)
-            chunk.release()
-        assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == NUM_CHUNKS
 
 
 async def test_chunk_held_by_a_peer_that_stays_is_not_sent(tmp_path: Path) -> None:
