@@ -51,6 +51,10 @@ async def stall() -> None:
     await asyncio.Event().wait()
 
 
+async def vanish() -> None:
+    raise ConnectionResetError
+
+
 @pytest.fixture
 async def stack() -> AsyncIterator[TierStack]:
     arena = ArenaAllocator.anonymous(8 << 20)
@@ -102,6 +106,15 @@ async def test_answer_to_a_stalled_client_is_abandoned(
     client = Client(patience, stall)
     await (await make(stack))({"type": "http"}, receive, client)
     assert not client.is_complete or len(client.messages) == 1
+
+
+@pytest.mark.parametrize("make", [one, many])
+@pytest.mark.parametrize("patience", [0, 3])
+async def test_lost_client_holds_no_chunks(
+    stack: TierStack, make: Callable[[TierStack], Awaitable[Response]], patience: int
+) -> None:
+    with pytest.raises(ConnectionResetError):
+        await (await make(stack))({"type": "http"}, receive, Client(patience, vanish))
 
 
 async def test_sent_bytes_do_not_change_with_the_memory(

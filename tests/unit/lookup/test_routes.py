@@ -94,6 +94,18 @@ async def test_route_counts_only_unbroken_prefixes() -> None:
     ]
 
 
+async def test_instances_are_listed_and_ended() -> None:
+    async with serving() as client:
+        await lease(client)
+        [entry] = (await client.get("/v1/instances")).json()["instances"]
+        assert entry.pop("expires_in_ms") > 0
+        assert entry == {"instance": "a", "kind": "sidecar", "incarnation": 1, "next_sequence": 0}
+        for incarnation, num_left in ((2, 1), (1, 0), (1, 0)):
+            ended = await client.delete("/v1/instances/a", params={"incarnation": incarnation})
+            assert ended.status_code == 204
+            assert len((await client.get("/v1/instances")).json()["instances"]) == num_left
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
