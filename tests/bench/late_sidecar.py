@@ -1,5 +1,5 @@
 """`python -m tests.bench.late_sidecar`: the first token of cold prompts at a sidecar that answers
-late, against a vLLM without us.
+late, as a multiple of plain vLLM's.
 
 Takes about two minutes; prints the table of docs/benchmarks.md ("A sidecar that answers late").
 """
@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from tests.bench.vllm_engines import CHUNK_SIZE, HOME, TimedEngine, random_prompt
+from tests.bench.vllm import CHUNK_SIZE, HOME, TimedEngine, random_prompt
 from tests.fixtures.late_socket import LateSocket, late_socket
 from tests.vllm.models import LLAMA, made_models
 from tests.vllm.processes import Owner
@@ -38,14 +38,9 @@ def main() -> None:
         sidecar(owner)
         with late_socket(Path(scratch) / "late.sock", socket_of(owner)) as relay:
             model = made_models(HOME) / LLAMA
+            options = {"sidecar_socket": str(relay.path), "chunk_size": CHUNK_SIZE}
             plain = TimedEngine(owner, "plain", model, dtype=DTYPE)
-            ours = TimedEngine(
-                owner,
-                "ours",
-                model,
-                {"sidecar_socket": str(relay.path), "chunk_size": CHUNK_SIZE},
-                DTYPE,
-            )
+            ours = TimedEngine(owner, "ours", model, options, DTYPE)
             for engine in (plain, ours):
                 engine.open()
             _measure(plain, ours, relay)
@@ -57,38 +52,28 @@ def main() -> None:
 
 def _measure(plain: TimedEngine, ours: TimedEngine, relay: LateSocket) -> None:
     dice = random.Random()
+
+    def ratio(num_tokens: int, is_swapped: bool = False) -> float:
+        """Ask both engines for prompts that are in no cache."""
+        seconds = {}
+        for engine in (ours, plain) if is_swapped else (plain, ours):
+            took = engine.first_token(random_prompt(dice, num_tokens))
+            assert took.num_cached == 0
+            seconds[engine] = took.seconds
+        return seconds[ours] / seconds[plain]
+
     for num_tokens in PAIRS:
         for _ in range(WARM_UPS):
-            _pair(plain, ours, dice, num_tokens)
+            ratio(num_tokens)
     for late_s in LATE_S:
         relay.late_s = late_s
-        _pair(plain, ours, dice, max(PAIRS))  # the first request finds out that the sidecar is late
-        ratios = []
-        for num_tokens, num_pairs in PAIRS.items():
-            took = [
-                _pair(plain, ours, dice, num_tokens, is_swapped=bool(number % 2))
-                for number in range(num_pairs)
-            ]
-            ratios.append(statistics.median(ours / plain for plain, ours in took))
-        print(
-            f"| {late_s * 1e3:.0f} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True
-        )
-
-
-def _pair(
-    plain: TimedEngine,
-    ours: TimedEngine,
-    dice: random.Random,
-    num_tokens: int,
-    is_swapped: bool = False,
-) -> tuple[float, float]:
-    """Seconds without and with the connector, for two prompts that are in no cache."""
-    seconds: dict[TimedEngine, float] = {}
-    for engine in (ours, plain) if is_swapped else (plain, ours):
-        took = engine.first_token(random_prompt(dice, num_tokens))
-        assert took.num_cached == 0
-        seconds[engine] = took.seconds
-    return seconds[plain], seconds[ours]
+        ratio(max(PAIRS))  # the first request finds out that the sidecar is late
+        medians = [
+            statistics.median(ratio(num_tokens, bool(number % 2)) for number in range(num_pairs))
+            for num_tokens, num_pairs in PAIRS.items()
+        ]
+        cells = " | ".join(f"{median:.2f}" for median in medians)
+        print(f"| {late_s * 1e3:.0f} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

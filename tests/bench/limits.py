@@ -1,5 +1,5 @@
-"""What this machine can do: a torch copy, a raw socket, raw files; one thread each, the same
-bytes in the same blocks.
+"""What this machine can do: a torch copy, a raw socket, Redis' own protocol; one thread each, the
+same bytes in the same blocks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import contextmanager
 
 import torch
 
+from tests.bench.engines import CHUNK_BYTES, NUM_CHUNKS, SHARED_MEMORY, TOTAL_BYTES
 from tests.bench.measure import ROUNDS, Figure, timed
-from tests.bench.shape import CHUNK_BYTES, NUM_CHUNKS, TOTAL_BYTES
 
 SOCKET_BUFFER_BYTES = 4 << 20
 
 
 def copy_work(num_bytes: int = TOTAL_BYTES) -> Callable[[int], object]:
-    """One-thread torch copy between touched memory, to be measured in turn with something else."""
+    """Return a one-thread torch copy between touched memory."""
     source = torch.empty(num_bytes, dtype=torch.uint8).random_()
     target = torch.zeros(num_bytes, dtype=torch.uint8)
     return lambda turn: target.copy_(source)
@@ -30,11 +30,11 @@ def copy_work(num_bytes: int = TOTAL_BYTES) -> Callable[[int], object]:
 
 @contextmanager
 def new_mapping_work(num_bytes: int) -> Iterator[Callable[[], float]]:
-    """A one-thread copy to touched memory of another process, mapped just before: each page of the
-    mapping is entered when it is written to. It returns the seconds of the copy.
+    """Yield a one-thread copy to touched memory of another process, mapped just before, so that
+    each page of the mapping is entered when it is written. It returns the seconds of the copy.
     """
     source = torch.empty(num_bytes, dtype=torch.uint8).random_()
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+    with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
         file.write(memoryview(source.numpy()))
         file.flush()
 
@@ -50,44 +50,48 @@ def new_mapping_work(num_bytes: int) -> Iterator[Callable[[], float]]:
         yield copy
 
 
-def copy_limit(copy: Callable[[int], object]) -> Figure:
-    """That copy by itself."""
-    return Figure("limit: torch copy, one thread", TOTAL_BYTES, timed(copy))
+class SocketPair:
+    """Two ends of a TCP connection over loopback; moves chunks from one thread to another."""
 
+    def __init__(self) -> None:
+        self._payload = payload()
+        self._target = memoryview(bytearray(CHUNK_BYTES))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._sender = socket.create_connection(listener.getsockname())
+            self._receiver, _ = listener.accept()
+        for end in (self._sender, self._receiver):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
 
-def socket_limit(rounds: int = ROUNDS, num_chunks: int = NUM_CHUNKS) -> Figure:
-    """`sendall` in one thread, `recv_into` in another, over loopback TCP."""
-    payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
-    target = memoryview(bytearray(CHUNK_BYTES))
-    listener = socket.create_server(("127.0.0.1", 0))
-    sender = socket.create_connection(listener.getsockname())
-    receiver, _ = listener.accept()
-    for end in (sender, receiver):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-
-    def transfer(turn: int) -> None:
+    def move(self, num_chunks: int) -> None:
+        """`sendall` in one thread, `recv_into` in another."""
         thread = threading.Thread(
-            target=lambda: [sender.sendall(payload) for _ in range(num_chunks)]
+            target=lambda: [self._sender.sendall(self._payload) for _ in range(num_chunks)]
         )
         thread.start()
         for _ in range(num_chunks):
-            at = 0
-            while at < CHUNK_BYTES:
-                at += receiver.recv_into(target[at:])
+            receive(self._receiver, self._target)
         thread.join()
 
-    seconds = timed(transfer, rounds=rounds)
-    for end in (sender, receiver, listener):
-        end.close()
+    def close(self) -> None:
+        """Close both ends."""
+        self._sender.close()
+        self._receiver.close()
+
+
+def socket_limit(rounds: int = ROUNDS, num_chunks: int = NUM_CHUNKS) -> Figure:
+    """Measure a raw socket."""
+    pair = SocketPair()
+    seconds = timed(lambda turn: pair.move(num_chunks), rounds=rounds)
+    pair.close()
     return Figure("limit: raw socket, loopback", num_chunks * CHUNK_BYTES, seconds)
 
 
 def redis_limits(
     port: int, num_chunks: int = NUM_CHUNKS
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """SET and GET of every chunk's bytes over a raw socket; nothing is copied."""
-    payload = memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
+    """Return SET and GET of every chunk's bytes over a raw socket; nothing is copied."""
+    data = payload()
     target = memoryview(bytearray(CHUNK_BYTES))
 
     def store() -> None:
@@ -97,7 +101,7 @@ def redis_limits(
                 raw.sendall(
                     b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, CHUNK_BYTES)
                 )
-                raw.sendall(payload)
+                raw.sendall(data)
                 raw.sendall(b"\r\n")
                 assert _line(raw) == b"+OK"
 
@@ -107,12 +111,25 @@ def redis_limits(
                 name = b"raw:%d" % i
                 raw.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
                 assert _line(raw) == b"$%d" % CHUNK_BYTES
-                at = 0
-                while at < CHUNK_BYTES:
-                    at += raw.recv_into(target[at:])
+                receive(raw, target)
                 assert _line(raw) == b""
 
     return store, retrieve
+
+
+def payload() -> memoryview:
+    """Return the bytes of a chunk, a random mebibyte again and again."""
+    return memoryview(bytearray(os.urandom(1 << 20)) * (CHUNK_BYTES >> 20))
+
+
+def receive(source: socket.socket, target: memoryview) -> None:
+    """Fill the target."""
+    at = 0
+    while at < len(target):
+        num_bytes = source.recv_into(target[at:])
+        if not num_bytes:
+            raise ConnectionError("the connection ended")
+        at += num_bytes
 
 
 def _line(raw: socket.socket) -> bytes:

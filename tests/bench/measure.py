@@ -1,36 +1,46 @@
-"""Timing: several rounds, medians, and a limit taken in the same run."""
+"""Timing: rounds in turn, medians, and what else the machine does meanwhile."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 ROUNDS = 7
 GB = 1e9
+PROC_STAT = Path("/proc/stat")
+BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
+"""User, nice, system, interrupts, soft interrupts, stolen by the host; neither idle nor waiting for
+a device.
+"""
+LOAD_S = 2.0
+
+Seconds = tuple[float, ...]
+"""Of each round."""
+Run = Callable[[str, Callable[[], Any]], Any]
+"""Shows the name of a part of the bench, does its work and returns what it returns."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One row: what was moved, how fast, and what the machine could have done.
+    """What was moved, how fast, and what the machine could have done.
 
     Attributes:
-        name: What was measured.
-        num_bytes: Bytes moved in a round.
-        seconds: Each round.
-        limit: Figure of the limit that this one is held against; None for a limit itself.
-        note: What limits it.
-        beside: Seconds of the limit's work, done in turn with each round: noise then hits both
-            alike. Empty when `limit` says it all.
+        num_bytes: Moved in a round.
+        limit: The figure that this one is compared with; None for a limit itself.
+        limit_seconds: Of the limit's work, done in turn with each round, so that noise hits both
+            alike. Empty if `limit` says it all.
     """
 
     name: str
     num_bytes: int
-    seconds: tuple[float, ...]
+    seconds: Seconds
     limit: Figure | None = None
-    note: str = ""
-    beside: tuple[float, ...] = ()
+    limit_seconds: Seconds = ()
 
     @property
     def rate(self) -> float:
@@ -38,67 +48,114 @@ class Figure:
         return self.num_bytes / statistics.median(self.seconds) / GB
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """Slowest and fastest round, GB/s."""
-        return self.num_bytes / max(self.seconds) / GB, self.num_bytes / min(self.seconds) / GB
-
-    @property
     def share(self) -> float | None:
-        """Rate as a share of the limit's: the median over rounds measured in turn, or the ratio
-        of the medians.
+        """Rate as a share of the limit's: the median over rounds in turn, or the ratio of the
+        medians.
         """
-        if self.beside:
-            return statistics.median(
-                limit / mine for limit, mine in zip(self.beside, self.seconds, strict=True)
-            )
+        if self.limit_seconds:
+            return median_ratio(self.limit_seconds, self.seconds)
         return None if self.limit is None else self.rate / self.limit.rate
+
+
+def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median over rounds of the ratio of two times of the same round."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def in_turn(
+    *works: Callable[[int], object],
+    prepare: Callable[[int], object] | None = None,
+    rounds: int = ROUNDS,
+) -> list[Seconds]:
+    """Return the seconds of every round of each work. All take their turn in each round; the first
+    round does not count.
+
+    Args:
+        works: Called with the number of the round.
+        prepare: Called before each round, not measured.
+    """
+    seconds: list[list[float]] = [[] for _ in works]
+    for turn in range(rounds + 1):
+        if prepare is not None:
+            prepare(turn)
+        for work, of_work in zip(works, seconds, strict=True):
+            began = time.perf_counter()
+            work(turn)
+            of_work.append(time.perf_counter() - began)
+    return [tuple(of_work[1:]) for of_work in seconds]
 
 
 def timed(
     work: Callable[[int], object],
     prepare: Callable[[int], object] | None = None,
     rounds: int = ROUNDS,
-) -> tuple[float, ...]:
-    """Seconds of each round, after one that does not count.
+) -> Seconds:
+    """Return the seconds of every round of one work; see `in_turn`."""
+    return in_turn(work, prepare=prepare, rounds=rounds)[0]
 
-    Args:
-        work: Measured; given the round's number.
-        prepare: Run before it, not measured.
-        rounds: How many count.
+
+def percentile(seconds: Sequence[float], percent: int) -> float:
+    """Return a percentile."""
+    return statistics.quantiles(seconds, n=100)[percent - 1]
+
+
+def median_ms(seconds: Sequence[float]) -> str:
+    """Return the median for a table of milliseconds."""
+    return f"{statistics.median(seconds) * 1e3:.2f}"
+
+
+def busy_seconds() -> float:
+    """Return the processor time that all cores together have been busy."""
+    fields = PROC_STAT.read_text(encoding="utf-8").splitlines()[0].split()[1:]
+    ticks = sum(int(fields[column]) for column in BUSY_COLUMNS)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of a process so far, all threads, to the tick of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def other_load() -> float:
+    """Return how many cores were busy for a moment while this process waited."""
+    busy_s = busy_seconds()
+    time.sleep(LOAD_S)
+    return (busy_seconds() - busy_s) / LOAD_S
+
+
+class OtherLoad:
+    """Measure, within a block, how busy processes keep the machine that are neither this one nor
+    its children.
+
+    Attributes:
+        cores: Mean number of cores; set at the end.
     """
-    seconds = []
-    for turn in range(rounds + 1):
-        if prepare is not None:
-            prepare(turn)
-        begin = time.perf_counter()
-        work(turn)
-        seconds.append(time.perf_counter() - begin)
-    return tuple(seconds[1:])
 
+    cores: float
 
-def in_turn(
-    work: Callable[[int], object],
-    limit: Callable[[int], object],
-    prepare: Callable[[int], object] | None = None,
-    rounds: int = ROUNDS,
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of each round of `work`, and of the `limit` work done in turn with it; one round of
-    both does not count.
+    def __enter__(self) -> Self:
+        self._others_s, self._began = self._others_seconds(), time.perf_counter()
+        return self
 
-    Args:
-        work: Measured; given the round's number.
-        limit: What it is held against.
-        prepare: Run before `work`, not measured.
-        rounds: How many count.
-    """
-    mine, limits = [], []
-    for turn in range(rounds + 1):
-        if prepare is not None:
-            prepare(turn)
-        begin = time.perf_counter()
-        work(turn)
-        middle = time.perf_counter()
-        limit(turn)
-        limits.append(time.perf_counter() - middle)
-        mine.append(middle - begin)
-    return tuple(mine[1:]), tuple(limits[1:])
+    def __exit__(self, *_: object) -> None:
+        others_s = self._others_seconds() - self._others_s
+        self.cores = max(0.0, others_s / (time.perf_counter() - self._began))
+
+    @property
+    def remark(self) -> str:
+        """A sentence below a table."""
+        return (
+            f"While this was measured, other processes kept {self.cores:.2f} of {os.cpu_count()}"
+            " cores busy."
+        )
+
+    @staticmethod
+    def _others_seconds() -> float:
+        children = [
+            int(pid)
+            for path in Path("/proc/self/task").glob("*/children")
+            for pid in path.read_text(encoding="utf-8").split()
+        ]
+        own_s = time.process_time() + sum(map(processor_seconds, children))
+        return busy_seconds() - own_s

@@ -1,7 +1,8 @@
-"""An engine, ours or LMCache's, driven over stdin and stdout by JSON, one object a line.
+"""An engine or a codec, ours or another project's, driven over stdin and stdout by JSON, one object
+a line.
 
-Both run the same prompts, copy the same tensors and are timed by the same lines of this file, each
-in its own process and environment.
+All run the same prompts, copy the same tensors and are timed by the same lines of this file, each
+in its own process and environment. So this module imports torch and nothing else at its top.
 """
 
 from __future__ import annotations
@@ -10,27 +11,26 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from tests.bench.peer_codec import Codec
-    from tests.bench.peer_vllm import Offloading
 
 DTYPE = torch.bfloat16
 VISIBLE_TIMEOUT_S = 120.0
 PROMPTS_AT_ONCE = 50
+MAX_ERROR = 0.15
+"""Of decoded values, relative; the documented quantization alone gives 0.09 on KV of the demo's
+model.
+"""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Prompts of a Llama-3.1-8B-shaped model, unless said otherwise.
+    """Prompts of a Llama-3.1-8B-shaped model by default, 128 KiB a token.
 
     Attributes:
-        num_tokens: Of a prompt; 128 KiB each.
         is_paged: Whether KV lies in blocks in random order, tokens before heads, or one token
             after the other.
     """
@@ -64,9 +64,9 @@ class Shape:
         """Of a prompt."""
         return 2 * self.num_layers * self.num_tokens * self.hidden * DTYPE.itemsize
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> str:
         """For the child."""
-        return asdict(self)
+        return json.dumps(asdict(self))
 
 
 SMALL = Shape(num_tokens=256, chunk_size=16, num_layers=1, num_heads=1, head_size=16)
@@ -78,7 +78,6 @@ class KV:
     `[layers, 2, blocks, 16, heads, head size]`.
 
     Args:
-        shape: Of the prompt.
         seed: Of random bits, and of the order of blocks; 0: filled with zeros.
     """
 
@@ -105,8 +104,145 @@ class KV:
             yield layer.view(torch.int16)
 
 
-def ours(shape: Shape, options: dict[str, Any]) -> Any:
-    """Return our engine, and a function that makes the arguments of its calls from KV."""
+Arguments = Callable[[KV], dict[str, Any]]
+"""Makes the arguments of an engine's calls from KV."""
+
+
+class Driver:
+    """Times the calls of one engine; every call returns seconds.
+
+    Args:
+        arguments: See `Arguments`.
+        tier: Where a store ends, by its name in `lookup`.
+    """
+
+    def __init__(self, engine: Any, arguments: Arguments, tier: str, shape: Shape) -> None:
+        self._engine = engine
+        self._arguments = arguments
+        self._tier = tier
+        self._shape = shape
+        self._source, self._target = KV(shape, 1), KV(shape, 0)
+
+    def store(self, turn: int) -> float:
+        """Store a prompt until the tier has all of it."""
+        self._source.mark(turn)
+        tokens = self._tokens(turn)
+        arguments = self._arguments(self._source)
+        if hasattr(self._engine, "make_room"):
+            self._engine.make_room()
+        began = time.perf_counter()
+        self._engine.store(tokens, **arguments)
+        while self._engine.lookup(tokens, search_range=[self._tier]) < len(tokens):
+            if time.perf_counter() - began > VISIBLE_TIMEOUT_S:
+                raise TimeoutError(f"prompt {turn} is not in {self._tier}")
+            time.sleep(0.001)
+        return time.perf_counter() - began
+
+    def retrieve(self, turn: int) -> float:
+        """Load a prompt. Every byte is compared."""
+        tokens = self._tokens(turn)
+        self._target.tensor.zero_()
+        arguments = self._arguments(self._target)
+        if hasattr(self._engine, "promise"):
+            arguments["promised"] = self._engine.promise(tokens)
+        began = time.perf_counter()
+        mask = self._engine.retrieve(tokens, **arguments)
+        seconds = time.perf_counter() - began
+        self._source.mark(turn)
+        if int(mask.sum()) != len(tokens):
+            raise ValueError(
+                f"{int(mask.sum())} of {len(tokens)} tokens of prompt {turn} came back"
+            )
+        self._compare(f"for prompt {turn}")
+        return seconds
+
+    def lookup(self, turn: int) -> float:
+        """Look a prompt up."""
+        tokens = self._tokens(turn)
+        began = time.perf_counter()
+        num_tokens = self._engine.lookup(tokens, search_range=[self._tier])
+        seconds = time.perf_counter() - began
+        if num_tokens != len(tokens):
+            raise ValueError(f"{num_tokens} of {len(tokens)} tokens of prompt {turn} were found")
+        return seconds
+
+    def stores(self, turn: int) -> float:
+        """Store many prompts in memory."""
+        arguments = self._arguments(self._source)
+        prompts = self._prompts(turn)
+        began = time.perf_counter()
+        for tokens in prompts:
+            self._engine.store(tokens, **arguments)
+        return time.perf_counter() - began
+
+    def retrieves(self, turn: int) -> float:
+        """Load them. All must be there."""
+        arguments = self._arguments(self._target)
+        prompts = self._prompts(turn)
+        began = time.perf_counter()
+        num_tokens = sum(int(self._engine.retrieve(t, **arguments).sum()) for t in prompts)
+        seconds = time.perf_counter() - began
+        if num_tokens != PROMPTS_AT_ONCE * self._shape.num_tokens:
+            raise ValueError(f"{num_tokens} tokens of {PROMPTS_AT_ONCE} prompts came back")
+        self._compare("")
+        return seconds
+
+    def _compare(self, what: str) -> None:
+        for stored, loaded in zip(self._source.layers(), self._target.layers(), strict=True):
+            if not torch.equal(stored, loaded):
+                raise ValueError(f"other bytes than were stored came back {what}")
+
+    def _prompts(self, turn: int) -> list[torch.Tensor]:
+        return [self._tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
+
+    def _tokens(self, turn: int) -> torch.Tensor:
+        return torch.arange(self._shape.num_tokens) + turn * self._shape.num_tokens
+
+
+Coder = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""Encodes and decodes."""
+
+
+class Codec:
+    """Times a coder on one chunk; every call returns the processor seconds of one thread.
+
+    Args:
+        make: Makes the coder from the directory of the chunk's model and the chunk.
+        model: That directory.
+        chunk: File of the chunk, `[2, layers, tokens, hidden]` bf16, as torch saves it.
+        calls: Calls a round.
+    """
+
+    def __init__(
+        self, make: Callable[[str, torch.Tensor], Coder], model: str, chunk: str, calls: int
+    ) -> None:
+        torch.set_num_threads(1)
+        self._kv = torch.load(chunk, weights_only=True)
+        self._encode, self._decode = make(model, self._kv)
+        self._calls = calls
+        self._encoded = self._encode(self._kv)
+
+    def encode(self, turn: int) -> float:
+        """Encode."""
+        began = time.process_time()
+        for _ in range(self._calls):
+            self._encoded = self._encode(self._kv)
+        return (time.process_time() - began) / self._calls
+
+    def decode(self, turn: int) -> float:
+        """Decode. The values must be near those encoded."""
+        began = time.process_time()
+        for _ in range(self._calls):
+            decoded = self._decode(self._encoded)
+        seconds = (time.process_time() - began) / self._calls
+        error = float((decoded.float() - self._kv.float()).norm() / self._kv.float().norm())
+        if not error < MAX_ERROR:
+            raise ValueError(f"decoded values are off by {error:.3f}")
+        return seconds
+
+
+def our_engine(shape: Shape, options: dict[str, Any]) -> tuple[Any, Arguments]:
+    """Return our engine and the arguments of its calls."""
     from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
     from lmcache_core.engine import LMCacheEngineBuilder
     from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector, VLLMPagedMemGPUConnectorV2
@@ -134,139 +270,58 @@ def ours(shape: Shape, options: dict[str, Any]) -> Any:
     return engine, arguments
 
 
-def engine_of(kind: str, shape: Shape, options: dict[str, Any]) -> Any:
-    """Return an engine and what makes the arguments of its calls."""
+def our_coder(model: str, kv: torch.Tensor) -> Coder:
+    """Return our encoder and decoder."""
+    from lmcache_core.serde import create_codec
+
+    from tests.bench.chunk_codec import ChunkScheme
+
+    codec = create_codec("cachegen", 1)
+    assert codec is not None
+    codec.open()  # as long as the process lives
+    scheme, out = ChunkScheme(codec), torch.empty_like(kv)
+
+    def decode(encoded: Any) -> torch.Tensor:
+        scheme.decode(scheme.header(encoded), encoded, out)
+        return out
+
+    return scheme.encode, decode
+
+
+def driver_of(kind: str, tier: str, options: dict[str, Any], shape: Shape) -> Any:
+    """Return what obeys: methods that take a turn and return JSON.
+
+    Args:
+        kind: Of the keys below.
+        tier: Where a store ends, by its name in `lookup`.
+        options: Of the engine or the codec.
+    """
+    if kind == "ours-codec":
+        return Codec(our_coder, **options)
     if kind == "ours":
-        return ours(shape, options)
-    from tests.bench import peer_lmcache
-
-    make = peer_lmcache.multiprocess if kind == "lmcache-mp" else peer_lmcache.engine
-    return make(shape, options)
-
-
-class Driver:
-    """Times the calls of one engine.
-
-    Args:
-        engine: The engine.
-        arguments: Makes the arguments of its calls from KV.
-        tier: Where a store ends, by its name in `lookup`.
-        shape: Of prompts.
-    """
-
-    def __init__(self, engine: Any, arguments: Any, tier: str, shape: Shape) -> None:
-        self._engine = engine
-        self._arguments = arguments
-        self._tier = tier
-        self._shape = shape
-        self._source, self._target = KV(shape, 1), KV(shape, 0)
-
-    def store(self, turn: int) -> dict[str, float]:
-        """Store a prompt; return the seconds until the tier has all of it."""
-        self._source.mark(turn)
-        tokens = self._tokens(turn)
-        arguments = self._arguments(self._source)
-        if hasattr(self._engine, "make_room"):
-            self._engine.make_room()
-        began = time.perf_counter()
-        self._engine.store(tokens, **arguments)
-        while self._engine.lookup(tokens, search_range=[self._tier]) < len(tokens):
-            if time.perf_counter() - began > VISIBLE_TIMEOUT_S:
-                raise TimeoutError(f"prompt {turn} is not in {self._tier}")
-            time.sleep(0.001)
-        return {"seconds": time.perf_counter() - began}
-
-    def retrieve(self, turn: int) -> dict[str, float]:
-        """Load a prompt; return the seconds. Every byte is compared."""
-        tokens = self._tokens(turn)
-        self._target.tensor.zero_()
-        arguments = self._arguments(self._target)
-        if hasattr(self._engine, "promise"):
-            arguments["promised"] = self._engine.promise(tokens)
-        began = time.perf_counter()
-        mask = self._engine.retrieve(tokens, **arguments)
-        seconds = time.perf_counter() - began
-        self._source.mark(turn)
-        if int(mask.sum()) != len(tokens):
-            raise ValueError(
-                f"{int(mask.sum())} of {len(tokens)} tokens of prompt {turn} came back"
-            )
-        self._compare(f"for prompt {turn}")
-        return {"seconds": seconds}
-
-    def lookup(self, turn: int) -> dict[str, float]:
-        """Look a prompt up; return the seconds."""
-        tokens = self._tokens(turn)
-        began = time.perf_counter()
-        num_tokens = self._engine.lookup(tokens, search_range=[self._tier])
-        seconds = time.perf_counter() - began
-        if num_tokens != len(tokens):
-            raise ValueError(f"{num_tokens} of {len(tokens)} tokens of prompt {turn} were found")
-        return {"seconds": seconds}
-
-    def stores(self, turn: int) -> dict[str, float]:
-        """Store many prompts in memory; return the seconds."""
-        prompts = [self._tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
-        arguments = self._arguments(self._source)
-        began = time.perf_counter()
-        for tokens in prompts:
-            self._engine.store(tokens, **arguments)
-        return {"seconds": time.perf_counter() - began}
-
-    def retrieves(self, turn: int) -> dict[str, float]:
-        """Load them; return the seconds. All must be there."""
-        prompts = [self._tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
-        arguments = self._arguments(self._target)
-        began = time.perf_counter()
-        num_tokens = sum(int(self._engine.retrieve(t, **arguments).sum()) for t in prompts)
-        seconds = time.perf_counter() - began
-        if num_tokens != PROMPTS_AT_ONCE * self._shape.num_tokens:
-            raise ValueError(f"{num_tokens} tokens of {PROMPTS_AT_ONCE} prompts came back")
-        self._compare("")
-        return {"seconds": seconds}
-
-    def _compare(self, what: str) -> None:
-        for stored, loaded in zip(self._source.layers(), self._target.layers(), strict=True):
-            if not torch.equal(stored, loaded):
-                raise ValueError(f"other bytes than were stored came back {what}")
-
-    def _tokens(self, turn: int) -> torch.Tensor:
-        return torch.arange(self._shape.num_tokens) + turn * self._shape.num_tokens
-
-
-def driver_of(
-    kind: str, tier: str, options: dict[str, Any], shape: dict[str, Any]
-) -> Driver | Codec | Offloading:
-    """Return what obeys.
-
-    Args:
-        kind: `ours`, `lmcache`, `lmcache-mp`, or of a codec or of vLLM's tiers.
-        tier: Where a store ends, by its name in `lookup`.
-        options: Of the engine.
-        shape: Fields of `Shape`.
-    """
-    if kind.endswith("-codec"):
-        from tests.bench.peer_codec import Codec
-
-        return Codec(kind, **options)
+        return Driver(*our_engine(shape, options), tier, shape)
     if kind.startswith("vllm-"):
         from tests.bench.peer_vllm import Offloading
 
-        return Offloading(Shape(**shape), **options)
-    made = Shape(**shape)
-    return Driver(*engine_of(kind, made, options), tier, made)
+        return Offloading(shape, **options)
+    from tests.bench import peer_lmcache
+
+    if kind == "lmcache-codec":
+        return Codec(peer_lmcache.coder, **options)
+    make = {"lmcache": peer_lmcache.engine, "lmcache-mp": peer_lmcache.multiprocess}[kind]
+    return Driver(*make(shape, options), tier, shape)
 
 
 def main() -> None:
     """Answer until stdin ends."""
-    kind, tier, *rest = sys.argv[1:]
+    kind, tier, options, shape = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an engine's own output is not an answer
-    driver = driver_of(kind, tier, *map(json.loads, rest))
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    driver = driver_of(kind, tier, json.loads(options), Shape(**json.loads(shape)))
+    print("1", file=answers, flush=True)
     for line in sys.stdin:
-        ask = json.loads(line)
-        print(json.dumps(getattr(driver, ask["do"])(ask["turn"])), file=answers, flush=True)
+        what, turn = line.split()
+        print(json.dumps(getattr(driver, what)(int(turn))), file=answers, flush=True)
     if hasattr(driver, "close"):
         driver.close()
     os._exit(0)  # the bench removes files and servers

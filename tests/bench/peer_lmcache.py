@@ -1,5 +1,5 @@
-"""LMCache's engine and the client of its multiprocess server, for `peer_child`. Runs in LMCache's
-environment and imports nothing from this repository.
+"""LMCache's engine, the client of its multiprocess server, and its CacheGen, for `peer_child`. Runs
+in LMCache's environment and imports nothing from this repository.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def engine(shape: Any, options: dict[str, Any]) -> tuple[Any, Arguments]:
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
-    from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.multiprocess.transfer_context import (
         gather_paged_kv_to_cpu,
         scatter_cpu_to_paged_kv,
@@ -83,18 +82,7 @@ def engine(shape: Any, options: dict[str, Any]) -> tuple[Any, Arguments]:
             )
 
     config = LMCacheEngineConfig.from_defaults(chunk_size=shape.chunk_size, **options)
-    metadata = LMCacheMetadata(
-        model_name=shape.model,
-        world_size=1,
-        local_world_size=1,
-        worker_id=0,
-        local_worker_id=0,
-        kv_dtype=torch.bfloat16,
-        kv_shape=shape.kv_shape,
-        chunk_size=shape.chunk_size,
-        role="worker",
-        engine_id="bench",
-    )
+    metadata = _metadata(shape.model, shape.kv_shape, shape.chunk_size)
     connector = Pages() if shape.is_paged else Slices()
     made = LMCacheEngineBuilder.get_or_create(
         "bench", config, metadata, connector, lambda tensor, _: tensor, lambda item, _: item
@@ -108,12 +96,48 @@ def _paged(kv: Any) -> dict[str, Any]:
     return {"layers": layers, "blocks": kv.blocks}
 
 
+def coder(model: str, kv: torch.Tensor) -> tuple[Any, Any]:
+    """Return its CacheGen encoder and decoder. It asks the model's configuration for the number of
+    layers.
+    """
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+    from lmcache.v1.storage_backend.naive_serde import CreateSerde
+
+    _, num_layers, num_tokens, hidden = kv.shape
+    metadata = _metadata(model, (num_layers, 2, num_tokens, 1, hidden), num_tokens)
+    config = LMCacheEngineConfig.from_defaults(chunk_size=num_tokens)
+    serializer, deserializer = CreateSerde("cachegen", metadata, config)
+    about = MemoryObjMetadata(kv.shape, kv.dtype, 0, kv.nbytes, 1, 0, MemoryFormat.KV_2LTD)
+
+    def encode(kv: torch.Tensor) -> Any:
+        return serializer.serialize(TensorMemoryObj(kv.view(torch.uint8).flatten(), about, None))
+
+    return encode, lambda encoded: deserializer.deserialize(encoded).tensor
+
+
+def _metadata(model: str, kv_shape: tuple[int, ...], chunk_size: int) -> Any:
+    from lmcache.v1.metadata import LMCacheMetadata
+
+    return LMCacheMetadata(
+        model_name=model,
+        world_size=1,
+        local_world_size=1,
+        worker_id=0,
+        local_worker_id=0,
+        kv_dtype=torch.bfloat16,
+        kv_shape=kv_shape,
+        chunk_size=chunk_size,
+        role="worker",
+        engine_id="bench",
+    )
+
+
 class Multiprocess:
     """What vLLM's worker and scheduler do at LMCache's multiprocess server: the worker copies
     between its pages and shared memory.
 
     Args:
-        shape: Of the prompts.
         url: Address of the server.
     """
 

@@ -1,4 +1,4 @@
-"""Where KV is kept for both engines of `peers`, and the limits of the machine there."""
+"""Where both engines of `peers` keep KV, and the limits of the machine there."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from typing import Any
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
-from tests.bench.disk import drop_from_cache
-from tests.bench.engines import running_sidecar
+from tests.bench.engines import CHUNK_BYTES, SHARED_MEMORY, running_sidecar
 from tests.bench.limits import copy_work, new_mapping_work, redis_limits, socket_limit
 from tests.bench.peer_child import Shape
-from tests.bench.shape import CHUNK_BYTES
+from tests.bench.tiers import drop_from_cache
 from tests.fixtures.redis_server import running_redis
 
 ROOT = Path(__file__).resolve().parents[2]
 LMCACHE_PYTHON = ROOT / ".lmcache" / "venv" / "bin" / "python"
 START_TIMEOUT_S = 120.0
+
+Engine = tuple[str, str, dict[str, Any]]
+"""Kind for `peer_child`, tier by its name in `lookup`, and options."""
 
 
 @dataclass
@@ -35,15 +37,11 @@ class Place:
     """Where KV is kept, for both engines.
 
     Attributes:
-        name: For people.
-        ours: Kind, tier by its name in `lookup`, and options of our engine.
-        peer: The same of the other engine.
-        limit: Description of the limits.
+        limit: What the limits are.
         store_limit: Moves the same bytes there as fast as the machine can; returns the seconds.
         retrieve_limit: Moves them back, likewise.
-        first_store_limit: Like `store_limit` for the first store of a client, with a description;
+        first_store_limit: Like `store_limit` for the first store of a client, with what it is;
             None: the same.
-        shape: Of prompts.
         delay: Rounds between storing and retrieving a prompt: one for slower tiers, when memory no
             longer holds it.
         is_backed: Whether free memory has just been used when a store begins. Otherwise a host may
@@ -58,8 +56,8 @@ class Place:
     """
 
     name: str
-    ours: tuple[str, str, dict[str, Any]]
-    peer: tuple[str, str, dict[str, Any]]
+    ours: Engine
+    peer: Engine
     limit: str
     store_limit: Callable[[], float]
     retrieve_limit: Callable[[], float]
@@ -73,8 +71,8 @@ class Place:
     first_store_limit: tuple[str, Callable[[], float]] | None = None
 
     @property
-    def engines(self) -> dict[str, tuple[str, str, dict[str, Any]]]:
-        """By name: kind, tier by its name in `lookup`, and options of each engine."""
+    def engines(self) -> dict[str, Engine]:
+        """All engines by name."""
         found = {"ours": self.ours, "peer": self.peer}
         if self.without_digests is not None:
             kind, tier, options = self.ours
@@ -86,15 +84,15 @@ class Place:
 def memory(directory: Path, num_tokens: int, is_paged: bool) -> Iterator[Place]:
     """Memory of the process."""
     shape = Shape(num_tokens, is_paged)
-    copy = partial(copy_work(shape.num_bytes), 0)
+    copy = _timed(partial(copy_work(shape.num_bytes), 0))
     room = {"max_local_cpu_size": 2.5 * shape.num_bytes / 2**30}
     yield Place(
         "hot, paged NHD" if is_paged else "hot, contiguous",
         ("ours", "Hot", room | {"remote_url": None}),
         ("lmcache", "LocalCPUBackend", room | {"local_cpu": True}),
         "copy, one thread",
-        timed(copy),
-        timed(copy),
+        copy,
+        copy,
         shape,
         delay=0,
         lookup="" if is_paged else "first lookup",
@@ -106,7 +104,7 @@ def memory(directory: Path, num_tokens: int, is_paged: bool) -> Iterator[Place]:
 def sidecar(directory: Path, num_tokens: int) -> Iterator[Place]:
     """Memory of another process on the machine, shared with the engine."""
     shape = Shape(num_tokens, is_paged=True)
-    copy = partial(copy_work(shape.num_bytes), 0)
+    copy = _timed(partial(copy_work(shape.num_bytes), 0))
     arena_gb = 2.5 * shape.num_bytes / 2**30
     port = free_port()
     options = f"--port={port}", f"--l1-size-gb={arena_gb}", f"--chunk-size={shape.chunk_size}"
@@ -118,48 +116,20 @@ def sidecar(directory: Path, num_tokens: int) -> Iterator[Place]:
         running_sidecar(directory, arena_gb) as path,
         running_sidecar(directory, arena_gb, verify_hot="never") as without_digests,
         new_mapping_work(shape.num_bytes) as copy_to_new_mapping,
-        lmcache_server(directory, port, module, *options, *way, *rest),
+        _lmcache_server(directory, port, module, *options, *way, *rest),
     ):
         yield Place(
             "sidecar, paged NHD",
             ("ours", "Hot", {"sidecar_socket": str(path)}),
             ("lmcache-mp", "", {"url": f"tcp://127.0.0.1:{port}"}),
             "copy, one thread",
-            timed(copy),
-            timed(copy),
+            copy,
+            copy,
             shape,
             delay=0,
             num_clients=3,
             without_digests={"sidecar_socket": str(without_digests)},
             first_store_limit=("copy to a new mapping", copy_to_new_mapping),
-        )
-
-
-@contextmanager
-def vllm_offloading(directory: Path, num_tokens: int) -> Iterator[Place]:
-    """Tiers behind vLLM's own offloading, both in memory: its files, and our sidecar."""
-    shape = Shape(num_tokens)
-    copy = partial(copy_work(shape.num_bytes), 0)
-    with ExitStack() as opened:
-        # Room for all rounds, like a folder, which has no bound.
-        path = opened.enter_context(running_sidecar(directory, 8 * shape.num_bytes / 2**30))
-        files = opened.enter_context(
-            tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir="/dev/shm")
-        )
-        ours = {
-            "type": "LMCacheTier",
-            "module_path": "lmcache_core.integrations.vllm_tier",
-            "sidecar_socket": str(path),
-            "identity": "bench",
-        }
-        yield Place(
-            "tier behind vLLM's host memory (peer: vLLM's file tier, in memory)",
-            ("vllm-ours", "", {"tier": ours}),
-            ("vllm-fs", "", {"tier": {"type": "fs", "root_dir": files}}),
-            "copy, one thread",
-            timed(copy),
-            timed(copy),
-            shape,
         )
 
 
@@ -186,24 +156,22 @@ def disk(directory: Path, num_tokens: int, is_backed: bool) -> Iterator[Place]:
 
     def options(name: str) -> dict[str, Any]:
         (folder / name).mkdir()
-        return {
-            "local_disk": f"file://{folder / name}/",
-            "max_local_disk_size": 12 * size / 2**30,
-        }
+        path = f"file://{folder / name}/"
+        return {"local_disk": path, "max_local_disk_size": 12 * size / 2**30}
 
     def make_cold() -> None:
         for path in folder.rglob("*"):
             if path.is_file():
                 drop_from_cache(path)
 
-    room = little_room(shape)
+    room = _little_room(shape)
     yield Place(
         f"disk, no fsync{_memory_of(is_backed)}",
         ("ours", "LocalDiskBackend", room | {"remote_url": None} | options("ours")),
         ("lmcache", "LocalDiskBackend", room | {"local_cpu": False} | options("lmcache")),
         "raw write, raw read",
-        timed(write),
-        timed(read),
+        _timed(write),
+        _timed(read),
         shape,
         is_backed=is_backed,
         lookup="lookup" if is_backed else "",
@@ -216,19 +184,19 @@ def lm(directory: Path, num_tokens: int, is_backed: bool) -> Iterator[Place]:
     """A server over loopback: each its own."""
     shape = Shape(num_tokens)
     port = free_port()
-    with ExitStack() as stack:
-        processes = stack.enter_context(Processes(directory, quiet_environment()))
-        # Room for all rounds, like LMCache's server, which has no bound.
-        memory_gb = 8 * shape.num_bytes / 2**30
-        settings = {"port": 0, "lm_port": 0, "memory_gb": memory_gb, "instance_id": "bench"}
+    # Room for all rounds, like LMCache's server, which has no bound.
+    memory_gb = 8 * shape.num_bytes / 2**30
+    settings = {"port": 0, "lm_port": 0, "memory_gb": memory_gb, "instance_id": "bench"}
+    with (
+        Processes(directory, quiet_environment()) as processes,
+        _lmcache_server(directory, port, "lmcache.v1.server", "127.0.0.1", str(port), "cpu"),
+    ):
         _, ports = processes.start_service("cache_storage", "lmcache_storage", settings)
-        arguments = ("lmcache.v1.server", "127.0.0.1", str(port), "cpu")
-        stack.enter_context(lmcache_server(directory, port, *arguments))
 
         def move() -> float:
             return socket_limit(1, shape.num_bytes // CHUNK_BYTES).seconds[0]
 
-        room = little_room(shape)
+        room = _little_room(shape)
         ours, peer = (f"lm://127.0.0.1:{number}" for number in (ports["lm_port"], port))
         yield Place(
             f"lm://, each its own server{_memory_of(is_backed)}",
@@ -249,18 +217,46 @@ def redis(directory: Path, num_tokens: int, is_backed: bool) -> Iterator[Place]:
     shape = Shape(num_tokens)
     with running_redis("--maxmemory", "9gb") as server:
         store, retrieve = redis_limits(server.port, shape.num_bytes // CHUNK_BYTES)
-        room = little_room(shape) | {"remote_url": server.url}
+        room = _little_room(shape) | {"remote_url": server.url}
         naive = {"local_cpu": False, "remote_serde": "naive"}
         yield Place(
             f"Redis{_memory_of(is_backed)}",
             ("ours", "RemoteBackend", room),
             ("lmcache", "RemoteBackend", room | naive),
             "raw SET, raw GET, recv_into",
-            timed(store),
-            timed(retrieve),
+            _timed(store),
+            _timed(retrieve),
             shape,
             is_backed=is_backed,
             lookup="first lookup" if is_backed else "",
+        )
+
+
+@contextmanager
+def vllm_offloading(directory: Path, num_tokens: int) -> Iterator[Place]:
+    """Tiers behind vLLM's own offloading, both in memory: its files, and our sidecar."""
+    shape = Shape(num_tokens)
+    copy = _timed(partial(copy_work(shape.num_bytes), 0))
+    with ExitStack() as opened:
+        # Room for all rounds, like a folder, which has no bound.
+        path = opened.enter_context(running_sidecar(directory, 8 * shape.num_bytes / 2**30))
+        files = opened.enter_context(
+            tempfile.TemporaryDirectory(prefix="lmcache-bench-", dir=SHARED_MEMORY)
+        )
+        ours = {
+            "type": "LMCacheTier",
+            "module_path": "lmcache_core.integrations.vllm_tier",
+            "sidecar_socket": str(path),
+            "identity": "bench",
+        }
+        yield Place(
+            "tier behind vLLM's host memory (peer: vLLM's file tier, in memory)",
+            ("vllm-ours", "", {"tier": ours}),
+            ("vllm-fs", "", {"tier": {"type": "fs", "root_dir": files}}),
+            "copy, one thread",
+            copy,
+            copy,
+            shape,
         )
 
 
@@ -278,12 +274,33 @@ PLACES: dict[str, Callable[[Path, int], Any]] = {
 }
 
 
-def little_room(shape: Shape) -> dict[str, float]:
+def peer_environment() -> dict[str, str]:
+    """Return the environment of a process of LMCache."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("LMCACHE_", "PYTHONPATH"))
+    }
+    return kept | {
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_LOG_LEVEL": "WARNING",
+        "PYTHONHASHSEED": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def free_port() -> int:
+    """Return a port of loopback that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _little_room(shape: Shape) -> dict[str, float]:
     """Slightly more than one prompt: a prompt retrieved a round later has been evicted."""
     return {"max_local_cpu_size": 1.2 * shape.num_bytes / 2**30}
 
 
-def timed(work: Callable[[], object]) -> Callable[[], float]:
+def _timed(work: Callable[[], object]) -> Callable[[], float]:
     """Return work that returns its seconds."""
 
     def run() -> float:
@@ -294,25 +311,13 @@ def timed(work: Callable[[], object]) -> Callable[[], float]:
     return run
 
 
-def peer_environment() -> dict[str, str]:
-    """Environment of a process of LMCache."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("LMCACHE_", "PYTHONPATH"))
-    }
-    own = {
-        "LMCACHE_TRACK_USAGE": "false",
-        "LMCACHE_LOG_LEVEL": "WARNING",
-        "PYTHONHASHSEED": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return kept | own
+def _memory_of(is_backed: bool) -> str:
+    return ", memory backed" if is_backed else ", memory not backed"
 
 
 @contextmanager
-def lmcache_server(directory: Path, port: int, module: str, *arguments: str) -> Iterator[None]:
-    """A server of LMCache's, listening on `port`."""
+def _lmcache_server(directory: Path, port: int, module: str, *arguments: str) -> Iterator[None]:
+    """Run a server of LMCache's, listening on `port`."""
     with (directory / f"{module}-{port}.log").open("wb") as log:
         server = subprocess.Popen(
             [str(LMCACHE_PYTHON), "-m", module, *arguments],
@@ -332,12 +337,6 @@ def lmcache_server(directory: Path, port: int, module: str, *arguments: str) -> 
             server.wait()
 
 
-def free_port() -> int:
-    """Return a port of loopback that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def _await_port(port: int, server: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
@@ -349,7 +348,3 @@ def _await_port(port: int, server: subprocess.Popen[bytes]) -> None:
             time.sleep(0.1)
         else:
             return
-
-
-def _memory_of(is_backed: bool) -> str:
-    return ", memory backed" if is_backed else ", memory not backed"

@@ -25,7 +25,6 @@ class Offloading:
     `peer_child.Driver` does.
 
     Args:
-        shape: Of prompts.
         tier: Of `secondary_tiers`.
     """
 
@@ -55,15 +54,15 @@ class Offloading:
         bits = torch.empty((self._num_chunks, self._chunk_bytes), dtype=torch.uint8)
         self._source = bits.random_(generator=torch.Generator().manual_seed(1)).numpy()
 
-    def refusal(self, turn: int) -> dict[str, Any]:
-        """Return why vLLM does not copy between KV blocks and host memory here."""
+    def refusal(self, turn: int) -> str:
+        """Return why vLLM does not copy between KV blocks and host memory here, "" if it does."""
         try:
             self._spec.get_worker({})
         except Exception as exc:  # vLLM raises this very class
-            return {"seconds": 0.0, "refusal": str(exc)}
-        return {"seconds": 0.0, "refusal": ""}
+            return str(exc)
+        return ""
 
-    def store(self, turn: int) -> dict[str, float]:
+    def store(self, turn: int) -> float:
         """Store a prompt that is in host memory; return the seconds until the tier has it."""
         context = self._begin(f"store {turn}")
         prepared = self._manager.prepare_store(self._keys(turn), context)
@@ -78,9 +77,9 @@ class Offloading:
         self._await(lambda: not self._manager.has_pending_work())
         seconds = time.perf_counter() - began
         self._manager.on_request_finished(context)
-        return {"seconds": seconds}
+        return seconds
 
-    def retrieve(self, turn: int) -> dict[str, float]:
+    def retrieve(self, turn: int) -> float:
         """Have a prompt loaded into host memory; return the seconds. Every byte is compared."""
         keys, context = self._keys(turn), self._begin(f"load {turn}")
         self._rows[:] = 0
@@ -94,7 +93,7 @@ class Offloading:
                 raise ValueError(f"other bytes than were stored came back for prompt {turn}")
         self._manager.complete_load(keys, context)
         self._manager.on_request_finished(context)
-        return {"seconds": seconds}
+        return seconds
 
     def close(self) -> None:
         """Free the host memory, which is a file that would stay."""

@@ -5,7 +5,6 @@ JSON, as the children of the tests do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.vllm.engine_child import Child, serve
@@ -16,36 +15,24 @@ REST_S = 0.001
 
 
 class Watch:
-    """Stands before methods of one side of the connector: takes their time, and lets them through
-    or not.
-
-    Args:
-        side: The scheduler's side or a worker's.
-        names: Methods that do not call each other.
+    """Stands before the stores of a worker's side of the connector: takes their time, and lets them
+    through or not.
     """
 
-    def __init__(self, side: Any, names: Iterable[str]) -> None:
+    def __init__(self, worker: Any) -> None:
         self.is_on = True
-        self.seconds = 0.0
-        self.cpu_seconds = 0.0
-        for name in names:
-            setattr(side, name, self._watched(getattr(side, name)))
-
-    def clear(self) -> None:
-        """Begin anew."""
         self.seconds = self.cpu_seconds = 0.0
+        self._store = worker.store
+        worker.store = self._watched
 
-    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            if not self.is_on:
-                return None
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            answer = method(*args)
-            self.seconds += time.perf_counter() - begin
-            self.cpu_seconds += time.process_time() - cpu_begin
-            return answer
-
-        return watched
+    def _watched(self, *args: Any) -> Any:
+        if not self.is_on:
+            return None
+        began, cpu_began = time.perf_counter(), time.process_time()
+        answer = self._store(*args)
+        self.seconds += time.perf_counter() - began
+        self.cpu_seconds += time.process_time() - cpu_began
+        return answer
 
 
 class TimedChild(Child):
@@ -53,11 +40,11 @@ class TimedChild(Child):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watches: dict[str, tuple[Watch, Watch]] = {}
+        self._watches: dict[str, Watch] = {}
 
     def open(self, name: str, options: dict[str, Any]) -> None:
         """Make an engine that rests after steps without work, as one in a process of its own does:
-        whoever loads beside it needs the interpreter's lock.
+        its loading threads need the interpreter's lock.
         """
         super().open(name, options)
         core = self._engines[name].llm.llm_engine.engine_core.engine_core
@@ -72,42 +59,34 @@ class TimedChild(Child):
         core.step_fn = resting_step
 
     def first_token(self, name: str, tokens: list[int]) -> dict[str, Any]:
-        """Generate one token, greedily; what it took, as `Took` says."""
+        """Generate one token, greedily; return what it took, as `Took` has it."""
         from vllm import SamplingParams
 
         llm = self._engines[name].llm
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        watches = self._watches.get(name, ())
-        for watch in watches:
-            watch.clear()
-        begin, cpu_begin = time.perf_counter(), time.process_time()
+        watch = self._watches.get(name)
+        if watch is not None:
+            watch.seconds = watch.cpu_seconds = 0.0
+        began, cpu_began = time.perf_counter(), time.process_time()
         (output,) = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
-        took = {
-            "seconds": time.perf_counter() - begin,
-            "cpu_seconds": time.process_time() - cpu_begin,
-        }
-        for of, watch in zip(("store", "scheduler"), watches, strict=False):
-            took |= {f"{of}_seconds": watch.seconds, f"{of}_cpu_seconds": watch.cpu_seconds}
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         (completion,) = output.outputs
-        return took | {
+        return {
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "num_cached": output.num_cached_tokens or 0,
             "token": completion.token_ids[0],
+            "store_seconds": 0.0 if watch is None else watch.seconds,
+            "store_cpu_seconds": 0.0 if watch is None else watch.cpu_seconds,
         }
 
     def watch(self, name: str) -> None:
-        """Take the connector's own time from now on."""
-        engine = self._engines[name]
-        worker, scheduler = engine.worker_connector._worker, engine.connector._scheduler
-        called = [
-            method
-            for method, value in vars(type(scheduler)).items()
-            if callable(value) and not method.startswith("_")
-        ]
-        self._watches[name] = Watch(worker, ("store",)), Watch(scheduler, called)
+        """Take the time of the connector's stores from now on."""
+        self._watches[name] = Watch(self._engines[name].worker_connector._worker)
 
     def switch_stores(self, name: str, is_on: bool) -> None:
-        """Whether what is computed from now on is stored; `watch` comes first."""
-        self._watches[name][0].is_on = is_on
+        """Choose whether what is computed from now on is stored; `watch` comes first."""
+        self._watches[name].is_on = is_on
 
 
 if __name__ == "__main__":

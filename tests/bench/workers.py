@@ -1,6 +1,10 @@
-"""What the workers of a node cost their sidecar, each other and vLLM's steps: the requests with
-which 1 and 8 workers store what a prefill step has computed, all at once, and a request of the
-scheduler during these stores.
+"""The section `workers` of docs/benchmarks.md: what the workers of a node cost their sidecar, each
+other and vLLM's steps. 1 and 8 workers store what a prefill step has computed, all at once, and the
+scheduler asks during these stores.
+
+`python -m tests.bench.workers SOCKET RANK NUM_WORKERS NUM_CHUNKS` is one worker. For each line of
+its input it stores a step as vLLM's worker does, and answers with the seconds that the step waits
+and those of its requests.
 """
 
 from __future__ import annotations
@@ -8,9 +12,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import queue
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +23,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from lmcache_core.config import LMCacheEngineMetadata
+from lmcache_core.engine import ChunkStore
+from lmcache_core.engine.stores import SidecarClient
+from lmcache_core.engine.transfer import KVTransfer, NamedChunk
+from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
+from lmcache_core.integrations.vllm.plan import Store
 from lmcache_core.integrations.vllm.scheduler import WAIT_S
+from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
+from lmcache_core.keys import CacheEngineKey
 from lmcache_core.telemetry import Counters
 
-from tests.bench.codec_neighbours import other_load
-from tests.bench.engines import sidecar_process
+from tests.bench.child import Child
+from tests.bench.engines import CHUNK_SIZE, make_config, running_store, sidecar_process
+from tests.bench.measure import Run, median_ms, other_load, percentile
 from tests.bench.report import Section
-from tests.bench.workers_child import CHUNK_BYTES, REQUESTS, metadata_of, open_store
 from tests.fixtures.chains import chain_of
 
 NUM_WORKERS = (1, 8)
@@ -36,7 +49,14 @@ ARENA_STEPS = 24
 WARM_UP_STEPS = 2 * ARENA_STEPS
 """After these the arena is full, and every step evicts as much as it stores."""
 GOAL_MS = 1.0
-NANOSECONDS = 1e9
+
+MODEL = "bench/workers"
+GROUP = LayerGroup("", 1, 1, 16, "bfloat16", packing="kv_first")
+"""Small KV: what a sidecar does for a chunk does not depend on its size."""
+BLOCK_SIZE = 16
+CHUNK_BYTES = KVLayout((GROUP,)).num_bytes(CHUNK_SIZE)
+REQUESTS = ("lookup", "reserve", "put")
+STORE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +65,8 @@ class Taken:
 
     Attributes:
         waits: Of each step, of each worker, the seconds that vLLM's step waits for its store.
-        steps: Likewise, the seconds of the requests that its store threads make.
-        idle_waits: Seconds that vLLM's scheduler waits for an answer about a new request, while
+        steps: Likewise, the seconds of each request that its store threads make.
+        idle_waits: Seconds that vLLM's scheduler waits for an answer about a new request while
             nothing is stored.
         busy_waits: The same at a random time during the stores of a step, plus the wait of its
             slowest worker.
@@ -64,36 +84,15 @@ class Taken:
     sidecar_s: float
 
     @property
-    def wait_ms(self) -> float:
-        """How long the slowest step of those at once waits, median."""
-        return statistics.median(map(max, self.waits)) * 1e3
-
-    @property
-    def added_ms(self) -> float:
-        """How much longer a step of vLLM takes because of the stores, median."""
-        return (statistics.median(self.busy_waits) - statistics.median(self.idle_waits)) * 1e3
-
-    @property
-    def slowest_ms(self) -> float:
-        """How long the requests of the slowest worker of a step take, median."""
-        return statistics.median(max(map(sum, step)) for step in self.steps) * 1e3
-
-    @property
-    def p99_ms(self) -> float:
-        """Of all requests."""
-        seconds = [one for step in self.steps for worker in step for one in worker]
-        return statistics.quantiles(seconds, n=100)[98] * 1e3
-
-    def request_ms(self, number: int) -> float:
-        """How long one of `REQUESTS` takes, median."""
-        return statistics.median(worker[number] for step in self.steps for worker in step) * 1e3
+    def stores(self) -> list[float]:
+        """Seconds of the requests of the slowest worker of each step."""
+        return [max(map(sum, step)) for step in self.steps]
 
 
-def measure(run: Callable[[str, Callable[[], Any]], Any], directory: Path) -> tuple[Section, str]:
-    """Measure; takes half a minute.
+def measure(run: Run, directory: Path) -> tuple[Section, str]:
+    """Measure; takes a minute.
 
     Args:
-        run: Shows the name of a part while it runs.
         directory: For sockets, settings and logs.
 
     Returns:
@@ -119,13 +118,14 @@ def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NU
     arena_gb = ARENA_STEPS * num_workers * num_chunks * CHUNK_BYTES / (1 << 30)
     with ExitStack() as opened:
         socket, pid = opened.enter_context(sidecar_process(directory, arena_gb))
+        command = [sys.executable, "-m", "tests.bench.workers", str(socket)]
         children = [
-            opened.enter_context(_child(socket, rank, num_workers, num_chunks))
+            opened.enter_context(Child([*command, *map(str, (rank, num_workers, num_chunks))]))
             for rank in range(num_workers)
         ]
         ask = opened.enter_context(_scheduler(socket, num_workers, num_chunks))
         for child in children:
-            _line(child)  # it has started
+            child.answer()  # it has started
         for _ in range(WARM_UP_STEPS):
             _step(children)
         before = _processor_seconds(pid)
@@ -152,22 +152,25 @@ def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NU
 
 
 def table(taken: dict[tuple[int, int], Taken]) -> Section:
-    """A row for each number of chunks and of workers."""
+    """Return a row for each number of chunks and of workers. Times are medians over the steps."""
     rows = []
     for (num_chunks, num_workers), one in taken.items():
-        later_ms = one.slowest_ms - taken[num_chunks, min(NUM_WORKERS)].slowest_ms
+        alone = taken[num_chunks, min(NUM_WORKERS)]
+        later_s = statistics.median(one.stores) - statistics.median(alone.stores)
+        added_s = statistics.median(one.busy_waits) - statistics.median(one.idle_waits)
+        requests = [worker for step in one.steps for worker in step]
         rows.append(
             (
                 f"{num_chunks} chunks, {num_workers} workers",
                 str(num_workers * len(REQUESTS)),
                 *(f"{s / len(one.steps) * 1e3:.2f}" for s in (one.loop_s, one.sidecar_s)),
-                *(f"{one.request_ms(number):.2f}" for number in range(len(REQUESTS))),
-                f"{one.p99_ms:.2f}",
-                f"{one.slowest_ms:.2f}",
-                "" if num_workers == 1 else f"{later_ms:.2f}",
-                f"{one.wait_ms:.2f}",
-                f"{statistics.median(one.idle_waits) * 1e3:.2f}",
-                f"{one.added_ms:.2f}",
+                *(median_ms(of_kind) for of_kind in zip(*requests, strict=True)),
+                f"{percentile(list(itertools.chain(*requests)), 99) * 1e3:.2f}",
+                median_ms(one.stores),
+                "" if num_workers == 1 else f"{later_s * 1e3:.2f}",
+                median_ms(list(map(max, one.waits))),
+                median_ms(one.idle_waits),
+                f"{added_s * 1e3:.2f}",
                 f"{GOAL_MS:g}",
                 "",
             )
@@ -193,44 +196,26 @@ def table(taken: dict[tuple[int, int], Taken]) -> Section:
 
 
 @contextmanager
-def _child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.bench.workers_child"]
-    with subprocess.Popen(
-        [*command, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
-
-
-@contextmanager
 def _scheduler(socket: Path, num_workers: int, num_chunks: int) -> Iterator[Callable[[], float]]:
-    """What asks about a new request as vLLM's scheduler does, first without waiting and then in
-    its next step; it returns the seconds that both calls take.
+    """Yield what asks about a new request as vLLM's scheduler does, first without waiting and then
+    in its next step; it returns the seconds that both calls take.
     """
-    store = open_store(str(socket), metadata_of(0, num_workers), Counters())
     numbers = itertools.count()
+    with _store_at(str(socket), _metadata_of(0, num_workers)) as (store, _):
 
-    def ask() -> float:
-        ticket = f"request {next(numbers)}"
-        chain = chain_of((f"{ticket} {i}" for i in range(num_chunks)), num_workers)
-        began = time.perf_counter()
-        store.stage(ticket, [chain], wait_s=0.0)
-        staged = store.stage(ticket, [chain], wait_s=WAIT_S)
-        seconds = time.perf_counter() - began
-        if staged is not None and any(any(tiers) for tiers in staged.tiers):
-            raise AssertionError("a request is known before it is stored")
-        store.unstage([ticket])
-        return seconds
+        def ask() -> float:
+            ticket = f"request {next(numbers)}"
+            chain = chain_of((f"{ticket} {i}" for i in range(num_chunks)), num_workers)
+            began = time.perf_counter()
+            store.stage(ticket, [chain], wait_s=0.0)
+            staged = store.stage(ticket, [chain], wait_s=WAIT_S)
+            seconds = time.perf_counter() - began
+            if staged is not None and any(any(tiers) for tiers in staged.tiers):
+                raise AssertionError("a request is known before it is stored")
+            store.unstage([ticket])
+            return seconds
 
-    try:
         yield ask
-    finally:
-        store.close()
 
 
 @contextmanager
@@ -249,38 +234,122 @@ def _own_processor() -> Iterator[bool]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def _step(children: list[subprocess.Popen[str]]) -> list[list[float]]:
-    """One step of all workers; the seconds that each waits, and those of its requests."""
+def _step(children: list[Child]) -> list[list[float]]:
+    """Have all workers store one step; the seconds that each waits, and those of its requests."""
     _begin(children)
     return _end(children)
 
 
-def _begin(children: list[subprocess.Popen[str]]) -> None:
+def _begin(children: list[Child]) -> None:
     for child in children:
-        assert child.stdin is not None
-        child.stdin.write("step\n")
-        child.stdin.flush()
+        child.send("step")
 
 
-def _end(children: list[subprocess.Popen[str]]) -> list[list[float]]:
-    seconds: list[list[float]] = [json.loads(_line(child)) for child in children]
+def _end(children: list[Child]) -> list[list[float]]:
+    seconds: list[list[float]] = [child.answer() for child in children]
     if any(len(of_worker) != 1 + len(REQUESTS) for of_worker in seconds):
         raise AssertionError(f"a worker made other requests than {REQUESTS}")
     return seconds
 
 
-def _line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    if not line:
-        raise RuntimeError("a worker has ended; its error is above")
-    return line
-
-
 def _processor_seconds(pid: int) -> tuple[float, float]:
-    """Processor time so far of a sidecar's loop, which is its main thread, and of all threads."""
+    """Return the processor time so far of a sidecar's loop, which is its main thread, and of all
+    its threads; to the nanosecond.
+    """
     seconds = {
-        int(task.name): int((task / "schedstat").read_text().split()[0]) / NANOSECONDS
+        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9
         for task in Path(f"/proc/{pid}/task").iterdir()
     }
     return seconds[pid], sum(seconds.values())
+
+
+# --- The process of a worker ----------------------------------------------------------------------
+
+
+class _Stopwatch:
+    """A chunk store whose requests are timed.
+
+    Attributes:
+        seconds: Of each request, in order.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.seconds: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method: Callable[..., Any] = getattr(self._store, name)
+        return self._timed(method) if name in REQUESTS else method
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            answer = method(*args)
+            self.seconds.append(time.perf_counter() - began)
+            return answer
+
+        return timed
+
+
+def _metadata_of(rank: int, num_workers: int) -> LMCacheEngineMetadata:
+    shape = (GROUP.num_layers, 2, CHUNK_SIZE, GROUP.num_kv_heads, GROUP.head_size)
+    return LMCacheEngineMetadata(MODEL, num_workers, rank, "vllm", torch.bfloat16, shape)
+
+
+def _store_at(socket: str, metadata: LMCacheEngineMetadata) -> Any:
+    client = SidecarClient("vllm/bench", loads_beside=True)
+    return running_store(make_config(sidecar_socket=socket), metadata, client)
+
+
+def _chunks_of(step: int, rank: int, num_workers: int, num_chunks: int) -> list[NamedChunk]:
+    """Return the chunks of a step, which no other step has."""
+    return [
+        (
+            i * CHUNK_SIZE,
+            (i + 1) * CHUNK_SIZE,
+            CacheEngineKey("vllm", MODEL, num_workers, rank, f"{step:032x}{i:032x}"),
+        )
+        for i in range(num_chunks)
+    ]
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    torch.set_num_threads(1)
+    socket, (rank, num_workers, num_chunks) = sys.argv[1], map(int, sys.argv[2:])
+    num_tokens = num_chunks * CHUNK_SIZE
+    pages = torch.zeros(2, num_tokens // BLOCK_SIZE, BLOCK_SIZE, 1, 16, dtype=torch.bfloat16)
+    kwargs = {"kvcaches": [pages], "slot_mapping": torch.arange(num_tokens)}
+    metadata = _metadata_of(rank, num_workers)
+    ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    named: list[NamedChunk] = []
+    with _store_at(socket, metadata) as (opened, digests):
+        store: ChunkStore | Any = _Stopwatch(opened)
+        connector = PagedGPUConnector(KVLayout((GROUP,)))
+        transfer = KVTransfer(store, connector, metadata, Counters(), digests)
+
+        def begin(pending: PendingStore) -> Callable[[], None]:
+            begun = transfer.begin_store(named, kwargs)
+            threads.launched(pending, ())
+            return lambda: ended.put(all(transfer.finish_store(begun)))
+
+        threads = StoreThreads(begin, STORE_TIMEOUT_S)
+        threads.open()
+        print("1", flush=True)
+        for step, _ in enumerate(sys.stdin):
+            named = _chunks_of(step, rank, num_workers, num_chunks)
+            store.seconds.clear()
+            if store.lookup([key for _, _, key in named], None):
+                raise AssertionError("a chunk is known before it is stored")
+            pending = PendingStore(Store(f"{step}", ()), num_chunks * CHUNK_BYTES, 0.0, None)
+            began = time.perf_counter()
+            threads.submit(pending)
+            waited_s = time.perf_counter() - began
+            if not ended.get(timeout=STORE_TIMEOUT_S):
+                raise AssertionError("a chunk was not stored")
+            print(json.dumps([waited_s, *store.seconds]), flush=True)
+        threads.close()
+
+
+if __name__ == "__main__":
+    main()

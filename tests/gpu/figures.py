@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from lmcache_core.concurrency import Workers
-from lmcache_core.engine.stores import SidecarClient, create_chunk_store
+from lmcache_core.engine.stores import SidecarClient
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
 from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event
@@ -25,14 +24,19 @@ from lmcache_core.record.chunk_store import ChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_kernels import pages as kernel_pages
 
-from tests.bench import blend_device, codec_device, paged
-from tests.bench.engines import running_sidecar
+from tests.bench.engines import (
+    CHUNK_SIZE,
+    make_config,
+    make_metadata,
+    running_sidecar,
+    running_store,
+)
 from tests.bench.measure import ROUNDS, Figure, timed
-from tests.bench.shape import CHUNK_SIZE, make_config, make_metadata
 from tests.fixtures.paged_cases import paged_gather, paged_scatter
 from tests.fixtures.restarted_sidecar import until
+from tests.gpu import kernel_rates
 from tests.gpu.connectors import Pages
-from tests.gpu.report import Report, WrongBytes
+from tests.gpu.report import Report
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 8192
@@ -157,13 +161,8 @@ def run(report: Report) -> None:
     else:
         for verify_hot in VERIFY_HOT:
             _arenas(report, verify_hot)
-    for part in (paged, codec_device, blend_device):
-        try:
-            figures = part.gpu_figures()
-        except AssertionError as exc:  # what they compare
-            raise WrongBytes(str(exc)) from exc
-        for figure in figures:
-            report.figure(figure)
+    if not report.is_dry:
+        kernel_rates.run(report)
 
 
 def _arenas(report: Report, verify_hot: str) -> None:
@@ -185,7 +184,7 @@ def _arenas(report: Report, verify_hot: str) -> None:
                         title = f"{name}: {what}, {arena} arena, verify_hot {verify_hot}"
                         report.figure(Figure(title, prompt.num_bytes, seconds, limits[what]))
                     if pins and verify_hot == "always":
-                        _contention(report, name, case)
+                        contention(report, name, case)
 
 
 def _limits(report: Report, num_bytes: int) -> dict[str, Figure]:
@@ -203,15 +202,11 @@ def _limits(report: Report, num_bytes: int) -> dict[str, Figure]:
 @contextlib.contextmanager
 def _case(report: Report, prompt: Prompt, model: str, socket: Path, pins: bool) -> Iterator[Case]:
     """What a worker of vLLM has."""
-    config, counters = make_config(sidecar_socket=str(socket)), Counters()
-    metadata = replace(make_metadata(), model_name=model)
-    client, workers = SidecarClient(f"vllm/{model}", loads_beside=True), Workers("lmcache-digest")
-    chunks = create_chunk_store(config, metadata, None, counters, workers, client)
-    workers.open()
-    chunks.open(lambda salt: None)
-    try:
+    config, metadata = make_config(sidecar_socket=str(socket)), make_metadata(model)
+    client = SidecarClient(f"vllm/{model}", loads_beside=True)
+    with running_store(config, metadata, client) as (chunks, workers):
         connector = PagedGPUConnector(prompt.layout, 0 if report.is_dry else CHUNK_SIZE)
-        transfer = KVTransfer(chunks, connector, metadata, counters, workers)
+        transfer = KVTransfer(chunks, connector, metadata, Counters(), workers)
         case = Case(prompt, model, chunks, transfer)
         if pins:
             chunks.pin_memory(torch.device(report.device))
@@ -223,12 +218,9 @@ def _case(report: Report, prompt: Prompt, model: str, socket: Path, pins: bool) 
             PIN_S,
         )
         yield case
-    finally:
-        chunks.close()
-        workers.close()
 
 
-def _contention(report: Report, name: str, case: Case) -> None:
+def contention(report: Report, name: str, case: Case) -> None:
     """How much longer matrix products take while another thread stores, as vLLM's worker does."""
     size = 64 if report.is_dry else MATMUL_SIZE
     one = torch.ones(size, size, dtype=torch.bfloat16, device=report.device)

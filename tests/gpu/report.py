@@ -50,7 +50,6 @@ class Report:
             rate=round(figure.rate, 3),
             unit="GB/s",
             share=None if figure.share is None else round(figure.share, 3),
-            about=figure.note,
         )
 
     def equal(self, name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -132,7 +132,7 @@ def run(report: Report) -> None:
             directory = Path(place) / kind.replace(" ", "-")
             directory.mkdir()
             with Owner(directory) as owner:
-                _measure(report, kind, owner, model, Path(shared), sizes)
+                measure(report, kind, owner, model, Path(shared), sizes)
     if release() >= LAYOUTS_SINCE:
         _layouts(report)
 
@@ -147,9 +147,7 @@ def _layouts(report: Report) -> None:
     report.note("layouts", text=done.stdout.strip()[-4000:])
 
 
-def _measure(
-    report: Report, kind: str, owner: Any, model: Path, shared: Path, sizes: Sizes
-) -> None:
+def measure(report: Report, kind: str, owner: Any, model: Path, shared: Path, sizes: Sizes) -> None:
     """Open one engine, and measure all of it.
 
     Args:

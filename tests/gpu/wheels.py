@@ -25,7 +25,6 @@ CARRIED = (
     "pytest-asyncio",
     "pytest-timeout",
     "hypothesis",
-    "zstandard",
 )
 """What else all parts need but `vllm`; what they need themselves is downloaded too."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")

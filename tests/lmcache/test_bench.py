@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import peer_reading, peer_rows
+from tests.bench import peers
 
 NUM_TOKENS = 512
 NAMES = ("memory", "paged", "sidecar", "disk", "lm", "redis")
@@ -32,8 +32,8 @@ def at_once(name: str, work: Callable[[], Any]) -> Any:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_reading, "SETTLE_S", 0.0)
-    monkeypatch.setattr(peer_reading, "REST_S", 0.1)
+    monkeypatch.setattr(peers, "SETTLE_S", 0.0)
+    monkeypatch.setattr(peers, "REST_S", 0.1)
     # Threads that wait for each other take minutes on a busy machine.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -41,7 +41,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 def test_both_engines_bring_back_what_they_stored(name: str, tmp_path: Path) -> None:
-    rows = peer_reading.at_place(name, at_once, tmp_path, NUM_TOKENS, rounds=1)
+    rows = peers.at_place(name, at_once, tmp_path, NUM_TOKENS, rounds=1)
     if name in CALLS:
         assert [row.name.partition(": ")[2] for row in rows] == CALLS[name]
     assert all(row.peer and row.ours > 0 for row in rows)
@@ -50,6 +50,6 @@ def test_both_engines_bring_back_what_they_stored(name: str, tmp_path: Path) -> 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["chunks", "codec"])
 def test_rows_that_are_not_of_a_place(name: str, tmp_path: Path) -> None:
-    rows = peer_rows.PARTS[name](at_once, tmp_path, 1)
+    rows = peers.PARTS[name](at_once, tmp_path, 1)
     assert len(rows) == 2
     assert all(row.peer and row.ours > 0 for row in rows)

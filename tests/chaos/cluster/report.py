@@ -84,8 +84,6 @@ def figures(outcome: Outcome) -> Section:
             f"{sum(outcome.misses.values()):,}",
             ", ".join(f"{reason} {num:,}" for reason, num in sorted(outcome.misses.items())),
         ),
-        ("bits turned", f"{outcome.num_flips:,}", ""),
-        ("connections cut", f"{outcome.num_cut:,}", ""),
     ]
     return Section("Chaos: results", ("what", "", "note"), rows)
 
