@@ -42,9 +42,6 @@ from tests.bench.report import Section
 NUM_THREADS = 2
 NUM_ROUNDS = 3
 GOAL_RATIO, GOAL_TIMES = 0.15, 2.2
-DTYPES = (torch.float32, torch.bfloat16)
-TRIED_TOKENS = 2_048
-"""Prompt on which the faster of `DTYPES` is found."""
 FULL = "all: full recompute"
 
 QUESTION_TOKENS = 64
@@ -111,13 +108,12 @@ def measure(run: Run) -> tuple[Section, str]:
     """Measure everything; takes about eight minutes on two cores, with `NUM_THREADS` torch threads.
 
     Returns:
-        The table, and a sentence: in what dtype, and what else the machine did.
+        The table, and a sentence about how, and what else the machine did.
     """
     rows: list[tuple[str, ...]] = []
     with _threads(NUM_THREADS), OtherLoad() as others:
-        dtype = faster_dtype(run)
         for shape in (SMALL, LARGE):
-            model = made_model(shape.options, dtype)
+            model = made_model(shape.options, torch.bfloat16)
             for num_tokens, ratios in shape.ratios.items():
                 prompt = Prompt.made(num_tokens, model.config.vocab_size)
                 arms = measure_prompt(run, shape.name, model, prompt, ratios)
@@ -134,21 +130,9 @@ def measure(run: Run) -> tuple[Section, str]:
     )
     title = "Blend: first token of a prompt whose documents are in host memory"
     remark = (
-        f"{str(dtype).removeprefix('torch.')}, {NUM_THREADS} torch threads, medians of"
-        f" {NUM_ROUNDS} rounds. {others.remark}"
+        f"bfloat16, {NUM_THREADS} torch threads, medians of {NUM_ROUNDS} rounds. {others.remark}"
     )
     return Section(title, headings, rows), remark
-
-
-def faster_dtype(run: Run) -> torch.dtype:
-    """Return in which dtype this machine computes the smaller model faster without blending."""
-    seconds = {}
-    for dtype in DTYPES:
-        model = made_model(SMALL.options, dtype)
-        prompt = Prompt.made(TRIED_TOKENS, model.config.vocab_size)
-        (full,) = measure_prompt(run, f"{SMALL.name} {dtype}", model, prompt, ())
-        seconds[dtype] = statistics.median(full.seconds)
-    return min(seconds, key=lambda dtype: seconds[dtype])
 
 
 @dataclass(frozen=True)
@@ -350,23 +334,17 @@ def blending_models(
     model: LlamaForCausalLM, prompt: Prompt, ratios: Sequence[float]
 ) -> Iterator[list[CachedCausalLM]]:
     """Put the model in front of engines that keep the documents in host memory, each as a prompt of
-    its own.
-
-    A ratio is an option of an engine, so there is one for each; the first has the documents
-    computed, the others get copies.
+    its own. A ratio is an option of an engine, so there is one for each.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-bench-"))
-        engines = [
-            stack.enter_context(_engine(model, prompt, ratio, Path(folder))) for ratio in ratios
-        ]
-        cached = [
-            stack.enter_context(closing(CachedCausalLM(model, engine, prompt.separator)))
-            for engine in engines
-        ]
-        for document in prompt.documents if cached else ():
-            cached[0].keep_document(document)
-            _copy(document, engines)
+        cached = []
+        for ratio in ratios:
+            engine = stack.enter_context(_engine(model, prompt, ratio, Path(folder)))
+            one = stack.enter_context(closing(CachedCausalLM(model, engine, prompt.separator)))
+            for document in prompt.documents:
+                one.keep_document(document)
+            cached.append(one)
         yield cached
 
 
@@ -399,16 +377,3 @@ def _engine(
     arena_bytes = int(num_chunks * chunk_bytes * SPARE_ROOM)
     with running_engine(config, metadata, connector_of(model), arena_bytes) as engine:
         yield engine
-
-
-def _copy(document: torch.Tensor, engines: Sequence[LMCacheEngine]) -> None:
-    """Copy the KV of a document from the first engine to the others."""
-    first, *others = engines
-    num_layers, _, _, num_heads, head_size = first.metadata.kv_shape
-    dtype = getattr(torch, first.metadata.kv_dtype_name)
-    kv = torch.empty((num_layers, 2, len(document), num_heads, head_size), dtype=dtype)
-    layers = tuple(tuple(layer) for layer in kv)
-    if not first.retrieve(document, kvcaches=layers).all():
-        raise RuntimeError("a document that was just kept is not found in host memory")
-    for engine in others:
-        engine.store(document, kvcaches=layers)

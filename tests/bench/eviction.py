@@ -1,6 +1,6 @@
-"""Hit ratios of the eviction policies, of other caches' and of the optimum, on recorded and on
-synthetic traces: `python -m tests.bench.eviction` (docs/adr/0007-eviction-default.md has the
-figures). Simulated: no bytes move, nothing is timed.
+"""Hit ratios of the eviction policies and of the optimum, on recorded and on synthetic traces:
+`python -m tests.bench.eviction` (docs/adr/0007-eviction-default.md has figures). Simulated: no
+bytes move, nothing is timed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import itertools
 import lzma
 import random
 from bisect import bisect_left
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_core._typing import override
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.storage.eviction import EvictionPolicy, create_policy
 
@@ -24,34 +21,16 @@ RECORDED = ("conversation", "synthetic", "agents")
 CAPACITY_SHARES = (0.01, 0.05, 0.10, 0.25)
 CHUNK_BYTES = 1 << 20
 NEVER = 1 << 62
-WINDOW_SHARE = 0.01
-"""What W-TinyLFU keeps for new chunks."""
-AGE_AFTER = 10
-"""W-TinyLFU halves its counts after so many accesses for each chunk that is held."""
 
 Trace = list[list[ChunkKey]]
 """Requests in their order, each the chain of chunks of its prompt."""
-Queue = OrderedDict[ChunkKey, None]
 
 
-@dataclass(frozen=True)
-class HitRatios:
-    """One row: how much of what was asked for was there.
-
-    Attributes:
-        trace: Name of the trace.
-        share: Capacity as a share of the footprint (all different chunks of the trace).
-        whole: Hit ratio of each policy: chunks that were hits among all chunks of all requests. A
-            chunk counts as a hit only if all chunks before it in its request do, since without
-            them it is of no use. For MIN, which knows the future, every chunk counts: no policy
-            can reach more.
-        second_half: The same, of the second half of the requests alone.
-    """
-
-    trace: str
-    share: float
-    whole: dict[str, float]
-    second_half: dict[str, float]
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "LRU": lambda: create_policy("lru"),
+    "S3-FIFO": lambda: create_policy("s3fifo"),
+    "adaptive (default)": lambda: create_policy("adaptive"),
+}
 
 
 def recorded_trace(name: str) -> Trace:
@@ -100,7 +79,7 @@ def rag_trace(seed: int = 2, num_requests: int = 2000, num_documents: int = 1000
     """Questions to documents: a system prompt of 8 chunks, a document of 4 to 24 (Zipf, 0.9), and a
     question of 1 to 3, asked once.
 
-    Three in ten have a second document behind the first; its chunks are others than if it came
+    Three in ten have a second document after the first; its chunks are others than if it came
     first.
     """
     rng = random.Random(seed)
@@ -129,7 +108,8 @@ def hit_ratio(trace: Trace, policy: EvictionPolicy, num_slots: int) -> float:
 
 def count_hits(trace: Trace, policy: EvictionPolicy, num_slots: int) -> list[int]:
     """Play a trace to a tier of so many chunks, in the order in which the host-memory tier reports
-    to its policy; return each request's hits.
+    to its policy; return each request's hits. A chunk is a hit only if all chunks before it in its
+    request are: without them it is useless.
 
     Each request reads what is held of it (accesses are reported last chunk first), then stores the
     rest: room for all of it is made, head first, and then it is inserted last chunk first.
@@ -159,8 +139,8 @@ def optimal_hit_ratio(trace: Trace, num_slots: int) -> float:
 
 
 def count_optimal_hits(trace: Trace, num_slots: int) -> list[int]:
-    """Play a trace to Belady's MIN: of what is held and what has just come, give up what is asked
-    for last. Return each request's hits.
+    """Play a trace to Belady's MIN: of what is held and what is new, give up what is asked for
+    last. Return each request's hits; every chunk counts.
     """
     asked = [key for request in trace for key in request]
     next_use = [NEVER] * len(asked)
@@ -186,39 +166,25 @@ def count_optimal_hits(trace: Trace, num_slots: int) -> list[int]:
     return [sum(itertools.islice(each, len(request))) for request in trace]
 
 
-def measure() -> Iterator[HitRatios]:
-    """Yield every policy on every trace at every capacity; the same figures every time."""
+def table() -> Iterator[str]:
+    """Yield the lines of a table: percent of each trace's second half that were hits, for every
+    policy on every trace at every capacity, a share of all different chunks. MIN knows the future:
+    no policy can reach more.
+    """
+    yield f"| trace | capacity | {' | '.join(POLICIES)} | MIN |"
+    yield f"|---|---:|{'---:|' * (len(POLICIES) + 1)}"
     traces = {name: recorded_trace(name) for name in RECORDED}
     traces |= {"chat": chat_trace(), "RAG": rag_trace()}
     for name, trace in traces.items():
         footprint = len({key for request in trace for key in request})
         half = len(trace) // 2
-        num_asked = sum(map(len, trace)), sum(map(len, trace[half:]))
+        num_asked = sum(map(len, trace[half:]))
         for share in CAPACITY_SHARES:
             num_slots = int(share * footprint)
-            hits = {label: count_hits(trace, make(), num_slots) for label, make in POLICIES.items()}
-            hits["MIN"] = count_optimal_hits(trace, num_slots)
-            yield HitRatios(
-                name,
-                share,
-                {label: sum(of) / num_asked[0] for label, of in hits.items()},
-                {label: sum(of[half:]) / num_asked[1] for label, of in hits.items()},
-            )
-
-
-def head() -> str:
-    """Return the head of the table."""
-    labels = " | ".join(POLICIES)
-    return f"| trace | capacity | {labels} | MIN |\n|---|---:|{'---:|' * (len(POLICIES) + 1)}"
-
-
-def as_markdown(row: HitRatios) -> str:
-    """Return a line of the table: percent of the whole trace / of its second half."""
-    figures = [
-        f"{100 * ratio:.1f} / {100 * row.second_half[label]:.1f}"
-        for label, ratio in row.whole.items()
-    ]
-    return f"| {row.trace} | {row.share:.0%} | {' | '.join(figures)} |"
+            hits = [count_hits(trace, make(), num_slots) for make in POLICIES.values()]
+            hits.append(count_optimal_hits(trace, num_slots))
+            cells = " | ".join(f"{100 * sum(of[half:]) / num_asked:.1f}" for of in hits)
+            yield f"| {name} | {share:.0%} | {cells} |"
 
 
 def _names() -> Iterator[ChunkKey]:
@@ -232,149 +198,6 @@ def _zipf(num: int, exponent: float, rng: random.Random) -> Callable[[], int]:
     return lambda: bisect_left(weights, rng.random() * weights[-1])
 
 
-# --- Policies of other caches, as far as hit ratios need them -------------------------------------
-
-
-class _TwoQueues(EvictionPolicy):
-    """Chunks of one size in two queues.
-
-    Attributes:
-        new: Where chunks begin.
-        kept: Where others are.
-    """
-
-    def __init__(self) -> None:
-        self.new: Queue = OrderedDict()
-        self.kept: Queue = OrderedDict()
-
-    @override
-    def on_remove(self, key: ChunkKey) -> None:
-        (self.new if key in self.new else self.kept).pop(key)
-
-    @override
-    def coldest_first(self) -> list[ChunkKey]:
-        return [*self.new, *self.kept]
-
-    def __len__(self) -> int:
-        return len(self.new) + len(self.kept)
-
-
-class FIFOPolicy(_TwoQueues):
-    """First in, first out."""
-
-    @override
-    def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        self.new[key] = None
-
-    @override
-    def on_access(self, key: ChunkKey) -> None:
-        """Change nothing."""
-
-    @override
-    def victims(self) -> Iterator[ChunkKey]:
-        """Yield the oldest first."""
-        while self.new:
-            yield next(iter(self.new))
-
-
-class ARCPolicy(_TwoQueues):
-    """ARC. Source: Megiddo, Modha, FAST 2003, figure 4; the capacity is what is held now."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ghosts: tuple[Queue, Queue] = OrderedDict(), OrderedDict()
-        self._target = 0.0
-
-    @override
-    def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        for here, other, sign in ((0, 1, 1), (1, 0, -1)):
-            ghosts = self._ghosts[here]
-            if key in ghosts:
-                step = sign * max(1.0, len(self._ghosts[other]) / len(ghosts))
-                self._target = min(max(self._target + step, 0.0), len(self) + 1)
-                del ghosts[key]
-                self.kept[key] = None
-                return
-        self.new[key] = None
-
-    @override
-    def on_access(self, key: ChunkKey) -> None:
-        self.on_remove(key)
-        self.kept[key] = None
-
-    @override
-    def victims(self) -> Iterator[ChunkKey]:
-        """Yield from the first queue while it has more than its target."""
-        while len(self):
-            num_held = len(self)
-            is_new = bool(self.new) and (len(self.new) > self._target or not self.kept)
-            key = next(iter(self.new if is_new else self.kept))
-            yield key
-            self._ghosts[not is_new][key] = None
-            while len(self._ghosts[0]) + len(self.new) > num_held and self._ghosts[0]:
-                self._ghosts[0].popitem(last=False)
-            while len(self._ghosts[0]) + len(self._ghosts[1]) > num_held:
-                self._ghosts[bool(self._ghosts[1])].popitem(last=False)
-
-
-class TinyLFUPolicy(_TwoQueues):
-    """W-TinyLFU with exact counts. Source: Einziger, Friedman, Manes: "TinyLFU: a highly efficient
-    cache admission policy", TOS 2017; the main queue is LRU.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts: Counter[ChunkKey] = Counter()
-        self._num_counted = 0
-        self._is_filling = True
-
-    @override
-    def on_insert(self, key: ChunkKey, num_bytes: int) -> None:
-        self._count(key)
-        self.new[key] = None
-
-    @override
-    def on_access(self, key: ChunkKey) -> None:
-        self._count(key)
-        (self.new if key in self.new else self.kept).move_to_end(key)
-
-    @override
-    def victims(self) -> Iterator[ChunkKey]:
-        """Yield what was asked for less often: the oldest of the window, or of the others."""
-        while self._is_filling and len(self.new) > 1 + WINDOW_SHARE * len(self):
-            self.kept[self.new.popitem(last=False)[0]] = None  # there has been room so far
-        self._is_filling = False
-        while len(self):
-            if len(self.new) <= WINDOW_SHARE * len(self) and self.kept:
-                yield next(iter(self.kept))
-                continue
-            candidate = next(iter(self.new))
-            oldest = next(iter(self.kept), candidate)
-            if self._counts[candidate] > self._counts[oldest]:
-                del self.new[candidate]
-                self.kept[candidate] = None
-                candidate = oldest
-            yield candidate
-
-    def _count(self, key: ChunkKey) -> None:
-        self._counts[key] += 1
-        self._num_counted += 1
-        if self._num_counted > AGE_AFTER * max(len(self), 1):
-            self._num_counted = 0
-            self._counts = Counter({key: n // 2 for key, n in self._counts.items() if n > 1})
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "FIFO": FIFOPolicy,
-    "LRU": lambda: create_policy("lru"),
-    "ARC": ARCPolicy,
-    "S3-FIFO": lambda: create_policy("s3fifo"),
-    "W-TinyLFU": TinyLFUPolicy,
-    "adaptive (default)": lambda: create_policy("adaptive"),
-}
-
-
 if __name__ == "__main__":
-    print(head())
-    for measured in measure():
-        print(as_markdown(measured), flush=True)
+    for line in table():
+        print(line, flush=True)

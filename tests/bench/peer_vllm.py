@@ -21,7 +21,7 @@ POLL_S = 0.0005
 
 
 class Offloading:
-    """vLLM's tiering manager, with host memory for one prompt and a tier behind it. Obeys as
+    """vLLM's tiering manager, with host memory for one prompt and a tier below it. Obeys as
     `peer_child.Driver` does.
 
     Args:

@@ -85,7 +85,7 @@ def hits_of_vllm(benchmarks: str) -> list[tuple[float, float]]:
         for row in peers[1:]
         if row[0].startswith("vLLM, hit by its own prefix cache")
     ]
-    return [(float(without), float(beside)) for without, beside in found]
+    return [(float(without), float(connected)) for without, connected in found]
 
 
 def figures(benchmarks: str) -> str:
@@ -101,12 +101,12 @@ def figures(benchmarks: str) -> str:
     table = "\n".join([head, f"|---|{'---:|' * len(FIRST_TOKENS)}", *body])
     storing, processor = measured["storing adds"], measured["CPU time of a store: total"]
     pairs = hits_of_vllm(benchmarks)
-    ratios = _range([beside / without for without, beside in pairs], 2)
-    without, beside = max(pairs, key=lambda pair: pair[1] / pair[0])
+    ratios = _range([connected / without for without, connected in pairs], 2)
+    without, connected = max(pairs, key=lambda pair: pair[1] / pair[0])
     said = (
         f"**What it costs**: a store adds {storing[0]} ms ({storing[1]}) to a cold request, and"
         f" {processor[1]} of CPU time. Hits of vLLM's own cache take {ratios} times as long with"
-        f" our connector (at worst {beside:g} ms instead of {without:g})."
+        f" our connector (at worst {connected:g} ms instead of {without:g})."
     )
     return f"{table}\n\n{' '.join([said, *_estimate(benchmarks)])}"
 
@@ -155,7 +155,7 @@ def rewritten(readme: str, benchmarks: str) -> str:
 
 
 def rewrite(document: Path) -> None:
-    """Bring the README beside the folder of docs/benchmarks.md up to date with it."""
+    """Bring the README up to date with docs/benchmarks.md."""
     readme = document.parents[1] / "README.md"
     text = rewritten(readme.read_text(encoding="utf-8"), document.read_text(encoding="utf-8"))
     readme.write_text(text, encoding="utf-8")

@@ -143,7 +143,7 @@ def measure(run: Run, directory: Path, rounds: int = ROUNDS) -> Section:
             (SOCKET, "retrieve"): lambda: pair.move(NUM_CHUNKS),
             (LM, "store"): lm.put,
             (LM, "retrieve"): lm.get,
-            # What lm:// has stored is taken away before REST stores it again.
+            # What lm:// has stored is removed before REST stores it again.
             (REST, "store"): rest.put,
             (REST, "retrieve"): rest.get,
         }

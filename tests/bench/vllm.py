@@ -53,8 +53,8 @@ ARENA_GB, PEER_ARENA_GB, DISK_GB, STORAGE_GB = 0.75, 0.25, 4.0, 2.0
 EVERYTHING_BYTES = 1 << 40
 SETTLE_TIMEOUT_S = 30.0
 WRITE_S = 0.4
-"""Most writes to slower tiers are over by then. As long a wait stands behind a request that stores
-nothing: so the sidecar's processor time can be compared.
+"""Most writes to slower tiers are over by then. As long a wait follows a request that stores
+nothing, so that the sidecar's processor times can be compared.
 """
 
 ROUNDS, SHORT_ROUNDS = 15, 40
@@ -468,7 +468,7 @@ class Rounds:
     Attributes:
         took: Of each row what each round took.
         short: The same of short prompts, by `SHORT_COLD` or `SHORT_AGAIN`, engine and tokens.
-        sidecar_cpu: The sidecar's processor time for each cold request and the writes behind it, by
+        sidecar_cpu: The sidecar's processor time for each cold request and the writes after it, by
             row, seconds.
     """
 
@@ -551,7 +551,7 @@ class Rounds:
         """Ask for a prompt whose KV is at one place.
 
         Args:
-            source: Where vLLM must say that the KV came from, as the sidecar has told it.
+            source: Where vLLM must say that the KV came from, as the sidecar reports it.
             service: Whose memory is checked.
             is_lifted: Whether the chunks are not in that memory before, and are afterwards.
         """
