@@ -32,7 +32,7 @@ class Outcome:
         name: Its name.
         num_runs: How often it was called.
         num_edges: Edges of instrumented code that were reached.
-        num_features: These, told apart by how often.
+        num_features: These, distinguished by how often.
         num_inputs: Inputs that were kept, since each reaches something new.
         finding: The file with what it failed at, and the end of its output; empty if nothing was
             found.

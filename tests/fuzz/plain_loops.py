@@ -17,7 +17,7 @@ from lmcache_core.serde.machine_code import Loops
 
 
 class Checked(np.ndarray):
-    """An array without negative indices; numpy itself refuses those behind the end."""
+    """An array without negative indices; numpy itself refuses those after the end."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(_in_front(index))

@@ -59,8 +59,7 @@ from tests.suites.codec_payloads import decode_between_guards, kv_payload, specs
 from tests.suites.serde_suite import payload_of, random_bits, sealed_by_hand
 
 MAX_DECODED_BYTES = 1 << 20
-"""Heads that claim more are left alone once they are read: whoever decodes has bounded what it
-allocates before.
+"""Heads that claim more are not decoded: a reader bounds what it allocates before.
 """
 MAX_REVIEW_S = 15.0
 TENSORS = (

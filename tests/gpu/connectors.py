@@ -24,7 +24,7 @@ class Pages:
     """KV tensors of some layers, and how to read their tokens by plain indexing.
 
     Attributes:
-        layout: What the connector is told.
+        layout: As the connector is given it.
         tensors: As the connector takes them.
         views: `[blocks, block_size, heads, head_size]` of each side of each layer.
     """

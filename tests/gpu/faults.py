@@ -111,7 +111,7 @@ def _copies(report: Report, name: str, pages: Sequence[Pages] = ()) -> None:
 
 
 def _killed(report: Report, name: str, thread: str, settings: dict[str, float]) -> None:
-    """Kill a sidecar during a copy. The engine goes on without a cache, and finds the next one."""
+    """Kill a sidecar during a copy. The engine works without a cache, and finds the next one."""
     with contextlib.ExitStack() as opened:
         place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         processes = opened.enter_context(Processes(place, quiet_environment()))
@@ -161,7 +161,7 @@ def _killing(report: Report, sidecar: RestartedSidecar, thread: str) -> Iterator
         if not non_blocking or hit.is_set() or threading.current_thread().name != thread:
             return copy(target, source, non_blocking)
         hit.set()
-        # The copy waits behind this kernel. A thread kills, because a copy of memory that is not
+        # The copy waits for this kernel. A thread kills, because a copy of memory that is not
         # pinned returns only when it has ended.
         if not report.is_dry:
             torch.cuda._sleep(SPIN_CYCLES)

@@ -159,7 +159,7 @@ def compute_stream(report: Report) -> Iterator[set[str]]:
 
 
 def _in_order(runtime: cuda_streams.Runtime, write: Any) -> Any:
-    """Write as a kernel on the compute stream does: behind what the stream has been given."""
+    """Write as a kernel on the compute stream does: after what the stream has been given."""
 
     def written(*args: Any) -> None:
         runtime.compute.run(runtime.compute.num_launched)

@@ -1,5 +1,5 @@
 """Draws training sequences; what a step sees depends on the seed and the step alone, so that a
-resumed run goes on alike.
+resumed run continues alike.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Trains the demonstration's models: ``python -m tests.training.train --out FOLDER``.
 
-``--task two-documents`` goes on with the shipped model and teaches it prompts whose answers need
-two documents. A killed run goes on from its last checkpoint with ``--resume``; a finished one
+``--task two-documents`` continues with the shipped model and teaches it prompts whose answers need
+two documents. A killed run continues from its last checkpoint with ``--resume``; a finished one
 leaves the model in ``FOLDER/export``.
 """
 
@@ -262,12 +262,12 @@ if __name__ == "__main__":
 
 
 def export_model(model: "LlamaForCausalLM", tokenizer_path: Path, folder: Path) -> Path:
-    """Exports weights as bfloat16 safetensors, with the configuration and the tokenizer beside
+    """Exports weights as bfloat16 safetensors, with the configuration and the tokenizer next to
     them.
 
     Args:
         model: The trained model, float32; left as it is.
-        tokenizer_path: The run's ``tokenizer.json``; ``tokenizer_config.json`` is expected beside
+        tokenizer_path: The run's ``tokenizer.json``; ``tokenizer_config.json`` is expected next to
             it.
         folder: Where to write; created if missing.
 

@@ -54,7 +54,7 @@ class Trainer:
             recipe: The schedule.
             sampler: Where the sequences come from.
             rank: This process, from 0.
-            start: Folder of a trained model of the same architecture; None begins anew.
+            start: Folder of a trained model of the same architecture; None: an untrained one.
         """
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
@@ -148,7 +148,7 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
 
     def save(self, path: Path) -> None:
-        """Writes the state beside ``path`` and moves it there, so that a kill leaves the old one
+        """Writes the state next to ``path`` and moves it there, so that a kill leaves the old one
         or the new one.
         """
         state = {

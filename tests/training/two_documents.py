@@ -26,7 +26,7 @@ TEXT_WEIGHT: Final = 0.15
 # Share of the owners' lines that give the mark too in training, which teaches the model to look it
 # up there.
 NOTED_RATIO: Final = 0.4
-# Share of the training rows that are plain text, so that the model goes on to know it.
+# Share of the training rows that are plain text, so that the model does not forget it.
 TEXT_RATIO: Final = 0.125
 FILLED_RATIO: Final = 0.3
 # Share of the training prompts whose documents of marks, and filling, see nothing but themselves.
@@ -91,7 +91,7 @@ class TwoDocumentSampler:
         weights: "np.ndarray",
         blocks: "np.ndarray",
     ) -> None:
-        """Writes prompts into a row, each behind an end-of-text token, until the next has no
+        """Writes prompts into a row, each after an end-of-text token, until the next has no
         room.
         """
         used, block = 1, 0

@@ -75,8 +75,8 @@ def _problems() -> str:
 def _rows(paths: Mapping[str, Any], without: set[str]) -> Iterator[str]:
     for path, operations in paths.items():
         for method, operation in operations.items() if path not in without else ():
-            told = operation["summary"].replace("|", r"\|")
-            yield f"| `{method.upper()} {path}` | {told}. |"
+            summary = operation["summary"].replace("|", r"\|")
+            yield f"| `{method.upper()} {path}` | {summary}. |"
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

@@ -48,13 +48,13 @@ def test_the_figures_are_those_of_the_benchmarks() -> None:
     assert rewritten(BENCHMARKS) == README
 
 
-def test_a_hit_is_told_with_the_default_settings() -> None:
+def test_hits_are_those_with_the_default_settings() -> None:
     measured = {row[0]: row[1:3] for row in rows(BENCHMARKS, "\n## vLLM\n")}
     names, times, factors = rows(README, "**What a hit saves**")
     said = {name: [times[i], factors[i]] for i, name in enumerate(names)}
     assert said["the pod's sidecar"] == measured["memory of the sidecar"]
-    beside = measured["vLLM's own prefix cache, with the connector"]
-    assert said["the same, with our connector"] == beside
+    connected = measured["vLLM's own prefix cache, with the connector"]
+    assert said["the same, with our connector"] == connected
 
 
 @pytest.mark.parametrize(("call", "said"), [("retrieve", "Load rate"), ("store", "Store rate")])
@@ -77,7 +77,7 @@ def test_every_row_of_a_place_counts(call: str, said: str) -> None:
         assert re.search(r"(?:\[| to )100\.0 ", line), name
 
 
-def test_the_worst_hit_beside_vllms_own_cache_counts() -> None:
+def test_the_worst_hit_of_vllms_own_cache_counts() -> None:
     """In each table that has one."""
     name = "vLLM, hit by its own prefix cache, 1,025 tokens"
     worse = rewritten(with_row(name, {"ours": "90.5", "limit": "10"}))
@@ -89,7 +89,7 @@ def test_the_worst_hit_beside_vllms_own_cache_counts() -> None:
     assert "(at worst 205 ms instead of 20.5)" in rewritten(first)
 
 
-def test_estimates_of_a_gpu_are_told_until_they_are_measured() -> None:
+def test_estimates_of_a_gpu_are_given_until_they_are_measured() -> None:
     assert "**On a GPU** nothing is measured" in README
     measured = re.sub(r"^\| load, Llama-3\.1-8B, p.*\n", "", BENCHMARKS, flags=re.MULTILINE)
     assert "**On a GPU**" not in rewritten(measured)

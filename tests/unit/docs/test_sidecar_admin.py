@@ -45,7 +45,7 @@ VLLM_FIGURES = (
 )
 
 
-def test_every_counter_is_told() -> None:
+def test_every_counter_is_described() -> None:
     assert [name for name in metrics.DESCRIBED if f"`{name}`" not in METRICS] == []
     assert [
         name
@@ -54,7 +54,7 @@ def test_every_counter_is_told() -> None:
     ] == []
 
 
-def test_the_socket_is_told_where_a_new_user_looks_for_it() -> None:
+def test_the_socket_is_named_where_a_new_user_looks_for_it() -> None:
     assert default_run_directory().name == f"lmcache-{os.getuid()}"
     assert "/lmcache-<uid>/sidecar.sock" in VLLM
     in_the_chart = "/run/lmcache/socket/sidecar.sock"
@@ -75,14 +75,14 @@ def test_the_drain_is_explained() -> None:
     ]
     assert all(f"`{name}`" in METRICS for name in names)
     assert all(name in metrics.DESCRIBED for name in names)
-    assert (MAX_TRIES, MAX_TAKERS) == (3, 4), "told in words"
+    assert (MAX_TRIES, MAX_TAKERS) == (3, 4), "the pages say it in words"
 
 
-def test_reasons_and_bounds_are_told() -> None:
+def test_reasons_and_bounds_are_named() -> None:
     for reason in (QUARANTINED, UNKNOWN, PIN_BOUND):
         assert f"`{reason}`" in OPERATIONS, reason
     for bound in (MAX_PINNED_CHUNKS, DEFAULT_TTL_S):
         assert str(bound) in OPERATIONS, bound
     for bound in (MAX_EXPLAINED_TOKENS, MAX_HASHES, MAX_NAMED_KEYS):
         assert str(bound) in PROTOCOLS, bound
-    assert MAX_EXPLANATIONS == 4, "told in words"
+    assert MAX_EXPLANATIONS == 4, "the pages say it in words"
