@@ -191,7 +191,6 @@ def test_pages_lie_in_another_order_where_they_are_loaded() -> None:
     assert sorted(stored.blocks) == sorted(loaded.blocks)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_our_engine_is_driven_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_paged: bool
