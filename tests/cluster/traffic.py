@@ -1,4 +1,4 @@
-"""Keep a release busy until told to stop, then count what was lost.
+"""Keep a release busy until a file appears, then count what was lost.
 
 Runs in a pod of the cluster with the image of cache_storage, and takes the arguments of the chart's
 release test, so that it reaches the same services. Prints `ready` when every kind of call has

@@ -69,7 +69,7 @@ class Cluster:
 
     def work(self, seed: int) -> None:
         """One of the first two stores a prompt, which all others load from peers and then from
-        their own memory; nobody has another one.
+        their own memory. Another prompt is nowhere.
         """
         first = self.sidecars[seed % 2]
         others = [sidecar for sidecar in self.sidecars if sidecar is not first]
@@ -100,8 +100,8 @@ class Cluster:
     def overview(self) -> dict[str, Any]:
         return get_json(f"{self.url}/v1/overview")
 
-    def until_told(self) -> dict[str, Counter[str]]:
-        """Wait until heartbeats have told the broker all that was counted; that."""
+    def until_reported(self) -> dict[str, Counter[str]]:
+        """Wait until the broker has all that was counted from heartbeats; return it."""
         counted = self.counted()
         requested = sum(counted["requested_chunks_total"].values())
         eventually(lambda: self.overview()["totals"]["requested_chunks"] == requested)

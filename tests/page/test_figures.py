@@ -24,14 +24,14 @@ HOSTILE = "<img src=x onerror=document.title='owned'>"
 
 @pytest.fixture
 def page(chrome: Chrome, cluster: Cluster) -> Page:
-    cluster.until_told()
+    cluster.until_reported()
     opened = Page(chrome, cluster.url)
     opened.shown()
     return opened
 
 
 def test_totals(page: Page, cluster: Cluster) -> None:
-    counted = cluster.until_told()
+    counted = cluster.until_reported()
     page.fresh()
     totals = page.values("[data-total]", "total")
     sums = {name: sum(by_label.values()) for name, by_label in counted.items()}
@@ -62,12 +62,12 @@ def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
     assert len(links) == len(cluster.overview()["links"]) >= 2
     assert all(" pulled " in link and " from " in link for link in links)
     assert sum(link["num_bytes"] for link in cluster.overview()["links"]) == pulled > 0
-    told = cluster.overview()["links"]
+    known = cluster.overview()["links"]
     by_name = page.run(
         "return [...document.querySelectorAll('#topology [data-row]')].map((row) =>"
         " row.dataset.row)"
     )
-    assert by_name == [f"{link['requester']} {link['server']}" for link in told]
+    assert by_name == [f"{link['requester']} {link['server']}" for link in known]
     zones = page.run(
         "return [...document.querySelectorAll('#topology text.tick')].map((text) =>"
         " text.textContent)"
@@ -80,7 +80,7 @@ def test_pods_tiers_and_links(page: Page, cluster: Cluster) -> None:
         assert int(shown["memory"]) == used > 0
 
 
-def test_storage_tells_how_full_it_is(page: Page, cluster: Cluster) -> None:
+def test_storage_shows_how_full_it_is(page: Page, cluster: Cluster) -> None:
     shown = page.values(f"[data-row='{STORAGE}'] [data-tier]", "tier")
     (storage,) = [peer for peer in cluster.overview()["peers"] if peer["id"] == STORAGE]
     assert shown == {tier["name"]: str(tier["used_bytes"]) for tier in storage["figures"]["tiers"]}
@@ -95,13 +95,13 @@ def test_time_goes_by(page: Page, cluster: Cluster) -> None:
             for name, value in page.values("#sources [data-source]", "source").items()
         }
 
-    cluster.until_told()
-    time.sleep(1.5)  # the interval in which that was told is over
+    cluster.until_reported()
+    time.sleep(1.5)  # the interval in which that was reported is over
     before, counted = shown(), cluster.counted()["loaded_bytes_total"]
     cluster.work(2)
     grown = {
         name: count - counted[name]
-        for name, count in cluster.until_told()["loaded_bytes_total"].items()
+        for name, count in cluster.until_reported()["loaded_bytes_total"].items()
     }
     assert all(grown.values())
     eventually(
@@ -112,13 +112,13 @@ def test_time_goes_by(page: Page, cluster: Cluster) -> None:
 
 
 def test_what_was_gained(page: Page, cluster: Cluster) -> None:
-    counted = cluster.until_told()["saved_tokens_total"]
+    counted = cluster.until_reported()["saved_tokens_total"]
     assert counted == {"org/model": sum(counted.values())}
     page.fresh()
     before = {name: int(value) for name, value in page.values("[data-gain]", "gain").items()}
     assert list(before) == ["300", "3600", "86400"]
     cluster.work(7)
-    grown = cluster.until_told()["saved_tokens_total"]["org/model"] - counted["org/model"]
+    grown = cluster.until_reported()["saved_tokens_total"]["org/model"] - counted["org/model"]
     assert grown > 0
 
     def gains() -> dict[str, int]:
@@ -140,11 +140,11 @@ def test_a_prompt_that_is_pulled_is_shown_once(page: Page, cluster: Cluster) -> 
     cluster.work(3)
     page.fresh()
     shown = {chunk_id: int(count) for chunk_id, count in page.rows("#hot").items()}
-    told = cluster.overview()["hot_chunks"]
-    assert shown == {one["chunk_id"]: one["num_pulls"] for one in told}
+    hot = cluster.overview()["hot_chunks"]
+    assert shown == {one["chunk_id"]: one["num_pulls"] for one in hot}
     assert list(shown.values()) == sorted(shown.values(), reverse=True)
-    assert {one["num_chunks"] for one in told} == {NUM_CHUNKS}
-    text = page.texts(f"#hot [data-row='{told[0]['chunk_id']}']")[0]
+    assert {one["num_chunks"] for one in hot} == {NUM_CHUNKS}
+    text = page.texts(f"#hot [data-row='{hot[0]['chunk_id']}']")[0]
     assert f"{NUM_TOKENS} tokens" in text
     assert "org/model" in text
 

@@ -137,21 +137,21 @@ def test_two_hundred_pods(page: Page, broker: ServiceProcess) -> None:
     assert page.complaints() == []
 
 
-def test_names_that_objects_have_and_that_turn_text_around(
+def test_names_of_members_of_objects_and_names_that_reverse_text(
     page: Page, broker: ServiceProcess
 ) -> None:
     names = (*NAMES_OF_OBJECTS, REVERSED, "x" * 253)
     for count in (1, 3):
-        told = dict.fromkeys(names, count * 1000)
+        counts = dict.fromkeys(names, count * 1000)
         beat(
             broker.url,
             "stranger",
             {
-                "loaded_bytes": told,
-                "loaded_chunks": told,
-                "missed_chunks": told,
-                "pulled_bytes": told,
-                "models": {name: {"saved_tokens": tokens} for name, tokens in told.items()},
+                "loaded_bytes": counts,
+                "loaded_chunks": counts,
+                "missed_chunks": counts,
+                "pulled_bytes": counts,
+                "models": {name: {"saved_tokens": tokens} for name, tokens in counts.items()},
             },
         )
         num_samples = len(get_json(f"{broker.url}/v1/overview")["samples"])
@@ -175,7 +175,7 @@ def test_names_that_objects_have_and_that_turn_text_around(
     assert page.complaints() == []
 
 
-def test_a_broker_that_hangs_is_told_and_what_was_shown_stays(
+def test_a_broker_that_hangs_is_named_and_what_was_shown_stays(
     page: Page, broker: ServiceProcess
 ) -> None:
     beat(broker.url, "vllm-0", None)
@@ -202,7 +202,7 @@ def test_an_answer_that_is_none_does_not_end_it(page: Page) -> None:
     eventually(lambda: state(page) == "", TIMEOUT_S)
 
 
-def test_a_tab_that_nobody_sees_asks_nothing(page: Page) -> None:
+def test_a_hidden_tab_asks_nothing(page: Page) -> None:
     """Also where it is hidden while an answer is awaited."""
     page.run(SLOW_AND_COUNTED)
     turn = page.run("return document.body.dataset.turn")
@@ -253,7 +253,7 @@ def test_a_broker_whose_redis_hangs_says_that_it_is_alone(chrome: Chrome, tmp_pa
             page = Page(chrome, two.url)
             page.shown()
             assert page.values("[data-total]", "total")["peers"] == "1", (
-                "what one was told the other one shows"
+                "what one knows the other one shows"
             )
             assert "reported by broker-1" in page.texts("#as-of")[0]
             assert state(page) == ""
