@@ -82,12 +82,10 @@ class BatchSampler:
     def __init__(
         self, documents: Sequence[Document], encoded: Sequence[TokenArray], seed: int
     ) -> None:
-        """Concatenates the documents of each kind in a seeded order.
+        """Concatenate the documents of each kind in a seeded order.
 
         Args:
-            documents: The training documents.
-            encoded: Token ids of each document, end-of-text first, shape ``[num_tokens]``, dtype
-                uint16.
+            encoded: Token ids of each document, end-of-text first, uint16 ``[num_tokens]``.
             seed: Fixes the order of documents and every later draw.
         """
         self._seed = seed

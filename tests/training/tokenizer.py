@@ -22,14 +22,11 @@ _SPLIT_PATTERN: Final = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns merges from the texts.
+    """Learn merges from the texts. Token 0 is the end of text, and nothing is added to an encoded
+    text.
 
     Args:
-        texts: Training texts, read once.
         vocab_size: Number of tokens, the end-of-text token and the 256 bytes included.
-
-    Returns:
-        The tokenizer; token 0 is the end of text, and nothing is added to an encoded text.
     """
     from tokenizers import Regex
 
@@ -72,10 +69,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> No
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[npt.NDArray[np.uint16]]:
-    """Encodes each text with an end-of-text token in front.
-
-    Returns:
-        One array of token ids per text, shape ``[num_tokens + 1]``, dtype uint16.
-    """
+    """Encode each text with an end-of-text token in front, as uint16 ``[num_tokens + 1]``."""
     encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array([END_OF_TEXT_ID, *encoding.ids], dtype=np.uint16) for encoding in encodings]

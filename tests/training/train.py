@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from lmcache_demo.model import MODEL_DIR, load_tokenizer
@@ -41,9 +41,6 @@ from tests.training.recipe import (
 from tests.training.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 from tests.training.trainer import NUM_EXTRA_VALUES, MeanExchange, Trainer
 from tests.training.two_documents import TwoDocumentSampler
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +89,7 @@ def prepare_tokenizer(documents: Sequence[Document], folder: Path) -> Tokenizer:
 
 
 def work(rank: int, job: Job) -> None:
-    """Body of one training process; the first one shows the progress, saves checkpoints and
-    exports.
-
-    Args:
-        rank: This process, from 0.
-        job: The run.
-    """
+    """Train in one process; the first one shows the progress, saves checkpoints and exports."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     torch.set_num_threads(1)
     trainer = Trainer(job.recipe, job.sampler, rank, job.start)
@@ -114,13 +105,8 @@ def work(rank: int, job: Job) -> None:
 
 
 def lead(trainer: Trainer, job: Job, checkpoint: Path) -> None:
-    """Trains until the recipe's last step or the time limit, with a progress bar and regular
+    """Train until the recipe's last step or the time limit, with a progress bar and regular
     checkpoints.
-
-    Args:
-        trainer: The first process's replica; advanced in place.
-        job: The run.
-        checkpoint: Where its state is kept.
     """
     started = saved_at = time.monotonic()
     done, num_steps = trainer.progressed, job.recipe.num_steps
@@ -261,21 +247,13 @@ if __name__ == "__main__":
     main()
 
 
-def export_model(model: "LlamaForCausalLM", tokenizer_path: Path, folder: Path) -> Path:
-    """Exports weights as bfloat16 safetensors, with the configuration and the tokenizer next to
-    them.
+def export_model(model: LlamaForCausalLM, tokenizer_path: Path, folder: Path) -> Path:
+    """Export weights as bfloat16 safetensors, with the configuration and the tokenizer next to
+    them; return the folder.
 
     Args:
-        model: The trained model, float32; left as it is.
-        tokenizer_path: The run's ``tokenizer.json``; ``tokenizer_config.json`` is expected next to
-            it.
-        folder: Where to write; created if missing.
-
-    Returns:
-        The folder.
+        tokenizer_path: The run's ``tokenizer.json``; ``tokenizer_config.json`` is next to it.
     """
-    import torch
-
     folder.mkdir(parents=True, exist_ok=True)
     half = copy.deepcopy(model).eval().to(torch.bfloat16)
     half.generation_config.do_sample = False

@@ -48,13 +48,11 @@ class Trainer:
     def __init__(
         self, recipe: Recipe, sampler: Sampler, rank: int, start: Path | None = None
     ) -> None:
-        """Builds the untrained model of the recipe's seed, or loads the one to go on with.
+        """Build the untrained model of the recipe's seed, or load one to continue with.
 
         Args:
-            recipe: The schedule.
-            sampler: Where the sequences come from.
             rank: This process, from 0.
-            start: Folder of a trained model of the same architecture; None: an untrained one.
+            start: Folder of a trained model of the same architecture.
         """
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
@@ -80,14 +78,8 @@ class Trainer:
         )
 
     def train_step(self, exchange: MeanExchange, *, stop: bool) -> bool:
-        """Does one step together with the other processes; advances :attr:`progressed`.
-
-        Args:
-            exchange: Where the processes meet.
-            stop: Whether this process wants the run to stop after this step.
-
-        Returns:
-            True if any process wants the run to stop.
+        """Do one step together with the other processes; return whether any of them wants the run
+        to stop after it.
         """
         started, cpu_started = time.perf_counter(), time.process_time()
         recipe, done = self.recipe, self.progressed
@@ -182,28 +174,16 @@ class MeanExchange:
     """
 
     def __init__(self, num_workers: int, num_values: int) -> None:
-        """Allocates the table.
-
-        Args:
-            num_workers: Number of processes that will take part in every exchange.
-            num_values: Length of the vectors to average.
-        """
         self.num_workers = num_workers
         self._rows: torch.Tensor = torch.zeros(num_workers, num_values).share_memory_()  # type: ignore[no-untyped-call]
         self._barrier = multiprocessing.get_context("spawn").Barrier(num_workers)
 
     def average(self, rank: int, values: torch.Tensor) -> torch.Tensor:
-        """Returns the mean of all processes' vectors; blocks until all have come.
-
-        Args:
-            rank: The calling process, from 0.
-            values: Its vector, shape ``[num_values]``, dtype float32.
-
-        Returns:
-            The mean, same shape, bit for bit the same in every process; owned by the caller.
+        """Wait for all processes' vectors, float32 ``[num_values]``; return their mean, bit for bit
+        the same in every process.
 
         Raises:
-            threading.BrokenBarrierError: If another process has not come within ten minutes.
+            threading.BrokenBarrierError: Another process has not come within ten minutes.
         """
         self._rows[rank].copy_(values)
         self._barrier.wait(MAX_WAIT_S)
