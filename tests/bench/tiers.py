@@ -57,7 +57,7 @@ from tests.bench.engines import (
 from tests.bench.limits import copy_work, redis_limits, socket_limit
 from tests.bench.measure import ROUNDS, Figure, Run, in_turn, median_ms, median_ratio, timed
 from tests.bench.report import Section, rates
-from tests.fixtures.chains import chain_of, store_chunks
+from tests.fixtures.chains import chain_of, keys_of_rank, store_chunks
 from tests.fixtures.paged_cases import paged_gather, paged_scatter
 from tests.fixtures.redis_server import running_redis
 
@@ -484,7 +484,7 @@ def _queries(directory: Path) -> Section:
 
 def _query_rows(where: str, store: ChunkStore, goal: str) -> list[tuple[str, ...]]:
     chain = chain_of(range(QUERIED_CHUNKS))
-    keys = chain.keys_of_rank(0)
+    keys = keys_of_rank(chain, 0)
     if store_chunks(store, keys) != QUERIED_CHUNKS:
         raise AssertionError(f"{where}: the prompt is not in memory")
 

@@ -16,7 +16,7 @@ from lmcache_core.telemetry import Counters
 from lmcache_sidecar import recent_lookups
 from lmcache_sidecar.recent_lookups import RecentLookup, RecentLookups, count_prefix
 
-from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, names_of, store_chunks
+from tests.fixtures.chains import TAKEN_BYTES, Shelf, chain_of, keys_of_rank, names_of, store_chunks
 from tests.fixtures.embedded import PATIENCE_S, until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.sidecar import RunningSocket, running_socket

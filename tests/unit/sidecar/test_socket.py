@@ -298,5 +298,5 @@ def test_salt_of_the_sidecar_is_in_the_names_of_chunks(tmp_path: Path) -> None:
         ):
             engine.store(tokens, kvcaches=random_kv(len(tokens)))
             assert engine.lookup(tokens) == len(tokens)
-            names.append(set(running.hot.keys()))
+            names.append(set(held_keys(running.hot)))
     assert not names[0] & names[1]

@@ -81,7 +81,7 @@ def test_expired_tickets_give_their_chunks_back(
     monkeypatch.setattr(staging_module, "STAGE_LEASE_S", 0.0)
     monkeypatch.setattr(server_module, "SWEEP_INTERVAL_S", 0.02)
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, client_of(sidecar) as store:
-        store_chunks(store, CHAIN.keys_of_rank(0))
+        store_chunks(store, keys_of_rank(CHAIN, 0))
         assert store.stage("t", [CHAIN]) == Staged(True, (b"\1" * 4,))
         until(lambda: evictable(sidecar, CHAIN), "the ticket does not end")
 
@@ -230,18 +230,18 @@ def test_impossible_description_is_refused(
 
 
 def loaded(connection: SidecarConnection) -> list[m.Extent]:
-    load = m.LoadExtents(connection.names(CHAIN.keys_of_rank(0)), 60_000, 0)
+    load = m.LoadExtents(connection.names(keys_of_rank(CHAIN, 0)), 60_000, 0)
     items = connection.call(load, m.Extents).items
     return [item for item in items if isinstance(item, m.Extent)]
 
 
 def held(sidecar: RunningSocket) -> list[bool]:
-    return sidecar.hot.contains_many(names_of(CHAIN.keys_of_rank(0)))
+    return sidecar.hot.contains_many(names_of(keys_of_rank(CHAIN, 0)))
 
 
 def test_rejected_chunk_is_removed_if_it_is_damaged(sidecar: RunningSocket) -> None:
     with client_of(sidecar) as store, contextlib.closing(connected(sidecar)) as connection:
-        store_chunks(store, CHAIN.keys_of_rank(0))
+        store_chunks(store, keys_of_rank(CHAIN, 0))
         good, bad, *_ = loaded(connection)
         connection.arena.store_view[bad.offset + 7] ^= 1
         connection.call(m.Reject((good.id, bad.id, 1 << 40)), m.Ok)
@@ -249,21 +249,21 @@ def test_rejected_chunk_is_removed_if_it_is_damaged(sidecar: RunningSocket) -> N
         assert sidecar.counters.value(metrics.CORRUPT_CHUNKS_TOTAL) == 1
         assert store_chunks(store, keys_of_rank(CHAIN, 0)[1:2]) == 1
         connection.call(m.Reject((bad.id,)), m.Ok)
-        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4, "its replacement stays"
+        assert num_loaded(store, keys_of_rank(CHAIN, 0)) == 4, "its replacement stays"
 
 
 @pytest.mark.parametrize("when", ["with the copy", "before it"])
 def test_client_rejects_a_damaged_chunk(sidecar: RunningSocket, when: str) -> None:
     with client_of(sidecar) as store:
-        store_chunks(store, CHAIN.keys_of_rank(0))
+        store_chunks(store, keys_of_rank(CHAIN, 0))
         with contextlib.closing(connected(sidecar)) as connection:
             connection.arena.store_view[loaded(connection)[2].offset] ^= 1
-        found = store.get(CHAIN.keys_of_rank(0), check_later=when == "with the copy")
+        found = store.get(keys_of_rank(CHAIN, 0), check_later=when == "with the copy")
         if when == "with the copy":
             store.reject(found[2])
         else:
             assert len(found) == 2
         store.release(found)
         assert held(sidecar) == [True, True, False, True]
-        assert store_chunks(store, CHAIN.keys_of_rank(0)[2:3]) == 1
-        assert num_loaded(store, CHAIN.keys_of_rank(0)) == 4
+        assert store_chunks(store, keys_of_rank(CHAIN, 0)[2:3]) == 1
+        assert num_loaded(store, keys_of_rank(CHAIN, 0)) == 4

@@ -17,7 +17,7 @@ from lmcache_storage.handover import rebalancer as rebalancing
 from lmcache_storage.served_store import Departures
 
 from tests.fixtures.waiting import until
-from tests.suites.chunks import make_chunk
+from tests.suites.chunks import held_keys, make_chunk
 from tests.unit.cache_storage.handover.test_moves import ADMIN, KEYS, Here, here
 
 STRANGERS = [key for key in KEYS if home(["s-0", "s-1"], key.key.chunk_id()) == "s-1"]

@@ -22,7 +22,7 @@ from lmcache_sidecar.handover.takers import MAX_BATCH_CHUNKS
 
 from tests.fixtures.local_chunks import local_chunks
 from tests.fixtures.virtual_time import CLOCK
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 pytestmark = pytest.mark.virtual_time
 
