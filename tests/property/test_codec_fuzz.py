@@ -86,13 +86,13 @@ def read_within_bounds(number: int, data: bytes) -> bytes | None:
     """
     codec = reader()
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     try:
         return read(codec, number, data)
     except SerdeError:
         return None
     finally:
-        assert time.monotonic() - began < TIME_BOUND_S
+        assert time.process_time() - began < TIME_BOUND_S
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < MEMORY_BOUND_BYTES
@@ -189,14 +189,14 @@ def test_a_large_tensor_of_a_short_blob_takes_no_memory(
     header = RecordHeader(b"", CACHEGEN_SERDE, f"low@{bell_curves().id}", True, (spec,), b"")
     out = memoryview(bytearray(num_bytes(shape, dtype)))
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     try:
         with pytest.raises(SerdeError):
             codec.decode(header, memoryview(data), out)
         assert tracemalloc.get_traced_memory()[1] < (4 << 20) + 8 * body_bytes
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - began < TIME_BOUND_S
+    assert time.process_time() - began < TIME_BOUND_S
 
 
 def test_one_thread_of_a_tensor_that_fails_leaves_the_codec_usable() -> None:

@@ -64,7 +64,7 @@ class Lingering(ForwardingBackend):
 
     async def linger(self) -> None:
         if self._random.random() < 0.7:
-            await asyncio.sleep(self._random.random() * MAX_LINGER_S)
+            await asyncio.sleep(self._random.random() * MAX_LINGER_S)  # real time: a slow tier
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         await self.linger()

@@ -18,7 +18,8 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 
-from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
+from tests.fixtures.waiting import until
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
 LARGE_PAYLOAD_BYTES = 300_001
@@ -194,9 +195,7 @@ class BackendSuite:
             else:
                 with pytest.raises(asyncio.CancelledError):
                     await task
-        async with asyncio.timeout(5):
-            while arena.allocator.used_bytes:
-                await asyncio.sleep(0.01)
+        await until(lambda: not arena.allocator.used_bytes)
 
     async def test_a_cancelled_put_lets_go_of_its_chunks(
         self, backend: StorageBackend, arena: Arena
@@ -208,12 +207,12 @@ class BackendSuite:
         await asyncio.wait([task])
         for chunk in chunks:
             chunk.release()
-        async with asyncio.timeout(5):
-            while (
-                await backend.batched_remove([chunk.key for chunk in chunks])
-                or arena.allocator.used_bytes
-            ):
-                await asyncio.sleep(0.01)
+
+        async def is_gone() -> bool:
+            num_removed = await backend.batched_remove([chunk.key for chunk in chunks])
+            return not (num_removed or arena.allocator.used_bytes)
+
+        await until(is_gone)
 
     async def test_a_tier_that_lists_its_chunks_lists_them_all(
         self, backend: StorageBackend

@@ -172,7 +172,7 @@ class FaultyBackend(ForwardingBackend):
         [fails] = self._draw(1, plan.failed_calls)
         fails_late = fails and self._random.random() < 0.5
         if is_delayed:
-            await asyncio.sleep(plan.delay_s * self._random.random())
+            await asyncio.sleep(plan.delay_s * self._random.random())  # real time: a slow tier
         self._fail(fails and not fails_late)
         return fails_late
 
