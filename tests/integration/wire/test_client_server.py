@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 from lmcache_core.errors import AuthenticationError, CapacityError, UnavailableError
-from lmcache_core.keys import ChunkKey
-from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.record import Miss, MissReason, Result
 from lmcache_core.security import Ticket
 from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import Arena, MemoryStore, by_token, client_of, keys_of, serving
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
-SIZES = (0, 1, 511, 4096, 4097, 70_000, 1 << 20, (1 << 20) + 1, 2_500_000)
+pytestmark = pytest.mark.virtual_time
 
 
 def take(result: Result) -> bytes | MissReason:
@@ -26,49 +24,7 @@ def take(result: Result) -> bytes | MissReason:
     return data
 
 
-async def test_chunks_of_any_size_go_there_and_back() -> None:
-    store, arena = MemoryStore(16 << 20), Arena(16 << 20)
-    chunks = [make_chunk(size, payload=make_payload(size, size)) for size in SIZES]
-    async with serving(store) as server, client_of(server.port) as client:
-        assert await client.put(chunks) == [True] * len(chunks)
-        keys = [chunk.key for chunk in chunks]
-        assert await client.contains([*keys, make_key("other")]) == [True] * len(keys) + [False]
-        results = await client.get([make_key("other"), *keys], arena)
-        assert results[0] == Miss(MissReason.NEVER_STORED)
-        for chunk, got in zip(chunks, results[1:], strict=True):
-            assert isinstance(got, Chunk)
-            assert (got.key, got.header, got.head, got.tier) == (
-                chunk.key,
-                chunk.header,
-                chunk.head,
-                "storage",
-            )
-        assert [take(result) for result in results[1:]] == [
-            make_payload(size, size) for size in SIZES
-        ]
-        assert await client.remove([keys[0], make_key("other"), keys[3]]) == 2
-        assert (await client.contains(keys)).count(True) == len(keys) - 2
-        await client.ping()
-    arena.check_empty()
-
-
-async def test_prefix_only_stops_at_the_first_that_is_missing() -> None:
-    store, arena = MemoryStore(), Arena()
-    async with (
-        serving(store, ServerLimits(get_batch=2)) as server,
-        client_of(server.port) as client,
-    ):
-        await client.put([make_chunk(i) for i in (0, 1, 2, 4, 5, 6)])
-        results = await client.get(keys_of(*range(7)), arena, prefix_only=True)
-        assert [take(r) for r in results] == [make_payload(i) for i in range(3)] + [
-            MissReason.NEVER_STORED
-        ] * 4
-        results = await client.get(keys_of(*range(7)), arena)
-        assert [isinstance(take(r), bytes) for r in results] == [True] * 3 + [False] + [True] * 3
-    arena.check_empty()
-
-
-async def test_the_server_references_few_chunks_at_once_and_the_client_cuts_batches() -> None:
+async def test_large_requests_are_cut_into_batches() -> None:
     store, arena = MemoryStore(), Arena()
     async with (
         serving(store, ServerLimits(get_batch=3, max_batch=16)) as server,
@@ -88,34 +44,7 @@ async def test_the_server_references_few_chunks_at_once_and_the_client_cuts_batc
     arena.check_empty()
 
 
-async def test_concurrent_requests_get_their_own_answers() -> None:
-    store, arena = MemoryStore(32 << 20), Arena(32 << 20)
-    rng = random.Random(7)
-    payloads = {i: rng.randbytes(rng.choice((10, 5_000, 300_000))) for i in range(24)}
-
-    async def check(client_number: int) -> None:
-        names = random.Random(client_number).sample(range(24), 6)
-        results = await client.get(keys_of(*names, f"no {client_number}"), arena)
-        assert [take(r) for r in results] == [payloads[i] for i in names] + [
-            MissReason.NEVER_STORED
-        ]
-        assert await client.contains(keys_of(names[0], "no")) == [True, False]
-        await client.ping()
-
-    async with (
-        serving(store, ServerLimits(max_in_flight=8)) as server,
-        client_of(server.port) as client,
-    ):
-        puts = await asyncio.gather(
-            *(client.put([make_chunk(i, payload=data)]) for i, data in payloads.items())
-        )
-        assert puts == [[True]] * 24
-        await asyncio.gather(*(check(n) for n in range(50)))
-        assert server.num_connections == 1
-    arena.check_empty()
-
-
-async def test_a_slow_request_does_not_hold_up_others() -> None:
+async def test_a_slow_request_does_not_delay_others() -> None:
     store = MemoryStore()
     store.gate = asyncio.Event()
     async with serving(store) as server, client_of(server.port) as client:
@@ -127,7 +56,7 @@ async def test_a_slow_request_does_not_hold_up_others() -> None:
         assert await slow == [False]
 
 
-async def test_no_memory_on_either_side_is_said_and_the_connection_stays() -> None:
+async def test_missing_memory_on_either_side_keeps_the_connection() -> None:
     large = make_chunk("large", payload=make_payload("large", 300_000))
     async with serving(MemoryStore(64 << 10)) as server, client_of(server.port) as client:
         assert await client.put([make_chunk(1), large, make_chunk(2)]) == [True, False, True]
@@ -146,8 +75,7 @@ async def test_no_memory_on_either_side_is_said_and_the_connection_stays() -> No
     arena.check_empty()
 
 
-async def test_a_put_above_the_rate_gives_its_memory_back_at_once() -> None:
-    """Else a client that asks too often holds the server's memory for as long as it stays."""
+async def test_a_put_above_the_rate_releases_its_memory_at_once() -> None:
 
     def admit(tenant: str) -> None:
         raise CapacityError("asks too often")
@@ -163,20 +91,19 @@ async def test_a_put_above_the_rate_gives_its_memory_back_at_once() -> None:
         assert client.is_connected
 
 
-async def test_a_deadline_is_kept_and_gives_everything_back() -> None:
+async def test_a_deadline_is_kept_and_releases_everything() -> None:
     store, arena = MemoryStore(), Arena()
     async with serving(store) as server, client_of(server.port) as client:
         await client.put([make_chunk(1)])
         store.gate = asyncio.Event()
         began = asyncio.get_running_loop().time()
-        assert (
-            await client.get(keys_of(1, 2), arena, timeout_s=0.1) == [Miss(MissReason.DEADLINE)] * 2
-        )
+        late = [Miss(MissReason.DEADLINE)] * 2
+        assert await client.get(keys_of(1, 2), arena, timeout_s=0.1) == late
         with pytest.raises(UnavailableError):
             await client.contains(keys_of(1), timeout_s=0.1)
         with pytest.raises(UnavailableError):
             await client.put([make_chunk(3)], timeout_s=0.1)
-        assert asyncio.get_running_loop().time() - began < 20
+        assert asyncio.get_running_loop().time() - began < 0.4
         store.gate.set()
         assert [take(r) for r in await client.get(keys_of(1), arena)] == [make_payload(1)]
     await arena.until_empty()
@@ -198,7 +125,7 @@ async def test_a_late_answer_is_drained_and_the_connection_lives() -> None:
     arena.check_empty()
 
 
-@pytest.mark.parametrize("num_steps", [*range(0, 12, 2), 20, 40, 80])
+@pytest.mark.parametrize("num_steps", [0, 4, 10, 40])
 async def test_a_cancelled_get_gives_its_memory_back_and_the_connection_lives(
     num_steps: int,
 ) -> None:
@@ -218,43 +145,6 @@ async def test_a_cancelled_get_gives_its_memory_back_and_the_connection_lives(
         assert [take(r) for r in await client.get(keys_of(2), arena)] == [make_payload(2, 400_000)]
         assert server.num_connections == 1
     arena.check_empty()
-
-
-async def test_cancelled_puts_leave_nothing_behind() -> None:
-    store, arena = MemoryStore(32 << 20), Arena(32 << 20)
-    async with serving(store) as server, client_of(server.port) as client:
-        for num_steps in range(0, 30, 3):
-            chunks = [
-                make_chunk((num_steps, i), payload=make_payload(i, 300_000), allocate=arena)
-                for i in range(4)
-            ]
-            task = asyncio.create_task(client.put(chunks))
-            for _ in range(num_steps):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
-            for chunk in chunks:
-                chunk.release()
-            arena.check_empty()
-        assert await client.put([make_chunk("after")]) == [True]
-
-
-async def test_tenants_are_those_of_their_tokens() -> None:
-    store, arena = MemoryStore(), Arena()
-    async with (
-        serving(store, authenticate=by_token) as server,
-        client_of(server.port, "a") as mine,
-        client_of(server.port, "b") as yours,
-    ):
-        await mine.put([make_chunk(1)])
-        assert await mine.contains(keys_of(1)) == [True]
-        assert await yours.contains(keys_of(1)) == [False]
-        assert [take(r) for r in await yours.get(keys_of(1), arena)] == [MissReason.NEVER_STORED]
-        assert await yours.remove(keys_of(1)) == 0
-        assert list(store.chunks) == [ChunkKey.of("a", make_key(1).key)]
-        async with client_of(server.port) as nobody:
-            with pytest.raises(AuthenticationError):
-                await nobody.ping()
 
 
 def verify(ticket: str) -> Ticket:
@@ -294,7 +184,7 @@ async def test_a_ticket_opens_get_and_nothing_else() -> None:
     arena.check_empty()
 
 
-async def test_a_client_that_cannot_connect_waits_before_it_tries_again() -> None:
+async def test_a_client_that_cannot_connect_backs_off() -> None:
     store = MemoryStore()
     async with serving(store) as server:
         port = server.port
@@ -303,14 +193,13 @@ async def test_a_client_that_cannot_connect_waits_before_it_tries_again() -> Non
             await client.ping()
         with pytest.raises(UnavailableError, match="next try in") as caught:
             await client.ping()
-        async with asyncio.timeout(60):
-            while "next try" in str(caught.value):
-                await asyncio.sleep(0.05)
-                with pytest.raises(UnavailableError) as caught:
-                    await client.ping()
+        await asyncio.sleep(1.0)
+        with pytest.raises(UnavailableError) as caught:
+            await client.ping()
+        assert "next try" not in str(caught.value)
 
 
-async def test_a_closing_server_answers_what_is_underway() -> None:
+async def test_a_closing_server_answers_requests_underway() -> None:
     store = MemoryStore()
     store.gate = asyncio.Event()
     async with serving(store) as server, client_of(server.port) as client:
@@ -326,49 +215,19 @@ async def test_a_closing_server_answers_what_is_underway() -> None:
             await client.ping()
 
 
-async def test_a_closing_server_waits_no_longer_than_it_may() -> None:
+async def test_a_closing_server_waits_no_longer_than_its_limit() -> None:
     store = MemoryStore()
     store.gate = asyncio.Event()
     async with serving(store) as server, client_of(server.port) as client:
         underway = asyncio.create_task(client.contains(keys_of(1)))
         await asyncio.sleep(0.05)
         async with asyncio.timeout(9):
-            await server.close(drain_s=0.1)
+            await server.close(drain_s=5)
         with pytest.raises(UnavailableError):
             await underway
 
 
-async def test_a_failing_store_fails_the_request_alone() -> None:
-    class Failing(MemoryStore):
-        async def contains(self, keys: object) -> list[bool]:
-            raise UnavailableError("the disk is gone")
-
-    async with serving(Failing()) as server, client_of(server.port) as client:
-        with pytest.raises(UnavailableError, match="the disk is gone"):
-            await client.contains(keys_of(1))
-        await client.ping()
-        assert server.num_connections == 1
-
-
-async def test_a_bug_in_the_store_ends_the_connection_and_not_the_server(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Buggy(MemoryStore):
-        async def contains(self, keys: object) -> list[bool]:
-            raise KeyError("a bug")
-
-    async with serving(Buggy()) as server, client_of(server.port) as client:
-        with pytest.raises(UnavailableError):
-            await client.contains(keys_of(1))
-        await asyncio.sleep(0.02)
-        await client.ping()
-    assert "KeyError" in caplog.text
-
-
-async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
-    """A short deadline says something about the caller, nothing about the server: the attempt
-    goes on, and no backoff begins.
-    """
+async def test_a_short_deadline_does_not_end_the_connecting() -> None:
     store, arena = MemoryStore(), Arena()
     relays: list[asyncio.Task[None]] = []
     opens = asyncio.Event()
@@ -398,7 +257,7 @@ async def test_a_caller_that_has_to_leave_does_not_end_the_connecting() -> None:
     arena.check_empty()
 
 
-async def test_a_client_that_is_closed_while_it_connects() -> None:
+async def test_a_client_closed_while_it_connects_ends_its_calls() -> None:
     answers: list[asyncio.Task[None]] = []
 
     async def hang_up_after_you(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,4 @@
-"""Bytes of a conversation flipped on their way, in either direction: only frame headers and
-records have checksums, and that suffices.
-"""
+"""Bytes of a conversation flipped on their way: the checksums of headers and records suffice."""
 
 from __future__ import annotations
 
@@ -17,6 +15,8 @@ from lmcache_core.wire.client import ClientOptions, LmClient
 
 from tests.fixtures.wire import Arena, MemoryStore, serving
 from tests.suites.chunks import make_chunk, make_key, make_payload
+
+pytestmark = pytest.mark.virtual_time
 
 NAMES = ("a", "b")
 NUM_PAYLOAD_BYTES = 64
@@ -77,9 +77,7 @@ async def flipping(flipper: Flipper) -> AsyncIterator[LmClient]:
 
 
 async def converse(client: LmClient, arena: Arena) -> None:
-    """Everything that a chunk goes through. What fails is a miss to whoever asked; what comes
-    must be right.
-    """
+    """Put, look up and get the chunks; a chunk that comes must be right."""
     with contextlib.suppress(LMCacheError):
         await client.put(
             [make_chunk(name, payload=make_payload(name, NUM_PAYLOAD_BYTES)) for name in NAMES]

@@ -1,6 +1,4 @@
-"""What a client that breaks the protocol does to a server: it loses its connection, and nobody
-else notices.
-"""
+"""A client that breaks the protocol loses its connection; others do not notice."""
 
 from __future__ import annotations
 
@@ -27,6 +25,8 @@ from tests.fixtures.wire import (
     until,
 )
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record, overstated
+
+pytestmark = pytest.mark.virtual_time
 
 QUICK = ServerLimits(
     hello_timeout_s=0.4, idle_timeout_s=0.4, transfer_timeout_s=0.4, min_bytes_per_s=100 << 20
@@ -107,10 +107,7 @@ MANY_KEYS = b"\x91\xdc\x10\x00" + b"\xc4\x00" * 4096
 ATTACKS: dict[str, Attack] = {
     "garbage": sends(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3, greets=False),
     "no hello": says((1, PING), greets=False),
-    "lane before hello": says(FIRST_LANE, greets=False),
     "lane out of order": says((0, messages.DeclareLane(1, LANE))),
-    "lane twice": says(FIRST_LANE, FIRST_LANE),
-    "lane of long names": says((0, messages.DeclareLane(0, Lane("f", "ä" * 1000, 1, 0)))),
     "endless lanes": says(
         *(
             (0, messages.DeclareLane(number, Lane("f", "m", 1, number)))
@@ -125,10 +122,8 @@ ATTACKS: dict[str, Attack] = {
     "hello twice": says((2, messages.Hello(1, 1, [], None, "again"))),
     "server's frame": says((2, messages.Pong())),
     "old correlation id": says((5, PING), (5, PING), num_answers=1),
-    "earlier correlation id": says((5, PING), (4, PING), num_answers=1),
     "context of another request": says((2, MINE), (3, PING)),
     "context twice": says((2, MINE), (2, MINE)),
-    "context of a past request": says((2, PING), (2, MINE), num_answers=1),
     "damaged header": sends(flipped(build_frame(2, PING), 9)),
     "giant meta": sends(giant(3, 0xFFFFFFFF, 0)),
     "giant blob": sends(giant(8, 1, 1 << 63)),
@@ -139,9 +134,6 @@ ATTACKS: dict[str, Attack] = {
     "silence": sends(greets=False),
     "silence after hello": sends(),
     "half a header": sends(build_frame(2, PING)[:20]),
-    "half a meta": sends(
-        build_frame(2, messages.Contains([(None, make_key(1).key.canonical())]))[:-5]
-    ),
     "half a blob": half_a_blob,
     "drip": drip,
     "half a frame and away": half_a_frame_and_away,
@@ -149,7 +141,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-async def test_the_connection_ends_and_others_go_on(attack: Attack) -> None:
+async def test_the_connection_ends_and_others_are_served(attack: Attack) -> None:
     store, arena = MemoryStore(), Arena()
     async with serving(store, QUICK) as server, client_of(server.port) as honest:
         await honest.put([make_chunk(1)])
@@ -165,25 +157,22 @@ async def test_the_connection_ends_and_others_go_on(attack: Attack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"),
+    "damage",
     [
-        ("corrupt", lambda record: record[:-1] + bytes([record[-1] ^ 1])),
-        ("corrupt", lambda record: bytes([record[0] ^ 1]) + record[1:]),
-        ("corrupt", lambda record: record[:-1]),
-        ("corrupt", lambda record: record + b"\0"),
-        ("corrupt", lambda record: record[:10]),
-        ("corrupt", lambda record: b""),
-        ("corrupt", lambda record: bytes(len(record))),
+        lambda record: record[:-1] + bytes([record[-1] ^ 1]),
+        lambda record: record + b"\0",
+        lambda record: record[:10],
+        lambda record: b"",
     ],
 )
-async def test_a_damaged_put_is_refused_and_the_connection_goes_on(
-    name: str, damage: Callable[[bytes], bytes]
+async def test_a_damaged_put_is_refused_and_the_connection_stays(
+    damage: Callable[[bytes], bytes],
 ) -> None:
     store = MemoryStore()
     async with serving(store) as server, connected(server.port) as raw:
         await raw.hello()
         await raw.say(2, messages.Put(), damage(make_record("a")))
-        assert (await raw.read())[1] == messages.PutOk(False, name)
+        assert (await raw.read())[1] == messages.PutOk(False, "corrupt")
         assert not store.chunks
         await raw.say(3, messages.Put(), make_record("a"))
         assert (await raw.read())[1] == messages.PutOk(True, "")
@@ -196,30 +185,21 @@ async def test_record_that_states_more_than_can_be_decoded_from_it_is_refused() 
         assert await client.contains([make_key("a"), make_key("b")]) == [False, True]
 
 
-async def test_a_put_larger_than_the_limit_ends_the_connection() -> None:
-    async with (
-        serving(MemoryStore(), ServerLimits(max_blob_bytes=10_000)) as server,
-        connected(server.port) as raw,
-    ):
-        await raw.hello()
-        await raw.send(build_frame(2, messages.Put(), 10_001))
-        assert await raw.is_closed()
-
-
 async def test_a_put_is_answered_only_when_it_is_whole() -> None:
     store = MemoryStore()
     record = make_record("a", make_payload("a", 50_000))
     async with serving(store) as server, connected(server.port) as raw:
         await raw.hello()
         await raw.send(build_frame(2, messages.Put(), len(record)), record[:-1])
-        await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await raw.read()
         assert not store.chunks
-        assert not raw.reader._buffer  # type: ignore[attr-defined]
         await raw.send(record[-1:])
         assert (await raw.read())[1] == messages.PutOk(True, "")
 
 
-async def test_names_that_are_none_fail_their_request_alone() -> None:
+async def test_malformed_names_fail_their_request_alone() -> None:
     async with serving(MemoryStore()) as server, connected(server.port) as raw:
         await raw.hello()
         await raw.say(0, messages.DeclareLane(0, make_key(1).key.lane()))
@@ -243,33 +223,20 @@ async def test_names_that_are_none_fail_their_request_alone() -> None:
         assert (await raw.read())[1] == messages.Pong()
 
 
-async def test_names_of_all_spellings_are_answered_in_order() -> None:
-    store = MemoryStore()
-    async with serving(store) as server, client_of(server.port) as client:
-        await client.put([make_chunk(i) for i in range(3)])
-        async with connected(server.port) as raw:
-            await raw.hello()
-            names = [make_key(i).key.hash_bytes() or b"" for i in range(4)]
-            await raw.say(0, messages.DeclareLane(0, make_key(0).key.lane()))
-            runs = [(0, names[3] + names[2]), (None, make_key(1).key.canonical()), (0, names[0])]
-            await raw.say(2, messages.Contains(runs))
-            assert (await raw.read())[1] == messages.ContainsOk([False, True, True, True])
-
-
-async def test_a_client_that_does_not_read_is_let_go_and_its_chunks_with_it() -> None:
+async def test_a_client_that_does_not_read_is_disconnected_and_its_chunks_released() -> None:
     store = MemoryStore(32 << 20)
     async with serving(store, QUICK) as server, client_of(server.port) as honest:
         await honest.put([make_chunk(1, payload=make_payload(1, 8 << 20))])
         async with connected(server.port) as raw:
             await raw.hello()
-            raw.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            raw.writer.transport.pause_reading()
             for correlation_id in range(2, 10):
                 await raw.say(
                     correlation_id, messages.Get([(None, make_key(1).key.canonical())], False, None)
                 )
             chunk = next(iter(store.chunks.values()))
             await until(lambda: chunk.memory.get_ref_count() <= 1)
-            raw.reader._transport.resume_reading()  # type: ignore[attr-defined]
+            raw.writer.transport.resume_reading()
             assert await raw.is_closed()
         await honest.ping()
 

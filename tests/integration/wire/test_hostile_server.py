@@ -1,4 +1,4 @@
-"""What a server that lies does to a client: misses, in time, and no memory lost. Never a chunk."""
+"""A server that lies costs a client misses, in time: never a wrong chunk or lost memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError, VersionError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.wire import messages
-from lmcache_core.wire.frames import HEADER_BYTES, FrameType, parse_header
 from lmcache_core.wire.messages import build_frame
 
 from tests.fixtures.wire import Arena, RawConnection, client_of, hostile_server, keys_of
 from tests.suites.chunks import make_chunk, make_payload, make_record
+
+pytestmark = pytest.mark.virtual_time
 
 TIMEOUT_S = 0.4
 """For lies that only the deadline ends."""
@@ -104,15 +105,12 @@ OTHER = make_record("b")
 LIES: dict[str, tuple[Lie, set[MissReason]]] = {
     "wrong key": (chunk(OTHER), {MissReason.IDENTITY}),
     "wrong digest": (chunk(record_with(bytes(20_000))), {MissReason.CORRUPT}),
-    "truncated record": (chunk(RECORD[:-1]), {MissReason.CORRUPT}),
     "surplus bytes": (chunk(RECORD + b"\0"), {MissReason.CORRUPT}),
-    "empty record": (chunk(b""), {MissReason.CORRUPT}),
     "giant payload length": (chunk(giant_payload_length()), {MissReason.CORRUPT}),
     "giant blob": (part(32 + 2 + 24, blob_bytes=4 << 30), {MissReason.DEADLINE}),
     "blob out of bounds": (blob_out_of_bounds, {MissReason.UNAVAILABLE}),
     "short body": (part(15_000), {MissReason.DEADLINE}),
-    "short body and away": (part(15_000, stays=False), {MissReason.UNAVAILABLE}),
-    "half a header": (part(11), {MissReason.DEADLINE}),
+    "short body and end": (part(15_000, stays=False), {MissReason.UNAVAILABLE}),
     "drip": (drip, {MissReason.DEADLINE}),
     "endless chunks": (
         endless(lambda request: build_frame(request, messages.ChunkHead(0), len(OTHER)) + OTHER),
@@ -125,7 +123,6 @@ LIES: dict[str, tuple[Lie, set[MissReason]]] = {
     ),
     "index out of range": (chunk(RECORD, index=100), {MissReason.UNAVAILABLE}),
     "chunk of no request": (chunk(RECORD, other=77), {MissReason.UNAVAILABLE}),
-    "nothing named": (answer(messages.GetEnd([])), {MissReason.UNAVAILABLE}),
     "miss out of range": (
         answer(messages.GetEnd([(0, "never_stored"), (99, "never_stored")])),
         {MissReason.NEVER_STORED, MissReason.UNAVAILABLE},
@@ -137,7 +134,7 @@ LIES: dict[str, tuple[Lie, set[MissReason]]] = {
 
 
 @pytest.mark.parametrize(("lie", "reasons"), LIES.values(), ids=LIES)
-async def test_no_chunk_comes_of_it(lie: Lie, reasons: set[MissReason]) -> None:
+async def test_a_lie_is_a_miss_in_time(lie: Lie, reasons: set[MissReason]) -> None:
     arena = Arena()
 
     async def behave(raw: RawConnection) -> None:
@@ -157,7 +154,7 @@ async def test_no_chunk_comes_of_it(lie: Lie, reasons: set[MissReason]) -> None:
         arena.check_empty()
 
 
-async def test_what_arrived_whole_before_the_lie_is_kept() -> None:
+async def test_chunks_that_arrived_before_the_lie_are_kept() -> None:
     arena = Arena()
 
     async def behave(raw: RawConnection) -> None:
@@ -205,9 +202,7 @@ async def test_a_chunk_that_comes_twice_ends_the_connection() -> None:
     ("answer", "error"),
     [
         (messages.HelloOk(2, "future", 128), VersionError),
-        (messages.ErrorMessage("version", "no"), VersionError),
         (messages.ErrorMessage("authentication", "no"), AuthenticationError),
-        (messages.ErrorMessage("busy", "no"), UnavailableError),
         (messages.ErrorMessage("a code of tomorrow", "no"), UnavailableError),
         (messages.Pong(), ProtocolError),
     ],
@@ -222,8 +217,8 @@ async def test_hello_may_be_refused(answer: messages.Message, error: type[Except
             await client.ping()
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, b"LMF1"])
-async def test_what_is_no_lm_server_is_given_up(said: bytes) -> None:
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4])
+async def test_a_server_of_another_protocol_is_unavailable(said: bytes) -> None:
     async def behave(raw: RawConnection) -> None:
         await raw.send(said)
         await forever(raw)
@@ -247,12 +242,12 @@ async def test_a_put_is_not_stored_unless_the_server_says_so() -> None:
             await client.put([make_chunk(1)])
 
 
-async def test_a_put_that_nobody_reads_ends_at_its_deadline() -> None:
+async def test_an_unread_put_ends_at_its_deadline() -> None:
     arena = Arena(64 << 20)
 
     async def behave(raw: RawConnection) -> None:
         await answer_hello(raw)
-        raw.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        raw.writer.transport.pause_reading()
         await asyncio.sleep(30)
 
     async with hostile_server(behave) as port, client_of(port) as client:
@@ -264,7 +259,7 @@ async def test_a_put_that_nobody_reads_ends_at_its_deadline() -> None:
     arena.check_empty()
 
 
-@pytest.mark.parametrize("present", [[], [True], [True, False, True]])
+@pytest.mark.parametrize("present", [[True], [True, False, True]])
 async def test_wrong_numbers_of_booleans_are_refused(present: list[bool]) -> None:
     async def behave(raw: RawConnection) -> None:
         await answer_hello(raw)
@@ -276,7 +271,7 @@ async def test_wrong_numbers_of_booleans_are_refused(present: list[bool]) -> Non
             await client.contains(keys_of(1, 2))
 
 
-async def test_a_cancelled_call_whose_frame_stands_still_gives_its_memory_back_at_once() -> None:
+async def test_a_cancelled_call_releases_its_memory_in_the_middle_of_a_frame() -> None:
     arena = Arena()
     half = asyncio.Event()
 
@@ -301,35 +296,4 @@ async def test_a_cancelled_call_whose_frame_stands_still_gives_its_memory_back_a
         assert client.is_connected
         with pytest.raises(UnavailableError):
             await client.ping(timeout_s=0.2)
-        assert not client.is_connected, "nobody waits for the half frame, and it holds up everybody"
-
-
-async def test_requests_on_the_wire_are_what_the_specification_says() -> None:
-    seen: list[tuple[FrameType, int]] = []
-
-    async def behave(raw: RawConnection) -> None:
-        while True:
-            header = parse_header(await raw.reader.readexactly(HEADER_BYTES))
-            seen.append((header.type, header.correlation_id))
-            await raw.reader.readexactly(header.meta_bytes + header.blob_bytes)
-            if header.type is FrameType.HELLO:
-                await raw.say(header.correlation_id, messages.HelloOk(1, "", 128))
-            elif header.type is not FrameType.LANE:
-                await raw.say(
-                    header.correlation_id,
-                    messages.Pong() if header.type is FrameType.PING else messages.RemoveOk(0),
-                )
-
-    async with hostile_server(behave) as port, client_of(port) as client:
-        await client.ping()
-        await client.remove(keys_of(1))
-        await client.remove(keys_of(2, 3))
-        await client.ping()
-    assert seen == [
-        (FrameType.HELLO, 1),
-        (FrameType.PING, 2),
-        (FrameType.LANE, 0),
-        (FrameType.REMOVE, 3),
-        (FrameType.REMOVE, 4),
-        (FrameType.PING, 5),
-    ]
+        assert not client.is_connected, "the half frame blocks the connection"

@@ -21,6 +21,8 @@ from tests.fixtures.compat import PUT, listening, request_bytes
 from tests.fixtures.wire import MemoryStore, connected, serving, until
 from tests.suites.chunks import make_chunk, make_key
 
+pytestmark = pytest.mark.virtual_time
+
 ANNOUNCED_BYTES = 4 << 20
 RATE = 32 << 10
 SLACK_S = 0.5

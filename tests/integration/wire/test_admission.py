@@ -19,12 +19,13 @@ from tests.fixtures.wire import (
     Arena,
     MemoryStore,
     by_token,
-    client_in,
     client_of,
     connected,
     keys_of,
     serving,
 )
+
+pytestmark = pytest.mark.virtual_time
 
 
 def one_ticket(ticket: str) -> Ticket:
@@ -33,19 +34,7 @@ def one_ticket(ticket: str) -> Ticket:
     return Ticket("k1", "server", "me", "acme", 1 << 50)
 
 
-async def test_too_many_connections_are_turned_away() -> None:
-    async with (
-        serving(MemoryStore(), ServerLimits(max_connections=1)) as server,
-        client_of(server.port) as first,
-    ):
-        await first.ping()
-        async with client_of(server.port) as second:
-            with pytest.raises(UnavailableError, match="busy"):
-                await second.ping()
-        await first.ping()
-
-
-async def test_clients_that_are_not_let_in_do_not_fill_the_log(
+async def test_refused_clients_do_not_fill_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(token: str | None) -> Principal:
@@ -69,27 +58,8 @@ async def test_clients_that_are_not_let_in_do_not_fill_the_log(
     assert [caplog.text.count(words) for words in ("reason=no", "turned away")] == [1, 1]
 
 
-async def test_the_authenticator_sees_the_token() -> None:
-    seen: list[str | None] = []
-
-    def remember(token: str | None) -> Principal:
-        seen.append(token)
-        return client_in("t")
-
-    async with (
-        serving(MemoryStore(), authenticate=remember) as server,
-        client_of(server.port, "secret") as one,
-    ):
-        await one.ping()
-        async with client_of(server.port) as other:
-            await other.ping()
-    assert seen == ["secret", None]
-
-
 async def test_silent_connections_take_no_places() -> None:
-    """Neither from who comes later nor from who is served; the oldest of them give place to
-    those that come.
-    """
+    """The oldest of them give way to new connections."""
     limits = ServerLimits(max_connections=2, max_strangers=4, hello_timeout_s=60)
     async with serving(MemoryStore(), limits, by_token) as server, AsyncExitStack() as exits:
         first = await exits.enter_async_context(client_of(server.port, "acme"))
@@ -112,7 +82,7 @@ def by_role(token: str | None) -> Principal:
     return Principal(tenant, role, "test")  # type: ignore[arg-type]
 
 
-async def test_tenant_with_all_places_gives_up_its_oldest_for_others() -> None:
+async def test_a_tenant_with_all_places_gives_up_its_oldest() -> None:
     limits = ServerLimits(max_connections=7)
     async with serving(MemoryStore(), limits, by_role) as server, AsyncExitStack() as exits:
 
@@ -140,7 +110,7 @@ async def test_tenant_with_all_places_gives_up_its_oldest_for_others() -> None:
         assert [await raw.is_closed(0.2) for raw in greedy[4:]] == [False] * 3
 
 
-async def test_request_underway_is_answered_before_its_connection_gives_way() -> None:
+async def test_a_request_underway_is_answered_before_its_connection_ends() -> None:
     class Slow(MemoryStore):
         begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -164,7 +134,7 @@ async def test_request_underway_is_answered_before_its_connection_gives_way() ->
         await second.ping()
 
 
-async def test_who_shows_neither_token_nor_ticket_takes_no_place() -> None:
+async def test_connections_without_token_or_ticket_take_no_places() -> None:
     """Where peers are served by ticket, HELLO alone proves nothing."""
     limits = ServerLimits(max_connections=1, max_strangers=2)
     async with (
