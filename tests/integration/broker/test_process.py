@@ -1,6 +1,4 @@
-"""The broker as a process: killed, restarted, guarded by tokens, driven by the library's own
-client and registration.
-"""
+"""The broker as a process, killed and restarted, driven by the library's client."""
 
 import base64
 import signal
@@ -8,7 +6,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 from lmcache_core.errors import AuthenticationError, UnavailableError
 from lmcache_core.p2p import BrokerClient, Peer, PeerRegistration
@@ -21,9 +18,8 @@ CLIENT_TOKEN = "client-token-0123456789"
 ADMIN_TOKEN = "admin-token-0123456789"
 KEYS = {"k1": b"k" * 32}
 CHUNKS = [bytes([i]) * 16 for i in range(4)]
-LEASE_MS = 2_000
+LEASE_MS = 6_000
 SLOW_S = 60.0
-"""Longer than anything here takes on a machine that is busy with other tests."""
 
 
 @pytest.fixture
@@ -77,7 +73,7 @@ async def until_drains(client: BrokerClient, expected: dict[str, bool]) -> None:
     await until(is_so)
 
 
-async def test_pulls_are_assigned_with_tickets_that_the_serving_peer_takes(
+async def test_tickets_of_assigned_pulls_are_valid_at_the_serving_peer_alone(
     broker: ServiceProcess,
 ) -> None:
     async with client_of(broker) as client, registered(client, "a", "b", "me") as registrations:
@@ -102,7 +98,7 @@ async def test_pulls_are_assigned_with_tickets_that_the_serving_peer_takes(
         assert await client.peers() == [], "each has ended its lease"
 
 
-async def test_a_restarted_broker_learns_everything_again_from_heartbeats(
+async def test_a_restarted_broker_learns_its_peers_from_heartbeats(
     broker: ServiceProcess,
 ) -> None:
     async with client_of(broker) as client, registered(client, "a", "b") as registrations:
@@ -119,47 +115,3 @@ async def test_a_restarted_broker_learns_everything_again_from_heartbeats(
             await until_drains(client, {"a": False, "b": True, "late": False})
         (pull,) = await client.transfers("me", [(CHUNKS[0], ["a", "b"])])
         assert pull.instance == "a"
-
-
-async def test_a_peer_that_dies_leaves_when_its_lease_ends(broker: ServiceProcess) -> None:
-    async with client_of(broker) as client:
-        await client.register(Peer("a", 1, "lm://10.0.0.1:1"), load=0.0, ttl_ms=LEASE_MS)
-        await until_drains(client, {"a": False})
-        await until_drains(client, {})
-        assert await client.transfers("me", [(CHUNKS[0], ["a"])]) == []
-
-
-async def test_a_drain_reaches_the_peer_with_its_next_heartbeat(broker: ServiceProcess) -> None:
-    async with (
-        client_of(broker, ADMIN_TOKEN) as admin,
-        registered(admin, "a") as registrations,
-    ):
-        await until_registered(registrations)
-        await admin.drain("a")
-        assert await admin.transfers("me", [(CHUNKS[0], ["a"])]) == []
-        await until(lambda: registrations[0].draining)
-
-
-async def test_tokens_are_asked_for_before_anything_is_read(broker: ServiceProcess) -> None:
-    client, stranger = (
-        {"authorization": f"Bearer {token}"} for token in (CLIENT_TOKEN, "no-such-token-000")
-    )
-    bad = {"incarnation": 1}
-    async with httpx.AsyncClient(base_url=broker.url, timeout=SLOW_S) as http:
-        for refused, status in (
-            (await http.get("/v1/peers"), 401),
-            (await http.put("/v1/peers/a", json=bad, headers=stranger), 401),
-            (await http.post("/v1/admin/peers/a:drain", headers=client), 403),
-            (await http.put("/v1/peers/a", json=bad, headers=client), 422),
-        ):
-            assert refused.status_code == status
-            assert refused.headers["content-type"] == "application/problem+json"
-        assert refused.json()["type"] == "urn:lmcache:problem:invalid"
-        assert (await http.get("/readyz")).status_code == 200
-    async with client_of(broker, None) as anonymous:
-        with pytest.raises(UnavailableError, match="status 401"):
-            await anonymous.peers()
-
-
-async def test_sigterm_ends_it_well(broker: ServiceProcess) -> None:
-    assert broker.stop(signal.SIGTERM) == 0

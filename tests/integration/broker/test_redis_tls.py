@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lmcache_broker.app import create_shared_peers
 from lmcache_broker.peers.record import SharedPeer
 from lmcache_broker.peers.redis_peers import RedisPeers
@@ -19,6 +17,7 @@ from pydantic import SecretStr
 from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_tls import redis_over_tls
 from tests.fixtures.tls import Authority, server_tls
+from tests.fixtures.waiting import until
 
 PEER = SharedPeer("acme", Peer("a", 1, "lm://a.example:1"), 0.0, False, 60_000)
 
@@ -32,7 +31,7 @@ def peers_of(url: str, **options: Any) -> RedisPeers:
 
 
 async def use(peers: RedisPeers) -> None:
-    """More at once than there are connections."""
+    """Send more requests at once than there are connections."""
     try:
         await peers.ping()
         assert not await peers.announce(PEER)
@@ -49,13 +48,12 @@ async def use(peers: RedisPeers) -> None:
         await peers.close()
 
 
-@pytest.mark.parametrize("kind", ["server", "sentinel", "cluster"])
-async def test_peers_are_shared_over_tls_with_a_password(kind: str, tmp_path: Path) -> None:
-    """What else TLS and logins promise is tested with the lookup index: the client is the same."""
+async def test_peers_are_shared_over_tls_with_a_password(tmp_path: Path) -> None:
+    """The lookup index uses the same client; its tests cover the other kinds and refusals."""
     authority = Authority(tmp_path)
     mine = authority.sign("broker", "broker.example")
     context = server_tls(authority.sign("redis"), clients=authority)
-    async with redis_over_tls(kind, context, tmp_path) as rest:
+    async with redis_over_tls("server", context, tmp_path) as rest:
         await use(
             peers_of(
                 f"rediss{rest}",
@@ -71,11 +69,9 @@ async def test_another_master_is_found() -> None:
         peers = peers_of(watched.url, redis_timeout_ms=500)
         await peers.announce(PEER)
         watched.master.kill()
-        began = time.monotonic()
         assert not await answers(peers)
-        assert time.monotonic() - began < 5.0
         await asyncio.to_thread(watched.wait_for_failover)
-        await until_answered(peers)
+        await until(lambda: answers(peers))
         await peers.announce(PEER)
         assert await peers.claim("acme/r", [("acme/a#1", "p")], 1, 1000) == [(True, 1)]
         await peers.close()
@@ -87,9 +83,3 @@ async def answers(peers: RedisPeers) -> bool:
     except UnavailableError:
         return False
     return True
-
-
-async def until_answered(peers: RedisPeers) -> None:
-    async with asyncio.timeout(60):
-        while not await answers(peers):
-            await asyncio.sleep(0.1)
