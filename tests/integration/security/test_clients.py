@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.errors import ConfigError, UnavailableError
-from lmcache_core.lookup import LookupClient
 from lmcache_core.memory import ArenaAllocator, HostMemoryAllocator
-from lmcache_core.p2p import BrokerClient
 from lmcache_core.p2p.pool import PeerPool, peer_client
 from lmcache_core.record import Chunk, Result
 from lmcache_core.security import ClientTls, Principal, TokenFile
@@ -22,7 +20,7 @@ from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.wire.client import ClientOptions
 from lmcache_core.wire.server import LmServer
 
-from tests.fixtures.guarded_services import TOKENS, Guarded, secure
+from tests.fixtures.guarded_services import TOKENS, Guarded
 from tests.fixtures.tls import Authority, client_tls, server_tls
 from tests.fixtures.wire import Arena, MemoryStore, anyone, client_in
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -164,30 +162,3 @@ async def test_a_peer_that_does_not_encrypt_is_shown_no_token_where_others_do(
         "lm": None if only_encrypted else "the-service-token",
         "lm+tls": "the-service-token",
     }
-
-
-async def test_lookup_and_broker(guarded: Guarded, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKENS["acme"])
-    for tls, is_trusted in (
-        (guarded.tls, True),
-        (client_tls(guarded.stranger, guarded.pod), False),
-    ):
-        await ask(guarded, TokenFile(token, "token"), tls, is_trusted)
-
-
-async def ask(guarded: Guarded, token: TokenFile, tls: ClientTls, is_trusted: bool) -> None:
-    lookup = LookupClient(secure(guarded.services["lookup"]), token, 10.0, tls=tls.context)
-    broker = BrokerClient(secure(guarded.services["broker"]), token, 10.0, tls=tls.context)
-    await lookup.open()
-    await broker.open()
-    try:
-        for call in (lookup.lookup([b"1" * 16]), broker.peers()):
-            if is_trusted:
-                await call
-            else:
-                with pytest.raises(UnavailableError):
-                    await call
-    finally:
-        await lookup.close()
-        await broker.close()

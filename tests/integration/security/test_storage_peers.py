@@ -1,6 +1,4 @@
-"""Who is taken for a storage server: one that the broker has from a token that may say so, and
-nobody else.
-"""
+"""Only a token of role storage announces a storage server."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.replicas import replicas
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.waiting import until
 from tests.suites.chunks import make_chunk, make_key
 
 TOKENS = {
@@ -23,10 +22,8 @@ TOKENS = {
     "rival": "rival-token-0123456789",
     "servers": "servers-token-0123456789",
 }
-LOOKS = 4
-"""Times that a storage asks the broker for its peers before the test believes that nothing
-comes.
-"""
+LOOKS = 2
+"""Times that a storage asks the broker for its peers before nothing more is expected."""
 
 
 @pytest.fixture
@@ -54,12 +51,7 @@ def broker(tmp_path: Path, options: dict[str, Path]) -> Iterator[ServiceProcess]
 
 
 class Listener:
-    """Takes what comes, and answers nothing.
-
-    Attributes:
-        received: Bytes of all connections.
-        num_connections: How many there were.
-    """
+    """Takes what comes, and answers nothing."""
 
     def __init__(self) -> None:
         self.received = b""
@@ -80,6 +72,19 @@ async def listening() -> AsyncIterator[tuple[Listener, int]]:
         yield listener, server.sockets[0].getsockname()[1]
     finally:
         server.close()
+
+
+async def num_looks(broker: ServiceProcess) -> float:
+    """Return how many requests for the list of peers the broker has answered."""
+    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as rest:
+        lines = (await rest.get("/metrics")).text.splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("lmcache_http_requests_total{")
+        and '"GET"' in line
+        and '"/v1/peers"' in line
+    )
 
 
 async def announce(
@@ -113,7 +118,12 @@ async def test_a_client_is_no_storage_server(
                 assert "role storage" in refused.json()["detail"]
                 taken = await announce(broker, tenant, peer_id, "sidecar", port)
                 assert taken.status_code == 200
-        await asyncio.sleep(2 * LOOKS)
+        enough = await num_looks(broker) + LOOKS
+
+        async def has_looked() -> bool:
+            return await num_looks(broker) >= enough
+
+        await until(has_looked)
         assert await made.stop(0) == [0]
         assert (listener.num_connections, listener.received) == (0, b"")
 
@@ -129,9 +139,8 @@ async def test_servers_of_the_role_storage_find_one_another_and_move_chunks_of_a
             client = LmClient("127.0.0.1", made.lm_ports[1], TOKENS[tenant])
             assert await client.put([make_chunk(tenant)]) == [True]
             await client.close()
-        async with asyncio.timeout(60):
-            while "service=the broker servers=storage-0" not in made.services[1].output:
-                await asyncio.sleep(0.05)
+        leaving = made.services[1]
+        await until(lambda: "service=the broker servers=storage-0" in leaving.output)
         assert await made.stop(1) == [0]
         for tenant in ("acme", "rival"):
             client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant])
