@@ -19,7 +19,6 @@ from tests.fixtures.embedded import embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
 from tests.fixtures.processes import Processes
-from tests.fixtures.sidecar import engine_at
 
 NUM_TOKENS = 6 * CHUNK_SIZE
 TOKENS = tokens_of(NUM_TOKENS)
@@ -82,19 +81,7 @@ def test_engines_pull_from_one_another(neighbourhood: Neighbourhood, start: Star
     assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "memory") == NUM_TOKENS
 
 
-def test_engine_and_sidecar_are_peers(neighbourhood: Neighbourhood, start: Start) -> None:
-    engine, sidecar = start(), neighbourhood.sidecar("s")
-    eventually(lambda: num_peers(neighbourhood) == 2)
-    engine.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
-    with engine_at(sidecar.socket) as beside:
-        until_found(beside)
-        retrieve(beside)
-        assert beside.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
-
-
-def test_what_is_on_disk_is_found_again_and_what_was_evicted_is_not(
-    start: Start, tmp_path: Path
-) -> None:
+def test_chunks_on_disk_are_announced_again_after_a_restart(start: Start, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     a = start(local_disk=f"file://{tmp_path / 'disk'}/", max_local_disk_size=0.01)
     b = start()
@@ -107,7 +94,7 @@ def test_what_is_on_disk_is_found_again_and_what_was_evicted_is_not(
     retrieve(b)
 
 
-def test_an_address_that_is_taken_costs_only_being_served(
+def test_an_engine_whose_address_is_taken_still_pulls(
     neighbourhood: Neighbourhood, start: Start
 ) -> None:
     port = free_port()
@@ -122,7 +109,7 @@ def test_an_address_that_is_taken_costs_only_being_served(
     retrieve(b)
 
 
-def test_without_lookup_and_broker_the_engine_goes_on() -> None:
+def test_an_engine_works_without_lookup_and_broker() -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     with embedded_engine(
         enable_p2p=True,

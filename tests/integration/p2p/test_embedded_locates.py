@@ -4,7 +4,6 @@ beyond the servers that it would ask.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from lmcache_core.wire.server import LmServer
 from tests.fixtures.kv import make_config
 from tests.fixtures.replicas import free_ports
 from tests.fixtures.service_process import running_service
+from tests.fixtures.waiting import until
 from tests.fixtures.wire import MemoryStore
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -61,9 +61,11 @@ async def announce(lookup_url: str, holder: str) -> None:
         first_sequence=0,
         events=[StoreEvent("store", KEY.key.chunk_id(), "memory", 100)],
     )
-    async with asyncio.timeout(60):
-        while not (await client.lookup(chunk_ids)).holders:
-            await asyncio.sleep(0.02)
+
+    async def is_known() -> bool:
+        return bool((await client.lookup(chunk_ids)).holders)
+
+    await until(is_known)
     await client.close()
 
 
@@ -80,7 +82,7 @@ async def test_lookup_tells_where_a_chunk_is(tmp_path: Path, is_announced: bool)
                 broker_url="http://127.0.0.1:1",
                 distributed_url=f"lm://127.0.0.1:{port}",
                 remote_url=url,
-                tier_timeout_s=10.0,
+                tier_timeout_s=60.0,
             )
             peers = PeerGroup(config)
             tiers = build_tiers(engine_spec(config, HostMemoryAllocator(1 << 20), peers))
@@ -90,7 +92,7 @@ async def test_lookup_tells_where_a_chunk_is(tmp_path: Path, is_announced: bool)
             exits.push_async_callback(peers.close)
             await peers.open(stack, tiers.disk)
             remote = tiers.lower[-1]
-            [got] = await remote.batched_get([KEY], tiers.hot.allocate, 10.0)
+            [got] = await remote.batched_get([KEY], tiers.hot.allocate, 60.0)
             assert payload_of(got) == (
                 make_payload("a") if is_announced else MissReason.NEVER_STORED
             )

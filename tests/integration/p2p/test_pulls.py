@@ -16,6 +16,9 @@ from tests.suites.chunks import make_key, make_payload
 NAMES = [f"chunk-{i}" for i in range(40)]
 
 
+pytestmark = pytest.mark.virtual_time
+
+
 @pytest.fixture
 async def world() -> AsyncIterator[Town]:
     async with town() as running:
@@ -42,14 +45,7 @@ def taken(results: Sequence[Result], names: Sequence[str] = NAMES) -> list[MissR
 ALL = [None] * len(NAMES)
 
 
-async def test_one_peer_brings_everything(world: Town) -> None:
-    await world.add("a", NAMES)
-    assert taken(await world.pull(NAMES, ["a"])) == ALL
-    figures = world.parts.figures
-    assert (figures.pulls, figures.failed_pulls, figures.pulled_chunks) == (1, 0, len(NAMES))
-
-
-async def test_a_peer_at_a_standstill_is_left_for_a_second_holder(world: Town) -> None:
+async def test_a_hanging_peer_is_left_for_a_second_holder(world: Town) -> None:
     await world.add("a", NAMES)
     await world.add("b", NAMES, load=0.9)
     assert taken(await world.pull(NAMES[:1], ["a"]), NAMES[:1]) == [None], "there is a connection"
@@ -59,8 +55,8 @@ async def test_a_peer_at_a_standstill_is_left_for_a_second_holder(world: Town) -
     assert (figures.pulls, figures.failed_pulls, figures.failed_over_chunks) == (3, 1, len(NAMES))
 
 
-async def test_a_pull_that_outlives_its_ticket_goes_on_at_the_same_peer() -> None:
-    """Peers that look at tickets, and a line on which the pull takes several lives of one."""
+async def test_a_pull_that_outlives_its_ticket_renews_it() -> None:
+    """On a line so slow that the pull takes several lives of a ticket."""
     key = f"k1:{base64.b64encode(b'k' * 32).decode()}"
     names = [f"chunk-{i}" for i in range(100)]
     async with town(ticket_key=key, ticket_ttl_ms=400, max_pulls_per_peer=1) as world:
@@ -75,14 +71,14 @@ async def test_a_pull_that_outlives_its_ticket_goes_on_at_the_same_peer() -> Non
             await asyncio.sleep(0.05)
         assert taken(await pulling, names) == [None] * len(names)
         assert asyncio.get_running_loop().time() - began > 1.0
-        assert counts == {1}, "all the while it counts against its peer"
+        assert counts == {1}, "it counts against its peer throughout"
         figures = world.parts.figures
         assert (figures.pulls, figures.failed_pulls, figures.failed_over_chunks) == (1, 0, 0)
         assert figures.renewed_pulls >= 2
         assert [peer.num_pulls for peer in await world.broker.peers()] == [0]
 
 
-async def test_what_a_cut_peer_has_not_brought_comes_from_another(world: Town) -> None:
+async def test_the_rest_of_a_cut_pull_comes_from_another_peer(world: Town) -> None:
     await world.add("a", NAMES, bytes_per_s=200_000)
     await world.add("b", NAMES, load=0.9)
     pulling = asyncio.create_task(world.pull(NAMES, ["a", "b"], timeout_s=30.0))
@@ -106,7 +102,7 @@ async def test_without_another_holder_the_rest_is_a_miss(world: Town) -> None:
     assert set(found) == {None, MissReason.UNAVAILABLE}
 
 
-async def test_a_peer_at_a_standstill_leaves_time_for_the_next_tier(world: Town) -> None:
+async def test_a_hanging_peer_is_given_up_before_the_deadline(world: Town) -> None:
     await world.add("a", NAMES)
     assert taken(await world.pull(NAMES[:1], ["a"]), NAMES[:1]) == [None], "there is a connection"
     world.proxies["a"].flows.clear()
@@ -118,13 +114,6 @@ async def test_a_peer_at_a_standstill_leaves_time_for_the_next_tier(world: Town)
     )
 
 
-async def test_a_chunk_that_one_holder_has_lost_comes_from_the_next(world: Town) -> None:
-    await world.add("a", NAMES[1:])
-    await world.add("b", NAMES, load=0.9)
-    assert taken(await world.pull(NAMES, ["a", "b"])) == ALL
-    assert world.parts.figures.failed_over_chunks == 1
-
-
 async def test_damaged_records_come_from_the_next_holder(world: Town) -> None:
     await world.add("a", NAMES)
     await world.add("b", NAMES, load=0.9)
@@ -133,7 +122,7 @@ async def test_damaged_records_come_from_the_next_holder(world: Town) -> None:
     assert world.parts.figures.corrupt_chunks == 1
 
 
-async def test_a_read_that_is_broken_off_gives_everything_back(world: Town) -> None:
+async def test_a_cancelled_pull_releases_its_memory(world: Town) -> None:
     await world.add("a", NAMES, bytes_per_s=200_000)
     pulling = asyncio.create_task(world.pull(NAMES, ["a"], timeout_s=30.0))
     await until(lambda: world.parts.figures.pulled_chunks >= 4)
