@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +19,10 @@ from tests.cluster.ask import complete, prompt
 from tests.cluster.oracle import Report, hit_problems
 from tests.fixtures.completions import CompletionsServer, completions_server
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = ("put", "get", "lookup", "broker", "completion")
-START_S = 60.0
 END_S = 60.0
 
 
@@ -58,19 +56,13 @@ class Running:
         return self._log.read_text(encoding="utf-8")
 
     def _until(self, text: str) -> None:
-        deadline = time.monotonic() + START_S
-        while text not in self.log:
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.05)
+        wait_until(lambda: text in self.log or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log
 
     def until_progress(self) -> None:
         """Wait until it has made some more calls of every kind, by its own figures."""
         wanted = self._num_calls() + 6
-        deadline = time.monotonic() + START_S
-        while self._num_calls() < wanted:
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.05)
+        wait_until(lambda: self._num_calls() >= wanted)
 
     def _num_calls(self) -> int:
         """Return how many calls there were of the kind that had the fewest."""
@@ -125,63 +117,6 @@ def test_a_lost_chunk_is_found(tmp_path: Path) -> None:
     assert problem.startswith(f"1 of {report.acknowledged} acknowledged chunks are lost: ")
 
 
-def test_failed_requests_are_found(tmp_path: Path) -> None:
-    with traffic(tmp_path) as running:
-        running.vllm.fails = True
-        running.until_progress()
-        running.vllm.fails = False
-        running.lookup.stop()
-        running.until_progress()
-        report = running.finish()
-    problems = report.problems(KINDS)
-    assert [problem.partition(":")[0] for problem in problems] == ["lookup", "completion", "lookup"]
-    assert "calls failed: ['lookup after " in problems[0]
-    assert "HTTP Error 500" in problems[1]
-    assert problems[2] == "lookup: did not recover"
-    allowed = dict.fromkeys(KINDS, END_S)
-    assert report.problems(KINDS, may_fail=allowed) == ["lookup: did not recover"]
-
-
-def test_disturbances_are_timed(tmp_path: Path) -> None:
-    """A few good calls in between do not end one."""
-    with traffic(tmp_path) as running:
-        begin = time.monotonic()
-        for num_refused in (1, 2):
-            running.vllm.fails = True
-            while running.vllm.num_refused < num_refused:
-                assert time.monotonic() < begin + START_S, running.log
-                time.sleep(0.05)
-            running.vllm.fails = False
-            time.sleep(1)
-        lasted_s = time.monotonic() - begin
-        report = running.finish()
-    disturbed_s = report.disturbed_s["completion"]
-    assert 1 < disturbed_s < lasted_s
-    assert report.problems(KINDS, may_fail={"completion": lasted_s}) == []
-    (problem,) = report.problems(KINDS, may_fail={"completion": 1.0})
-    assert re.fullmatch(r"completion: disturbed for \d s, not at most 1 s", problem)
-
-
-def test_an_answer_to_compare_with_is_computed(tmp_path: Path) -> None:
-    """Another run, or a wrong key, may have left what a new prompt is answered with."""
-    with traffic(tmp_path) as running:
-        running.vllm.knows_all = True
-        running.until_progress()
-        running.vllm.knows_all = False
-        report = running.finish()
-    (problem,) = report.problems(KINDS)
-    assert re.fullmatch(r"completion: \d+ new prompts were found in the cache", problem)
-
-
-def test_prompts_are_those_of_one_run(tmp_path: Path) -> None:
-    shared: set[str] = set()
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        with traffic(tmp_path / name, shared) as running:
-            running.until_progress()
-            assert running.finish().problems(KINDS) == []
-
-
 def test_a_result_is_missed_only_where_that_is_allowed() -> None:
     calls = {
         kind: {"ok": 9, outcome: 1} for kind, outcome in (("get", "missed"), ("put", "refused"))
@@ -195,19 +130,6 @@ def test_a_result_is_missed_only_where_that_is_allowed() -> None:
     assert failed.startswith("lookup: 1 of 12 calls failed"), "a failure is more than a miss"
 
 
-def test_a_few_lookups_may_be_degraded_at_any_time() -> None:
-    """No share of anything else is: a chunk that was acknowledged is there."""
-    for num_degraded, problems in (
-        (0, []),
-        (2, []),
-        (3, ["lookup: 3 of 100 calls degraded, at most 2% may be"]),
-    ):
-        calls = {"ok": 100 - num_degraded, "degraded": num_degraded}
-        assert Report({"lookup": calls}).problems(["lookup"]) == problems
-    for kind, outcome in (("get", "missed"), ("put", "refused"), ("lookup", "failed")):
-        assert Report({kind: {"ok": 9999, outcome: 1}}).problems([kind])
-
-
 def test_traffic_that_did_not_happen_is_no_success(tmp_path: Path) -> None:
     report = Report({"get": {"ok": 9, "wrong": 1}, "put": {"ok": 3, "refused": 40}})
     assert report.problems(["put", "get", "lookup"]) == [
@@ -218,14 +140,6 @@ def test_traffic_that_did_not_happen_is_no_success(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="printed no report"):
         Report.parse("ready\n{}\n")
-
-
-async def test_an_answer_that_breaks_off_is_a_failure() -> None:
-    """As when vLLM is killed."""
-    with completions_server() as vllm:
-        vllm.breaks_off = True
-        with pytest.raises(OSError, match="IncompleteRead"):
-            await asyncio.to_thread(complete, vllm.url, "tiny", prompt(1, 100))
 
 
 async def test_a_hit_must_be_one() -> None:
