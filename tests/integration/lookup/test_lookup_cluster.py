@@ -4,8 +4,6 @@ stands still.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,8 +18,6 @@ from tests.fixtures.waiting import opened, until
 
 CHUNKS = [bytes([place]) * 16 for place in range(0, 256, 4)]
 """One in each bucket."""
-MOST_S = 4.0
-"""A tenth of a second for Redis; the rest is what a busy machine may take."""
 TIMING = ReporterTiming(ttl_ms=6_000, gather_s=0.0, retry_s=0.02, max_retry_s=0.2)
 
 
@@ -73,19 +69,13 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
                 assert await is_ready(asked)
                 place = cluster.place_of(LEASES_KEY)
                 cluster.servers[place].pause()
-                began_at = time.monotonic()
-                answer = await asker.lookup(CHUNKS)
-                assert answer.degraded
-                assert time.monotonic() - began_at < MOST_S
+                assert (await asker.lookup(CHUNKS)).degraded
                 assert not await is_ready(asked)
                 cluster.wait_for_failover(place)
                 await until(lambda: all_are_held(asker))
                 await until(lambda: is_ready(asked))
                 await until(lambda: is_ready(told))
                 cluster.servers[place].resume()
-                # It comes back with what it knew; meanwhile the instance may be announcing
-                # everything again.
-                await asyncio.sleep(1)
                 await until(lambda: all_are_held(asker))
             # By its word, or when its lease has run out.
             await until(lambda: nothing_is_held(asker))

@@ -73,6 +73,15 @@ async def check_over_tls(
         assert not await answers(index_of(url, None, None, authority.file))
 
 
+def test_a_login_that_cannot_be_used_fails_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="redis_sentinel_password_file="):
+        index_of("redis-sentinel://h", tmp_path / "missing")
+    with pytest.raises(ValidationError, match="redis_sentinel_password_file is not"):
+        index_of("redis-sentinel://h", None, "lookup")
+    with pytest.raises(ValidationError, match="rediss-sentinel://"):
+        index_of("redis://h", tmp_path / "password")
+
+
 async def test_a_password_that_is_replaced_is_read_for_the_next_connection(tmp_path: Path) -> None:
     file = tmp_path / "password"
     replace(file, b"of-yesterday")
@@ -84,12 +93,3 @@ async def test_a_password_that_is_replaced_is_read_for_the_next_connection(tmp_p
         await index.ping()
         replace(file, b"")
         assert await answers(index)
-
-
-def test_a_login_that_cannot_be_used_fails_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="redis_sentinel_password_file="):
-        index_of("redis-sentinel://h", tmp_path / "missing")
-    with pytest.raises(ValidationError, match="redis_sentinel_password_file is not"):
-        index_of("redis-sentinel://h", None, "lookup")
-    with pytest.raises(ValidationError, match="rediss-sentinel://"):
-        index_of("redis://h", tmp_path / "password")
