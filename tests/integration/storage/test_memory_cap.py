@@ -24,7 +24,7 @@ NUM_WRITERS = 64
 PAYLOAD_BYTES = 32 << 20
 MEMORY_BYTES = 256 << 20
 MAX_EXTRA_BYTES = 64 << 20
-"""What all connections and bodies underway may take beside the arena: 1 MiB each."""
+"""What all connections and bodies underway may take outside the arena: 1 MiB each."""
 SOCKET_TIMEOUT_S = 120
 
 PAYLOAD = bytes(PAYLOAD_BYTES)
@@ -109,7 +109,7 @@ def test_the_cap_holds_under_64_writers_of_32_mib(
             "as many as one tenant may have on their way in at once"
         )
         grown = peak_bytes(service.pid) - at_start
-        assert grown < MAX_EXTRA_BYTES, f"{grown >> 20} MiB beside the arena"
+        assert grown < MAX_EXTRA_BYTES, f"{grown >> 20} MiB outside the arena"
         stats = httpx.get(f"{service.url}/v1/stats", trust_env=False).json()
         hot = stats["tiers"]["memory"]
         assert hot["arena_used_bytes"] == hot["used_bytes"] <= MEMORY_BYTES, (

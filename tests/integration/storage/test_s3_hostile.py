@@ -1,9 +1,8 @@
-"""cache_storage as a process whose bucket states lengths that no machine has."""
+"""cache_storage as a process whose bucket states impossible lengths."""
 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.fixtures.raw_server import RawServer, Reply, running_raw_server
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.waiting import wait_until
 from tests.suites.chunks import make_key, make_payload, make_record
 
 STATED_BYTES = 100_000_000_000
@@ -25,7 +25,6 @@ def stating(status: int) -> Reply:
         now = 404 if method == "HEAD" else status
         yield f"HTTP/1.1 {now} Whatever\r\ncontent-length: {STATED_BYTES}\r\n\r\n".encode()
         for _ in range(4):
-            time.sleep(0.02)  # as separate pieces
             yield b"<Error>" + b"x" * 4096
 
     return reply
@@ -58,7 +57,7 @@ def storage(tmp_path: Path, bucket: RawServer) -> Iterator[ServiceProcess]:
         yield service
 
 
-@pytest.mark.parametrize("status", [200, 206, 301, 403, 404, 500, 503])
+@pytest.mark.parametrize("status", [200, 301, 404, 503])
 def test_a_length_that_the_bucket_states_costs_a_failed_call_and_no_process(
     storage: ServiceProcess, bucket: RawServer, status: int
 ) -> None:
@@ -69,10 +68,7 @@ def test_a_length_that_the_bucket_states_costs_a_failed_call_and_no_process(
     with httpx.Client(base_url=storage.url, trust_env=False, timeout=HANG_S) as rest:
         assert rest.get(other).status_code == 404
         assert rest.put(url, content=record).status_code == 201
-        deadline = time.monotonic() + HANG_S
-        while not rest.get("/v1/stats").json()["settled"]:
-            assert time.monotonic() < deadline, "the write does not end"
-            time.sleep(0.05)
+        wait_until(lambda: rest.get("/v1/stats").json()["settled"])
         assert rest.delete(url).status_code == 204
         assert rest.get(other).status_code == 404
         assert rest.get("/readyz").status_code == 200

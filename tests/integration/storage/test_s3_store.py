@@ -1,14 +1,12 @@
-"""cache_storage as a process with a bucket behind its disk: a real S3-compatible server, also
-killed, paused, slow and read-only.
-"""
+"""cache_storage as a process over a real S3-compatible bucket: killed, paused, slow, read-only."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,12 @@ from lmcache_core.wire.client import LmClient
 from tests.chaos.cluster.link import Link
 from tests.fixtures.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 from tests.fixtures.service_process import ServiceProcess, running_service
-from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
+from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 CHUNK_BYTES = 100_000
 MEMORY_GB = 0.03
-TIER_TIMEOUT_S = 1.0
-SLACK_S = 2.0  # what a machine with other work on it may add
 S3 = "bucket"
 
 
@@ -42,8 +38,8 @@ def environ(directory: Path, server: S3Server, **options: Any) -> dict[str, str]
         "disk_path": directory / "disk",
         "disk_gb": 0.05,
         "instance_id": "storage-0",
-        "tier_timeout_s": TIER_TIMEOUT_S,
-        "s3_timeout_s": 2,
+        "tier_timeout_s": 30,
+        "s3_timeout_s": 30,
         **server.options,
     }
     return {
@@ -91,12 +87,6 @@ async def figures(rest: httpx.AsyncClient) -> dict[str, int]:
     return dict((await rest.get("/v1/stats")).json()["tiers"][S3])
 
 
-async def until(condition: Callable[[], Awaitable[Any]]) -> None:
-    async with asyncio.timeout(60):
-        while not await condition():
-            await asyncio.sleep(0.05)
-
-
 async def store(rest: httpx.AsyncClient, *names: str) -> None:
     """Store them, and wait until they are where they go."""
     for name in names:
@@ -108,9 +98,9 @@ async def store(rest: httpx.AsyncClient, *names: str) -> None:
     await until(settled)
 
 
-def start_empty(storage: ServiceProcess, end: signal.Signals, directory: Path) -> None:
-    """End it and start it again, its memory and its disk empty."""
-    assert storage.stop(end) == (0 if end is signal.SIGTERM else -end)
+def start_empty(storage: ServiceProcess, directory: Path) -> None:
+    """Kill it and start it again with empty memory and disk."""
+    storage.stop(signal.SIGKILL)
     shutil.rmtree(directory / "disk")
     storage.start()
 
@@ -120,15 +110,14 @@ def allocator() -> Callable[[int], MemoryObj | None]:
     return lambda num_bytes: arena.allocate((num_bytes,), None)
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-async def test_what_memory_and_disk_have_lost_is_found_at_both_doors(
-    storage: ServiceProcess, server: S3Server, tmp_path: Path, end: signal.Signals
+async def test_chunks_lost_by_memory_and_disk_come_from_the_bucket(
+    storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
     async with doors(storage) as (rest, lm):
         await lm.put([make_chunk("b", payload=make_payload("b", CHUNK_BYTES))])
         await store(rest, "a", "c")
     assert len(server.names()) == 3
-    start_empty(storage, end, tmp_path)
+    start_empty(storage, tmp_path)
     async with doors(storage) as (rest, lm):
         assert await lm.contains([make_key(name) for name in ("a", "b", "never", "c")]) == [
             True,
@@ -159,82 +148,19 @@ async def test_what_memory_and_disk_have_lost_is_found_at_both_doors(
         assert len(server.names()) == 1
 
 
-async def test_tenants_are_kept_apart_and_cleared_apart(server: S3Server, tmp_path: Path) -> None:
-    tokens = write_tokens(tmp_path / "tokens.yaml")
-    with running_service(
-        "lmcache_storage", tmp_path, environ(tmp_path, server, auth_tokens_file=tokens)
-    ) as storage:
-        async with doors(storage, TOKENS["acme"]) as (rest, _):
-            await store(rest, "a", "b")
-            await rest.put(url_of("b"), content=record_of("b"), headers=bearer("rival"))
-            await store(rest)
-        start_empty(storage, signal.SIGKILL, tmp_path)
-        async with doors(storage, TOKENS["rival"]) as (rest, rival):
-            assert await rival.contains([make_key("a"), make_key("b")]) == [False, True]
-            assert (await rest.get(url_of("a"))).status_code == 404
-            await rest.post("/v1/admin/clear", json={"tenant": "acme"}, headers=bearer("operator"))
-            assert [name.split("/")[1] for name in server.names()] == ["rival"]
-            assert (await rest.get(url_of("b"))).content == record_of("b")
-
-
-async def test_a_server_that_shares_the_bucket_finds_what_another_has_stored(
-    storage: ServiceProcess, server: S3Server, tmp_path: Path
-) -> None:
-    (tmp_path / "second").mkdir()
-    with running_service(
-        "lmcache_storage",
-        tmp_path / "second",
-        environ(tmp_path / "second", server, instance_id="storage-1"),
-    ) as second:
-        async with doors(storage) as (rest, _), doors(second) as (other, _):
-            await store(rest, "a")
-            assert (await other.get(url_of("a"))).content == record_of("a")
-            await store(other, "a")
-            assert (await figures(other))["stored_chunks"] == 0, (
-                "what is there is not uploaded again"
-            )
-
-
-@pytest.mark.parametrize("damage", ["flipped", "cut", "foreign"])
-async def test_a_damaged_object_is_a_miss_is_counted_and_is_replaced(
-    storage: ServiceProcess, server: S3Server, tmp_path: Path, damage: str
-) -> None:
-    async with doors(storage) as (rest, _):
-        await store(rest, "a")
-    (name,) = server.names()
-    record = record_of("a")
-    broken = {
-        "flipped": record[:-1] + bytes([record[-1] ^ 1]),
-        "cut": record[: CHUNK_BYTES // 2],
-        "foreign": record_of("b"),
-    }
-    server.write(name, broken[damage])
-    start_empty(storage, signal.SIGKILL, tmp_path)
-    async with doors(storage) as (rest, _):
-        answer = await rest.get(url_of("a"))
-        assert (answer.status_code, (await figures(rest))["corrupt_chunks"]) == (404, 1)
-        assert server.names() == ([] if damage == "flipped" else [name]), (
-            "only its own digest condemns a record"
-        )
-        await store(rest, "a")
-        assert server.read(name) == record
-
-
-async def test_a_server_killed_in_the_middle_is_bypassed_and_found_again(
+async def test_a_killed_bucket_is_bypassed_until_it_is_back(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
     async with doors(storage) as (rest, _):
         await store(rest, "a", "b")
-    start_empty(storage, signal.SIGKILL, tmp_path)
+    start_empty(storage, tmp_path)
     async with doors(storage) as (rest, lm):
         server.pause()
-        began = time.monotonic()
         asked = asyncio.ensure_future(lm.get([make_key("a"), make_key("b")], allocator()))
-        await asyncio.sleep(0.2)
+        await rest.get("/healthz")
         server.kill()
         results = [payload_of(result) for result in await asked]
-        assert set(results) <= {MissReason.UNAVAILABLE, MissReason.DEADLINE}
-        assert time.monotonic() - began < TIER_TIMEOUT_S + SLACK_S
+        assert set(results) == {MissReason.UNAVAILABLE}
         for i in range(8):
             assert (await rest.put(url_of(f"{i}"), content=record_of(f"{i}"))).status_code == 201
             assert (await rest.get(url_of("a"))).status_code == 404
@@ -259,51 +185,42 @@ async def test_a_server_killed_in_the_middle_is_bypassed_and_found_again(
         assert (await figures(rest))["stored_chunks"] >= 1
 
 
-async def test_a_slow_server_costs_its_deadline_and_no_store_waits_for_it(
+async def test_a_slow_bucket_costs_reads_their_deadline_and_stores_nothing(
     server: S3Server, tmp_path: Path
 ) -> None:
     link = Link(0)
     await link.open()
     link.set_target("s3", int(server.url.rpartition(":")[2]))
-    options = environ(tmp_path, server, s3_endpoint_url=f"http://127.0.0.1:{link.port}")
+    url = f"http://127.0.0.1:{link.port}"
+    options = environ(tmp_path, server, s3_endpoint_url=url, tier_timeout_s=1)
     try:
         with running_service("lmcache_storage", tmp_path, options) as storage:
             async with doors(storage) as (rest, lm):
                 await store(rest, "a")
-            await asyncio.to_thread(start_empty, storage, signal.SIGKILL, tmp_path)
+            await asyncio.to_thread(start_empty, storage, tmp_path)
             async with doors(storage) as (rest, lm):
-                link.delay_s = 3 * TIER_TIMEOUT_S
-                began = time.monotonic()
+                link.delay_s = 600.0
                 [result] = await lm.get([make_key("a")], allocator())
                 assert payload_of(result) is MissReason.DEADLINE
-                assert time.monotonic() - began < TIER_TIMEOUT_S + SLACK_S
                 num_bytes = int(MEMORY_GB * 2**30)
-                waits_s = []
-                for i in range(80):  # twice what may wait
-                    began = time.monotonic()
-                    assert (
-                        await rest.put(url_of(f"{i}"), content=record_of(f"{i}"))
-                    ).status_code == 201
-                    waits_s.append(time.monotonic() - began)
+                for i in range(80):  # Twice as many as may wait in memory.
+                    answer = await rest.put(url_of(f"{i}"), content=record_of(f"{i}"))
+                    assert answer.status_code == 201
                     if i % 20 == 0:
                         assert (await figures(rest))["pending_write_bytes"] <= num_bytes // 8
-                assert min(waits_s[:3]) < TIER_TIMEOUT_S / 2
-                assert (await figures(rest))["dropped_writes"] == 0, (
-                    "what finds no room waits by name, and is still in memory"
-                )
-            await asyncio.to_thread(
-                storage.stop, signal.SIGKILL
-            )  # an orderly end would wait for the writes
+                assert (await figures(rest))["dropped_writes"] == 0, "the rest waits by name"
+            # An orderly end would wait for the writes.
+            await asyncio.to_thread(storage.stop, signal.SIGKILL)
     finally:
         await link.close()
 
 
-async def test_a_bucket_that_takes_no_writes_is_read(
+async def test_a_read_only_bucket_is_still_read(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
     async with doors(storage) as (rest, _):
         await store(rest, "a")
-    start_empty(storage, signal.SIGKILL, tmp_path)
+    start_empty(storage, tmp_path)
     server.kill()
     server.is_read_only = True
     server.start()
@@ -324,8 +241,10 @@ async def test_a_bucket_that_takes_no_writes_is_read(
         server.is_read_only = False
         server.start()
 
+        numbers = itertools.count()
+
         async def is_healed() -> bool:
-            await store(rest, f"later-{time.monotonic_ns()}")
+            await store(rest, f"later-{next(numbers)}")
             return not (await figures(rest))["is_failing"]
 
         await until(is_healed)
@@ -337,7 +256,7 @@ async def test_refused_credentials_are_an_unavailable_tier_until_they_are_replac
 ) -> None:
     async with doors(storage) as (rest, _):
         await store(rest, "a")
-    start_empty(storage, signal.SIGKILL, tmp_path)
+    start_empty(storage, tmp_path)
     server.kill()
     server.secret_key = "another-secret-0123456789"
     server.start()

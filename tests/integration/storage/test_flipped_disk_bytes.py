@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import MissReason
@@ -15,8 +13,6 @@ from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SMALL_PAYLOAD_BYTES = 7000
 LARGE_PAYLOAD_BYTES = 32 << 20
-NUM_RANDOM_OFFSETS = 24
-SEED = 20261121
 
 
 class Flipper:
@@ -91,30 +87,3 @@ async def test_every_byte_of_a_head_before_a_start(tmp_path):
         await disk.close()
         flipper.find_again(at)
         flipper.flip(at, 0x10)
-
-
-async def test_random_bytes_of_a_large_record(tmp_path):
-    await stored(tmp_path, LARGE_PAYLOAD_BYTES)
-    flipper = Flipper(tmp_path)
-    arena = ArenaAllocator.anonymous(LARGE_PAYLOAD_BYTES)
-    rng = random.Random(SEED)
-    for at in [
-        0,
-        flipper.num_bytes - 1,
-        *(rng.randrange(flipper.num_bytes) for _ in range(NUM_RANDOM_OFFSETS)),
-    ]:
-        mask = 1 << rng.randrange(8)
-        flipper.flip(at, mask)
-        disk = DiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
-        await disk.open()
-        await disk.wait_loaded()
-        assert isinstance(await read_once(disk, arena), MissReason), (
-            f"seed {SEED}: byte {at}, mask {mask}"
-        )
-        await disk.close()
-        flipper.find_again(at)
-        flipper.flip(at, mask)
-    disk = DiskBackend(tmp_path, 2 * LARGE_PAYLOAD_BYTES)
-    await disk.open()
-    assert await read_once(disk, arena) == make_payload("a", LARGE_PAYLOAD_BYTES)
-    await disk.close()
