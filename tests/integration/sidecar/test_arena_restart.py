@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.engine import LMCacheEngine
-from lmcache_demo.processes import DemoError
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.embedded import PATIENT
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.processes import Processes
 from tests.fixtures.restarted_sidecar import RestartedSidecar, until
@@ -40,7 +40,7 @@ def test_an_engine_finds_again_what_it_stored_before_a_restart(
     processes: Processes, tmp_path: Path, number: int
 ) -> None:
     sidecar = RestartedSidecar(processes, tmp_path)
-    with engine_at(sidecar.socket) as engine:
+    with engine_at(sidecar.socket, **PATIENT) as engine:
         engine.store(TOKENS, kvcaches=KV)
         before = sidecar.ask("/v1/status")
         inode = (sidecar.arena / "kv.arena").stat().st_ino
@@ -76,7 +76,7 @@ def test_a_bit_that_flips_while_it_is_down_is_not_served(
     processes: Processes, tmp_path: Path
 ) -> None:
     sidecar = RestartedSidecar(processes, tmp_path, verify_hot="never")
-    with engine_at(sidecar.socket) as engine:
+    with engine_at(sidecar.socket, **PATIENT) as engine:
         engine.store(TOKENS, kvcaches=KV)
         sidecar.end()
         at = 12 * CHUNK_SIZE  # the first token of the 13th chunk, in the first layer's K
@@ -97,19 +97,3 @@ def test_a_bit_that_flips_while_it_is_down_is_not_served(
         'lmcache_sidecar_unrecovered_chunks_total{reason="damaged"} 1.0'
         in sidecar.ask("/metrics").splitlines()
     )
-
-
-def test_two_sidecars_refuse_one_arena(processes: Processes, tmp_path: Path) -> None:
-    sidecar = RestartedSidecar(processes, tmp_path)
-    with engine_at(sidecar.socket) as engine:
-        engine.store(TOKENS, kvcaches=KV)
-        with pytest.raises(DemoError, match="another sidecar has its memory there"):
-            RestartedSidecar(processes, tmp_path, socket_path=tmp_path / "other.sock")
-        assert num_retrieved(engine) == NUM_TOKENS
-
-
-def test_a_journal_is_of_no_use_to_another_user(processes: Processes, tmp_path: Path) -> None:
-    """It names models and tenants; clients of the pod need the arena alone."""
-    sidecar = RestartedSidecar(processes, tmp_path, arena_mode="0666")
-    modes = {path.suffix: path.stat().st_mode & 0o777 for path in sidecar.arena.iterdir()}
-    assert modes == {".arena": 0o666, ".generation": 0o666, ".journal": 0o600}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,13 +16,10 @@ from typing import Any
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.telemetry import Counters
-from lmcache_core.wire import messages as m
 from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.chains import chain_of, keys_of_rank, num_loaded, store_chunks
-from tests.fixtures.embedded import until
+from tests.fixtures.embedded import PATIENT, until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
@@ -86,7 +81,7 @@ def begin_drain(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_hook_begins_the_drain_and_ends_nothing(processes: Processes, tmp_path: Path) -> None:
     sidecar = start(processes, tmp_path)
     tokens = tokens_of(2 * CHUNK_SIZE)
-    with engine_at(sidecar.socket) as engine:
+    with engine_at(sidecar.socket, **PATIENT) as engine:
         engine.store(tokens[:CHUNK_SIZE], kvcaches=random_kv(CHUNK_SIZE))
         assert sidecar.process.process.pid != 1, (
             "nor is it in a pod whose containers share their process ids"
@@ -95,7 +90,7 @@ def test_the_hook_begins_the_drain_and_ends_nothing(processes: Processes, tmp_pa
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         until(lambda: sidecar.ask("/v1/status")["drain"]["state"] == "done")
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
-        assert engine.lookup(tokens) == CHUNK_SIZE, "reads go on, and nothing new is kept"
+        assert engine.lookup(tokens) == CHUNK_SIZE, "it serves reads and keeps nothing new"
         sidecar.process.process.send_signal(signal.SIGUSR1)
         assert sidecar.ask("/healthz") == {"status": "ok"}
     sidecar.process.process.send_signal(signal.SIGTERM)
@@ -127,12 +122,12 @@ def test_a_restarted_sidecar_serves_its_disk(processes: Processes, tmp_path: Pat
         empty_kv(4 * CHUNK_SIZE),
     )
     first = start(processes, tmp_path, "first", **disk)
-    with engine_at(first.socket) as engine:
+    with engine_at(first.socket, **PATIENT) as engine:
         engine.store(tokens, kvcaches=kv)
         until(lambda: first.ask("/v1/status")["settled"])
     first.process.kill()
     second = start(processes, tmp_path, "second", **disk)
-    with engine_at(second.socket) as engine:
+    with engine_at(second.socket, **PATIENT) as engine:
         assert engine.lookup(tokens, ["LocalDiskBackend"]) == len(tokens)
         assert engine.retrieve(tokens, kvcaches=target).all()
     assert_equal_prefix(target, kv, len(tokens))
@@ -178,60 +173,6 @@ def test_a_killed_engine_leaves_nothing_behind(processes: Processes, tmp_path: P
     assert figures["num_chunks"] == 0, "a half-written chunk was never visible"
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"arena_gb": 60000}, "lower arena_gb"),
-        ({"arena_path": "/proc/nowhere"}, "arena_path='/proc/nowhere'"),
-        ({"socket_path": "/proc/nowhere/s.sock"}, "socket_path='/proc/nowhere/s.sock'"),
-        ({"tenant": "no such / tenant"}, "tenant"),
-    ],
-)
-def test_a_start_that_cannot_be_says_why_in_one_line(
-    processes: Processes, tmp_path: Path, options: dict[str, Any], complaint: str
-) -> None:
-    from lmcache_demo.processes import DemoError
-
-    with pytest.raises(DemoError, match="ended with code 2") as caught:
-        start(processes, tmp_path, **options)
-    assert complaint in str(caught.value)
-    assert "Traceback" not in str(caught.value)
-    assert not list(tmp_path.glob("arena/*")), "nothing is left behind"
-
-
-def test_the_default_directory_is_refused_when_others_may_enter_it(tmp_path: Path) -> None:
-    from lmcache_demo.processes import DemoError
-
-    (tmp_path / f"lmcache-{os.getuid()}").mkdir()
-    (tmp_path / f"lmcache-{os.getuid()}").chmod(0o755)
-    with Processes(tmp_path, quiet_environment(TMPDIR=str(tmp_path))) as owner:
-        settings = {
-            "port": 0,
-            "lm_port": 0,
-            "arena_gb": 0.01,
-            "instance_id": "x",
-            "arena_path": tmp_path / "arena",
-        }
-        with pytest.raises(DemoError, match="no other user may enter"):
-            owner.start_service("x", "lmcache_sidecar", settings)
-        (tmp_path / f"lmcache-{os.getuid()}").rmdir()
-        owner.start_service("y", "lmcache_sidecar", settings)
-        assert (tmp_path / f"lmcache-{os.getuid()}").stat().st_mode & 0o777 == 0o700
-
-
-@contextlib.contextmanager
-def client_of(sidecar: RunningSidecar, rank: int) -> Iterator[SidecarChunkStore]:
-    """One of two ranks."""
-    engine = m.EngineInfo("test", os.getpid(), rank, "org/model", "layout", 2)
-    hello = m.engine_hello(engine, [])
-    store = SidecarChunkStore(sidecar.socket, hello, 9.0, Counters())
-    store.open(lambda salt: None)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
 def settled(store: SidecarChunkStore, ticket: str, *chains: Any) -> Staged:
     found: list[Staged] = []
 
@@ -243,39 +184,3 @@ def settled(store: SidecarChunkStore, ticket: str, *chains: Any) -> Staged:
 
     until(is_ready, "the lift does not end")
     return found[-1]
-
-
-def test_a_scheduler_has_the_chunks_of_all_ranks_lifted_from_disk(
-    processes: Processes, tmp_path: Path
-) -> None:
-    sidecar = start(
-        processes, tmp_path, disk_path=tmp_path / "disk", disk_gb=0.01, tier_timeout_s=9
-    )
-    chain = chain_of(range(10), world_size=2)
-    with (
-        client_of(sidecar, 0) as first,
-        client_of(sidecar, 1) as second,
-        client_of(sidecar, 0) as scheduler,
-    ):
-
-        def is_given_back(*tickets: str) -> bool:
-            scheduler.unstage(tickets)  # on a busy machine it may have been too late to be told
-            return sidecar.evict() == 0
-
-        assert store_chunks(first, keys_of_rank(chain, 0)) == 10
-        assert settled(scheduler, "one rank", chain).tiers == (bytes(10),)
-        assert store_chunks(second, keys_of_rank(chain, 1)[:7]) == 7
-        assert scheduler.stage("both ranks", [chain.part(0, 7)]) == Staged(True, (b"\1" * 7,))
-        until(lambda: sidecar.ask("/v1/status")["settled"], "chunks are not written below")
-        until(lambda: is_given_back("one rank", "both ranks"), "chunks are held for a ticket")
-        first_answer = scheduler.stage("t", [chain])
-        assert first_answer is not None
-        assert not first_answer.is_ready
-        assert settled(scheduler, "t", chain).tiers == (b"\2" * 7 + bytes(3),)
-        assert sidecar.evict() == 14
-        assert (
-            num_loaded(first, keys_of_rank(chain, 0)[:7])
-            == num_loaded(second, keys_of_rank(chain, 1)[:7])
-            == 7
-        )
-        until(lambda: is_given_back("t"), "chunks are held for a ticket")
