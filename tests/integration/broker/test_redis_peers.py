@@ -119,12 +119,12 @@ async def test_figures_are_shared_and_those_of_other_versions_are_read(
     (found,) = await two.read()
     assert found.figures == figures
     written = await raw(one, "HGET", KEYS[0], "acme/a")
-    head, told = written[:36], json.loads(written[36:])
+    head, fields = written[:36], json.loads(written[36:])
     for others, wanted in (
-        (told[:6], None),
-        ([*told, {"later": 1}], figures),
-        ([*told[:6], {**told[6], "watts": 3}], figures),
-        ([*told[:6], {"requested_chunks": "many"}], None),
+        (fields[:6], None),
+        ([*fields, {"later": 1}], figures),
+        ([*fields[:6], {**fields[6], "watts": 3}], figures),
+        ([*fields[:6], {"requested_chunks": "many"}], None),
     ):
         await raw(one, "HSET", KEYS[0], "acme/a", head + json.dumps(others).encode())
         fresh = Peers(url)
@@ -220,7 +220,7 @@ async def test_an_order_is_delivered_once(
 
 
 async def test_a_redis_that_is_away_costs_one_deadline(tmp_path: Path) -> None:
-    away = Peers(f"unix://{tmp_path / 'nobody'}", 0.5)
+    away = Peers(f"unix://{tmp_path / 'absent'}", 0.5)
     with pytest.raises(UnavailableError, match=r"redis at /.* cannot be reached"):
         await away.read()
     with pytest.raises(UnavailableError, match="a moment ago"):

@@ -1,4 +1,4 @@
-"""Brokers reach the store that they share over TLS, and behind sentinels that fail over."""
+"""Brokers reach the store that they share over TLS and through sentinels that fail over."""
 
 from __future__ import annotations
 

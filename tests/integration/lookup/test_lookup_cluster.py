@@ -47,18 +47,18 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
             "LMCACHE_LOOKUP_MIN_TTL_MS": "50",
         }
         services = []
-        for name in ("told", "asked"):
+        for name in ("reported", "asked"):
             (tmp_path / name).mkdir()
             services.append(
                 stack.enter_context(running_service("lmcache_lookup", tmp_path / name, environ))
             )
-        told, asked = services
+        reported, asked = services
         async with (
-            opened(LookupClient(told.url, None, timeout_s=5)) as teller,
+            opened(LookupClient(reported.url, None, timeout_s=5)) as reporting,
             opened(LookupClient(asked.url, None, timeout_s=5)) as asker,
         ):
             reporter = InstanceReporter(
-                teller,
+                reporting,
                 "one",
                 "sidecar",
                 lambda: [Holding(chunk_id, "hot", 7) for chunk_id in CHUNKS],
@@ -74,9 +74,9 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
                 cluster.wait_for_failover(place)
                 await until(lambda: all_are_held(asker))
                 await until(lambda: is_ready(asked))
-                await until(lambda: is_ready(told))
+                await until(lambda: is_ready(reported))
                 cluster.servers[place].resume()
                 await until(lambda: all_are_held(asker))
             # By its word, or when its lease has run out.
             await until(lambda: nothing_is_held(asker))
-        assert "redis-cluster://" not in told.output + asked.output
+        assert "redis-cluster://" not in reported.output + asked.output

@@ -15,7 +15,7 @@ from lmcache_core.engine import LMCacheEngine
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.embedded import embedded_engine
+from tests.fixtures.embedded import PATIENT, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
 from tests.fixtures.processes import Processes
@@ -45,6 +45,7 @@ def start(neighbourhood: Neighbourhood) -> Iterator[Start]:
 
         def started(port: int | None = None, **options: Any) -> LMCacheEngine:
             peers = {
+                **PATIENT,
                 "enable_p2p": True,
                 "lookup_url": neighbourhood.lookup_url,
                 "broker_url": neighbourhood.broker_url,

@@ -17,6 +17,7 @@ from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.embedded import PATIENT
 from tests.fixtures.kv import (
     CHUNK_SIZE,
     HIDDEN,
@@ -42,7 +43,7 @@ def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
 
 
 def store_at(sidecar: Sidecar, seed: int = 1) -> None:
-    with engine_at(sidecar.socket) as engine:
+    with engine_at(sidecar.socket, **PATIENT) as engine:
         engine.store(tokens_of(NUM_TOKENS, seed), kvcaches=random_kv(NUM_TOKENS, seed))
     eventually(lambda: sidecar.get("/v1/status")["settled"])
 
@@ -51,7 +52,7 @@ def test_a_chunk_comes_from_a_peer_and_is_hot_afterwards(neighbourhood: Neighbou
     a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
     store_at(a)
     tokens, kv, target = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
-    with engine_at(b.socket) as engine:
+    with engine_at(b.socket, **PATIENT) as engine:
         assert engine.lookup(tokens, ["Hot"]) == 0
         assert engine.lookup(tokens, ["P2PBackend"]) == NUM_TOKENS
         assert engine.retrieve(tokens, kvcaches=target).all()
@@ -85,11 +86,11 @@ def test_peers_encode_for_peers_that_decode(
         neighbourhood.sidecar("b", peer_serde=pulling),
     )
     tokens, kv = tokens_of(NUM_TOKENS), smooth_kv()
-    with engine_at(a.socket) as engine:
+    with engine_at(a.socket, **PATIENT) as engine:
         engine.store(tokens, kvcaches=kv)
     eventually(lambda: a.get("/v1/status")["settled"])
     target, again = empty_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
-    with engine_at(b.socket) as engine:
+    with engine_at(b.socket, **PATIENT) as engine:
         assert engine.retrieve(tokens, kvcaches=target).all()
         assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
         assert engine.retrieve(tokens, kvcaches=again).all(), "from shared memory, with its digest"
@@ -115,14 +116,14 @@ def test_lossy_chunks_are_missing_for_a_peer_that_accepts_no_loss(
     )
     c = neighbourhood.sidecar("c")
     tokens = tokens_of(NUM_TOKENS)
-    with engine_at(a.socket) as engine:
+    with engine_at(a.socket, **PATIENT) as engine:
         engine.store(tokens, kvcaches=smooth_kv())
     eventually(lambda: a.get("/v1/status")["settled"])
-    with engine_at(b.socket) as engine:
+    with engine_at(b.socket, **PATIENT) as engine:
         assert engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).all()
     eventually(lambda: b.get("/v1/status")["settled"])
     a.process.kill()
-    with engine_at(c.socket) as engine:
+    with engine_at(c.socket, **PATIENT) as engine:
 
         def is_refused() -> bool:
             assert not engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).any()
@@ -137,7 +138,7 @@ def test_memory_serves_without_lookup_or_broker(neighbourhood: Neighbourhood, vi
     store_at(a)
     getattr(neighbourhood, victim).kill()
     tokens, kv, target = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
-    with engine_at(b.socket) as engine:
+    with engine_at(b.socket, **PATIENT) as engine:
         assert not engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).any()
         engine.store(tokens, kvcaches=kv)
         assert engine.retrieve(tokens, kvcaches=target).all()
@@ -152,7 +153,7 @@ def test_chunks_that_a_restarted_peer_has_lost_are_not_found(
     a.process.kill()
     (neighbourhood.ticket_keys.parent / "a.sock").unlink(missing_ok=True)
     neighbourhood.sidecar("a", arena_recover=False)
-    with engine_at(b.socket) as engine:
+    with engine_at(b.socket, **PATIENT) as engine:
         assert engine.lookup(tokens_of(NUM_TOKENS)) == 0, "the new incarnation of a holds nothing"
 
 

@@ -13,6 +13,7 @@ import pytest
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.embedded import PATIENT
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
 from tests.fixtures.processes import Processes
 from tests.fixtures.redis_server import free_port
@@ -33,7 +34,7 @@ PEER = "peers"
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Neighbourhood]:
-    """Lookup and broker. Engines that close leave nothing behind there."""
+    """Lookup and broker, shared by the tests: closed engines leave nothing there."""
     directory = tmp_path_factory.mktemp("town")
     with Processes(directory, quiet_environment()) as processes:
         yield Neighbourhood(processes, directory)
@@ -47,7 +48,7 @@ def engines(town: Neighbourhood, tmp_path: Path) -> Iterator[TlsEngines]:
 
 
 @pytest.fixture
-def beside_sidecars(tmp_path: Path) -> Iterator[TlsEngines]:
+def with_sidecars(tmp_path: Path) -> Iterator[TlsEngines]:
     """In a town of their own, which ends with them."""
     with (
         Processes(tmp_path, quiet_environment()) as processes,
@@ -73,16 +74,16 @@ def test_engines_pull_from_one_another(engines: TlsEngines) -> None:
     assert b.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS
 
 
-def test_engine_and_sidecar_pull_from_one_another(beside_sidecars: TlsEngines) -> None:
-    engine, sidecar = beside_sidecars.start(), beside_sidecars.sidecar("s")
+def test_engine_and_sidecar_pull_from_one_another(with_sidecars: TlsEngines) -> None:
+    engine, sidecar = with_sidecars.start(), with_sidecars.sidecar("s")
     store(engine)
-    with engine_at(sidecar.socket) as beside:
-        until_found(beside)
-        retrieve(beside)
-        assert beside.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS
-    reader = beside_sidecars.start()
+    with engine_at(sidecar.socket, **PATIENT) as attached:
+        until_found(attached)
+        retrieve(attached)
+        assert attached.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS
+    reader = with_sidecars.start()
     engine.close()
-    eventually(lambda: len(announced(beside_sidecars)) == 2)
+    eventually(lambda: len(announced(with_sidecars)) == 2)
     until_found(reader)
     retrieve(reader)
     assert reader.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS, (

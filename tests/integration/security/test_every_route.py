@@ -42,7 +42,7 @@ def operations(guarded: Guarded, name: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", REST_NAMES)
-@pytest.mark.parametrize("token", [None, "a-token-of-nobody-0123456789", "é"])
+@pytest.mark.parametrize("token", [None, "an-unknown-token-0123456789", "é"])
 def test_a_stranger_learns_nothing_of_what_a_good_request_would_be(
     guarded: Guarded, name: str, token: str | None
 ) -> None:

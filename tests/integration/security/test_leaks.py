@@ -126,7 +126,7 @@ def test_actions_of_admins_are_audited_at_any_log_level(guarded: Guarded) -> Non
             client.post(
                 "/v1/admin/clear",
                 headers={"authorization": f"Bearer {token}"},
-                json={"tenant": "nobody"},
+                json={"tenant": "unused"},
             )
         client.get(
             f"/v1/chunks/{CHUNK.key.to_url()}",
@@ -142,7 +142,7 @@ def test_actions_of_admins_are_audited_at_any_log_level(guarded: Guarded) -> Non
     ]
     assert (done["role"], done["details"], done["instance"]) == (
         "admin",
-        {"tenant": "nobody"},
+        {"tenant": "unused"},
         "storage-0",
     )
     with guarded.rest("sidecar", TOKENS["operator"]) as client:

@@ -64,7 +64,7 @@ async def client(
 async def test_tokens_and_payloads_are_unreadable_on_the_way(tmp_path: Path) -> None:
     """A relay between client and server looks for the token and the payload."""
     authority, seen = Authority(tmp_path), bytearray()
-    token, payload = "a-token-that-nobody-may-read", b"payload that nobody may read" * 100
+    token, payload = "a-secret-token-0123456789", b"a payload of 28 bytes, secret" * 100
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: int) -> None:
         onward, back = await asyncio.open_connection("127.0.0.1", to)

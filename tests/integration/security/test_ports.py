@@ -69,14 +69,17 @@ def ticket(
 
 def test_the_brokers_page_is_open_and_the_same_for_all(guarded: Guarded) -> None:
     """A browser shows no token when it asks for a page; the page asks for one itself."""
-    with guarded.rest("broker", TOKENS["operator"]) as operator, guarded.rest("broker") as nobody:
+    with (
+        guarded.rest("broker", TOKENS["operator"]) as operator,
+        guarded.rest("broker") as anonymous,
+    ):
         for path in ("/", "/page/app.js"):
-            shown = nobody.get(path)
+            shown = anonymous.get(path)
             assert shown.status_code == 200
             assert shown.content == operator.get(path).content
             assert b"sidecar-0" not in shown.content
         assert {
-            nobody.request(method, "/").status_code for method in ("POST", "PUT", "DELETE")
+            anonymous.request(method, "/").status_code for method in ("POST", "PUT", "DELETE")
         } == {405}
     health = f"http://127.0.0.1:{guarded.services['broker'].ports['health_port']}"
     assert [
@@ -241,7 +244,7 @@ async def test_lm_with_tickets(guarded: Guarded) -> None:
     for bad in (
         ticket(ttl_ms=-10_000),
         ticket(instance="sidecar-1"),
-        ticket(requester="somebody-else"),
+        ticket(requester="another-peer"),
         ticket(keys={"k1": b"another secret of 32 bytes......"}),
         ticket()[:-4] + "AAAA",
         "v1.x.y",

@@ -1,4 +1,4 @@
-"""A connector beside a stand-in for vLLM, and a model."""
+"""A connector next to a stand-in for vLLM, and a model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.fixtures.vllm_engine.worlds import make_model
 
 @pytest.fixture
 def module() -> Iterator[ModuleType]:
-    """The connector's module beside vLLM 0.32."""
+    """The connector's module for vLLM 0.32."""
     with imported_connector(NEW) as imported:
         yield imported
 
 
 @pytest.fixture(params=[NEW, OLD])
 def any_module(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The connector's module beside vLLM 0.32, and beside 0.27."""
+    """The connector's module for vLLM 0.32 and for 0.27."""
     with imported_connector(request.param) as imported:
         yield imported
 

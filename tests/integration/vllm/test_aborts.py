@@ -133,7 +133,7 @@ def test_a_failed_load_of_an_aborted_request_hits_no_other(module: ModuleType, m
         assert other.status is Status.FINISHED_STOPPED
 
 
-@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside another"])
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "with another"])
 def test_a_step_waits_for_a_load_only_if_nothing_else_runs(
     module: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:

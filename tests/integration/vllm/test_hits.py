@@ -156,9 +156,7 @@ def test_blocks_that_vllm_spreads_are_served_without_the_cache(
 def test_windows_alone_are_served_without_the_cache_before_030(
     any_module: ModuleType, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failed load could only be told by blocks there, and vLLM would compute on behind blocks
-    that it never had.
-    """
+    """There a failed load is reported by blocks, and vLLM would continue without them."""
     with running(any_module, model, embedded(), shape=Shape((window(6),))) as engine:
         engine.ask(prompt(1, 40))
         engine.forget()

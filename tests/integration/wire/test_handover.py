@@ -157,7 +157,7 @@ async def test_a_caller_that_has_lost_its_role_since_hello_is_refused(
 
 
 class Bucket:
-    """Admits so many requests, and one more whenever it is told to."""
+    """Admits `num_free` more requests."""
 
     def __init__(self, num_free: int) -> None:
         self.num_free = num_free
