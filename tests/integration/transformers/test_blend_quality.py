@@ -11,7 +11,6 @@ from lmcache_core.integrations.transformers.blend_quality import (
     PromptQuality,
     SplitPrompt,
     compare,
-    measure,
 )
 from lmcache_core.integrations.transformers.blended import blending_model_of
 from transformers import LlamaForCausalLM
@@ -57,33 +56,3 @@ def test_only_judged_tokens_are_measured(model):
     )
     assert quality(None) == quality(torch.arange(1, 12))
     assert (some.num_reused, some.num_prompt_tokens) == (num_kept, len(tokens))
-
-
-@pytest.mark.parametrize(
-    ("num_documents", "num_ending", "judged", "reason"),
-    [
-        (
-            0,
-            5,
-            None,
-            "a prompt of 0 documents and 5 tokens after them; at least 1 and 2 are needed",
-        ),
-        (1, 1, None, "a prompt of 1 documents and 1 tokens after them"),
-        (1, 5, [], r"judged tokens \[\] of an ending of 5; give one at least, all in 1 … 4"),
-        (1, 5, [0, 2], r"judged tokens \[0, 2\] of an ending of 5"),
-        (1, 5, [1, 5], r"judged tokens \[1, 5\] of an ending of 5"),
-        (1, 5, [-1], r"judged tokens \[-1\] of an ending of 5"),
-    ],
-)
-def test_a_prompt_that_cannot_be_judged_is_refused(
-    model, num_documents, num_ending, judged, reason
-):
-    places = None if judged is None else torch.tensor(judged, dtype=torch.int64)
-    prompt = SplitPrompt([document(20, 1)] * num_documents, text(num_ending, 2), places)
-    with pytest.raises(ValueError, match=reason):
-        prompt.judged_places()
-    profile = BlendProfile("first_of_chunk", 0.0, tuple(SEPARATOR.tolist()))
-    with pytest.raises(ValueError, match=reason):
-        measure(
-            model, [prompt, prompt], lambda retriever: blending_model_of(model, retriever, profile)
-        )

@@ -1,4 +1,4 @@
-"""A real model behind the cache generates what it generates without one."""
+"""A real model generates with the cache what it generates without one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def prompt(num_tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("num_tokens", [1, CHUNK, CHUNK + 1, 5 * CHUNK, 5 * CHUNK + 7])
+@pytest.mark.parametrize("num_tokens", [1, CHUNK, 5 * CHUNK + 7])
 def test_tokens_equal_those_without_a_cache(
     model: LlamaForCausalLM, engine: LMCacheEngine, num_tokens: int
 ) -> None:
@@ -69,20 +69,8 @@ def test_tokens_equal_those_without_a_cache(
     )
 
 
-def test_another_question_reuses_the_document(
-    model: LlamaForCausalLM, engine: LMCacheEngine
-) -> None:
-    document = prompt(10 * CHUNK + 5)
-    questions = [torch.cat([document, prompt(20, seed)]) for seed in (1, 2)]
-    cached, plain = CachedCausalLM(model, engine), CachedCausalLM(model, None)
-    cached.generate(questions[0], 8)
-    answer = cached.generate(questions[1], 8)
-    assert answer.num_reused_tokens == 10 * CHUNK
-    assert answer.tokens == plain.generate(questions[1], 8).tokens
-
-
-@pytest.mark.parametrize("num_tokens", [3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + 7])
-@pytest.mark.parametrize("num_new", [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+@pytest.mark.parametrize("num_tokens", [3 * CHUNK - 1, 3 * CHUNK])
+@pytest.mark.parametrize("num_new", [1, 2, CHUNK + 1])
 def test_the_next_turn_reuses_the_answer_where_it_is_kept(
     model: LlamaForCausalLM, num_tokens: int, num_new: int
 ) -> None:
@@ -106,7 +94,7 @@ def test_the_next_turn_reuses_the_answer_where_it_is_kept(
     assert (reused[True] > reused[False]) is (num_with_kv // CHUNK > num_tokens // CHUNK)
 
 
-def test_the_kept_answer_is_that_of_the_model(model: LlamaForCausalLM) -> None:
+def test_the_kept_kv_is_that_of_a_prefill(model: LlamaForCausalLM) -> None:
     """The KV that decoding left is, within rounding, the KV that a prefill of prompt and answer
     computes.
     """
@@ -132,40 +120,11 @@ def test_the_kept_answer_is_that_of_the_model(model: LlamaForCausalLM) -> None:
             )
 
 
-def test_the_comparison_can_fail(model: LlamaForCausalLM, engine: LMCacheEngine) -> None:
-    """Negative control: with zeros in the place of the cached KV the model says something else."""
-    ids = prompt(6 * CHUNK)
-    cached = CachedCausalLM(model, engine)
-    want = cached.generate(ids, 12).tokens
-    keys = [key for _, _, key in engine._token_database.process_tokens(ids)]
-    chunks = engine._store.get(keys)
-    from lmcache_core.record import HotVerifier
-
-    engine._store._verifier = HotVerifier("never")  # type: ignore[attr-defined]
-    for chunk in chunks:
-        chunk.memory.byte_array[:] = bytes(len(chunk.memory.byte_array))
-    engine._store.release(chunks)
-    assert cached.generate(ids, 12).tokens != want
-
-
-def test_other_weights_never_share(model: LlamaForCausalLM) -> None:
-    config = make_config(chunk_size=CHUNK)
-    other = make_model(1)
-    assert weights_fingerprint(model) == weights_fingerprint(make_model(0))
-    assert weights_fingerprint(model) != weights_fingerprint(other)
-    mine, theirs = metadata_of(model, "test", config), metadata_of(other, "test", config)
-    ids = prompt(3 * CHUNK)
-    keys = {k for _, _, k in ChunkedTokenDatabase(config, mine).process_tokens(ids)}
-    assert not keys & {k for _, _, k in ChunkedTokenDatabase(config, theirs).process_tokens(ids)}
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"rope_theta": 500000.0},
         {"rms_norm_eps": 1e-5},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        {"hidden_act": "gelu"},
     ],
 )
 @pytest.mark.parametrize("revision", [None, "main"])
@@ -196,13 +155,6 @@ def _as_rope(model: LlamaForCausalLM, options: dict[str, object]) -> dict[str, o
     return {"rope_parameters": rope | scaling | theta}
 
 
-def test_where_a_model_lies_is_no_part_of_its_identity(model: LlamaForCausalLM) -> None:
-    config = make_config(chunk_size=CHUNK)
-    copy = make_model(0)
-    copy.config._name_or_path = "/somewhere/else"
-    assert metadata_of(model, "test", config) == metadata_of(copy, "test", config)
-
-
 @pytest.mark.parametrize("revision", [None, "main"])
 def test_a_model_that_was_cast_never_shares_with_one_that_was_loaded_so(
     revision: str | None, tmp_path: Path
@@ -227,7 +179,7 @@ def test_a_model_that_was_cast_never_shares_with_one_that_was_loaded_so(
     )
 
 
-def test_a_model_that_forgets_tokens_is_refused() -> None:
+def test_a_model_with_a_sliding_window_is_refused() -> None:
     config = MistralConfig(
         hidden_size=64,
         intermediate_size=64,

@@ -49,7 +49,7 @@ REFUSED: Final = frozenset(
 
 
 def prompts() -> list[torch.Tensor]:
-    """Prompts that share prefixes: some end in them, some go on otherwise."""
+    """Prompts that share prefixes: some end in them, others continue differently."""
     generator = torch.Generator().manual_seed(1)
     first = torch.randint(3, VOCAB - 8, (70,), generator=generator)
     other = torch.randint(3, VOCAB - 8, (25,), generator=generator)

@@ -79,24 +79,7 @@ def test_a_disk_outlives_the_cache(model: LlamaForCausalLM, tmp_path: Path) -> N
     assert not own_threads()
 
 
-def test_a_cache_that_was_left_is_closed(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    with (
-        pytest.raises(RuntimeError, match="of the caller"),
-        lmcache_core.open(model, disk=tmp_path, disk_gb=0.01, **SMALL),
-    ):
-        raise RuntimeError("of the caller")
-    lmcache_core.open(model, disk=tmp_path, disk_gb=0.01, **SMALL).close()
-
-
-def test_by_default_nothing_is_shared(model: LlamaForCausalLM) -> None:
-    with lmcache_core.open(model, **SMALL) as cache:
-        engine = cache.engine
-        assert engine is not None
-        assert (engine.config.remote_url, engine.config.local_disk) == (None, None)
-        assert engine.metadata.model_name == "llama"
-
-
-def test_the_name_is_that_of_the_model_wherever_it_lies(
+def test_the_name_does_not_depend_on_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,7 +96,7 @@ def test_the_name_is_that_of_the_model_wherever_it_lies(
             assert cache.engine.metadata.model_name == want
 
 
-def test_what_is_missing_is_a_miss(model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_an_unavailable_tier_is_a_miss(model: LlamaForCausalLM, tmp_path: Path) -> None:
     ids = prompt()
     want = CachedCausalLM(model, None).generate(ids, 8).tokens
     for place in ({"remote": "lm://127.0.0.1:9"}, {"sidecar": tmp_path / "absent.sock"}):
@@ -122,26 +105,23 @@ def test_what_is_missing_is_a_miss(model: LlamaForCausalLM, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ({"memory_gb": -1}, "memory_gb=-1: must be a number in 0 … "),
         ({"remote": "s3://bucket"}, "remote='s3://bucket': must be a URL with one of"),
         ({"disk": "/tmp/d", "disk_gb": 0}, "a disk without room keeps nothing"),
         ({"disk": "/tmp/d", "sidecar": "/tmp/s"}, "the tiers are the sidecar's"),
-        ({"disk": ""}, "disk='': must be a directory"),
         ({"disk": 5}, "disk=5: must be a directory"),
-        ({"memory": 1}, "unknown option 'memory'"),
         ({"chunk_sizes": 1}, "did you mean 'chunk_size'?"),
         ({"local_disk": "/tmp/d"}, "local_disk='/tmp/d': open calls it disk"),
         ({"enable_blending": True, "memory_gb": 0.01}, "blending needs a separator"),
     ],
 )
 def test_a_bad_option_is_refused(
-    model: LlamaForCausalLM, options: dict[str, object], told: str
+    model: LlamaForCausalLM, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(lmcache_core.ConfigError) as refused:
         lmcache_core.open(model, **options)  # type: ignore[arg-type]
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert not own_threads()
 
 
@@ -158,19 +138,16 @@ def test_an_answer_ends_where_the_model_ends_it() -> None:
         whole = model.generate(prompt()[None], max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert whole[0, 70:].tolist() == want
         assert plain.generate(prompt(), 12, eos_token_id=()).tokens == endless
-        for first in (endless[0], np.int64(endless[0]), np.array(endless[:1]), endless[:1]):
+        for first in (endless[0], np.array(endless[:1])):
             assert len(plain.generate(prompt(), 12, eos_token_id=first).tokens) == 1
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        prompt(),
-        prompt().int(),
         prompt()[None],
         prompt()[None].numpy(),
         prompt().tolist(),
-        prompt()[None].tolist(),
     ],
 )
 def test_one_prompt_is_taken_as_tokenizers_return_it(
@@ -181,65 +158,37 @@ def test_one_prompt_is_taken_as_tokenizers_return_it(
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "message"),
     [
         (torch.ones(2, 7, dtype=torch.int64), "holds 2 prompts: generate takes one"),
-        ([[1, 2], [3]], "holds 2 prompts: generate takes one"),
         ([], "at least one"),
-        (torch.ones(1, 0, dtype=torch.int64), "at least one"),
         (torch.ones(1, 1, 7, dtype=torch.int64), "of shape (1, 1, 7)"),
         ([0.5], "not torch.float32"),
     ],
 )
-def test_what_is_no_prompt_is_refused(
-    model: LlamaForCausalLM, form: torch.Tensor | list[int], told: str
+def test_a_malformed_prompt_is_refused(
+    model: LlamaForCausalLM, form: torch.Tensor | list[int], message: str
 ) -> None:
     with pytest.raises(ValueError) as refused:
         CachedCausalLM(model, None).generate(form, 8)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("org/model", "model='org/model': must be a loaded model, such as"),
-        (None, "model=None: must be a loaded model"),
-        (LlamaForCausalLM, "LlamaForCausalLM'>: must be a loaded model"),
         (torch.nn.Linear(1, 1), "must be a loaded model"),
     ],
 )
-def test_what_is_no_model_is_refused(given: object, told: str) -> None:
+def test_anything_but_a_model_is_refused(given: object, message: str) -> None:
     with pytest.raises(TypeError) as refused:
         lmcache_core.open(given, **SMALL)  # type: ignore[arg-type]
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert not own_threads()
 
 
-def test_a_name_that_is_no_text_is_refused(model: LlamaForCausalLM) -> None:
-    with pytest.raises(TypeError, match="name=7: must be a string, or none"):
-        lmcache_core.open(model, name=7, **SMALL)  # type: ignore[arg-type]
-    assert not own_threads()
-
-
-@pytest.mark.parametrize(
-    ("form", "told"),
-    [
-        ("hello", "input_ids='hello': must be token ids, as a tokenizer returns them"),
-        (None, "input_ids=None: must be token ids"),
-        (7, "input_ids=7: must be token ids"),
-        ({"input_ids": [1, 2]}, "input_ids={input_ids}: must be token ids"),
-        (["a"], "input_ids=['a']: must be token ids"),
-    ],
-)
-def test_a_prompt_of_another_type_is_refused(
-    model: LlamaForCausalLM, form: object, told: str
-) -> None:
-    with pytest.raises(TypeError) as refused:
-        CachedCausalLM(model, None).generate(form, 8)  # type: ignore[arg-type]
-    assert told in str(refused.value)
-
-
-@pytest.mark.parametrize("value", ["</s>", ["</s>"], 2.5, True, {"id": 2}])
+@pytest.mark.parametrize("value", ["</s>", True])
 def test_other_token_ids_of_another_type_are_refused(
     model: LlamaForCausalLM, value: object
 ) -> None:
@@ -252,9 +201,9 @@ def test_other_token_ids_of_another_type_are_refused(
 
 @pytest.mark.parametrize(
     ("number", "error"),
-    [("3", TypeError), (None, TypeError), (1.5, TypeError), (0, ValueError), (-1, ValueError)],
+    [("3", TypeError), (1.5, TypeError), (0, ValueError)],
 )
-def test_a_number_of_tokens_that_is_none_is_refused(
+def test_a_bad_number_of_tokens_is_refused(
     model: LlamaForCausalLM, number: object, error: type[Exception]
 ) -> None:
     with pytest.raises(error) as refused:
