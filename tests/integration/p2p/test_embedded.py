@@ -12,24 +12,15 @@ from typing import Any
 
 import pytest
 from lmcache_core.engine import LMCacheEngine
-from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
-from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.embedded import PATIENT, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
-from tests.fixtures.processes import Processes
 
 NUM_TOKENS = 6 * CHUNK_SIZE
 TOKENS = tokens_of(NUM_TOKENS)
 
 Start = Callable[..., LMCacheEngine]
-
-
-@pytest.fixture
-def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
-    with Processes(tmp_path, quiet_environment()) as processes:
-        yield Neighbourhood(processes, tmp_path)
 
 
 def free_port() -> int:
@@ -69,17 +60,6 @@ def retrieve(engine: LMCacheEngine) -> None:
     target = empty_kv(NUM_TOKENS)
     assert engine.retrieve(TOKENS, kvcaches=target).all()
     assert_equal_prefix(target, random_kv(NUM_TOKENS, 1), NUM_TOKENS)
-
-
-def test_engines_pull_from_one_another(neighbourhood: Neighbourhood, start: Start) -> None:
-    a, b = start(), start()
-    eventually(lambda: num_peers(neighbourhood) == 2)
-    a.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
-    until_found(b)
-    retrieve(b)
-    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
-    retrieve(b)
-    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, "memory") == NUM_TOKENS
 
 
 def test_chunks_on_disk_are_announced_again_after_a_restart(start: Start, tmp_path: Path) -> None:

@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from lmcache_core.concurrency import LoopThread
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
-from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually
 from tests.fixtures.peers import Proxy
-from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 from tests.fixtures.tls_engines import tls_engines
 from tests.fixtures.waiting import wait_until
@@ -24,12 +21,6 @@ from tests.fixtures.waiting import wait_until
 NUM_CHUNKS = 64
 NUM_TOKENS = NUM_CHUNKS * CHUNK_SIZE
 SLOW_BYTES_PER_S = 100_000
-
-
-@pytest.fixture
-def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
-    with Processes(tmp_path, quiet_environment()) as processes:
-        yield Neighbourhood(processes, tmp_path)
 
 
 @contextmanager

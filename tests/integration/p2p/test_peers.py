@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from lmcache_core.p2p import parse_distributed_url
 from lmcache_core.record import Chunk
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_core.wire.client import ClientOptions, LmClient
-from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.embedded import PATIENT
 from tests.fixtures.kv import (
@@ -30,16 +27,9 @@ from tests.fixtures.kv import (
     tokens_of,
 )
 from tests.fixtures.neighbourhood import Neighbourhood, Sidecar, eventually
-from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
 
 NUM_TOKENS = 4 * CHUNK_SIZE
-
-
-@pytest.fixture
-def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
-    with Processes(tmp_path, quiet_environment()) as processes:
-        yield Neighbourhood(processes, tmp_path)
 
 
 def store_at(sidecar: Sidecar, seed: int = 1) -> None:

@@ -9,26 +9,14 @@ import httpx
 from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.client import LmClient
 
-from tests.fixtures.service_process import running_service
 from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
+from tests.fixtures.storage_process import running_storage
 from tests.suites.chunks import make_key
-
-PER_SECOND = 1
 
 
 async def test_a_tenant_above_its_rate_is_refused_and_others_are_served(tmp_path: Path) -> None:
-    environ = {
-        "PORT": "0",
-        "LM_PORT": "0",
-        "MEMORY_GB": "0.01",
-        "AUTH_TOKENS_FILE": str(write_tokens(tmp_path / "tokens.yaml")),
-        "RATE_LIMIT_PER_TENANT": str(PER_SECOND),
-    }
-    with running_service(
-        "lmcache_storage",
-        tmp_path,
-        {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()},
-    ) as storage:
+    tokens = write_tokens(tmp_path / "tokens.yaml")
+    with running_storage(tmp_path, auth_tokens_file=tokens, rate_limit_per_tenant=1) as storage:
         lm = {
             name: LmClient("127.0.0.1", storage.ports["lm_port"], TOKENS[name])
             for name in ("acme", "rival")

@@ -6,15 +6,16 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.embedded import PATIENT
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
-from tests.fixtures.neighbourhood import Sidecar
+from tests.fixtures.neighbourhood import Sidecar, start_sidecar
 from tests.fixtures.processes import Processes
 from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
@@ -35,24 +36,11 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 @pytest.fixture
 def start(processes: Processes, tmp_path: Path) -> Start:
-    def started(name: str, **options: Any) -> Sidecar:
-        settings = {
-            "port": 0,
-            "lm_port": 0,
-            "instance_id": name,
-            "socket_path": tmp_path / f"{name}.sock",
-            "arena_path": tmp_path / f"{name}-arena",
-            "arena_gb": 0.01,
-            "tier_timeout_s": 60,
-        }
-        process, ports = processes.start_service(name, "lmcache_sidecar", settings | options)
-        return Sidecar(process, tmp_path / f"{name}.sock", ports)
-
-    return started
+    return partial(start_sidecar, processes, tmp_path)
 
 
 def store_at(sidecar: Sidecar) -> None:
-    with engine_at(sidecar.socket) as engine:
+    with engine_at(sidecar.socket, **PATIENT) as engine:
         engine.store(tokens_of(NUM_TOKENS), kvcaches=random_kv(NUM_TOKENS, 1))
         assert engine.lookup(tokens_of(NUM_TOKENS), ["Hot"]) == NUM_TOKENS
 
@@ -73,7 +61,7 @@ def test_storage_gets_what_it_missed_while_it_was_away(start: Start, processes: 
     assert first.process.process.wait(STOP_S) == 0
     assert f"drained: chunks={NUM_CHUNKS} handed_over={NUM_CHUNKS}" in first.process.tail()
     target = empty_kv(NUM_TOKENS)
-    with engine_at(start("fresh", remote_url=url).socket, tier_timeout_s=60.0) as engine:
+    with engine_at(start("fresh", remote_url=url).socket, **PATIENT) as engine:
         wait_until(lambda: engine.lookup(tokens_of(NUM_TOKENS), ["storage"]) == NUM_TOKENS)
         assert engine.retrieve(tokens_of(NUM_TOKENS), kvcaches=target).all()
         assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "storage") == NUM_TOKENS

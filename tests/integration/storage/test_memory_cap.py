@@ -17,7 +17,8 @@ from lmcache_core.storage.hot import RECEIVING_SHARE
 from lmcache_core.wire.frames import HEADER_BYTES, parse_header
 from lmcache_core.wire.messages import Hello, Message, Put, PutOk, build_frame, parse_meta
 
-from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.service_process import ServiceProcess
+from tests.fixtures.storage_process import running_storage
 from tests.suites.chunks import make_key
 
 NUM_WRITERS = 64
@@ -95,12 +96,7 @@ def test_the_cap_holds_under_64_writers_of_32_mib(
     tmp_path: Path, put: Callable[[ServiceProcess, object, bytes], bool]
 ) -> None:
     digest = payload_digest(PAYLOAD)
-    environ = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": str(MEMORY_BYTES / (1 << 30))}
-    with running_service(
-        "lmcache_storage",
-        tmp_path,
-        {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()},
-    ) as service:
+    with running_storage(tmp_path, memory_gb=MEMORY_BYTES / (1 << 30)) as service:
         at_start = peak_bytes(service.pid)
         assert at_start > MEMORY_BYTES
         with ThreadPoolExecutor(NUM_WRITERS) as writers:

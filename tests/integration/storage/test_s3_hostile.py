@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.fixtures.raw_server import RawServer, Reply, running_raw_server
-from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.service_process import ServiceProcess
+from tests.fixtures.storage_process import running_storage
 from tests.fixtures.waiting import wait_until
 from tests.suites.chunks import make_key, make_payload, make_record
 
@@ -40,11 +41,7 @@ def bucket() -> Iterator[RawServer]:
 def storage(tmp_path: Path, bucket: RawServer) -> Iterator[ServiceProcess]:
     keys = tmp_path / "key"
     keys.write_text("key-of-tests")
-    options = {
-        "port": 0,
-        "lm_port": 0,
-        "memory_gb": 0.03,
-        "instance_id": "storage-0",
+    bucket_options = {
         "tier_timeout_s": 1,
         "s3_timeout_s": 2,
         "s3_bucket": "kv",
@@ -52,8 +49,7 @@ def storage(tmp_path: Path, bucket: RawServer) -> Iterator[ServiceProcess]:
         "s3_access_key_file": keys,
         "s3_secret_key_file": keys,
     }
-    environ = {f"LMCACHE_STORAGE_{name.upper()}": str(value) for name, value in options.items()}
-    with running_service("lmcache_storage", tmp_path, environ) as service:
+    with running_storage(tmp_path, **bucket_options) as service:
         yield service
 
 

@@ -6,21 +6,18 @@ import asyncio
 import itertools
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from lmcache_core.memory import ArenaAllocator
-from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import MissReason
-from lmcache_core.wire.client import LmClient
 
 from tests.chaos.cluster.link import Link
 from tests.fixtures.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
-from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.service_process import ServiceProcess
+from tests.fixtures.storage_process import allocator, clients_of, running_storage, until_settled
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
@@ -30,21 +27,14 @@ MEMORY_GB = 0.03
 S3 = "bucket"
 
 
-def environ(directory: Path, server: S3Server, **options: Any) -> dict[str, str]:
-    settings = {
-        "port": 0,
-        "lm_port": 0,
+def options_of(directory: Path, server: S3Server) -> dict[str, Any]:
+    return {
         "memory_gb": MEMORY_GB,
         "disk_path": directory / "disk",
         "disk_gb": 0.05,
-        "instance_id": "storage-0",
         "tier_timeout_s": 30,
         "s3_timeout_s": 30,
         **server.options,
-    }
-    return {
-        f"LMCACHE_STORAGE_{name.upper()}": str(value)
-        for name, value in (settings | options).items()
     }
 
 
@@ -56,23 +46,10 @@ def server(tmp_path: Path) -> Iterator[S3Server]:
 
 @pytest.fixture
 def storage(tmp_path: Path, server: S3Server) -> Iterator[ServiceProcess]:
-    with running_service("lmcache_storage", tmp_path, environ(tmp_path, server)) as service:
+    with running_storage(tmp_path, **options_of(tmp_path, server)) as service:
         yield service
         for secret in (ACCESS_KEY, SECRET_KEY, "Traceback"):
             assert secret not in service.output
-
-
-@asynccontextmanager
-async def doors(
-    service: ServiceProcess, token: str | None = None
-) -> AsyncIterator[tuple[httpx.AsyncClient, LmClient]]:
-    lm = LmClient("127.0.0.1", service.ports["lm_port"], token)
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    async with httpx.AsyncClient(
-        base_url=service.url, headers=headers, trust_env=False, timeout=20
-    ) as rest:
-        yield rest, lm
-    await lm.close()
 
 
 def url_of(name: str) -> str:
@@ -91,11 +68,7 @@ async def store(rest: httpx.AsyncClient, *names: str) -> None:
     """Store them, and wait until they are where they go."""
     for name in names:
         assert (await rest.put(url_of(name), content=record_of(name))).status_code in (201, 204)
-
-    async def settled() -> bool:
-        return bool((await rest.get("/v1/stats")).json()["settled"])
-
-    await until(settled)
+    await until_settled(rest)
 
 
 def start_empty(storage: ServiceProcess, directory: Path) -> None:
@@ -105,20 +78,15 @@ def start_empty(storage: ServiceProcess, directory: Path) -> None:
     storage.start()
 
 
-def allocator() -> Callable[[int], MemoryObj | None]:
-    arena = ArenaAllocator.anonymous(10 * CHUNK_BYTES)
-    return lambda num_bytes: arena.allocate((num_bytes,), None)
-
-
 async def test_chunks_lost_by_memory_and_disk_come_from_the_bucket(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with doors(storage) as (rest, lm):
+    async with clients_of(storage) as (rest, lm):
         await lm.put([make_chunk("b", payload=make_payload("b", CHUNK_BYTES))])
         await store(rest, "a", "c")
     assert len(server.names()) == 3
     start_empty(storage, tmp_path)
-    async with doors(storage) as (rest, lm):
+    async with clients_of(storage) as (rest, lm):
         assert await lm.contains([make_key(name) for name in ("a", "b", "never", "c")]) == [
             True,
             True,
@@ -126,7 +94,7 @@ async def test_chunks_lost_by_memory_and_disk_come_from_the_bucket(
             True,
         ]
         assert (await rest.get(url_of("a"))).content == record_of("a")
-        results = await lm.get([make_key("b"), make_key("never")], allocator())
+        results = await lm.get([make_key("b"), make_key("never")], allocator(10 * CHUNK_BYTES))
         assert [payload_of(result) for result in results] == [
             make_payload("b", CHUNK_BYTES),
             MissReason.NEVER_STORED,
@@ -151,12 +119,14 @@ async def test_chunks_lost_by_memory_and_disk_come_from_the_bucket(
 async def test_a_killed_bucket_is_bypassed_until_it_is_back(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         await store(rest, "a", "b")
     start_empty(storage, tmp_path)
-    async with doors(storage) as (rest, lm):
+    async with clients_of(storage) as (rest, lm):
         server.pause()
-        asked = asyncio.ensure_future(lm.get([make_key("a"), make_key("b")], allocator()))
+        asked = asyncio.ensure_future(
+            lm.get([make_key("a"), make_key("b")], allocator(10 * CHUNK_BYTES))
+        )
         await rest.get("/healthz")
         server.kill()
         results = [payload_of(result) for result in await asked]
@@ -192,15 +162,15 @@ async def test_a_slow_bucket_costs_reads_their_deadline_and_stores_nothing(
     await link.open()
     link.set_target("s3", int(server.url.rpartition(":")[2]))
     url = f"http://127.0.0.1:{link.port}"
-    options = environ(tmp_path, server, s3_endpoint_url=url, tier_timeout_s=1)
+    slow = {"s3_endpoint_url": url, "tier_timeout_s": 1}
     try:
-        with running_service("lmcache_storage", tmp_path, options) as storage:
-            async with doors(storage) as (rest, lm):
+        with running_storage(tmp_path, **options_of(tmp_path, server) | slow) as storage:
+            async with clients_of(storage) as (rest, lm):
                 await store(rest, "a")
             await asyncio.to_thread(start_empty, storage, tmp_path)
-            async with doors(storage) as (rest, lm):
+            async with clients_of(storage) as (rest, lm):
                 link.delay_s = 600.0
-                [result] = await lm.get([make_key("a")], allocator())
+                [result] = await lm.get([make_key("a")], allocator(10 * CHUNK_BYTES))
                 assert payload_of(result) is MissReason.DEADLINE
                 num_bytes = int(MEMORY_GB * 2**30)
                 for i in range(80):  # Twice as many as may wait in memory.
@@ -218,13 +188,13 @@ async def test_a_slow_bucket_costs_reads_their_deadline_and_stores_nothing(
 async def test_a_read_only_bucket_is_still_read(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         await store(rest, "a")
     start_empty(storage, tmp_path)
     server.kill()
     server.is_read_only = True
     server.start()
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         for i in range(8):
             await store(rest, f"{i}")
         refused = await figures(rest)
@@ -254,13 +224,13 @@ async def test_a_read_only_bucket_is_still_read(
 async def test_refused_credentials_are_an_unavailable_tier_until_they_are_replaced(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         await store(rest, "a")
     start_empty(storage, tmp_path)
     server.kill()
     server.secret_key = "another-secret-0123456789"
     server.start()
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         assert (await rest.get(url_of("a"))).status_code == 404
         ready = await rest.get("/readyz")
         assert (ready.status_code, ready.json()["checks"]["s3"]["ok"]) == (200, False)

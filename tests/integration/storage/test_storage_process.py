@@ -6,18 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from lmcache_core.memory import ArenaAllocator
-from lmcache_core.memory.base import MemoryObj
-from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.storage_process import allocator, clients_of, running_storage, until_settled
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
@@ -26,58 +22,16 @@ LARGE_BYTES = 3_000_001
 A, B = make_key("a").key.to_url(), make_key("b").key.to_url()
 
 
-def environ(directory: Path, **options: Any) -> dict[str, str]:
-    settings = {
-        "port": 0,
-        "lm_port": 0,
-        "memory_gb": 0.03,
-        "disk_path": directory / "disk",
-        "disk_gb": 0.05,
-        "instance_id": "storage-0",
-    }
-    return {
-        f"LMCACHE_STORAGE_{name.upper()}": str(value)
-        for name, value in (settings | options).items()
-    }
-
-
 @pytest.fixture
 def storage(tmp_path: Path) -> Iterator[ServiceProcess]:
-    with running_service("lmcache_storage", tmp_path, environ(tmp_path)) as service:
+    with running_storage(tmp_path, disk_path=tmp_path / "disk", disk_gb=0.05) as service:
         yield service
-
-
-@asynccontextmanager
-async def doors(
-    service: ServiceProcess, token: str | None = None
-) -> AsyncIterator[tuple[httpx.AsyncClient, LmClient]]:
-    lm = LmClient("127.0.0.1", service.ports["lm_port"], token)
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    async with httpx.AsyncClient(base_url=service.url, headers=headers, trust_env=False) as rest:
-        yield rest, lm
-    await lm.close()
-
-
-async def settled(rest: httpx.AsyncClient) -> dict[str, Any]:
-    stats: dict[str, Any] = {}
-
-    async def is_settled() -> bool:
-        stats.update((await rest.get("/v1/stats")).json())
-        return bool(stats["settled"])
-
-    await until(is_settled)
-    return stats
-
-
-def allocator() -> Callable[[int], MemoryObj | None]:
-    arena = ArenaAllocator.anonymous(3 * LARGE_BYTES)
-    return lambda num_bytes: arena.allocate((num_bytes,), None)
 
 
 @pytest.mark.parametrize("num_bytes", [0, LARGE_BYTES])
 async def test_rest_and_lm_serve_the_same_bytes(storage: ServiceProcess, num_bytes: int) -> None:
     payload = make_payload("x", num_bytes)
-    async with doors(storage) as (rest, lm):
+    async with clients_of(storage) as (rest, lm):
         assert (
             await rest.put(f"/v1/chunks/{A}", content=make_record("a", payload))
         ).status_code == 201
@@ -87,7 +41,7 @@ async def test_rest_and_lm_serve_the_same_bytes(storage: ServiceProcess, num_byt
             True,
             False,
         ]
-        results = await lm.get([make_key("a"), make_key("b")], allocator())
+        results = await lm.get([make_key("a"), make_key("b")], allocator(3 * LARGE_BYTES))
         assert [payload_of(result) for result in results] == [payload, payload]
         assert (await rest.get(f"/v1/chunks/{B}")).content == make_record("b", payload)
         assert await lm.remove([make_key("a")]) == 1
@@ -98,21 +52,21 @@ async def test_rest_and_lm_serve_the_same_bytes(storage: ServiceProcess, num_byt
 async def test_a_restarted_storage_serves_its_disk(
     storage: ServiceProcess, end: signal.Signals
 ) -> None:
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         for name in ("a", "b"):
             await rest.put(
                 f"/v1/chunks/{make_key(name).key.to_url()}",
                 content=make_record(name, make_payload(name, 100_000)),
             )
         if end is signal.SIGKILL:
-            await settled(rest)
+            await until_settled(rest)
     assert storage.stop(end) == (0 if end is signal.SIGTERM else -signal.SIGKILL)
     storage.start()
-    async with doors(storage) as (rest, lm):
+    async with clients_of(storage) as (rest, lm):
         for name in ("a", "b"):
             got = await rest.get(f"/v1/chunks/{make_key(name).key.to_url()}")
             assert got.content == make_record(name, make_payload(name, 100_000))
-        stats = await settled(rest)
+        stats = await until_settled(rest)
         assert stats["tiers"]["disk"]["damaged_at_start"] == 0
         assert await lm.contains([make_key("a"), make_key("b")]) == [True, True]
 
@@ -129,14 +83,14 @@ def send_part(port: int, key: str, record: bytes, num_bytes: int) -> socket.sock
 
 async def test_sigkill_during_a_put_leaves_nothing_of_it(storage: ServiceProcess) -> None:
     record = make_record("b", make_payload("b", LARGE_BYTES))
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
-        await settled(rest)
+        await until_settled(rest)
         with send_part(storage.ports["port"], B, record, LARGE_BYTES // 2):
             await until(lambda: takes_memory(rest, LARGE_BYTES))
             storage.stop(signal.SIGKILL)
     storage.start()
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         assert (await rest.get(f"/v1/chunks/{A}")).content == make_record("a")
         assert (await rest.get(f"/v1/chunks/{B}")).status_code == 404
         assert (await rest.put(f"/v1/chunks/{B}", content=record)).status_code == 201
@@ -155,7 +109,7 @@ async def is_free(rest: httpx.AsyncClient) -> bool:
 
 async def test_clients_that_vanish_leave_no_trace(storage: ServiceProcess) -> None:
     record = make_record("a", make_payload("a", LARGE_BYTES))
-    async with doors(storage) as (rest, _):
+    async with clients_of(storage) as (rest, _):
         with send_part(storage.ports["port"], A, record, LARGE_BYTES // 2):
             await until(lambda: takes_memory(rest, LARGE_BYTES))
         await until(lambda: is_free(rest))
@@ -203,10 +157,12 @@ async def test_lookup_and_broker_know_it_after_a_restart(tmp_path: Path) -> None
     with (
         running_service("lmcache_lookup", tmp_path, {"LMCACHE_LOOKUP_PORT": "0"}) as lookup,
         running_service("lmcache_broker", tmp_path, {"LMCACHE_BROKER_PORT": "0"}) as broker,
-        running_service(
-            "lmcache_storage",
+        running_storage(
             tmp_path,
-            environ(tmp_path, lookup_url=lookup.url, broker_url=broker.url),
+            disk_path=tmp_path / "disk",
+            disk_gb=0.05,
+            lookup_url=lookup.url,
+            broker_url=broker.url,
         ) as storage,
         httpx.Client(trust_env=False) as http,
     ):
@@ -232,7 +188,7 @@ async def test_lookup_and_broker_know_it_after_a_restart(tmp_path: Path) -> None
                 ("storage-0", "storage", f"lm://127.0.0.1:{storage.ports['lm_port']}")
             ]
 
-        async with doors(storage) as (rest, _):
+        async with clients_of(storage) as (rest, _):
             await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
         await until(is_known)
         await until(serves)
@@ -240,6 +196,6 @@ async def test_lookup_and_broker_know_it_after_a_restart(tmp_path: Path) -> None
         storage.start()
         await until(is_known)
         await until(serves)
-        async with doors(storage) as (rest, _):
+        async with clients_of(storage) as (rest, _):
             await rest.delete(f"/v1/chunks/{A}")
         await until(is_unknown)

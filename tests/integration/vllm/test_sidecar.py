@@ -4,11 +4,8 @@ sidecar hangs, dies, or comes late.
 
 from __future__ import annotations
 
-import json
 import signal
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,9 +14,9 @@ import pytest
 from lmcache_core.engine import ChunkStore
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
-from lmcache_demo.processes import Process
 from lmcache_demo.settings import quiet_environment
 
+from tests.fixtures.neighbourhood import Sidecar, start_sidecar
 from tests.fixtures.processes import Processes
 from tests.fixtures.vllm_engine import (
     Engine,
@@ -36,40 +33,11 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 0.5
 
 
-@dataclass
-class Sidecar:
-    """A running sidecar."""
-
-    process: Process
-    socket: Path
-    port: int
-
-    def get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
-            body: dict[str, Any] = json.loads(response.read())
-            return body
-
-    def num_chunks(self) -> int:
-        return int(self.get("/v1/tiers")["tiers"]["memory"]["num_chunks"])
-
-    def check_nothing_held(self) -> None:
-        for client in self.get("/v1/clients")["clients"]:
-            assert (client["num_pins"], client["num_reservations"]) == (0, 0), client
-        figures = self.get("/v1/tiers")["tiers"]["memory"]
-        assert figures["arena_used_bytes"] == figures["used_bytes"]
-
-
-def start(processes: Processes, directory: Path, name: str = "sidecar") -> Sidecar:
-    settings = {
-        "port": 0,
-        "lm_port": 0,
-        "instance_id": name,
-        "socket_path": directory / "s.sock",
-        "arena_path": directory / "arena",
-        "arena_gb": 0.005,
-    }
-    process, ports = processes.start_service(name, "lmcache_sidecar", settings)
-    return Sidecar(process, directory / "s.sock", ports["port"])
+def check_nothing_held(sidecar: Sidecar) -> None:
+    for client in sidecar.get("/v1/clients")["clients"]:
+        assert (client["num_pins"], client["num_reservations"]) == (0, 0), client
+    figures = sidecar.get("/v1/tiers")["tiers"]["memory"]
+    assert figures["arena_used_bytes"] == figures["used_bytes"]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +45,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """One for all tests that leave it alive; each has a model of its own there."""
     directory = tmp_path_factory.mktemp("shared")
     with Processes(directory, quiet_environment(PYTHONPATH=str(ROOT))) as owner:
-        yield start(owner, directory)
+        yield start_sidecar(owner, directory)
 
 
 @pytest.fixture
@@ -111,7 +79,7 @@ def test_a_second_engine_finds_what_the_first_has_stored(
         assert hits(engine, 1) == 40
     with running(any_module, own_model, extra) as engine:
         assert hits(engine, 1) == 40
-        shared.check_nothing_held()
+        check_nothing_held(shared)
 
 
 def test_a_worker_with_a_bad_canary_disables_the_cache(
@@ -160,7 +128,7 @@ def test_a_worker_with_a_bad_canary_disables_the_cache(
 def test_requests_end_while_the_sidecar_hangs(
     module: ModuleType, model: Path, processes: Processes, tmp_path: Path
 ) -> None:
-    sidecar = start(processes, tmp_path)
+    sidecar = start_sidecar(processes, tmp_path)
     extra = beside(sidecar.socket, tier_timeout_s=TIMEOUT_S)
     with running(module, model, extra, limits=Limits(16)) as engine:
         wait_until(lambda: hits(engine, 1) == 40)
@@ -178,7 +146,7 @@ def test_requests_end_while_the_sidecar_hangs(
 def test_requests_end_when_the_sidecar_is_killed_and_use_the_next_one(
     module: ModuleType, model: Path, processes: Processes, tmp_path: Path
 ) -> None:
-    sidecar = start(processes, tmp_path)
+    sidecar = start_sidecar(processes, tmp_path)
     with running(module, model, beside(sidecar.socket), limits=Limits(16)) as engine:
         assert [hits(engine, 1), hits(engine, 1)] == [0, 40]
         requests = [engine.add(prompt(number, 43), 3) for number in (1, 2)]
@@ -188,5 +156,5 @@ def test_requests_end_when_the_sidecar_is_killed_and_use_the_next_one(
         assert all(request.status is Status.FINISHED_STOPPED for request in requests)
         engine.forget()
         assert hits(engine, 1) == 0
-        start(processes, tmp_path, "second")
+        start_sidecar(processes, tmp_path, "second", socket_path=sidecar.socket)
         wait_until(lambda: hits(engine, 3) == 40)
