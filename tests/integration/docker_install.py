@@ -14,13 +14,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import shlex
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,8 +26,9 @@ from pathlib import Path
 import hcl2
 import pytest
 
-from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, ignored, parse, unreadable
+from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, parse, unreadable
 from tests.fixtures.sealed import USER, can_seal, protect, sealed
+from tests.fixtures.waiting import wait_until
 
 SERVICES = {
     "storage": "cache_storage",
@@ -48,7 +47,7 @@ START_TIMEOUT_S = 60
 BASE_MB = 130  # python:3.12-slim, unpacked
 MAX_IMAGE_MB = 250
 MAX_CODEC_IMAGE_MB = 475  # the compiler alone is 180
-# Settings with which a service starts in any folder, beside others.
+# Settings with which a service starts in any folder, next to others.
 SMALL = {
     "storage": {
         "LM_PORT": "0",
@@ -62,7 +61,7 @@ SMALL = {
         "ARENA_PATH": "{folder}/arena",
         "SOCKET_PATH": "{folder}/sidecar.sock",
     },
-    # Discovery loads the half of Kubernetes' client that is left; nobody answers.
+    # Discovery loads the half of Kubernetes' client that is left; there is no answer.
     "broker": {
         "DISCOVERY": "kubernetes",
         "KUBERNETES_SERVICE": "sidecars",
@@ -138,35 +137,6 @@ def test_the_image_is_lean_and_unprivileged(image: str) -> None:
         argument for argument in final.all("LABEL") if f'image.title="lmcache-{name}"' in argument
     ]
     assert title.count("org.opencontainers.image.") == 4
-
-
-def test_the_test_image_makes_its_model() -> None:
-    """Its other steps install vLLM: gigabytes, which `make test-vllm` has already."""
-    build, final = parse(REPOSITORY / "docker" / f"{TEST_IMAGE}.Dockerfile")
-    copied = [name for line in build.all("COPY") for name in line.split()[:-1]]
-    assert all((REPOSITORY / name).is_file() and not ignored(name) for name in copied)
-    assert final.all("USER") == [f"{USER}:{USER}"]
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder, "model")
-        (command,) = [one for one in build.all("RUN") if "tiny_model.py" in one]
-        for there, here in (
-            ("/opt/vllm/bin/python", sys.executable),
-            ("/opt/model", str(model)),
-            ("/src", str(REPOSITORY)),
-        ):
-            command = command.replace(there, shlex.quote(here))
-        env = {"PATH": os.environ["PATH"]}
-        subprocess.run(
-            ["/bin/sh", "-c", command],
-            cwd=REPOSITORY,
-            env=env,
-            check=True,
-            timeout=120,
-            umask=0o022,
-        )
-        made = {path.name for path in model.iterdir()}
-        assert unreadable(model) == []
-    assert made >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 TRY_TO_WRITE = """
@@ -374,13 +344,8 @@ def serve(command: Path, service: str, root: Path, more: Mapping[str, str]) -> N
             stderr=subprocess.STDOUT,
         )
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not ports.exists():
-            assert process.poll() is None, log.read_text(encoding="utf-8")
-            assert time.monotonic() < deadline, (
-                f"not listening after {START_TIMEOUT_S} s: {log.read_text(encoding='utf-8')}"
-            )
-            time.sleep(0.1)
+        wait_until(lambda: ports.exists() or process.poll() is not None)
+        assert process.poll() is None, log.read_text(encoding="utf-8")
         if can_seal():
             status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
             assert f"Uid:\t{USER}\t{USER}" in status

@@ -31,25 +31,19 @@ SIDECAR = {
 }
 CASES: list[tuple[str, Mapping[str, str], str]] = [
     ("lookup", LOOKUP | {"PORT": TAKEN}, "port"),
-    ("lookup", LOOKUP | {"HEALTH_PORT": TAKEN}, "health_port"),
     ("lookup", LOOKUP | {"HOST": "192.0.2.1", "ALLOW_ANONYMOUS": "true"}, "host"),
-    ("broker", BROKER | {"PORT": TAKEN}, "port"),
     ("broker", BROKER | {"HEALTH_PORT": TAKEN}, "health_port"),
-    ("storage", STORAGE | {"PORT": TAKEN}, "port"),
     ("storage", STORAGE | {"LM_PORT": TAKEN}, "lm_port"),
     ("storage", STORAGE | COMPAT | {"LMCACHE_COMPAT_PORT": TAKEN}, "lmcache_compat_port"),
     ("storage", STORAGE | {"MEMORY_GB": "60000"}, "memory_gb"),
     ("storage", STORAGE | {"S3_BUCKET": "kv", "S3_CA_FILE": "/nowhere"}, "s3_ca_file"),
-    ("sidecar", SIDECAR | {"PORT": TAKEN}, "port"),
     ("sidecar", SIDECAR | {"LM_PORT": TAKEN}, "lm_port"),
     ("sidecar", SIDECAR | {"ARENA_GB": "60000"}, "arena_gb"),
     ("sidecar", SIDECAR | {"ARENA_PATH": "/proc/arena"}, "arena_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/proc/nowhere/s.sock"}, "socket_path"),
-    ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/s"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": f"{HERE}/log/s.sock"}, "socket_path"),
     ("sidecar", SIDECAR | {"SOCKET_PATH": "/tmp/" + "s" * 120}, "socket_path"),
     ("sidecar", SIDECAR | {"REMOTE_URL": "redis://h:x"}, "remote_url"),
-    ("sidecar", SIDECAR | {"REMOTE_URL": "http://storage:8080"}, "remote_url"),
 ]
 
 
@@ -88,26 +82,25 @@ def test_what_only_the_start_finds_is_one_sentence_that_names_the_option(
         environ = {name: value.replace(TAKEN, number) for name, value in environ.items()}
         code = ended(service, [], environ, tmp_path / "log")
     lines = (tmp_path / "log").read_text().splitlines()
-    told = [line for line in lines if " INFO " not in line and "no ticket keys" not in line]
+    errors = [line for line in lines if " INFO " not in line and "no ticket keys" not in line]
     assert code == 2, lines
-    assert len(told) == 1, lines
-    assert told[0].startswith(f"lmcache-{service}: ")
-    assert f"{option}=" in told[0] or f"{option} " in told[0]
+    assert len(errors) == 1, lines
+    assert errors[0].startswith(f"lmcache-{service}: ")
+    assert f"{option}=" in errors[0] or f"{option} " in errors[0]
     assert "uvicorn" not in "".join(lines)
     if TAKEN in options.values():
-        assert f"{option}={number}: cannot listen on 127.0.0.1: Address already in use" in told[0]
+        assert f"{option}={number}: cannot listen on 127.0.0.1: Address already in use" in errors[0]
 
 
-@pytest.mark.parametrize("path", ["/nowhere/port", "/tmp"])
-def test_a_port_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, path: str) -> None:
+def test_a_port_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    path = "/nowhere/port"
     environ = environment("broker", BROKER, tmp_path)
     assert ended("broker", ["--port-file", path], environ, tmp_path / "log") == 2
     [line] = (tmp_path / "log").read_text().splitlines()
     assert f"--port-file '{path}'" in line
 
 
-@pytest.mark.parametrize("path", ["/tmp/a\\0b", ""])
-@pytest.mark.parametrize("option", ["socket_path", "arena_path", "disk_path"])
+@pytest.mark.parametrize(("option", "path"), [("socket_path", "/tmp/a\\0b"), ("disk_path", "")])
 def test_a_path_that_names_nothing_is_refused(tmp_path: Path, option: str, path: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f'{option}: "{path}"\n')
@@ -138,7 +131,6 @@ def test_every_address_is_logged_and_so_are_the_other_servers(tmp_path: Path) ->
     ("service", "options", "where"),
     [
         ("lookup", LOOKUP | {"REDIS_URL": REDIS}, "redis at 127.0.0.1:1"),
-        ("sidecar", SIDECAR | {"REMOTE_URL": REDIS}, "connecting to 127.0.0.1:1"),
         ("sidecar", SIDECAR | {"REMOTE_URL": "lm://127.0.0.1:1"}, "lm://127.0.0.1:1"),
         (
             "storage",

@@ -1,4 +1,4 @@
-"""An engine that is open during a fork: the child does without it, and the parent goes on."""
+"""An engine that is open during a fork: the child works without it, the parent keeps it."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ def stats_of(url: str) -> dict[str, object]:
 def test_a_load_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
     with small_cluster(tmp_path) as cluster:
         storage, lookup = cluster.services["storage-1"], cluster.services["lookup"]
-        told = put_on(cluster, f"lm://127.0.0.1:{storage.ports['lm_port']}")
-        assert "8 of 8 chunks were kept" in told
-        assert "fetch: " in told
+        output = put_on(cluster, f"lm://127.0.0.1:{storage.ports['lm_port']}")
+        assert "8 of 8 chunks were kept" in output
+        assert "fetch: " in output
         tiers = stats_of(storage.url)["tiers"]
         assert isinstance(tiers, dict)
         assert tiers["memory"]["num_chunks"] == 0

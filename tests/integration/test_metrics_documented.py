@@ -72,8 +72,8 @@ def test_what_a_service_shows_is_what_is_documented(
     assert {name: metric.kind for name, metric in found.items()} == {
         name: metric.kind for name, metric in promised.items()
     }
-    told = {name: metric.labels for name, metric in found.items() if metric.labels is not None}
-    assert told == {name: promised[name].labels for name in told}
+    labels = {name: metric.labels for name, metric in found.items() if metric.labels is not None}
+    assert labels == {name: promised[name].labels for name in labels}
 
 
 def test_labels_of_what_has_not_happened_yet_are_documented(sections: Mapping[str, str]) -> None:

@@ -55,12 +55,12 @@ def test_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
         finally:
             with_children(shell.pid)
             shell.wait(10)
-    answered, told = (
+    answered, errors = (
         (tmp_path / name).read_text(errors="replace") for name in ("output", "errors")
     )
-    assert status == 0, f"{answered}\n{told}"
+    assert status == 0, f"{answered}\n{errors}"
     printed = [part.strip() for part in answered.split(f"{MARK}\n")][: len(expected)]
-    assert printed == [text.strip() for text in expected], told
+    assert printed == [text.strip() for text in expected], errors
 
 
 def with_children(group: int) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from lmcache_demo.processes import DemoError, Processes
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.redis_server import redis_executable
+from tests.fixtures.waiting import wait_until
 
 TIMEOUT_S = 300
 COMMAND = [sys.executable, "-m", "lmcache_demo.demo"]
@@ -134,11 +134,9 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "logs" / "cache_storage.ports").exists():
-            assert time.monotonic() < deadline
-            assert demo.poll() is None
-            time.sleep(0.05)
+        ports = tmp_path / "logs" / "cache_storage.ports"
+        wait_until(lambda: ports.exists() or demo.poll() is not None)
+        assert demo.poll() is None
         assert descendants_of(str(tmp_path))
         demo.send_signal(signal.SIGINT)
         output, _ = demo.communicate(timeout=60)

@@ -5,25 +5,19 @@ from __future__ import annotations
 import base64
 import json
 import ssl
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonpatch
 import pytest
-import yaml
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
 
 from tests.fixtures.pods import SHAPES, Pod, container, plain, pod
 from tests.fixtures.service_process import ServiceProcess, running_service
 from tests.fixtures.tls import Authority, Pair
-
-RELOAD_S = 20.0
+from tests.fixtures.waiting import wait_until
 
 
 def publish_certificate(directory: Path) -> None:
@@ -116,7 +110,7 @@ def test_a_pod_that_asks_gets_its_sidecar(client: httpx.Client) -> None:
     assert ask(client, plain(), dryRun=True) == ask(client, plain())
 
 
-def test_a_pod_that_cannot_is_warned_of(client: httpx.Client) -> None:
+def test_a_pod_that_cannot_be_injected_gets_a_warning(client: httpx.Client) -> None:
     document = plain()
     document["spec"]["hostNetwork"] = True
     response = ask(client, document)
@@ -146,16 +140,13 @@ def test_everything_is_allowed(more: dict[str, Any], client: httpx.Client) -> No
     ("content", "status"),
     [
         (b"", 422),
-        (b"nonsense", 422),
         (b"[]", 422),
         (json.dumps({**question({}), "apiVersion": "admission.k8s.io/v1beta1"}).encode(), 422),
         (b'{"a":' * 100_000, 422),
         (b" " * ((1 << 20) + 1), 413),
     ],
 )
-def test_what_is_no_review_is_refused_as_such(
-    content: bytes, status: int, client: httpx.Client
-) -> None:
+def test_a_malformed_review_is_a_problem(content: bytes, status: int, client: httpx.Client) -> None:
     """The API server then lets the pod through, by failurePolicy."""
     answer = client.post("/mutate", content=content, headers={"content-type": "application/json"})
     assert answer.status_code in (status, 400) if status == 422 else answer.status_code == status
@@ -163,12 +154,10 @@ def test_what_is_no_review_is_refused_as_such(
     ask(client, plain())
 
 
-def test_a_hostile_pod_takes_the_webhook_from_nobody(
+def test_a_hostile_pod_does_not_block_the_webhook(
     client: httpx.Client, service: ServiceProcess
 ) -> None:
-    """A script, an image and a nesting that once kept the process busy for good, or were an
-    error of it.
-    """
+    """A script, an image and a nesting that once hung the process or made it fail."""
     nested: dict[str, Any] = {}
     for _ in range(900):
         nested = {"a": nested}
@@ -190,7 +179,7 @@ def test_a_hostile_pod_takes_the_webhook_from_nobody(
     assert "patch" in ask(client, plain())
 
 
-def test_it_can_be_looked_at(client: httpx.Client, service: ServiceProcess) -> None:
+def test_its_health_and_metrics_are_served(client: httpx.Client, service: ServiceProcess) -> None:
     ask(client, plain())
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").json()["status"] == "ok"
@@ -201,32 +190,22 @@ def test_it_can_be_looked_at(client: httpx.Client, service: ServiceProcess) -> N
     assert httpx.get(f"{probes}/mutate", trust_env=False).status_code == 404
 
 
-def test_who_trusts_another_authority_is_not_served(
-    service: ServiceProcess, tmp_path: Path
-) -> None:
-    publish_certificate(tmp_path)
-    with (
-        client_for(service, tmp_path) as stranger,
-        pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
-    ):
-        stranger.get("/healthz")
-
-
 def test_a_renewed_certificate_is_served_without_a_restart(tmp_path: Path) -> None:
     publish_certificate(tmp_path)
     with running_service("lmcache_webhook", tmp_path, environment(tmp_path)) as service:
         with client_for(service, tmp_path) as before:
             ask(before, plain())
         publish_certificate(tmp_path)
-        deadline = time.monotonic() + RELOAD_S
-        while True:
-            with client_for(service, tmp_path) as after:
-                try:
-                    ask(after, plain())
-                    break
-                except httpx.ConnectError:
-                    assert time.monotonic() < deadline, "the old certificate is still served"
-                    time.sleep(0.1)
+        wait_until(lambda: is_trusted(service, tmp_path))
+
+
+def is_trusted(service: ServiceProcess, directory: Path) -> bool:
+    try:
+        with client_for(service, directory) as client:
+            ask(client, plain())
+    except httpx.ConnectError:
+        return False
+    return True
 
 
 def test_beyond_its_rate_pods_are_let_through(directory: Path, tmp_path: Path) -> None:
@@ -241,34 +220,3 @@ def test_beyond_its_rate_pods_are_let_through(directory: Path, tmp_path: Path) -
     assert any(
         "max_reviews_per_s" in response.get("warnings", [""])[0] for response in responses[1:]
     )
-
-
-def test_many_at_once(service: ServiceProcess, directory: Path) -> None:
-    with client_for(service, directory) as client, ThreadPoolExecutor(8) as pool:
-        responses = list(pool.map(lambda _: ask(client, plain()), range(64)))
-    assert len({response["patch"] for response in responses}) == 1
-
-
-def test_bad_settings_end_it_with_two(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lmcache_webhook", "--print-config"]
-    environ = {"LMCACHE_WEBHOOK_SIDECAR_IMAGE": "s:1", "PATH": ""}
-
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    done = run()
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "payload_image: required" in done.stderr
-    environ["LMCACHE_WEBHOOK_PAYLOAD_IMAGE"] = "p:1"
-    assert yaml.safe_load(run().stdout)["payload_image"] == "p:1"
-
-
-def test_serving_needs_neither_torch_nor_keys_nor_the_clusters_client() -> None:
-    code = "import sys, lmcache_webhook.__main__; print(*sorted(sys.modules))"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    ).stdout.split()
-    assert "lmcache_webhook.app" in loaded
-    assert not {"torch", "numpy", "kubernetes", "cryptography"} & set(loaded)
