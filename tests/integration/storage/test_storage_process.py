@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.service_process import ServiceProcess
 from tests.fixtures.storage_process import allocator, clients_of, running_storage, until_settled
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
@@ -150,52 +150,3 @@ def test_a_second_process_on_the_same_disk_does_not_start(
     )
     assert second.returncode != 0
     assert "in use by another process" in second.stderr
-
-
-async def test_lookup_and_broker_know_it_after_a_restart(tmp_path: Path) -> None:
-    chunk_id = make_key("a").key.chunk_id().hex()
-    with (
-        running_service("lmcache_lookup", tmp_path, {"LMCACHE_LOOKUP_PORT": "0"}) as lookup,
-        running_service("lmcache_broker", tmp_path, {"LMCACHE_BROKER_PORT": "0"}) as broker,
-        running_storage(
-            tmp_path,
-            disk_path=tmp_path / "disk",
-            disk_gb=0.05,
-            lookup_url=lookup.url,
-            broker_url=broker.url,
-        ) as storage,
-        httpx.Client(trust_env=False) as http,
-    ):
-
-        async def is_known() -> bool:
-            answer = http.post(
-                f"{lookup.url}/v1/lookup", json={"chunk_ids": [chunk_id], "exclude": []}
-            ).json()
-            tiers = {
-                holder["tier"]
-                for holders in answer["holders"]
-                for holder in holders
-                if holder["instance"] == "storage-0"
-            }
-            return "disk" in tiers
-
-        async def is_unknown() -> bool:
-            return not await is_known()
-
-        async def serves() -> bool:
-            peers = http.get(f"{broker.url}/v1/peers").json()["peers"]
-            return [(peer["id"], peer["kind"], peer["distributed_url"]) for peer in peers] == [
-                ("storage-0", "storage", f"lm://127.0.0.1:{storage.ports['lm_port']}")
-            ]
-
-        async with clients_of(storage) as (rest, _):
-            await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
-        await until(is_known)
-        await until(serves)
-        storage.stop(signal.SIGKILL)
-        storage.start()
-        await until(is_known)
-        await until(serves)
-        async with clients_of(storage) as (rest, _):
-            await rest.delete(f"/v1/chunks/{A}")
-        await until(is_unknown)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from lmcache_core.errors import AuthenticationError, CapacityError, UnavailableError
+from lmcache_core.errors import CapacityError, UnavailableError
 from lmcache_core.record import Miss, MissReason, Result
-from lmcache_core.security import Ticket
 from lmcache_core.wire.served import ServerLimits
 
-from tests.fixtures.wire import Arena, MemoryStore, by_token, client_of, keys_of, serving
+from tests.fixtures.wire import Arena, MemoryStore, client_of, keys_of, serving
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 pytestmark = pytest.mark.virtual_time
@@ -144,43 +143,6 @@ async def test_a_cancelled_get_gives_its_memory_back_and_the_connection_lives(
                 take(result)
         assert [take(r) for r in await client.get(keys_of(2), arena)] == [make_payload(2, 400_000)]
         assert server.num_connections == 1
-    arena.check_empty()
-
-
-def verify(ticket: str) -> Ticket:
-    tenant, _, requester = ticket.partition("/")
-    if tenant == "forged":
-        raise AuthenticationError("the ticket's code is wrong")
-    return Ticket("key", "here", requester, tenant, 0)
-
-
-async def test_a_ticket_opens_get_and_nothing_else() -> None:
-    store, arena = MemoryStore(), Arena()
-    async with (
-        serving(store, authenticate=by_token, verify_ticket=verify) as server,
-        client_of(server.port, "prod") as owner,
-    ):
-        await owner.put([make_chunk(1)])
-        async with client_of(server.port, name="pod-1") as peer:
-            assert [take(r) for r in await peer.get(keys_of(1), arena, ticket="prod/pod-1")] == [
-                make_payload(1)
-            ]
-            assert [take(r) for r in await peer.get(keys_of(1), arena, ticket="test/pod-1")] == [
-                MissReason.NEVER_STORED
-            ]
-            for ticket in ("forged/pod-1", "prod/pod-2", None):
-                with pytest.raises(AuthenticationError):
-                    await peer.get(keys_of(1), arena, ticket=ticket)
-            for refused in (
-                peer.contains(keys_of(1)),
-                peer.put([make_chunk(2)]),
-                peer.remove(keys_of(1)),
-            ):
-                with pytest.raises(AuthenticationError):
-                    await refused
-            await peer.ping()
-            assert server.num_connections == 2
-        assert await owner.contains(keys_of(1, 2)) == [True, False]
     arena.check_empty()
 
 
