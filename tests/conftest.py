@@ -32,7 +32,6 @@ LONG = (
     "integration/ctl/test_documented.py",
     "integration/demo",
     "integration/storage/test_scaling.py",
-    "integration/storage/test_flipped_disk_bytes.py",
     "integration/test_tutorial.py",
     "integration/transformers/test_every_kind.py",
     "property/test_engine_linearisable.py",

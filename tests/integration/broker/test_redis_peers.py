@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lmcache_servicekit.redis_client import Argument, RedisAccess, RedisCommand
 from lmcache_servicekit.redis_cluster import create_redis_client
 
 from tests.fixtures.redis_cluster import running_cluster
+from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import running_redis
 from tests.fixtures.waiting import until
 
@@ -243,3 +245,24 @@ async def test_a_redis_that_is_full_is_still_read() -> None:
         await broker.announce(shared("b"))
         assert sorted(await names(broker)) == ["a", "b"]
         await broker.close()
+
+
+async def answers(peers: Peers) -> bool:
+    try:
+        await peers.ping()
+    except UnavailableError:
+        return False
+    return True
+
+
+async def test_another_master_is_found_after_a_failover() -> None:
+    with watched_redis() as watched:
+        peers = Peers(watched.url)
+        await peers.announce(shared())
+        watched.master.kill()
+        assert not await answers(peers)
+        await asyncio.to_thread(watched.wait_for_failover)
+        await until(lambda: answers(peers))
+        await peers.announce(shared())
+        assert await peers.claim("acme/r", [("acme/a#1", "p")], 1, TTL_MS) == [(True, 1)]
+        await peers.close()

@@ -13,7 +13,6 @@ import pytest
 
 from tests.cluster import kube
 from tests.cluster.kube import Cluster, Manifest
-from tests.cluster.login import usable_login
 from tests.cluster.waiting import ClusterError
 from tests.fixtures.cluster_api import ClusterApi, serving
 
@@ -39,26 +38,6 @@ def login(folder: Path, **auths: object) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({"auths": auths, "credsStore": "desktop"}))
     return path
-
-
-def test_a_login_must_be_for_the_registry(tmp_path: Path) -> None:
-    entry = {"auth": "dTpw"}
-    for key, images in (
-        ("registry.example.com", "registry.example.com/a:1"),
-        ("https://registry.example.com:5000/v2/", "registry.example.com:5000/a:1"),
-        ("*.example.com", "registry.example.com/a:1"),
-        ("https://index.docker.io/v1/", "example/a:1"),
-    ):
-        path = login(tmp_path, **{key: entry})
-        assert usable_login(path, images) == path.read_text()
-    without: list[dict[str, object]] = [
-        {},
-        {"other.example.com": entry},
-        {"registry.example.com": {}},
-    ]
-    for auths in without:
-        with pytest.raises(ClusterError, match=r"holds no login for registry\.example\.com"):
-            usable_login(login(tmp_path, **auths), "registry.example.com/a:1")
 
 
 def test_only_own_namespaces_are_deleted(api: ClusterApi, cluster: Cluster) -> None:

@@ -122,31 +122,6 @@ def test_lossy_chunks_are_missing_for_a_peer_that_accepts_no_loss(
         eventually(is_refused)
 
 
-@pytest.mark.parametrize("victim", ["lookup", "broker"])
-def test_memory_serves_without_lookup_or_broker(neighbourhood: Neighbourhood, victim: str) -> None:
-    a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
-    store_at(a)
-    getattr(neighbourhood, victim).kill()
-    tokens, kv, target = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS, 1), empty_kv(NUM_TOKENS)
-    with engine_at(b.socket, **PATIENT) as engine:
-        assert not engine.retrieve(tokens, kvcaches=empty_kv(NUM_TOKENS)).any()
-        engine.store(tokens, kvcaches=kv)
-        assert engine.retrieve(tokens, kvcaches=target).all()
-    assert_equal_prefix(target, kv, NUM_TOKENS)
-
-
-def test_chunks_that_a_restarted_peer_has_lost_are_not_found(
-    neighbourhood: Neighbourhood,
-) -> None:
-    a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
-    store_at(a)
-    a.process.kill()
-    (neighbourhood.ticket_keys.parent / "a.sock").unlink(missing_ok=True)
-    neighbourhood.sidecar("a", arena_recover=False)
-    with engine_at(b.socket, **PATIENT) as engine:
-        assert engine.lookup(tokens_of(NUM_TOKENS)) == 0, "the new incarnation of a holds nothing"
-
-
 async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbourhood) -> None:
     a = neighbourhood.sidecar("a")
     store_at(a)

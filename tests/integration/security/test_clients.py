@@ -12,7 +12,7 @@ from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.memory import ArenaAllocator, HostMemoryAllocator
 from lmcache_core.p2p.pool import PeerPool, peer_client
 from lmcache_core.record import Chunk, Result
-from lmcache_core.security import ClientTls, Principal, TokenFile
+from lmcache_core.security import ClientTls, Principal
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.manager import engine_spec
 from lmcache_core.storage.remote import create_remote_backend
@@ -42,22 +42,6 @@ async def there_and_back(tier: StorageBackend, name: str) -> list[Result]:
             result.release()
     assert await tier.batched_remove([make_key(name, "acme")]) == 1
     return results
-
-
-async def test_remote_tier(guarded: Guarded, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKENS["acme"])
-    url = storage_url(guarded)
-    tier = create_remote_backend(url, TokenFile(token, "token"), 10.0, tls=guarded.tls)
-    await tier.open()
-    await there_and_back(tier, "remote")
-    await tier.close()
-    for tls in (None, client_tls(guarded.authority), client_tls(guarded.stranger, guarded.pod)):
-        tier = create_remote_backend(url, TOKENS["acme"], 10.0, tls=tls)
-        await tier.open()
-        with pytest.raises(UnavailableError):
-            await tier.batched_contains([make_key("a", "acme")])
-        await tier.close()
 
 
 async def test_the_remote_tier_of_an_embedded_engine(guarded: Guarded, tmp_path: Path) -> None:

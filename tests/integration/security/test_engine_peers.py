@@ -64,16 +64,6 @@ def announced(engines: TlsEngines) -> list[str]:
     ]
 
 
-def test_engines_pull_from_one_another(engines: TlsEngines) -> None:
-    a, b = engines.start(), engines.start()
-    eventually(lambda: len(announced(engines)) == 2)
-    assert all(url.startswith("lm+tls://127.0.0.1:") for url in announced(engines))
-    store(a)
-    until_found(b)
-    retrieve(b)
-    assert b.counters.value(RETRIEVED_TOKENS_TOTAL, PEER) == NUM_TOKENS
-
-
 def test_engine_and_sidecar_pull_from_one_another(with_sidecars: TlsEngines) -> None:
     engine, sidecar = with_sidecars.start(), with_sidecars.sidecar("s")
     store(engine)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import lmcache_core
 import numpy as np
@@ -113,7 +114,8 @@ def test_an_unavailable_tier_is_a_miss(model: LlamaForCausalLM, tmp_path: Path) 
         ({"disk": 5}, "disk=5: must be a directory"),
         ({"chunk_sizes": 1}, "did you mean 'chunk_size'?"),
         ({"local_disk": "/tmp/d"}, "local_disk='/tmp/d': open calls it disk"),
-        ({"enable_blending": True, "memory_gb": 0.01}, "blending needs a separator"),
+        ({"enable_blending": True}, "blending needs a separator"),
+        ({"enable_blending": True, "separator": [VOCAB]}, f"separator has the token id {VOCAB}"),
     ],
 )
 def test_a_bad_option_is_refused(
@@ -157,20 +159,28 @@ def test_one_prompt_is_taken_as_tokenizers_return_it(
     assert plain.generate(form, 8).tokens == plain.generate(prompt(), 8).tokens
 
 
+IDS = prompt()
+
+
 @pytest.mark.parametrize(
-    ("form", "message"),
+    ("arguments", "error", "message"),
     [
-        (torch.ones(2, 7, dtype=torch.int64), "holds 2 prompts: generate takes one"),
-        ([], "at least one"),
-        (torch.ones(1, 1, 7, dtype=torch.int64), "of shape (1, 1, 7)"),
-        ([0.5], "not torch.float32"),
+        ((torch.ones(2, 7, dtype=torch.int64), 8), ValueError, "holds 2 prompts"),
+        (([], 8), ValueError, "at least one"),
+        ((torch.ones(1, 1, 7, dtype=torch.int64), 8), ValueError, "of shape (1, 1, 7)"),
+        (([0.5], 8), ValueError, "not torch.float32"),
+        (([1, VOCAB], 8), ValueError, "input_ids"),
+        (("hello", 8), TypeError, "input_ids='hello': must be token ids"),
+        ((IDS, 8, "</s>"), TypeError, "eos_token_id='</s>': must be token ids"),
+        ((IDS, "3"), TypeError, "max_new_tokens='3': must be an integer of at least 1"),
+        ((IDS, 0), ValueError, "max_new_tokens=0: must be an integer of at least 1"),
     ],
 )
-def test_a_malformed_prompt_is_refused(
-    model: LlamaForCausalLM, form: torch.Tensor | list[int], message: str
+def test_a_bad_argument_of_generate_is_refused(
+    model: LlamaForCausalLM, arguments: tuple[Any, ...], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(ValueError) as refused:
-        CachedCausalLM(model, None).generate(form, 8)
+    with pytest.raises(error) as refused:
+        CachedCausalLM(model, None).generate(*arguments)
     assert message in str(refused.value)
 
 
@@ -186,26 +196,3 @@ def test_anything_but_a_model_is_refused(given: object, message: str) -> None:
         lmcache_core.open(given, **SMALL)  # type: ignore[arg-type]
     assert message in str(refused.value)
     assert not own_threads()
-
-
-@pytest.mark.parametrize("value", ["</s>", True])
-def test_other_token_ids_of_another_type_are_refused(
-    model: LlamaForCausalLM, value: object
-) -> None:
-    with pytest.raises(TypeError, match=r"eos_token_id=.*: must be token ids"):
-        CachedCausalLM(model, None).generate(prompt(), 8, value)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"separator=.*: must be token ids"):
-        lmcache_core.open(model, separator=value, enable_blending=True, **SMALL)
-    assert not own_threads()
-
-
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [("3", TypeError), (1.5, TypeError), (0, ValueError)],
-)
-def test_a_bad_number_of_tokens_is_refused(
-    model: LlamaForCausalLM, number: object, error: type[Exception]
-) -> None:
-    with pytest.raises(error) as refused:
-        CachedCausalLM(model, None).generate(prompt(), number)  # type: ignore[arg-type]
-    assert str(refused.value) == f"max_new_tokens={number!r}: must be an integer of at least 1"
