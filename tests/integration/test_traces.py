@@ -164,83 +164,47 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
         assert request_id in ids_at(site, service), service
 
 
-def test_a_retrieve_from_storage_has_a_span_of_every_tier(site: Site) -> None:
-    """From shared memory, from the sidecar's disk, and from the storage's disk."""
-    tokens, kv = tokens_of(NUM_TOKENS, seed=7), random_kv(NUM_TOKENS)
-    traced = {**PATIENT, "otlp_endpoint": site.collector.url, "trace_sample_ratio": 1.0}
+def test_a_retrieve_from_storage_has_spans_of_both_services_and_their_tiers(site: Site) -> None:
+    tokens, kv, loaded = tokens_of(NUM_TOKENS, seed=7), random_kv(NUM_TOKENS), empty_kv(NUM_TOKENS)
     with engine_at(site.socket("c")) as engine:
         engine.store(tokens, kvcaches=kv)
-    ways = {
-        "tier memory get": [],
-        "tier disk get": [("c", {"tiers": ["memory"]})],
-        "tier storage get": [
-            ("c", {"tiers": ["memory", "disk"]}),
-            ("storage", {"num_bytes": 1 << 30}),
-        ],
-    }
+    empty(site, "c", "/v1/admin/clear", {"tiers": ["memory", "disk"]})
+    empty(site, "storage", "/v1/admin/evict", {"num_bytes": 1 << 30})
+    traced = {**PATIENT, "otlp_endpoint": site.collector.url, "trace_sample_ratio": 1.0}
     with engine_at(site.socket("c"), **traced) as engine:
-        for tier, empties in ways.items():
-            for service, body in empties:
-                empty(site, service, body)
-            loaded = empty_kv(NUM_TOKENS)
-            assert engine.retrieve(tokens, kvcaches=loaded).all()
-            assert_equal_prefix(loaded, kv, NUM_TOKENS)
-            trace = the_trace_of(site, (tier, "c"), ("sidecar LOAD", "c"))
-            asked = the_only(trace, "sidecar LOAD", "lmcache-sidecar")
-            assert {span.parent for span in trace if (span.name, span.instance) == (tier, "c")} == {
-                asked.span
-            }
-    timed = {
-        line.split("}")[0]
-        for line in metrics_of(site.services["c"].url)
-        if line.startswith("lmcache_tier_seconds_total{")
-    }
-    wanted = {
-        f'lmcache_tier_seconds_total{{operation="get",tier="{tier}"' for tier in ("disk", "storage")
-    }
-    assert wanted <= timed
-    trace = the_trace_of(
-        site,
-        ("tier storage get", "c"),
-        *((name, "storage") for name in ("lm GET", *IN_STORAGE)),
-    )
+        assert engine.retrieve(tokens, kvcaches=loaded).all()
+    assert_equal_prefix(loaded, kv, NUM_TOKENS)
+    wanted = {("sidecar LOAD", "c"), ("tier storage get", "c"), ("lm GET", "storage")}
+    wanted |= {(name, "storage") for name in IN_STORAGE}
+
+    def found(spans: list[Seen]) -> list[Seen]:
+        """Return the retrieve that has all these spans, once its root has come."""
+        for root in (span for span in spans if span.name == "engine get"):
+            trace = of_trace(spans, root.trace)
+            if wanted <= {(span.name, span.instance) for span in trace}:
+                return trace
+        return []
+
+    trace = found(site.collector.until(lambda spans: bool(found(spans))))
+    asked = the_only(trace, "sidecar LOAD", "lmcache-sidecar")
     served = the_only(trace, "lm GET", "lmcache-storage")
     (remote,) = [span for span in trace if span.name == "tier storage get"]
-    assert served.parent == remote.span
+    assert (remote.parent, served.parent) == (asked.span, remote.span)
     assert {span.name for span in trace if span.parent == served.span} >= IN_STORAGE
     assert the_id_of(site, "storage", "request answered: request=lm GET") in ids_at(site, "c")
 
 
-def empty(site: Site, service: str, body: dict[str, object]) -> None:
-    """Empty tiers of the sidecar, or the memory of the storage, once slower tiers have it all."""
+def empty(site: Site, service: str, path: str, body: dict[str, object]) -> None:
+    """Empty faster tiers of a service once slower ones have everything."""
     url = site.services[service].url
-    pending = "lmcache_tier_pending_bytes{"
-    wait_until(
-        lambda: "} 0.0" in next(line for line in metrics_of(url) if line.startswith(pending))
-    )
-    path = "/v1/admin/evict" if service == "storage" else "/v1/admin/clear"
+
+    def is_written() -> bool:
+        lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+        pending = (line for line in lines if line.startswith("lmcache_tier_pending_bytes{"))
+        return next(pending).endswith(" 0.0")
+
+    wait_until(is_written)
     httpx.post(f"{url}{path}", json=body, trust_env=False).raise_for_status()
-
-
-def metrics_of(url: str) -> list[str]:
-    return httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
-
-
-def the_trace_of(site: Site, *parts: tuple[str, str]) -> list[Seen]:
-    """Return the newest retrieve with these spans (name and instance) once its root has come."""
-
-    def found(spans: list[Seen]) -> list[Seen]:
-        traces = [of_trace(spans, span.trace) for span in spans if span.name == "engine get"]
-        return next(
-            (
-                trace
-                for trace in reversed(traces)
-                if set(parts) <= {(span.name, span.instance) for span in trace}
-            ),
-            [],
-        )
-
-    return found(site.collector.until(lambda spans: bool(found(spans))))
 
 
 def the_id_of(site: Site, service: str, message: str) -> str:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from lmcache_core.blend.certificate import (
@@ -18,8 +16,6 @@ from lmcache_core.blend.certificate import (
     Quality,
     QualityBounds,
 )
-from lmcache_core.engine import LMCacheEngine
-from lmcache_core.errors import ConfigError
 from lmcache_core.integrations.transformers import CachedCausalLM
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 
@@ -84,40 +80,14 @@ def test_one_call_blends(model, options, tmp_path, keeps_answers):
         assert not lm.generate(other[:39], 1).is_blended, "shorter than blend_min_tokens"
 
 
-def test_a_ratio_of_one_answers_as_a_full_prefill(model, options, tmp_path):
-    prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
-    with blending(model, tmp_path, options, blend_recompute_ratio=1.0) as (_, lm):
-        for one in (document(30, 1), document(22, 2)):
-            lm.keep_document(one)
-        answer = lm.generate(prompt, 8)
-        assert answer.is_blended
-        assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
-
-
-def damage(folder: Path, _: LMCacheEngine) -> None:
-    [path] = folder.iterdir()
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def make_it_of_another_separator(folder: Path, engine: LMCacheEngine) -> None:
-    [path] = folder.iterdir()
-    made = msgspec.json.decode(path.read_bytes(), type=BlendCertificate)
-    path.unlink()
-    CertificateFolder(folder).save(
-        msgspec.structs.replace(made, profile=msgspec.structs.replace(made.profile, separator=(1,)))
-    )
-
-
 SPOILED = {
     "none": lambda folder, _: shutil.rmtree(folder),
     "failed": lambda folder, engine: certify(folder, engine, kl_nats=0.2),
-    "damaged": damage,
-    "another separator": make_it_of_another_separator,
 }
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_without_a_certificate_prompts_are_computed_and_it_is_said(
+def test_without_a_certificate_prompts_are_computed_and_the_reason_logged(
     model, options, tmp_path, spoiled, caplog
 ):
     prompt = torch.cat([document(22, 2), document(30, 1), text(5, 3)])
@@ -141,7 +111,7 @@ def test_without_a_certificate_prompts_are_computed_and_it_is_said(
     ],
     ids=str,
 )
-def test_a_certificate_holds_for_nothing_else(model, options, tmp_path, changed):
+def test_a_certificate_holds_for_its_policy_and_ratio_alone(model, options, tmp_path, changed):
     with cached(model, **options) as (engine, _):
         certify(tmp_path, engine)
     with (
@@ -151,7 +121,7 @@ def test_a_certificate_holds_for_nothing_else(model, options, tmp_path, changed)
         assert "python -m lmcache_core.blend.certify" in plain.reason_against_blending
 
 
-def test_a_model_that_is_not_known_is_computed_and_it_is_said(options, tmp_path):
+def test_an_unknown_model_is_computed_and_the_reason_given(options, tmp_path):
     torch.manual_seed(0)
     small = {
         "hidden_size": 32,
@@ -172,7 +142,7 @@ def test_a_model_that_is_not_known_is_computed_and_it_is_said(options, tmp_path)
         assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 4).tokens
 
 
-def test_separators_stand_anywhere(model, options, tmp_path):
+def test_separators_may_be_anywhere_in_a_prompt(model, options, tmp_path):
     first, second, question = document(30, 1), document(22, 2), text(5, 3)
     prompts = {
         "at the end": torch.cat([second, first]),
@@ -191,8 +161,3 @@ def test_separators_stand_anywhere(model, options, tmp_path):
         answer = lm.generate(without, 6)
         assert not answer.is_blended
         assert answer.tokens == CachedCausalLM(model, None).generate(without, 6).tokens
-
-
-def test_blending_needs_a_separator(model, options):
-    with cached(model, **options) as (engine, _), pytest.raises(ConfigError, match="separator"):
-        CachedCausalLM(model, engine)

@@ -268,3 +268,13 @@ async def test_a_flood_of_requests_is_held_back() -> None:
         for _ in range(2, 400):
             assert isinstance((await raw.read())[1], messages.ContainsOk)
         await flood
+
+
+async def test_a_put_larger_than_the_limit_ends_the_connection() -> None:
+    async with (
+        serving(MemoryStore(), ServerLimits(max_blob_bytes=10_000)) as server,
+        connected(server.port) as raw,
+    ):
+        await raw.hello()
+        await raw.send(build_frame(2, messages.Put(), 10_001))
+        assert await raw.is_closed()
