@@ -74,6 +74,7 @@ OWN = {
         "ticket_keys: 'a:!!!'",
         "ticket_keys_file: /nowhere/keys",
         "default_lease_ttl_ms: 3600000",
+        "pod_deletion_cost: true",
     ],
     "storage": [
         *TIERS,

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from lmcache_core.telemetry.tracing import open_tracer
+from lmcache_core.telemetry.request_context import (
+    MAX_REQUEST_ID_CHARS,
+    Carried,
+    carried,
+    step,
+    working_for,
+)
+from lmcache_core.telemetry.tracing import MAX_QUEUED_SPANS, open_tracer
 from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.kv import (
@@ -113,6 +120,8 @@ def the_only(spans: list[Seen], name: str, service: str) -> Seen:
 
 
 def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
+    untraced = "/v1/instances"
+    httpx.get(f"{site.services['lookup'].url}{untraced}", trust_env=False).raise_for_status()
     tokens, kv = tokens_of(NUM_TOKENS), random_kv(NUM_TOKENS)
     with engine_at(site.socket("a")) as engine:
         engine.store(tokens, kvcaches=kv)
@@ -155,6 +164,7 @@ def test_a_retrieve_from_a_peer_is_one_trace(site: Site) -> None:
     assert peers.parent == asked.span
     assert {lookup.parent, transfer.parent, pulled.parent} == {peers.span}
     assert (pulled.service, pulled.instance) == ("lmcache-sidecar", "a")
+    assert f"GET {untraced}" not in {span.name for span in site.collector.spans()}
     hot = {(span.instance, span.parent) for span in trace if span.name == "tier memory get"}
     assert {("b", asked.span), ("a", pulled.span)} <= hot
 
@@ -274,3 +284,35 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
         ).stdout
         == "False\n"
     )
+
+
+def test_a_request_id_is_taken_returned_and_logged(site: Site) -> None:
+    url = site.services["lookup"].url
+    given = httpx.get(f"{url}/v1/nothing", headers={"x-request-id": "order-66"}, trust_env=False)
+    assert (given.status_code, given.headers["x-request-id"], given.json()["request_id"]) == (
+        404,
+        "order-66",
+        "order-66",
+    )
+    assert any(line.get("request_id") == "order-66" for line in site.lines("lookup"))
+    for bad in ("with space", "a" * (MAX_REQUEST_ID_CHARS + 1), "<script>"):
+        made = httpx.get(f"{url}/v1/nothing", headers={"x-request-id": bad}, trust_env=False)
+        assert made.headers["x-request-id"] == made.json()["request_id"] != bad
+        assert len(made.json()["request_id"]) == 32
+
+
+def test_spans_for_an_unavailable_collector_are_dropped() -> None:
+    tracer = open_tracer("http://127.0.0.1:9", "test", "0", 1.0)
+    assert tracer is not None
+    for _ in range(2 * MAX_QUEUED_SPANS):
+        with working_for("work", None, tracer), step("part"):
+            pass
+    tracer.close()
+
+
+def test_work_is_carried_only_within() -> None:
+    assert carried() is None
+    with working_for("work", Carried("r-1", ""), None), step("part"):
+        assert carried() == Carried("r-1", "")
+    assert carried() is None
+    assert Carried.checked("a b", "00-" + "0" * 32 + "-" + "1" * 16 + "-01") == Carried("", "")

@@ -319,3 +319,10 @@ async def test_peers_from_a_list() -> None:
             return [(peer["id"], peer["zone"]) for peer in peers] == [("a", "z1")]
 
         await until(is_listed)
+
+
+async def test_a_peer_of_the_same_name_elsewhere_keeps_its_lease(world: World) -> None:
+    await world.register("b", "192.168.7.7")
+    await world.api.put(endpoint_slice("s1", endpoint("a", "10.0.0.1")))
+    peers = await world.until(lambda found: "b" in found and found["b"]["incarnation"] == 5)
+    assert peers["b"]["distributed_url"] == "lm://192.168.7.7:65433"

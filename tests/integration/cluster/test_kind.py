@@ -143,3 +143,9 @@ def test_the_page_says_what_it_needs_and_does() -> None:
     shown = [line.split() for line in kind.NEXT.splitlines() if "kubectl" in line]
     for words in shown:
         assert " ".join(word for word in words if word not in ("--context", kind.CONTEXT)) in page
+
+
+def test_down_deletes_the_cluster(kind_command: Kind) -> None:
+    code, _, errors, calls = kind_command("down")
+    assert code == 0, errors
+    assert calls[-1] == "kind delete cluster --name lmcache"

@@ -165,3 +165,14 @@ def test_pipelined_requests_are_each_counted_for_themselves(connection: socket.s
     one = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 20_000 + b"\r\n\r\n"
     connection.sendall(one * 30 + b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     assert answer_of(connection).count(b"HTTP/1.1 200 ") == 31
+
+
+def test_garbage_is_logged_once(broker: ServiceProcess) -> None:
+    before = broker.output.count("Invalid HTTP request")
+    for _ in range(20):
+        with socket.create_connection(
+            ("127.0.0.1", broker.ports["port"]), timeout=TIMEOUT_S
+        ) as made:
+            made.sendall(b"garbage\r\n" * 100)
+            answer_of(made)
+    assert (before, broker.output.count("Invalid HTTP request")) in ((0, 1), (1, 1))

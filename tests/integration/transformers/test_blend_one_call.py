@@ -161,3 +161,20 @@ def test_separators_may_be_anywhere_in_a_prompt(model, options, tmp_path):
         answer = lm.generate(without, 6)
         assert not answer.is_blended
         assert answer.tokens == CachedCausalLM(model, None).generate(without, 6).tokens
+
+
+def test_documents_are_stored_as_computed_by_themselves(model, options, tmp_path):
+    first, second = document(30, 1), document(50, 2)
+    with blending(model, tmp_path, options) as (engine, lm):
+        for bad, words in (
+            (torch.cat([first, text(3, 1)]), "must end with the separator"),
+            (torch.cat([first, second]), "has the separator 2 times"),
+            (torch.zeros(0, dtype=torch.int64), "at least one token"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                lm.keep_document(bad)
+            assert engine.lookup(bad) == 0, "nothing of it was written"
+        lm.keep_document(first)
+        lm.keep_document(second)
+        assert engine.lookup(first) == len(first)
+        assert engine.lookup(second) == len(second)

@@ -159,6 +159,15 @@ def test_one_prompt_is_taken_as_tokenizers_return_it(
     assert plain.generate(form, 8).tokens == plain.generate(prompt(), 8).tokens
 
 
+@pytest.mark.parametrize("options", [{"name": 7}, {"separator": "</s>", "enable_blending": True}])
+def test_an_option_of_another_type_is_refused(
+    model: LlamaForCausalLM, options: dict[str, Any]
+) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))}="):
+        lmcache_core.open(model, **options, **SMALL)
+    assert not own_threads()
+
+
 IDS = prompt()
 
 

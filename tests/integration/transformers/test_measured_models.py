@@ -240,3 +240,14 @@ def test_loaded_kv_is_held_once_and_layer_by_layer() -> None:
         distinct = {address: size for one in storages for address, size in one.items()}
         assert len(distinct) == len(kv.layers), "one for each layer, freed when it is appended to"
         assert sum(distinct.values()) == 3 * 2 * len(PROMPT) * 2 * 16 * 4
+
+
+def test_engine_of_another_shape_is_refused() -> None:
+    from lmcache_core.engine.engine import create_engine
+    from lmcache_core.integrations.transformers import connector_of
+
+    other = llama(num_key_value_heads=2)
+    metadata = metadata_of(other, "test", make_config(chunk_size=CHUNK))
+    engine = create_engine(make_config(chunk_size=CHUNK), metadata, connector_of(other))
+    with engine, pytest.raises(ValueError, match="its engine was made for"):
+        CachedCausalLM(llama(), engine)

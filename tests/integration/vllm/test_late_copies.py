@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.gpu_connectors import PagedGPUConnector
+from lmcache_core.integrations.vllm import store_threads
 from lmcache_core.telemetry import STORED_CHUNKS_TOTAL, UNSTORED_CHUNKS_TOTAL
 
 from tests.fixtures.sidecar import RunningSocket, running_socket
@@ -258,3 +259,23 @@ def test_memory_is_unmapped_when_copies_have_ended(
         worker.connector.restore_kv_caches()
         engine.forget()
         check_stored(engine, 1, 41)
+
+
+def test_copies_above_the_limit_are_dropped(
+    module: ModuleType,
+    model: Path,
+    sidecar: RunningSocket,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_threads, "MAX_STORING_BYTES", 1)
+    with late_engine(module, model, sidecar, Shape(num_blocks=64), Limits(64)) as engine:
+        for number, num_tokens in ((1, 24), (2, 16)):
+            request = engine.add(prompt(number, num_tokens))
+            while not request.computed:
+                engine.step()
+        assert counted(engine, UNSTORED_CHUNKS_TOTAL) == 2
+        gate.set()
+        engine.run()
+        assert counted(engine, STORED_CHUNKS_TOTAL) == 3
+        engine.forget()

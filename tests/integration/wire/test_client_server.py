@@ -250,3 +250,18 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         await writer.drain()
     writer.close()
     await writer.wait_closed()
+
+
+async def test_a_bug_in_the_store_ends_its_connection_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Buggy(MemoryStore):
+        async def contains(self, keys: object) -> list[bool]:
+            raise KeyError("a bug")
+
+    async with serving(Buggy()) as server, client_of(server.port) as client:
+        with pytest.raises(UnavailableError):
+            await client.contains(keys_of(1))
+        await asyncio.sleep(0.02)
+        await client.ping()
+    assert "KeyError" in caplog.text
