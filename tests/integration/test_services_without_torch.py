@@ -73,7 +73,7 @@ def test_starts_without_torch(package: str, tmp_path: Path) -> None:
     )
     with (
         running_service(package, tmp_path, settings_of(package, tmp_path), python) as service,
-        httpx.Client(base_url=service.url, trust_env=False, timeout=10) as client,
+        httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client,
     ):
         assert client.get("/healthz").json() == {"status": "ok"}
         assert client.get("/readyz").status_code == 200

@@ -40,7 +40,7 @@ def two_brokers(directory: Path, redis_server: RedisServer) -> Iterator[list[Ser
         "LMCACHE_BROKER_PORT": "0",
         "LMCACHE_BROKER_REDIS_URL": redis_server.url,
         # On a busy machine an answer may take longer than the default of 0.2 s.
-        "LMCACHE_BROKER_REDIS_TIMEOUT_MS": "1000",
+        "LMCACHE_BROKER_REDIS_TIMEOUT_MS": "3000",
         "LMCACHE_BROKER_TICKET_KEYS_FILE": str(keys),
         "LMCACHE_BROKER_MAX_PULLS_PER_PEER": str(MAX_PULLS),
         "LMCACHE_BROKER_TICKET_TTL_MS": "60000",

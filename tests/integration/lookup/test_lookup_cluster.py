@@ -22,7 +22,7 @@ TIMING = ReporterTiming(ttl_ms=6_000, gather_s=0.0, retry_s=0.02, max_retry_s=0.
 
 
 async def is_ready(service: ServiceProcess) -> bool:
-    async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=10) as plain:
+    async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=60) as plain:
         return (await plain.get("/readyz")).json()["status"] == "ok"
 
 
@@ -54,8 +54,8 @@ async def test_a_replica_that_only_looks_up_follows_a_failover(tmp_path: Path) -
             )
         reported, asked = services
         async with (
-            opened(LookupClient(reported.url, None, timeout_s=5)) as reporting,
-            opened(LookupClient(asked.url, None, timeout_s=5)) as asker,
+            opened(LookupClient(reported.url, None, timeout_s=60)) as reporting,
+            opened(LookupClient(asked.url, None, timeout_s=60)) as asker,
         ):
             reporter = InstanceReporter(
                 reporting,

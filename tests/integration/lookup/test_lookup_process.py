@@ -21,7 +21,7 @@ TIMING = ReporterTiming(ttl_ms=6_000, gather_s=0.0, retry_s=0.02, max_retry_s=0.
 SETTINGS = {
     "LMCACHE_LOOKUP_PORT": "0",
     "LMCACHE_LOOKUP_MIN_TTL_MS": "50",
-    "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "500",
+    "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "9000",
 }
 
 
@@ -45,7 +45,7 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceP
 def client_of(
     service: ServiceProcess, token: str | None = None
 ) -> AbstractAsyncContextManager[LookupClient]:
-    return opened(LookupClient(service.url, token, timeout_s=5))
+    return opened(LookupClient(service.url, token, timeout_s=60))
 
 
 class Instance:
@@ -75,7 +75,7 @@ async def prefix(
 
 
 def get(service: ServiceProcess, path: str) -> httpx.Response:
-    with httpx.Client(base_url=service.url, trust_env=False, timeout=10) as plain:
+    with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as plain:
         return plain.get(path)
 
 
@@ -125,7 +125,6 @@ async def test_a_full_redis_is_still_read_and_renews_leases(tmp_path: Path) -> N
     with running_redis() as server, server.client() as raw:
         environ = SETTINGS | {
             "LMCACHE_LOOKUP_REDIS_URL": server.url,
-            "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "9000",
             "LMCACHE_LOOKUP_REDIS_WRITE_TIMEOUT_MS": "9000",
         }
         events = [StoreEvent("store", chunk_id, "hot", 1) for chunk_id in (A, B)]

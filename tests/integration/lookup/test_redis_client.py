@@ -19,7 +19,7 @@ LARGE_BYTES = 7001
 
 
 def node_at(url: str) -> RedisNode:
-    return RedisNode(*RedisAccess.parse(url).server(timeout_s=5, max_connections=4))
+    return RedisNode(*RedisAccess.parse(url).server(timeout_s=60, max_connections=4))
 
 
 @pytest_asyncio.fixture

@@ -29,7 +29,7 @@ def index_of(
             redis_sentinel_username=username,
             redis_sentinel_password_file=password_file,
             redis_tls_ca_file=ca_file,
-            redis_timeout_ms=2000,
+            redis_timeout_ms=10_000,
         )
     )
 

@@ -142,12 +142,12 @@ def test_tls_handshakes_above_the_bound_end_at_once(guarded: Guarded) -> None:
     address = ("127.0.0.1", guarded.services["storage"].ports["port"])
     with contextlib.ExitStack() as open_ones:
         for _ in range(MAX_HANDSHAKES + 8):
-            last = open_ones.enter_context(socket.create_connection(address, timeout=10))
+            last = open_ones.enter_context(socket.create_connection(address, timeout=TIMEOUT_S))
         with contextlib.suppress(ConnectionResetError):
             assert last.recv(1) == b""
         lm = ("127.0.0.1", guarded.services["storage"].ports["lm_port"])
         with guarded.tls.context.wrap_socket(
-            socket.create_connection(lm, timeout=10), server_hostname="127.0.0.1"
+            socket.create_connection(lm, timeout=TIMEOUT_S), server_hostname="127.0.0.1"
         ) as other:
             assert other.version() == "TLSv1.3"
     wait_until(lambda: is_served(guarded))

@@ -10,7 +10,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.storage_app import TOKENS, bearer, write_tokens
-from tests.fixtures.storage_process import running_storage
+from tests.fixtures.storage_process import PATIENT, running_storage
 from tests.suites.chunks import make_key
 
 
@@ -18,7 +18,7 @@ async def test_a_tenant_above_its_rate_is_refused_and_others_are_served(tmp_path
     tokens = write_tokens(tmp_path / "tokens.yaml")
     with running_storage(tmp_path, auth_tokens_file=tokens, rate_limit_per_tenant=1) as storage:
         lm = {
-            name: LmClient("127.0.0.1", storage.ports["lm_port"], TOKENS[name])
+            name: LmClient("127.0.0.1", storage.ports["lm_port"], TOKENS[name], PATIENT)
             for name in ("acme", "rival")
         }
         async with httpx.AsyncClient(

@@ -173,14 +173,6 @@ def test_tenants_do_not_see_one_another(guarded: Guarded) -> None:
         assert "rival-0" not in acme.get("/v1/peers").text
 
 
-def test_a_sidecar_serves_its_own_tenant(guarded: Guarded) -> None:
-    with guarded.rest("sidecar", TOKENS["rival"]) as rival:
-        for path in ("/v1/status", "/v1/tiers", "/v1/clients"):
-            assert rival.get(path).status_code == 403, path
-    with guarded.rest("sidecar", TOKENS["operator"]) as operator:
-        assert operator.get("/v1/status").status_code == 200
-
-
 @pytest.mark.parametrize("name", LM_NAMES)
 async def test_lm_without_credentials(guarded: Guarded, name: str) -> None:
     for token in (None, "an-unknown-token-0123456789"):

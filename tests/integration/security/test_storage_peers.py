@@ -14,6 +14,7 @@ from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.replicas import replicas
 from tests.fixtures.service_process import ServiceProcess, running_service
+from tests.fixtures.storage_process import PATIENT
 from tests.fixtures.waiting import until
 from tests.suites.chunks import make_chunk, make_key
 
@@ -108,7 +109,7 @@ async def test_a_client_is_no_storage_server(
         made.replicas_url = None
         await made.start(0)
         for tenant in ("acme", "rival"):
-            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant])
+            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant], PATIENT)
             assert await client.put([make_chunk(i) for i in range(8)]) == [True] * 8
             await client.close()
         for tenant in ("acme", "rival"):
@@ -136,13 +137,13 @@ async def test_servers_of_the_role_storage_find_one_another_and_move_chunks_of_a
         made.replicas_url = None
         await made.start(0, 1)
         for tenant in ("acme", "rival"):
-            client = LmClient("127.0.0.1", made.lm_ports[1], TOKENS[tenant])
+            client = LmClient("127.0.0.1", made.lm_ports[1], TOKENS[tenant], PATIENT)
             assert await client.put([make_chunk(tenant)]) == [True]
             await client.close()
         leaving = made.services[1]
         await until(lambda: "service=the broker servers=storage-0" in leaving.output)
         assert await made.stop(1) == [0]
         for tenant in ("acme", "rival"):
-            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant])
+            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant], PATIENT)
             assert await client.contains([make_key(tenant)]) == [True]
             await client.close()

@@ -27,7 +27,7 @@ from tests.fixtures.waiting import until, wait_until
 from tests.fixtures.wire import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 2.0
 """For calls that are to fail."""
 PATIENT_S = 60.0
 
@@ -92,7 +92,7 @@ async def test_a_breaker_bypasses_a_frozen_server_and_finds_it_again(server: Red
 
 async def test_a_full_server_refuses_chunks() -> None:
     with running_redis("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server:
-        backend = create_remote_backend(server.url, timeout_s=5)
+        backend = create_remote_backend(server.url, timeout_s=PATIENT_S)
         stored = await backend.batched_put(
             [make_chunk(i, payload=make_payload(i, 500_000)) for i in range(8)]
         )
@@ -102,7 +102,7 @@ async def test_a_full_server_refuses_chunks() -> None:
 
 
 async def test_a_value_of_another_type_is_a_miss_and_deleted(server: RedisServer) -> None:
-    backend = create_remote_backend(server.url, timeout_s=5)
+    backend = create_remote_backend(server.url, timeout_s=PATIENT_S)
     arena = Arena()
     await backend.batched_put([make_chunk(i) for i in range(8)])
     with server.client() as plain:
@@ -132,7 +132,7 @@ def test_large_chunks_on_each_kind_of_loop_and_connection(
     chunks = [make_chunk(i, payload=make_payload(i, 3_000_000 + i)) for i in range(4)]
 
     async def both_ways(url: str) -> None:
-        backend, arena = create_remote_backend(url, timeout_s=30), Arena(16 << 20)
+        backend, arena = create_remote_backend(url, timeout_s=PATIENT_S), Arena(16 << 20)
         for _ in range(2):
             assert await backend.batched_put(chunks) == [True] * 4
             results = await backend.batched_get([chunk.key for chunk in chunks], arena)
@@ -156,7 +156,7 @@ def test_large_chunks_on_each_kind_of_loop_and_connection(
 
 async def test_an_expiry_is_set_when_asked_for(server: RedisServer) -> None:
     for url, low, high in ((f"{server.url}?ttl_s=100", 90, 100), (server.url, -1, -1)):
-        backend = create_remote_backend(url, timeout_s=5)
+        backend = create_remote_backend(url, timeout_s=PATIENT_S)
         await backend.clear()
         await backend.batched_put([make_chunk(1)])
         with server.client() as plain:

@@ -59,7 +59,7 @@ def client_for(service: ServiceProcess, directory: Path) -> httpx.Client:
         base_url=f"https://localhost:{service.ports['port']}",
         verify=context,
         trust_env=False,
-        timeout=10,
+        timeout=60,
     )
 
 

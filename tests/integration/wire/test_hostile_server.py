@@ -154,6 +154,18 @@ async def test_a_lie_is_a_miss_in_time(lie: Lie, reasons: set[MissReason]) -> No
         arena.check_empty()
 
 
+async def test_a_half_read_frame_of_an_expired_call_closes_the_connection() -> None:
+    async def behave(raw: RawConnection) -> None:
+        await answer_hello(raw)
+        header, _, _ = await raw.read()
+        await part(15_000)(raw, header.correlation_id)
+
+    async with hostile_server(behave) as port, client_of(port) as client:
+        late = [Miss(MissReason.DEADLINE)]
+        assert await client.get(keys_of("a"), Arena(), timeout_s=TIMEOUT_S) == late
+        assert not client.is_connected
+
+
 async def test_chunks_that_arrived_before_the_lie_are_kept() -> None:
     arena = Arena()
 
