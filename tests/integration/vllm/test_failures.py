@@ -97,17 +97,6 @@ def test_a_failed_load_is_recomputed(
         )
 
 
-def test_a_failed_load_is_recomputed_before_030(any_module: ModuleType, model: Path) -> None:
-    stores = Wrapped(LosingStore)
-    with running(any_module, model, embedded(), wrap_store=stores) as engine:
-        engine.ask(prompt(1, 40))
-        engine.forget()
-        stores.set("num_kept", 2)
-        failed = engine.add(prompt(1, 43), 4)
-        engine.run(MAX_STEPS)
-    assert engine.tally(failed).num_loads == 1
-
-
 @pytest.mark.parametrize(
     "methods", [METHODS, *((name,) for name in METHODS)], ids=["all", *METHODS]
 )
