@@ -122,6 +122,8 @@ async def test_what_one_broker_hears_the_other_knows(brokers: list[BrokerClient]
         await until(lambda broker=broker: holds(broker, ["a", "b"]))
     (assignment,) = await two.transfers("b", [(CHUNKS[0], ["a"])])
     assert TicketVerifier(TICKET_KEYS, "a").verify(assignment.ticket).requester == "b"
+    with pytest.raises(UnavailableError, match="status 409"):
+        await one.register(peer("b", incarnation=0), load=0.0, ttl_ms=LEASE_MS)
     assert assignment.distributed_url == "lm://a.example:65433"
     await one.drain("b")
     assert (await two.register(peer("b"), load=0.1, ttl_ms=LEASE_MS)).draining
@@ -141,6 +143,7 @@ async def test_together_they_keep_the_bound_on_pulls(brokers: list[BrokerClient]
 async def test_a_pull_may_be_ended_at_either_broker(brokers: list[BrokerClient]) -> None:
     one, two = brokers
     await register(one, "a")
+    await until(lambda: holds(two, ["a"]))
     pulls = [
         pull.pull
         for _ in range(MAX_PULLS)
@@ -161,6 +164,7 @@ async def test_an_order_to_copy_a_hot_chunk_reaches_its_holder_through_either_br
 ) -> None:
     one, two = brokers
     await register(two, "hot-a", "hot-b")
+    await until(lambda: holds(one, ["hot-a", "hot-b"]))
     for i in range(HOT_PULLS):
         (pull,) = await one.transfers(f"r{i}", [(CHUNKS[4], ["hot-a"])])
         await one.done(f"r{i}", [pull.pull])
@@ -252,6 +256,7 @@ async def test_a_pull_outlives_the_broker_that_granted_it(
 ) -> None:
     async with clients_of(own_processes, redis_server) as (one, two):
         await register(one, "a")
+        await until(lambda: holds(two, ["a"]))
         (pull,) = await one.transfers("r", [(CHUNKS[0], ["a"])])
         own_processes[0].stop(signal.SIGKILL)
         renewal = await two.renew("r", pull.pull)

@@ -92,6 +92,18 @@ async def test_chunks_of_all_tenants_arrive_with_their_age(token: str) -> None:
         assert abs(time.time() - age) < 100
 
 
+async def test_without_room_nothing_is_evicted_unless_allowed() -> None:
+    store = TakingStore()
+    store.room = False
+    async with serving(store) as server, giver(server) as client:
+        assert (
+            await client.hand_over([chunk_of(i, "acme") for i in range(3)], may_evict=False)
+            == [False] * 3
+        )
+        assert not store.chunks
+        assert await client.hand_over([chunk_of("a", "acme")], may_evict=True) == [True]
+
+
 async def test_a_server_hears_which_chunks_of_any_tenant_stay() -> None:
     store, keys = TakingStore(), [make_key("a", "acme"), make_key("b", "acme")]
     async with serving(store) as server, giver(server, "storage") as client:
