@@ -19,7 +19,7 @@ from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.hot import LocalCPUBackend
 
 from tests.fixtures.waiting import until
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 ARENA_BYTES = 1 << 20
 LARGE_PAYLOAD_BYTES = 300_001

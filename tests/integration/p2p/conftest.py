@@ -16,4 +16,3 @@ from tests.fixtures.processes import Processes
 def neighbourhood(tmp_path: Path) -> Iterator[Neighbourhood]:
     with Processes(tmp_path, quiet_environment()) as processes:
         yield Neighbourhood(processes, tmp_path)
-    assert processes.num_alive == 0

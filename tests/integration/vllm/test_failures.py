@@ -25,7 +25,6 @@ from tests.fixtures.vllm_engine import (
 )
 from tests.fixtures.vllm_engine.stores import METHODS, ForgingStore, RaisingStore, WrappedStore
 from tests.fixtures.vllm_engine.worlds import embedded, prompt
-from tests.suites.chunks import held_keys
 
 SHAPES = pytest.mark.parametrize(
     "shape",

@@ -18,7 +18,6 @@ from tests.fixtures.vllm_engine.shapes import (
     PACKED,
 )
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, embedded, prompt
-from tests.suites.chunks import held_keys
 
 LAYOUTS = [
     ("blocks", PACKED, FULL),
