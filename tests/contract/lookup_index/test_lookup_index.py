@@ -4,7 +4,6 @@ server, behind sentinels, as a cluster.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
@@ -23,12 +22,13 @@ from lmcache_servicekit.redis_client import RedisAccess
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, RedisClusterServers
 from tests.fixtures.redis_server import RedisServer
+from tests.fixtures.waiting import at_least
 
 MAX_INSTANCES = 8
 MAX_INSTANCES_PER_TENANT = 6
 MAX_CHUNKS_PER_TENANT = 640
 LONG_MS = 60_000
-SHORT_MS = 400
+EXPIRES_MS = 600_000
 TAKEN = EventsAck(0, False)
 HOLDS_BACK = EventsAck(0, True)
 OPTIONS = RedisIndexOptions(
@@ -113,6 +113,12 @@ async def tell(
     owner: str = "acme",
 ) -> EventsAck:
     return await index.apply(owner, EventBatch(instance, incarnation, first, events))
+
+
+async def end_lease(index: LookupIndex, instance: str, incarnation: int = 1) -> None:
+    """Let a lease run out."""
+    await join(index, instance, incarnation, ttl_ms=1)
+    await at_least(0.02)
 
 
 async def held(index: LookupIndex, *numbers: int, tenant: str = "acme") -> list[list[str]]:
@@ -259,40 +265,39 @@ async def test_a_lower_incarnation_changes_nothing(index: LookupIndex) -> None:
 
 
 async def test_when_a_lease_runs_out_its_holdings_vanish(index: LookupIndex) -> None:
-    await join(index, "a", ttl_ms=SHORT_MS)
+    await join(index, "a")
     await join(index, "b")
     await tell(index, "a", event(1))
     await tell(index, "b", event(1))
-    assert await held(index, 1) == [["a/hot", "b/hot"]]
-    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    await end_lease(index, "a")  # before what is held is read: replicas remember leases
     assert await held(index, 1) == [["b/hot"]]
     assert await tell(index, "a", event(2), first=1) == HOLDS_BACK
 
 
 async def test_a_lease_that_ran_out_begins_anew(index: LookupIndex) -> None:
-    await join(index, "a", ttl_ms=SHORT_MS)
+    await join(index, "a")
     await tell(index, "a", event(1))
-    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    await end_lease(index, "a")
     assert await join(index, "a") == TAKEN
     assert await held(index, 1) == [[]]
     assert (await join(index, "a", 0)).resync
 
 
 async def test_an_incarnation_below_one_that_ran_out_is_taken_as_it_is(index: LookupIndex) -> None:
-    await join(index, "a", 9, ttl_ms=SHORT_MS)
+    await join(index, "a", 9)
     await tell(index, "a", event(1), event(2), incarnation=9)
-    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    await end_lease(index, "a", 9)
     assert await join(index, "a", 3) == TAKEN
     assert await tell(index, "a", event(1), incarnation=3) == EventsAck(1, False)
     assert await held(index, 1, 2) == [["a/hot"], []]
 
 
 async def test_a_renewal_keeps_holdings_alive(index: LookupIndex) -> None:
-    await join(index, "a", ttl_ms=SHORT_MS)
+    await join(index, "a", ttl_ms=LONG_MS // 2)
     await tell(index, "a", event(1))
-    for _ in range(4):
-        await asyncio.sleep(SHORT_MS / 2000)
-        await join(index, "a", ttl_ms=SHORT_MS)
+    await join(index, "a")
+    [status] = await index.instances("acme")
+    assert status.expires_in_ms > LONG_MS // 2
     assert await held(index, 1) == [["a/hot"]]
 
 
@@ -319,7 +324,7 @@ async def test_live_leases_are_listed_by_owner(index: LookupIndex) -> None:
     await join(index, "c", owner="rival")
     await join(index, "d", ttl_ms=1)
     await tell(index, "a", event(1))
-    await asyncio.sleep(0.02)
+    await at_least(0.02)
     found = await index.instances("acme")
     assert [(status.instance, status.incarnation, status.next_sequence) for status in found] == [
         ("a", 1, 1),
@@ -329,25 +334,25 @@ async def test_live_leases_are_listed_by_owner(index: LookupIndex) -> None:
 
 
 async def test_instances_are_bounded_and_dead_ones_make_room(index: LookupIndex) -> None:
-    await join(index, "short", ttl_ms=SHORT_MS)
+    await join(index, "short")
     for number in range(MAX_INSTANCES - 1):
         await join(index, f"long-{number}", owner="acme" if number < 4 else "rival")
     with pytest.raises(CapacityError, match="max_instances="):
         await join(index, "late")
     await join(index, "long-0")
-    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    await end_lease(index, "short")
     assert await join(index, "late") == TAKEN
 
 
 async def test_a_tenant_does_not_take_the_places_of_others(index: LookupIndex) -> None:
-    await join(index, "short", ttl_ms=SHORT_MS)
+    await join(index, "short")
     for number in range(MAX_INSTANCES_PER_TENANT - 1):
         await join(index, f"long-{number}")
     with pytest.raises(CapacityError, match="max_instances_per_tenant="):
         await join(index, "late")
     await join(index, "long-0")
     assert await join(index, "a", owner="acm") == TAKEN
-    await asyncio.sleep(SHORT_MS / 1000 + 0.05)
+    await end_lease(index, "short")
     assert await join(index, "late") == TAKEN
 
 
@@ -514,10 +519,12 @@ async def test_what_is_held_is_known_as_long_as_its_lease_lives(
             assert [key for key in raw.scan_iter("lmc2:{b:*}:acme") if raw.pttl(key) != -1] == []
             # As a release before this one left them.
             for key in raw.scan_iter("lmc2:{b:*}:acme"):
-                raw.pexpire(key, 1500)
+                raw.pexpire(key, EXPIRES_MS)
     for _ in range(32):
         await index.sweep()
-    await asyncio.sleep(1.6)
+    for raw in raw_clients(request):
+        with raw:
+            assert [key for key in raw.scan_iter("lmc2:{b:*}:acme") if raw.pttl(key) != -1] == []
     assert all(await held(index, *range(64)))
 
 

@@ -35,6 +35,7 @@ from redis.exceptions import ResponseError
 
 from tests.fixtures.redis_cluster import NUM_MASTERS, RedisClusterServers
 from tests.fixtures.redis_server import RedisServer
+from tests.fixtures.waiting import at_least
 
 T = TypeVar("T")
 OPTIONS = RedisIndexOptions(read_timeout_s=30, write_timeout_s=30)
@@ -74,7 +75,7 @@ async def at_last(call: Callable[[], Awaitable[T]]) -> T:
             try:
                 return await call()
             except UnavailableError:
-                await asyncio.sleep(0.05)
+                await at_least(0.05)
 
 
 async def num_held(index: RedisIndex) -> int:
@@ -121,7 +122,7 @@ async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(
             await hurried.apply("acme", EventBatch("a", 1, 0, stores()))
         assert await join(index) == EventsAck(0, False)
         # Long enough for what still lies in the silent server's buffers to be late.
-        await asyncio.sleep(CLAIM_S)
+        await at_least(CLAIM_S)
     finally:
         silent.resume()
     assert 0 < await num_held(index) < NUM_BUCKETS
@@ -170,11 +171,10 @@ async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(
     index: RedisIndex, shards: RedisClient
 ) -> None:
     await join(index)
-    assert (await claim(shards, "x", hold_ms=1, grace_ms=1000))[2] > 0
-    await asyncio.sleep(0.05)
-    assert (await claim(shards, "y", grace_ms=1000))[2] == -1
-    await asyncio.sleep(1.1)
-    assert (await claim(shards, "y", grace_ms=1000))[2] > 0
+    assert (await claim(shards, "x", hold_ms=1, grace_ms=60_000))[2] > 0
+    await at_least(0.05)
+    assert (await claim(shards, "y", grace_ms=60_000))[2] == -1
+    assert (await claim(shards, "y", grace_ms=10))[2] > 0
     assert await shards.run(
         scripts.SETTLE, [LEASES_KEY], ["acme/a", incarnation_text(1), "x", 1]
     ) == [0, 0, 0]
@@ -186,9 +186,10 @@ async def test_a_claim_is_taken_over_when_it_has_ended_for_all_clocks(
 
 async def test_what_is_late_is_not_written(index: RedisIndex, shards: RedisClient) -> None:
     await join(index)
-    _, _, number, ends_ms = await claim(shards, "x", hold_ms=1000)
+    _, _, number, ends_ms = await claim(shards, "x", hold_ms=60_000)
     await take(shards, CHUNKS[0], number, ends_ms)
-    await asyncio.sleep(1.1)
+    ends_ms -= 60_000
+    await at_least(0.05)
     with pytest.raises(ResponseError, match="LATE"):
         await take(shards, CHUNKS[1], number, ends_ms)
     assert await num_held(index) == 1
@@ -251,7 +252,7 @@ async def restart(server: RedisServer) -> None:
     is forgotten by then.
     """
     server.kill()
-    await asyncio.sleep(MASTERS_FRESH_S)
+    await at_least(MASTERS_FRESH_S)
     server.start()
 
 
@@ -293,7 +294,7 @@ async def test_a_server_that_is_emptied_is_noticed_with_the_next_renewal(
     other = RedisIndex(RedisAccess.parse(cluster.url), OPTIONS)
     assert await join(other, "a") in (EventsAck(NUM_BUCKETS, True), EventsAck(0, False))
     assert await join(other, "b") in (EventsAck(NUM_BUCKETS, True), EventsAck(0, False))
-    await asyncio.sleep(MASTERS_FRESH_S)
+    await at_least(MASTERS_FRESH_S)
     for replica, instance in ((other, "a"), (index, "b")):
         assert await join(replica, instance, 2) == EventsAck(0, False)
         assert await replica.apply("acme", EventBatch(instance, 2, 0, stores())) == EventsAck(
@@ -371,12 +372,12 @@ async def test_a_slot_that_moves_is_followed(
         assert await num_held(index) == NUM_BUCKETS
         assert old.execute_command("MIGRATE", "127.0.0.1", taker.port, key, 0, 1000) == b"OK"
         assert await num_held(index) == NUM_BUCKETS
-        await asyncio.sleep(MASTERS_FRESH_S)
+        await at_least(MASTERS_FRESH_S)
         assert await join(index) == EventsAck(NUM_BUCKETS, False)
         assert (
             old.execute_command("MIGRATE", "127.0.0.1", taker.port, mark_key(0), 0, 1000) == b"OK"
         )
-        await asyncio.sleep(MASTERS_FRESH_S)
+        await at_least(MASTERS_FRESH_S)
         assert await join(index) == EventsAck(NUM_BUCKETS, False)
         more = stores([b"\0" + b"z" * 15])
         assert await index.apply("acme", EventBatch("a", 1, NUM_BUCKETS, more)) == EventsAck(

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -18,6 +17,7 @@ from tests.fixtures.ctl import Ctl, SmallCluster, small_cluster
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.sample_service import ADMIN_TOKEN
 from tests.fixtures.sidecar import engine_at
+from tests.fixtures.waiting import wait_until
 
 NUM_CHUNKS = 3
 TIMEOUT_S = 30
@@ -30,13 +30,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
         tokens = tokens_of(NUM_CHUNKS * CHUNK_SIZE)
         with engine_at(running.directory / "s.sock") as engine:
             engine.store(tokens, kvcaches=random_kv(len(tokens)))
-        deadline = time.monotonic() + TIMEOUT_S
-        while (
-            not get(running, "sidecar", "/v1/status")["settled"]
-            or len(keys_at(running, "storage-0")) < NUM_CHUNKS
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(
+            lambda: (
+                get(running, "sidecar", "/v1/status")["settled"]
+                and len(keys_at(running, "storage-0")) >= NUM_CHUNKS
+            )
+        )
         yield running
 
 
@@ -182,14 +181,13 @@ def test_a_drained_service_takes_chunks_again(cluster: SmallCluster) -> None:
     """Afterwards they are drained as before."""
     ctl = cluster.ctl()
     assert "takes chunks" in ctl.text("undrain", "sidecar", "storage")
-    deadline = time.monotonic() + 60.0
-    while True:
+
+    def is_undrained() -> bool:
         found = ctl.json("status")["services"]
-        if not any(one["drain"] or link["draining"] for one in found for link in one["links"]):
-            break
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
-    assert {one["state"] for one in found} == {"ok"}
+        return not any(one["drain"] or link["draining"] for one in found for link in one["links"])
+
+    wait_until(is_undrained)
+    assert {one["state"] for one in ctl.json("status")["services"]} == {"ok"}
     ctl.text("drain", "sidecar", "storage", "--no-wait", "--yes")
     told = cluster.ctl("client-token").text("undrain", "sidecar", code=1)
     assert "this call needs a token with the role admin" in told

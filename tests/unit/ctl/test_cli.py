@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -298,10 +297,8 @@ def test_ctrl_c_ends_it_without_a_word_while_it_still_imports() -> None:
         text=True,
     )
     assert process.stderr is not None
-    deadline = time.monotonic() + 60.0
     while "typer" not in (line := process.stderr.readline()):
         assert line, "it imports that"
-        assert time.monotonic() < deadline
     process.send_signal(signal.SIGINT)
     told = process.communicate(timeout=30)[1]
     assert process.returncode == 130
