@@ -10,6 +10,7 @@ import httpx
 
 from tests.fixtures.ctl import SmallCluster, small_cluster
 from tests.fixtures.sample_service import ADMIN_TOKEN
+from tests.fixtures.waiting import wait_until
 
 SMALL = ("--seconds", "1", "--size", "65536", "--chunks", "8", "--concurrency", "2")
 
@@ -37,4 +38,4 @@ def test_a_load_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
         assert isinstance(tiers, dict)
         assert tiers["memory"]["num_chunks"] == 0
         assert "lookup: " in put_on(cluster, lookup.url)
-        assert stats_of(lookup.url)["num_chunks"] == 0
+        wait_until(lambda: stats_of(lookup.url)["num_chunks"] == 0)
