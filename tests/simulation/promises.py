@@ -13,6 +13,7 @@ from tests.simulation import disk
 from tests.simulation.threads import SimulatedThread
 
 if TYPE_CHECKING:
+    from tests.simulation.kernel import Process
     from tests.simulation.world import World
 
 LATE_S = 5.0
@@ -192,10 +193,7 @@ def _keep_what_is_acknowledged(world: World) -> None:
         kept_of.set(kept)
         answer = await commit(session, request)
         hot = context.stack.hot
-        of, acknowledged = world.acknowledged.get(process.name, (None, {}))
-        if of is not context:  # the process has been started again
-            acknowledged = {}
-        world.acknowledged[process.name] = context, acknowledged
+        _, acknowledged = world.acknowledged.setdefault(process, (context, {}))
         for (_, head), is_stored in zip(request.items, answer.present, strict=True):
             if is_stored:
                 key = ChunkKey.of(context.tenant, decode_head(head)[0].engine_key())
@@ -224,20 +222,22 @@ def _keep_what_is_acknowledged(world: World) -> None:
     LmSession._keep = keep_judged  # type: ignore[method-assign]
 
 
-def check_journal(world: World, name: str) -> None:
+def check_journal(world: World, process: Process) -> None:
     """Complain if a sidecar that is about to be killed has acknowledged chunks that its next start
     would not find in the arena's journal.
     """
-    from lmcache_sidecar.arena.entries import read_entries, replay, with_padding
+    from lmcache_sidecar.arena.entries import JournalError, read_entries, replay, with_padding
     from lmcache_sidecar.arena.journal import FILE_NAME
 
-    context, acknowledged = world.acknowledged.pop(name, (None, {}))
+    context, acknowledged = world.acknowledged.pop(process, (None, {}))
     journal = None if context is None else context.journal
     if journal is None or not journal.is_recording:
         return
-    begin, data = journal._begin, disk.content(str(journal._directory / FILE_NAME))
-    extents = replay(read_entries(data), begin.arena_bytes, begin.inode)
-    found = {(entry.offset, with_padding(entry.head)) for entry in extents.committed}
+    begin, found = journal._begin, set[tuple[int, bytes]]()
+    with contextlib.suppress(FileNotFoundError, JournalError):  # then nothing is recovered
+        data = disk.content(str(journal._directory / FILE_NAME))
+        extents = replay(read_entries(data), begin.arena_bytes, begin.inode)
+        found.update((entry.offset, with_padding(entry.head)) for entry in extents.committed)
     held = context.stack.hot._chunks
     lost = [
         key
@@ -246,7 +246,9 @@ def check_journal(world: World, name: str) -> None:
         and (chunk.memory.metadata.address, bytes(chunk.head)) not in found
     ]
     if lost:
-        world.complaints.append(f"{name}: {len(lost)} acknowledged chunks are in no journal")
+        world.complaints.append(
+            f"{process.name}: {len(lost)} acknowledged chunks are in no journal"
+        )
 
 
 def _serve_what_can_be_read(world: World) -> None:

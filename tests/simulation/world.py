@@ -59,7 +59,7 @@ class World:
         """Promises that were broken (see `promises`), and failures that were logged."""
         self.synced: dict[str, set[str]] = {}
         """By machine: chunk files written with `disk_fsync` and not removed since."""
-        self.acknowledged: dict[str, tuple[Any, dict[Any, Any]]] = {}
+        self.acknowledged: dict[Process, tuple[Any, dict[Any, Any]]] = {}
         """By sidecar: the context of its sessions, and the chunks acknowledged to engines."""
         self._install_product()
         gc.disable()
@@ -196,8 +196,7 @@ class World:
         if process.is_dead:
             return
         if number == signal.SIGKILL:
-            if self.served_by.get(process.name) is process:
-                promises.check_journal(self, process.name)
+            promises.check_journal(self, process)
             self.kernel.end_process(process, -number)
         elif number == signal.SIGSTOP:
             process.pause()
