@@ -96,16 +96,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -limits_s[item.path])
 
 
+def has_virtual_time(item: pytest.Item) -> bool:
+    """Return whether a test is marked `virtual_time`, and not `realtime` within such a module."""
+    marks = {mark.name for mark in item.iter_markers()}
+    return "virtual_time" in marks and "realtime" not in marks
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], Any]]:
     """Run tests that are marked `virtual_time` on a loop whose time is virtual."""
-    is_virtual = item.get_closest_marker("virtual_time") is not None
-    return {"asyncio": VirtualLoop if is_virtual else asyncio.new_event_loop}
+    return {"asyncio": VirtualLoop if has_virtual_time(item) else asyncio.new_event_loop}
 
 
 @pytest.fixture(autouse=True)
 def _virtual_monotonic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("virtual_time") is not None:
+    if has_virtual_time(request.node):
         monkeypatch.setattr(time, "monotonic", CLOCK)
 
 
