@@ -152,7 +152,7 @@ def test_an_engine_that_cannot_open_leaves_nothing_running(tmp_path: Path) -> No
         with pytest.raises(ConfigError):
             LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)
         assert LMCacheEngineBuilder.get("rival") is None
-        until(lambda: threading.active_count() <= num_threads, "a thread goes on")
+        until(lambda: threading.active_count() <= num_threads, "a thread is left")
     finally:
         LMCacheEngineBuilder.destroy("owner")
     LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)

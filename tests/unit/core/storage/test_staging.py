@@ -348,7 +348,7 @@ async def stage_cooperatively(w: World, ticket: str, num_chunks: int = NUM_CHUNK
 
 
 def num_held(w: World) -> int:
-    """Return the number of references besides the tier's own."""
+    """Return the number of references that are not the tier's own."""
     held = w.stack.hot.peek_many(LONG_NAMES)
     return sum(entry.num_holders for entry in held if not isinstance(entry, Miss))
 
