@@ -175,7 +175,6 @@ async def test_put_tries_servers_in_order_until_one_stores_the_chunk(num_left: i
             await made.put(KEYS[20:])
 
 
-@pytest.mark.realtime
 async def test_put_at_hanging_servers_ends_within_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
