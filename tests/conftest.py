@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -44,6 +45,7 @@ LONG = (
 """Sweeps and soaks, more than half of the time of all tests: `make test` leaves them out, `make
 test LONG=1` and CI run them.
 """
+LONG_PLACES = tuple(str(TESTS / place) for place in LONG)
 
 # Processes share the cores already: threads that wait for each other at every operator only take
 # them from the others. Before torch is imported, and for all processes that tests start.
@@ -81,15 +83,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(reporter))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what is collected out of garbage collections: it stays to the end."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is long. Begin with the files whose tests may take longest, so that none of them is
     the last one.
     """
     limits_s = defaultdict[Path, float](float)
-    places = tuple(str(TESTS / place) for place in LONG)
     for item in items:
-        if str(item.path).startswith(places) or item.get_closest_marker("realtime"):
+        if str(item.path).startswith(LONG_PLACES) or item.get_closest_marker("realtime"):
             item.add_marker(pytest.mark.long)
         mark = item.get_closest_marker("timeout")
         limits_s[item.path] = max(limits_s[item.path], mark.args[0] if mark else 0.0)
@@ -140,8 +150,12 @@ def missing_torch_package(error: BaseException | None) -> str | None:
     return None
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out a folder whose conftest needs one of the packages: its tests all do."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what `-m` leaves out before it is imported, and a folder whose conftest needs one
+    of the packages: its tests all do.
+    """
+    if config.option.markexpr == "not long" and str(collection_path).startswith(LONG_PLACES):
+        return True
     if HAS_TORCH or not (collection_path / "conftest.py").is_file() or collection_path == TESTS:
         return None
     try:
