@@ -192,9 +192,10 @@ async def test_part_of_a_long_prompt_that_comes_in_time_is_read(over: MakeStack)
         tier.asked = []
         said = await read_cold(stack, 200, timeout_s=0.2)
         [(num_asked, _)] = tier.asked
+        num_read = sum(isinstance(one, bytes) for one in said)
         assert num_asked in (38, 39), "the last one may come just at the limit"
-        assert sum(isinstance(one, bytes) for one in said) == num_asked
-        assert said[num_asked:] == [MissReason.DEADLINE] * (200 - num_asked)
+        assert num_read in (num_asked - 1, num_asked)
+        assert said[num_read:] == [MissReason.DEADLINE] * (200 - num_read)
 
 
 SHORT_S, LONG_S = 0.02, 0.2
