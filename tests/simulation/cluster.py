@@ -53,7 +53,8 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "remote_serde": ("naive", "naive", "lossless"),
     "rebalance": (True, True, False),
     "hand_over_on_stop": (True, True, False),
-    "tenant_quota_gb": (None, None, 50),
+    # Half a chunk refuses each
+    "tenant_quota_gb": (None, None, None, None, 50, 50, 0.5),
     "tenant_disk_quota_gb": (None, None, 60),
     "drain_timeout_s": (1.0, 10.0),
     "peer_serde": ("naive", "naive", "lossless"),
