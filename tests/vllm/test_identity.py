@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA, LORA, OTHER_LORA
 from tests.vllm.references import distance, prompt
@@ -11,7 +9,7 @@ from tests.vllm.sidecars import Growth, storage
 from tests.vllm.worlds import UNHURRIED, World, fill, whole_chunks
 
 
-def test_adapters_share_with_nobody(world: World) -> None:
+def test_adapters_share_nothing(world: World) -> None:
     sidecar = world.sidecar()
     base = Ask(prompt(30, 1000))
     adapted, other = (
@@ -26,8 +24,7 @@ def test_adapters_share_with_nobody(world: World) -> None:
     world.references.check(hits, [other, base, adapted], LLAMA)
 
 
-@pytest.mark.smoke
-def test_salts_share_with_nobody(world: World) -> None:
+def test_salts_share_nothing(world: World) -> None:
     sidecar = world.sidecar()
     plain = Ask(prompt(31, 1000))
     ours, theirs = (Ask(plain.tokens, salt=salt) for salt in ("ours", "theirs"))

@@ -33,8 +33,7 @@ def test_latent_kv(world: World) -> None:
     world.references.check([hit, branched], [ask, branch], MLA)
 
 
-@pytest.mark.parametrize("length", [300, 1000, 2300])
-@pytest.mark.smoke
+@pytest.mark.parametrize("length", [300, pytest.param(1000, marks=pytest.mark.smoke), 2300])
 def test_sliding_windows_beside_full_attention(world: World, length: int) -> None:
     """Windows of 256 tokens: two groups of blocks slide, the third has all. They are always
     loaded asynchronously.
@@ -61,8 +60,7 @@ def test_sliding_windows_beside_full_attention(world: World, length: int) -> Non
     world.references.check([cold, hit, branched, *both], [ask, ask, branch, branch, ask], SLIDING)
 
 
-@pytest.mark.parametrize("length", [1000, 1500])
-@pytest.mark.smoke
+@pytest.mark.parametrize("length", [pytest.param(1000, marks=pytest.mark.smoke), 1500])
 def test_local_attention_beside_full_attention(world: World, length: int) -> None:
     """In sections of 512 tokens; some prefixes end with one, and need nothing of it."""
     sidecar = world.sidecar()

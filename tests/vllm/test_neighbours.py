@@ -47,7 +47,6 @@ def test_two_vllms_with_two_sidecars(world: World) -> None:
     world.references.check([hit, again], [ask, ask], LLAMA)
 
 
-@pytest.mark.smoke
 def test_a_remote_tier_that_hangs(world: World) -> None:
     """It takes connections and never says a word. Requests wait a bounded time, then not at all,
     and memory goes on serving.

@@ -33,7 +33,6 @@ def chunks(num_tokens: int) -> int:
     return num_tokens // CHUNK_SIZE * CHUNK_SIZE
 
 
-@pytest.mark.smoke
 def test_other_pictures_share_only_what_stands_before_them(world: World) -> None:
     """And a hit that ends within a picture is one: the rest is computed from the picture."""
     sidecar = world.sidecar()

@@ -13,8 +13,7 @@ from tests.vllm.sidecars import Growth
 from tests.vllm.worlds import World, fill, whole_chunks
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.smoke)])
 def test_cold_hit_and_shared_prefix(world: World, dtype: str) -> None:
     sidecar = world.sidecar()
     first, branch, other = (

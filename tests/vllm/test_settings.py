@@ -131,7 +131,6 @@ def test_engines_that_compute_other_kv_do_not_share(world: World, options: dict[
     assert identity_of_engine(world, **options) != identity_of_engine(world)
 
 
-@pytest.mark.smoke
 def test_longrope_is_named_by_the_longest_prompt(world: World) -> None:
     """One table of rotations is that of engines with short prompts, the other of those with long
     ones. Each engine has a process of its own: vLLM keeps the first table that a process asks for.

@@ -13,7 +13,7 @@ from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth
 from tests.vllm.worlds import World, fill, whole_chunks
 
-pytestmark = [pytest.mark.since("0.31"), pytest.mark.smoke]
+pytestmark = pytest.mark.since("0.31")
 
 REPEATED = prompt(60, 300) * 3
 """A prompt in which later tokens can be looked up."""
@@ -35,7 +35,7 @@ def _drafting(world: World, model: str, drafts: dict[str, Any], **options: Any) 
     ("model", "drafts"),
     [
         (LLAMA, {"method": "draft_model", "model": LLAMA}),
-        (LLAMA, {"method": "eagle", "model": EAGLE}),
+        pytest.param(LLAMA, {"method": "eagle", "model": EAGLE}, marks=pytest.mark.smoke),
         (MTP, {"method": "mtp"}),
         (SLIDING, {"method": "eagle", "model": EAGLE}),
     ],
@@ -62,7 +62,7 @@ def test_a_draft_model_whose_kv_is_cached_too(
     )
 
 
-@pytest.mark.parametrize("model", [LLAMA, SLIDING, LOCAL, MLA])
+@pytest.mark.parametrize("model", [SLIDING, pytest.param(LOCAL, marks=pytest.mark.smoke)])
 def test_prompt_lookup_shares_kv_with_engines_without_drafts(world: World, model: str) -> None:
     """It has no KV of its own."""
     sidecar = world.sidecar()

@@ -27,7 +27,7 @@ from tests.vllm.sidecars import await_calm, eventually, socket_of
 from tests.vllm.tiering import CHUNK_BYTES, JOB_BOUND_S, NUM_ROWS, Offloading
 from tests.vllm.worlds import World
 
-pytestmark = [pytest.mark.since("0.31"), pytest.mark.smoke]
+pytestmark = pytest.mark.since("0.31")
 
 NUM_JOBS = int(os.environ.get("LMC_TIER_JOBS", "400"))
 """Jobs of the run with faults."""
@@ -118,6 +118,7 @@ def test_stores_never_keep_all_of_the_host_memory(world: World) -> None:
         engine.await_jobs()
 
 
+@pytest.mark.smoke
 def test_without_a_sidecar_nothing_is_found_and_nothing_waits(world: World) -> None:
     with offloading(world) as engine:
         engine.store([1, 2, 3])
@@ -148,6 +149,7 @@ def _flip(arena: Path, dice: random.Random, share: float) -> None:
                 memory.write(bytes(byte ^ 0x40 for byte in head))
 
 
+@pytest.mark.smoke
 def test_a_damaged_chunk_is_not_loaded(world: World) -> None:
     arena = world.owner.directory / "arena"
     world.sidecar(arena_path=arena)
@@ -240,12 +242,12 @@ def test_many_jobs_with_faults(world: World) -> None:
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [
-        (LLAMA, "float32"),
+        pytest.param(LLAMA, "float32", marks=pytest.mark.smoke),
         (SLIDING, "float32"),
         (MLA, "float32"),
         (LOCAL, "float32"),
         (SHARED, "float32"),
-        (GATED_DELTA, "bfloat16"),
+        pytest.param(GATED_DELTA, "bfloat16", marks=pytest.mark.smoke),
         pytest.param(MAMBA2, "float32", marks=pytest.mark.since("0.32")),
     ],
 )
@@ -276,12 +278,10 @@ def test_an_engine_loads_what_another_has_computed(world: World, model: str, dty
 @pytest.mark.parametrize(
     ("model", "drafts"),
     [
-        (LLAMA, {"method": "draft_model", "model": LLAMA}),
-        (LLAMA, {"method": "eagle", "model": EAGLE}),
-        (LLAMA, {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}),
+        pytest.param(LLAMA, {"method": "eagle", "model": EAGLE}, marks=pytest.mark.smoke),
         (MTP, {"method": "mtp"}),
     ],
-    ids=["draft_model", "eagle", "prompt_lookup", "mtp"],
+    ids=["eagle", "mtp"],
 )
 def test_hits_with_drafts(world: World, model: str, drafts: dict[str, Any]) -> None:
     sidecar = world.sidecar()
@@ -336,6 +336,7 @@ def _config(world: World, **options: Any) -> Any:
     return EngineArgs(**arguments).create_engine_config()
 
 
+@pytest.mark.smoke
 def test_an_engine_s_identity(world: World) -> None:
     from lmcache_core.integrations.vllm.tier import _identity
 
@@ -358,6 +359,7 @@ def test_an_engine_s_identity(world: World) -> None:
     assert _identity(rotated, kv, named) != _identity(_config(world), kv, named)
 
 
+@pytest.mark.smoke
 def test_refused_settings(world: World) -> None:
     from lmcache_core.integrations.vllm_tier import LMCacheOffloadingConnector
 
