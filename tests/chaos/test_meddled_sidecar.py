@@ -20,7 +20,7 @@ from tests.fixtures.fake_vllm import imported_connector
 from tests.fixtures.meddling_proxy import Side, meddling
 from tests.fixtures.sidecar import running_socket
 from tests.fixtures.vllm_engine import Engine, Status, running
-from tests.fixtures.vllm_engine.worlds import beside, make_model, prompt
+from tests.fixtures.vllm_engine.worlds import make_model, prompt, with_sidecar
 
 REQUESTS = {"HELLO", "LANE", "DESCRIBE", "STAGE", "DONE", "RESERVE", "COMMIT", "LOAD"}
 ANSWERS = {"HELLO_OK", "OK", "PROMISE", "CONTAINS_OK", "EXTENTS"}
@@ -62,7 +62,7 @@ def test_nothing_that_a_peer_says_is_wrong_kv_or_an_error(
     ):
         for attempt in range(MAX_ENGINES):
             meddler.share = SHARE
-            with running(module, model, beside(path, tier_timeout_s=0.25)) as engine:
+            with running(module, model, with_sidecar(path, tier_timeout_s=0.25)) as engine:
                 use_meddled(engine, 100 * (attempt + 1))
                 meddler.share = 0.0
                 finds_its_sidecar_again(engine)

@@ -45,8 +45,12 @@ class HotUnderTest(BackendUnderTest):
         raise AssertionError("nothing comes into host memory from outside the process")
 
     def raw_get(self, key: ChunkKey) -> bytes | None:
-        chunk = self.hot._chunks.get(key)
-        return None if chunk is None else chunk.head + bytes(chunk.memory.byte_array)
+        [chunk] = self.hot.get_many([key], is_access=False)
+        if chunk is None:
+            return None
+        record = chunk.head + bytes(chunk.memory.byte_array)
+        chunk.release()
+        return record
 
 
 class DiskUnderTest(BackendUnderTest):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -32,7 +32,7 @@ from tests.fixtures.chains import (
     num_loaded,
     store_chunks,
 )
-from tests.fixtures.embedded import until
+from tests.fixtures.embedded import hot_of, loop_of, set_lower, until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import make_config
 from tests.fixtures.scripted_sidecar import UNHURRIED_S
@@ -73,10 +73,10 @@ class Open:
 def embedded(directory: Path) -> Iterator[Open]:
     allocator, shelf = HostMemoryAllocator(ARENA_BYTES), Shelf()
     manager = StorageManager(make_config(tier_timeout_s=DEADLINE_S), allocator, Counters())
-    manager._tiers = replace(manager._tiers, lower=(shelf,), written=(shelf,))
+    set_lower(manager, [shelf], [shelf])
     manager.open(lambda salt: None)
     try:
-        yield Open(manager, manager._hot, shelf)
+        yield Open(manager, hot_of(manager), shelf)
     finally:
         manager.close()
     until(lambda: allocator.used_bytes == 0, "a reference was not given back")
@@ -218,7 +218,7 @@ def test_an_embedded_store_does_not_need_its_loop_for_what_is_hot(tmp_path: Path
         async def occupy() -> None:
             may_end.wait()
 
-        occupied = manager._loop.submit(occupy())
+        occupied = loop_of(manager).submit(occupy())
         try:
             assert manager.stage("t", [chain]) == Staged(True, (b"\1" * 4,))
             manager.unstage(["t"])

@@ -23,7 +23,7 @@ from tests.fixtures.fake_vllm import imported_connector
 from tests.fixtures.restarted_sidecar import ARENA_BYTES, RestartedSidecar
 from tests.fixtures.vllm_engine import FULL, Engine, Shape, WrongKV, running
 from tests.fixtures.vllm_engine.shapes import HND
-from tests.fixtures.vllm_engine.worlds import beside, make_model, prompt
+from tests.fixtures.vllm_engine.worlds import make_model, prompt, with_sidecar
 from tests.gpu.connectors import Pages
 from tests.gpu.report import Report, WrongBytes
 from tests.gpu.streams import compute_stream
@@ -118,7 +118,7 @@ def _killed(report: Report, name: str, thread: str, settings: dict[str, float]) 
         sidecar = RestartedSidecar(processes, place)
         module = opened.enter_context(imported_connector())
         opened.enter_context(compute_stream(report))
-        extra = beside(sidecar.socket, layout="tokens")
+        extra = with_sidecar(sidecar.socket, layout="tokens")
         shape = Shape((FULL,), 4, 48, HND, device=report.device)
         engine = opened.enter_context(running(module, make_model(place), extra, shape=shape))
         engine.ask(prompt(STORED, LENGTH))

@@ -34,7 +34,7 @@ from tests.fixtures.vllm_engine import (
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.requests import Status
 from tests.fixtures.vllm_engine.shapes import HND, LATENT_3D, NHD
-from tests.fixtures.vllm_engine.worlds import beside, embedded, make_model, prompt
+from tests.fixtures.vllm_engine.worlds import embedded, make_model, prompt, with_sidecar
 from tests.gpu.report import Report, WrongBytes
 
 NUM_STEPS, NUM_DRY_STEPS = 3000, 2400
@@ -69,7 +69,7 @@ def run(report: Report) -> None:
             if socket is None and shape.num_ranks > 1:
                 continue
             options = {"layout": "tokens"}
-            extra = embedded(**options) if socket is None else beside(socket, **options)
+            extra = embedded(**options) if socket is None else with_sidecar(socket, **options)
             module = opened.enter_context(imported_connector())
             used = opened.enter_context(compute_stream(report))
             limits = Limits(32, 6, reserves_whole_prompt=False)

@@ -24,7 +24,7 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.manager import MAX_PREFETCHES
 
-from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
+from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, keys_of, until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, Prompt, kv_of, mask_of, tokens_of, wanted_pieces
 from tests.fixtures.sidecar import engine_at, running_socket
@@ -188,9 +188,7 @@ class EngineModel(RuleBasedStateMachine):
     def remove(self, prompt: tuple[Prompt, int], num: int) -> None:
         """The last chunks of a prompt; prompts that share them lose them too."""
         tokens = tokens_of(*prompt)
-        self.opened.remove(
-            [key for _, _, key in self.engine._token_database.process_tokens(tokens)][-num:]
-        )
+        self.opened.remove(keys_of(self.engine, tokens)[-num:])
         self.stored.difference_update(wanted_pieces(tokens)[-num:])
         pieces = wanted_pieces(tokens)
         assert self.engine.lookup(tokens) <= (len(pieces[-num - 1]) if len(pieces) > num else 0)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from lmcache_core.sidecar import connection as client_connection
 
+from tests.fixtures.embedded import hot_of
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.scripted_sidecar import UNHURRIED_S
 from tests.fixtures.sidecar import RunningSocket, running_socket
@@ -38,7 +39,13 @@ from tests.fixtures.vllm_engine import (
     window,
 )
 from tests.fixtures.vllm_engine.stores import FlakyStore
-from tests.fixtures.vllm_engine.worlds import beside, embedded, make_adapter, make_model, prompt
+from tests.fixtures.vllm_engine.worlds import (
+    embedded,
+    make_adapter,
+    make_model,
+    prompt,
+    with_sidecar,
+)
 
 ONE_RANK = [
     Shape(num_blocks=20),
@@ -219,7 +226,7 @@ class _Embedded(EngineMachine):
         return embedded(max_local_cpu_size=ARENA_BYTES[room] / (1 << 30))
 
     def hot(self) -> Any:
-        return self.stores[0].inner._hot if self.stores else None
+        return hot_of(self.stores[0].inner) if self.stores else None
 
 
 class _Sidecar(EngineMachine):
@@ -234,7 +241,7 @@ class _Sidecar(EngineMachine):
         self.sidecar: tuple[contextlib.ExitStack, RunningSocket] | None = None
         self.start()
         self.exits.callback(self.stop)
-        return beside(self.path)
+        return with_sidecar(self.path)
 
     def hot(self) -> Any:
         return None if self.sidecar is None else self.sidecar[1].hot

@@ -460,7 +460,7 @@ class Files:
     def __init__(self, kernel: Kernel, root: Path) -> None:
         self.root = root
         self.disks: dict[str, Disk] = {}
-        self._kernel = kernel
+        self.kernel = kernel
         _remove_tree(str(root))
         root.mkdir(parents=True)
         self._prefix = f"{root}/"
@@ -470,12 +470,12 @@ class Files:
         place = self.root / machine.name
         for name in ("disk", "shm", "run"):
             (place / name).mkdir(parents=True)
-        self.disks[machine.name] = Disk(self._kernel, place / "disk", machine)
+        self.disks[machine.name] = Disk(self.kernel, place / "disk", machine)
         return place
 
     def lose_power(self, machine: Machine) -> None:
         """Lose the machine's memory and unsynced data. All its processes are already dead."""
-        for process in self._kernel.processes:
+        for process in self.kernel.processes:
             assert process.is_dead or process.machine is not machine, f"{process.name} runs"
         for name in ("shm", "run"):
             place = str(self.root / machine.name / name)
@@ -976,7 +976,7 @@ def _open_file(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
 def install(one: Files) -> None:
     """Replace the file operations of this process permanently."""
     global kernel, files
-    kernel, files = one._kernel, one
+    kernel, files = one.kernel, one
     calls: dict[str, Any] = {
         "close": _close,
         "copy_file_range": _copy_file_range,

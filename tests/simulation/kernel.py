@@ -148,7 +148,8 @@ class Kernel:
         self._num_pushed = 0
         self._num_threads = 0
         self._hub = greenlet.getcurrent()
-        self._loops: Any = None
+        self._get_loop: Callable[[], Any]
+        self._set_loop: Callable[[Any], None]
         # All threads that have not ended: finalisers of a killed process must never run.
         self._threads: set[Thread] = set()
         self._failure: BaseException | None = None
@@ -298,7 +299,7 @@ class Kernel:
         """Run something else until the current thread is due."""
         thread = self.current
         assert thread is not None
-        thread.loop = self._loops._get_running_loop()
+        thread.loop = self._get_loop()
         thread.hooks = sys.get_asyncgen_hooks()
         following = self._next()
         if following is thread:
@@ -318,7 +319,7 @@ class Kernel:
         self.current = thread
         self._log.update(_pack_step(self.now, thread.ident))
         thread.is_blocked = False
-        self._loops._set_running_loop(thread.loop)
+        self._set_loop(thread.loop)
 
     def _next(self) -> Thread | None:
         """Return the thread that is due; None if the hub is."""
@@ -330,7 +331,7 @@ class Kernel:
             if epoch == -1:
                 self.now = max(self.now, at)
                 self.current = None
-                self._loops._set_running_loop(None)
+                self._set_loop(None)
                 target()
                 continue
             if target.process.is_dead or target.epoch != epoch or not target.is_blocked:
@@ -347,16 +348,16 @@ class Kernel:
         """Run until that time, or until nothing is left to do."""
         assert greenlet.getcurrent() is self._hub
         # Imported late: asyncio must find the simulation's locks and clocks.
-        from asyncio import events
+        from asyncio.events import _get_running_loop, _set_running_loop
 
-        self._loops = events
+        self._get_loop, self._set_loop = _get_running_loop, _set_running_loop
         self._stops_at = until_s
-        loop, hooks = self._loops._get_running_loop(), sys.get_asyncgen_hooks()
+        loop, hooks = self._get_loop(), sys.get_asyncgen_hooks()
         while (thread := self._next()) is not None:
             self._enter(thread)
             thread.greenlet.switch()
             self.current = None
-        self._loops._set_running_loop(loop)
+        self._set_loop(loop)
         sys.set_asyncgen_hooks(*hooks)
         if self._failure is not None:
             raise self._failure

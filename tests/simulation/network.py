@@ -382,13 +382,26 @@ class SimulatedSocket:
         assert process is not None, "a socket is made outside of the simulation"
         if len(process.descriptors) >= process.max_descriptors:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        self.family = socket.AddressFamily(family if family >= 0 else socket.AF_INET)
-        self.type = socket.SocketKind(type & ~(socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK))
+        self.begin(
+            process,
+            socket.AddressFamily(family if family >= 0 else socket.AF_INET),
+            socket.SocketKind(type & ~(socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)),
+            proto,
+        )
+        self.descriptor = network.next_descriptor()
+        process.descriptors[self.descriptor] = self
+
+    def begin(
+        self, process: Process, family: socket.AddressFamily, type: socket.SocketKind, proto: int
+    ) -> None:
+        """Set what a new socket has; it has no descriptor yet."""
+        self.family = family
+        self.type = type
         self.proto = proto
-        self.process: Process = process
+        self.process = process
         self.machine = process.machine
         self.is_closed = False
-        self.name: Address = "" if self.family == socket.AF_UNIX else ("0.0.0.0", 0)
+        self.name: Address = "" if family == socket.AF_UNIX else ("0.0.0.0", 0)
         self.peer: Address = None
         self.error = 0
         self.has_failed = False
@@ -400,14 +413,13 @@ class SimulatedSocket:
         self._timeout_s: float | None = None
         self._is_connecting = False
         self._has_sent_end = False
-        self._backlog_size = 0
+        self.backlog_size = 0
         self._key: Any = None
-        self._fileno = network.next_descriptor()
-        self._process_other: Process | None = None
-        self._options: dict[tuple[int, int], Any] = {}
+        self.descriptor = -1
+        self.other_process: Process | None = None
+        self.options: dict[tuple[int, int], Any] = {}
         self._heard_s = 0.0
         self._num_watches = 0
-        process.descriptors[self._fileno] = self
 
     # --- What others learn -----------------------------------------------------------------------
 
@@ -449,7 +461,7 @@ class SimulatedSocket:
 
     def vanish(self) -> None:
         """Close without notifying the other end: the machine has lost its power."""
-        self._close(None)
+        self.close_with(None)
 
     # --- Whether the other end is there ----------------------------------------------------------
 
@@ -462,7 +474,7 @@ class SimulatedSocket:
         if self.outgoing is None:
             return
         self._num_watches += 1
-        if self._options.get((socket.SOL_SOCKET, socket.SO_KEEPALIVE)):
+        if self.options.get((socket.SOL_SOCKET, socket.SO_KEEPALIVE)):
             self._probe(self._num_watches, 0)
 
     def _probe(self, watch: int, num_lost: int) -> None:
@@ -527,7 +539,7 @@ class SimulatedSocket:
 
     def listen(self, backlog: int = 128) -> None:
         self.backlog = deque()
-        self._backlog_size = max(backlog, 1)
+        self.backlog_size = max(backlog, 1)
         network.listeners[self.machine.name, self._key] = self
 
     def accept(self) -> tuple[SimulatedSocket, Address]:
@@ -536,8 +548,8 @@ class SimulatedSocket:
         if len(self.process.descriptors) >= self.process.max_descriptors:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         accepted = self.backlog.popleft()
-        accepted._fileno = network.next_descriptor()
-        accepted.process.descriptors[accepted._fileno] = accepted
+        accepted.descriptor = network.next_descriptor()
+        accepted.process.descriptors[accepted.descriptor] = accepted
         return accepted, accepted.peer
 
     def connect(self, address: Address) -> None:
@@ -574,7 +586,7 @@ class SimulatedSocket:
             listener = network.listeners.get((self.machine.name, path))
             if listener is None or listener.backlog is None:
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            if len(listener.backlog) < listener._backlog_size:
+            if len(listener.backlog) < listener.backlog_size:
                 break
             if self._timeout_s is not None:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -591,7 +603,7 @@ class SimulatedSocket:
         answers = network.passes(self.machine, machine) and network.passes(machine, self.machine)
         is_listening = listener is not None and listener.backlog is not None
         if answers and listener is not None and listener.backlog is not None:
-            answers = len(listener.backlog) < listener._backlog_size
+            answers = len(listener.backlog) < listener.backlog_size
         if not answers:
             pause_s = float(1 << num_tries)
             if num_tries < CONNECT_RETRIES:
@@ -687,20 +699,20 @@ class SimulatedSocket:
 
     def close(self) -> None:
         is_unread = self.incoming is not None and bool(self.incoming.arrived)
-        self._close(Mark.RESET if is_unread else Mark.END)
+        self.close_with(Mark.RESET if is_unread else Mark.END)
 
-    def _close(self, last: Mark | None) -> None:
-        """Close, and send `last` to the other end."""
+    def close_with(self, last: Mark | None) -> None:
+        """Close, and send `last` to the other end; None sends nothing."""
         if self.is_closed:
             return
         self.is_closed = True
-        self.process.descriptors.pop(self._fileno, None)
+        self.process.descriptors.pop(self.descriptor, None)
         if self._key is not None:
             mine = network.listeners.get((self.machine.name, self._key))
             if mine is self:
                 del network.listeners[self.machine.name, self._key]
             for waiting in self.backlog or ():
-                waiting._close(last and Mark.RESET)
+                waiting.close_with(last and Mark.RESET)
         if self.outgoing is not None and self.incoming is not None:
             network.connections.pop(self.incoming, None)
             if last is None:
@@ -715,7 +727,7 @@ class SimulatedSocket:
     # --- Options ---------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        return -1 if self.is_closed else self._fileno
+        return -1 if self.is_closed else self.descriptor
 
     def setblocking(self, flag: bool) -> None:
         self._timeout_s = None if flag else 0.0
@@ -730,13 +742,13 @@ class SimulatedSocket:
         return self._timeout_s
 
     def setsockopt(self, level: int, option: int, value: Any, length: int = 0) -> None:
-        self._options[level, option] = value
+        self.options[level, option] = value
         if option in _KEEPALIVE_OPTIONS:
             self.keep_alive()
 
     def option(self, number: int, default: float = 0.0) -> float:
         """Return an option of TCP."""
-        value: float = self._options.get(
+        value: float = self.options.get(
             (socket.IPPROTO_TCP, number), KEEPALIVE.get(number, default)
         )
         return value
@@ -746,9 +758,9 @@ class SimulatedSocket:
             number, self.error = self.error, 0
             return number
         if (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED):
-            pid = 0 if self._process_other is None else self._process_other.pid
+            pid = 0 if self.other_process is None else self.other_process.pid
             return struct.pack("3i", pid, os.getuid(), os.getgid())
-        return self._options.get((level, option), 0)
+        return self.options.get((level, option), 0)
 
     def getsockname(self) -> Address:
         return self.name
@@ -771,31 +783,15 @@ class SimulatedSocket:
 def connect(client: SimulatedSocket, listener: SimulatedSocket) -> None:
     """Connect a socket with a new one of the listener's process."""
     server = SimulatedSocket.__new__(SimulatedSocket)
-    server.__dict__.update(
-        family=listener.family,
-        type=listener.type,
-        proto=listener.proto,
-        process=listener.process,
-        machine=listener.machine,
-        is_closed=False,
-        name=listener.name if listener.family == socket.AF_UNIX else client.peer,
-        peer="" if listener.family == socket.AF_UNIX else client.name,
-        error=0,
-        has_failed=False,
-        backlog=None,
-        watchers={},
-        _timeout_s=None,
-        _is_connecting=False,
-        _has_sent_end=False,
-        _backlog_size=0,
-        _key=None,
-        _fileno=-1,
-        _process_other=client.process,
-        _options=dict(listener._options),
-        _heard_s=kernel.now,
-        _num_watches=0,
-    )
-    client._process_other = listener.process
+    server.begin(listener.process, listener.family, listener.type, listener.proto)
+    if listener.family == socket.AF_UNIX:
+        server.name, server.peer = listener.name, ""
+    else:
+        server.name, server.peer = client.peer, client.name
+    server.other_process = client.process
+    server.options = dict(listener.options)
+    server.heard()
+    client.other_process = listener.process
     there = Pipe(network, client.machine, listener.machine)
     back = Pipe(network, listener.machine, client.machine)
     client.outgoing, client.incoming = there, back
@@ -830,7 +826,7 @@ class Selector(selectors.BaseSelector):
         self._is_interrupted = False
 
     def socket_changed(self, sock: SimulatedSocket) -> None:
-        self._changed[sock._fileno] = None
+        self._changed[sock.descriptor] = None
         if self._thread is not None:
             kernel.wake(self._thread)
 
@@ -842,11 +838,11 @@ class Selector(selectors.BaseSelector):
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         sock = fileobj if isinstance(fileobj, SimulatedSocket) else _socket_of(fileobj)
-        if sock._fileno in self._keys:
+        if sock.descriptor in self._keys:
             raise KeyError(f"{fileobj!r} is already registered")
-        key = selectors.SelectorKey(sock, sock._fileno, events, data)
-        self._keys[sock._fileno] = key
-        self._changed[sock._fileno] = None
+        key = selectors.SelectorKey(sock, sock.descriptor, events, data)
+        self._keys[sock.descriptor] = key
+        self._changed[sock.descriptor] = None
         sock.watchers[self] = None
         return key
 
@@ -857,7 +853,7 @@ class Selector(selectors.BaseSelector):
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
         fileno = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         if fileno == -1:
-            fileno = fileobj._fileno
+            fileno = fileobj.descriptor
         key = self._keys.pop(fileno)
         self._changed.pop(fileno, None)
         key.fileobj.watchers.pop(self, None)  # type: ignore[union-attr]
@@ -953,7 +949,7 @@ class Poll:
             if sock.error or sock.has_failed:
                 found |= select.POLLERR | select.POLLHUP  # not a flag that callers request
             if found:
-                ready.append((sock._fileno, found))
+                ready.append((sock.descriptor, found))
         return ready
 
 

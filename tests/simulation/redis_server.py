@@ -1024,7 +1024,7 @@ class RedisServer:
     """
 
     def __init__(self) -> None:
-        self.store = Store(threads._wall, threads.kernel.random)
+        self.store = Store(threads.wall_time, threads.kernel.random)
 
     def flush(self) -> None:
         """Forget everything but the scripts."""

@@ -24,6 +24,7 @@ from lmcache_lookup.index.packing import (
     unpack_holders,
 )
 
+from tests.simulation import inside
 from tests.simulation.cluster import (
     GB,
     SERVICES,
@@ -332,7 +333,7 @@ class Scenario:
         """Check the bytes on a disk; no file that cannot be read is removed to make room."""
         if not self._has_read_disk(name):
             return
-        room = self._world.nodes[name].tiers.disk._store._room
+        room = inside.disk_room(self._world.nodes[name].tiers.disk)
         limit = max(self.cluster.disk_bytes(name), room.unread_bytes)
         used = self._world.files.disks[name].used_bytes(self.cluster.disk_path(name))
         if used > limit * DISK_SLACK:
@@ -390,10 +391,10 @@ class Scenario:
             node, process = self._running(name), self.cluster.processes[name]
             if node is None or process.is_paused:
                 continue
-            served = node.stack.hot._chunks
+            served = inside.chunks_in_memory(node)
             unserved = {
                 (process.pid, process.paused_s, pin.ends_at, key)
-                for key, pin in node.pins._pins.items()
+                for key, pin in inside.pinned_chunks(node).items()
                 if key not in served or served[key].memory is not pin.chunk.memory
             }
             if both := unserved & self._unserved.get(name, set()):
@@ -411,7 +412,8 @@ class Scenario:
                     (key.tenant, key.key.chunk_id().hex()) for key, _ in tier.held()
                 )
             node = self._running(name)
-            for chunk in [] if node is None else list(node.stack.hot._chunks.values()):
+            chunks = [] if node is None else list(inside.chunks_in_memory(node).values())
+            for chunk in chunks:
                 try:
                     if chunk.is_sealed:
                         verify_payload(chunk.header, chunk.memory.byte_array)
@@ -424,12 +426,11 @@ class Scenario:
         removed, and how much is in a directory that cannot be listed is not known.
         """
         node, disk = self._running(name), self._world.files.disks[name]
-        if node is None:
+        if node is None or node.tiers.disk is None:
             return False
-        if node.tiers.disk is None:
-            return False
-        store = node.tiers.disk._store
-        return store.is_loaded and not any(disk.is_folder(str(path)) for path in store._room.unread)
+        unread = inside.disk_room(node.tiers.disk).unread
+        is_loaded = inside.is_disk_loaded(node.tiers.disk)
+        return is_loaded and not any(disk.is_folder(str(path)) for path in unread)
 
     def _running(self, name: str) -> Any:
         """Return the `Node` of a process that runs; None while there is none."""
@@ -775,11 +776,9 @@ class Scenario:
         if not self._has_read_disk(name):
             return
         tier, disk = self._world.nodes[name].tiers.disk, self._world.files.disks[name]
-        room, layout = tier._store._room, tier._layout
-        known = {str(layout.record(key)) for key in tier._index._entries} | {str(layout.lock)}
-        held = (*room.unread, *room.damaged, *room.doubtful, *room.later)
-        known.update(str(path) for path in held)
-        if stray := sorted(path for path in disk.paths(layout.root) if path not in known):
+        known = {str(path) for path in inside.files_of_disk(tier)}
+        root = self.cluster.disk_path(name)
+        if stray := sorted(path for path in disk.paths(root) if path not in known):
             self._complain(f"{name} has {len(stray)} files that its tier forgot, as {stray[0]}")
 
     def _check_temporary(self) -> None:
@@ -799,8 +798,8 @@ class Scenario:
 
     def _check_memory(self, name: str) -> None:
         """Check that all memory in use is that of chunks that are served."""
-        hot = self._world.nodes[name].stack.hot
-        used = hot.stats()["arena_used_bytes"]
-        held = sum(chunk.memory.metadata.phy_size for chunk in hot._chunks.values())
+        node = self._world.nodes[name]
+        used, chunks = node.stack.hot.stats()["arena_used_bytes"], inside.chunks_in_memory(node)
+        held = sum(chunk.memory.metadata.phy_size for chunk in chunks.values())
         if used != held:
             self._complain(f"{name} uses {used} bytes of memory for {held} bytes of chunks")

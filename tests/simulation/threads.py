@@ -1,7 +1,9 @@
 """Locks, threads and clocks of Python, on simulated threads and virtual time.
 
 `install` puts them where the standard library has its own, before anything else imports them. So
-asyncio, concurrent.futures, queue, uvicorn, redis-py and httpx run unmodified.
+asyncio, concurrent.futures, queue, uvicorn, redis-py and httpx run unmodified. Some of those places
+are private to the standard library: it has no public ones for its locks' classes, its table of
+threads, and the lock of imports.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from tests.simulation.kernel import CLOCK_READ_S, EPOCH_S, Kernel, Thread
@@ -134,7 +136,7 @@ class SimulatedThread(threading.Thread):
             raise RuntimeError("can't start new thread")
         self._joining: list[Thread] = []
         self._simulated = kernel.spawn(process, self.name, self._run_simulated)
-        threading._active[self._simulated.ident] = self  # type: ignore[attr-defined]
+        _threads()[self._simulated.ident] = self
         self._started.set()  # type: ignore[attr-defined]
 
     def _run_simulated(self) -> None:
@@ -143,7 +145,7 @@ class SimulatedThread(threading.Thread):
             self.run()
         finally:
             self._has_ended = True
-            threading._active.pop(self._simulated.ident, None)  # type: ignore[attr-defined]
+            _threads().pop(self._simulated.ident, None)
             for thread in self._joining:
                 kernel.wake(thread)
 
@@ -176,7 +178,7 @@ _num_imports = 0
 
 def _import_at_once() -> None:
     """Let no other thread run while a module is imported: it would see a partial module."""
-    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    bootstrap = vars(importlib)["_bootstrap"]
     original = bootstrap._find_and_load
 
     def find_and_load(name: str, import_: Any) -> Any:
@@ -190,12 +192,19 @@ def _import_at_once() -> None:
     bootstrap._find_and_load = find_and_load
 
 
+def _threads() -> dict[int, threading.Thread]:
+    """Return the table of threads that `threading` keeps."""
+    table: dict[int, threading.Thread] = vars(threading)["_active"]
+    return table
+
+
 def _monotonic() -> float:
     kernel.now += CLOCK_READ_S
     return kernel.now
 
 
-def _wall() -> float:
+def wall_time() -> float:
+    """Return the time by the clock of the current process's machine."""
     process = kernel.process
     kernel.now += CLOCK_READ_S
     return EPOCH_S + kernel.now + (0.0 if process is None else process.machine.wall_offset_s)
@@ -219,7 +228,7 @@ def _exit(code: int) -> None:
 
 def be_main_thread() -> None:
     """Make the current simulated thread its process's main thread."""
-    threading._active[_ident()] = threading.main_thread()  # type: ignore[attr-defined]
+    _threads()[_ident()] = threading.main_thread()
 
 
 def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
@@ -231,34 +240,47 @@ def install(one: Kernel) -> None:
     global kernel
     kernel = one
     chance = random.Random(one.random.random())
-    threading_: Any = threading
-    threading_.Lock = threading_._allocate_lock = Lock
-    threading_.RLock = threading_._PyRLock
-    threading_._CRLock = None
-    threading_.get_ident = threading_.get_native_id = _ident
-    threading_.local = _threading_local.local
-    _threading_local.RLock = threading_._PyRLock  # type: ignore[attr-defined]
-    main = threading.main_thread()
-    threading_._active = {0: main}
-    threading_.Thread = SimulatedThread
-    threading_.Timer = None
-    queue_: Any = queue
-    queue_.SimpleQueue = queue_._PySimpleQueue
-    queue_.time = _monotonic
-    time.monotonic = time.perf_counter = _monotonic
-    time.monotonic_ns = time.perf_counter_ns = _in_ns(_monotonic)
-    time.time, time.time_ns = _wall, _in_ns(_wall)
-    time.thread_time = time.process_time = _monotonic
-    time.sleep = lambda seconds: kernel.sleep(seconds)
-    threading_._time = _monotonic
-    os.getpid = _pid
-    os._exit = _exit  # type: ignore[assignment]
-    os.urandom = chance.randbytes
-    os.cpu_count = lambda: NUM_CORES
-    os.sched_getaffinity = lambda pid: set(range(NUM_CORES))
-    os.getloadavg = lambda: (0.5, 0.5, 0.5)
-    random_: Any = random
-    random_._urandom = chance.randbytes
+    recursive_lock = vars(threading)["_PyRLock"]
+    replacements: dict[ModuleType, dict[str, Any]] = {
+        threading: {
+            "Lock": Lock,
+            "_allocate_lock": Lock,
+            "RLock": recursive_lock,
+            "_CRLock": None,
+            "get_ident": _ident,
+            "get_native_id": _ident,
+            "local": _threading_local.local,
+            "_active": {0: threading.main_thread()},
+            "Thread": SimulatedThread,
+            "Timer": None,
+            "_time": _monotonic,
+        },
+        _threading_local: {"RLock": recursive_lock},
+        queue: {"SimpleQueue": vars(queue)["_PySimpleQueue"], "time": _monotonic},
+        time: {
+            "monotonic": _monotonic,
+            "perf_counter": _monotonic,
+            "monotonic_ns": _in_ns(_monotonic),
+            "perf_counter_ns": _in_ns(_monotonic),
+            "time": wall_time,
+            "time_ns": _in_ns(wall_time),
+            "thread_time": _monotonic,
+            "process_time": _monotonic,
+            "sleep": lambda seconds: kernel.sleep(seconds),
+        },
+        os: {
+            "getpid": _pid,
+            "_exit": _exit,
+            "urandom": chance.randbytes,
+            "cpu_count": lambda: NUM_CORES,
+            "sched_getaffinity": lambda pid: set(range(NUM_CORES)),
+            "getloadavg": lambda: (0.5, 0.5, 0.5),
+        },
+        random: {"_urandom": chance.randbytes},
+    }
+    for module, names in replacements.items():
+        for name, replacement in names.items():
+            setattr(module, name, replacement)
     random.seed(chance.random())
     seeds = random.Random(f"seeds {one.seed}")
 
@@ -268,7 +290,7 @@ def install(one: Kernel) -> None:
         def __init__(self, x: Any = None) -> None:
             super().__init__(seeds.random() if x is None else x)
 
-    random_.Random = SeededRandom
+    random.Random = SeededRandom  # type: ignore[misc]
     _import_at_once()
     for name in ("asyncio", "concurrent.futures", "uvicorn", "torch", "httpx"):
         assert name not in sys.modules, f"{name} was imported before the simulation's clocks"

@@ -34,7 +34,7 @@ from tests.fixtures.vllm_engine.memory import POISON
 from tests.fixtures.vllm_engine.shapes import STATE_KIND
 from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.workers import Worker
-from tests.fixtures.vllm_engine.worlds import beside, embedded, make_model
+from tests.fixtures.vllm_engine.worlds import embedded, make_model, with_sidecar
 from tests.simulation.cluster import worker_name
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.kernel import Kernel, Process, Thread
@@ -321,8 +321,7 @@ class _Engine(Engine):
             ]
         }
         for worker in self.workers:
-            side = worker.connector._worker_side
-            for pending in () if side is None else side._store_threads._pending:
+            for pending in () if worker.stores is None else worker.stores._pending:
                 if pending.is_copied or pending.is_given_up:
                     continue
                 blocks = {block for run in pending.store.runs for block in run.block_ids}
@@ -412,7 +411,7 @@ class VllmClient:
         if self._simulated.is_embedded:
             extra = embedded(**options, **cluster.embedded(node))
         else:
-            extra = beside(cluster.socket(node), **options)
+            extra = with_sidecar(cluster.socket(node), **options)
         shape = self._simulated.shape
         self.books = _clients[self._process.pid] = _Books(self._simulated)
         engine = _Engine(
@@ -460,7 +459,7 @@ class VllmClient:
     def _poison(self, worker: Worker) -> None:
         """Overwrite what the loads of a step must replace, and check that the store keeps it."""
         faults, size = self._simulated.faults, self._simulated.shape.block_size
-        groups = worker.connector._worker_side._groups
+        groups = worker.side._groups
         for load in worker.connector._get_connector_metadata().loads:
             for run in load.runs:
                 hashes = [run.hashes[i : i + 32].hex() for i in range(0, len(run.hashes), 32)]
@@ -519,7 +518,7 @@ class VllmClient:
                 if lasted_s > END_S:
                     raise AssertionError(
                         f"{len(requests)} requests have not ended in {END_S:g} s:"
-                        f" {self._engine._described()}"
+                        f" {self._engine.described()}"
                     )
 
         if not self._checked("request", run):

@@ -24,7 +24,7 @@ from tests.vllm.models import LLAMA
 from tests.vllm.processes import vllm_environment
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, num_chunks
-from tests.vllm.worlds import BOUND_S, World, await_found, beside_example, fill
+from tests.vllm.worlds import BOUND_S, World, await_found, fill, with_example_connector
 
 
 @pytest.mark.smoke
@@ -158,7 +158,7 @@ def test_beside_another_connector(world: World) -> None:
     """As a child of vLLM's MultiConnector: what the first child has not, the second one gives."""
     sidecar = world.sidecar()
     ask, other = Ask(prompt(244, 1000)), Ask(prompt(245, 700))
-    with running_engine(beside_example(world.options(), world.owner.directory)) as engine:
+    with running_engine(with_example_connector(world.options(), world.owner.directory)) as engine:
         fill(engine, sidecar, ask)
         hit = engine.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE

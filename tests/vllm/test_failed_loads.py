@@ -13,7 +13,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA, SLIDING
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import await_calm
-from tests.vllm.worlds import BOUND_S, World, beside
+from tests.vllm.worlds import BOUND_S, World, with_second_connector
 
 STILL_S = 60.0
 """No step of a tiny model is so late that nothing has ended by then."""
@@ -92,7 +92,7 @@ def test_two_of_ours_whose_loads_fail_one_after_the_other(
     sidecar = world.sidecar()
     asks = [Ask(prompt(54 + i, 1000)) for i in range(3)]
     options = world.options(num_gpu_blocks_override=29, max_model_len=1280)
-    with running_engine(beside(options, options["kv_transfer_config"])) as engine:
+    with running_engine(with_second_connector(options, options["kv_transfer_config"])) as engine:
         engine.generate(asks)
         await_calm(sidecar)
         engine.reset()

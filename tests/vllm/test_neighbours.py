@@ -13,7 +13,7 @@ from tests.vllm.models import LLAMA
 from tests.vllm.references import TOLERANCES, distance, prompt
 from tests.vllm.rubbish import ASYNC, FAILING, PARAMETER, SYNC
 from tests.vllm.sidecars import Growth, SilentServer, await_calm, eventually, neighbourhood
-from tests.vllm.worlds import BOUND_S, UNHURRIED, World, beside, fill
+from tests.vllm.worlds import BOUND_S, UNHURRIED, World, fill, with_second_connector
 
 
 def test_two_vllms_with_two_sidecars(world: World) -> None:
@@ -88,7 +88,7 @@ def test_what_another_connector_loads_reaches_no_other_engine(world: World, way:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"way": way},
     }
-    with running_engine(beside(world.options(), rubbish)) as engine:
+    with running_engine(with_second_connector(world.options(), rubbish)) as engine:
         stored = Growth(sidecar)
         asked = replace(first, transfer={PARAMETER: 3 * CHUNK_SIZE})
         if way == FAILING:

@@ -15,7 +15,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask
 from tests.vllm.models import LLAMA
 from tests.vllm.references import TOLERANCES, prompt
 from tests.vllm.sidecars import Growth, eventually
-from tests.vllm.worlds import World, beside_example
+from tests.vllm.worlds import World, with_example_connector
 
 START_TIMEOUT_S = 150.0
 
@@ -108,7 +108,9 @@ def test_hits_are_visible_in_the_answers(world: World, is_child: bool) -> None:
     sidecar = world.sidecar()
     ask = Ask(prompt(280, 1000))
     options = world.options()
-    server = start(world, beside_example(options, world.owner.directory) if is_child else options)
+    server = start(
+        world, with_example_connector(options, world.owner.directory) if is_child else options
+    )
     eventually(server.is_healthy, "the server does not become healthy", START_TIMEOUT_S)
     # Its scheduler, and its worker's stores and loads: or the first request of a new pod would
     # miss.

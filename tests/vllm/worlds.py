@@ -82,7 +82,7 @@ class World:
         )
 
 
-def beside(options: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def with_second_connector(options: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The same engine, with our connector as the first child of vLLM's `MultiConnector`, and
     another one, by its `--kv-transfer-config`, as the second.
     """
@@ -95,14 +95,14 @@ def beside(options: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return options | {"kv_transfer_config": multi}
 
 
-def beside_example(options: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The same engine, beside vLLM's `ExampleConnector`."""
+def with_example_connector(options: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The same engine, with vLLM's `ExampleConnector` as the second child."""
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(directory / "example")},
     }
-    return beside(options, example)
+    return with_second_connector(options, example)
 
 
 def whole_chunks(*lengths: int) -> int:

@@ -18,7 +18,7 @@ from tests.fixtures.sidecar import RunningSocket, running_socket
 from tests.fixtures.vllm_engine import FULL, STATE, Engine, Limits, Shape, running, window
 from tests.fixtures.vllm_engine.memory import POISON
 from tests.fixtures.vllm_engine.stores import WrappedStore
-from tests.fixtures.vllm_engine.worlds import beside, prompt
+from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
 
 PATIENCE_S = 60.0
 LATE_S = 0.3
@@ -67,7 +67,7 @@ def late_engine(
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine that copies nothing until the gate opens."""
-    extra = beside(sidecar.path, **options)
+    extra = with_sidecar(sidecar.path, **options)
     with running(module, model, extra, shape=shape, limits=limits, wrap_store=LateStore) as engine:
         LateStore.gate.clear()
         yield engine
@@ -166,7 +166,7 @@ def test_what_was_copied_from_overwritten_blocks_is_not_published(
         assert gate.wait(PATIENCE_S)
         copy(*args, **kwargs)
 
-    extra = beside(sidecar.path, tier_timeout_s=0.5)
+    extra = with_sidecar(sidecar.path, tier_timeout_s=0.5)
     with running(module, model, extra, limits=Limits(64)) as engine:
         monkeypatch.setattr(PagedGPUConnector, "from_gpu", late)
         gate.clear()

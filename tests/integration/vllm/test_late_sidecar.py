@@ -15,7 +15,7 @@ from lmcache_core.wire import messages as m
 from tests.fixtures.late_socket import LateSocket, late_socket, name_of
 from tests.fixtures.sidecar import RunningSocket, running_socket
 from tests.fixtures.vllm_engine import FULL, Engine, Limits, Shape, running, window
-from tests.fixtures.vllm_engine.worlds import beside, prompt
+from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
 from tests.fixtures.waiting import wait_until
 
 HASTY = {"prefill_tokens_per_s": 1e6}
@@ -69,7 +69,7 @@ def test_no_question_is_asked_in_vain(
 ) -> None:
     # Otherwise a busy machine delays an answer for so long that it is not waited for.
     monkeypatch.setattr(client_connection, "QUICK_S", PATIENCE_S)
-    with running(any_module, model, beside(relay.path), limits=Limits(64)) as engine:
+    with running(any_module, model, with_sidecar(relay.path), limits=Limits(64)) as engine:
         assert asked(engine, relay, prompt(1, 7)) == 0, "less than a chunk"
         assert asked(engine, relay, prompt(1, 43), "COMMIT", "RESERVE", "STAGE") == 0
         engine.forget()
@@ -84,7 +84,7 @@ def test_a_hybrid_gives_its_tickets_back_once(
 ) -> None:
     monkeypatch.setattr(client_connection, "QUICK_S", PATIENCE_S)
     shape = Shape((FULL, window(6)), num_blocks=96)
-    with running(module, model, beside(relay.path), shape=shape, limits=Limits(64)) as engine:
+    with running(module, model, with_sidecar(relay.path), shape=shape, limits=Limits(64)) as engine:
         engine.ask(prompt(1, 43), 2)
         engine.settle()
         engine.forget()
@@ -101,7 +101,7 @@ def test_a_late_sidecar_is_not_asked_until_it_is_quick_again(
     any_module: ModuleType, model: Path, relay: LateSocket
 ) -> None:
     """Every answer comes, so no connection is lost; but no step may wait for one."""
-    with running(any_module, model, beside(relay.path, **HASTY), limits=Limits(64)) as engine:
+    with running(any_module, model, with_sidecar(relay.path, **HASTY), limits=Limits(64)) as engine:
         wait_until(lambda: found(engine, 1))
         num_connections = relay.num_accepted
         relay.late_s = LATE_S
@@ -121,14 +121,14 @@ def test_a_new_engine_connects_before_its_first_request(
     any_module: ModuleType, model: Path, sidecar: RunningSocket, tmp_path: Path
 ) -> None:
     """It connects while it starts, or as soon as there is a sidecar, without a request."""
-    with running(any_module, model, beside(sidecar.path), limits=Limits(64)) as engine:
+    with running(any_module, model, with_sidecar(sidecar.path), limits=Limits(64)) as engine:
         engine.ask(prompt(1, 43), 2)
         engine.forget()
     for comes_late in (False, True):
         path = tmp_path / f"{comes_late}.sock"
         with contextlib.ExitStack() as stack:
             early = None if comes_late else stack.enter_context(late_socket(path, sidecar.path))
-            with running(any_module, model, beside(path), limits=Limits(64)) as engine:
+            with running(any_module, model, with_sidecar(path), limits=Limits(64)) as engine:
                 relay = early or stack.enter_context(late_socket(path, sidecar.path))
                 wait_until(lambda relay=relay: relay.names().count("HELLO") == 3)
                 wait_until(lambda engine=engine: found(engine, 1))

@@ -26,7 +26,7 @@ from tests.fixtures.vllm_engine import (
     running,
 )
 from tests.fixtures.vllm_engine.stores import WrappedStore
-from tests.fixtures.vllm_engine.worlds import beside, prompt
+from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
 from tests.fixtures.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +73,7 @@ def hits(engine: Engine, number: int) -> int:
 def test_a_second_engine_finds_what_the_first_has_stored(
     any_module: ModuleType, own_model: Path, shared: Sidecar
 ) -> None:
-    extra = beside(shared.socket)
+    extra = with_sidecar(shared.socket)
     with running(any_module, own_model, extra, limits=Limits(16)) as engine:
         assert hits(engine, 1) == 0
         assert hits(engine, 1) == 40
@@ -116,9 +116,11 @@ def test_a_worker_with_a_bad_canary_disables_the_cache(
         return stores[-1]
 
     shape = Shape(num_ranks=2)
-    with running(module, own_model, beside(shared.socket), shape=shape) as whole:
+    with running(module, own_model, with_sidecar(shared.socket), shape=shape) as whole:
         assert hits(whole, 1) == 0
-    with running(module, own_model, beside(shared.socket), shape=shape, wrap_store=wrap) as engine:
+    with running(
+        module, own_model, with_sidecar(shared.socket), shape=shape, wrap_store=wrap
+    ) as engine:
         assert "this worker neither loads nor stores" in caplog.text
         engine.ask(prompt(2, 20))
         assert [hits(engine, 1), hits(engine, 1)] == [0, 0]
@@ -129,7 +131,7 @@ def test_requests_end_while_the_sidecar_hangs(
     module: ModuleType, model: Path, processes: Processes, tmp_path: Path
 ) -> None:
     sidecar = start_sidecar(processes, tmp_path)
-    extra = beside(sidecar.socket, tier_timeout_s=TIMEOUT_S)
+    extra = with_sidecar(sidecar.socket, tier_timeout_s=TIMEOUT_S)
     with running(module, model, extra, limits=Limits(16)) as engine:
         wait_until(lambda: hits(engine, 1) == 40)
         sidecar.process.process.send_signal(signal.SIGSTOP)
@@ -147,7 +149,7 @@ def test_requests_end_when_the_sidecar_is_killed_and_use_the_next_one(
     module: ModuleType, model: Path, processes: Processes, tmp_path: Path
 ) -> None:
     sidecar = start_sidecar(processes, tmp_path)
-    with running(module, model, beside(sidecar.socket), limits=Limits(16)) as engine:
+    with running(module, model, with_sidecar(sidecar.socket), limits=Limits(16)) as engine:
         assert [hits(engine, 1), hits(engine, 1)] == [0, 40]
         requests = [engine.add(prompt(number, 43), 3) for number in (1, 2)]
         engine.step()

@@ -85,12 +85,12 @@ from pathlib import Path
 sys.path.append({root!r})
 bare = set(sys.modules)
 from tests.fixtures.vllm_engine import running
-from tests.fixtures.vllm_engine.worlds import beside, make_model, prompt
+from tests.fixtures.vllm_engine.worlds import with_sidecar, make_model, prompt
 from tests.fixtures.fake_vllm import imported_connector
 
 with imported_connector() as module:
     loaded = set(sys.modules)
-    with running(module, make_model(Path({directory!r})), beside({socket!r})) as engine:
+    with running(module, make_model(Path({directory!r})), with_sidecar({socket!r})) as engine:
         for _ in range(2):
             hit = engine.ask(prompt(1, 43))
             engine.forget()

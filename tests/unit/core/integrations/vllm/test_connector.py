@@ -19,7 +19,7 @@ from tests.fixtures.vllm_engine import FULL, STATE, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
 from tests.fixtures.vllm_engine.parts import output_of, request_of
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, vllm_config
-from tests.fixtures.vllm_engine.worlds import beside, embedded
+from tests.fixtures.vllm_engine.worlds import embedded, with_sidecar
 
 PLAIN = Shape()
 
@@ -301,7 +301,7 @@ def test_stages_of_a_pipeline_have_their_own_layouts(
             worker = connector_of(
                 module,
                 model,
-                beside(sidecar.path),
+                with_sidecar(sidecar.path),
                 "WORKER",
                 Shape(num_ranks=2),
                 kv_cache_config(PLAIN),
@@ -321,7 +321,7 @@ def test_loads_and_stores_have_their_own_connections(
     with scripted_sidecar(tmp_path, describing) as sidecar:
         for role, expected in (("WORKER", 2), ("SCHEDULER", 1)):
             before = sidecar.num_connections
-            connector = connector_of(module, model, beside(sidecar.path), role)
+            connector = connector_of(module, model, with_sidecar(sidecar.path), role)
             assert sidecar.num_connections - before == expected
             connector.shutdown()
 
@@ -334,7 +334,7 @@ def test_layers_that_differ_are_one_layout_for_all_processes(
     """
     caches = caches_of(known_spec(), known_spec(num_kv_heads=8))
     with scripted_sidecar(tmp_path, describing) as sidecar:
-        extra = beside(sidecar.path, layout="tokens")
+        extra = with_sidecar(sidecar.path, layout="tokens")
         connector_of(module, model, extra, "WORKER", caches=caches).shutdown()
         connector_of(module, model, extra).shutdown()
         layouts = {hello.engine.layout for hello in hellos_of(sidecar) if hello.engine}
@@ -345,7 +345,7 @@ def test_generation_of_the_gpu_counts_for_chunks_of_blocks(
     module: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scripted_sidecar(tmp_path, describing) as sidecar:
-        extra = beside(sidecar.path, layout="blocks")
+        extra = with_sidecar(sidecar.path, layout="blocks")
         for capability in (None, (9, 0), (10, 0)):
             platform = module.current_platform
             monkeypatch.setattr(platform, "get_device_capability", lambda found=capability: found)
