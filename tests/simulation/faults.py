@@ -747,7 +747,7 @@ class Faults:
         if any(url.startswith(REDIS_URL) for url in self._cluster.remotes.values()):
             self.damaged.add("redis")
             for _ in range(self._dice.choice([1, 10])):
-                self._cluster.redis.damage(b"lmc:", self._dice)
+                self._cluster.redis.store.damage(b"lmc:", self._dice)
 
     # --- Redis, clocks, operators ----------------------------------------------------------------
 

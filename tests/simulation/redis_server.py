@@ -10,6 +10,7 @@ import asyncio
 import copy
 import hashlib
 import inspect
+import json
 import math
 import random
 import re
@@ -64,11 +65,9 @@ NO_INTEGER = "ERR value is not an integer or out of range"
 NO_ARGUMENTS = "ERR wrong number of arguments for '{}' command"
 NO_SCRIPT = "NOSCRIPT No matching script. Please use EVAL."
 NOT_IN_SCRIPTS = frozenset({"config", "eval", "evalsha", "replicaof", "script"})
-FILLING = frozenset({"hincrby", "hset", "incr", "sadd", "set", "zadd"})
+FILLING = frozenset({"hincrby", "hset", "sadd", "set", "zadd"})
 """Commands that may take memory."""
-WRITING = FILLING | {
-    "del", "flushall", "hdel", "persist", "pexpire", "srem", "unlink", "zrem",
-}  # fmt: skip
+WRITING = FILLING | {"del", "flushall", "hdel", "persist", "pexpire", "unlink", "zrem"}
 FULL = "OOM command not allowed when used memory > 'maxmemory'."
 READ_ONLY = "READONLY You can't write against a read only replica."
 DEFAULT_SCAN_COUNT = 10
@@ -99,7 +98,9 @@ class Store:
         self._lua: Any = lua51.LuaRuntime(
             encoding=None, register_eval=False, register_builtins=False
         )
-        self._compile, self._run = self._lua.execute(_PRELUDE, self._call_from_lua)
+        self._compile, self._run = self._lua.execute(
+            _PRELUDE, self._call_from_lua, self._decode_json, _json_of
+        )
         self.restart()
 
     def restart(self) -> None:
@@ -115,6 +116,26 @@ class Store:
             self._values, self._ends_ms = copy.deepcopy(values), dict(ends_ms)
 
         return restore
+
+    def damage(self, prefix: bytes, dice: random.Random) -> None:
+        """Replace a value by one with a wrong bit, a part of it, that of another key, or a hash."""
+        whole = {
+            name: value
+            for name, value in self._values.items()
+            if isinstance(value, bytes) and value and name.startswith(prefix)
+        }
+        if not whole:
+            return
+        (name, value), other = dice.choice(list(whole.items())), dice.choice(list(whole))
+        wrong = bytearray(value)
+        wrong[dice.randrange(len(wrong))] ^= 1 << dice.randrange(8)
+        damaged: list[bytes | Hash] = [
+            bytes(wrong),
+            value[: dice.randrange(len(value))],
+            whole[other],
+            Hash({b"f": b"v"}),
+        ]
+        self._values[name] = dice.choice(damaged)
 
     def number_client(self) -> int:
         """Return the number of a new connection."""
@@ -266,12 +287,6 @@ class Store:
     def do_exists(self, key: bytes, *keys: bytes) -> Reply:
         return sum(self._find(one) is not None for one in (key, *keys))
 
-    def do_incr(self, key: bytes) -> Reply:
-        before = self._get(key, bytes)
-        number = _sum(0 if before is None else _integer(before), 1)
-        self._values[key] = b"%d" % number
-        return number
-
     def do_pexpire(self, key: bytes, ms: bytes) -> Reply:
         end_ms = self._now_ms + _integer(ms)
         if end_ms > MAX_INTEGER:
@@ -325,9 +340,6 @@ class Store:
     def do_hlen(self, key: bytes) -> Reply:
         return len(self._hash(key))
 
-    def do_hexists(self, key: bytes, field: bytes) -> Reply:
-        return int(field in self._hash(key))
-
     def do_hdel(self, key: bytes, field: bytes, *fields: bytes) -> Reply:
         return self._remove(key, Hash, (field, *fields))
 
@@ -337,10 +349,6 @@ class Store:
         number = _sum(_integer(before, "ERR hash value is not an integer"), change)
         self._make(key, Hash)[field] = b"%d" % number
         return number
-
-    def do_hrandfield(self, key: bytes) -> Reply:
-        fields = list(self._hash(key))
-        return self._dice.choice(fields) if fields else None
 
     def do_hscan(self, key: bytes, cursor: bytes, *options: bytes) -> Reply:
         begin = _cursor(cursor)
@@ -373,9 +381,6 @@ class Store:
 
     def do_smembers(self, key: bytes) -> Reply:
         return Members(self._get(key, Set) or ())
-
-    def do_srem(self, key: bytes, member: bytes, *members: bytes) -> Reply:
-        return self._remove(key, Set, (member, *members))
 
     def do_zadd(self, key: bytes, score: bytes, member: bytes, *pairs: bytes) -> Reply:
         if len(pairs) % 2:
@@ -480,6 +485,26 @@ class Store:
             return self._lua.table_from([self._lua_of(one) for one in reply])
         return reply
 
+    def _decode_json(self, text: Any, null: Any) -> Any:
+        """Return a table with the value as `ok`, or with an error as `err`."""
+
+        def lua_of(value: Any) -> Any:
+            if isinstance(value, str):
+                return value.encode("utf-8", "surrogateescape")
+            if isinstance(value, list):
+                return self._lua.table_from([lua_of(one) for one in value])
+            if isinstance(value, dict):
+                return self._lua.table_from({lua_of(name): lua_of(value[name]) for name in value})
+            return null if value is None else value
+
+        try:
+            value = json.loads(
+                text.decode("utf-8", "surrogateescape"), strict=False, parse_int=float
+            )
+            return self._lua.table_from({b"ok": lua_of(value)})
+        except (AttributeError, RecursionError, ValueError) as exc:
+            return self._lua.table_from({b"err": f"Expected JSON, found {exc}".encode()})
+
     def _reply_of(self, value: Any) -> Reply:
         if isinstance(value, bool):
             return 1 if value else None
@@ -513,6 +538,24 @@ def _commands_of(store: Store) -> Iterable[tuple[str, tuple[int, float, Callable
             least = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
             most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else least
             yield name.removeprefix("do_"), (least, most, command)
+
+
+def _json_of(value: Any) -> bytes:
+    """Return what scripts store, as `cjson.encode` does: arrays of numbers and texts."""
+    if isinstance(value, bytes):
+        return b'"%s"' % re.sub(rb'[\0-\x1f"/\\\x7f]', _escaped, value)
+    if isinstance(value, int | float):
+        return b"%.14g" % value
+    assert lua51.lua_type(value) == "table", "the model does not write this as JSON"
+    parts: list[bytes] = []
+    while (one := value[len(parts) + 1]) is not None:
+        parts.append(_json_of(one))
+    assert parts, "the model writes no empty tables as JSON"
+    return b"[%s]" % b",".join(parts)
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return b"\\/" if found[0] == b"/" else json.dumps(found[0].decode())[1:-1].encode()
 
 
 def _integer(word: bytes, error: str = NO_INTEGER) -> int:
@@ -602,12 +645,11 @@ def _page(
 
 
 _PRELUDE = rb"""
-local call_store = ...
-local loadstring, rawset, globals = loadstring, rawset, _G
-local error, ipairs, pairs, select, tonumber = error, ipairs, pairs, select, tonumber
-local tostring, type, unpack = tostring, type, unpack
-local byte, char, concat, find, floor = string.byte, string.char, table.concat, string.find, math.floor
-local format, gmatch, gsub, huge, match, sub = string.format, string.gmatch, string.gsub, math.huge, string.match, string.sub
+local call_store, decode_json, encode_json = ...
+local error, loadstring, rawset, globals = error, loadstring, rawset, _G
+local select, tonumber, tostring, type, unpack = select, tonumber, tostring, type, unpack
+local byte, char, concat, floor = string.byte, string.char, table.concat, math.floor
+local format, gsub = string.format, string.gsub
 
 redis, cjson, struct = {}, {}, {}
 
@@ -634,237 +676,40 @@ function redis.status_reply(text) return {ok = text} end
 -- Refuse an argument. Where in the script is left out, as is where in this text.
 local function refuse(text) error(text, 0) end
 
--- As lua-cjson 2.1, which Redis has.
-
-local MAX_DEPTH = 1000
-local null = newproxy()
-cjson.null = null
-
-local ESCAPES = {
-  ['"'] = '\\"', ['\\'] = '\\\\', ['/'] = '\\/',
-  ['\b'] = '\\b', ['\t'] = '\\t', ['\n'] = '\\n', ['\f'] = '\\f', ['\r'] = '\\r',
-}
-local UNESCAPES = {
-  ['"'] = '"', ['\\'] = '\\', ['/'] = '/', b = '\b', t = '\t', n = '\n', f = '\f', r = '\r',
-}
-
-local function quoted(text)
-  local function escape(one) return ESCAPES[one] or format('\\u%04x', byte(one)) end
-  return '"' .. gsub(text, '[%c"\\/]', escape) .. '"'
-end
-
-local function number_text(number)
-  if number ~= number or number == huge or number == -huge then
-    refuse('Cannot serialise number: must not be NaN or Inf')
-  end
-  return format('%.14g', number)
-end
-
--- The length of an array; nil for an object, which an empty table is.
-local function length_of(value)
-  local most, count = 0, 0
-  for key in pairs(value) do
-    if type(key) ~= 'number' or key < 1 or key ~= floor(key) then return nil end
-    if key > most then most = key end
-    count = count + 1
-  end
-  if most > 10 and most > 2 * count then refuse('Cannot serialise table: excessively sparse array') end
-  return most > 0 and most or nil
-end
-
-local function encoded(value, depth)
-  local kind = type(value)
-  if kind == 'string' then return quoted(value) end
-  if kind == 'number' then return number_text(value) end
-  if kind == 'boolean' then return tostring(value) end
-  if value == nil or value == null then return 'null' end
-  if kind ~= 'table' then refuse('Cannot serialise ' .. kind .. ': type not supported') end
-  if depth > MAX_DEPTH then refuse('Cannot serialise, excessive depth (' .. depth .. ')') end
-  local length, parts = length_of(value), {}
-  if length then
-    for i = 1, length do parts[i] = encoded(value[i], depth + 1) end
-    return '[' .. concat(parts, ',') .. ']'
-  end
-  for key, one in pairs(value) do
-    if type(key) == 'number' then
-      key = '"' .. number_text(key) .. '"'
-    elseif type(key) == 'string' then
-      key = quoted(key)
-    else
-      refuse('Cannot serialise ' .. type(key) .. ': table key must be a number or string')
-    end
-    parts[#parts + 1] = key .. ':' .. encoded(one, depth + 1)
-  end
-  return '{' .. concat(parts, ',') .. '}'
-end
-
-function cjson.encode(...)
-  if select('#', ...) ~= 1 then refuse("bad argument #1 to 'encode' (expected 1 argument)") end
-  return encoded(..., 1)
-end
-
-local function utf8(code)
-  if code < 0x80 then return char(code) end
-  if code < 0x800 then return char(0xC0 + floor(code / 64), 0x80 + code % 64) end
-  local last, middle = 0x80 + code % 64, 0x80 + floor(code / 64) % 64
-  if code < 0x10000 then return char(0xE0 + floor(code / 4096), middle, last) end
-  return char(0xF0 + floor(code / 262144), 0x80 + floor(code / 4096) % 64, middle, last)
-end
+cjson.null = newproxy()
 
 function cjson.decode(text)
-  if type(text) == 'number' then text = tostring(text) end
-  if type(text) ~= 'string' then
-    refuse("bad argument #1 to 'decode' (string expected, got " .. type(text) .. ')')
-  end
-  if find(text, '^%z.') or find(text, '^.%z') then
-    refuse('JSON parser does not support UTF-16 or UTF-32')
-  end
-  local at = 1
-  local read_value
-
-  local function fail(expected)
-    refuse('Expected ' .. expected .. ' but found invalid token at character ' .. at)
-  end
-
-  -- Goes to the next token and returns its first character, '' at the end, which a zero is.
-  local function peek()
-    at = find(text, '[^ \t\n\r]', at) or #text + 1
-    local mark = sub(text, at, at)
-    return mark == '\0' and '' or mark
-  end
-
-  local function read_escape()
-    local letter = sub(text, at + 1, at + 1)
-    if letter ~= 'u' then
-      at = at + 2
-      return UNESCAPES[letter] or fail('escape code')
-    end
-    local code = tonumber(match(text, '^%x%x%x%x', at + 2) or fail('four hex digits'), 16)
-    at = at + 6
-    if code < 0xD800 or code > 0xDFFF then return utf8(code) end
-    local low = tonumber(match(text, '^\\u(%x%x%x%x)', at) or fail('surrogate'), 16)
-    if code > 0xDBFF or low < 0xDC00 or low > 0xDFFF then fail('surrogate') end
-    at = at + 6
-    return utf8(0x10000 + (code - 0xD800) * 1024 + low - 0xDC00)
-  end
-
-  local function read_string()
-    local parts = {}
-    at = at + 1
-    while true do
-      local stop = find(text, '["\\%z]', at) or fail('string end')
-      parts[#parts + 1] = sub(text, at, stop - 1)
-      at = stop
-      local mark = sub(text, at, at)
-      if mark == '"' then
-        at = at + 1
-        return concat(parts)
-      end
-      if mark ~= '\\' then fail('string end') end
-      parts[#parts + 1] = read_escape()
-    end
-  end
-
-  local function read_array(depth)
-    local found, length = {}, 0
-    at = at + 1
-    if peek() ~= ']' then
-      while true do
-        length = length + 1
-        found[length] = read_value(depth)
-        local mark = peek()
-        if mark == ']' then break end
-        if mark ~= ',' then fail('comma or array end') end
-        at = at + 1
-      end
-    end
-    at = at + 1
-    return found
-  end
-
-  local function read_object(depth)
-    local found = {}
-    at = at + 1
-    if peek() ~= '}' then
-      while true do
-        if peek() ~= '"' then fail('object key string') end
-        local key = read_string()
-        if peek() ~= ':' then fail('colon') end
-        at = at + 1
-        found[key] = read_value(depth)
-        local mark = peek()
-        if mark == '}' then break end
-        if mark ~= ',' then fail('comma or object end') end
-        at = at + 1
-      end
-    end
-    at = at + 1
-    return found
-  end
-
-  function read_value(depth)
-    local mark = peek()
-    if mark == '"' then return read_string() end
-    if mark == '[' or mark == '{' then
-      if depth >= MAX_DEPTH then refuse('Found too many nested data structures (' .. depth + 1 .. ')') end
-      return (mark == '[' and read_array or read_object)(depth + 1)
-    end
-    local word = match(text, '^[-+%w.]+', at) or fail('value')
-    at = at + #word
-    if word == 'true' then return true end
-    if word == 'false' then return false end
-    if word == 'null' then return null end
-    return find(word, '^[-+%dINin]') and tonumber(word) or fail('value')
-  end
-
-  local value = read_value(0)
-  if peek() ~= '' then fail('the end') end
-  return value
+  local found = decode_json(text, cjson.null)
+  if found.err then refuse(found.err) end
+  return found.ok
 end
 
--- Formats of unsigned integers only.
-local function integers_of(form)
-  local found, is_little = {}, true
-  for option, size in gmatch(form, '(.)(%d*)') do
-    if option == '<' or option == '>' then
-      is_little = option == '<'
-    elseif option == 'I' and (tonumber(size) or 4) <= 8 then
-      found[#found + 1] = {tonumber(size) or 4, is_little}
-    else
-      refuse("invalid format option '" .. option .. "'")
-    end
-  end
-  return found
+function cjson.encode(value) return encode_json(value) end
+
+-- Formats of unsigned integers of four bytes, the lowest first.
+local function count_of(form)
+  local rest, count = gsub(form, 'I4', '')
+  if rest ~= '<' then refuse("invalid format option '" .. rest .. "'") end
+  return count
 end
 
 function struct.pack(form, ...)
-  local parts = {}
-  for i, integer in ipairs(integers_of(form)) do
-    local size, is_little = integer[1], integer[2]
+  local bytes = {}
+  for i = 1, count_of(form) do
     local value = tonumber((select(i, ...)))
     if not value then refuse('bad argument #' .. i + 1 .. " to 'pack' (number expected)") end
     value = value < 0 and -floor(-value) or floor(value)
-    local bytes = {}
-    for at = 1, size do
-      bytes[is_little and at or size + 1 - at] = char(value % 256)
-      value = floor(value / 256)
-    end
-    parts[i] = concat(bytes)
+    for place = 0, 3 do bytes[#bytes + 1] = char(floor(value / 256 ^ place) % 256) end
   end
-  return concat(parts)
+  return concat(bytes)
 end
 
-function struct.unpack(form, data, begin)
-  local found, at = {}, begin or 1
-  for i, integer in ipairs(integers_of(form)) do
-    local size, is_little = integer[1], integer[2]
-    if at + size - 1 > #data then refuse("bad argument #2 to 'unpack' (data string too short)") end
-    local high, low = 0, 0  -- summed up apart, so that only the last sum is rounded
-    for place = size, 1, -1 do
-      local one = byte(data, is_little and at + place - 1 or at + size - place)
-      if place > 4 then high = high * 256 + one else low = low * 256 + one end
-    end
-    found[i], at = high * 4294967296 + low, at + size
+function struct.unpack(form, data)
+  local found, at = {}, 1
+  for i = 1, count_of(form) do
+    local one, two, three, four = byte(data, at, at + 3)
+    if not four then refuse("bad argument #2 to 'unpack' (data string too short)") end
+    found[i], at = one + 256 * (two + 256 * (three + 256 * four)), at + 4
   end
   found[#found + 1] = at
   return unpack(found)
@@ -1029,27 +874,6 @@ class RedisServer:
     def flush(self) -> None:
         """Forget everything but the scripts."""
         self.store.do_flushall()
-
-    def damage(self, prefix: bytes, dice: random.Random) -> None:
-        """Replace a value by one with a wrong bit, a part of it, that of another key, or a hash."""
-        values = self.store._values
-        whole = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, bytes) and value and name.startswith(prefix)
-        }
-        if not whole:
-            return
-        (name, value), other = dice.choice(list(whole.items())), dice.choice(list(whole))
-        wrong = bytearray(value)
-        wrong[dice.randrange(len(wrong))] ^= 1 << dice.randrange(8)
-        damaged: list[bytes | Hash] = [
-            bytes(wrong),
-            value[: dice.randrange(len(value))],
-            whole[other],
-            Hash({b"f": b"v"}),
-        ]
-        values[name] = dice.choice(damaged)
 
     def main(self) -> int:
         """Serve port 6379 until the process ends."""

