@@ -261,7 +261,7 @@ def read_message(data: bytes) -> None:
     """What a frame of the sidecar's socket or of lm:// carries: a byte says of which type."""
     if not data:
         return
-    frame_type = _FRAME_TYPES[data[0] % len(_FRAME_TYPES)]
+    frame_type = FRAME_TYPES[data[0] % len(FRAME_TYPES)]
     try:
         found = messages.parse_meta(frame_type, data[1:])
     except ProtocolError:
@@ -287,7 +287,7 @@ def seeds_of_messages() -> Iterator[bytes]:
         messages.DoneWith((1, 2), ("ticket",)),
         messages.Describe("vllm", "model", 2, 256, bytes(32), ("", "window")),
     ):
-        number = _FRAME_TYPES.index(message.frame_type)
+        number = FRAME_TYPES.index(message.frame_type)
         yield bytes([number]) + messages.build_frame(1, message)[HEADER_BYTES:]
 
 
@@ -347,7 +347,7 @@ def seeds_of_pods() -> Iterator[bytes]:
     )
 
 
-_FRAME_TYPES = tuple(FrameType)
+FRAME_TYPES = tuple(FrameType)
 TARGETS = {
     "containers": Target(read_container, seeds_of_containers),
     "blobs": Target(read_blob, seeds_of_blobs),

@@ -6,15 +6,22 @@ from __future__ import annotations
 
 import functools
 import random
+import struct
+import tracemalloc
 from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
+from lmcache_core.wire.frames import FrameType
 
+from tests.fixtures.time_bound import cpu_bound
 from tests.fuzz import __main__ as command
 from tests.fuzz.plain_loops import Checked, plain_loops
 from tests.fuzz.targets import (
+    FRAME_TYPES,
     TARGETS,
     TENSORS,
     decode_blob,
@@ -27,7 +34,73 @@ from tests.suites.codec_payloads import (
     specs_of,
 )
 
-NUM_DAMAGED = 40
+MEMORY_BOUND_BYTES = dict.fromkeys(TARGETS, 8 << 20) | {"pods": 256 << 20}
+"""Many times the longest input, and a small part of what some inputs claim. A pod's texts are
+repeated.
+"""
+TIME_BOUND_S = 30.0
+HOSTILE = {
+    "record-heads": [
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x97\xdb\xff\xff\xff\xff",
+        b"\x97\xc6\xff\xff\xff\xff",
+        b"\x97\xa1\xff",
+        b"\x97\xc4\x01a\xa1n\xa0\xc2\xdd\x7f\xff\xff\xff" + b"\x95" * 400,
+        bytes([0x91]) * 600,
+    ],
+    "messages": [
+        bytes([FRAME_TYPES.index(kind)]) + meta
+        for kind, meta in (
+            (FrameType.CONTAINS, b"\x91\xdd\xff\xff\xff\xff"),
+            (FrameType.CONTAINS, b"\x91\xdc\xff\xff" + b"\xc4\x00" * 65535),
+            (FrameType.HELLO, b"\x95\x01\x01\xdd\xff\xff\xff\xff"),
+            (FrameType.GET, b"\x93\x91\x92\x00\xc6\xff\xff\xff\xff"),
+            (FrameType.LANE, b"\x92\x00\x95\xdb\xff\xff\xff\xff"),
+            (FrameType.ERROR, b"\x92\xa2\xff\xfe\xa0"),
+        )
+    ],
+}
+"""Inputs that claim much, or are no text."""
+edits = st.lists(
+    st.tuples(st.integers(0, 1 << 16), st.binary(max_size=8), st.integers(0, 8)), max_size=4
+)
+words = st.lists(
+    st.tuples(st.integers(0, 1 << 16), st.sampled_from([0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFFFFFF])),
+    max_size=4,
+)
+
+
+@functools.cache
+def seeds_of(name: str) -> list[bytes]:
+    return [b"", b"\0", *TARGETS[name].seeds(), *HOSTILE.get(name, ())]
+
+
+def changed(
+    data: bytes, edits: list[tuple[int, bytes, int]], words: list[tuple[int, int]]
+) -> bytes:
+    """Return the bytes with some inserted, deleted and overwritten."""
+    for at, inserted, num_deleted in edits:
+        place = at % (len(data) + 1)
+        data = data[:place] + inserted + data[place + num_deleted :]
+    written = bytearray(data)
+    for at, value in words if len(data) > 4 else ():
+        # Half of the places are in front, where what is not content lies.
+        place = at // 2 % (min(300, len(data) - 4) if at % 2 else len(data) - 4)
+        form = "<I" if value > 0xFFFF else "<H" if value > 0xFF else "B"
+        struct.pack_into(form, written, place, value)
+    return bytes(written)
+
+
+def run_within_bounds(name: str, data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with cpu_bound(TIME_BOUND_S):
+            TARGETS[name].run(data)
+        assert tracemalloc.get_traced_memory()[1] < MEMORY_BOUND_BYTES[name]
+    finally:
+        tracemalloc.stop()
 
 
 def near(seed: bytes, number: int) -> bytes:
@@ -42,14 +115,28 @@ def near(seed: bytes, number: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_seeds_and_what_is_near_them_are_no_findings(name: str) -> None:
-    target = TARGETS[name]
-    seeds = list(target.seeds())
-    assert len(seeds) == len(set(seeds)) > 1
-    for number, seed in enumerate((b"", b"\0", *seeds)):
-        target.run(seed)
-        for i in range(NUM_DAMAGED):
-            target.run(near(seed, 1000 * number + i))
+def test_seeds_are_read_within_bounds(name: str) -> None:
+    seeds = seeds_of(name)
+    assert len(seeds) == len(set(seeds)) > 3
+    for seed in seeds:
+        run_within_bounds(name, seed)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=300, deadline=None)
+@given(number=st.integers(0, 1 << 16), edits=edits, words=words)
+def test_damaged_seeds_are_read_within_bounds(
+    name: str, number: int, edits: list[tuple[int, bytes, int]], words: list[tuple[int, int]]
+) -> None:
+    seeds = seeds_of(name)
+    run_within_bounds(name, changed(seeds[number % len(seeds)], edits, words))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=2000))
+def test_any_bytes_are_read_within_bounds(name: str, data: bytes) -> None:
+    run_within_bounds(name, data)
 
 
 def test_the_command_knows_every_target() -> None:
