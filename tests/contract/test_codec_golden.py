@@ -73,12 +73,3 @@ def test_other_tables_are_not_taken_for_these() -> None:
     for serde in ("naive", "torch", "cachegen:high", ""):
         assert not codec.decodes(RecordHeader(b"", serde, f"standard@{tables}", True, (), b""))
     codec.close()
-
-
-def test_the_script_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "codec.json").write_text("kept")
-    assert make_codec_vectors.main(["--directory", str(tmp_path)]) == 1
-    assert (tmp_path / "codec.json").read_text() == "kept"
-    assert "codec.json" in capsys.readouterr().err
-    assert make_codec_vectors.main(["--directory", str(tmp_path), "--force"]) == 0
-    assert (tmp_path / "codec.json").read_bytes() == FILE.read_bytes()

@@ -15,8 +15,6 @@ import pytest
 from lmcache_core.config import (
     OPTIONS,
     LMCacheEngineConfig,
-    LMCacheEngineMetadata,
-    LMCacheMemPoolMetadata,
 )
 
 FROM_DEFAULTS = [
@@ -158,37 +156,6 @@ def test_the_list_of_options() -> None:
         name for name, _ in FROM_DEFAULTS
     ]
     assert [field.name for field in dataclasses.fields(LMCacheEngineConfig)] == list(OPTIONS)
-
-
-def test_the_order_of_the_metadata() -> None:
-    values = ("org/model", 2, 1, "vllm", "bfloat16", (4, 2, 256, 8, 64))
-    names = ("model_name", "world_size", "worker_id", "fmt", "kv_dtype", "kv_shape")
-    metadata = LMCacheEngineMetadata(*values)
-    assert tuple(getattr(metadata, name) for name in names) == values
-    assert [p.name for p in parameters_of(LMCacheEngineMetadata) if p.default is p.empty] == list(
-        names
-    )
-
-
-def test_the_order_of_a_pools_metadata() -> None:
-    metadata = LMCacheMemPoolMetadata((4, 2, 256, 8, 64), "float16", 5)
-    assert [p.name for p in parameters_of(LMCacheMemPoolMetadata)] == [
-        "kv_shape",
-        "kv_dtype",
-        "max_local_cache_size",
-    ]
-    assert (metadata.kv_shape, metadata.kv_dtype, metadata.max_local_cache_size) == (
-        (4, 2, 256, 8, 64),
-        "float16",
-        5,
-    )
-
-
-def test_the_other_constructors_need_nothing_undocumented() -> None:
-    assert [(p.name, p.default) for p in parameters_of(LMCacheEngineConfig.from_file)] == [
-        ("file_path", inspect.Parameter.empty)
-    ]
-    assert all(p.default is not p.empty for p in parameters_of(LMCacheEngineConfig.from_env))
 
 
 def test_configuring_imports_no_torch() -> None:

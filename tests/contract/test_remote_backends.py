@@ -245,30 +245,6 @@ class TestFile(RemoteSuite):
         assert not list(tmp_path.glob(".tmp/*")), "a temporary file stayed"
 
 
-class TestEncodedRedis(EncodedReadingSuite, RemoteSuite):
-    test_a_chunk_without_a_digest_gets_one_on_its_way = (
-        None  # what lies there is encoded, with a digest of its own
-    )
-
-    @pytest.fixture
-    def under_test(self, redis_server: RedisServer) -> Iterator[RedisUnderTest]:
-        with redis_server.client() as plain:
-            plain.flushall()
-            under_test = RedisUnderTest(redis_server, plain)
-            under_test.backend = encoding(under_test.backend)
-            yield under_test
-
-
-class TestEncodedFile(EncodedReadingSuite, RemoteSuite):
-    test_a_chunk_without_a_digest_gets_one_on_its_way = None
-
-    @pytest.fixture
-    def under_test(self, tmp_path: Path) -> FileUnderTest:
-        under_test = FileUnderTest(tmp_path)
-        under_test.backend = encoding(under_test.backend)
-        return under_test
-
-
 class TestEncodedLm(EncodedReadingSuite, SharedServerSuite):
     test_a_chunk_without_a_digest_gets_one_on_its_way = None
 

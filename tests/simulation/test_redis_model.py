@@ -468,10 +468,13 @@ def test_commands_answer_alike(pair: Pair, protocol: int) -> None:
     pair.use(2)
 
 
-def test_every_kind_of_value_answers_alike(pair: Pair) -> None:
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_every_kind_of_value_answers_alike(pair: Pair, protocol: int) -> None:
+    pair.use(protocol)
     for kind in KINDS:
         for command in on_a_key():
             pair.check([kind, command, command, ("EXISTS", "k"), ("PTTL", "k")])
+    pair.use(2)
 
 
 @pytest.mark.parametrize("protocol", [2, 3])

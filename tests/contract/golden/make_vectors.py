@@ -6,7 +6,6 @@ another result is another version.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -292,26 +291,17 @@ def plain(field: Any) -> Any:
 VECTORS = {"identity.json": identity, "records.json": records, "frames.json": frames}
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Write the files; with one that exists and no `--force`, write none."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="overwrite: a new version of the format, and a decision of people",
-    )
-    parser.add_argument("--directory", type=Path, default=DIRECTORY)
-    options = parser.parse_args(arguments)
-    existing = [name for name in VECTORS if (options.directory / name).exists()]
-    if existing and not options.force:
+    existing = [name for name in VECTORS if (DIRECTORY / name).exists()]
+    if existing and "--force" not in sys.argv:
         print(f"{', '.join(existing)} exist: golden vectors are not regenerated", file=sys.stderr)
         return 1
     for name, make in VECTORS.items():
-        (options.directory / name).write_text(
-            json.dumps(make(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(make(), indent=1, ensure_ascii=False)
+        (DIRECTORY / name).write_text(f"{text}\n", encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
