@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import random
-import struct
 import tracemalloc
 from unittest import mock
 
@@ -19,6 +18,7 @@ from lmcache_core.wire.frames import FrameType
 
 from tests.fixtures.time_bound import cpu_bound
 from tests.fuzz import __main__ as command
+from tests.fuzz.damage import Changes, changed, changes
 from tests.fuzz.plain_loops import Checked, plain_loops
 from tests.fuzz.targets import (
     FRAME_TYPES,
@@ -63,34 +63,11 @@ HOSTILE = {
     ],
 }
 """Inputs that claim much, or are no text."""
-edits = st.lists(
-    st.tuples(st.integers(0, 1 << 16), st.binary(max_size=8), st.integers(0, 8)), max_size=4
-)
-words = st.lists(
-    st.tuples(st.integers(0, 1 << 16), st.sampled_from([0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFFFFFF])),
-    max_size=4,
-)
 
 
 @functools.cache
 def seeds_of(name: str) -> list[bytes]:
     return [b"", b"\0", *TARGETS[name].seeds(), *HOSTILE.get(name, ())]
-
-
-def changed(
-    data: bytes, edits: list[tuple[int, bytes, int]], words: list[tuple[int, int]]
-) -> bytes:
-    """Return the bytes with some inserted, deleted and overwritten."""
-    for at, inserted, num_deleted in edits:
-        place = at % (len(data) + 1)
-        data = data[:place] + inserted + data[place + num_deleted :]
-    written = bytearray(data)
-    for at, value in words if len(data) > 4 else ():
-        # Half of the places are in front, where what is not content lies.
-        place = at // 2 % (min(300, len(data) - 4) if at % 2 else len(data) - 4)
-        form = "<I" if value > 0xFFFF else "<H" if value > 0xFF else "B"
-        struct.pack_into(form, written, place, value)
-    return bytes(written)
 
 
 def run_within_bounds(name: str, data: bytes) -> None:
@@ -124,12 +101,10 @@ def test_seeds_are_read_within_bounds(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=300, deadline=None)
-@given(number=st.integers(0, 1 << 16), edits=edits, words=words)
-def test_damaged_seeds_are_read_within_bounds(
-    name: str, number: int, edits: list[tuple[int, bytes, int]], words: list[tuple[int, int]]
-) -> None:
+@given(number=st.integers(0, 1 << 16), changes=changes)
+def test_damaged_seeds_are_read_within_bounds(name: str, number: int, changes: Changes) -> None:
     seeds = seeds_of(name)
-    run_within_bounds(name, changed(seeds[number % len(seeds)], edits, words))
+    run_within_bounds(name, changed(seeds[number % len(seeds)], changes))
 
 
 @pytest.mark.parametrize("name", TARGETS)

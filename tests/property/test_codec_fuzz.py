@@ -1,5 +1,5 @@
-"""Blobs from anywhere: only `SerdeError` comes of those that are none, nothing is written beside
-`out`, no claim takes memory or time.
+"""Blobs from anywhere: those that are none raise only `SerdeError`, nothing is written outside
+`out`, and no claim takes memory or time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lmcache_core.serde.chunk_codec import CacheGenCodec, Profile
 from lmcache_core.serde.codec import CACHEGEN_SERDE
 from lmcache_core.serde.tables import bell_curves
 
+from tests.fuzz.damage import Changes, changed, changes
 from tests.suites.codec_payloads import decode_between_guards, kv_payload, specs_of
 
 TENSORS = (
@@ -83,6 +84,15 @@ def read_within_bounds(number: int, data: bytes) -> bytes | None:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < MEMORY_BOUND_BYTES
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases, changes)
+def test_a_damaged_blob_is_refused_or_decoded(number: int, changes: Changes) -> None:
+    """Heads, levels, scales, tables, lengths and streams, each where it lies."""
+    found = read_within_bounds(number, changed(blob_of(number), changes))
+    _, (dtype, shape) = TENSORS[number]
+    assert found is None or len(found) == num_bytes(shape, dtype)
 
 
 @settings(deadline=None)

@@ -16,7 +16,7 @@ import pytest_asyncio
 import redis.exceptions
 from lmcache_core.errors import UnavailableError
 from lmcache_core.lookup import Holder
-from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim
+from lmcache_lookup.index import EventBatch, IndexEvent, LeaseClaim, redis_scripts
 from lmcache_lookup.index.packing import (
     NUM_BUCKETS,
     StoredHolder,
@@ -392,6 +392,16 @@ async def test_a_large_bucket_is_swept_in_pages(index: RedisIndex, raw: redis.Re
     assert sum(swept) == len(chunk_ids)
     assert max(swept) < 2 * SWEEP_PAGE_CHUNKS
     assert not raw.keys("lmc2:{b:*")
+
+
+def test_full_bucket_is_trimmed_in_the_order_asked_for(raw: redis.Redis) -> None:
+    ids = [bytes([at]) * 16 for at in range(9)]
+    raw.hset("bucket", mapping=dict.fromkeys(ids, pack_holder(StoredHolder(7, 1, 5, "hot"))))
+    for asked, left, is_full in ((ids[:2], ids[2:], 1), (ids, ids[6:], 0)):
+        answer = raw.eval(redis_scripts.TRIM.text, 1, "bucket", 3, 17, *asked)
+        assert answer == [is_full, len(ids) - len(left)]
+        assert set(raw.hkeys("bucket")) == {*left, b"#at"}
+        ids = left
 
 
 async def test_connections_that_a_restart_has_cut_are_replaced() -> None:
