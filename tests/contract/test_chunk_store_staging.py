@@ -44,7 +44,7 @@ DEADLINE_S, PATIENCE_S = 1.0, 20.0
 
 @dataclass
 class Open:
-    """A store, and what is behind it."""
+    """A store and its tiers."""
 
     store: ChunkStore
     hot: LocalCPUBackend
@@ -147,7 +147,7 @@ def test_several_chains_are_one_question(opened: Open) -> None:
     assert staged.tiers == (b"\1\1\1\0", b"\1\0\0\0", b"")
 
 
-def test_what_is_below_is_lifted_while_nobody_waits(opened: Open) -> None:
+def test_chunks_of_slower_tiers_are_lifted_in_the_background(opened: Open) -> None:
     chain = chain_of(range(6), world_size=2)
     opened.keep_on_shelf_alone(chain)
     assert opened.store.stage("t", [chain]) is not None
@@ -157,7 +157,7 @@ def test_what_is_below_is_lifted_while_nobody_waits(opened: Open) -> None:
     opened.shelf.hangs = False
 
 
-def test_a_tier_that_hangs_is_waited_for_by_nobody(opened: Open) -> None:
+def test_a_hanging_tier_is_not_waited_for(opened: Open) -> None:
     chain = chain_of(range(4))
     store_chunks(opened.store, keys_of_rank(chain, 0)[:2])
     opened.shelf.hangs = True

@@ -168,7 +168,7 @@ class TestS3(ReadingBackendSuite):
             name_of(make_key("a"), "other/"),
         ]
         for name in names:
-            under_test.server.write(name, b"somebody's")
+            under_test.server.write(name, b"foreign")
         await backend.batched_put(
             [
                 make_chunk("a", tenant="ab"),

@@ -2,7 +2,7 @@
 were lent.
 
 Whatever the order of events: what is served is what was stored, what a living client may write to
-is used by nobody else, and all books balance.
+has no other user, and all books balance.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class ArenaRestarts(RuleBasedStateMachine):
         self.clients: dict[int, FileLock] = {}
         self.open: list[Lent] = []
         self.sizes: dict[int, set[int]] = {}
-        self.start_anew()
+        self.start_again()
 
-    def start_anew(self) -> None:
+    def start_again(self) -> None:
         self.start = ArenaStart(self.directory)
         self.generation = self.start.owner.arena.generation
         self.clients[self.generation] = join_generation(self.directory, self.generation)
@@ -130,7 +130,7 @@ class ArenaRestarts(RuleBasedStateMachine):
     @rule()
     def kill(self) -> None:
         self.start.kill()
-        self.start_anew()
+        self.start_again()
 
     @rule()
     def stop(self) -> None:
@@ -138,7 +138,7 @@ class ArenaRestarts(RuleBasedStateMachine):
         mine = [lent for lent in self.open if lent.generation == self.generation]
         self.start.journal.abandoned([lent.memory for lent in mine])
         self.start.stop()
-        self.start_anew()
+        self.start_again()
 
     @precondition(lambda self: len(self.clients) > 1)
     @rule(data=st.data())
@@ -164,7 +164,7 @@ class ArenaRestarts(RuleBasedStateMachine):
         self.start.check_integrity()
 
     @invariant()
-    def what_clients_write_to_is_used_by_nobody(self) -> None:
+    def what_clients_write_to_has_no_other_user(self) -> None:
         old = sum(
             lent.memory.metadata.phy_size
             for lent in self.open

@@ -1,4 +1,4 @@
-"""Whatever happens to peers, every chunk is in exactly one place, and nobody serves who must
+"""Whatever happens to peers, every chunk is in exactly one place, and no peer serves that must
 not.
 """
 

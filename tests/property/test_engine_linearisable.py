@@ -145,8 +145,8 @@ class Callers:
 
 
 def seen_prefix(tokens: torch.Tensor, num_tokens: int) -> dict[tuple[int, ...], Action]:
-    """What a prefix of that length says: its chunks are there, the one behind it is not; of
-    those behind that one it says nothing.
+    """What a prefix of that length says: its chunks are there, the next one is not; of
+    those after that one it says nothing.
     """
     pieces = wanted_pieces(tokens)
     num = sum(len(piece) <= num_tokens for piece in pieces)

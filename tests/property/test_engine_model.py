@@ -40,9 +40,7 @@ SKIPPED = st.sampled_from([0, 0, 1, 2, MAX_CHUNKS])
 
 
 class Place:
-    """Where chunks are: an engine, the memory tier behind it, and the operations of the tiers'
-    owner.
-    """
+    """Where chunks are: an engine, its memory tier, and the operations of the tiers' owner."""
 
     engine: LMCacheEngine
     hot: LocalCPUBackend
@@ -213,7 +211,7 @@ class EngineModel(RuleBasedStateMachine):
             self.hot.check_integrity()
             figures = self.hot.stats()
             assert figures["arena_used_bytes"] == figures["used_bytes"], (
-                "something is reserved or held that nobody needs any more"
+                "something is reserved or held that is not needed any more"
             )
             assert figures["num_chunks"] <= len(self.stored)
 

@@ -85,7 +85,7 @@ def feed(stream: FrameStream, data: bytes, cut: int) -> None:
 
 
 async def receive(blob: bytes, cut: int) -> tuple[str, bytes]:
-    """Receive a blob that may be a record, and the byte behind it."""
+    """Receive a blob that may be a record, and the next byte."""
     stream, arena = FrameStream(), Arena(1 << 20)
     stream.connection_made(Loopback())
     feed(stream, blob[:100], cut)
@@ -101,9 +101,9 @@ async def receive(blob: bytes, cut: int) -> tuple[str, bytes]:
     else:
         verdict = result.reason.value
     arena.check_empty()
-    behind = bytearray(1)
-    await stream.readinto(memoryview(behind))
-    return verdict, bytes(behind)
+    following = bytearray(1)
+    await stream.readinto(memoryview(following))
+    return verdict, bytes(following)
 
 
 @settings(max_examples=150)
@@ -115,9 +115,9 @@ async def receive(blob: bytes, cut: int) -> tuple[str, bytes]:
     st.integers(1, 2000),
 )
 def test_a_blob_is_consumed_to_its_end_whatever_it_is(blob: bytes, cut: int) -> None:
-    verdict, behind = asyncio.run(receive(blob, cut))
+    verdict, following = asyncio.run(receive(blob, cut))
     assert verdict in (MissReason.CORRUPT, MissReason.IDENTITY, MissReason.NO_MEMORY)
-    assert behind == b"!"
+    assert following == b"!"
 
 
 @settings(max_examples=20)

@@ -117,7 +117,7 @@ class AllocatorSuite(ABC):
     def take(self, allocator: BoundedAllocator, size: int) -> MemoryObj:
         """`size` bytes, which must be there."""
         memory_obj = allocator.allocate((size,), torch.uint8, self.fmt)
-        assert memory_obj is not None, f"no room for {size} bytes beside {allocator.used_bytes}"
+        assert memory_obj is not None, f"no room for {size} bytes, {allocator.used_bytes} are used"
         return memory_obj
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)

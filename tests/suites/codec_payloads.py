@@ -83,11 +83,11 @@ LARGEST_VALUES = MappingProxyType(
 """Usual ones, and those next to the ends of what a dtype can say or a scale may be."""
 SIDES = MappingProxyType({"keys": 0, "values": 1, "kv": 0, "kv1": 1, "kv2": 2})
 GUARD = b"\xa5" * 64
-"""What lies before and behind memory that is decoded into."""
+"""What lies before and after memory that is decoded into."""
 
 
 def specs_of(*tensors: TensorCase, gap: int = 0) -> tuple[TensorSpec, ...]:
-    """Raw tensors of groups `g0`, `g1`, … one behind the other, or `gap` bytes apart."""
+    """Raw tensors of groups `g0`, `g1`, … one after the other, or `gap` bytes apart."""
     specs, at = [], 0
     for i, (dtype, shape) in enumerate(tensors):
         specs.append(TensorSpec(f"g{i}", dtype, shape, at, num_bytes(shape, dtype)))
@@ -188,7 +188,7 @@ def check_reported_errors(
     report.
 
     Args:
-        specs: The tensors, one behind the other.
+        specs: The tensors, one after the other.
         payloads: Before and after.
         found: What its encoder reported.
         scale_is_of_plane: Whether errors of so many tokens are relative to the largest value of a

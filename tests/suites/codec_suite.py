@@ -146,7 +146,7 @@ class ChunkCodecSuite(ABC):
         assert bytes(found.payload) == bytes(plain.payload)
         assert found.tensors == plain.tensors
 
-    def test_bytes_may_be_anybodys_and_lie_anywhere(self, codec: ChunkCodec) -> None:
+    def test_bytes_may_be_read_only_and_lie_anywhere(self, codec: ChunkCodec) -> None:
         specs = specs_of(*CASES["hybrid"])
         payload = kv_payload(specs, 2)
         found = self.encoded(codec, specs, payload)

@@ -325,9 +325,9 @@ class PagedConnectorSuite(ConnectorSuite):
             pytest.param(torch.tensor(SLOTS).roll(2), id="the engine's own prefix"),
             pytest.param(
                 torch.tensor((*SLOTS[:6], NUM_BLOCKS * BLOCK_SIZE, *SLOTS[7:])),
-                id="behind the last",
+                id="after the last",
             ),
-            pytest.param(torch.tensor((*SLOTS[:6], 1 << 62, *SLOTS[7:])), id="far behind the last"),
+            pytest.param(torch.tensor((*SLOTS[:6], 1 << 62, *SLOTS[7:])), id="far after the last"),
             pytest.param(torch.tensor((*SLOTS[:6], SLOTS[5], *SLOTS[7:])), id="another token's"),
         ],
     )

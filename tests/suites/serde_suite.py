@@ -290,7 +290,7 @@ class SerdeSuite(ABC):
         "owner",
         [bytes, bytearray, memoryview, lambda data: memoryview(bytearray(b"xx" + data))[2:]],
     )
-    def test_bytes_may_be_anybodys(self, small: bytes, owner: type[bytes]) -> None:
+    def test_bytes_may_be_of_any_type(self, small: bytes, owner: type[bytes]) -> None:
         assert bits_of(self.decoded(owner(small))) == bits_of(self.decoded(small))
 
     def test_the_result_owns_its_memory(self, small: bytes) -> None:

@@ -127,7 +127,7 @@ class TokenDatabaseSuite:
                 == named(make_database(make_config(), METADATA), tokens)
             )
 
-    def test_a_hash_depends_on_everything_before_its_end_and_on_nothing_behind(
+    def test_a_hash_depends_on_everything_before_its_end_and_on_nothing_after_it(
         self, database: TokenDatabase
     ) -> None:
         tokens = list(range(18))
@@ -279,7 +279,7 @@ class TokenDatabaseSuite:
 
     @pytest.mark.parametrize("length", [1, 3, 4, 9])
     @pytest.mark.parametrize("offset", range(24))
-    def test_a_span_changes_the_chunks_that_it_overlaps_and_those_behind(
+    def test_a_span_changes_the_chunks_that_it_overlaps_and_those_after_them(
         self, database: TokenDatabase, offset: int, length: int
     ) -> None:
         plain = hashes(database, range(22))

@@ -55,7 +55,7 @@ def raw_payload(tensors: list[tuple[str, tuple[int, ...]]]) -> bytes:
 
 
 def vectors() -> dict[str, Any]:
-    """What the file holds, computed anew."""
+    """What the file holds, computed again."""
     tables = bell_curves()
     frequencies = {
         levels: hashlib.sha256(tables.of(levels).frequencies.astype("<u2").tobytes()).hexdigest()
@@ -98,7 +98,7 @@ def vector(name: str, what: str) -> dict[str, Any]:
 
 
 def raw_specs(what: str) -> tuple[TensorSpec, ...]:
-    """The tensors of a raw payload, one behind the other."""
+    """The tensors of a raw payload, one after the other."""
     specs, at = [], 0
     for i, (dtype, shape) in enumerate(TENSORS[what]):
         length = num_bytes(shape, dtype)

@@ -1,5 +1,5 @@
 """Every index keeps the rules of `docs/protocols.md`, lookup: the embedded one, and Redis as one
-server, behind sentinels, as a cluster.
+server, with sentinels, as a cluster.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ async def test_instances_of_two_owners_may_share_a_name(index: LookupIndex) -> N
 
 
 async def test_events_need_a_lease(index: LookupIndex) -> None:
-    assert await tell(index, "nobody", event(1)) == HOLDS_BACK
+    assert await tell(index, "unknown", event(1)) == HOLDS_BACK
     assert await held(index, 1) == [[]]
 
 

@@ -160,7 +160,7 @@ async def test_an_instances_events_are_taken_by_one_replica_at_a_time(
     with pytest.raises(UnavailableError, match="another replica"):
         await index.apply("acme", EventBatch("a", 1, 0, stores()))
     assert (await claim(shards, "y"))[2] == -1
-    # Another life of the instance is nobody's yet.
+    # No claim is on another life of the instance.
     assert await join(index, incarnation=2) == EventsAck(0, False)
     assert await index.apply("acme", EventBatch("a", 2, 0, stores())) == EventsAck(
         NUM_BUCKETS, False
@@ -266,7 +266,7 @@ async def test_a_server_that_comes_back_empty_is_noticed_with_the_next_renewal(
         assert await join(index, instance, incarnation) == EventsAck(NUM_BUCKETS, False)
     await restart(cluster.servers[which(cluster)])
     state = await at_last(lambda: join(index))
-    # Either it is told to begin anew, or it sees it by the number.
+    # Either the answer asks for a resync, or the number shows that it is needed.
     assert state in (EventsAck(NUM_BUCKETS, True), EventsAck(0, False))
     assert await join(index, "b") in (EventsAck(NUM_BUCKETS, True), EventsAck(0, False))
     assert await join(index, "a", 2) == EventsAck(0, False)

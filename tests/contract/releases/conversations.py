@@ -141,8 +141,7 @@ BROKER_OUTCOME: list[object] = [True, "pod-2", 2, True, ["pod-1", "pod-2"]]
 
 
 def covers(old: Any, new: Any, *, exactly: bool, volatile: Sequence[str] = ()) -> bool:
-    """Whether whoever understands `old` understands `new`: nothing that was there is missing or of
-    another kind.
+    """Return whether a reader of `old` understands `new`: no field is missing or of another kind.
 
     Args:
         old: Of the release.

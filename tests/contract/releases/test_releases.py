@@ -256,7 +256,7 @@ def said_in(exchange: Exchange) -> Any:
 
 
 def grown(kind: str, data: bytes) -> bytes:
-    """A body with a field that nobody knows yet."""
+    """Return a body with a field of a later release."""
     pack = msgspec.msgpack.encode if "msgpack" in kind else msgspec.json.encode
     return pack({**talks.body_of(kind, data), FUTURE: {"more": [1]}})
 
