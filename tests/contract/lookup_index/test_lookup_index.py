@@ -1,5 +1,8 @@
 """Every index keeps the rules of `docs/protocols.md`, lookup: the embedded one, and Redis as one
 server, with sentinels, as a cluster.
+
+What an instance holds, by its events, incarnations and the end of its lease, is compared with a
+model in `tests/property/test_lookup_index_model.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import pytest
 import pytest_asyncio
 import redis
 from lmcache_core.errors import CapacityError
-from lmcache_core.lookup import Holder, InstanceKind
+from lmcache_core.lookup import InstanceKind
 from lmcache_core.security import SHARED_OWNER
 from lmcache_lookup.index import EventBatch, EventsAck, IndexEvent, LeaseClaim, LookupIndex
 from lmcache_lookup.index.base import MAX_STORED_HOLDERS_PER_CHUNK
@@ -131,48 +134,6 @@ async def test_ping(index: LookupIndex) -> None:
     await index.ping()
 
 
-async def test_nothing_is_held_at_first(index: LookupIndex) -> None:
-    assert await held(index, 1, 2) == [[], []]
-    assert await index.holders("acme", []) == []
-
-
-async def test_what_is_stored_is_held_in_the_order_asked(index: LookupIndex) -> None:
-    await join(index, "a")
-    await join(index, "b")
-    on_disk = (event(1, tier="disk"), event(2, tier="disk"))  # 1 and 8 are in one bucket
-    assert await tell(index, "a", *on_disk, event(8)) == EventsAck(3, False)
-    assert await tell(index, "b", event(2)) == EventsAck(1, False)
-    assert await held(index, 8, 2, 3, 1) == [["a/hot"], ["a/disk", "b/hot"], [], ["a/disk"]]
-
-
-async def test_a_holder_says_all_that_was_reported(index: LookupIndex) -> None:
-    await index.renew("acme", LeaseClaim("s-0", 1, "storage", LONG_MS))
-    await tell(index, "s-0", event(1, tier="disk", size=1 << 40))
-    assert await index.holders("acme", [chunk(1)]) == [[Holder("s-0", "storage", "disk", 1 << 40)]]
-
-
-async def test_a_removal_takes_one_tier(index: LookupIndex) -> None:
-    await join(index, "a")
-    await tell(index, "a", event(1), event(1, tier="disk"), event(1, "remove"))
-    assert await held(index, 1) == [["a/disk"]]
-    await tell(index, "a", event(1, "remove", tier="disk"), event(2, "remove"), first=3)
-    assert await held(index, 1, 2) == [[], []]
-
-
-async def test_storing_again_replaces_the_size(index: LookupIndex) -> None:
-    await join(index, "a")
-    await tell(index, "a", event(1, size=5), event(1, size=9))
-    assert await index.holders("acme", [chunk(1)]) == [[Holder("a", "sidecar", "hot", 9)]]
-
-
-async def test_tenants_do_not_see_one_another(index: LookupIndex) -> None:
-    await join(index, "s", owner="ops")
-    await tell(index, "s", event(1, tenant="acme"), event(2, tenant="rival"), owner="ops")
-    assert await held(index, 1, 2, tenant="acme") == [["s/hot"], []]
-    assert await held(index, 1, 2, tenant="rival") == [[], ["s/hot"]]
-    assert await held(index, 1, 2, tenant="ops") == [[], []]
-
-
 async def test_tenants_are_listed(index: LookupIndex) -> None:
     await join(index, "a")
     assert await index.tenants() == []
@@ -180,67 +141,6 @@ async def test_tenants_are_listed(index: LookupIndex) -> None:
         index, "a", event(1, tenant="rival"), event(2, tenant="acme"), event(3, tenant="rival")
     )
     assert await index.tenants() == ["acme", "rival"]
-
-
-async def test_instances_of_two_owners_may_share_a_name(index: LookupIndex) -> None:
-    await join(index, "a", 5, owner="acme")
-    await join(index, "a", 9, owner="rival")
-    await tell(index, "a", event(1), incarnation=5)
-    await index.end("rival", "a")
-    assert await held(index, 1) == [["a/hot"]]
-    assert await tell(index, "a", event(2), first=1, incarnation=9, owner="acme") == HOLDS_BACK
-
-
-async def test_events_need_a_lease(index: LookupIndex) -> None:
-    assert await tell(index, "unknown", event(1)) == HOLDS_BACK
-    assert await held(index, 1) == [[]]
-
-
-async def test_a_repeat_is_skipped(index: LookupIndex) -> None:
-    await join(index, "a")
-    await tell(index, "a", event(1), event(2))
-    await tell(index, "a", event(1, "remove"), first=2)
-    assert await tell(index, "a", event(1), event(2)) == EventsAck(3, False)
-    assert await held(index, 1, 2) == [[], ["a/hot"]]
-
-
-async def test_of_an_overlap_only_the_new_part_is_taken(index: LookupIndex) -> None:
-    await join(index, "a")
-    await tell(index, "a", event(1), event(1, "remove"))
-    assert await tell(index, "a", event(1), event(1, "remove"), event(2)) == EventsAck(3, False)
-    assert await held(index, 1, 2) == [[], ["a/hot"]]
-
-
-async def test_a_gap_takes_nothing_and_asks_for_a_resync(index: LookupIndex) -> None:
-    await join(index, "a")
-    await tell(index, "a", event(1))
-    assert await tell(index, "a", event(2), first=2) == EventsAck(1, True)
-    assert await held(index, 1, 2) == [["a/hot"], []]
-    assert await tell(index, "a", event(3), first=1) == EventsAck(2, False)
-
-
-async def test_an_empty_batch_changes_nothing(index: LookupIndex) -> None:
-    await join(index, "a")
-    assert await tell(index, "a") == TAKEN
-
-
-async def test_a_renewal_tells_the_number_that_is_waited_for(index: LookupIndex) -> None:
-    assert await join(index, "a") == TAKEN
-    await tell(index, "a", event(1), event(2))
-    assert await join(index, "a") == EventsAck(2, False)
-
-
-async def test_a_higher_incarnation_kills_the_entries_of_the_lower_at_once(
-    index: LookupIndex,
-) -> None:
-    await join(index, "a", 1)
-    await tell(index, "a", event(1), event(2))
-    assert await held(index, 1) == [["a/hot"]]
-    assert await join(index, "a", 1_800_000_000_000_000_001) == TAKEN
-    assert await held(index, 1, 2) == [[], []]
-    assert await tell(index, "a", event(3), first=2) == HOLDS_BACK
-    await tell(index, "a", event(2), incarnation=1_800_000_000_000_000_001)
-    assert await held(index, 1, 2) == [[], ["a/hot"]]
 
 
 async def test_incarnations_differ_in_their_last_digit(index: LookupIndex) -> None:
@@ -254,14 +154,6 @@ async def test_incarnations_differ_in_their_last_digit(index: LookupIndex) -> No
     )
     assert await join(index, "a", 1_800_000_000_000_000_001) == TAKEN
     assert await held(index, 1) == [[]]
-
-
-async def test_a_lower_incarnation_changes_nothing(index: LookupIndex) -> None:
-    await join(index, "a", 7)
-    await tell(index, "a", event(1), incarnation=7)
-    assert await join(index, "a", 6) == HOLDS_BACK
-    assert await tell(index, "a", event(2), incarnation=6) == HOLDS_BACK
-    assert await held(index, 1, 2) == [["a/hot"], []]
 
 
 async def test_when_a_lease_runs_out_its_holdings_vanish(index: LookupIndex) -> None:
@@ -299,23 +191,6 @@ async def test_a_renewal_keeps_holdings_alive(index: LookupIndex) -> None:
     [status] = await index.instances("acme")
     assert status.expires_in_ms > LONG_MS // 2
     assert await held(index, 1) == [["a/hot"]]
-
-
-async def test_ending_a_lease_ends_its_holdings(index: LookupIndex) -> None:
-    await join(index, "a")
-    await tell(index, "a", event(1))
-    assert await index.end("acme", "a")
-    assert not await index.end("acme", "a")
-    assert await held(index, 1) == [[]]
-    assert await join(index, "a") == TAKEN
-    assert await held(index, 1) == [[]]
-
-
-async def test_a_late_end_leaves_the_next_life_alone(index: LookupIndex) -> None:
-    await join(index, "a", 2)
-    assert not await index.end("acme", "a", 1)
-    assert await tell(index, "a", event(1), incarnation=2) == EventsAck(1, False)
-    assert await index.end("acme", "a", 2)
 
 
 async def test_live_leases_are_listed_by_owner(index: LookupIndex) -> None:
@@ -547,20 +422,6 @@ async def test_eviction_forgets_chunks_of_one_tenant(index: LookupIndex) -> None
     assert await index.evict("acme", []) == 0
     assert await held(index, 1, 2) == [[], ["a/hot"]]
     assert await held(index, 1, tenant="rival") == [["a/hot"]]
-
-
-async def test_clearing_asks_the_tenants_instances_to_announce_again(index: LookupIndex) -> None:
-    await join(index, "a")
-    await join(index, "s", owner="ops")
-    await tell(index, "a", event(1), event(2, tenant="rival"))
-    await index.clear("acme")
-    assert await held(index, 1) == [[]]
-    assert await held(index, 2, tenant="rival") == [["a/hot"]]
-    assert (await tell(index, "a", event(3), first=2)).resync
-    assert (await join(index, "a")).resync
-    assert not (await join(index, "s", owner="ops")).resync
-    assert await join(index, "a", 2) == TAKEN
-    assert await tell(index, "a", event(1), incarnation=2) == EventsAck(1, False)
 
 
 async def test_clearing_asks_storage_servers_that_hold_chunks_of_all_tenants(
