@@ -295,114 +295,42 @@ CASES: dict[str, list[Command]] = {
         *(("GETRANGE", "k", first, last) for first in PLACES for last in PLACES),
         ("GETRANGE", "none", 0, 1),
     ],
-    "a text replaces what was there, and its time": lines("""
-        HSET k f v
-        PEXPIRE k 50000
-        SET k v
-        PTTL k
-        GET k
-    """),
-    "numbers in hashes": [
-        *lines(f"""
-            HINCRBY h n 5
-            HINCRBY h n -7
-            HINCRBY h n {SMALLEST}
-            HGET h n
-            HINCRBY h n {LARGEST}
-            HINCRBY h n {LARGEST}
-            HINCRBY none n x
-            EXISTS none
-        """),
+    "what is no integer": [
+        ("SET", "k", "v"),
         *[
             command
             for text in NO_INTEGERS
             for command in (
+                ("PEXPIRE", "k", text),
+                ("SET", "k", "x", "EX", text),
                 ("HINCRBY", "h", "n", text),
                 ("HSET", "h", "t", text),
                 ("HINCRBY", "h", "t", 1),
             )
         ],
-        ("HGETALL", "h"),
     ],
-    "times": [
-        *lines(f"""
-            PTTL k
-            PERSIST k
-            PEXPIRE k 50000
-            SET k v
-            PTTL k
-            PERSIST k
-            PEXPIRE k 50000
-            PTTL k
-            PERSIST k
-            PTTL k
-            PEXPIRE k {LARGEST}
-            PEXPIRE none {LARGEST}
-        """),
-        *[("PEXPIRE", "k", text) for text in NO_INTEGERS],
-        *lines(f"""
-            PTTL k
-            PEXPIRE k 0
-            EXISTS k
-            SET k v
-            PEXPIRE k {SMALLEST}
-            EXISTS k
-        """),
-    ],
-    "times of texts": [
-        *lines(f"""
-            SET k v EX 50
-            PTTL k
-            SET k w px 90000
-            PTTL k
-            SET k x EX 0
-            SET k x EX -1
-            SET k x EX {LARGEST}
-            SET k x PX {LARGEST}
-            SET k x EX
-            SET k x EX 1 2
-        """),
-        *[("SET", "k", "x", "EX", text) for text in NO_INTEGERS],
-        ("GET", "k"),
-    ],
-    "an emptied value has no time": lines("""
-        HSET h a 1
-        PEXPIRE h 50000
-        HDEL h a
-        PTTL h
-        HSET h a 1
-        PTTL h
-    """),
-    "sorted sets": [
-        ("ZADD", "z", 2, "b", 1, "a", 2, "a2", 2, b"\xff", 2, ""),
+    "what is no float": [
+        ("ZADD", "z", " 1", "a"),
         *lines("""
-            ZADD z 5 b 3 c 4 c
-            ZRANGEBYSCORE z -inf +inf
-            ZRANGEBYSCORE z (1 (5
-            ZRANGEBYSCORE z 5 1
-            ZRANGEBYSCORE z 1e0 2.5
-            ZRANGEBYSCORE z 1 2 LIMIT x 1
-            ZRANGEBYSCORE z 1 2 NOPE
-            ZRANGEBYSCORE z x 2
-            ZRANGEBYSCORE z 1 nan
-            ZADD none 1 a x b
-            ZADD none nan a
-            ZADD none 1_0 a
-            ZADD none 1 a 2
-            EXISTS none
+            ZADD z nan a
+            ZADD z 1_0 a
+            ZADD z 1 a x b
+            ZADD z 1 a 2
+            EXISTS z
             ZADD z -inf first +inf last 1e-300 tiny
-            ZRANGEBYSCORE z -inf +inf
-            ZREM z a a none
+            ZRANGEBYSCORE z 1 nan
+            ZRANGEBYSCORE z 1 2 NOPE
+            ZRANGEBYSCORE z 1 2 LIMIT x 1
+            ZRANGEBYSCORE z -1e0 2.5
+            ZRANGEBYSCORE z (-inf (inf
         """),
-        ("ZADD", "none", " 1", "a"),
-        *[
-            ("ZRANGEBYSCORE", "z", "-inf", "inf", "LIMIT", begin, count)
-            for begin in (-1, 0, 2, 9)
-            for count in (-1, 0, 1, 9)
-        ],
-        ("ZREM", "z", "b", "c", "a2", b"\xff", "", "first", "last", "tiny"),
-        ("EXISTS", "z"),
     ],
+    "options of SET": lines("""
+        SET k x EX
+        SET k x EX 1 2
+        SET k v px 90000
+        PTTL k
+    """),
     "pages": [
         *lines("""
             HSCAN h 0
