@@ -28,7 +28,6 @@ from lmcache_core.record import (
 from tests.suites.chunks import make_key, make_record
 
 RECORD = make_record("fuzz", b"payload" * 50)
-HEAD_BYTES = decode_prefix(RECORD[:PREFIX_BYTES]).head_bytes
 
 names = st.text(max_size=20)
 dtypes = st.sampled_from(["uint8", "bfloat16", "float32"])

@@ -244,11 +244,6 @@ class Pipe:
         self._underway.append((self._last_at, packet))
         kernel.call_later(self._last_at - kernel.now, self._arrive)
 
-    def deliver_later(self) -> None:
-        """Retransmit lost packets at once, not only when they are due."""
-        if self._retry_s:
-            self.network.kernel.call_later(LOCAL_LATENCY_S, self._try)
-
     def _arrive(self) -> None:
         if not self._retry_s:
             self._try()

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import pytest
 import torch
 from lmcache_core.errors import IntegrityError
 from lmcache_core.memory import ALIGN_BYTES, MemoryFormat, MemoryObj
+
+from tests.suites.threads import interleave
 
 CAPACITY_BYTES = 16 * ALIGN_BYTES
 DTYPES = (
@@ -29,8 +29,7 @@ DTYPES = (
     ),
     *(torch.int64, torch.uint8, torch.bool),
 )
-NUM_THREADS, NUM_TURNS = 4, 200
-SWITCH_INTERVAL_S = 1e-6
+NUM_TURNS = 200
 
 
 class BoundedAllocator(Protocol):
@@ -71,22 +70,6 @@ def has_pattern(memory_obj: MemoryObj, seed: int) -> bool:
     """Whether the object still holds what `write_pattern` wrote."""
     flat = memory_obj.tensor.flatten().view(torch.uint8).cpu()
     return bytes(flat.tolist()) == _pattern(flat.numel(), seed)
-
-
-def interleave(work: Callable[[int], None]) -> None:
-    """Run `work(seed)` in `NUM_THREADS` threads that are interrupted as often as can be, so that
-    a missing lock shows.
-    """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(NUM_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def _pattern(num_bytes: int, seed: int) -> bytes:
@@ -264,8 +247,6 @@ class AllocatorSuite(ABC):
         theirs.ref_count_down()
 
     def test_threads_leak_nothing_and_write_over_nothing(self, allocator: BoundedAllocator) -> None:
-        failures: list[str] = []
-
         def work(seed: int) -> None:
             rng = random.Random(seed)
             held: list[MemoryObj] = []
@@ -277,8 +258,7 @@ class AllocatorSuite(ABC):
                     allocator.check_integrity()
                     continue
                 write_pattern(memory_obj, turn)
-                if not has_pattern(memory_obj, turn):
-                    failures.append(f"thread {seed}, turn {turn}: another object was written over")
+                assert has_pattern(memory_obj, turn), "another thread has written over it"
                 if rng.random() < 0.5:
                     memory_obj.ref_count_down()
                 else:
@@ -287,7 +267,6 @@ class AllocatorSuite(ABC):
                 memory_obj.ref_count_down()
 
         interleave(work)
-        assert not failures
 
 
 class ArenaSuite(AllocatorSuite):

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,11 +15,12 @@ from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database import MultimodalSpan, TokenDatabase
 
+from tests.suites.threads import interleave
+
 CHUNK_SIZE = 4
 MAX_TOKEN_ID = 2**32 - 1
 METADATA = LMCacheEngineMetadata("test/model", 2, 1, "vllm", "bfloat16", (4, 2, CHUNK_SIZE, 8, 64))
-NUM_THREADS, NUM_SEQUENCES = 4, 120
-SWITCH_INTERVAL_S = 1e-6
+NUM_SEQUENCES = 120
 INTEGER_DTYPES = (
     torch.int8,
     torch.int16,
@@ -67,22 +66,6 @@ def branching_sequences(seed: int, num_sequences: int, max_tokens: int = 40) -> 
         beginning = known[: dice.randint(0, len(known))]
         made.append((beginning + dice.choices(range(3), k=dice.randint(0, 16)))[:max_tokens])
     return made
-
-
-def interleave(work: Callable[[int], None]) -> None:
-    """Run `work(thread)` in `NUM_THREADS` threads that are interrupted as often as can be, so that
-    a missing lock shows.
-
-    Raises:
-        Exception: What the first of them raised.
-    """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    try:
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            list(threads.map(work, range(NUM_THREADS)))
-    finally:
-        sys.setswitchinterval(interval)
 
 
 class TokenDatabaseSuite:
