@@ -1,4 +1,9 @@
-"""Promises of the product that are judged in each call, whatever faults there are."""
+"""Promises of the product that are judged in each call, whatever faults there are.
+
+Most are about a step inside a call: that a copy is kept before it is acknowledged, that a lift has
+ended before an answer is final. No public door shows such steps, so judges replace inner methods of
+the product's classes, and read what these decide by.
+"""
 
 from __future__ import annotations
 

@@ -392,7 +392,7 @@ class Scenario:
             if node is None or process.is_paused:
                 continue
             served = inside.chunks_in_memory(node)
-            unserved = {
+            unserved: set[tuple[object, ...]] = {
                 (process.pid, process.paused_s, pin.ends_at, key)
                 for key, pin in inside.pinned_chunks(node).items()
                 if key not in served or served[key].memory is not pin.chunk.memory
