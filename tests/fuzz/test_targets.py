@@ -100,7 +100,7 @@ def test_seeds_are_read_within_bounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(number=st.integers(0, 1 << 16), changes=changes)
 def test_damaged_seeds_are_read_within_bounds(name: str, number: int, changes: Changes) -> None:
     seeds = seeds_of(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,66 +34,53 @@ LLAMA = {
     "adapter": "",
     "layout": "",
 }
-CHAINS: list[dict[str, Any]] = [
-    {
-        "name": "one whole chunk",
-        "metadata": LLAMA,
-        "salt": "",
-        "chunk_size": 4,
-        "tokens": [1, 2, 3, 4],
-        "spans": [],
-    },
-    {
-        "name": "chunks and a partial one",
-        "metadata": LLAMA,
-        "salt": "",
-        "chunk_size": 4,
-        "tokens": list(range(10)),
-        "spans": [],
-    },
-    {
-        "name": "the largest token ids",
-        "metadata": LLAMA,
-        "salt": "",
-        "chunk_size": 2,
-        "tokens": [0, 4294967295, 128255],
-        "spans": [],
-    },
-    {
-        "name": "adapter, revision, layout and salt",
-        "metadata": {
-            **LLAMA,
-            "adapter": "billing-lora@v3",
-            "revision": "main",
-            "layout": "HND",
-            "worker_id": 0,
-        },
-        "salt": "tenant pepper ☃",
-        "chunk_size": 4,
-        "tokens": [7, 7, 7, 7, 7],
-        "spans": [],
-    },
-    {
-        "name": "latent attention, one side",
-        "metadata": {
-            **LLAMA,
-            "model_name": "deepseek-ai/DeepSeek-V3",
-            "kv_dtype": "float8_e4m3fn",
-            "kv_shape": [61, 1, 256, 1, 576],
-        },
-        "salt": "",
-        "chunk_size": 4,
-        "tokens": [5, 6, 7, 8],
-        "spans": [],
-    },
-    {
-        "name": "images across chunks, one twice",
-        "metadata": {**LLAMA, "model_name": "Qwen/Qwen2.5-VL-7B-Instruct"},
-        "salt": "",
-        "chunk_size": 4,
-        "tokens": [9, 151655, 151655, 151655, 151655, 151655, 3, 151655, 4, 5, 6, 7, 8],
-        "spans": [["a1" * 32, 1, 5], ["b2" * 32, 7, 1], ["a1" * 32, 7, 1]],
-    },
+
+
+def chain(
+    name: str,
+    tokens: list[int],
+    salt: str = "",
+    spans: Sequence[list[Any]] = (),
+    chunk_size: int = 4,
+    **metadata: Any,
+) -> dict[str, Any]:
+    """A prompt to name, of LLAMA unless `metadata` says otherwise."""
+    return {
+        "name": name,
+        "metadata": LLAMA | metadata,
+        "salt": salt,
+        "chunk_size": chunk_size,
+        "tokens": tokens,
+        "spans": list(spans),
+    }
+
+
+CHAINS = [
+    chain("one whole chunk", [1, 2, 3, 4]),
+    chain("chunks and a partial one", list(range(10))),
+    chain("the largest token ids", [0, 4294967295, 128255], chunk_size=2),
+    chain(
+        "adapter, revision, layout and salt",
+        [7, 7, 7, 7, 7],
+        "tenant pepper ☃",
+        adapter="billing-lora@v3",
+        revision="main",
+        layout="HND",
+        worker_id=0,
+    ),
+    chain(
+        "latent attention, one side",
+        [5, 6, 7, 8],
+        model_name="deepseek-ai/DeepSeek-V3",
+        kv_dtype="float8_e4m3fn",
+        kv_shape=[61, 1, 256, 1, 576],
+    ),
+    chain(
+        "images across chunks, one twice",
+        [9, 151655, 151655, 151655, 151655, 151655, 3, 151655, 4, 5, 6, 7, 8],
+        spans=[["a1" * 32, 1, 5], ["b2" * 32, 7, 1], ["a1" * 32, 7, 1]],
+        model_name="Qwen/Qwen2.5-VL-7B-Instruct",
+    ),
 ]
 KEYS: list[Any] = [
     ["vllm", "meta-llama/Llama-3.1-8B-Instruct", 2, 1, "3f" * 32, ""],
