@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from lmcache_core.sidecar import connection as client_connection
+from lmcache_core.storage.manager import StorageManager
 
 from tests.fixtures.embedded import hot_of
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
@@ -226,7 +227,11 @@ class _Embedded(EngineMachine):
         return embedded(max_local_cpu_size=ARENA_BYTES[room] / (1 << 30))
 
     def hot(self) -> Any:
-        return hot_of(self.stores[0].inner) if self.stores else None
+        if not self.stores:
+            return None
+        manager = self.stores[0].inner
+        assert isinstance(manager, StorageManager)
+        return hot_of(manager)
 
 
 class _Sidecar(EngineMachine):

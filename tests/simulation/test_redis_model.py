@@ -268,7 +268,14 @@ TEMPLATES = lines("""
     ZRANGEBYSCORE key bound bound LIMIT -1 1
     ZRANGEBYSCORE key bound bound limit 0
 """)
-EXAMPLES = {"name": "f", "value": "v", "integer": 1, "ttl": 50_000, "score": 1, "bound": 1}
+EXAMPLES: dict[str, Word] = {
+    "name": "f",
+    "value": "v",
+    "integer": 1,
+    "ttl": 50_000,
+    "score": 1,
+    "bound": 1,
+}
 
 
 def on_a_key(key: Word = "k") -> list[Command]:
