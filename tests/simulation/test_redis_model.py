@@ -332,6 +332,23 @@ CASES: dict[str, list[Command]] = {
             ZRANGEBYSCORE z (-inf (inf
         """),
     ],
+    "limits": [
+        ("ZADD", "z", 2, "b", 1, "a", 2, "c"),
+        *[
+            ("ZRANGEBYSCORE", "z", "-inf", "inf", "LIMIT", begin, count)
+            for begin in (-1, 0, 2, 9)
+            for count in (-1, 0, 1, 9)
+        ],
+    ],
+    "times": lines("""
+        PERSIST k
+        SET k v
+        PERSIST k
+        PEXPIRE k 50000
+        PTTL k
+        PERSIST k
+        PTTL k
+    """),
     "options of SET": lines("""
         SET k x EX
         SET k x EX 1 2
@@ -779,7 +796,7 @@ def all_of(keys: Sequence[Word]) -> list[Command]:
 
 
 @settings(max_examples=150)
-@given(st.lists(any_commands, min_size=1, max_size=40))
+@given(st.lists(any_commands, min_size=10, max_size=40))
 def test_random_commands_answer_alike(pair: Pair, asked: list[Command]) -> None:
     pair.check([*asked, *all_of(KEYS)])
 
