@@ -112,6 +112,7 @@ class Cluster:
         brokers: Likewise.
         shown: Number of the token that services and engines show.
         is_rotating: Whether the token is being replaced.
+        memory_chunk: Bytes that a chunk takes in memory.
         tenants: The tenants that have nodes.
         directories: Remote tiers that are directories, each by the machine that has its disk.
         remotes: The URL of the remote tier of each node.
@@ -138,7 +139,7 @@ class Cluster:
         self._disk_bytes: dict[str, int] = {}
         self.world = world
         self.chunk_bytes = chunk_bytes
-        self._memory_chunk = dice.choice(SCALES) * chunk_bytes
+        self.memory_chunk = dice.choice(SCALES) * chunk_bytes
         self._disk_chunk = dice.choice(SCALES) * chunk_bytes
         self.redis = RedisServer()
         self.processes: dict[str, Process] = {}
@@ -216,7 +217,7 @@ class Cluster:
         url, tenant = self.remotes[node], self.tenant_of(node)
         has_token = url.startswith("lm:")
         options: dict[str, object] = {
-            "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self._memory_chunk / GB,
+            "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self.memory_chunk / GB,
             "remote_url": url,
             # Only a token tells tenants apart in tiers of engines; files stay when a node moves.
             "salt": (self._salts if has_token and not self._has_embedded_disk else SALTS)[tenant],
@@ -356,7 +357,7 @@ class Cluster:
         return common | node | keys | own | drawn
 
     def _memory_gb(self, kind: str) -> float:
-        return _MEMORY_CHUNKS[kind] * self._memory_chunk * self._size(MEMORY_SIZES) / GB
+        return _MEMORY_CHUNKS[kind] * self.memory_chunk * self._size(MEMORY_SIZES) / GB
 
     def _with_disk(self, name: str, drawn: dict[str, object]) -> dict[str, object]:
         """Return these settings and those of the disk, if there is one at this start."""
@@ -374,7 +375,7 @@ class Cluster:
         drawn = {name: self._dice.choice(DRAWN[name]) for name in names}
         for name, value in drawn.items():
             if name.endswith("_gb") and value:
-                drawn[name] = value * (self._disk_chunk if "disk" in name else self._memory_chunk)
+                drawn[name] = value * (self._disk_chunk if "disk" in name else self.memory_chunk)
                 drawn[name] /= GB
         return drawn
 

@@ -461,7 +461,9 @@ class Scenario:
             engine.is_idle = True
         for tenant in self.cluster.tenants:
             engines = [
-                self.engines[node] for node in SIDECARS if self.cluster.tenant_of(node) == tenant
+                self.engines[node]
+                for node in SIDECARS
+                if self.cluster.tenant_of(node) == tenant and not self._refuses(node)
             ]
             for is_vllm in (False, True):
                 self._check_found_by([one for one in engines if one.is_vllm == is_vllm])
@@ -500,6 +502,8 @@ class Scenario:
             for group in groups.values()
             for number, engine in enumerate(group)
             if (len(group) > 1 or engine.node not in self._embedded_nodes)
+            and not any(map(self._refuses, (engine.node, group[number - 1].node)))
+            and not any(map(self._refuses, self.cluster.machines_of_remote(engine.node)))
             and self._serde_of(group[number - 1]) in ("naive", *self._decodable(engine))
         }
         prompt = FIRST_REMOTE_PROMPT
@@ -525,7 +529,9 @@ class Scenario:
         asked = {
             self.engines[node]: FIRST_BROKEN_PROMPT + number
             for number, node in enumerate(SIDECARS)
-            if self.cluster.remotes[node].startswith("file:") and node not in self._embedded_nodes
+            if self.cluster.remotes[node].startswith("file:")
+            and node not in self._embedded_nodes
+            and not self._refuses(node)
         }
         for number in range(REMOTE_TRIES if asked else 0):
             self._ask(asked)
@@ -542,6 +548,13 @@ class Scenario:
                 f"engine-{engine.node} found {engine.found} of 224 tokens of prompt {prompt},"
                 " which replaced files that could not be read"
             )
+
+    def _refuses(self, name: str) -> bool:
+        """Return whether a quota of this node refuses each chunk."""
+        node = self._world.nodes.get(name)
+        quota_gb = None if node is None else node.settings.tenant_quota_gb
+        is_used = name not in self._embedded_nodes
+        return is_used and quota_gb is not None and quota_gb * GB < self.cluster.memory_chunk
 
     def _serde_of(self, writer: SimulatedEngine) -> str:
         if writer.node in self._embedded_nodes:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
-from tests.vllm.models import EAGLE, LLAMA, LOCAL, MLA, MTP, SLIDING
+from tests.vllm.models import EAGLE, LLAMA, LOCAL, MTP, SLIDING
 from tests.vllm.processes import EngineProcess
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth
