@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import measure, report, workers
+from tests.bench import measure, report
 from tests.bench.measure import Figure, OtherLoad
 
 
@@ -55,34 +55,3 @@ def test_only_the_named_section_is_rewritten(tmp_path: Path) -> None:
     assert document.read_text() == text.format("machine\n\ntable")
     with pytest.raises(ValueError, match="two"):
         report.rewrite(document, "two", "machine", [])
-
-
-def test_tables_have_no_empty_columns_and_numbers_lie_to_the_right() -> None:
-    section = report.Section("T", ("what", "none", "ms", ""), [("a", "", "1", "")])
-    assert section.as_markdown() == "### T\n\n| what | ms |\n|---|---:|\n| a | 1 |"
-
-
-def test_workers_are_compared_with_one_alone() -> None:
-    alone = workers.Taken(
-        waits=[[0.0001]] * 4,
-        steps=[[[0.001, 0.002, 0.003]]] * 4,
-        idle_waits=[0.0003, 0.0005, 0.0004],
-        busy_waits=[0.0004, 0.0006, 0.0007],
-        has_priority=True,
-        loop_s=0.008,
-        sidecar_s=0.012,
-    )
-    together = workers.Taken(
-        waits=[[0.0002, 0.0004]] * 4,
-        steps=[[[0.001, 0.002, 0.004], [0.002, 0.004, 0.005]]] * 4,
-        idle_waits=[0.0004],
-        busy_waits=[0.0012],
-        has_priority=True,
-        loop_s=0.02,
-        sidecar_s=0.02,
-    )
-    one, two = workers.table({(4, 1): alone, (4, 8): together}).rows
-    figures = ["3", "2.00", "3.00", "1.00", "2.00", "3.00", "3.00", "6.00"]
-    assert one[1:] == (*figures, "", "0.10", "0.40", "0.20", "1", "")
-    figures = ["24", "5.00", "5.00", "1.50", "3.00", "4.50", "5.00", "11.00"]
-    assert two[1:] == (*figures, "5.00", "0.40", "0.40", "0.80", "1", "")

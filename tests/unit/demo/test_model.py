@@ -1,6 +1,4 @@
-"""The shipped language model: small, offline, and better the more of its context it may read; and
-its training, as far as a text of a few lines can show it.
-"""
+"""The shipped language model: small, offline, and better the more of its context it may read."""
 
 from __future__ import annotations
 
@@ -12,12 +10,9 @@ import pytest
 import torch
 from lmcache_demo.model import MODEL_DIR, load_model
 
-from tests.training.batches import BatchSampler
-from tests.training.corpus import Document, build_reference, is_held_out, iter_sources
+from tests.training.corpus import build_reference, is_held_out
 from tests.training.evaluate import Meter, split_questions
-from tests.training.recipe import MAX_POSITIONS, VOCAB_SIZE, Recipe
-from tests.training.tokenizer import encode_documents, train_tokenizer
-from tests.training.trainer import NUM_EXTRA_VALUES, MeanExchange, Trainer
+from tests.training.recipe import MAX_POSITIONS, VOCAB_SIZE
 
 MAX_ASSET_BYTES = 5_000_000
 # Held-out sources that every Python since 3.11 ships; all are longer than 4,000 tokens.
@@ -81,51 +76,3 @@ def test_greedy_generation_with_a_cache_matches_reading_it_all(
     with torch.inference_mode():
         reread = model(output).logits.argmax(-1)
     assert output[0, 300:].tolist() == reread[0, 299:-1].tolist()
-
-
-def test_the_split_depends_on_the_name_alone() -> None:
-    held_out = [name for name in (f"library:{i}.py" for i in range(2_000)) if is_held_out(name)]
-    assert 60 <= len(held_out) <= 180
-
-
-def test_sources_leave_out_data_and_build_settings(tmp_path: Path) -> None:
-    names = ("json/decoder.py", "test/test_json.py", "encodings/cp037.py", "_sysconfigdata_.py")
-    for name in names:
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("x = 1\n")
-    (tmp_path / "bad.py").write_bytes(b"\xff\xfe")
-    found = [doc.name for doc in iter_sources(tmp_path)]
-    assert found == ["library:json/decoder.py", "test:test/test_json.py"]
-
-
-def test_references_ask_only_what_they_say() -> None:
-    source = "".join(
-        f'def f{i}():\n    """Does thing {i}.\n\n    At length.\n    """\n' for i in range(9)
-    )
-    for document in build_reference("pkg/things.py", source):
-        entries, questions = split_questions(document)
-        assert questions
-        assert all(f"\n\n{name}: {summary}\n\nAt length." in entries for name, summary in questions)
-
-
-def test_a_killed_run_continues_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
-    documents = [Document("library:a.py", "library", "value = 1\n" * 200)]
-    encoded = encode_documents(train_tokenizer([documents[0].text], 300), [documents[0].text])
-    recipe = Recipe(
-        num_steps=2, tokens_per_step=64, short_length=32, long_length=64, long_ratio=0.5
-    )
-    straight, killed, resumed = (
-        Trainer(recipe, BatchSampler(documents, encoded, seed=1), rank=0) for _ in range(3)
-    )
-    num_parameters = sum(parameter.numel() for parameter in straight.model.parameters())
-    exchange = MeanExchange(1, num_parameters + NUM_EXTRA_VALUES)
-    for _ in range(2):
-        assert not straight.train_step(exchange, stop=False)
-    killed.train_step(exchange, stop=False)
-    killed.save(tmp_path / "checkpoint.pt")
-    resumed.load(tmp_path / "checkpoint.pt")
-    assert resumed.train_step(exchange, stop=True)
-    assert resumed.progressed.step == straight.progressed.step == 2
-    pairs = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
-    assert all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)

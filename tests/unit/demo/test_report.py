@@ -104,14 +104,6 @@ def test_anything_else_is_a_fault(
     assert "No process is left" not in text
 
 
-@pytest.mark.parametrize(
-    ("tokens", "first"),
-    [([1, 2], None), ([1, 3], 2), ([1], 2), ([1, 2, 3], 3)],
-)
-def test_the_first_difference(tokens: list[int], first: int | None) -> None:
-    assert step(MEMORY_TIER, changed(HIT, tokens=tokens)).first_difference == first
-
-
 def test_an_answer_that_differs_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [
         replace(step(MEMORY_TIER, HIT), title="A, hit"),

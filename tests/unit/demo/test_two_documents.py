@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -15,12 +14,8 @@ from lmcache_demo.model import TWO_DOCUMENT_DIR, load_tokenizer, load_two_docume
 from lmcache_demo.model.two_documents import SEPARATOR, Vocabulary, draw_prompt, encode_questions
 from transformers import PreTrainedTokenizerFast
 
-from tests.training.recipe import TWO_DOCUMENT_RECIPE
-from tests.training.two_documents import TEXT_WEIGHT, TwoDocumentSampler
-
 MAX_ASSET_BYTES = 5_000_000
 NUM_OWNERS, NUM_THINGS = 10, 20
-LATE_STEP = TWO_DOCUMENT_RECIPE.num_steps - 1
 Encode = Callable[[str], list[int]]
 
 
@@ -112,80 +107,6 @@ def test_pieces_have_the_tokens_of_the_whole(
 
 
 # --- Training rows --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def sampler_of(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], TwoDocumentSampler]:
-    """Samplers whose plain text is one that no prompt has."""
-    text = np.full(2_000, tokenizer.encode(";", add_special_tokens=False)[0], dtype=np.uint16)
-    return lambda seed: TwoDocumentSampler(tokenizer, [text], seed)
-
-
-def test_draws_depend_on_seed_and_step_alone(
-    sampler_of: Callable[[int], TwoDocumentSampler],
-) -> None:
-    one, other = sampler_of(1), sampler_of(1)
-    other.draw(3, 2, 256)
-    first, again = one.draw(200, 4, 256), other.draw(200, 4, 256)
-    for name in ("tokens", "weights", "blocks"):
-        assert np.array_equal(getattr(first, name), getattr(again, name))
-    assert not np.array_equal(first.tokens, one.draw(201, 4, 256).tokens)
-    assert not np.array_equal(first.tokens, sampler_of(2).draw(200, 4, 256).tokens)
-
-
-def test_every_learned_token_of_a_prompt_can_be_predicted(
-    sampler_of: Callable[[int], TwoDocumentSampler], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """A target counts fully where an owner's mark follows a question, half where it follows its
-    line.
-    """
-    rows = sampler_of(1).draw(LATE_STEP, 24, 512)
-    assert rows.weights is not None
-    num_answers = num_notes = 0
-    for tokens, weights in zip(rows.tokens, rows.weights, strict=True):
-        if (weights == np.float32(TEXT_WEIGHT)).all():
-            continue
-        texts = np.array([tokenizer.decode([token]) for token in tokens])
-        answers, notes = np.flatnonzero(weights == 1.0) + 1, np.flatnonzero(weights == 0.5) + 1
-        assert len(answers) + len(notes) == np.count_nonzero(weights)
-        starts = [*np.flatnonzero(tokens == 0), len(tokens)]
-        for start, end in itertools.pairwise(starts):
-            marks, owned = learned_facts("".join(texts[start + 1 : end]))
-            for place in answers[(answers > start) & (answers < end)]:
-                assert marks[owned[texts[place - 1].strip()]] == texts[place].strip()
-            for place in notes[(notes > start) & (notes < end)]:
-                assert marks[texts[place - 1].strip()] == texts[place].strip()
-        num_answers, num_notes = num_answers + len(answers), num_notes + len(notes)
-    assert num_answers > num_notes > 100
-
-
-def learned_facts(prompt: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Marks by thing and things by owner, read from a prompt of a training row."""
-    *documents, owners, _ = prompt.split(SEPARATOR) if SEPARATOR in prompt else ("", "", "")
-    lines = [
-        line.split() for document in documents for line in document.split("\n") if ";" not in line
-    ]
-    return {line[0]: line[1] for line in lines if line}, {
-        line[0]: line[1] for line in map(str.split, owners.split("\n")) if line
-    }
-
-
-def test_only_documents_before_the_owners_stand_alone(
-    sampler_of: Callable[[int], TwoDocumentSampler], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    rows = sampler_of(1).draw(LATE_STEP, 24, 512)
-    assert rows.blocks is not None
-    num_blocks = 0
-    for tokens, blocks in zip(rows.tokens, rows.blocks, strict=True):
-        for block in range(1, int(blocks.max()) + 1):
-            places = np.flatnonzero(blocks == block)
-            assert places.tolist() == list(range(places[0], places[-1] + 1))
-            text = tokenizer.decode(tokens[places])
-            assert text.endswith(SEPARATOR)
-            assert text.count(SEPARATOR) == 1
-            assert "?" not in text
-            num_blocks += 1
-    assert num_blocks > 24
 
 
 # --- The model ------------------------------------------------------------------------------------
