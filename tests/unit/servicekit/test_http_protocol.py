@@ -25,9 +25,10 @@ from lmcache_servicekit.http_protocol import (
     BoundedHttpProtocol,
 )
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from tests.fixtures.virtual_time import CLOCK
-from tests.fixtures.waiting import until, wait_until
+from tests.fixtures.waiting import wait_until
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -37,46 +38,48 @@ PATIENCE_S = 60.0
 
 
 class Server:
-    """A server, and what it has of its one connection.
+    """What a server knows of its connections.
 
     Attributes:
         port: Where it listens.
     """
 
-    def __init__(self, server: uvicorn.Server, port: int) -> None:
-        self._server = server
+    def __init__(self, state: ServerState, port: int) -> None:
+        self._state = state
         self.port = port
 
     @property
     def num_connections(self) -> int:
-        return len(self._server.server_state.connections)
+        return len(self._state.connections)
 
     @property
     def protocol(self) -> BoundedHttpProtocol:
-        [protocol] = self._server.server_state.connections
+        [protocol] = self._state.connections
         assert isinstance(protocol, BoundedHttpProtocol)
         return protocol
 
 
-def make_server(app: App, **options: Any) -> uvicorn.Server:
+def config_of(app: App, **options: Any) -> uvicorn.Config:
     options |= {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
-    server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttpProtocol, **options))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
-    return server
+    return uvicorn.Config(app, http=BoundedHttpProtocol, **options)
 
 
 @asynccontextmanager
 async def serving(app: App) -> AsyncIterator[Server]:
-    server = make_server(app, port=0)
-    task = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    try:
-        yield Server(server, server.servers[0].sockets[0].getsockname()[1])
-    finally:
-        server.should_exit = True
-        server.force_exit = True  # a failed test leaves connections open
-        async with asyncio.timeout(PATIENCE_S):
-            await task
+    """A listener alone: the loop of uvicorn's server would look ten times a second of virtual
+    time.
+    """
+    config, state = config_of(app), ServerState()
+    config.load()
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: BoundedHttpProtocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    async with listener:
+        yield Server(state, listener.sockets[0].getsockname()[1])
+    for connection in [*state.connections]:  # which a failed test leaves open
+        connection.transport.abort()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*state.tasks)
 
 
 async def _nothing() -> Message:
@@ -288,12 +291,13 @@ def serving_on(loop: str, app: App) -> Iterator[Server]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    server = make_server(app, loop=loop)
+    server = uvicorn.Server(config_of(app, loop=loop))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         wait_until(lambda: server.started)
-        yield Server(server, listener.getsockname()[1])
+        yield Server(server.server_state, listener.getsockname()[1])
     finally:
         server.should_exit = server.force_exit = True
         thread.join(PATIENCE_S)
@@ -339,7 +343,7 @@ def test_a_connection_closed_in_the_middle_does_not_wait_for_its_caller(
     monkeypatch: pytest.MonkeyPatch, loop: str, end: str
 ) -> None:
     """Too few bytes wait to pause writing, which is where the limit usually begins."""
-    monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(http_protocol, "SLOWEST_READER_BYTES_PER_S", 1 << 30)
     with serving_on(loop, _of_size(60_000)) as server, _blocking_caller(server.port) as caller:
         caller.sendall(b"GET /fails HTTP/1.1\r\n\r\n" if "fails" in end else SHORTEST)
