@@ -24,8 +24,8 @@ SOURCES = sorted(
     for folder in ("libs", "services", "kernels")
     for path in (REPOSITORY / folder).glob("**/src/**/*.py")
 )
-LENGTH = 50_000
-HANG_S = 8.0
+LENGTH = 20_000
+HANG_S = 4.0
 """A pattern that is quadratic in the length takes longer; a linear one takes milliseconds for
 each text.
 """
@@ -128,7 +128,7 @@ def test_a_pattern_takes_little_time_whatever_it_is_given(
 )
 def test_what_is_slow_is_seen(slow: str) -> None:
     with pytest.raises(AssertionError, match="without an end"):
-        try_it(re.compile(slow), True, 1.0)
+        try_it(re.compile(slow), True, 0.2)
 
 
 def test_every_pattern_is_where_it_is_found() -> None:
