@@ -153,16 +153,6 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
-def test_the_command_is_installed() -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("lmcachectl"), "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.startswith("lmcachectl 0.")
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -182,20 +172,6 @@ def test_a_shell_completes_commands_and_options(words: str, expected: set[str]) 
         command, capture_output=True, text=True, check=False, env=os.environ | environ
     )
     assert set(done.stdout.split()) == expected
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_given_its_script(shell: str) -> None:
-    environ = {"_LMCACHECTL_COMPLETE": f"source_{shell}"}
-    done = subprocess.run(
-        [Path(sys.executable).with_name("lmcachectl")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | environ,
-    )
-    assert done.returncode == 0
-    assert "_LMCACHECTL_COMPLETE" in done.stdout
 
 
 CONTEXT = (
@@ -238,28 +214,6 @@ def test_a_damaged_kubeconfig_is_told(
     assert told in output.err
     assert f" in kubeconfig={tmp_path}/kubeconfig: " in output.err
     assert output.err.count("\n") == 1
-
-
-def test_a_missing_kubeconfig_of_the_environment_is_named() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lmcache_ctl", "status", "-n", "x"],
-        env=os.environ | {"KUBECONFIG": "/nowhere/a:/nowhere/b"},
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "(no such file) in KUBECONFIG=/nowhere/a:/nowhere/b: give another" in done.stderr
-
-
-@pytest.mark.parametrize("words", [words.split() for words in ("", "status", "drain", "lookup")])
-def test_help_shows_switches_without_a_value(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*words, "--help") == 0
-    shown = capsys.readouterr().out
-    assert "--help" in shown
-    assert "bool" not in shown.lower()
 
 
 @pytest.mark.parametrize("arguments", [["status", "-o", "json"], ["--help"]])

@@ -1,115 +1,125 @@
-"""How drains that are watched end, and what a cancellation tells."""
+"""How drains that are watched end, and what a cancellation says: the command, and a service that
+gives the answers of a script.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 from lmcache_ctl import drain
-from lmcache_ctl.asking import Asker, Caller
-from lmcache_ctl.cli import main
-from lmcache_ctl.errors import CtlError
-from lmcache_ctl.services import Endpoint, Kind
-from lmcache_ctl.states import DrainStatus
+from lmcache_ctl.drain import MAX_UNANSWERED
 
-STORAGE = Endpoint(Kind.STORAGE, "storage-0", "http://storage-0")
+from tests.fixtures.ctl import Ctl
+from tests.fixtures.http_server import Handler, served
 
-
-def progress(state: str) -> dict[str, Any]:
-    figures = dict.fromkeys(("total", "handed_over", "already_elsewhere", "failed", "left"), 0)
-    return {"draining": state != "serving", "drain": {"state": state, **figures}}
+FIGURES = ("total", "handed_over", "already_elsewhere", "failed", "left")
+SILENT = None
+"""An answer that is an error."""
 
 
-class Scripted:
-    """A service that gives these answers in turn, and the caller of it."""
+def progress(state: str, **figures: int) -> dict[str, Any]:
+    found = dict.fromkeys(FIGURES, 0) | figures
+    return {"draining": state != "serving", "drain": {"state": state, **found}}
 
-    def __init__(self, *answers: dict[str, Any] | CtlError) -> None:
-        self._answers: Iterator[dict[str, Any] | CtlError] = iter(answers)
-        self.service = STORAGE
 
-    async def one(self, _: Endpoint, question: Callable[[Scripted], Awaitable[Any]]) -> Any:
-        return await question(self)
+NAMED = {"instance": "storage-0"}
+"""What a service is asked first."""
+WRITING, DONE, SERVING = progress("writing"), progress("done"), progress("serving")
 
-    async def ask(self, _method: str, _path: str) -> Any:
-        answer = next(self._answers)
-        if isinstance(answer, CtlError):
-            raise answer
-        return answer
+
+PAUSE = [SILENT] * (MAX_UNANSWERED - 1)
+
+
+class Service(Handler):
+    """A service, or a broker, with these answers to drains and to questions about them."""
+
+    answers: ClassVar[Iterator[dict[str, Any] | None]]
+    paths: ClassVar[list[str]]
+
+    def do_GET(self) -> None:
+        if self.path == "/healthz":
+            self.answer(200, {"status": "ok"})
+            return
+        self.paths.append(self.path)
+        answer = next(self.answers)
+        if answer is SILENT:
+            self.answer(503, {"detail": "cannot be asked"})
+        else:
+            self.answer(200, answer)
+
+    do_POST = do_GET
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    monkeypatch.setattr(Service, "paths", [], raising=False)
+    with served(Service) as url:
+        yield url
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any] | None) -> None:
+    monkeypatch.setattr(Service, "answers", iter(answers), raising=False)
+
+
+def at(url: str) -> str:
+    return f"storage/{url.partition('//')[2]}"
 
 
 @pytest.mark.parametrize(
-    ("last", "problem"), [("done", ""), ("serving", "the drain was cancelled")]
+    ("answers", "state", "problem"),
+    [
+        ([WRITING, progress("handing_over"), DONE], "done", ""),
+        ([WRITING, SERVING], "serving", "the drain was cancelled"),
+        ([WRITING, *PAUSE, WRITING, *PAUSE, DONE], "done", ""),
+        ([WRITING, *[SILENT] * MAX_UNANSWERED], "writing", "it has ended, or cannot be asked"),
+        ([progress("done", total=1, handed_over=1)], "done", ""),
+        ([progress("done", total=1, already_elsewhere=1)], "done", ""),
+    ],
+    ids=["done", "cancelled", "silences apart", "silences in a row", "handed over", "elsewhere"],
 )
-def test_a_watched_drain_ends_when_it_is_done_or_cancelled(
-    last: str, problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drain, "POLL_S", 0.0)
-    asker = cast(Asker, Scripted(progress("writing"), progress("handing_over"), progress(last)))
-    outcome = asyncio.run(drain._drained(asker, STORAGE, 60.0, lambda *_: None))
-    assert (outcome.drain is not None and outcome.drain.state, outcome.problem) == (last, problem)
-
-
-def test_a_watched_drain_outlasts_silences_that_are_not_in_a_row(
+def test_a_watched_drain_ends(
+    answers: list[dict[str, Any] | None],
+    state: str,
+    problem: str,
+    url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drain, "POLL_S", 0.0)
-    silences = [CtlError("no answer")] * (drain.MAX_UNANSWERED - 1)
-    answers = [progress("writing"), *silences, progress("writing"), *silences, progress("done")]
-    asker = cast(Asker, Scripted(*answers))
-    outcome = asyncio.run(drain._drained(asker, STORAGE, 60.0, lambda *_: None))
-    assert outcome.problem == ""
-    assert outcome.drain is not None
-    assert outcome.drain.state == "done"
+    script(monkeypatch, NAMED, *answers)
+    [found] = Ctl([f"--storage-url={url}"]).json("drain", at(url), code=problem != "")
+    assert found["drain"]["state"] == state
+    assert problem in found["problem"]
+    assert bool(problem) == bool(found["problem"])
 
 
-def test_a_watched_drain_ends_at_silences_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "POLL_S", 0.0)
-    silences = [CtlError("no answer")] * drain.MAX_UNANSWERED
-    asker = cast(Asker, Scripted(progress("writing"), *silences))
-    outcome = asyncio.run(drain._drained(asker, STORAGE, 60.0, lambda *_: None))
-    assert "no answer" in outcome.problem
-
-
-@pytest.mark.parametrize(
-    ("figure", "code"), [("handed_over", 0), ("already_elsewhere", 0), ("failed", 1), ("left", 1)]
-)
+@pytest.mark.parametrize("figure", ["failed", "left"])
 def test_a_drain_that_leaves_or_loses_chunks_is_a_failure(
-    figure: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    figure: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def drained(*_: object) -> drain.DrainOutcome:
-        figures: dict[str, int] = progress("done")["drain"] | {"total": 1, figure: 1}
-        return drain.DrainOutcome("storage", "storage-0", DrainStatus(**figures))
-
-    def meant(*_: object) -> list[tuple[Endpoint, str | None]]:
-        return [(STORAGE, None)]
-
-    monkeypatch.setattr(drain, "_drained", drained)
-    monkeypatch.setattr(drain, "_meant", meant)
-    with pytest.raises(SystemExit) as ended:
-        main(["drain", "storage/storage-0", "--storage-url", "http://127.0.0.1:1"])
-    assert ended.value.code == code, capsys.readouterr()
+    script(monkeypatch, NAMED, progress("done", total=1, **{figure: 1}))
+    [found] = Ctl([f"--storage-url={url}"]).json("drain", at(url), code=1)
+    assert found["problem"] == ""
 
 
 @pytest.mark.parametrize(
-    ("before", "told"), [("writing", "takes chunks"), ("serving", "was not draining")]
+    ("before", "said"), [(WRITING, "takes chunks"), (SERVING, "was not draining")]
 )
-def test_undrain_tells_whether_there_was_a_drain(before: str, told: str) -> None:
-    caller = cast(Caller, Scripted(progress(before), progress("serving")))
-    assert drain._takes(asyncio.run(drain._undrained(caller))) == told
+def test_undrain_says_whether_there_was_a_drain(
+    before: dict[str, Any], said: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, NAMED, before, SERVING)
+    assert said in Ctl([f"--storage-url={url}"]).text("undrain", at(url))
 
 
-def test_a_peer_is_named_in_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name is one segment, whatever it contains."""
-    paths: list[str] = []
-
-    class Noting(Scripted):
-        async def ask(self, _method: str, path: str) -> Any:
-            paths.append(path)
-            return await super().ask(_method, path)
-
-    monkeypatch.setattr(drain, "POLL_S", 0.0)
-    asker = cast(Asker, Noting(progress("writing"), progress("done")))
-    asyncio.run(drain._drained(asker, STORAGE, 60.0, lambda *_: None, "a/../b?c#d"))
-    assert paths == ["/v1/admin/peers/a%2F..%2Fb%3Fc%23d:drain", "/v1/peers/a%2F..%2Fb%3Fc%23d"]
+def test_the_name_of_a_peer_is_one_segment_of_a_path(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it contains."""
+    script(monkeypatch, WRITING, DONE)
+    Ctl([f"--broker-url={url}"]).text("drain", "peer/a/../b?c#d")
+    assert Service.paths == [
+        "/v1/admin/peers/a%2F..%2Fb%3Fc%23d:drain",
+        "/v1/peers/a%2F..%2Fb%3Fc%23d",
+    ]

@@ -65,8 +65,3 @@ def test_a_kubeconfig_goes_before_the_pods_own_account(
         (home / ".kube" / "config").write_text(config("default"))
     with KubeApi(CtlSettings()) as api:
         assert (api.configuration.host, api.place) == (f"http://{found}", place)
-
-
-def test_a_named_kubeconfig_goes_before_all(home: Path) -> None:
-    with KubeApi(CtlSettings(kubeconfig=home / NAMED)) as api:
-        assert api.configuration.host == f"http://{NAMED}"

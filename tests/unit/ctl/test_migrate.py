@@ -83,14 +83,6 @@ def test_what_has_no_effect_is_told(tmp_path: Path) -> None:
     assert "left out" not in " ".join(migration_of(given).notes)
 
 
-@pytest.mark.parametrize("name", sorted({*FOREIGN_NAMES, *OPTIONS} - {"local_cpu"}))
-def test_no_option_is_dropped_without_a_word(name: str, tmp_path: Path) -> None:
-    """With a value that no option has by default."""
-    file = written(tmp_path, **{name: "/some/thing"})
-    told = Ctl().run("migrate", file, code=migration_of(file).refused != [])
-    assert "/some/thing" in told.stdout or name in told.stdout
-
-
 def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:
     options = {
         "chunk_size": 0,
@@ -111,32 +103,10 @@ def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_local_disk_size": 10, "remote_serde": "cachegen", "disk_fsync": True},
-        {
-            "local_disk": "/d/",
-            "max_local_disk_size": 1,
-            "local_disk_serde": "lossless",
-            "chunk_ttl_s": 60,
-            "salt": "s",
-        },
-    ],
-)
-def test_the_settings_are_ones_that_a_sidecar_takes(options: Any, tmp_path: Path) -> None:
-    found = migration_of(written(tmp_path, **options))
-    SidecarSettings(**found.sidecar)
-    assert not found.refused
-    assert "'s'" not in str(found), "a secret"
-
-
-@pytest.mark.parametrize("name", sorted({*OPTIONS, *FOREIGN_NAMES}))
-def test_null_asks_for_nothing_under_any_name(name: str, tmp_path: Path) -> None:
-    found = migration_of(written(tmp_path, **{name: None}))
+def test_null_asks_for_nothing_under_any_name(tmp_path: Path) -> None:
+    found = migration_of(written(tmp_path, **dict.fromkeys(NAMES)))
     assert (found.sidecar, found.engine, found.refused) == ({}, {}, [])
-    assert name in " ".join(found.notes)
+    assert not [name for name in NAMES if name not in " ".join(found.notes)]
 
 
 def test_a_size_that_is_not_there_is_to_be_chosen(tmp_path: Path) -> None:
@@ -187,40 +157,14 @@ def test_a_size_is_taken_as_it_is_or_refused(
     assert (name in found.to_choose.get("arena_gb", "")) == (gb is None)
 
 
-def test_a_disk_of_a_refused_size_keeps_its_directory(tmp_path: Path) -> None:
-    file = written(
-        tmp_path, local_disk="/d/", max_local_disk_size="64.0", max_local_cpu_size=10737418240
-    )
-    assert migration_of(file).sidecar == {"disk_path": "/d/", "disk_gb": 64}
-    file = written(tmp_path, local_disk="/d/", max_local_disk_size=10737418240)
-    found = migration_of(file)
-    assert found.sidecar == {"disk_path": "/d/"}
-    assert found.to_choose["disk_gb"] == "max_local_disk_size is refused"
-    assert any("max_local_disk_size=10737418240" in line for line in found.refused)
-
-
 HOSTILE = {
     "nothing": b"",
-    "a comment": b"# nothing\n",
-    "null": b"null",
-    "a list": b"- a\n- b\n",
-    "a text": b"text",
-    "a number": b"3",
     "not closed": b"[",
-    "a tab": b"a:\n\tb: 1",
     "deep": b"[" * 2000,
-    "bytes": bytes(range(256)),
-    "UTF-16": "chunk_size: 3".encode("utf-16"),
-    "NUL": b"chunk_size: 3\0",
-    "a tag without its form": b"salt: !!timestamp x",
-    "a tag of a truth value": b"local_cpu: !!bool x",
     "a tag of Python's": b"salt: !!python/object:os.system {}",
     "a number without end": b"chunk_size: 0x" + b"f" * 6000,
     "a name without end": b"? 0x" + b"f" * 6000 + b"\n: 1\n",
-    "a policy without end": b"cache_policy: 0x" + b"f" * 6000,
-    "a hash without end": b"pre_caching_hash_algorithm: 0x" + b"f" * 6000,
     "half a character": b'salt: "\\ud800"\nlocal_disk: "/\\udcff/"\n',
-    "half a character in names": b'extra_config: {"\\ud800": 1}\n"\\ud801": 1\n',
     "names of all kinds": b"1: 2\n2.5: 3\ntrue: 4\nnull: 5\n2020-01-01: 6\n!!binary aGk=: 7\n",
     "its own alias": b"extra_config: &a [*a]",
     "aliases of aliases": b"a: &a [x,x,x,x,x,x,x,x,x,x]\n"
@@ -235,16 +179,11 @@ HOSTILE = {
     )
     + b"]\n",
     "many names": b"".join(b"k%d: 1\n" % number for number in range(600)),
-    "several documents": b"chunk_size: 3\n---\nchunk_size: 4\n",
     "a duplicate": b"chunk_size: 3\nchunk_size: 4\n",
-    "variables without options": b"A=1\nB=2\n",
     "a manifest of something else": b"kind: Pod\nspec: {containers: [{name: x}]}\n",
-    "a connector of nothing": b"kv_connector: [1]\nkv_connector_extra_config: 3\n",
     "a connector that is no JSON": b"args: [--kv-transfer-config, '{']\n",
     "a connector that is missing": b"args: [--kv-transfer-config]\n",
     "a script that is not closed": b"args: ['vllm --kv-transfer-config \"{']\n",
-    "an environment of anything": b"env: [{name: LMCACHE_SALT, value: [1]}, 3, {name: 4}, null]\n",
-    "lmcacheConfig of anything": b"x: {lmcacheConfig: {enabled: true, 1: 2, remoteUrl: [1]}}\n",
 }
 
 
@@ -255,11 +194,10 @@ def test_any_file_is_an_answer_or_one_sentence(content: bytes, tmp_path: Path) -
     code = 2
     with contextlib.suppress(UsageError):
         code = 1 if migration_of(file).refused else 0
-    for output in ("table", "json", "yaml"):
-        told = Ctl().run("migrate", file, "-o", output, code=code)
-        assert told.stdout.encode() or code == 2
-        assert len(told.stderr.splitlines()) == (code == 2)
-        assert len(told.stderr) < 1000
+    told = Ctl().run("migrate", file, code=code)
+    assert told.stdout.encode() or code == 2
+    assert len(told.stderr.splitlines()) == (code == 2)
+    assert len(told.stderr) < 1000
 
 
 PASSWORD = "s3cret@/:#?%&+ é"
@@ -270,7 +208,6 @@ ENCODED = quote(PASSWORD, "")
     ("options", "url"),
     [
         ({"remote_url": f"redis://u:{ENCODED}@h:1/2"}, f"redis://u:{ENCODED}@h:1/2"),
-        ({"remote_url": f"redis://:{ENCODED}@h:1"}, f"redis://:{ENCODED}@h:1"),
         ({"remote_url": f"rediss://h:1?password={ENCODED}"}, f"rediss://h:1?password={ENCODED}"),
         (
             {"remote_url": f"redis-sentinel://u:{ENCODED}@h:1,g:2/name"},
@@ -280,7 +217,6 @@ ENCODED = quote(PASSWORD, "")
             {"remote_url": "resp://h:1", "extra_config": {"username": "u", "password": PASSWORD}},
             f"redis://u:{ENCODED}@h:1",
         ),
-        ({"remote_url": f"resp://u:{ENCODED}@h:1"}, f"redis://u:{ENCODED}@h:1"),
         (
             {"remote_url": "resp://h:1", "extra_config": f'{{"password": "{PASSWORD}"}}'},
             f"redis://:{ENCODED}@h:1",
@@ -295,10 +231,7 @@ ENCODED = quote(PASSWORD, "")
         # not carried over
         ({"remote_url": f"redis-cluster://u:{ENCODED}@h:1"}, None),
         ({"remote_url": f"s3://{ENCODED}@bucket?secret={ENCODED}"}, None),
-        ({"remote_url": f"lm://h:1?token={ENCODED}"}, None),
-        ({"remote_url": f"h:1?token={ENCODED}"}, None),
         ({"remote_url": f"u:{ENCODED}@h:1"}, None),
-        ({"remote_url": "h:1", "extra_config": {"password": PASSWORD}}, None),
         ({"remote_url": "h:1", "extra_config": f"password={PASSWORD}"}, None),
         ({"extra_config": [{"password": PASSWORD}]}, None),
         ({"remote_url": [{"password": PASSWORD}]}, None),
@@ -311,8 +244,6 @@ ENCODED = quote(PASSWORD, "")
         ),
         ({"salt": PASSWORD}, None),
         ({"lookup_url": f"http://u:{ENCODED}@h:1"}, None),
-        ({"distributed_url": f"lm://u:{ENCODED}@h:1"}, None),
-        ({"audit_actual_remote_url": f"redis://u:{ENCODED}@h:1"}, None),
         ({"hf_token": PASSWORD}, None),
     ],
     ids=str,
@@ -372,39 +303,6 @@ def test_a_scheme_of_lmcache_is_ours_or_told_what_to_do(
     found = migration_of(written(tmp_path, remote_url=url))
     assert found.sidecar.get("remote_url") == ours
     assert said in "\n".join([*found.notes, *found.refused])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"distributed_url": "localhost:8201"}, "must be lm://host:port"),
-        ({"distributed_url": "lm://0.0.0.0:1"}, "unspecified"),
-        ({"distributed_url": "lm://h:1", "peer_tls_cert_file": "/c"}, "write lm+tls://"),
-        ({"lookup_url": "http://h:99999"}, "port"),
-        ({"broker_url": "h:1"}, "http://host:port"),
-        ({"remote_url": "lm://h:1/path"}, "must be lm://host:port"),
-        ({"peer_tls_name": "x" * 300}, "253"),
-        (
-            {"remote_url": "lm://h:1", "remote_token_file": "/a", "peer_token_file": "/b"},
-            "one service_token_file",
-        ),
-    ],
-    ids=str,
-)
-def test_what_a_sidecar_would_refuse_is_not_printed(
-    options: Any, said: str, tmp_path: Path
-) -> None:
-    found = migration_of(written(tmp_path, **options))
-    assert any(said in line for line in found.refused), found.refused
-    SidecarSettings(**found.sidecar)
-
-
-def test_peers_need_both_addresses(tmp_path: Path) -> None:
-    found = migration_of(written(tmp_path, lookup_url="http://h:1"))
-    assert "broker_url" in found.to_choose
-    both = migration_of(written(tmp_path, lookup_url="http://h:1", broker_url="http://h:2"))
-    assert "broker_url" not in both.to_choose
-    SidecarSettings(**both.sidecar)
 
 
 MANIFEST = """

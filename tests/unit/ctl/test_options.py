@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lmcache_ctl.kube.access import asks_cluster
-from lmcache_ctl.options import CtlSettings
 
 from tests.fixtures.ctl import Ctl
 from tests.fixtures.http_server import Handler, served
@@ -89,7 +87,3 @@ def test_an_address_for_the_only_kind_that_is_asked() -> None:
     told = Ctl(["--url=http://127.0.0.1:2"], environ).text("lookup", "status", code=1)
     assert "no answer from http://127.0.0.1:2" in told
     assert told.endswith("; its address is from --lookup-url\n")
-
-
-def test_no_test_asks_a_cluster_of_whoever_runs_it() -> None:
-    assert not asks_cluster(CtlSettings())

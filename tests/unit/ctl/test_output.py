@@ -63,10 +63,6 @@ def show_status() -> None:
     print_status(summed([busy(0)]))
 
 
-def show_wide() -> None:
-    print_status(summed([busy(0)]), is_wide=True)
-
-
 def show_drain() -> None:
     print_drains([DrainOutcome("sidecar", POD, busy(0).drain)])
 
@@ -94,30 +90,6 @@ def test_no_name_and_no_number_is_cut_at_any_width(
         "no word is new, so none is cut"
     )
     assert "\u2026" not in "".join(narrow)
-
-
-def test_a_table_of_80_columns_holds_a_pod_as_the_chart_names_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    show_status()
-    shown = capsys.readouterr().out
-    assert max(len(line) for line in shown.splitlines()) <= 80
-    assert "60.0%" in shown, "the hit ratio is the last to go"
-
-
-def test_a_wide_table_has_all_columns_on_a_narrow_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    show_wide()
-    narrow = capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "400")
-    show_status()
-    wide = capsys.readouterr().out.splitlines()
-    tables = [line for line in wide if line.startswith(" ") and "\u2500" not in line]
-    assert len(tables) > 5
-    assert set(tables) <= set(narrow.splitlines())
 
 
 def test_a_pipe_has_no_end_of_a_line(tmp_path: Path) -> None:

@@ -174,12 +174,6 @@ def test_what_is_printed(name: str, output: str, monkeypatch: pytest.MonkeyPatch
     assert printed(name, output) == (SNAPSHOTS / f"{name}.{output}").read_text(encoding="utf-8")
 
 
-def test_no_snapshot_is_left_over() -> None:
-    assert {path.name for path in SNAPSHOTS.iterdir()} == {
-        f"{name}.{output}" for name in CASES for output in FORMATS
-    }
-
-
 def test_tables_of_the_charts_pods_fit_into_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,3 @@ def test_an_address_tells_what_it_is_from(from_environment: set[str], told: str)
     settings = CtlSettings(lookup_urls=["http://h:1"], from_environment=frozenset(from_environment))
     [service] = services_of(settings)
     assert service.origin == f"; its address is from {told}"
-
-
-def test_a_default_address_is_from_nothing() -> None:
-    assert {service.origin for service in services_of(CtlSettings())} == {""}
