@@ -14,12 +14,12 @@ from typing import Any, Self
 import msgspec
 import pytest
 from lmcache_ctl import asking
-from lmcache_ctl.asking import Asker
+from lmcache_ctl.asking import Asker, Caller
 from lmcache_ctl.errors import CtlError
 from lmcache_ctl.kube import pods
 from lmcache_ctl.options import CtlSettings
 from lmcache_ctl.reach import Reach
-from lmcache_ctl.services import Kind
+from lmcache_ctl.services import Endpoint, Kind
 
 from tests.fixtures.http_server import Handler, served
 
@@ -91,6 +91,25 @@ def test_other_answers_are_told(
     monkeypatch.setattr(asking, "MAX_ANSWER_BYTES", 50_000)
     with pytest.raises(CtlError, match=told):
         ask(url, path, {})
+
+
+async def test_a_request_that_cannot_be_written_shows_no_token() -> None:
+    """The HTTP library quotes the header that it refuses, and the header holds the token."""
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def question(caller: Caller) -> object:
+        return await caller.get("/readyz")
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(CtlError, match="not valid HTTP") as caught:
+            await Asker(CtlSettings()).one(
+                Endpoint(Kind.STORAGE, "s", url, token="s3cret\nX"), question
+            )
+    assert "s3cret" not in str(caught.value)
 
 
 class Cluster:

@@ -48,10 +48,3 @@ def test_some_descriptions_of_former_clients_are_kept() -> None:
         ConflictError, match="no engine of the model '3-31' has connected; known: 'here', '7-31'"
     ):
         descriptions.of("3-31")
-
-
-def test_without_descriptions_an_engine_must_connect() -> None:
-    descriptions = Descriptions()
-    descriptions.left("a")
-    with pytest.raises(ConflictError, match="an engine must have connected"):
-        descriptions.of()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Chunk, Miss, MissReason, payload_digest
+from lmcache_core.record import Chunk, MissReason, payload_digest
 from lmcache_core.storage.codecs import create_codecs, encoded_chunk
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -102,21 +102,6 @@ async def test_each_tier_encodes_as_configured(tmp_path: Path, tier: str, serde:
         assert figures["worst_rms_error_ppm"] == pytest.approx(float(errors[0][1]) * 1e6, abs=1)
 
 
-async def test_lossy_chunk_is_a_miss_once_the_tier_is_lossless(tmp_path: Path) -> None:
-    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.05}
-    await stored_and_read(tmp_path, **disk, disk_serde="cachegen")
-    app = create_app(make_settings(tmp_path, arena_gb=0.01, **disk))
-    async with opening.lifespan(app):
-        stack = app.state.sidecar.stack
-        assert await stack.batched_get([make_key("a")], timeout_s=60) == [Miss(MissReason.ENCODING)]
-        assert await stack.batched_put([kv_chunk("a")]) == [True]
-        assert await stack.drain(60)
-        stack.hot.clear_now()
-        assert [
-            content(result) for result in await stack.batched_get([make_key("a")], timeout_s=60)
-        ] == [bytes(kv_chunk("a").memory.byte_array)]
-
-
 @pytest.mark.parametrize(
     ("serde", "accepts_lossy", "is_kept"),
     [("cachegen", True, True), ("cachegen", False, False), ("naive", True, False)],
@@ -158,14 +143,3 @@ def test_missing_package_is_named_with_the_option_and_the_fix(serde: str, missin
         " pip install './libs/lmcache_core[codec]' in a checkout, or run the image"
         " lmcache-sidecar-codec\n"
     )
-
-
-async def test_serdes_that_decode_more_than_they_are_called_are_known() -> None:
-    """What `Codecs.decodable` says of a codec before it is open is so once it is."""
-    codecs = create_codecs({"disk_serde": "cachegen:high"})
-    await codecs.open()
-    for serde in codecs.decodable():
-        header = msgspec.structs.replace(make_chunk("a").header, serde=serde)
-        assert codecs.decoder_of(header) in (codecs.named("cachegen:high"), MissReason.PROFILE)
-    assert codecs.decodable() == ["cachegen", "lossless"]
-    await codecs.close()

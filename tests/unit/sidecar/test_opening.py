@@ -106,17 +106,6 @@ async def test_probes_answer_while_the_arena_is_prepared(
             assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_without_a_wait_the_missing_room_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "open_arena", Volume().open)
-    app = create_app(make_settings(tmp_path))
-    with pytest.raises(ConfigError, match=r"arena_gb=.*no room"):
-        async with AsyncExitStack() as exits:
-            await exits.enter_async_context(opening.lifespan(app))
-    assert not (tmp_path / "s.sock").exists()
-
-
 async def test_wait_for_room_is_bounded_and_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,21 +83,6 @@ def test_reason_is_that_of_the_first_missing_chunk(
     assert [(one.found.total(), one.missing) for one in found] == [(0, "evicted"), (4, "")]
 
 
-def test_number_of_kept_hashes_is_bounded(
-    sidecar: RunningSocket, store: SidecarChunkStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recent_lookups, "MAX_CHUNKS", 2)
-    store_chunks(store, keys_of_rank(CHAIN, 0)[:3])
-    store.stage("partial", [CHAIN])
-    store_chunks(store, keys_of_rank(CHAIN, 0)[3:])
-    store.stage("whole", [CHAIN])
-    found = [latest(sidecar, name) for name in ("whole", "partial")]
-    assert [(one.found, one.missing, len(one.chunk_hashes)) for one in found] == [
-        ({StagedFrom.HOT: 4}, "", 2),
-        ({StagedFrom.HOT: 3}, "never_stored", 2),
-    ]
-
-
 def test_a_lookup_is_forgotten_after_an_hour(
     sidecar: RunningSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,13 +95,15 @@ def test_a_lookup_is_forgotten_after_an_hour(
     assert recent(sidecar).latest("request-old") is None
 
 
-def test_number_of_kept_lookups_is_bounded(
+def test_numbers_of_kept_lookups_and_of_their_hashes_are_bounded(
     sidecar: RunningSocket, store: SidecarChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recent_lookups, "MAX_LOOKUPS", 3)
+    monkeypatch.setattr(recent_lookups, "MAX_CHUNKS", 2)
     for number in range(5):
         store.stage(f"request-{number}", [CHAIN])
-    assert latest(sidecar, "request").request_id == "request-4"
+    found = latest(sidecar, "request")
+    assert (found.request_id, len(found.chunk_hashes)) == ("request-4", 2)
     kept = [recent(sidecar).latest(f"request-{number}") is not None for number in range(5)]
     assert kept == [False, False, True, True, True]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from lmcache_core.concurrency import supervisor
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory import MemoryObj
@@ -131,47 +130,6 @@ def test_client_that_does_not_read_does_not_delay_the_end(tmp_path: Path) -> Non
             while True:
                 client.socket.sendall(client.frame(m.Stats()))
         running.loop.run(running.server.close(), TIMEOUT_S)
-
-
-def test_a_session_that_ignores_its_cancellation_does_not_hold_up_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    may_end = asyncio.Event()
-
-    async def end() -> None:
-        may_end.set()
-
-    async def ignore_cancellation(*_: object) -> None:
-        while not may_end.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await may_end.wait()
-
-    monkeypatch.setattr(supervisor, "CANCEL_WAIT_S", 0.2)
-    monkeypatch.setattr(session_module.EngineSession, "_talk", ignore_cancellation)
-    with running_socket(tmp_path) as running, socket.socket(socket.AF_UNIX) as raw:
-        raw.connect(str(running.path))
-        until(lambda: running.server.sessions)
-        try:
-            running.loop.run(running.server.close(), TIMEOUT_S)
-        finally:
-            running.loop.run(end(), TIMEOUT_S)
-        until(lambda: not running.server.sessions)
-    assert [
-        "ignored its cancellation" in record.getMessage()
-        for record in caplog.records
-        if record.levelname == "ERROR"
-    ] == [True]
-
-
-def test_the_end_is_quiet_with_clients_connected(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with running_socket(tmp_path) as running:
-        client = SidecarConnection(running.path, HELLO, PATIENCE_S)
-        client.open()
-        running.loop.run(running.server.close(), TIMEOUT_S)
-        client.close()
-    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_heads_beyond_one_answer_are_misses(tmp_path: Path) -> None:

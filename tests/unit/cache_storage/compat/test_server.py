@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 
 import pytest
@@ -14,14 +13,12 @@ from tests.fixtures.compat import (
     GET,
     HEALTH,
     LIMITS,
-    LIST,
     PUT,
     compat_client,
     listening,
     reply_bytes,
     request_bytes,
 )
-from tests.fixtures.waiting import until
 from tests.fixtures.wire import MemoryStore, connected
 
 pytestmark = pytest.mark.virtual_time
@@ -54,27 +51,6 @@ async def test_put_get_and_exist(dialect: str) -> None:
             assert await second.get("other") == ((1, 3, 2, 2, 4, 2), b"x")
 
 
-async def test_requests_sent_without_waiting_are_answered_in_order() -> None:
-    async with listening() as listener, compat_client(listener.port) as client:
-        for i in range(20):
-            await client.put(f"k{i}", bytes([i]) * 50_000)
-        await client.raw.send(*(request_bytes("v0.3+", GET, f"k{i}") for i in range(20)))
-        for i in range(20):
-            assert await client.raw.reader.readexactly(36) == reply_bytes(
-                "v0.3+", 200, 50_000, (1, 3, 2, 2, 4, 2)
-            )
-            assert await client.raw.reader.readexactly(50_000) == bytes([i]) * 50_000
-
-
-async def test_clean_end_is_not_counted() -> None:
-    async with listening() as listener:
-        async with compat_client(listener.port) as client:
-            await client.put("k", b"value")
-            assert await client.exists("k")
-        await until(lambda: not listener.num_connections)
-        assert not [name for name in listener.counters.snapshot() if "closed" in name[0]]
-
-
 @pytest.mark.parametrize("num_sent", [1, 185, 186 + 100_000])
 async def test_slow_sender_is_cut_off_and_holds_no_memory(num_sent: int) -> None:
     async with listening() as listener, connected(listener.port) as raw:
@@ -93,7 +69,8 @@ async def test_client_that_does_not_read_its_value_is_cut_off() -> None:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect(("127.0.0.1", listener.port))
             deaf.sendall(request_bytes("v0.3+", GET, "k") * 4)
-            await until(lambda: listener.closed("slow"))
+            await asyncio.sleep(HOUR_S)
+            assert listener.closed("slow")
         assert await client.get("k") == ((1, 3, 2, 2, 4, 2), value)
 
 
@@ -102,23 +79,6 @@ async def test_silent_connection_ends_after_a_week() -> None:
         assert await client.ask(HEALTH) == reply_bytes("v0.3+", 200)
         assert await client.raw.is_closed(8 * 24 * HOUR_S)
         assert listener.closed("idle") == 1
-
-
-async def test_a_connection_too_many_is_closed_and_later_ones_are_served() -> None:
-    async with listening(max_connections=2) as listener:
-        async with (
-            compat_client(listener.port) as first,
-            compat_client(listener.port) as second,
-        ):
-            for client in (first, second):
-                assert await client.ask(HEALTH) == reply_bytes("v0.3+", 200)
-            async with connected(listener.port) as third:
-                assert await third.is_closed()
-            assert listener.closed("too_many") == 1
-            assert await first.ask(HEALTH) == reply_bytes("v0.3+", 200)
-        await until(lambda: not listener.num_connections)
-        async with compat_client(listener.port) as fourth:
-            assert await fourth.ask(HEALTH) == reply_bytes("v0.3+", 200)
 
 
 async def test_value_without_room_is_discarded() -> None:
@@ -150,49 +110,3 @@ async def test_memory_of_values_being_received_is_bounded() -> None:
             assert await three.reader.readexactly(36) == reply_bytes("v0.3+", 200)
             assert not listener.store.chunks
         await listener.store.arena.until_empty()
-
-
-async def test_violations_are_logged_once_in_a_while(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with listening() as listener:
-        with caplog.at_level(logging.INFO):
-            for _ in range(5):
-                async with connected(listener.port) as raw:
-                    await raw.send(request_bytes("v0.3+", LIST, "secret-key"))
-                    assert await raw.is_closed()
-        assert listener.closed("command") == 5
-    lines = [
-        record.getMessage() for record in caplog.records if "LMCache client" in record.getMessage()
-    ]
-    assert len(lines) == 1
-    assert "command 4" in lines[0]
-    assert "secret-key" not in lines[0]
-
-
-async def test_close_waits_for_a_request_underway() -> None:
-    async with (
-        listening() as listener,
-        compat_client(listener.port) as client,
-        compat_client(listener.port) as idle,
-    ):
-        assert await idle.ask(HEALTH) == reply_bytes("v0.3+", 200)
-        listener.store.gate = asyncio.Event()
-        await client.raw.send(request_bytes("v0.3+", GET, "k"))
-        await asyncio.sleep(1)
-        closing = asyncio.create_task(listener.server.listener.close(drain_s=5))
-        assert await idle.raw.is_closed()
-        assert not closing.done()
-        listener.store.gate.set()
-        assert await client.raw.reader.readexactly(36) == reply_bytes("v0.3+", 400)
-        assert await client.raw.is_closed()
-        await closing
-
-
-async def test_close_waits_no_longer_than_its_limit() -> None:
-    async with listening() as listener, connected(listener.port) as raw:
-        await raw.send(request_bytes("v0.3+", PUT, "k", 1000))
-        await asyncio.sleep(1)
-        await listener.server.listener.close(drain_s=5)
-        assert await raw.is_closed()
-        await listener.server.listener.close()

@@ -84,14 +84,6 @@ async def test_later_value_replaces_another_one(world: World) -> None:
     world.check_no_references()
 
 
-async def test_same_value_is_not_stored_again(world: World) -> None:
-    await world.put("k", b"same")
-    before = world.store.chunks[chunk_key("k")]
-    assert await world.put("k", b"same")
-    assert world.store.chunks[chunk_key("k")] is before
-    world.check_no_references()
-
-
 @pytest.mark.parametrize("size", [64, INLINE_DIGEST_BYTES + 1])
 async def test_a_damaged_value_is_missing_and_removed(world: World, size: int) -> None:
     await world.put("k", bytes(size))

@@ -88,23 +88,6 @@ async def test_chunk_stored_here_again_stays() -> None:
         assert set(held_keys(made.hot)) == set(KEYS) - set(STRANGERS[1:])
 
 
-async def test_chunk_lost_by_its_home_stays() -> None:
-    async with here("s-1") as made:
-        await moved(made)
-        made.others["s-1"].chunks.pop(STRANGERS[0]).release()
-        await forgotten(made)
-        assert set(held_keys(made.hot)) == set(KEYS) - set(STRANGERS[1:])
-
-
-async def test_chunks_moved_to_a_dead_server_stay() -> None:
-    async with here("s-1") as made, asked_by(made) as ending:
-        await moved(made)
-        await made.servers["s-1"].close()
-        await forgotten(made)
-        assert set(held_keys(made.hot)) == set(KEYS)
-        assert await ending.holds("default", KEYS) == [True] * len(KEYS)
-
-
 async def test_store_waits_for_the_removal_of_the_same_chunk_up_to_a_limit() -> None:
     leaving, key, go = Departures(), KEYS[0], asyncio.Event()
     seen: list[str] = []

@@ -213,16 +213,6 @@ async def test_only_the_hotter_half_evicts_others() -> None:
         )
 
 
-async def test_without_other_servers_everything_stays_and_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with here() as made:
-        await made.put(KEYS)
-        await made.drain.run()
-        assert made.drain.progress == done(total=40, failed=40)
-        assert "refused=40" in caplog.text
-
-
 async def test_drain_ends_in_time_though_a_server_hangs() -> None:
     async with here("s-1", timeout_s=0.5) as made:
         await made.put(KEYS)

@@ -10,16 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from lmcache_core.keys import ChunkChain
 from lmcache_core.lookup import Holder
-from lmcache_core.record import Staged
 from lmcache_core.token_database.hashing import chain_hashes, tokens_as_uint32
 from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.sidecar import SidecarNode
 
 from tests.fixtures.known_holders import KnownHolders, held_by
 from tests.fixtures.sidecar_app import ROOT, describe, hash_of, key_of, serving, store
-from tests.fixtures.waiting import until
 
 TOKENS = list(range(1000, 1010))
 HASHES = [digest.hex() for _, _, digest in chain_hashes(ROOT, tokens_as_uint32(TOKENS), 4)]
@@ -84,25 +81,6 @@ async def test_every_rank_and_group_counts(tmp_path: Path) -> None:
             (1, "", None),
             (1, "w", "never_stored"),
         ]
-
-
-@pytest.mark.parametrize(
-    ("options", "missing"), [({}, "evicted"), ({"chunk_ttl_s": 0.05}, "expired")]
-)
-async def test_chunk_gone_from_memory_has_a_reason(
-    tmp_path: Path, options: dict[str, object], missing: str
-) -> None:
-    async with serving(tmp_path, **options) as (client, parts):
-        parts.descriptions.note(describe())
-        await store(parts, key_of(HASHES[0]))
-
-        async def is_missing() -> bool:
-            if missing == "evicted":
-                parts.stack.hot.evict_bytes(1 << 30)
-            [state] = await states(client, HASHES[0])
-            return (state["places"], state["missing"]) == ([], missing)
-
-        await until(is_missing)
 
 
 async def test_question_is_no_access(tmp_path: Path) -> None:
@@ -259,24 +237,3 @@ async def test_number_of_tokens_is_bounded(tmp_path: Path) -> None:
         response = await client.post("/v1/admin/explain", json={"token_ids": [7] * 10_000})
         assert response.status_code == 400
         assert "ask for 8192 chunks or fewer" in response.json()["detail"]
-
-
-async def test_request_is_found_by_a_part_of_its_id(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (client, parts):
-        chain = ChunkChain("vllm", "m", 1, "", bytes.fromhex("".join(HASHES)))
-        parts.lookups.note("0a1b2c3d:chatcmpl-7-ff", [chain], Staged(True, (b"\1\2\0",)))
-        answer = await client.get("/v1/admin/lookups", params={"request_id": "chatcmpl-7"})
-        found = answer.json()["lookup"]
-        assert found.pop("age_s") >= 0
-        assert found == {
-            "request_id": "0a1b2c3d:chatcmpl-7-ff",
-            "model_name": "m",
-            "num_chunks": 3,
-            "num_found": 2,
-            "found": {"memory": 1, "disk": 1},
-            "is_final": True,
-            "missing": "never_stored",
-            "chunk_hashes": HASHES,
-        }
-        other = await client.get("/v1/admin/lookups", params={"request_id": "chatcmpl-8"})
-        assert other.json() == {"lookup": None}

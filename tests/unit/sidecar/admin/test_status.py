@@ -10,36 +10,10 @@ from lmcache_core.sidecar import SidecarConnection
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.embedded import PATIENCE_S
-from tests.fixtures.sidecar_app import (
-    ARENA_BYTES,
-    describe,
-    hash_of,
-    key_of,
-    serving,
-    store,
-)
+from tests.fixtures.sidecar_app import describe, hash_of, key_of, serving, store
 
 KEYS = [key_of(hash_of(i)) for i in range(3)]
 DISK = {"disk_gb": 0.01}
-
-
-async def test_status(tmp_path: Path) -> None:
-    async with serving(tmp_path, verify_hot="sampled", accept_handover=True) as (client, parts):
-        await store(parts, *KEYS)
-        body = (await client.get("/v1/status")).json()
-        expected = {
-            "instance": "test",
-            "version": "0.1.0",
-            "arena_bytes": ARENA_BYTES,
-            "verify_hot": "sampled",
-            **dict.fromkeys(("pending_bytes", "reserved_bytes", "held_bytes", "pinned_bytes"), 0),
-            "draining": False,
-            "accepts_handover": True,
-            "registered": None,
-        }
-        assert {name: body[name] for name in expected} == expected
-        assert body["drain"].pop("state") == "serving"
-        assert set(body["drain"].values()) == {0}
 
 
 async def test_drain_and_undrain_are_reported(tmp_path: Path) -> None:

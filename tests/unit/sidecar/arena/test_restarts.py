@@ -16,20 +16,6 @@ from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, na
 from tests.suites.chunks import make_key
 
 
-def test_recovered_chunks_are_served_and_hold_no_other_memory(tmp_path: Path) -> None:
-    leave(tmp_path, "abc")
-    start = ArenaStart(tmp_path)
-    assert start.served() == {}, "they are not checked yet"
-    assert start.store("a"), "stored again since"
-    start.recover()
-    assert start.served() == names_of(start, "abc")
-    assert (start.owner.recovery.recovered_chunks, start.owner.recovery.dropped_chunks) == (2, 1)
-    start.check_integrity()
-    assert start.hot.clear_now() == 3
-    assert start.owner.allocator.used_bytes == 0
-    start.stop()
-
-
 def test_the_order_of_eviction_outlives_a_restart(tmp_path: Path) -> None:
     leave(tmp_path, "abcd")
     start = ArenaStart(tmp_path)

@@ -178,11 +178,3 @@ async def test_refused_chunks_are_not_stored(tmp_path: Path, case: str) -> None:
         assert progress.handed_over == 0
         assert progress.left + progress.failed == NUM_CHUNKS
         assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == 0
-
-
-async def test_holders_of_chunks_with_gaps_between_them() -> None:
-    lookup = KnownHolders(held_by("b", IDS[0], IDS[3], IDS[4]))
-    holders = Holders(lookup, "a")  # type: ignore[arg-type]
-    found = await holders.of(IDS, 10)
-    assert [bool(at) for at in found if at is not None] == [True, False, False, True, True, False]
-    assert (await holders.of(IDS, 2))[3:] == [None] * 3, "not asked"
