@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -73,12 +71,6 @@ def test_a_figure_out_of_bounds_fails(folder, figure, value, words):
     assert "failed" in reason(folder)
     assert words in reason(folder)
     assert certificate(msgspec.structs.replace(GOOD, **{figure: float("nan")})).reasons
-
-
-def test_the_newest_certificate_counts(folder):
-    folder.save(certificate(msgspec.structs.replace(GOOD, kl_nats=1.0)))
-    folder.save(certificate())
-    assert reason(folder) is None
 
 
 def test_a_certificate_under_the_name_of_another_is_refused(folder):
@@ -156,28 +148,3 @@ def test_killed_writers_leave_a_certificate_whole(folder):
             writer.kill()
             writer.communicate()
     assert reason(folder) is None
-
-
-def test_an_old_file_of_a_killed_writer_is_removed(folder):
-    path = folder.save(certificate())
-    old, new = path.with_suffix(".1.part"), path.with_suffix(".2.part")
-    for part in (old, new):
-        part.write_bytes(b"{")
-    os.utime(old, (0, 0))
-    folder.save(certificate())
-    assert sorted(path.parent.iterdir()) == sorted([path, new])
-
-
-def test_containers_with_the_same_process_id_write_to_different_files(folder, monkeypatch):
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    parts = set()
-    replace = Path.replace
-
-    def noted(part, target):
-        parts.add(part.name)
-        return replace(part, target)
-
-    monkeypatch.setattr(Path, "replace", noted)
-    folder.save(certificate())
-    folder.save(certificate())
-    assert len(parts) == 2

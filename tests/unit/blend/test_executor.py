@@ -129,16 +129,6 @@ def test_every_layer_gets_fresh_kv_of_selected_tokens_and_moved_kv_of_the_rest(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_a_mask_may_be_of_numbers(dtype):
-    batch, made = Batch([5, 4], [True, True, False, True, True] + [True] * 4), executor(0.0)
-    batch.valid = batch.valid.to(dtype) * 3
-    batch.layer(made, 0)
-    rows = batch.layer(made, 1).local_indices
-    assert rows.tolist() == [2, 4, 8]
-    torch.testing.assert_close(batch.layer(made, 2, rows).k, batch.fresh_k, rtol=0, atol=1e-5)
-
-
 def test_encoders_serve_instead_of_a_mover():
     batch, made = Batch([6], [True] * 5 + [False]), CacheBlendImpl(0.0)
     made.set_positional_encoder(EMBEDDING.encode)
@@ -148,7 +138,10 @@ def test_encoders_serve_instead_of_a_mover():
     torch.testing.assert_close(batch.layer(made, 2, rows).k, batch.fresh_k, rtol=0, atol=1e-5)
 
 
-def test_without_encoders_nothing_is_blended():
+def test_blending_needs_a_share_and_encoders():
+    for ratio in (-0.1, 1.01, float("nan")):
+        with pytest.raises(ValueError, match="recompute_ratio"):
+            CacheBlendImpl(ratio)
     batch, made = Batch([6], [True] * 6), CacheBlendImpl(0.5)
     batch.layer(made, 0)
     with pytest.raises(ValueError, match="positional encoder"):
@@ -171,15 +164,6 @@ def test_a_layer_without_the_kv_of_reused_tokens_is_refused():
         batch.layer(made, 2, rows, valid_mask=torch.ones(10, dtype=torch.bool)).k,
         batch.layer(made, 3, rows).k,
     )
-
-
-def test_a_mask_counts_as_it_was_when_tokens_were_selected():
-    batch, made = Batch([6], [True] * 6), executor(0.0)
-    batch.layer(made, 0)
-    rows = batch.layer(made, 1).local_indices
-    batch.valid[2] = False
-    with pytest.raises(ValueError, match="no retrieved KV of 1 tokens"):
-        batch.layer(made, 2, rows)
 
 
 def test_without_valid_kv_on_the_check_layer_everything_is_computed():
@@ -226,18 +210,3 @@ def test_a_new_batch_begins_at_layer_0():
 def test_arguments_that_do_not_fit_are_refused(changed, words):
     with pytest.raises(ValueError, match=words):
         Batch([6], [True] * 6).layer(executor(), 0, **changed)
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan")])
-def test_a_ratio_is_a_share(ratio):
-    with pytest.raises(ValueError, match="recompute_ratio"):
-        CacheBlendImpl(ratio)
-
-
-def test_the_most_deviating_tokens_are_computed():
-    batch = Batch([10, 10], [True] * 20)
-    batch.v = batch.fresh_v.clone()
-    batch.v[[3, 7, 11, 12, 13]] += torch.tensor([5.0, 1.0, 1.0, 2.0, 3.0])[:, None]
-    made = executor(0.2)
-    batch.layer(made, 0)
-    assert batch.layer(made, 1).local_indices.tolist() == [3, 7, 9, 12, 13, 19]

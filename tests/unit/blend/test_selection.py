@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lmcache_core.blend.selection import Candidates, create_policy, share_of, with_the_rest
+from lmcache_core.blend.selection import Candidates, create_policy, with_the_rest
 from lmcache_core.config import BLEND_POLICIES
 
 
@@ -95,34 +94,12 @@ RATIOS = st.one_of(st.sampled_from([0.0, 0.05, 0.15, 0.29, 0.57, 1.0]), st.float
     1.0,
 )
 @example(([True] * 4, [0, 1, 2, 3], [5, 6, 7, 8], [0, 4], [0.0] * 4), "first_of_chunk", 0.5)
+# 100 * 0.29 is less than 29 in floating point, and 100 * 0.07 more than 7.
+@example(([True] * 100, range(100), range(100), [0, 100], [0.0] * 100), "deviation", 0.29)
+@example(
+    ([True] * 101, [0, *range(100)], range(101), [0, 101], [0.0] * 101), "first_of_chunk", 0.07
+)
 def test_policies_choose_by_their_rules(batch, policy, ratio):
     known = candidates(*batch)
     chosen = with_the_rest(create_policy(policy, ratio).choose(known), known)
     assert chosen.nonzero().flatten().tolist() == wanted(policy, ratio, *batch)
-
-
-@pytest.mark.parametrize(("count", "ratio", "share"), [(100, 0.29, 29), (20, 0.15, 3), (7, 0.5, 3)])
-def test_a_share_is_rounded_down_exactly(count, ratio, share):
-    assert share_of(count, ratio) == share
-
-
-@pytest.mark.parametrize(
-    ("length", "ratio", "count"), [(100, 0.07, 7), (10, 0.71, 8), (10, 1.0, 10)]
-)
-def test_a_share_of_a_chunk_is_rounded_up_exactly(length, ratio, count):
-    batch = candidates(
-        [True] * (length + 1),
-        [0, *range(length)],
-        range(length + 1),
-        [0, length + 1],
-        [0.0] * (length + 1),
-    )
-    chosen = create_policy("first_of_chunk", ratio).choose(batch)[1:-1]
-    assert int(chosen.sum()) == min(count, length - 1)
-
-
-def test_only_deviation_needs_values_and_a_later_layer():
-    known = {name: create_policy(name, 0.5) for name in BLEND_POLICIES}
-    assert {
-        name: (policy.check_layer, policy.needs_deviation) for name, policy in known.items()
-    } == {"deviation": (1, True), "first_of_chunk": (0, False)}

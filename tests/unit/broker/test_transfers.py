@@ -7,14 +7,7 @@ from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_core.p2p import Peer
 from lmcache_core.p2p.messages import TransferResponse
 
-from tests.fixtures.broker import (
-    ACME,
-    FakeClock,
-    at_once,
-    peer,
-    transfer_scheduler,
-    wanted,
-)
+from tests.fixtures.broker import ACME, FakeClock, at_once, peer, transfer_scheduler, wanted
 
 TTL_MS = 5_000
 

@@ -13,23 +13,11 @@ from lmcache_lookup.index import ClaimedElsewhereError, EventBatch, IndexEvent, 
 from lmcache_lookup.index import breaker as breaker_module
 from lmcache_lookup.index.breaker import FAILURES_BEFORE_PAUSE, IndexBreaker
 from lmcache_lookup.index.embedded import DROPS_PER_LOOK, SWEEP_CHUNKS, EmbeddedIndex
-from lmcache_lookup.index.redis_index import (
-    RedisIndex,
-    RedisIndexOptions,
-)
+from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_servicekit.errors import StoreRefusedError
 from lmcache_servicekit.redis_client import RedisAccess
 
 from tests.fixtures.broker import FakeClock
-
-
-async def test_the_embedded_index_forgets_the_chunk_stored_longest_ago() -> None:
-    index = EmbeddedIndex(max_chunks=2, max_instances=1)
-    await index.renew("t", LeaseClaim("a", 1, "sidecar", 1000))
-    stores = [IndexEvent("store", "t", bytes([number]) * 16, "hot", 1) for number in (1, 2, 1, 3)]
-    await index.apply("t", EventBatch("a", 1, 0, stores))
-    found = await index.holders("t", [bytes([number]) * 16 for number in (1, 2, 3)])
-    assert [len(holders) for holders in found] == [1, 0, 1]
 
 
 async def test_a_full_embedded_index_forgets_chunks_of_the_tenant_with_the_most() -> None:
@@ -101,21 +89,6 @@ async def test_a_tenant_that_shrank_gives_up_no_more_chunks_than_the_largest() -
     after = await tenants.sizes("a", "b")
     assert before[0] - after[0] <= DROPS_PER_LOOK
     assert sum(before) - sum(after) == 300
-
-
-async def test_the_largest_tenants_of_a_full_index_shrink_together() -> None:
-    index = EmbeddedIndex(10_000, 100)
-    tenants = Tenants(index)
-    await tenants.store("a", 4000)
-    await tenants.store("b", 3990)
-    for number in range(20):
-        await tenants.store(f"s{number}", 100)
-    await tenants.store("c", 10)
-    for _ in range(10):
-        await tenants.store("c", 100)
-    a, b = await tenants.sizes("a", "b")
-    assert abs(a - b) <= DROPS_PER_LOOK
-    assert await tenants.sizes("s0", "s19", "c") == [100, 100, 1010]
 
 
 async def test_sweeping_keeps_the_order_and_looks_at_a_bounded_number() -> None:

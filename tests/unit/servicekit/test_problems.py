@@ -28,12 +28,7 @@ from lmcache_servicekit.errors import (
     StoreRefusedError,
     ThrottledError,
 )
-from lmcache_servicekit.problems import (
-    MAX_SHOWN_ERRORS,
-    PROBLEMS,
-    ProblemType,
-    install_problem_handlers,
-)
+from lmcache_servicekit.problems import MAX_SHOWN_ERRORS, PROBLEMS, install_problem_handlers
 from starlette.types import Message
 
 from tests.fixtures.sample_service import (
@@ -182,26 +177,6 @@ async def test_wrong_method_is_answered_with_the_allowed_ones() -> None:
         assert (await client.post("/healthz")).headers["allow"] == "GET"
 
 
-async def test_a_service_may_add_entries() -> None:
-    class OwnError(LMCacheError):
-        pass
-
-    own = create_service_app(
-        SampleSettings(),
-        "lmcache-servicekit",
-        lifespan=no_parts,
-        routers=[],
-        problems={OwnError: ProblemType("own", 410, "Gone")},
-    )
-
-    @own.get("/v1/own")
-    async def fail() -> None:
-        raise OwnError("x")
-
-    async with asgi_client(own) as client:
-        assert (await client.get("/v1/own")).status_code == 410
-
-
 async def test_an_unknown_query_parameter_is_refused_after_the_caller_was_let_in(
     tmp_path: Path,
 ) -> None:
@@ -217,23 +192,6 @@ async def test_an_unknown_query_parameter_is_refused_after_the_caller_was_let_in
         assert response.json()["errors"] == [
             {"at": "query.limt", "message": "unknown parameter; known: none"}
         ]
-
-
-async def test_openapi_names_the_problems_of_each_operation() -> None:
-    async with asgi_client(create_app(SampleSettings())) as client:
-        schema = (await client.get("/openapi.json")).json()
-        assert (await client.get("/docs")).status_code == 404
-    operation = schema["paths"]["/v1/things"]["post"]
-    responses = operation["responses"]
-    statuses = ("200", "400", "401", "408", "413", "415", "422", "429", "default")
-    assert tuple(responses) == statuses
-    assert responses["429"] == {"$ref": "#/components/responses/Problem"}
-    problem = schema["components"]["responses"]["Problem"]
-    assert list(problem["content"]) == ["application/problem+json"]
-    assert "403" in schema["paths"]["/v1/admin/clear"]["post"]["responses"]
-    assert {"Problem", "BrokenRule"} <= set(schema["components"]["schemas"])
-    assert "HTTPValidationError" not in schema["components"]["schemas"]
-    assert operation["security"] == [{"HTTPBearer": ["client"]}]
 
 
 async def test_client_that_leaves_within_its_body_is_no_bug() -> None:

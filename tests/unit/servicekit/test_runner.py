@@ -101,17 +101,6 @@ def test_help_says_what_the_service_is_and_lists_its_settings(
         assert line in text
 
 
-def test_a_taken_port_is_a_bad_setting(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setenv("LMCACHE_SAMPLE_PORT", str(taken.getsockname()[1]))
-        assert run() == 2
-    assert "change host or port" in capsys.readouterr().err
-
-
 def test_a_request_that_outlasts_a_graceful_end_is_answered_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

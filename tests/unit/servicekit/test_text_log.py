@@ -7,13 +7,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from lmcache_core.errors import (
-    ConfigError,
-    LMCacheError,
-    RecordError,
-    UnavailableError,
-    one_line,
-)
+from lmcache_core.errors import ConfigError, LMCacheError, RecordError, UnavailableError
 from lmcache_core.wire.messages import ErrorMessage
 from lmcache_servicekit.logs import TextFormatter
 
@@ -45,12 +39,6 @@ def test_text_of_others_begins_no_line(log: tuple[logging.Logger, io.StringIO], 
     assert not any(line[:1] not in (" ", "2") for line in lines), "a traceback is indented"
 
 
-def test_line_without_such_text_is_as_it_was(log: tuple[logging.Logger, io.StringIO]) -> None:
-    logger, stream = log
-    logger.warning("läuft: path=%r", "/a\tb")
-    assert stream.getvalue().endswith("WARNING test: läuft: path='/a\\tb'\n")
-
-
 @pytest.mark.parametrize("kind", [LMCacheError, UnavailableError, RecordError])
 def test_text_of_an_error_is_one_line(kind: Callable[[str], LMCacheError]) -> None:
     error = kind(f"lm://a: busy: \r\n{FORGED}\x1b")
@@ -60,7 +48,3 @@ def test_text_of_an_error_is_one_line(kind: Callable[[str], LMCacheError]) -> No
 
 def test_text_of_a_wrong_option_may_have_several_lines() -> None:
     assert str(ConfigError("a=1\nb=2")) == "a=1\nb=2"
-
-
-def test_surrogate_is_escaped() -> None:
-    assert one_line("a\udc80b") == "a\\udc80b"

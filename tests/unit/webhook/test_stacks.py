@@ -11,14 +11,9 @@ import jsonpatch
 import kubernetes_validate
 import pytest
 import yaml
-from lmcache_core.integrations.vllm.options import read_options
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
-from lmcache_webhook.injection.sidecar import (
-    SOCKET_PATH,
-    offloading_config,
-    transfer_config,
-)
+from lmcache_webhook.injection.sidecar import offloading_config, transfer_config
 
 from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT, Pod, container, pod
 
@@ -240,18 +235,6 @@ def test_offloading_tier_instead_of_the_connector(options: InjectionOptions) -> 
     assert "through a script, which offloading-tier cannot go through: set lmcache.io/con" in reason
 
 
-@pytest.mark.parametrize("name", ["production-stack", "lmcache-mp"])
-def test_the_connector_reads_what_is_left(
-    name: str, options: InjectionOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, _ = injected(options, stack(name, replace_connector="true"))
-    for one in engine["env"]:
-        monkeypatch.setenv(one["name"], one.get("value", ""))
-    read = read_options(config_of(engine)["kv_connector_extra_config"], "cuda")
-    assert read.engine.sidecar_socket == SOCKET_PATH
-    assert read.engine.chunk_size == (512 if name == "lmcache-mp" else 256)
-
-
 def replaceable(extra: dict[str, Any], *variables: dict[str, Any], **annotations: str) -> Pod:
     config = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra})
     named = {f"lmcache.io/{name.replace('_', '-')}": text for name, text in annotations.items()}
@@ -409,20 +392,6 @@ def test_the_annotation_alone_changes_nothing(options: InjectionOptions) -> None
     assert "replace-connector='yes': write true or false" in declined(
         options, pod(container(args=["m"]), annotations=wrong)
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("REMOTE_URL", "lm://old:81", "the tiers are the sidecar's; set the sidecar's remote_url"),
-        ("MAX_LOCAL_CPU_SIZE", "0", "give it some GB"),
-    ],
-)
-def test_variables_that_would_end_vllm_are_seen_beforehand(
-    name: str, value: str, text: str, options: InjectionOptions
-) -> None:
-    document = pod(container(args=["m"], env=[variable(name, value)]))
-    assert text in declined(options, document)
 
 
 def test_an_allocator_with_which_vllm_refuses_connectors(options: InjectionOptions) -> None:
