@@ -95,6 +95,31 @@ def test_keys_are_decoded_and_moved_to_other_positions(scaling):
     )
 
 
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_dimensions_that_are_not_rotated_stay_as_they_are(is_interleaved):
+    embedding = RotaryEmbedding(
+        RopeParameters(HEAD_SIZE, rotary_dims=24, is_interleaved=is_interleaved)
+    )
+    k = some_k(40)
+    moved = embedding.mover(torch.zeros(40, dtype=torch.int64), torch.arange(40))(k)
+    assert torch.equal(moved[..., 24:], k[..., 24:])
+    assert not torch.equal(moved[1:, :, :24], k[1:, :, :24])
+    assert torch.equal(moved[0], k[0])
+    torch.testing.assert_close(moved, embedding.encode(torch.arange(40), k, k)[1])
+
+
+def test_interleaved_pairs_are_the_halves_in_another_order():
+    halves, pairs = (
+        RotaryEmbedding(RopeParameters(8, is_interleaved=flag)) for flag in (False, True)
+    )
+    k, positions = some_k(9, head_size=8), torch.arange(9)
+    order = torch.arange(8).view(2, 4).T.flatten()  # of each pair both, side by side
+    torch.testing.assert_close(
+        pairs.encode(positions, k[..., order], k[..., order])[1],
+        halves.encode(positions, k, k)[1][..., order],
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -107,3 +132,10 @@ def test_keys_are_decoded_and_moved_to_other_positions(scaling):
 def test_unknown_parameters_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         RopeParameters(HEAD_SIZE, **options)
+
+
+def test_a_tensor_of_other_heads_is_refused():
+    with pytest.raises(ValueError, match="64"):
+        RotaryEmbedding(RopeParameters(HEAD_SIZE)).encode(
+            torch.arange(3), torch.zeros(3, 40), torch.zeros(3, 40)
+        )

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from lmcache_ctl.drain import DrainOutcome, print_drains
 from lmcache_ctl.output import print_table, print_text
@@ -90,6 +91,24 @@ def test_no_name_and_no_number_is_cut_at_any_width(
         "no word is new, so none is cut"
     )
     assert "\u2026" not in "".join(narrow)
+
+
+def test_tables_of_the_charts_pods_fit_into_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    prefix = "cache-lmcache-"
+    names = ["storage-0", "storage-1", "llama-6f7c9d8b4-q9m4w"]
+    pods = [
+        msgspec.structs.replace(busy(0), name=prefix + name, name_prefix=prefix) for name in names
+    ]
+    print_status(summed(pods))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in names:
+        assert any(f" {name} " in line for line in lines), name
+    assert f"Names without {prefix}, which all pods begin with." in lines
+    assert any("60.0%" in line for line in lines), "the hit ratio is the last to go"
 
 
 def test_a_pipe_has_no_end_of_a_line(tmp_path: Path) -> None:

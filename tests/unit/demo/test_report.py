@@ -8,18 +8,10 @@ from typing import TypeVar
 import msgspec
 import pytest
 from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER
-from lmcache_demo.report import (
-    NOWHERE,
-    Answer,
-    BlendedAnswers,
-    Compression,
-    Step,
-    print_report,
-)
+from lmcache_demo.report import NOWHERE, Answer, BlendedAnswers, Compression, Step, print_report
 from rich.console import Console
 
 WIDTH = 80
-ALL_EQUAL = "Every answer equals the one without a cache, token for token"
 PLAIN = Answer([1, 2], "", 3000, 0, {}, 0, 0, 1.0, 32)
 HIT = Answer([1, 2], "", 3000, 2900, {MEMORY_TIER: 2900}, 1, 0, 0.1, 32)
 FROM_DISK = msgspec.structs.replace(HIT, reused_by_tier={DISK_TIER: 2900})
@@ -102,45 +94,6 @@ def test_anything_else_is_a_fault(
     assert not is_good
     assert f"NOT AS SAID {one.faults[0]}" in text
     assert "No process is left" not in text
-
-
-def test_an_answer_that_differs_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    steps = [
-        replace(step(MEMORY_TIER, HIT), title="A, hit"),
-        replace(step(DISK_TIER, changed(FROM_DISK, tokens=[1, 3]), LOSSY), title="E, lossy"),
-        replace(step(DISK_TIER, FROM_DISK, LOSSLESS), title="F, exact"),
-    ]
-    _, lines, text = printed(capsys, steps, [])
-    rows = [" ".join(line.split()) for line in lines]
-    assert [row.split()[-1] for row in rows if row[:3] in ("A, ", "E, ", "F, ")][:3] == [
-        "yes",
-        "no",
-        "yes",
-    ]
-    assert "E, lossy 0.0 0.0 3.00x 10.67 50.0% 25.0% differ at token 2" in rows
-    assert "F, exact 0.0 0.0 3.00x 10.67 0 0 all equal" in rows
-    assert f"{ALL_EQUAL}, but that of E, lossy: its KV was stored with loss" in text
-    assert "without a cache said:" in text
-
-
-@pytest.mark.parametrize(
-    ("steps", "blended", "rest"),
-    [
-        ([step(DISK_TIER, FROM_DISK, LOSSY)], [], ""),
-        ([step(NOWHERE, PLAIN)], [REFUSED, BLENDED], ""),
-        (
-            [step(NOWHERE, PLAIN)],
-            [REFUSED, changed(BLENDED, num_equal=23)],
-            ", but 1 of 48 about documents in another order",
-        ),
-    ],
-)
-def test_the_verdict(
-    steps: list[Step], blended: list[BlendedAnswers], rest: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, _, text = printed(capsys, steps, blended)
-    assert f"{ALL_EQUAL}{rest}. No process is left." in text
-    assert "said:" not in text
 
 
 def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

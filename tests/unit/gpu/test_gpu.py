@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from lmcache_core.serde.chunk_codec import Profile
 from tests.gpu import __main__ as command
 from tests.gpu import connectors, estimates, kernels, streams, table
 from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, worst
-from tests.gpu.estimates import LLAMA
 from tests.gpu.report import Report, WrongBytes, read_lines
 from tests.gpu.wrong_bytes import is_comparison
 
@@ -155,33 +153,3 @@ def test_the_page_has_the_estimates_of_what_is_not_measured() -> None:
     )
     assert estimates.INTRODUCTION in section
     assert expected <= set(rows) <= known
-
-
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ({"name": f"{LLAMA}: load, pinned arena, verify_hot never", "rate": 50.0}, "pinned"),
-        ({"name": "pin 8192 MiB of shared memory", "seconds": 0.8, "is_pinned": True}, "100 GB"),
-        ({"name": f"{LLAMA}: matrix products during stores", "times_longer": 1.02}, "in the step"),
-    ],
-)
-def test_a_measured_row_replaces_its_estimate(line: dict[str, Any], what: str) -> None:
-    facts = {"part": "figures", "share": None} | line
-    _, (*measured, introduction, left) = table.section_of([facts])
-    assert introduction == estimates.INTRODUCTION
-    assert f"| {line['name']} |" in "".join(measured)
-    gone = set(estimates.table_of([]).splitlines()) - set(left.splitlines())
-    assert len(gone) == 1
-    assert what in gone.pop()
-
-
-def test_the_table_names_gpu_driver_and_link(report: Report) -> None:
-    facts = replace(report, part="facts")
-    facts.note("torch", text="2.11.0+cu130")
-    facts.note("nvidia-smi", text="NVIDIA H100 80GB HBM3, 580.95.05, 81559 MiB, 5, 16, 9.0")
-    facts.note("outcome", text="passed", code=0)
-    machine, _ = table.section_of(read_lines(report.path))
-    assert machine == (
-        "NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.95.05, PCIe 5 x16; torch 2.11.0+cu130."
-        " Parts: facts passed."
-    )

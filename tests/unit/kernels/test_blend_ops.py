@@ -64,13 +64,6 @@ def test_choice_is_that_of_the_readme(data):
     )
 
 
-@pytest.mark.parametrize("bad", [INF, NAN, -NAN])
-def test_what_is_not_finite_is_never_kept(bad):
-    assert chosen([1.0, bad, 3.0, bad], [0]) == [1, 3]
-    assert chosen([1.0, bad, 3.0, bad], [1]) == [1, 3]
-    assert chosen([1.0, bad, 3.0, bad], [3]) == [1, 2, 3]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_damaged_rows_are_chosen(dtype):
     fresh = torch.zeros(6, 4, dtype=dtype)
@@ -80,14 +73,6 @@ def test_damaged_rows_are_chosen(dtype):
     retrieved[3, 2], retrieved[4] = -NAN, 1.0
     deviation = blend_deviation(fresh, retrieved, TRUE)
     assert blend_select(deviation, TRUE, [0, 6], [0], 0).nonzero().flatten().tolist() == [1, 3]
-
-
-def test_computed_tokens_take_no_place():
-    deviation = [1.0, 2.0, 3.0, 9.0]
-    assert chosen(deviation, [1], tail=1) == [2, 3], "the last is computed without being chosen"
-    assert chosen(deviation, [2], is_valid=[True, False, True, True], tail=1) == [0, 1, 2, 3]
-    assert chosen([1.0, 2.0], [2], tail=9) == [0, 1]
-    assert chosen([5.0, 5.0, 5.0], [2]) == [0, 1], "of those that deviate alike, the first"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

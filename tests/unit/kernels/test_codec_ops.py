@@ -104,11 +104,6 @@ def test_shapes_that_cannot_be_are_refused(sizes):
         CodecShape(*sizes)
 
 
-def test_numbers_of_a_shape():
-    shape = CodecShape(2, 5, 100, 16, 64)
-    assert (shape.groups, shape.sections, shape.sizes) == (7, 2, (2, 5, 100))
-
-
 def test_without_a_device_there_is_no_kernel(tables):
     with pytest.raises(KernelInputError, match="CUDA"):
         decode(tables, CodecShape(1, 2, 3, 1, 3))

@@ -131,23 +131,6 @@ def test_blocks_cut_anywhere_go_both_ways(slots, form, padding, seed):
         check_op(op, to_pages, torch.float16, shape, seed, slots, form=form)
 
 
-@settings(deadline=None, max_examples=60)
-@given(slots=st.lists(st.integers(0, 14), max_size=40), seed=st.integers(0, 1000))
-def test_gather_takes_any_slots_in_any_order(slots, seed):
-    check_op(paged_gather, False, torch.bfloat16, SHAPE, seed, slots)
-
-
-@settings(deadline=None, max_examples=60)
-@given(slots=st.lists(st.integers(0, 14), max_size=15, unique=True), seed=st.integers(0, 1000))
-def test_what_is_scattered_is_gathered_again(slots, seed):
-    case = filled_case(torch.float16, SHAPE, seed, slots)
-    wanted = case.blob.view(torch.uint8).clone()
-    paged_scatter(*case.args())
-    case.blob.view(torch.uint8).fill_(0)
-    paged_gather(*case.args())
-    assert torch.equal(case.blob.view(torch.uint8), wanted)
-
-
 @pytest.mark.parametrize(
     ("row", "padding", "aligned", "word_bytes"),
     [

@@ -184,19 +184,6 @@ def test_kernels_give_what_the_sidecar_decodes(sidecar: Sidecar) -> None:
         assert capable.counters.value(MISSED_CHUNKS_TOTAL) == 0
 
 
-def test_without_a_client_that_decodes_chunks_are_decoded(sidecar: Sidecar) -> None:
-    sidecar.evict()
-    with client(sidecar, has_kernels=True):
-        pass  # it has left
-    with client(sidecar, has_kernels=False) as plain:
-        assert plain.load()[0] == NUM_CHUNKS
-        decoded = sidecar.arena_bytes
-        sidecar.evict()
-        with client(sidecar, has_kernels=True) as capable:
-            assert capable.load()[0] == NUM_CHUNKS
-            assert sidecar.arena_bytes < decoded
-
-
 def test_what_kernels_refuse_is_a_miss(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     sidecar.evict()
     begin = DeviceDecoder.begin
