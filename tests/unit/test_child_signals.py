@@ -12,7 +12,7 @@ IGNORING = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
 RUN_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}], check=True)"
 
 
-def told_by(code: str) -> str:
+def printed_by(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -20,8 +20,8 @@ def told_by(code: str) -> str:
 
 def test_a_child_inherits_an_ignored_sigint() -> None:
     """Without the restored signal, an interrupted child keeps running."""
-    assert told_by(IGNORING + RUN_CHILD) == "False"
+    assert printed_by(IGNORING + RUN_CHILD) == "False"
 
 
 def test_children_of_the_tests_have_the_default_sigint() -> None:
-    assert told_by(IGNORING + "import tests.conftest; " + RUN_CHILD) == "True"
+    assert printed_by(IGNORING + "import tests.conftest; " + RUN_CHILD) == "True"

@@ -124,9 +124,9 @@ def test_no_text_names_a_package_of_ours_on_an_index() -> None:
 def test_an_extra_is_installed_from_a_checkout_alone(extra: str, folders: tuple[str, ...]) -> None:
     """All packages of ours that it brings are in the command, the one with the extra last."""
     command = install_line(extra, *folders)
-    told = re.fullmatch(r"pip install (.*) in a checkout", command)
-    assert told is not None, command
-    *before, last = shlex.split(told[1])
+    said = re.fullmatch(r"pip install (.*) in a checkout", command)
+    assert said is not None, command
+    *before, last = shlex.split(said[1])
     folder, _, named = last.partition("[")
     assert named == f"{extra}]"
     ours = {project_of(ROOT / each / "pyproject.toml")["name"] for each in [*before, folder]}

@@ -132,7 +132,7 @@ def test_what_is_slow_is_seen(slow: str) -> None:
 
 
 def test_every_pattern_is_where_it_is_found() -> None:
-    """Also those of pydantic are linear by themselves, unless it is told to use Python's engine."""
+    """Also those of pydantic are linear by themselves, unless it is set to use Python's engine."""
     found = {(module, name) for module, name, _ in PATTERNS}
     num_compiled = 0
     for path in SOURCES:

@@ -147,7 +147,7 @@ def test_nothing_unpickles_or_executes() -> None:
     assert not unsafe
 
 
-def test_listening_on_all_interfaces_is_nobodys_default() -> None:
+def test_listening_on_all_interfaces_is_no_default() -> None:
     assert not [name for name, (text, _) in sources().items() if "0.0.0.0" in text]
 
 

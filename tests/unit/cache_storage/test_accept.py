@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 from lmcache_core.record import Chunk
@@ -60,18 +58,3 @@ async def test_lossy_chunk_is_a_miss_for_a_client_that_accepts_lossless_ones(wor
         assert "encoding" in assert_problem(await client.get(url, headers=header), 404, "not-found")
         assert (await client.head(url, headers=header)).status_code == 404
         assert (await client.head(url)).status_code == 200
-
-
-async def test_lossless_chunk_replaces_a_lossy_one_on_disk_too(tmp_path: Path) -> None:
-    async with serving(disk_path=tmp_path / "disk", disk_gb=0.01) as (client, parts):
-        assert await put(client, LOSSY) == 201
-        assert await parts.stack.drain(60)
-        assert await read(client, LOSSLESS) == b""
-        assert await present(client, LOSSLESS) == [False, False]
-        assert await present(client) == [True, False]
-        replacement = make_chunk("lossy", payload=make_payload("lossless"))
-        assert await put(client, replacement, LOSSLESS) == 201
-        assert await parts.stack.drain(60)
-        parts.stack.hot.clear_now()
-        expected = replacement.head + make_payload("lossless")
-        assert await read(client, LOSSLESS) == await read(client) == expected, "from the disk"

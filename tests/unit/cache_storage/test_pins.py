@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.fixtures.storage_app import assert_problem, bearer, serving, write_tokens
+from tests.fixtures.storage_app import bearer, serving, write_tokens
 from tests.suites.chunks import make_key, make_payload, make_record
 
 NAMES = ["a", "b", "c"]
@@ -44,20 +44,6 @@ async def test_pinned_chunks_are_listed_and_not_evicted() -> None:
         assert unpinned.json() == {"num_unpinned": 2}
 
 
-async def test_pin_reads_from_the_disk_up_to_a_bound(tmp_path: Path) -> None:
-    async with serving(disk_path=tmp_path, disk_gb=0.05) as (rest, parts):
-        for i in range(6):
-            await put(rest, i)
-            await parts.stack.drain(60)
-        evicted = await rest.post("/v1/admin/evict", json={"num_bytes": 1 << 30})
-        assert evicted.json()["freed_bytes"] > 0
-        keys = [make_key(i).key.to_url() for i in range(6)]
-        answer = (await rest.post("/v1/admin/pin", json={"keys": keys, "ttl_s": 60})).json()
-        assert answer["num_pinned"] == 4
-        assert {unpinned["reason"] for unpinned in answer["not_pinned"]} == {"pin_bound"}
-        assert (await rest.post("/v1/admin/unpin")).json() == {"num_unpinned": 4}
-
-
 async def test_admins_pin_chunks_of_a_tenant(tmp_path: Path) -> None:
     async with serving(auth_tokens_file=write_tokens(tmp_path / "tokens.yaml")) as (rest, _):
         await put(rest, "a", bearer("acme"))
@@ -72,12 +58,3 @@ async def test_admins_pin_chunks_of_a_tenant(tmp_path: Path) -> None:
         assert (await ask("pin", body))["num_pinned"] == 1
         assert await ask("unpin") == {"num_unpinned": 0}
         assert await ask("unpin", {"tenant": "acme"}) == {"num_unpinned": 1}
-
-
-async def test_drain_ends_pins_and_refuses_new_ones() -> None:
-    async with serving() as (rest, parts):
-        await put(rest, "a")
-        assert (await rest.post("/v1/admin/pin", json={"keys": URLS[:1]})).json()["num_pinned"] == 1
-        await rest.post("/v1/admin/drain")
-        assert parts.pins.num_bytes == 0
-        assert_problem(await rest.post("/v1/admin/pin", json={"keys": URLS[:1]}), 503, "draining")

@@ -1,4 +1,4 @@
-"""What is told of a remembered lookup when the sidecar does not explain all of its chunks."""
+"""What is shown of a remembered lookup when the sidecar does not explain all of its chunks."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("max_chunks", "told"),
+    ("max_chunks", "said"),
     [(0, "no engine of the model 'm' has connected"), (200, "first 128 of 600 chunks")],
 )
-def test_what_a_request_found_is_told_even_if_its_chunks_are_not_all_explained(
-    max_chunks: int, told: str, url: str, monkeypatch: pytest.MonkeyPatch
+def test_what_a_request_found_is_shown_even_if_its_chunks_are_not_all_explained(
+    max_chunks: int, said: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sidecar, "max_chunks", max_chunks)
     text = " ".join(Ctl().text("explain", "--request", "chatcmpl-7", "--url", url).split())
     assert "The request found 600 of 600 chunks (600 in memory)" in text
-    assert told in text
+    assert said in text

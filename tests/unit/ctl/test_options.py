@@ -30,7 +30,7 @@ def test_options_win_over_variables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "said"),
     [
         ({"LMCACHE_CTL_TIMEOUT_S": "soon"}, "soon: must be a number above 0"),
         ({"LMCACHE_CTL_TIMEOUT_S": "soon"}, "'--timeout' (env var: 'LMCACHE_CTL_TIMEOUT_S')"),
@@ -50,9 +50,9 @@ def test_options_win_over_variables() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_where_it_is_from(environ: dict[str, str], told: str) -> None:
+def test_what_is_wrong_is_named_with_where_it_is_from(environ: dict[str, str], said: str) -> None:
     shown = Ctl([], environ).text("status", code=2)
-    assert told in shown
+    assert said in shown
     assert "s3cret" not in shown
 
 
@@ -84,6 +84,6 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(text: str) ->
 
 def test_an_address_for_the_only_kind_that_is_asked() -> None:
     environ = {"LMCACHE_CTL_LOOKUP_URLS": "http://127.0.0.1:1"}
-    told = Ctl(["--url=http://127.0.0.1:2"], environ).text("lookup", "status", code=1)
-    assert "no answer from http://127.0.0.1:2" in told
-    assert told.endswith("; its address is from --lookup-url\n")
+    said = Ctl(["--url=http://127.0.0.1:2"], environ).text("lookup", "status", code=1)
+    assert "no answer from http://127.0.0.1:2" in said
+    assert said.endswith("; its address is from --lookup-url\n")

@@ -47,8 +47,8 @@ class Service(Handler):
     def do_POST(self) -> None:
         sent = self.rfile.read(int(self.headers.get("content-length", "0")))
         if self.path == "/echo":
-            told = {"token": self.headers.get("authorization"), "body": json.loads(sent)}
-            self.answer(200, told)
+            said = {"token": self.headers.get("authorization"), "body": json.loads(sent)}
+            self.answer(200, said)
         else:
             self.answer(*ANSWERS[self.path])
 
@@ -74,7 +74,7 @@ def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "said"),
     [
         ("/problem", "^http://[^ ]+: an engine must have connected"),
         ("/bare", "^http://[^ ]+: Not you"),
@@ -85,11 +85,11 @@ def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
         ("/long", "more than 50000 bytes"),
     ],
 )
-def test_other_answers_are_told(
-    url: str, path: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_other_answers_are_reported(
+    url: str, path: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "MAX_ANSWER_BYTES", 50_000)
-    with pytest.raises(CtlError, match=told):
+    with pytest.raises(CtlError, match=said):
         ask(url, path, {})
 
 
@@ -169,10 +169,10 @@ def test_pods_of_all_namespaces_are_not_sent_the_callers_token(
     everywhere = Reach(settings, Kind.SIDECAR, everywhere=True)
     with everywhere.services() as services:
         here = [msgspec.structs.replace(one, url=url, socket_path=None) for one in services]
-        told = asyncio.run(
+        said = asyncio.run(
             Asker(settings).each(here, lambda caller: caller.ask("POST", "/echo", {}))
         )
-    sent = {one.namespace: answer["token"] for one, answer in zip(here, told, strict=True)}
+    sent = {one.namespace: answer["token"] for one, answer in zip(here, said, strict=True)}
     assert sent == {"ours": "Bearer of-ours", "strange": None}
     for place in everywhere.namespaces():
         with Reach(place, Kind.SIDECAR).services() as [service]:

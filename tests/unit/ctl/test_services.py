@@ -72,13 +72,13 @@ def test_what_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("from_environment", "told"),
+    ("from_environment", "said"),
     [
         (set(), "--lookup-url"),
         ({"lookup_urls"}, "LMCACHE_CTL_LOOKUP_URLS, which --lookup-url overrides"),
     ],
 )
-def test_an_address_tells_what_it_is_from(from_environment: set[str], told: str) -> None:
+def test_an_address_shows_where_it_is_from(from_environment: set[str], said: str) -> None:
     settings = CtlSettings(lookup_urls=["http://h:1"], from_environment=frozenset(from_environment))
     [service] = services_of(settings)
-    assert service.origin == f"; its address is from {told}"
+    assert service.origin == f"; its address is from {said}"

@@ -53,7 +53,7 @@ def test_entries_say_what_the_frequencies_say(levels):
             start += frequency
 
 
-def test_planes_are_told_where_their_tables_are(tables):
+def test_planes_find_their_tables(tables):
     assert tables.of_planes([7, 1, 127]).tolist() == [
         [7, 1, 16, 16],
         [1, 0, 0, 4],

@@ -30,7 +30,7 @@ def test_one_that_is_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("info", "level", "told"),
+    ("info", "level", "said"),
     [
         ({"redis_version": "6.0.16"}, Level.ERROR, "version 6.0.16"),
         ({"role": "slave"}, Level.ERROR, "it is a slave"),
@@ -45,7 +45,7 @@ def test_one_that_is_fine() -> None:
         ),
     ],
 )
-def test_one_that_is_not(info: dict[str, Any], level: Level, told: str) -> None:
+def test_one_that_is_not(info: dict[str, Any], level: Level, said: str) -> None:
     [(found, what)] = levels(**info)
     assert found is level
-    assert told in what
+    assert said in what

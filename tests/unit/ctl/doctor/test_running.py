@@ -64,7 +64,7 @@ def test_clocks_apart() -> None:
         (Level.WARNING, "clock", "storage fast is 7 s before storage slow")
     ]
     assert wrong(state(Kind.STORAGE, "one", clock_skew_s=-300.0)) == [], (
-        "this machine's own clock is nobody's matter"
+        "the clock of the asking machine does not count"
     )
 
 

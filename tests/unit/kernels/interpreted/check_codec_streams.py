@@ -113,7 +113,7 @@ def decoded(codec, device, encoded, scales, levels, cut, poison=0):
     return status.tolist(), out.clone()
 
 
-def test_a_stream_that_is_none_is_told_of_its_section_alone(codec, device, in_three_sections):
+def test_a_damaged_stream_is_reported_for_its_section_alone(codec, device, in_three_sections):
     scales, levels, cut, encoded = in_three_sections
     first, second, _ = encoded.lengths.tolist()
     in_states, in_words, last = first + 5, first + LANES * STATE_WORDS + 1, first + second - 1
@@ -139,7 +139,7 @@ def test_a_stream_that_is_none_is_told_of_its_section_alone(codec, device, in_th
     ],
     ids=str,
 )
-def test_lengths_that_are_wrong_are_told_and_lead_nowhere(
+def test_wrong_lengths_are_reported_and_lead_nowhere(
     codec, device, in_three_sections, lengths, status
 ):
     scales, levels, cut, encoded = in_three_sections
