@@ -68,6 +68,14 @@ def test_a_chunk_is_hot_after_so_many_pulls_within_a_minute() -> None:
     assert world.orders() == [], "each order is given once"
 
 
+def test_a_holder_with_a_chunk_in_two_tiers_is_one() -> None:
+    world = World()
+    world.add("a")
+    world.pull("a", "a")
+    (hot,) = world.hot.hottest(ACME.tenant, 5, world.clock())
+    assert hot.num_holders == 2, "with the one that pulls"
+
+
 def test_copies_go_to_zones_without_one_then_to_the_least_loaded() -> None:
     world = World(num_pulls=1, num_copies=3)
     world.add("a", zone="z1")
