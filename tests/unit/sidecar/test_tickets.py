@@ -19,6 +19,7 @@ from lmcache_sidecar.socket import server as server_module
 
 from tests.fixtures.chains import (
     TAKEN_BYTES,
+    Shelf,
     chain_of,
     keys_by_chunk,
     keys_of_rank,
@@ -90,6 +91,18 @@ def test_tickets_of_all_clients_hold_half_of_the_arena(sidecar: RunningSocket) -
         store_chunks(second, keys_of_rank(chain, 0)[25:])
         assert first.stage("t", [chain.part(0, 20)]) == Staged(True, (b"\1" * 20,))
         assert second.stage("t", [chain.part(10, 40)]) == Staged(True, (b"\1" * 22 + bytes(8),))
+
+
+def test_draining_sidecar_stages_hot_chunks(tmp_path: Path) -> None:
+    shelf = Shelf()
+    with (
+        running_socket(tmp_path, ARENA_BYTES, lower=[shelf]) as sidecar,
+        client_of(sidecar) as store,
+    ):
+        store_chunks(store, keys_of_rank(CHAIN, 0)[:2])
+        shelf.held.update(names_of(keys_of_rank(CHAIN, 0)))
+        sidecar.server.refuse_stores()
+        assert store.stage("t", [CHAIN]) == Staged(True, (b"\1\1\0\0",))
 
 
 @pytest.mark.parametrize(

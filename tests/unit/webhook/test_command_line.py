@@ -1,15 +1,22 @@
-"""Which command lines start vLLM's server, and where the argument goes."""
+"""Which command lines start vLLM's server, where the argument goes, and that docs/injection.md has
+the same words.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_webhook.injection.command_line import plan_arguments, runs_vllm
+from lmcache_core.integrations.vllm.releases import too_old
+from lmcache_webhook.injection.command_line import OPTION, plan_arguments, runs_vllm
 from lmcache_webhook.injection.pod import Container, DeclinedError
 from lmcache_webhook.injection.sidecar import transfer_config
 
+from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT
 from tests.releases import NEWEST_VLLM
 
 SCRIPT = "vllm serve m"
@@ -101,3 +108,28 @@ def test_another_connector_is_left_alone(word: str) -> None:
     ):
         with pytest.raises(DeclinedError, match="one vLLM has one connector"):
             plan_arguments(container(**members), transfer_config())
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "injection.md"
+
+
+def leaves(config: Mapping[str, Any], above: str) -> Iterator[str]:
+    """vLLM takes `--option.key=value` for a member of a JSON option."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{above}.{name}")
+        else:
+            yield f"{above}.{name}={value}"
+
+
+def test_words_for_scripts_are_the_argument() -> None:
+    text = PAGE.read_text()
+    words = re.findall(rf"{OPTION}\.\S+=\S+", text)
+    assert words == list(leaves(transfer_config(), OPTION)) == CONNECTOR_IN_A_SCRIPT.split()
+    assert all(
+        word.isascii() and not set(word) & set(" '\"$\\`{}[]*?;&|()<>#~!") for word in words
+    ), "plain in any quotes"
+
+
+def test_page_quotes_the_refusal_of_an_older_vllm() -> None:
+    assert f"`{too_old('0.11.0')}`" in PAGE.read_text()

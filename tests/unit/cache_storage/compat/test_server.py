@@ -1,13 +1,16 @@
-"""The listener for LMCache clients: its answers, its bounds and its end."""
+"""The listener for LMCache clients: its answers, its bounds, and its protocol as documented."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
+from pathlib import Path
 
 import pytest
-from lmcache_storage.compat.dialect import DIALECTS
+from lmcache_storage.compat.dialect import DIALECTS, CompatCommand
 from lmcache_storage.compat.server import CompatLimits
+from lmcache_storage.compat.values import ABOUT_EXTENSION
 
 from tests.fixtures.compat import (
     GET,
@@ -110,3 +113,21 @@ async def test_memory_of_values_being_received_is_bounded() -> None:
             assert await three.reader.readexactly(36) == reply_bytes("v0.3+", 200)
             assert not listener.store.chunks
         await listener.store.arena.until_empty()
+
+
+DOCS = Path(__file__).resolve().parents[4] / "docs"
+
+
+def test_every_dialect_and_command_is_in_the_protocol() -> None:
+    text = (DOCS / "protocols.md").read_text(encoding="utf-8")
+    assert f"| {ABOUT_EXTENSION} foreign value | no |" in text
+    section = text.partition("## LMCache compatibility")[2].partition("\n## ")[0]
+    for dialect in DIALECTS.values():
+        assert re.search(
+            rf"\| `{re.escape(dialect.name)}` \|.*{dialect.request.size}"
+            rf" bytes.*{dialect.reply.size} bytes",
+            section,
+        )
+    assert {int(number) for number in re.findall(r"^\| (\d) [A-Z]", section, re.MULTILINE)} == set(
+        CompatCommand
+    )

@@ -1,4 +1,4 @@
-"""What the states of services say when they are looked at together."""
+"""What the doctor says of the states of services, looked at together, and of a Redis server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from lmcache_ctl.doctor.findings import Level
+from lmcache_ctl.doctor.redis_server import check_info
 from lmcache_ctl.doctor.running import check_services
 from lmcache_ctl.services import Kind
 from lmcache_ctl.states import Check, Link, ServiceStatus, State
@@ -100,3 +101,46 @@ def test_what_is_not_ready() -> None:
         Level.WARNING,
         "ready",
     )
+
+
+FINE: dict[str, Any] = {
+    "redis_version": "7.0.15",
+    "role": "master",
+    "maxmemory": 1000,
+    "used_memory": 10,
+    "maxmemory_policy": "noeviction",
+}
+
+
+def levels(**info: Any) -> list[tuple[Level, str]]:
+    return [
+        (one.level, one.what)
+        for one in check_info("here", FINE | info)
+        if one.level is not Level.OK
+    ]
+
+
+def test_a_redis_server_that_is_fine() -> None:
+    assert levels() == []
+
+
+@pytest.mark.parametrize(
+    ("info", "level", "said"),
+    [
+        ({"redis_version": "6.0.16"}, Level.ERROR, "version 6.0.16"),
+        ({"role": "slave"}, Level.ERROR, "it is a slave"),
+        ({"maxmemory_policy": "allkeys-lru"}, Level.ERROR, "maxmemory-policy is allkeys-lru"),
+        ({"maxmemory": 0}, Level.WARNING, "maxmemory is not set"),
+        ({"used_memory": 950}, Level.WARNING, "95% of maxmemory"),
+        ({"aof_enabled": 1}, Level.NOTE, "appendonly"),
+        (
+            {"rdb_last_bgsave_status": "err", "rdb_changes_since_last_save": 3},
+            Level.ERROR,
+            "snapshot failed",
+        ),
+    ],
+)
+def test_a_redis_server_that_is_not(info: dict[str, Any], level: Level, said: str) -> None:
+    [(found, what)] = levels(**info)
+    assert found is level
+    assert said in what
