@@ -282,6 +282,39 @@ def test_a_scheme_of_lmcache_becomes_ours_or_has_advice(
     assert said in "\n".join([*found.notes, *found.refused])
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"distributed_url": "localhost:8201"}, "must be lm://host:port"),
+        ({"distributed_url": "lm://0.0.0.0:1"}, "unspecified"),
+        ({"distributed_url": "lm://h:1", "peer_tls_cert_file": "/c"}, "write lm+tls://"),
+        ({"lookup_url": "http://h:99999"}, "port"),
+        ({"broker_url": "h:1"}, "http://host:port"),
+        ({"remote_url": "lm://h:1/path"}, "must be lm://host:port"),
+        ({"peer_tls_name": "x" * 300}, "253"),
+        (
+            {"remote_url": "lm://h:1", "remote_token_file": "/a", "peer_token_file": "/b"},
+            "one service_token_file",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_sidecar_would_refuse_is_not_printed(
+    options: Any, said: str, tmp_path: Path
+) -> None:
+    found = migration_of(written(tmp_path, **options))
+    assert any(said in line for line in found.refused), found.refused
+    SidecarSettings(**found.sidecar)
+
+
+def test_peers_need_both_addresses(tmp_path: Path) -> None:
+    found = migration_of(written(tmp_path, lookup_url="http://h:1"))
+    assert "broker_url" in found.to_choose
+    both = migration_of(written(tmp_path, lookup_url="http://h:1", broker_url="http://h:2"))
+    assert "broker_url" not in both.to_choose
+    SidecarSettings(**both.sidecar)
+
+
 MANIFEST = """
 apiVersion: v1
 kind: ConfigMap
