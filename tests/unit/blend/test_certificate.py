@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -148,3 +150,28 @@ def test_killed_writers_leave_a_certificate_whole(folder):
             writer.kill()
             writer.communicate()
     assert reason(folder) is None
+
+
+def test_an_old_file_of_a_killed_writer_is_removed(folder):
+    path = folder.save(certificate())
+    old, new = path.with_suffix(".1.part"), path.with_suffix(".2.part")
+    for part in (old, new):
+        part.write_bytes(b"{")
+    os.utime(old, (0, 0))
+    folder.save(certificate())
+    assert sorted(path.parent.iterdir()) == sorted([path, new])
+
+
+def test_containers_with_the_same_process_id_write_to_different_files(folder, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    parts = set()
+    replace = Path.replace
+
+    def noted(part, target):
+        parts.add(part.name)
+        return replace(part, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    folder.save(certificate())
+    folder.save(certificate())
+    assert len(parts) == 2

@@ -166,6 +166,15 @@ def test_a_layer_without_the_kv_of_reused_tokens_is_refused():
     )
 
 
+def test_a_mask_counts_as_it_was_when_tokens_were_selected():
+    batch, made = Batch([6], [True] * 6), executor(0.0)
+    batch.layer(made, 0)
+    rows = batch.layer(made, 1).local_indices
+    batch.valid[2] = False
+    with pytest.raises(ValueError, match="no retrieved KV of 1 tokens"):
+        batch.layer(made, 2, rows)
+
+
 def test_without_valid_kv_on_the_check_layer_everything_is_computed():
     batch, made = Batch([6], [True] * 6), executor(0.0)
     batch.layer(made, 0)

@@ -1,5 +1,6 @@
 """`GET /v1/overview`: figures from heartbeats, now and over time."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import lmcache_broker.overview as overview_service
 import msgspec
 import pytest
 from fastapi import FastAPI
+from lmcache_broker import app as broker_app
 from lmcache_broker.app import create_app
 from lmcache_broker.overview import (
     MAX_LABELS,
@@ -25,6 +27,7 @@ from lmcache_broker.overview import (
 )
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.settings import BrokerSettings
+from lmcache_core.errors import ConfigError
 from lmcache_core.p2p import ModelFigures, Peer, PeerFigures
 
 from tests.fixtures.broker import TOKENS, bearer, write_tokens
@@ -186,6 +189,18 @@ async def test_samples_show_the_work_between_them(app: FastAPI) -> None:
     )
     assert first["ended_ms"] <= second["ended_ms"]
     assert (await acme.overview(max_samples=0))["samples"] == []
+
+
+async def test_a_start_that_fails_leaves_no_sampler_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise ConfigError("no cluster")
+
+    monkeypatch.setattr(broker_app, "create_discovery", fail)
+    app = create_app(BrokerSettings())
+    with pytest.raises(ConfigError, match="no cluster"):
+        async with app.router.lifespan_context(app):
+            pass
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("broker/")] == []
 
 
 async def test_an_admin_alone_sees_what_each_tenant_saved(

@@ -70,10 +70,3 @@ def test_discovery_needs_what_it_follows() -> None:
         .id
         == "a"
     )
-
-
-def test_a_redis_url_is_masked_and_its_password_in_no_error() -> None:
-    assert "hunter2" not in render_settings(load(REDIS_URL="redis://:hunter2@redis:6379/0"))
-    with pytest.raises(ConfigError, match="a Redis URL begins with") as failure:
-        load(REDIS_URL="http://:hunter2@redis")
-    assert "hunter2" not in str(failure.value)

@@ -64,6 +64,20 @@ async def test_miss_has_a_reason(rest: httpx.AsyncClient, parts: StorageNode) ->
     assert "never_stored" in assert_problem(await rest.get(f"/v1/chunks/{B}"), 404, "not-found")
 
 
+async def test_many_at_once(rest: httpx.AsyncClient) -> None:
+    names = [f"chunk {i}" for i in range(11)]
+    keys = [make_key(name).key.to_url() for name in names]
+    for name, key in zip(names[::2], keys[::2], strict=True):
+        await rest.put(f"/v1/chunks/{key}", content=make_record(name))
+    present = (await rest.post("/v1/chunks:contains", json={"keys": keys})).json()
+    assert present == {"present": [i % 2 == 0 for i in range(11)]}
+    # A key that is repeated is answered once.
+    got = await rest.post("/v1/chunks:get", json={"keys": [*keys, *keys[:4] * 1000]})
+    assert got.headers["content-type"] == RECORD_TYPE
+    assert got.content == b"".join(make_record(name) for name in names[::2])
+    assert (await rest.post("/v1/chunks:get", json={"keys": []})).content == b""
+
+
 async def test_the_list_is_paged_and_ordered(rest: httpx.AsyncClient) -> None:
     for i in range(5):
         await rest.put(f"/v1/chunks/{make_key(i).key.to_url()}", content=make_record(i))
@@ -178,6 +192,20 @@ async def test_bodies_that_are_not_valid_are_problems(
     assert A not in response.text, "the input is not repeated"
 
 
+async def test_figures_and_metrics(rest: httpx.AsyncClient) -> None:
+    await rest.put(f"/v1/chunks/{A}", content=make_record("a"))
+    await rest.get(f"/v1/chunks/{A}")
+    await rest.get(f"/v1/chunks/{B}")
+    stats = (await rest.get("/v1/stats")).json()
+    assert (stats["instance"], stats["draining"], stats["settled"]) == ("storage-0", False, True)
+    assert stats["tiers"]["memory"]["num_chunks"] == 1
+    text = (await rest.get("/metrics")).text
+    assert 'lmcache_storage_served_chunks_total{tier="memory"} 1.0' in text
+    assert 'lmcache_storage_missed_chunks_total{reason="never_stored"} 1.0' in text
+    assert "lmcache_storage_stored_chunks_total 1.0" in text
+    assert 'lmcache_tier_chunks{tier="memory"} 1.0' in text
+
+
 NOTHING_MOVED = {
     "state": "done",
     "total": 0,
@@ -239,6 +267,20 @@ async def test_listing_chunks_does_not_block_the_loop(monkeypatch: pytest.Monkey
         assert num_listing <= 1
         go_on.set()
         assert {(await page).json()["chunks"][0]["key"] for page in asked} == {A}
+
+
+async def test_a_disk_that_fails_degrades_and_heals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(disk_path=tmp_path, disk_gb=0.01) as (rest, parts):
+        disk = parts.local_tiers[1]
+        monkeypatch.setattr(
+            type(disk), "stats", lambda self: {"is_failing": 1, "is_loading": 0, "num_chunks": 0}
+        )
+        ready = await rest.get("/readyz")
+        assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+        monkeypatch.undo()
+        assert (await rest.get("/readyz")).json()["status"] == "ok"
 
 
 async def test_a_disk_that_comes_later_is_announced(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, get_args
+
 import pytest
 from lmcache_core.errors import ConfigError
-from lmcache_core.storage.eviction import TenantQuotas, TierLimits
+from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits
 from lmcache_servicekit.settings import load_settings
 from lmcache_storage.settings import StorageSettings
 
@@ -49,6 +52,13 @@ def test_impossible_options_are_refused(options: dict[str, str], text: str) -> N
         load(**options)
 
 
+def test_sizes_are_binary() -> None:
+    settings = load(MEMORY_GB="0.5", DISK_PATH="/data", DISK_GB="2", MAX_RECORD_MB="3")
+    assert (settings.memory_bytes, settings.disk_bytes) == (1 << 29, 2 << 30)
+    assert settings.max_record_bytes == 3 << 20
+    assert settings.disk_path == Path("/data")
+
+
 def test_limits_name_what_each_tier_does_not_keep() -> None:
     assert load().memory_limits == load(DISK_PATH="/data", DISK_GB="9").disk_limits == TierLimits()
     settings = load(
@@ -64,3 +74,22 @@ def test_limits_name_what_each_tier_does_not_keep() -> None:
     assert load(TENANT_QUOTAS="{team-a: {memory_gb: 1}}").memory_limits.quotas == TenantQuotas(
         None, {"team-a": 1 << 30}
     )
+
+
+def test_every_eviction_policy_can_be_chosen() -> None:
+    annotation = StorageSettings.model_fields["eviction_policy"].annotation
+    assert set(get_args(annotation)) == set(POLICIES)
+
+
+def test_password_in_a_url_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(LOOKUP_URL="http://me:hunter2@lookup:8081")
+    assert "lookup_url=" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"port": 0, "lm_port": 0}, {"port": 1234, "lm_port": 1234, "lm_host": "127.0.0.2"}]
+)
+def test_free_ports_and_other_addresses_may_be_the_same(options: dict[str, Any]) -> None:
+    StorageSettings(**options)

@@ -79,6 +79,11 @@ def test_a_kubeconfig_goes_before_the_pods_own_account(
         assert (api.configuration.host, api.place) == (f"http://{found}", place)
 
 
+def test_a_named_kubeconfig_goes_before_all(home: Path) -> None:
+    with KubeApi(CtlSettings(kubeconfig=home / NAMED)) as api:
+        assert api.configuration.host == f"http://{NAMED}"
+
+
 class Namespace:
     """Pods, by what selectors ask for."""
 

@@ -307,14 +307,6 @@ def test_what_a_sidecar_would_refuse_is_not_printed(
     SidecarSettings(**found.sidecar)
 
 
-def test_peers_need_both_addresses(tmp_path: Path) -> None:
-    found = migration_of(written(tmp_path, lookup_url="http://h:1"))
-    assert "broker_url" in found.to_choose
-    both = migration_of(written(tmp_path, lookup_url="http://h:1", broker_url="http://h:2"))
-    assert "broker_url" not in both.to_choose
-    SidecarSettings(**both.sidecar)
-
-
 MANIFEST = """
 apiVersion: v1
 kind: ConfigMap

@@ -35,24 +35,6 @@ def tables():
     return CodecTables.of([alphabet(1), alphabet(7), alphabet(127)], CPU)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 7, 64, 127])
-def test_entries_say_what_the_frequencies_say(levels):
-    given = alphabet(levels, seed=levels)
-    tables = CodecTables.of([alphabet(3), given], CPU)
-    stride, first = tables.strides[1], tables.first_entries[1]
-    assert stride >= 2 * levels + 1 > stride // 2
-    pairs = tables.start_and_frequency.tolist()
-    for table, row in enumerate(given.frequencies.tolist()):
-        start = 0
-        for symbol, frequency in enumerate(row):
-            at = table * TOTAL + start
-            assert pairs[first + table * stride + symbol] == (
-                start << 16 | frequency if frequency else 0
-            )
-            assert tables.slot_symbol[1, at : at + frequency].tolist() == [symbol] * frequency
-            start += frequency
-
-
 def test_planes_find_their_tables(tables):
     assert tables.of_planes([7, 1, 127]).tolist() == [
         [7, 1, 16, 16],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from lmcache_kernels.paged_copy.slot_runs import Run, find_runs
 
 
@@ -33,16 +31,3 @@ def slots_of(*blocks, block_size=4):
 def test_units_are_as_large_as_the_inner_runs_allow(slots, unit, num_units, edges):
     runs = find_runs(slots, 4)
     assert (runs.unit, len(runs.blocks), runs.edges) == (unit, num_units, edges)
-
-
-@given(slots=st.lists(st.integers(0, 59), min_size=1), block_size=st.integers(1, 13))
-def test_every_token_is_in_one_run(slots, block_size):
-    runs = find_runs(np.array(slots, dtype=np.int64), block_size)
-    seen = {}
-    for run in runs.edges:
-        seen |= {run.token + i: run.block * block_size + run.offset + i for i in range(run.length)}
-    blocks, offsets = runs.token_slots()
-    seen |= {runs.begin + i: int(slot) for i, slot in enumerate(blocks * block_size + offsets)}
-    assert runs.end - runs.begin == len(blocks)
-    assert seen == dict(enumerate(slots))
-    assert block_size % runs.unit == 0

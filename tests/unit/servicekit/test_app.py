@@ -106,6 +106,17 @@ def test_secret_files(tmp_path: Path) -> None:
         read_secret_file(path, "token_file")
 
 
+async def test_root_describes_the_service() -> None:
+    async with asgi_client(create_app(SampleSettings())) as client:
+        body = (await client.get("/")).json()
+        assert (body["name"], body["description"]) == (
+            "lmcache-servicekit",
+            "Shows what services share.",
+        )
+        for link in ("openapi", "liveness", "readiness", "metrics"):
+            assert (await client.get(body[link])).status_code == 200
+
+
 async def test_probes_have_their_own_listener_without_authentication(tmp_path: Path) -> None:
     settings = SampleSettings(
         auth_tokens_file=write_tokens(tmp_path / "tokens.yaml"), health_port=0

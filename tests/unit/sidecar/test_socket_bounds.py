@@ -19,7 +19,7 @@ from lmcache_sidecar import metrics
 from lmcache_sidecar.socket import context, server, session
 
 from tests.fixtures.embedded import PATIENCE_S, until
-from tests.fixtures.frames import RawClient, greeted
+from tests.fixtures.frames import HELLO, RawClient, greeted
 from tests.fixtures.sidecar import running_socket
 
 LARGE = m.build_frame(2, m.Commit(tuple((number, bytes(60_000)) for number in range(10))))
@@ -146,3 +146,13 @@ def test_number_of_clients_is_bounded(
         assert caplog.text.count("turned away, too many are connected: num_connections=2") == 1, (
             "not a line for each"
         )
+
+
+def test_clients_that_talk_nonsense_do_not_fill_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_socket(tmp_path) as running:
+        for _ in range(5):
+            with greeted(running.path) as client:
+                assert isinstance(client.say(HELLO), m.ErrorMessage)
+        assert caplog.text.count("refused: error=HELLO 2 after 1 is not a request") == 1

@@ -75,15 +75,6 @@ async def test_record_is_marked_as_foreign_and_lossy(world: World) -> None:
     world.check_no_references()
 
 
-async def test_later_value_replaces_another_one(world: World) -> None:
-    await world.put("k", b"old")
-    assert await world.put("k", b"new!", (9, 9, 9, 9, 9, 9))
-    assert await world.get("k") == (b"new!", (9, 9, 9, 9, 9, 9))
-    assert await world.put("k", b"new!", (8, 9, 9, 9, 9, 9))
-    assert await world.get("k") == (b"new!", (8, 9, 9, 9, 9, 9))
-    world.check_no_references()
-
-
 @pytest.mark.parametrize("size", [64, INLINE_DIGEST_BYTES + 1])
 async def test_a_damaged_value_is_missing_and_removed(world: World, size: int) -> None:
     await world.put("k", bytes(size))

@@ -99,6 +99,20 @@ def test_damaged_blobs_are_refused(codec, decode, blob, place, value, reason):
     assert reason in refused_alike(codec, decode, blob[:at] + value + blob[at + len(value) :])
 
 
+def test_short_blobs_are_refused(codec, decode, blob):
+    for length in (
+        0,
+        HEAD.size - 1,
+        HEAD.size,
+        SCALES + 3,
+        LENGTHS,
+        LENGTHS + 9,
+        len(blob) - 2,
+        len(blob) - 1,
+    ):
+        refused_alike(codec, decode, blob[:length])
+
+
 def test_bytes_that_are_changed_anywhere_are_refused_or_decode_alike(codec, decode, blob, same):
     x = torch.zeros(2, 3, 34, dtype=torch.bfloat16)
     random = np.random.default_rng(5)

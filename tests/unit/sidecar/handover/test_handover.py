@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,6 @@ from lmcache_core.telemetry import Counters
 from lmcache_node.drain import DrainProgress
 from lmcache_sidecar import metrics
 from lmcache_sidecar.handover.handover import MAX_BATCH_BYTES, PodHandover, WaitingChunks
-from lmcache_sidecar.handover.takers import MAX_BATCH_CHUNKS
 
 from tests.fixtures.local_chunks import local_chunks
 from tests.fixtures.virtual_time import CLOCK
@@ -197,20 +195,6 @@ async def test_chunk_evicted_meanwhile_has_failed() -> None:
 
 def queue(num_chunks: int = NUM_CHUNKS, num_bytes: int = 10) -> WaitingChunks:
     return WaitingChunks([(key, num_bytes) for key in KEYS[:num_chunks]])
-
-
-def test_unsettled_chunks_of_a_batch_are_given_out_again() -> None:
-    waiting = queue()
-    with contextlib.suppress(RuntimeError), waiting.batch("a") as batch:
-        assert batch.keys == KEYS[:MAX_BATCH_CHUNKS]
-        batch.settle(KEYS[1])
-        batch.refused.add(KEYS[2])
-        raise RuntimeError
-    assert (len(waiting), waiting.num_refused) == (NUM_CHUNKS - 1, 1)
-    with waiting.batch("a") as batch:
-        assert batch.keys == [KEYS[0], *KEYS[3 : MAX_BATCH_CHUNKS + 2]]
-    with waiting.batch("b") as batch:
-        assert batch.keys == [KEYS[0], *KEYS[2 : MAX_BATCH_CHUNKS + 1]]
 
 
 @pytest.mark.parametrize(
