@@ -30,9 +30,7 @@ HANG_S = 4.0
 each text.
 """
 CHARS = "aA0_-./@:, \t\n`'\"\\=+%[{($"
-TRIED_BY_HAND = {
-    "lmcache_servicekit/bodies.py": "at most five characters",
-}
+TRIED_BY_HAND = {"lmcache_servicekit/bodies.py": "at most five characters"}
 """Calls of `re` that compile where they are used."""
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.bench import blend_time, codecs, vllm
+from tests.bench import codecs
 from tests.bench.blend import closed_share, share_of_total
 from tests.bench.codecs import NORMAL_95, Speed
 
@@ -42,42 +42,3 @@ def test_at_the_break_even_a_load_takes_as_long_as_raw() -> None:
     assert codecs.gain(coder, pipelined, is_pipelined=True) == pytest.approx(1.0)
     assert codecs.gain(coder, 0.001, is_pipelined=True) == pytest.approx(4.0)
     assert codecs.break_even(Speed("coder", 2, 1.0, 0.5, 2.0)) == (0.0, 0.0)
-
-
-def test_speed_ups_of_blending_compare_the_same_round() -> None:
-    full, some = blend_time.FULL, "15%"
-    arms = [
-        blend_time.Took(full, 400, [6.0, 9.0, 12.0]),
-        blend_time.Took(some, 100, [3.0, 3.0, 3.0]),
-    ]
-    assert blend_time.table_rows("tiny", 4_096, arms) == [
-        ("tiny", "4,096", full, "1.00", "9.00", "1.00", ""),
-        ("tiny", "4,096", some, "0.25", "3.00", "3.00", "goal: 2.2 times"),
-    ]
-
-
-def took(seconds: float, **figures: float) -> vllm.Took:
-    return vllm.Took(seconds=seconds, cpu_seconds=seconds, num_cached=0, token=1, **figures)
-
-
-def test_first_tokens_of_vllm_compare_the_same_round() -> None:
-    prefix = [0.01, 0.02, 0.04]
-    found = {row: [took(2 * seconds) for seconds in prefix] for row in vllm.NOTES}
-    found[vllm.COLD] = [took(100 * seconds) for seconds in prefix]
-    found[vllm.PREFIX] = [took(seconds) for seconds in prefix]
-    rows = {row[0]: row[1:4] for row in vllm.first_tokens(found).rows}
-    assert rows[vllm.COLD] == ("2000.0", "1", "100.00")
-    assert rows[vllm.PREFIX] == ("20.0", "100", "1.00")
-    assert rows[vllm.MEMORY] == ("40.0", "50", "2.00")
-
-
-def test_the_cost_of_a_store_is_a_share_of_the_cold_request() -> None:
-    stored = [
-        took(seconds, store_seconds=0.05, store_cpu_seconds=0.1) for seconds in (10.2, 12.1, 9.4)
-    ]
-    found = {vllm.COLD: [took(10.0), took(12.0), took(9.0)], vllm.STORED: stored}
-    sidecar_cpu = {vllm.COLD: [0.1, 0.1, 0.1], vllm.STORED: [0.2, 0.2, 0.5]}
-    rows = {row[0]: row[1:3] for row in vllm.overhead(found, sidecar_cpu).rows}
-    assert rows["storing adds"] == ("200.0", "2.00%")
-    assert rows["vLLM waits to store"] == ("50.0", "0.50%")
-    assert rows["CPU time of a store: total"] == ("300.0", "3.00%")

@@ -10,18 +10,6 @@ from tests.bench import measure, report
 from tests.bench.measure import Figure, OtherLoad
 
 
-def test_works_take_turns_and_the_first_round_does_not_count() -> None:
-    calls: list[tuple[str, int]] = []
-    seconds = measure.in_turn(
-        lambda turn: calls.append(("one", turn)),
-        lambda turn: calls.append(("two", turn)),
-        prepare=lambda turn: calls.append(("prepare", turn)),
-        rounds=2,
-    )
-    assert calls == [(name, turn) for turn in range(3) for name in ("prepare", "one", "two")]
-    assert [len(of_work) for of_work in seconds] == [2, 2]
-
-
 def test_a_share_is_of_the_same_round_where_the_limit_took_its_turn() -> None:
     limit = Figure("limit", 10**9, (0.5,))
     assert Figure("", 10**9, (1.0, 2.0, 4.0), limit).share == 0.25

@@ -29,13 +29,7 @@ ANNOUNCE: dict[str, Any] = {
         "pulled_bytes": {"b": 1},
         "tiers": [{"name": "memory", "num_chunks": 1, "used_bytes": 1, "capacity_bytes": 1}],
         "sole_bytes": 1,
-        "models": {
-            "m": {
-                "saved_tokens": 1,
-                "saved_ms": 1,
-                "chunk_tokens": 64.0,
-            }
-        },
+        "models": {"m": {"saved_tokens": 1, "saved_ms": 1, "chunk_tokens": 64.0}},
     },
 }
 TRANSFER: dict[str, Any] = {
@@ -46,8 +40,7 @@ TRANSFER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "body"),
-    [(AnnounceRequest, ANNOUNCE), (TransferRequest, TRANSFER), (PullsRequest, {})],
+    ("kind", "body"), [(AnnounceRequest, ANNOUNCE), (TransferRequest, TRANSFER), (PullsRequest, {})]
 )
 def test_each_number_of_a_message_is_tried(kind: Any, body: dict[str, Any]) -> None:
     tried = {part for path in number_places(body) for part in path if isinstance(part, str)}

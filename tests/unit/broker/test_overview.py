@@ -43,13 +43,7 @@ FIGURES: dict[str, Any] = {
     "pulled_bytes": {"b": 2000},
     "tiers": [{"name": "memory", "num_chunks": 5, "used_bytes": 5000, "capacity_bytes": 9000}],
     "sole_bytes": 4000,
-    "models": {
-        "llama": {
-            "saved_tokens": 2304,
-            "saved_ms": 1500,
-            "chunk_tokens": 64.0,
-        }
-    },
+    "models": {"llama": {"saved_tokens": 2304, "saved_ms": 1500, "chunk_tokens": 64.0}},
 }
 
 
@@ -175,8 +169,7 @@ async def test_samples_show_the_work_between_them(app: FastAPI) -> None:
     await acme.beat("a", FIGURES)
     await overview.sample()
     await acme.beat(
-        "a",
-        FIGURES | {"requested_chunks": 15, "loaded_bytes": {"memory": 7000, "peers": 2500}},
+        "a", FIGURES | {"requested_chunks": 15, "loaded_bytes": {"memory": 7000, "peers": 2500}}
     )
     await overview.sample()
     first, second = (await acme.overview(max_samples=2))["samples"]

@@ -24,9 +24,7 @@ async def rest(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_files_are_public_and_figures_are_not(
-    rest: httpx.AsyncClient,
-) -> None:
+async def test_files_are_public_and_figures_are_not(rest: httpx.AsyncClient) -> None:
     shell = await rest.get("/")
     assert (shell.status_code, shell.content) == (200, (FOLDER / "index.html").read_bytes())
     for name in FILES:

@@ -177,9 +177,7 @@ async def test_bad_transfers(rest: httpx.AsyncClient, body: dict[str, Any]) -> N
     assert_problem(await rest.post("/v1/transfers", json=body), 422)
 
 
-async def test_only_its_requester_ends_a_pull(
-    guarded: httpx.AsyncClient,
-) -> None:
+async def test_only_its_requester_ends_a_pull(guarded: httpx.AsyncClient) -> None:
     await guarded.put("/v1/peers/all", json=BODY, headers=bearer("operator"))
     asked = {
         "requester": "me",

@@ -117,10 +117,7 @@ async def test_lost_client_holds_no_chunks(
         await (await make(stack))({"type": "http"}, receive, Client(patience, vanish))
 
 
-@pytest.mark.parametrize(
-    ("names", "num_found"),
-    [([], 0), ([0, "absent"], 1), ([0, 1, 2], None)],
-)
+@pytest.mark.parametrize(("names", "num_found"), [([], 0), ([0, "absent"], 1), ([0, 1, 2], None)])
 async def test_answer_in_one_step_has_its_length(
     stack: TierStack, names: list[object], num_found: int | None
 ) -> None:

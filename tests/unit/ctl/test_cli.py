@@ -86,10 +86,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
             "'/nowhere/token' cannot be read",
         ),
         (["explain"], "give chunk hashes or --tokens, --prompt"),
-        (
-            ["explain", "ab" * 32, "--tokens", "-"],
-            "give chunk hashes or --tokens, --prompt",
-        ),
+        (["explain", "ab" * 32, "--tokens", "-"], "give chunk hashes or --tokens, --prompt"),
         (["explain", "--prompt", "/nowhere/p"], "cannot read /nowhere/p"),
         (["explain", "--prompt", "/dev/null"], "/dev/null is empty: write the prompt"),
         (["explain", "--request", "x", "--vllm-url", "http://h:1"], "--vllm-url tokenizes text"),

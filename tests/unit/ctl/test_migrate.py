@@ -83,7 +83,7 @@ def test_all_refusals_are_reported_at_once(tmp_path: Path) -> None:
     for name in options.keys() - {"local_cpu", "remote_url"}:
         assert f"{name}=" in said or f"{name!r}" in said, name
     assert Ctl().json("migrate", tmp_path / "lmcache.yaml", code=1)["sidecar"] == {
-        "remote_url": "lm://h:1",
+        "remote_url": "lm://h:1"
     }
 
 

@@ -121,9 +121,7 @@ class Cluster:
         self.namespace = settings.namespace
         self.place = self.how_to_look_elsewhere = ""
         self.core = SimpleNamespace(
-            list_pod_for_all_namespaces=None,
-            list_namespaced_pod=None,
-            read_namespaced_secret=None,
+            list_pod_for_all_namespaces=None, list_namespaced_pod=None, read_namespaced_secret=None
         )
 
     def __enter__(self) -> Self:

@@ -62,8 +62,7 @@ def test_the_list_names_every_kernel_check_and_profile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "code"),
-    [([0, WRONG, FAILED], WRONG), ([FAILED, 0], FAILED), ([0, 0], 0), ([], 0)],
+    ("codes", "code"), [([0, WRONG, FAILED], WRONG), ([FAILED, 0], FAILED), ([0, 0], 0), ([], 0)]
 )
 def test_a_wrong_byte_is_not_hidden_by_another_failure(codes: list[int], code: int) -> None:
     assert worst(codes) == code

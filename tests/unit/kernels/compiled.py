@@ -31,11 +31,7 @@ def compile_paged(target: GPUTarget) -> None:
     cases += [(16, {(3, 0): 1}, 250), (4, {}, 50)]
     for kernel in (paged_gather_kernel, paged_scatter_kernel):
         for alignment_bytes, num_tokens, run_words in cases:
-            fixed = {
-                "ROW_WORDS": 250,
-                "RUN_WORDS": run_words,
-                "ALIGNMENT_BYTES": alignment_bytes,
-            }
+            fixed = {"ROW_WORDS": 250, "RUN_WORDS": run_words, "ALIGNMENT_BYTES": alignment_bytes}
             constants = dict.fromkeys(fixed, "constexpr")
             sizes = ("constexpr" if num_tokens else "i32", "i32")
             signature = arguments | {"sizes": sizes} | constants

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lmcache_core.lookup.messages import (
-    JSON,
-    MSGPACK,
-    EventsRequest,
-    LeaseRequest,
-    StoreEvent,
-)
+from lmcache_core.lookup.messages import JSON, MSGPACK, EventsRequest, LeaseRequest, StoreEvent
 
 from tests.fixtures.extreme_numbers import bodies_with_extremes, number_fields, number_places
 from tests.unit.lookup.test_routes import ID, lease, serving, store
@@ -40,10 +34,7 @@ def test_each_number_of_a_message_is_tried(kind: Any, body: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("call", "body", "kind"),
-    [
-        (("PUT", "/v1/instances/a"), LEASE, JSON),
-        (("POST", "/v1/events"), EVENTS, MSGPACK),
-    ],
+    [(("PUT", "/v1/instances/a"), LEASE, JSON), (("POST", "/v1/events"), EVENTS, MSGPACK)],
 )
 async def test_extreme_number_is_refused_and_changes_nothing(
     call: tuple[str, str], body: dict[str, Any], kind: str

@@ -8,11 +8,7 @@ import httpx
 import msgspec
 import pytest
 from lmcache_core.lookup import ContainsAnswer, LookupAnswer, RouteAnswer
-from lmcache_core.lookup.messages import (
-    JSON,
-    MSGPACK,
-    PackedLookupAnswer,
-)
+from lmcache_core.lookup.messages import JSON, MSGPACK, PackedLookupAnswer
 
 from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, write_tokens
 from tests.unit.lookup.test_routes import lease, serving, store
@@ -151,13 +147,7 @@ async def test_malformed_bodies_are_refused(path: str, body: bytes, status: int)
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b'{"incarnation": 1, "kind": "hunter2"}',
-        b"hunter2",
-    ],
-)
+@pytest.mark.parametrize("text", [b'{"incarnation": 1, "kind": "hunter2"}', b"hunter2"])
 async def test_a_refusal_names_the_place_and_repeats_nothing(text: bytes) -> None:
     async with serving() as client:
         reply = await client.put("/v1/instances/a", content=text, headers={"content-type": JSON})

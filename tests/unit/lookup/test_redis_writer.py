@@ -59,9 +59,7 @@ async def test_masters_are_not_seen_when_one_is_none_or_does_not_answer(second: 
     assert world.cluster.map.is_stale
 
 
-async def test_missing_permission_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_missing_permission_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     world = Masters(about("master", "bb", 7), ResponseError("NOPERM this user has no permissions"))
     for _ in range(3):
         world.clock.now_s += MASTERS_FRESH_S

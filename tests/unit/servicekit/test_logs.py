@@ -13,11 +13,7 @@ from lmcache_core.wire.messages import ErrorMessage
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.logs import TextFormatter, create_log_router
 
-from tests.fixtures.sample_service import (
-    SampleSettings,
-    asgi_client,
-    no_parts,
-)
+from tests.fixtures.sample_service import SampleSettings, asgi_client, no_parts
 
 OWN = "tests.of_log_levels.inner"
 

@@ -140,9 +140,7 @@ async def test_server_without_slots_is_closed_once_idle() -> None:
 
 
 @pytest.mark.parametrize("is_low_refused", [True, False])
-async def test_lost_answer_is_raised_before_a_refusal(
-    is_low_refused: bool,
-) -> None:
+async def test_lost_answer_is_raised_before_a_refusal(is_low_refused: bool) -> None:
     lost, refused = LostConnectionError("gone"), ResponseError("OOM")
     world = FakeCluster(*((refused, lost) if is_low_refused else (lost, refused)))
     with pytest.raises(LostConnectionError):

@@ -74,8 +74,7 @@ def test_a_bad_setting_is_exit_code_2_and_one_line_each(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
-    [(["--version"], 0), (["--nonsense"], 2), (["--conf", "x"], 2)],
+    ("arguments", "code"), [(["--version"], 0), (["--nonsense"], 2), (["--conf", "x"], 2)]
 )
 def test_arguments(arguments: Sequence[str], code: int) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -10,11 +10,7 @@ import pytest
 import yaml
 from lmcache_core.addresses import is_loopback
 from lmcache_core.errors import ConfigError
-from lmcache_servicekit.settings import (
-    is_unspecified,
-    load_settings,
-    render_settings,
-)
+from lmcache_servicekit.settings import is_unspecified, load_settings, render_settings
 
 from tests.fixtures.sample_service import SampleSettings
 
@@ -86,8 +82,7 @@ def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("API_SECRETT", "hunter2"), ("REDIS_UR", "redis://user:hunter2@host")],
+    ("name", "value"), [("API_SECRETT", "hunter2"), ("REDIS_UR", "redis://user:hunter2@host")]
 )
 def test_a_misspelt_secret_is_not_shown(name: str, value: str) -> None:
     text = refusal(**{name: value})

@@ -156,9 +156,7 @@ def sidecar(
 
 
 @settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(kinds=st.lists(st.sampled_from([GOOD, BAD, ABSENT]), min_size=1, max_size=8))
 def test_load_holds_only_what_it_returns(sidecar: RunningSocket, kinds: list[bytes]) -> None:

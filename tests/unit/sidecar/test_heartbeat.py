@@ -21,12 +21,7 @@ from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
 from lmcache_node.local_chunks import LocalChunks
 from lmcache_sidecar import metrics
-from lmcache_sidecar.heartbeat import (
-    MAX_SAMPLED_CHUNKS,
-    ExclusiveBytes,
-    OwnLoad,
-    heartbeat_figures,
-)
+from lmcache_sidecar.heartbeat import MAX_SAMPLED_CHUNKS, ExclusiveBytes, OwnLoad, heartbeat_figures
 from lmcache_sidecar.holders import Holders
 
 from tests.fixtures.known_holders import KnownHolders, held_by

@@ -111,10 +111,7 @@ def test_loads_misses_and_saved_tokens_are_counted(
     ],
 )
 def test_the_layers_that_load_most_chunks_count(
-    sidecar: RunningSocket,
-    client: SidecarConnection,
-    chunks: dict[str, list[int]],
-    num_saved: int,
+    sidecar: RunningSocket, client: SidecarConnection, chunks: dict[str, list[int]], num_saved: int
 ) -> None:
     """An engine loads each group of layers with its own request, and of a window the end only."""
     client.call(m.Describe("vllm", "org/model", 1, CHUNK_SIZE, bytes(32), tuple(chunks)), m.Ok)
@@ -124,9 +121,7 @@ def test_the_layers_that_load_most_chunks_count(
     assert sidecar.counters.value(metrics.SAVED_TOKENS_TOTAL) == num_saved * CHUNK_SIZE
 
 
-def test_load_pins_the_longest_prefix_and_says_why_it_ends(
-    client: SidecarConnection,
-) -> None:
+def test_load_pins_the_longest_prefix_and_says_why_it_ends(client: SidecarConnection) -> None:
     assert put(client, 1, b"one")
     assert put(client, 2, b"two!")
     assert put(client, 4, b"four")

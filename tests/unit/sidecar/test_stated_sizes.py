@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.record import MissReason
 from lmcache_core.wire import messages as m
-from lmcache_core.wire.capabilities import (
-    CHUNK_BYTES_PREFIX,
-    chunk_bytes_said_by,
-)
+from lmcache_core.wire.capabilities import CHUNK_BYTES_PREFIX, chunk_bytes_said_by
 
 from tests.fixtures.chains import chain_of, keys_of_rank, names_of
 from tests.fixtures.embedded import until

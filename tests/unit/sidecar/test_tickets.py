@@ -164,10 +164,7 @@ def test_second_layout_of_an_engine_is_refused(sidecar: RunningSocket) -> None:
 
 def test_loads_are_verified_by_sample_only_for_gpus(tmp_path: Path) -> None:
     with running_socket(tmp_path, verify_hot="auto") as sidecar:
-        for capabilities, expected in (
-            ((), "always"),
-            ((ON_DEVICE,), "sampled"),
-        ):
+        for capabilities, expected in (((), "always"), ((ON_DEVICE,), "sampled")):
             connection = connected(sidecar, capabilities=capabilities)
             assert (connection.arena_info.verify_hot, connection.verifier.mode) == (
                 expected,

@@ -135,10 +135,7 @@ async def test_api_servers_pods_do_not_wait_for_large_reviews_of_others(
 async def test_rate_is_shared_by_callers(options: InjectionOptions) -> None:
     reviewer = Reviewer(options, 1e-6)
     request = AdmissionRequest(
-        uid="u",
-        kind=GroupVersionKind(version="v1", kind="Pod"),
-        namespace="team-a",
-        object=plain(),
+        uid="u", kind=GroupVersionKind(version="v1", kind="Pod"), namespace="team-a", object=plain()
     )
     for _ in range(3):
         await reviewer.answer(request, caller=STRANGER)

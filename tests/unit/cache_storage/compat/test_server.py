@@ -35,10 +35,7 @@ both = pytest.mark.parametrize("dialect", DIALECTS)
 
 @both
 async def test_put_get_and_exist(dialect: str) -> None:
-    async with (
-        listening(dialect) as listener,
-        compat_client(listener.port, dialect) as client,
-    ):
+    async with listening(dialect) as listener, compat_client(listener.port, dialect) as client:
         assert await client.get("k") is None
         assert not await client.exists("k")
         await client.put("k", VALUE)

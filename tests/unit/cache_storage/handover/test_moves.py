@@ -101,13 +101,7 @@ class Here:
             self.stack, None, self.departures, lambda: True, 1.0, self.counters
         )
         self.rebalancer = Rebalancer(
-            self.held,
-            self.stack,
-            self.known,
-            self.mover,
-            self.store,
-            self.pins,
-            lambda: True,
+            self.held, self.stack, self.known, self.mover, self.store, self.pins, lambda: True
         )
 
     async def start(self, *names: str) -> None:
@@ -247,9 +241,7 @@ async def test_chunks_move_home_when_servers_are_stable_and_are_dropped_later(te
         assert set(held_keys(made.hot)) == {*keys} - {*strangers} | {pinned}
 
 
-async def test_chunk_pinned_while_its_home_is_asked_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_chunk_pinned_while_its_home_is_asked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     async with here("s-1") as made:
         await made.put(KEYS)
         for _ in range(rebalancing.STEADY_LOOKS + 1):

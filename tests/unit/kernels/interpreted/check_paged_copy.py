@@ -10,10 +10,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_kernels.errors import KernelInputError
-from lmcache_kernels.paged_copy import (
-    paged_gather_reference,
-    paged_scatter_reference,
-)
+from lmcache_kernels.paged_copy import paged_gather_reference, paged_scatter_reference
 from lmcache_kernels.paged_copy.kernel import MAX_GRID_Y_Z, launch
 from lmcache_kernels.pages import Pages
 

@@ -48,11 +48,7 @@ async def test_drain_and_undrain_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("body", "kept"),
-    [
-        (None, (0, 0)),
-        ({"tiers": ["memory"]}, (0, 3)),
-        ({"tiers": ["disk"]}, (3, 0)),
-    ],
+    [(None, (0, 0)), ({"tiers": ["memory"]}, (0, 3)), ({"tiers": ["disk"]}, (3, 0))],
 )
 async def test_clear_names_tiers(
     tmp_path: Path, body: dict[str, object] | None, kept: tuple[int, int]

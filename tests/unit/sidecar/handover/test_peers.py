@@ -78,10 +78,7 @@ class Peer:
 
 @asynccontextmanager
 async def peer(
-    tmp_path: Path,
-    name: str = "b",
-    tenant: str = "default",
-    **status: Any,
+    tmp_path: Path, name: str = "b", tenant: str = "default", **status: Any
 ) -> AsyncIterator[Peer]:
     """A sidecar's lm:// server as its lifespan makes it."""
     tokens = tmp_path / f"{name}.yaml"
