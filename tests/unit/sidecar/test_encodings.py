@@ -143,3 +143,14 @@ def test_missing_package_is_named_with_the_option_and_the_fix(serde: str, missin
         " pip install './libs/lmcache_core[codec]' in a checkout, or run the image"
         " lmcache-sidecar-codec\n"
     )
+
+
+async def test_serdes_that_decode_more_than_they_are_called_are_known() -> None:
+    """What `Codecs.decodable` says of a codec before it is open is so once it is."""
+    codecs = create_codecs({"disk_serde": "cachegen:high"})
+    await codecs.open()
+    for serde in codecs.decodable():
+        header = msgspec.structs.replace(make_chunk("a").header, serde=serde)
+        assert codecs.decoder_of(header) in (codecs.named("cachegen:high"), MissReason.PROFILE)
+    assert codecs.decodable() == ["cachegen", "lossless"]
+    await codecs.close()
