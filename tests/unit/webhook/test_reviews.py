@@ -51,12 +51,12 @@ def reviews() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "lmcache-review"]
 
 
-def request(namespace: str) -> AdmissionRequest:
+def request(namespace: str, document: Pod | None = None) -> AdmissionRequest:
     return AdmissionRequest(
         uid="u",
         kind=GroupVersionKind(version="v1", kind="Pod"),
         namespace=namespace,
-        object=plain(),
+        object=plain() if document is None else document,
     )
 
 
@@ -104,13 +104,8 @@ async def answered(document: Pod, namespace: str, *tenants: dict[str, object]) -
         payload_image="p:1",
         tenants=[TenantEntry.model_validate(one) for one in tenants],
     )
-    request = AdmissionRequest(
-        uid="u",
-        kind=GroupVersionKind(version="v1", kind="Pod"),
-        namespace=namespace,
-        object=document,
-    )
-    return (await Reviewer(injection_options(settings), 1000).answer(request)).response
+    reviewer = Reviewer(injection_options(settings), 1000)
+    return (await reviewer.answer(request(namespace, document))).response
 
 
 async def test_a_pod_of_another_release_is_not_warned_of() -> None:
