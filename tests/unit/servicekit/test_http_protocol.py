@@ -35,6 +35,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 SHORTEST = b"GET /v1/x HTTP/1.1\r\n\r\n"
 MAX_WAITING = PARSED_AT_ONCE // len(SHORTEST) + 1
 PATIENCE_S = 60.0
+HOUR_S = 3600.0
+"""Virtual time in which a connection that is never ended fails its test."""
 
 
 class Server:
@@ -195,7 +197,7 @@ async def test_pipelined_requests_are_all_answered_in_order(size: int) -> None:
     ids=["declared", "chunked", "empty lines between requests"],
 )
 async def test_bytes_after_an_answer_do_not_keep_a_connection(message: bytes) -> None:
-    async with serving(deny) as server:
+    async with asyncio.timeout(HOUR_S), serving(deny) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(message)
         began_s = CLOCK()
@@ -252,7 +254,7 @@ async def test_connection_of_a_caller_that_does_not_read_ends_and_that_of_a_slow
             await send(body_part(b"x" * (1 << 20), has_more=sent + (1 << 20) < size))
         num_ended += 1
 
-    async with serving(large) as server:
+    async with asyncio.timeout(HOUR_S), serving(large) as server:
         requests = (b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
         for num_sent, request in enumerate(requests, 1):
             _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 10)
@@ -362,6 +364,7 @@ async def test_connections_without_a_request_make_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", HOUR_S)  # it would end them as well
     go_on = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
