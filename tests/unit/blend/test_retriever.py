@@ -143,6 +143,16 @@ def test_the_cached_prefix_of_every_segment_is_found(batch, saves_unfull):
         cache.check_nothing_held()
 
 
+def test_a_text_too_short_to_be_stored_is_not_asked_for():
+    asked = []
+    with (
+        embedded_engine(save_unfull_chunk=False) as cache,
+        retrieving(Watched(cache.engine, asked.append)) as made,
+    ):
+        assert request(made, document(1, 5), document(2, 14)).result(0).k is None
+    assert [len(tokens) for tokens in asked] == [CHUNK_SIZE]
+
+
 @pytest.mark.parametrize(
     ("tokens", "starts", "words"),
     [

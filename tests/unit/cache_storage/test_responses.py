@@ -117,7 +117,23 @@ async def test_lost_client_holds_no_chunks(
         await (await make(stack))({"type": "http"}, receive, Client(patience, vanish))
 
 
-@pytest.mark.parametrize(("names", "num_found"), [([], 0), ([0, "absent"], 1), ([0, 1, 2], None)])
+async def test_sent_bytes_do_not_change_with_the_memory(
+    stack: TierStack,
+) -> None:
+    client = Client(0)
+    await (await one(stack))({"type": "http"}, receive, client)
+    stack.hot.clear_now()
+    memory = stack.allocate(7 << 20)
+    assert memory is not None
+    memory.byte_array[:] = b"\xa5" * len(memory.byte_array)
+    memory.ref_count_down()
+    assert client.body.endswith(make_payload(0, PAYLOAD_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("names", "num_found"),
+    [([], 0), ([0, "absent"], 1), ([0, 1, 2], None)],
+)
 async def test_answer_in_one_step_has_its_length(
     stack: TierStack, names: list[object], num_found: int | None
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from fastapi import FastAPI
-from lmcache_core.errors import ConfigError, LMCacheError, RecordError, UnavailableError
+from lmcache_core.errors import ConfigError, LMCacheError, RecordError, UnavailableError, one_line
 from lmcache_core.wire.messages import ErrorMessage
 from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.logs import TextFormatter, create_log_router
@@ -116,3 +116,7 @@ def test_text_of_an_error_is_one_line(kind: Callable[[str], LMCacheError]) -> No
 
 def test_text_of_a_wrong_option_may_have_several_lines() -> None:
     assert str(ConfigError("a=1\nb=2")) == "a=1\nb=2"
+
+
+def test_surrogate_is_escaped() -> None:
+    assert one_line("a\udc80b") == "a\\udc80b"
