@@ -17,6 +17,9 @@ import pytest
 import yaml
 from lmcache_core import __version__
 
+from tests.cluster.kind import NAMESPACE
+from tests.cluster.names import RELEASE
+
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
@@ -87,6 +90,14 @@ def test_what_ci_makes_exists() -> None:
     text = re.sub(r"make -j\d", "make", RUN.read_text(encoding="utf-8"))
     assert {"lint", "test", "test-vllm-releases", "environments"} <= made(text)
     assert made(text) - TARGETS - RULES == set()
+
+
+def test_e2e_runs_one_release_at_a_time() -> None:
+    text = commands(ROOT / ".github/workflows/e2e.yml")
+    removal = (
+        f"helm uninstall {RELEASE} --namespace {NAMESPACE}\nkubectl delete namespace {NAMESPACE}"
+    )
+    assert text.index("make kind-up") < text.index(removal) < text.index("make test-cluster")
 
 
 def test_ci_runs_on_every_python_that_is_promised() -> None:

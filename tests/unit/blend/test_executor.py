@@ -129,6 +129,16 @@ def test_every_layer_gets_fresh_kv_of_selected_tokens_and_moved_kv_of_the_rest(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_may_be_of_numbers(dtype):
+    batch, made = Batch([5, 4], [True, True, False, True, True] + [True] * 4), executor(0.0)
+    batch.valid = batch.valid.to(dtype) * 3
+    batch.layer(made, 0)
+    rows = batch.layer(made, 1).local_indices
+    assert rows.tolist() == [2, 4, 8]
+    torch.testing.assert_close(batch.layer(made, 2, rows).k, batch.fresh_k, rtol=0, atol=1e-5)
+
+
 def test_encoders_serve_instead_of_a_mover():
     batch, made = Batch([6], [True] * 5 + [False]), CacheBlendImpl(0.0)
     made.set_positional_encoder(EMBEDDING.encode)
