@@ -112,6 +112,15 @@ def test_order_that_is_not_fetched_expires_and_is_made_again() -> None:
     assert world.orders() == ["b"]
 
 
+def test_answer_orders_a_bounded_number_of_copies() -> None:
+    world = World(num_pulls=1)
+    for name in "ab":
+        world.add(name)
+    for number in range(65):
+        world.pull("a", chunk_id=f"{number:032x}")
+    assert [len(world.orders()) for _ in range(3)] == [64, 1, 0]
+
+
 def test_pulls_are_counted_by_tenant() -> None:
     world = World(num_pulls=2)
     for who in (ACME, RIVAL):

@@ -242,8 +242,11 @@ async def test_views_are_kept_for_a_while_by_tenant(
     assert (await acme.overview(max_samples=0))["time_ms"] == first["time_ms"]
     assert (await rival.overview())["peers"] == []
     monkeypatch.setattr(overview_service, "MAX_KEPT_VIEWS", 1)
+    monkeypatch.setattr(overview_service, "MAX_REST_S", 0.0)
     await Caller(app, "operator").overview()
     assert len((await acme.overview())["peers"]) == 2
+    await acme.beat("c")
+    assert len((await acme.overview())["peers"]) == 3, "none is kept longer than this"
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,18 @@ def test_a_store_that_changes_bytes_is_found():
         canary(PagedGPUConnector(layout), layout, make_kv_caches(layout, 3), damaged)
 
 
+def test_the_pattern_is_small_however_large_blocks_are():
+    sizes = []
+
+    def counted(memory):
+        sizes.append(memory.get_size())
+        return through_other_memory(memory)
+
+    layout = layout_of()
+    canary(PagedGPUConnector(layout), layout, make_kv_caches(layout, 3, sizes=(4, 64)), counted)
+    assert sizes == [sum(spec.length for spec in layout.tensor_specs(32))]
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_engine_memory_is_restored_when_the_transport_fails(error):
     def failing(memory):

@@ -104,6 +104,34 @@ def test_a_head_of_one_unit_too_many_is_refused() -> None:
     raise AssertionError("no header filled its units exactly")
 
 
+@pytest.mark.parametrize(
+    ("num_tensors", "num_dimensions", "num_extensions"), [(257, 1, 0), (1, 9, 0), (1, 1, 65)]
+)
+def test_counts_above_their_bounds_are_refused(
+    num_tensors: int, num_dimensions: int, num_extensions: int
+) -> None:
+    def check(num_tensors: int, num_dimensions: int, num_extensions: int) -> None:
+        shape = (1,) * num_dimensions
+        tensors = tuple(TensorSpec("", "uint8", shape, at, 1) for at in range(num_tensors))
+        extensions = tuple(Extension(at + 7, False, b"") for at in range(num_extensions))
+        encoded_header(tensors, extensions).check(num_tensors)
+
+    check(min(num_tensors, 256), min(num_dimensions, 8), min(num_extensions, 64))
+    with pytest.raises(RecordError) as refused:
+        check(num_tensors, num_dimensions, num_extensions)
+    assert refused.value.reason is RecordReason.BOUNDS
+
+
+def test_payload_above_its_bound_is_refused() -> None:
+    head = bytearray(encode_head(encoded_header((TensorSpec("", "uint8", (9,), 0, 9),)), 9))
+    struct.pack_into("<Q", head, 16, 4 << 30)
+    assert decode_prefix(head).payload_bytes == 4 << 30
+    struct.pack_into("<Q", head, 16, (4 << 30) + 1)
+    with pytest.raises(RecordError) as refused:
+        decode_prefix(head)
+    assert refused.value.reason is RecordReason.BOUNDS
+
+
 @pytest.mark.parametrize("offset", [0, 5, 8])
 def test_tensors_that_overlap_are_refused(offset: int) -> None:
     """Also encoded ones, whose lengths do not follow from their shapes."""

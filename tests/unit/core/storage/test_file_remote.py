@@ -269,6 +269,7 @@ async def test_record_of_a_later_version_stays(tier, tmp_path):
     make_old(path)
     assert await get(tier, "a") == [MissReason.CORRUPT]
     assert path.exists()
+    assert await tier.batched_contains([make_key("a")]) == [True], "it is not stored again"
 
 
 async def test_foreign_entries_in_place_of_a_record_are_misses(tier, tmp_path):
