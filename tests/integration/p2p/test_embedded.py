@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from lmcache_core.engine import LMCacheEngine
+from lmcache_core.wire.client import LmClient
 
 from tests.fixtures.embedded import PATIENT, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
+from tests.suites.chunks import make_chunk, make_key
 
 NUM_TOKENS = 6 * CHUNK_SIZE
 TOKENS = tokens_of(NUM_TOKENS)
@@ -100,3 +102,15 @@ def test_an_engine_works_without_lookup_and_broker() -> None:
     ) as made:
         made.engine.store(TOKENS, kvcaches=random_kv(NUM_TOKENS, 1))
         retrieve(made.engine)
+
+
+async def test_an_engine_takes_no_chunks_of_others() -> None:
+    nowhere, port = f"http://127.0.0.1:{free_port()}", free_port()
+    url = f"lm://127.0.0.1:{port}"
+    with embedded_engine(
+        enable_p2p=True, lookup_url=nowhere, broker_url=nowhere, distributed_url=url
+    ):
+        client = LmClient("127.0.0.1", port, None)
+        assert await client.put([make_chunk("a")]) == [False]
+        assert await client.contains([make_key("a")]) == [False]
+        await client.close()

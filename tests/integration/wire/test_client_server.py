@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from lmcache_core.errors import CapacityError, UnavailableError
-from lmcache_core.record import Miss, MissReason, Result
+from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.wire.served import ServerLimits
 
 from tests.fixtures.wire import Arena, MemoryStore, client_of, keys_of, serving
@@ -53,6 +53,18 @@ async def test_a_slow_request_does_not_delay_others() -> None:
         assert not slow.done()
         store.gate.set()
         assert await slow == [False]
+
+
+class FullStore(MemoryStore):
+    """Has memory for what arrives, and keeps none of it."""
+
+    async def put(self, chunk: Chunk) -> bool:
+        return False
+
+
+async def test_a_chunk_that_is_not_kept_is_not_acknowledged() -> None:
+    async with serving(FullStore()) as server, client_of(server.port) as client:
+        assert await client.put([make_chunk(1)]) == [False]
 
 
 async def test_missing_memory_on_either_side_keeps_the_connection() -> None:
