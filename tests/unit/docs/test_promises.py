@@ -104,12 +104,12 @@ def test_a_row_names_what_there_is(row: tuple[str, str, str]) -> None:
         found = page.read_text(encoding="utf-8").count(text)
         # An option that engines and services have is twice in docs/configuration.md.
         assert found == 1 or (found and page.name in UNREAD), f"{found} times in {page}: {text}"
-    named = re.findall(r"`([\w/]+\.py)(?:::([\w:]+))?`", notices)
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?`", notices)
     assert named, f"what would notice it? {promise}"
     for path, names in named:
-        text = (ROOT / "tests" / path).read_text(encoding="utf-8")
+        text = (ROOT / path).read_text(encoding="utf-8")
         for name in filter(None, names.split("::")):
-            assert re.search(rf"(?:def|class) {name}\b", text), f"tests/{path} has no {name}"
+            assert re.search(rf"(?:def|class) {name}\b", text), f"{path} has no {name}"
     is_known = defect in {one.name for one in DEFECTS} or defect.startswith(BY_HAND)
     assert is_known or not defect, f"no defect of tests/simulation/defects.py: {defect}"
 
