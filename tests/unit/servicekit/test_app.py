@@ -131,7 +131,8 @@ async def test_probes_have_their_own_listener_without_authentication(tmp_path: P
             (await client.get(url + path)).status_code
             for path in ("/healthz", "/readyz", "/metrics")
         ] == [200, 200, 200]
-        assert (await client.get(f"{url}/v1/things/1")).status_code == 404
+        for path in ("/v1/things/1", "/openapi.json"):
+            assert (await client.get(url + path)).status_code == 404
     taken = create_app(SampleSettings(health_port=1, health_host="192.0.2.1"))
     with pytest.raises(ConfigError, match=r"health_port=1: cannot listen on 192\.0\.2\.1: "):
         async with taken.router.lifespan_context(taken):
