@@ -187,6 +187,13 @@ def restart(directory: Path, seed: int, count: int) -> tuple[int, int]:
     return num_found, num_shared
 
 
+@pytest.fixture(autouse=True)
+def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of models and adapters stay as they are: each is read once."""
+    digests = functools.cache(file_digests)
+    monkeypatch.setattr(weights, "file_digests", lambda files, _=None: digests(tuple(files)))
+
+
 def test_no_restarted_engine_finds_kv_that_it_would_not_compute(tmp_path: Path) -> None:
     num_found, num_shared = restart(tmp_path, 1, 1500)
     assert num_found > 100, "hardly anything is shared: the test tests nothing"
@@ -196,12 +203,7 @@ def test_no_restarted_engine_finds_kv_that_it_would_not_compute(tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # among the first: no other file takes as long
 @pytest.mark.parametrize("seed", range(20))
-def test_a_hundred_thousand_restarts(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The files of models and adapters stay as they are: each is read once.
-    digests = functools.cache(file_digests)
-    monkeypatch.setattr(weights, "file_digests", lambda files, _=None: digests(tuple(files)))
+def test_a_hundred_thousand_restarts(tmp_path: Path, seed: int) -> None:
     num_found, num_shared = restart(tmp_path, 100 + seed, 5000)
     assert num_found > 500
     assert num_shared > 50
